@@ -98,13 +98,9 @@ class SharedMemory:
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Write the members' equally large `x` to `out`, one after another."""
-        mine, pieces = x.view(-1), out.view(len(self._ranks), -1)
-        for start in range(0, mine.numel(), self._region_bytes // x.itemsize):
-            regions = self._next_regions(x.dtype)
-            part = mine[start : start + regions.shape[1]]
-            regions[self._rank, : part.numel()].copy_(part)
-            self._meet("all_gather", x)
-            pieces[:, start : start + part.numel()].copy_(regions[:, : part.numel()])
+        pieces = out.view(len(self._ranks), -1)
+        for place, regions in self._exchange("all_gather", x):
+            pieces[:, place].copy_(regions)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Write the sum over the members of that piece of `x` which is this rank's to `out`; see `sum_pieces`."""
@@ -119,13 +115,17 @@ class SharedMemory:
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Write the sum of the members' `x` to `x`; see `sum_pieces`. For few numbers: every member adds up all."""
-        mine = x.view(-1)
-        for start in range(0, mine.numel(), self._region_bytes // x.itemsize):
-            regions = self._next_regions(x.dtype)
-            part = mine[start : start + regions.shape[1]]
+        for place, regions in self._exchange("all_reduce", x):
+            sum_pieces(x.view(-1)[place], regions)
+
+    def _exchange(self, kind: str, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield what every member has of a part of `x`, (members, elements), and where it is in the flat `x`."""
+        mine, width = x.view(-1), self._region_bytes // x.itemsize
+        for start in range(0, mine.numel(), width):
+            regions, part = self._next_regions(x.dtype), mine[start : start + width]
             regions[self._rank, : part.numel()].copy_(part)
-            self._meet("all_reduce", x)
-            sum_pieces(part, regions[:, : part.numel()])
+            self._meet(kind, x)
+            yield slice(start, start + part.numel()), regions[:, : part.numel()]
 
     def all_to_all(
         self, out: torch.Tensor, x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]

@@ -303,7 +303,8 @@ def _unknown_form(content: dict[str, Any]) -> RowError:
 def read_header(table: dict[str, Any]) -> ExampleHeader:
     """Return the header that `asdict` made this table of, and JSON kept."""
     table["skipped"] = {reason: Skipped(**entry) for reason, entry in table["skipped"].items()}
-    return ExampleHeader(**table | {name: tuple(table[name]) for name in ("names", "stop_token_ids")})
+    table |= {name: tuple(table[name]) for name in ("names", "stop_token_ids")}
+    return ExampleHeader(**table)
 
 
 def _load(path: Path, content: str) -> TokenizedExamples | None:

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from titanlite.base.errors import DataError
 from titanlite.base.files import check_regular, open_regular, parse_json
 from titanlite.features.sft import row_limits
-from titanlite.features.sft.row_limits import LimitedLines, RowError, skip_line, too_long
+from titanlite.features.sft.row_limits import RowError, skip_line, too_long
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -232,18 +232,14 @@ def _not_an_object(row: Any) -> RowError:
 def _read_csv(file: Path) -> _Numbered:
     csv.field_size_limit(row_limits.MOST_LINE_BYTES)  # the default of 128 KiB is less than a long document
     with open_regular(file, "r", encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        lines = LimitedLines(stream)
-        reader = csv.reader(lines, strict=True)
+        reader = csv.reader(stream, strict=True)
         header: list[str] | None = None
         while True:
-            number = reader.line_num + lines.num_skipped + 1
+            number = reader.line_num + 1
             try:
                 cells = next(reader)
             except StopIteration:
                 return
-            except RowError as error:
-                yield number, error
-                continue
             except csv.Error as error:
                 yield number, RowError("invalid CSV", f"not valid CSV ({error}). Quote fields that hold quotes.")
                 continue

@@ -42,26 +42,6 @@ def too_long(what: str, num_bytes: int) -> RowError:
     return RowError("too long", text)
 
 
-class LimitedLines:
-    """The lines of a stream; one that is too long is a `RowError`, after which the next one can be had."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self.num_skipped = 0
-        self._stream = stream
-
-    def __iter__(self) -> "LimitedLines":
-        return self
-
-    def __next__(self) -> str:
-        line = self._stream.readline(MOST_LINE_BYTES + 1)
-        if not line:
-            raise StopIteration
-        if len(line) > MOST_LINE_BYTES:
-            self.num_skipped += 1
-            raise too_long("line", len(line) + skip_line(self._stream, line))
-        return line
-
-
 class _TimeUpError(Exception):
     """Raised by the watchdog in the thread whose time is up."""
 

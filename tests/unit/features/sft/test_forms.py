@@ -15,7 +15,6 @@ from titanlite.features.generate.evaluate import read_evaluation_prompts
 from titanlite.features.sft import examples
 from titanlite.features.sft.forms import Chat, Plain, detect_form, parse_row
 from titanlite.features.sft.readers import RowError
-from titanlite.features.streams import stream
 
 MakeJob = Callable[..., JobConfig]
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -144,29 +143,14 @@ def test_where_the_setting_has_no_effect_it_is_refused(make_job: MakeJob) -> Non
     ]
 
 
-@pytest.mark.parametrize("module", [examples, stream])
-def test_caches_of_before_the_setting_stay_valid(
-    make_job: MakeJob, module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The key is a digest of settings, and without `text_field` these are what they were."""
-    settings: list[list[Any]] = []
-    dumps = json.dumps
-
-    def spy(value: Any, **options: Any) -> str:
-        if options.get("default") is str:
-            settings.append(value)
-        return dumps(value, **options)
-
-    monkeypatch.setattr(module.json, "dumps", spy)
-    for field in ("text", "content"):
-        job = make_job(make_rows(field), seq_len=48, text_field=field, streaming=module is stream)
-        build_data(job, 0, 1)
-    settings = [found for found in settings if isinstance(found, list)][
-        :: 2 if module is stream else 1
-    ]  # a stream's is followed by that of its fingerprint
-    assert len(settings) == 2 and len(settings[1]) == len(settings[0]) + 1
-    assert settings[1][-1] == 'fields {"text": "content"}'
-    assert settings[0][-1].startswith("{")  # the tokenizer, as before
+def test_another_column_has_another_cache(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Path] = []
+    load = examples._load
+    monkeypatch.setattr(examples, "_load", lambda path, content: (loaded.append(path), load(path, content))[1])
+    rows = [{"text": f"what is {i}", "content": f"is {i} what"} for i in range(20)]
+    for field in ("text", "content", "text"):
+        build_data(make_job(rows, seq_len=48, text_field=field), 0, 1)
+    assert len(set(loaded)) == 2 and loaded[0] == loaded[-1]
 
 
 # --- questions and answers
