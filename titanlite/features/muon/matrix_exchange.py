@@ -6,7 +6,7 @@ mesh do the same work, each for itself.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import cast
@@ -33,22 +33,23 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class _Owned:
-    """A matrix that this rank puts together: where the piece of each rank belongs in it.
+    """Rows that this rank puts together, of `stacked` matrices: where the piece of each rank belongs in them.
 
     `ranks` are all that hold a piece. In another replica, other ranks own the same matrices: what is computed together
     there must be what is computed together here, or rounding would tell the replicas apart.
     """
 
     shape: tuple[int, int]
+    stacked: int
     ranks: tuple[int, ...]
     pieces: tuple[tuple[int, Slices], ...]
 
 
 @dataclass
 class _Route:
-    """What this rank sends, (param, place) by rank, and puts together, for the split parameters of a bucket."""
+    """What this rank sends, (param, outer index) by rank, and puts together, for the split parameters of a bucket."""
 
-    sent: defaultdict[int, list[tuple[int, Slices]]] = field(default_factory=lambda: defaultdict(list))
+    sent: defaultdict[int, list[tuple[int, tuple[int, ...]]]] = field(default_factory=lambda: defaultdict(list))
     owned: list[_Owned] = field(default_factory=list)
 
 
@@ -110,24 +111,22 @@ class MatrixExchange:
             param, layout = self._params[number], id(holders[number])
             if layout not in known:
                 known[layout] = _group_by_outer(holders[number], me)
-            by_outer = known[layout]
-            for matrix in _get_matrices(param, self._stacked[number], by_outer):
-                rows, columns = matrix.lengths[-2:]
-                found.append((min(rows, columns) * rows * columns, number, matrix, by_outer[matrix.starts[:-2]]))
+            rows, columns = param.shape[-2:]
+            cost = min(rows // self._stacked[number], columns) * rows * columns
+            found += [(cost, number, index, holding) for index, holding in known[layout].items()]
         route, loads = _Route(), cast(_Loads, defaultdict(Counter))
-        for cost, number, matrix, holding in sorted(found, key=lambda item: -item[0]):  # stable: alike on all ranks
+        for cost, number, index, holding in sorted(found, key=lambda item: -item[0]):  # stable: alike on all ranks
             ranks = tuple(rank for rank, _ in holding)
             load, total = loads[ranks], self._loads[ranks]  # all wait for each bucket, so that comes first
             owner = min(ranks, key=lambda rank: (load[rank], total[rank]))
             load[owner] += cost
             total[owner] += cost
-            for rank, region in holding:
-                if rank == me and (piece := _overlap(matrix, region)) is not None:
-                    route.sent[owner].append((number, _inside(piece, region)))
+            place = (i - first for i, first in zip(index, dict(holding)[me].starts, strict=False))
+            route.sent[owner].append((number, tuple(place)))
             if owner == me:
-                pieces = [(rank, _overlap(matrix, region)) for rank, region in holding]
-                places = tuple((rank, _inside(piece, matrix)[-2:]) for rank, piece in pieces if piece is not None)
-                route.owned.append(_Owned((matrix.lengths[-2], matrix.lengths[-1]), ranks, places))
+                rows, columns = self._params[number].shape[-2:]
+                pieces = tuple((rank, region.slices[-2:]) for rank, region in holding)
+                route.owned.append(_Owned((rows, columns), self._stacked[number], ranks, pieces))
         return route
 
     def apply(
@@ -158,15 +157,16 @@ class MatrixExchange:
         mine = [[tensors[number][place] for number, place in route.sent[rank]] for rank in ranks]
         whole = [like.new_empty(owned.shape) for owned in route.owned]
         theirs: dict[int, list[torch.Tensor]] = {rank: [] for rank in ranks}
-        together: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
+        together: defaultdict[tuple[int, int, int, object], list[torch.Tensor]] = defaultdict(list)
         for matrix, owned in zip(whole, route.owned, strict=True):
-            together[owned.shape, owned.ranks].append(matrix)
+            together[*owned.shape, owned.stacked, owned.ranks].append(matrix)
             for rank, place in owned.pieces:
                 theirs[rank].append(matrix[place])
         self._send(like, mine, list(theirs.values()))
-        for matrices in together.values():
-            for matrix, changed in zip(matrices, change(torch.stack(matrices)), strict=True):
-                matrix.copy_(changed)
+        for (rows, columns, stacked, _), matrices in together.items():
+            changed = change(torch.stack(matrices).view(-1, rows // stacked, columns))
+            for matrix, values in zip(matrices, changed.reshape(-1, rows, columns), strict=True):
+                matrix.copy_(values)
         self._send(like, list(theirs.values()), mine)
 
     def _send(self, like: torch.Tensor, pieces: list[list[torch.Tensor]], places: list[list[torch.Tensor]]) -> None:
@@ -204,32 +204,8 @@ def _group_by_outer(
 ) -> dict[tuple[int, ...], tuple[tuple[int, Region], ...]]:
     """By the outer indices of the matrices that this rank has a part of: who else has, in the order of `holders`."""
     groups: defaultdict[tuple[int, ...], list[tuple[int, Region]]] = defaultdict(list)
-    outer = [product(*map(range, region.starts[:-2], _stops(region)[:-2])) for _, region in holders]
-    for (rank, region), indices in zip(holders, outer, strict=True):
-        if region.numel:
-            for index in indices:
-                groups[index].append((rank, region))
+    for rank, region in holders:
+        outer = zip(region.starts[:-2], region.lengths[:-2], strict=True)
+        for index in product(*(range(start, start + length) for start, length in outer)) if region.numel else ():
+            groups[index].append((rank, region))
     return {index: tuple(held) for index, held in groups.items() if any(rank == me for rank, _ in held)}
-
-
-def _get_matrices(param: torch.Tensor, stacked: int, outer: Iterable[tuple[int, ...]]) -> Iterator[Region]:
-    rows, columns = param.shape[-2] // stacked, param.shape[-1]
-    for index in outer:
-        for part in range(stacked):
-            yield Region((*index, part * rows, 0), (*(1 for _ in index), rows, columns))
-
-
-def _stops(region: Region) -> tuple[int, ...]:
-    return tuple(start + length for start, length in zip(region.starts, region.lengths, strict=True))
-
-
-def _overlap(a: Region, b: Region) -> Region | None:
-    starts = tuple(map(max, a.starts, b.starts))
-    lengths = tuple(stop - start for stop, start in zip(map(min, _stops(a), _stops(b)), starts, strict=True))
-    return Region(starts, lengths) if min(lengths) > 0 else None
-
-
-def _inside(region: Region, whole: Region) -> tuple[slice, ...]:
-    """Where `region` is in a tensor of `whole`."""
-    places = zip(region.starts, region.lengths, whole.starts, strict=True)
-    return tuple(slice(start - first, start - first + length) for start, length, first in places)
