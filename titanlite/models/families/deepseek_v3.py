@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from titanlite.config.model import ModelConfig, RopeScaling
 from titanlite.models.families.dots1 import FAMILY as DOTS1
-from titanlite.models.families.family import DEBUG_SIZES, GROUP_RULES, Family
+from titanlite.models.families.family import DEBUG_EXPERTS, GROUP_RULES, Family, preset
 from titanlite.models.families.keys import COMMON_DECLARED, HEADS, MOE_DECLARED, Key
 
 _DEEPSEEK = ModelConfig(
@@ -20,6 +20,8 @@ _DEEPSEEK = ModelConfig(
     qk_nope_head_dim=128,
     v_head_dim=128,
     rope_interleave=True,
+    num_dense_layers=1,
+    num_shared_experts=1,
     score_func="sigmoid",
 )
 
@@ -56,10 +58,8 @@ FAMILY = Family(
         "norm_topk_prob": Key("bool | None", True, False),
         "routed_scaling_factor": Key("float", 2.5),
         "q_lora_rank": Key("int | None", null=None),
-        **dict.fromkeys(("v_head_dim", "pretraining_tp", "num_nextn_predict_layers"), Key("int | None")),
+        "v_head_dim": Key("int | None"),
         "rope_interleave": Key("bool | None", True, False),
-        "attention_dropout": Key("float | int | None", 0.0),
-        "num_mtp_layers": Key("int"),
     },
     rules=GROUP_RULES,
     # DeepSeek's own code and serving engines look at these; the decoder has no other.
@@ -69,56 +69,48 @@ FAMILY = Family(
     presets={
         "debug": replace(
             _DEEPSEEK,
-            **{**DEBUG_SIZES, "num_kv_heads": 4, "head_dim": 8},
+            **{**DEBUG_EXPERTS, "num_kv_heads": 4, "head_dim": 8},
             rope_scaling=_yarn(4.0, 512, 0.5),
             kv_lora_rank=24,
             q_lora_rank=32,
             qk_nope_head_dim=16,
             v_head_dim=12,
-            num_experts=8,
-            top_k=2,
-            moe_intermediate_size=32,
-            num_dense_layers=1,
-            num_shared_experts=1,
             routed_scaling_factor=2.5,
             num_expert_groups=4,
             num_limited_groups=2,
         ),
-        "V3-671B-A37B": replace(
+        "V3-671B-A37B": preset(
             _DEEPSEEK,
+            7168,
+            61,
+            128,
+            128,
+            18432,
             vocab_size=129280,
-            hidden_size=7168,
-            num_layers=61,
-            num_heads=128,
-            num_kv_heads=128,
-            intermediate_size=18432,
             max_position_embeddings=163840,
             rope_scaling=_yarn(40.0, 4096, 1.0),
             q_lora_rank=1536,
             num_experts=256,
-            top_k=8,
             moe_intermediate_size=2048,
             num_dense_layers=3,
-            num_shared_experts=1,
             routed_scaling_factor=2.5,
             num_expert_groups=8,
             num_limited_groups=4,
         ),
-        "Moonlight-16B-A3B": replace(
+        "Moonlight-16B-A3B": preset(
             _DEEPSEEK,
+            2048,
+            27,
+            16,
+            16,
+            11264,
             vocab_size=163840,
-            hidden_size=2048,
-            num_layers=27,
-            num_heads=16,
-            num_kv_heads=16,
-            intermediate_size=11264,
             max_position_embeddings=8192,
             rms_norm_eps=1e-5,
             rope_theta=50000.0,
             num_experts=64,
             top_k=6,
             moe_intermediate_size=1408,
-            num_dense_layers=1,
             num_shared_experts=2,
             routed_scaling_factor=2.446,
         ),

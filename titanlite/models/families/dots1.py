@@ -3,9 +3,13 @@
 Sigmoid scores, a selection bias per expert, group-limited top-k, shared experts, leading dense layers.
 """
 
+from dataclasses import replace
+
 from titanlite.config.model import ModelConfig
-from titanlite.models.families.family import COMMON_KEYS, DEBUG_SIZES, GROUP_RULES, MOE_KEYS, Family
+from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, GROUP_RULES, MOE_KEYS, Family, preset
 from titanlite.models.families.keys import COMMON_DECLARED, MOE_DECLARED, Key
+
+_DOTS = ModelConfig(family="dots1", num_dense_layers=1, score_func="sigmoid", routed_scaling_factor=2.5)
 
 FAMILY = Family(
     name="dots1",
@@ -29,7 +33,6 @@ FAMILY = Family(
         **dict.fromkeys(("n_group", "topk_group"), Key("int | None", 1)),
         "norm_topk_prob": Key("bool | None", False, False),
         "routed_scaling_factor": Key("float", 1.0),
-        "attention_dropout": Key("float | int | None", 0.0),
         "sliding_window": Key("int | None", 4096),
         "max_window_layers": Key("int | None", 62),
     },
@@ -43,37 +46,28 @@ FAMILY = Family(
     },
     expert_bias_key="e_score_correction_bias",
     presets={
-        "debug": ModelConfig(
-            family="dots1",
-            **DEBUG_SIZES,
-            num_experts=8,
-            top_k=2,
-            moe_intermediate_size=32,
-            num_dense_layers=1,
+        "debug": replace(
+            _DOTS,
+            **DEBUG_EXPERTS,
             num_shared_experts=1,
-            score_func="sigmoid",
-            routed_scaling_factor=2.5,
             num_expert_groups=4,
             num_limited_groups=2,
         ),
-        "142B-A14B": ModelConfig(
-            family="dots1",
+        "142B-A14B": preset(
+            _DOTS,
+            4096,
+            62,
+            32,
+            32,
+            10944,
             vocab_size=152064,
-            hidden_size=4096,
-            num_layers=62,
-            num_heads=32,
-            num_kv_heads=32,
-            intermediate_size=10944,
             max_position_embeddings=32768,
             rms_norm_eps=1e-5,
             rope_theta=10000000.0,
             num_experts=128,
             top_k=6,
             moe_intermediate_size=1408,
-            num_dense_layers=1,
             num_shared_experts=2,
-            score_func="sigmoid",
-            routed_scaling_factor=2.5,
         ),
     },
 )

@@ -1,7 +1,7 @@
 """`Family`: the table that ties a model family to its Hugging Face configuration and checkpoint keys."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanlite.base.errors import ConfigError, raise_problems
@@ -12,14 +12,12 @@ from titanlite.models.families.keys import (
     MISSING,
     Key,
     describe_unreadable,
-    find_contradictions,
-    find_infinite,
     find_other_loss,
     find_quantization,
     get_padding_row,
     show,
 )
-from titanlite.models.families.limits import check_model_config
+from titanlite.models.families.limits import check_model_config, find_absurd
 from titanlite.models.families.rope import PARTIAL, NotNativeError, Rope, read_rope, rope_table, rope_to_hf
 
 # ModelConfig field -> Hugging Face key, where all families agree.
@@ -53,6 +51,7 @@ DEBUG_SIZES: Mapping[str, Any] = {
     "intermediate_size": 128,
     "max_position_embeddings": 2048,
 }
+DEBUG_EXPERTS: Mapping[str, Any] = {**DEBUG_SIZES, "num_experts": 8, "top_k": 2, "moe_intermediate_size": 32}
 # Other names under which transformers versions write the same key.
 KEY_ALIASES: Mapping[str, str] = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
 # ModelConfig fields whose 0 is written null, as a config.json has what is not there.
@@ -78,6 +77,14 @@ GROUP_RULES: Sequence[tuple[Callable[[ModelConfig], bool], str]] = (
 )
 
 
+def preset(
+    base: ModelConfig, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, **more: Any
+) -> ModelConfig:
+    """Return the sizes of a flavor: what `base` has, and these in the order of a model card."""
+    sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "num_kv_heads": kv_heads}
+    return replace(base, **sizes, intermediate_size=inner, **more)
+
+
 @dataclass(frozen=True)
 class Family:
     """One model family.
@@ -88,7 +95,7 @@ class Family:
         keys: ModelConfig field -> Hugging Face config key.
         presets: sizes by flavor.
         fixed: ModelConfig fields that the family does not configure.
-        declared: every key that transformers' class declares, with its kind, its default, and what null means.
+        declared: every key with an effect that transformers' class declares: its kind, default, and what null means.
         partial_rotary: the same for `partial_rotary_factor`, which may stand in the rotary table; with a default of 1.0
             the family does not support another value.
         required: Hugging Face keys that, if present, must have one of these values: the decoder has no other. The first
@@ -124,7 +131,6 @@ class Family:
         lacking = self._find_lacking(hf)
         values: dict[str, Any] = {**self.fixed, "family": self.name}
         if not problems:
-            problems += find_contradictions(hf)
             values["pad_token_id"] = get_padding_row(hf)
             values |= {ours: self._read(theirs, hf) for ours, theirs in self.keys.items()}
             problems += [
@@ -182,7 +188,10 @@ class Family:
 
     def _find_wrong_kinds(self, hf: Mapping[str, Any]) -> list[str]:
         """Keys whose values transformers refuses, or cannot compute with."""
-        problems = list(find_infinite(hf))
+        problems = list(find_absurd(hf))
+        rotated = hf.get("qk_rope_head_dim")
+        if rotated is not None and hf.get("head_dim", rotated) != rotated:
+            problems.append(f"head_dim = {show(hf['head_dim'])} is not qk_rope_head_dim = {show(rotated)}.")
         for key, declared in self.declared.items():
             is_read, alias = key in self.keys.values(), KEY_ALIASES.get(key, "")
             if key in hf:

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 from titanlite.config.model import ModelConfig
 from titanlite.models.families.dots1 import FAMILY as DOTS1
-from titanlite.models.families.family import DEBUG_SIZES, GROUP_RULES, Family
+from titanlite.models.families.family import DEBUG_EXPERTS, GROUP_RULES, Family, preset
 from titanlite.models.families.keys import COMMON_DECLARED, MOE_DECLARED, Key
 
 _GLM = ModelConfig(
     family="glm4_moe",
     vocab_size=151552,
-    num_heads=96,
     max_position_embeddings=131072,
     rms_norm_eps=1e-5,
     partial_rotary_factor=0.5,
@@ -34,35 +33,28 @@ FAMILY = Family(
         **COMMON_DECLARED,
         **MOE_DECLARED,
         "num_key_value_heads": Key("int", 8),
-        **dict.fromkeys(("n_routed_experts", "num_mtp_layers"), Key("int")),
+        "n_routed_experts": Key("int"),
         **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"), Key("int", 1)),
         "norm_topk_prob": Key("bool", True),
         "routed_scaling_factor": Key("float", 1.0),
         "use_qk_norm": Key("bool", False),
-        "num_nextn_predict_layers": Key("int | None"),
     },
     partial_rotary=Key("float | int | None", 0.5, 1.0),
     rules=GROUP_RULES,
     mtp_key="num_nextn_predict_layers",
     expert_bias_key="e_score_correction_bias",
     presets={
-        "debug": replace(
-            _GLM, **DEBUG_SIZES, num_experts=8, top_k=2, moe_intermediate_size=32, routed_scaling_factor=2.5
+        "debug": replace(_GLM, **DEBUG_EXPERTS, routed_scaling_factor=2.5),
+        "4.5-Air-106B-A12B": preset(
+            _GLM, 4096, 46, 96, 8, 10944, qk_norm=False, num_experts=128, moe_intermediate_size=1408
         ),
-        "4.5-Air-106B-A12B": replace(
+        "4.5-355B-A32B": preset(
             _GLM,
-            hidden_size=4096,
-            num_layers=46,
-            intermediate_size=10944,
-            qk_norm=False,
-            num_experts=128,
-            moe_intermediate_size=1408,
-        ),
-        "4.5-355B-A32B": replace(
-            _GLM,
-            hidden_size=5120,
-            num_layers=92,
-            intermediate_size=12288,
+            5120,
+            92,
+            96,
+            8,
+            12288,
             num_experts=160,
             moe_intermediate_size=1536,
             num_dense_layers=3,
