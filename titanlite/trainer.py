@@ -22,7 +22,7 @@ from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader
 from titanlite.launch import heartbeat, stop
 from titanlite.materialize import Plan
-from titanlite.metrics import build_profiler, record_event
+from titanlite.metrics import Profiler, record_event
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.results import EvaluationResult, Results
 from titanlite.metrics.run_folder import get_identity
@@ -150,7 +150,7 @@ class Trainer:
         Collective: every rank must call. SIGTERM or SIGINT end it early, after a step, with a checkpoint.
         """
         job = self.job
-        with self.checkpointer, self.metrics, build_profiler(job, self.dump_folder) as profiler:
+        with self.checkpointer, self.metrics, Profiler(job.profiling, self.dump_folder) as profiler:
             self.stopping = self.checkpointer.agree(stop.is_requested())  # while everything was loaded
             if self.step == 0 and not self.stopping:
                 self.assess(last=False)  # what the model could do before

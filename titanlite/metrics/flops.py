@@ -5,9 +5,10 @@ import re
 import torch
 from torch import nn
 
-from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConfig
+from titanlite.config.model import AnyModelConfig, TransformersConfig
 from titanlite.materialize.layout import num_values
 from titanlite.materialize.plan import clean_name
+from titanlite.models.decoder import build_decoder
 from titanlite.models.interface import Model, is_adapter
 from titanlite.models.moe import is_routed
 
@@ -34,37 +35,9 @@ def num_parameters(config: AnyModelConfig) -> tuple[int, int]:
     """
     if isinstance(config, TransformersConfig):
         return config.num_params, config.num_active_params
-    d = config.hidden_size
-    attention = _latent_attention_parameters(config) if config.kv_lora_rank else _attention_parameters(config)
-    layer = attention + 2 * d  # and two norms
-    embedding = config.vocab_size * d
-    total = embedding + config.num_layers * layer + d
-    if not config.tie_word_embeddings:
-        total += embedding
-
-    num_moe_layers = config.num_layers - config.num_dense_layers if config.num_experts else 0
-    total += (config.num_layers - num_moe_layers) * 3 * d * config.intermediate_size
-    expert = 3 * d * config.moe_intermediate_size
-    total += num_moe_layers * (config.num_experts * d + (config.num_experts + config.num_shared_experts) * expert)
-    idle = num_moe_layers * (config.num_experts - config.top_k) * expert
-    return total, total - idle
-
-
-def _attention_parameters(config: ModelConfig) -> int:
-    d, q_dim, kv_dim = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    count = 2 * d * q_dim + 2 * d * kv_dim
-    if config.attention_bias:
-        count += q_dim + 2 * kv_dim + (d if config.attention_output_bias else 0)
-    return count + (2 * config.head_dim if config.qk_norm else 0)
-
-
-def _latent_attention_parameters(config: ModelConfig) -> int:
-    d, heads, q_latent, kv_latent = config.hidden_size, config.num_heads, config.q_lora_rank, config.kv_lora_rank
-    q_dim, kv_a = heads * config.qk_head_dim, kv_latent + config.head_dim
-    count = d * q_latent + q_latent + q_latent * q_dim if q_latent else d * q_dim
-    count += d * kv_a + kv_latent + kv_latent * heads * (config.qk_nope_head_dim + config.v_head_dim)
-    count += heads * config.v_head_dim * d
-    return count + (q_latent + kv_a + d if config.attention_bias else 0)
+    sizes = {name: num_values(param) for name, param in build_decoder(config).named_parameters()}
+    total, routed = sum(sizes.values()), sum(size for name, size in sizes.items() if is_routed(name))
+    return total, total - (routed * (config.num_experts - config.top_k) // config.num_experts if routed else 0)
 
 
 def train_flops_per_token(config: AnyModelConfig, seq_len: int, model: Model | None = None) -> int:

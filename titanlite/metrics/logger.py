@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import socket
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,14 +22,48 @@ from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.console import ProgressBar, can_show_bar, format_line
 from titanlite.metrics.flops import peak_flops
-from titanlite.metrics.moe import describe_moe, expert_load_image
-from titanlite.metrics.point import StepPoint
+from titanlite.metrics.point import StepPoint, describe_moe
 from titanlite.metrics.ranks import describe_ranks
-from titanlite.metrics.tensorboard import EventWriter
 
 EXPERT_LOAD_FILE = "expert_load.jsonl"
 _LOAD_POINTS = 100
 _SHOWN_CHARS = 80
+
+
+class EventWriter:
+    """Collects scalars; `take` has them as the bytes of TensorBoard's event file, to be appended to `file`.
+
+    torch's `SummaryWriter` writes in a thread that ends with a traceback at the first error, and with it every later
+    point. Each process writes a file of its own in `folder`; TensorBoard hides points after `start_step` in the others.
+    """
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        # Imported here: 0.1 to 1 s, and only rank 0 needs it.
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+        from torch.utils.tensorboard.summary import scalar
+
+        protocol: Any = event_pb2  # its names are made when it is imported
+        self._event, self._crc, self._scalar = protocol.Event, masked_crc32c, scalar
+        # Event files are read in the order of their names, which begin with the time in seconds.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
+        self.file = AppendedFile(folder / name)
+        self._records: list[bytes] = []
+        self._add(0, file_version="brain.Event:2")
+        self._add(start_step + 1, session_log=protocol.SessionLog(status=protocol.SessionLog.START))
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self._add(step, summary=self._scalar(name, value))
+
+    def take(self) -> bytes:
+        """Return what was added since the last call."""
+        records, self._records = b"".join(self._records), []
+        return records
+
+    def _add(self, step: int, **content: Any) -> None:
+        event = self._event(wall_time=time.time(), step=step, **content).SerializeToString()
+        length = struct.pack("<Q", len(event))
+        self._records += [length, struct.pack("<I", self._crc(length)), event, struct.pack("<I", self._crc(event))]
 
 
 class MetricsLogger:
@@ -42,13 +79,12 @@ class MetricsLogger:
     and waits in memory for the next point.
 
     Args:
-        job: the run's configuration; `[metrics]`, `training.steps`, `checkpoint.on_save_error` and the compute dtype
-            are used.
+        job: `[metrics]`, `training.steps`, `checkpoint.on_save_error` and the compute dtype are used.
         dump_folder: the run's folder; made if it is missing.
-        flops_per_token: model FLOPs of forward and backward for one token, see `train_flops_per_token`.
+        flops_per_token: see `train_flops_per_token`.
         num_ranks: ranks that share the work.
         device: this rank's device.
-        start_step: steps done before this process started: 0, or the step of the checkpoint it resumes from.
+        start_step: steps done before this process started.
         moe_layers: the layer's number for each row of `tokens_per_expert`; left out: 0, 1, ...
         stage_size: ranks that have the same layers; left out: all.
         sink: gets each point as well: the step, and the values by their names in TensorBoard.
@@ -83,7 +119,8 @@ class MetricsLogger:
         self._last_step = start_step
         self._next_load_step = 0
         self._moe_layers = list(moe_layers)
-        self._peak_flops = _get_peak_flops(job, device)
+        dtype = torch.float32 if job.training.mixed_precision_param == "float32" else torch.bfloat16
+        self._peak_flops = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
         self._keep_on = job.checkpoint.on_save_error == "continue"
         self._writer: EventWriter | None = None
         self._sink = sink
@@ -150,13 +187,9 @@ class MetricsLogger:
         logger.info(f"step {step:>5}/{self._num_steps}  validation loss {loss:7.4f}{parts}")
 
     def log_evaluation(self, step: int, values: Mapping[str, float], examples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the scores of an evaluation after `step` optimizer steps, and show some generations.
+        """Write the scores of an evaluation after `step` optimizer steps, the first of `values`, and some generations.
 
-        Args:
-            step: optimizer steps done.
-            values: by the names that TensorBoard shall show; the first one is the score.
-            examples: `prompt`, `prediction`, `reference` (texts) and `score` of a few prompts; `metrics.jsonl` has them
-                under `eval/examples`.
+        `examples` have `prompt`, `prediction`, `reference` (texts) and `score`; in `metrics.jsonl` as `eval/examples`.
         """
         if not self._enabled:
             return
@@ -220,10 +253,7 @@ class MetricsLogger:
         self._append(self._writer.file, self._writer.take())
 
     def _write_load(self, step: int, tokens_per_expert: Tensor) -> None:
-        """Write the counts of all experts: a picture for TensorBoard, and for the report some of the points."""
-        if self._writer is not None:
-            self._writer.add_image("moe/expert_load", expert_load_image(tokens_per_expert), step)
-            self._append(self._writer.file, self._writer.take())
+        """Write the counts of all experts at some of the points, for the report."""
         if step < self._next_load_step:
             return
         self._next_load_step = step + self._num_steps // _LOAD_POINTS
@@ -267,14 +297,6 @@ class MetricsLogger:
 def _on_one_line(text: str) -> str:
     """Quoted, without line breaks, and its end if it is long: of a prompt the end is what counts."""
     return repr(text if len(text) <= _SHOWN_CHARS else "..." + text[-_SHOWN_CHARS:])
-
-
-def _get_peak_flops(job: JobConfig, device: torch.device) -> float | None:
-    """Peak of the device in the dtype of the matmuls; None on CPU and unknown GPUs."""
-    if device.type != "cuda":
-        return None
-    dtype = job.training.mixed_precision_param
-    return peak_flops(torch.cuda.get_device_name(device), torch.float32 if dtype == "float32" else torch.bfloat16)
 
 
 def _or_none(value: float) -> float | None:

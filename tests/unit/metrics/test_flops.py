@@ -6,8 +6,8 @@ import torch
 from tiny_transformers import save_tiny_llava
 
 from titanlite.assemble import build_model
-from titanlite.config.model import ModelConfig
-from titanlite.config.schema import LoRASection, ModelSection, OptimizerSection
+from titanlite.config.model import ModelConfig, ModelSection
+from titanlite.config.schema import LoRASection, OptimizerSection
 from titanlite.features.estimate.tracker import StepRecorder
 from titanlite.features.lora.layers import apply_lora
 from titanlite.materialize import materialize

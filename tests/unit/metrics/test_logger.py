@@ -134,8 +134,6 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig,
         points = events.Scalars(name)
         assert [point.step for point in points] == [10, 20]
         assert points[0].value == pytest.approx(value, rel=1e-6)  # TensorBoard stores float32
-    image = events.Images("moe/expert_load")[0]
-    assert (image.width, image.height) == (4 * 24, 2 * 24)
     loads = [json.loads(line) for line in (tmp_path / "expert_load.jsonl").read_text().splitlines()]
     assert loads == [{"step": step, "first_layer": 3, "tokens_per_expert": COUNTS.tolist()} for step in (10, 20)]
 
