@@ -10,7 +10,7 @@ from typing import NoReturn
 from titanlite import __version__
 from titanlite.base.command_line import suggest
 from titanlite.base.log import open_console
-from titanlite.base.process import check_limits, end_on_interrupt, lean_imports, leave
+from titanlite.base.process import allow_many_files, end_on_interrupt, lean_imports, leave
 from titanlite.launch.notices import end_with_launcher
 
 # The module of each command, whose `main` runs it. Some need no torch, and shall not wait for it.
@@ -88,7 +88,7 @@ def run() -> NoReturn:
     """Run the command of this process's arguments, and end it."""
     open_console(goes_on=sys.argv[1:2] == ["train"])
     end_on_interrupt()
-    check_limits()
+    allow_many_files()
     leave(main())
 
 

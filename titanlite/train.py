@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import titanlite
 from titanlite.base.log import logger, open_console, setup_logger
-from titanlite.base.process import check_limits, end_on_interrupt, lean_imports, leave
+from titanlite.base.process import allow_many_files, end_on_interrupt, lean_imports, leave
 from titanlite.launch.notices import end_with_launcher
 
 
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     end_with_launcher()
     end_on_interrupt()
     open_console(goes_on=True)
-    check_limits()
+    allow_many_files()
     set_gpu_defaults(os.environ)
 
 with lean_imports():

@@ -12,32 +12,17 @@ from typing import NoReturn
 
 # Set by tools that record a process, and write what they have when it is torn down: Nsight Systems, others on CUPTI.
 _RECORDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
-_LEAST_FILES, _WANTED_FILES = 128, 65_536
-_LEAST_ADDRESS_SPACE = 4 << 30  # a rank that has imported torch for CPUs takes 0.9 GB, and threads and mappings to come
+_WANTED_FILES = 65_536  # the usual limit of 1024 ends runs of 400 ranks
 _exit_code: int | None = None
 
 
-def check_limits() -> None:
-    """Raise the limit on open files as far as this user may; end this process if a limit cannot be lived with.
-
-    Before torch is imported: without address space or files that fails anywhere, with an abort in C++ or a traceback.
-    """
+def allow_many_files() -> None:
+    """Raise the limit on open files as far as this user may: gloo holds a connection to each rank in each group."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    problems = []
-    if soft != resource.RLIM_INFINITY and soft < _LEAST_FILES:
-        problems.append(f"{soft} open files (ulimit -n); {_LEAST_FILES} are needed")
-    for name, kind in (("-v", resource.RLIMIT_AS), ("-d", resource.RLIMIT_DATA)):
-        limit = resource.getrlimit(kind)[0]
-        if limit != resource.RLIM_INFINITY and limit < _LEAST_ADDRESS_SPACE:
-            problems.append(f"{limit >> 20} MiB of memory (ulimit {name}); {_LEAST_ADDRESS_SPACE >> 20} are needed")
-    if problems:
-        sys.stderr.write(f"titanlite: error: this shell allows {' and '.join(problems)}. Raise it.\n")
-        _end_now(2)
 
 
 def end_on_interrupt() -> None:

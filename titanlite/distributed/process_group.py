@@ -1,7 +1,6 @@
 """Process group and device of this rank."""
 
 import os
-import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import debug
 
 from titanlite.base.errors import ConfigError, TransientError
+from titanlite.base.process import allow_many_files
 from titanlite.distributed.collectives import forget_groups, limit_waiting
 from titanlite.launch.network import PORT_TAKEN, STORE_FILE, find_interface
 from titanlite.ops.attention import leave_out_cudnn
 
-_MOST_FILES = 1 << 16
 _meetings = count()  # of the ranks, in this process
 _INTERFACES, _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
 
@@ -84,14 +83,6 @@ def _find_store(timeout: timedelta) -> dict[str, Any]:
     return {"store": store, "rank": rank, "world_size": world_size}
 
 
-def _allow_many_files() -> None:
-    """Gloo holds a connection to every other rank in each group; the usual limit of 1024 ends runs of 400 ranks."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def _refuse_idle_gpus() -> None:
     """Refuse to train on the CPU, a hundred times as slow, because torch has no way to the GPUs."""
     gpus = int(os.environ.get("TITANLITE_GPUS", "0"))
@@ -155,7 +146,7 @@ def init_distributed(timeout_s: int) -> torch.device:
     """
     timeout = timedelta(seconds=timeout_s)
     limit_waiting(timeout_s)
-    _allow_many_files()
+    allow_many_files()
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)  # a task may see its own only

@@ -16,11 +16,11 @@ from pathlib import Path
 from types import FrameType
 
 from titanlite.base.log import open_console
-from titanlite.base.process import check_limits, lean_imports, leave
+from titanlite.base.process import allow_many_files, lean_imports, leave
 
 if __name__ == "__main__":
     open_console(goes_on=True)
-    check_limits()
+    allow_many_files()
 
 with lean_imports():
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -31,17 +31,10 @@ with lean_imports():
 
     from titanlite.base.errors import NOTICE_FOLDER, RENDEZVOUS
     from titanlite.launch import heartbeat, stop
-    from titanlite.launch.agent import Agent
-    from titanlite.launch.guard import Guard
+    from titanlite.launch.guard import Agent, Guard
     from titanlite.launch.network import STORE_FILE, find_free_port
     from titanlite.launch.notices import TORCH_LOGS, shared_folder
-    from titanlite.launch.rendezvous import (
-        RENDEZVOUS_ERRORS,
-        describe_failure,
-        is_one_machine,
-        prepare_rendezvous,
-        use_local_rendezvous,
-    )
+    from titanlite.launch.rendezvous import RENDEZVOUS_ERRORS, describe_failure, prepare_rendezvous
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 signal.signal(number, partial(_stop, folder))
             for name in (STORE_FILE, RENDEZVOUS):  # of a run that has started this one
                 os.environ.pop(name, None)
-            run(use_local_rendezvous(options) if is_one_machine(options) else prepare_rendezvous(options))
+            run(prepare_rendezvous(options))
     except ChildFailedError:
         if guard is None or (failure := guard.failure) is None:
             raise

@@ -1,21 +1,24 @@
 """The launcher's watch over its ranks: which one ended first and why, which one hangs, and whether to start again.
 
-Knows processes and the notes in the shared folder, but neither torch nor torchrun: `launch.agent` connects them.
+Everything of torchrun that torch may change is in `Agent`.
 """
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from titanlite.base.errors import NEVER_RESTARTED
 from titanlite.launch import heartbeat, stop
 from titanlite.launch.heartbeat import Beat
-from titanlite.launch.notices import ENDING, Restart, lost_peers, note_restart, read_error
+from titanlite.launch.notices import ENDING, Restart, forget_last_start, lost_peers, note_restart, read_error, say
 from titanlite.launch.stacks import describe, is_stopped, save_stacks
 
 _HANG = 124  # exit code, as of timeout(1)
@@ -98,7 +101,7 @@ class Guard:
         if failure is None or restarts >= most or failure.code in NEVER_RESTARTED or stop.asked(self._folder):
             return False
         text = "" if failure.said else f"{failure.text}; all ranks were stopped. "
-        _say(f"{text}Starting all ranks again: restart {restarts + 1} of {most}.")
+        say(f"{text}Starting all ranks again: restart {restarts + 1} of {most}.")
         why, cause = failure.text.partition("\n")[0].rstrip("."), read_error(self._folder)
         note_restart(self._folder, Restart(f"{why} ({cause})" if cause else why, restarts + 1, most))
         return True
@@ -133,7 +136,7 @@ class Guard:
             text += f"\n  Stacks of the ranks: {kept}"
         self._end(running)
         self.failure = Failure(text, _HANG, said=True)
-        _say(f"{text}\n  All {num_ranks} ranks of this machine were ended.")
+        say(f"{text}\n  All {num_ranks} ranks of this machine were ended.")
 
     def _is_over_grace(self, beats: Mapping[int, Beat]) -> bool:
         """Return True if the run was asked to stop and has not done so in time.
@@ -158,7 +161,7 @@ class Guard:
                 f"job.stop_grace_seconds ({grace_s:g} s) are over and the ranks are still in step {latest.step} "
                 f"({latest.phase}); they were ended without a save. The same command goes on from the last checkpoint."
             )
-        _say(text)
+        say(text)
         self.failure = Failure(text, 128 + signal.SIGTERM, said=True)
         return True
 
@@ -169,6 +172,38 @@ class Guard:
             if _exit_code(pid) is None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
+
+
+# torch's decorators hide the signatures of these methods, hence the ignored reports.
+class Agent(LocalElasticAgent):
+    """torchrun's agent, which asks a guard: starts the ranks of this machine, and again where that helps.
+
+    Its methods with a leading underscore are those that torch documents for subclasses; `_remaining_restarts` is not
+    among them, and is read and set here only.
+    """
+
+    def __init__(self, guard: Guard, folder: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._guard, self._folder = guard, folder
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        forget_last_start(self._folder)
+        self._guard.began()
+        return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._pcontext is not None:
+            ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+            pids = self._pcontext.pids()
+            self._guard.watch({ranks[local]: pid for local, pid in pids.items() if local in ranks})
+        result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            for rank, failure in sorted(result.failures.items(), key=lambda item: item[1].timestamp):
+                self._guard.note_failure(rank, failure.exitcode)
+            most = worker_group.spec.max_restarts
+            if not self._guard.wants_restart(most - self._remaining_restarts, most):
+                self._remaining_restarts = 0
+        return result
 
 
 def _exit_code(pid: int) -> int | None:
@@ -185,8 +220,3 @@ def _how(code: int) -> str:
         return f"ended with exit code {code}"
     hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
     return f"was ended by {signal.Signals(-code).name}{hint}"
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"titanlite: {text}\n")
-    sys.stderr.flush()

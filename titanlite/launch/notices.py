@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -39,6 +40,12 @@ class Restart:
     why: str
     count: int
     most: int
+
+
+def say(text: str) -> None:
+    """In the launcher: write a line to standard error."""
+    sys.stderr.write(f"titanlite: {text}\n")
+    sys.stderr.flush()
 
 
 @contextmanager

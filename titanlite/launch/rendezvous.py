@@ -6,7 +6,6 @@ On one machine nothing listens: `LocalRendezvous`. Several machines meet at a po
 import argparse
 import os
 import socket
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -33,6 +32,7 @@ from titanlite.launch.network import (
     is_free,
     is_this_machine,
 )
+from titanlite.launch.notices import say
 
 DEFAULT_PORT = 29400
 _JOIN_TIMEOUT_S = 600  # torchrun's own
@@ -82,28 +82,18 @@ class LocalRendezvous(RendezvousHandler):
         return True
 
 
-def is_one_machine(options: argparse.Namespace) -> bool:
-    """Return True unless ranks of other machines belong to the run, or may."""
-    return options.standalone or options.nnodes in ("1", "1:1")
-
-
-def use_local_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
-    """Change torchrun's `options` for one machine in place, so that nothing listens."""
-    rendezvous_handler_registry.register(_LOCAL, LocalRendezvous)
-    options.standalone, options.rdzv_backend, options.rdzv_id = False, _LOCAL, str(uuid.uuid4())
-    options.rdzv_endpoint = "localhost"  # not used; without one torchrun warns of its default master_addr
-    return options
-
-
 def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
-    """Complete torchrun's `options` in place for several machines, and wait until the rendezvous can be reached.
+    """Complete torchrun's `options` in place, and wait until the rendezvous of several machines can be reached.
 
-    For one machine nothing changes. Signals are obeyed while this waits.
+    On one machine nothing listens. Signals are obeyed while this waits.
 
     Raises:
         ConfigError: the host of the rendezvous cannot be resolved, or is not reached within the join timeout.
     """
-    if is_one_machine(options):
+    if options.standalone or options.nnodes in ("1", "1:1"):  # no ranks of other machines belong to the run, or may
+        rendezvous_handler_registry.register(_LOCAL, LocalRendezvous)
+        options.standalone, options.rdzv_backend, options.rdzv_id = False, _LOCAL, str(uuid.uuid4())
+        options.rdzv_endpoint = "localhost"  # not used; without one torchrun warns of its default master_addr
         return options
     host, port = get_endpoint(options)
     elastic = options.rdzv_backend == "c10d"
@@ -122,7 +112,7 @@ def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
         os.environ[RENDEZVOUS] = f"{options.rdzv_endpoint}/{options.rdzv_id}"
     else:
         name = ""
-    _say(f"waiting for {options.nnodes.replace(':', ' to ')} machines at {host}:{port}{name} ...")
+    say(f"waiting for {options.nnodes.replace(':', ' to ')} machines at {host}:{port}{name} ...")
     if not here:
         _wait_for(host, port, _get_join_timeout(options))
     return options
@@ -195,8 +185,3 @@ def _wait_for(host: str, port: int, timeout_s: float) -> None:
                     "Start the same command on that machine, and let it accept connections to that port."
                 ) from None
         time.sleep(_PAUSE_S)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"titanlite: {text}\n")
-    sys.stderr.flush()

@@ -18,8 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.launch import heartbeat, stacks, stop
-from titanlite.launch.agent import Agent
-from titanlite.launch.guard import Failure, Guard
+from titanlite.launch.guard import Agent, Failure, Guard
 from titanlite.launch.heartbeat import Beat
 from titanlite.launch.notices import Restart, claim, forget_last_start, note_error, note_restart, read_restart
 
@@ -347,6 +346,6 @@ def test_torchrun_still_has_what_the_agent_uses():
     from torch.distributed.launcher import api
 
     source = inspect.getsource(SimpleElasticAgent)
-    assert "self._remaining_restarts" in source, "titanlite.launch.agent sets it to end the restarts"
+    assert "self._remaining_restarts" in source, "titanlite.launch.guard sets it to end the restarts"
     assert "_monitor_workers" in source and "_start_workers" in source
     assert "LocalElasticAgent(" in inspect.getsource(api.launch_agent), "titanlite.launch exchanges it"

@@ -95,19 +95,11 @@ def test_endpoint(endpoint, expected):
     assert get_endpoint(options(rdzv_endpoint=endpoint)) == expected
 
 
-def test_one_machine_is_left_alone(capsys):
-    for one in (options(standalone=True), options(nnodes="1")):
-        before = dict(vars(one))
-        assert vars(prepare_rendezvous(one)) == before
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("changed", [{"standalone": True}, {"nnodes": "1"}, {"nnodes": "1:1"}])
 def test_one_machine_meets_without_a_port_and_each_start_of_its_ranks_in_a_new_file(changed, tmp_path, monkeypatch):
     os.environ[NOTICE_FOLDER] = str(tmp_path)
-    assert rendezvous.is_one_machine(options(**changed)) and not rendezvous.is_one_machine(options(nnodes="1:2"))
     monkeypatch.setattr(rendezvous, "is_free", pytest.fail)
-    ready = rendezvous.use_local_rendezvous(options(**changed))
+    ready = prepare_rendezvous(options(**changed))
     assert not ready.standalone, "or torchrun would take its own"
     handler = get_rendezvous_handler(RendezvousParameters(ready.rdzv_backend, ready.rdzv_endpoint, ready.rdzv_id, 1, 1))
     files = []
