@@ -57,20 +57,20 @@ def load_or_build(path: Path, load: Callable[[], T | None], build: Callable[[], 
     if value is not None:
         return value, 0.0
     start_s = time.monotonic()
+
+    def make() -> T:
+        build()
+        if (made := load()) is None:
+            text = f"data: {path} is damaged although it was just written. Check the disk, or data.cache_folder."
+            raise DataError(text)
+        return made
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path.with_name(path.name + ".lock")):
-            value = load()  # another process may have built it while this one waited
-            if value is None:
-                build()
-                value = load()
+        return load_or_make(path, load, make), time.monotonic() - start_s
     except OSError as error:
         raise DataError(
             f"data: cannot use the cache folder {path.parent}: {error}. Set data.cache_folder to a writable folder."
         ) from error
-    if value is None:
-        raise DataError(f"data: {path} is damaged although it was just written. Check the disk, or data.cache_folder.")
-    return value, time.monotonic() - start_s
 
 
 @contextmanager
@@ -103,11 +103,11 @@ def load_or_make(
     path: Path,
     load: Callable[[], T | None],
     make: Callable[[], T],
-    save: Callable[[T, IO[bytes]], None],
+    save: Callable[[T, IO[bytes]], None] | None = None,
     *,
     lock: Path | None = None,
 ) -> T:
-    """As `load_or_build`, of what can be made without the cache: one that cannot be used costs time, and no more.
+    """Return `load()`, or what `make` makes under a lock; `save` writes it, unless the cache cannot be written.
 
     `load` returns None when the file is missing, damaged or cannot be read.
 
@@ -126,8 +126,9 @@ def load_or_make(
         value = load()  # another process may have made it while this one waited
         if value is None:
             value = make()
-            with suppress(OSError), write_atomic(path) as file:
-                save(value, file)
+            if save is not None:
+                with suppress(OSError), write_atomic(path) as file:
+                    save(value, file)
         return value
 
 

@@ -71,26 +71,23 @@ class Corpus:
         return [path for name, path in self.files if name in names]
 
     @cached_property
-    def _summary(self) -> tuple[str, int, int]:
-        """(sha256 in hex, bytes, documents)."""
+    def _summary(self) -> tuple[str, int]:
+        """(sha256 in hex, bytes)."""
         if self.cache_folder is None:
             return self._summarize()
         what = f"corpus {self.skip_undecodable} {[name for name, _ in self.files]}"
-        digest, num_bytes, num_documents = read_once(
-            self.cache_folder, what, [path for _, path in self.files], self._summarize
-        )
-        return digest, num_bytes, num_documents
+        digest, num_bytes = read_once(self.cache_folder, what, [path for _, path in self.files], self._summarize)
+        return digest, num_bytes
 
-    def _summarize(self) -> tuple[str, int, int]:
-        digest, num_bytes, num_documents = sha256(), 0, 0
+    def _summarize(self) -> tuple[str, int]:
+        digest, num_bytes = sha256(), 0
         for name, text in self:
             content = text.encode("utf-8")
             # Lengths first: otherwise ("a", "bc") and ("ab", "c") would be the same corpus.
             digest.update(f"{len(name.encode())} {len(content)} {name}".encode())
             digest.update(content)
             num_bytes += len(content)
-            num_documents += 1
-        return digest.hexdigest(), num_bytes, num_documents
+        return digest.hexdigest(), num_bytes
 
     @property
     def digest(self) -> str:
@@ -99,13 +96,7 @@ class Corpus:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all documents."""
         return self._summary[1]
-
-    @property
-    def num_documents(self) -> int:
-        """Files that are neither empty nor skipped."""
-        return self._summary[2]
 
 
 def _read(path: Path) -> bytes:

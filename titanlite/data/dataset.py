@@ -99,30 +99,24 @@ class TrainDataset(Protocol):
     @property
     def num_train_sequences(self) -> int | None:
         """Sequences of one epoch; None for a stream, whose end is not known."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id that a batch can hold."""
-        ...
 
     @property
     def form(self) -> str:
         """'preference' for pairs, of which one side is not meant to be imitated; see `data.forms`."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """What the sequences are made of, in words: equal for equal sequences."""
-        ...
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the training samples [start, stop)."""
-        ...
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the sequences `indices` (B,), as CPU tensors in that order."""
-        ...
 
 
 class SequenceDataset(TrainDataset, Protocol):
@@ -132,16 +126,10 @@ class SequenceDataset(TrainDataset, Protocol):
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
-        ...
 
 
 class Source(NamedTuple):
-    """One of the datasets that a run reads.
-
-    Attributes:
-        name: as in the configuration; empty for a dataset that is the only one.
-        share: of the training sequences.
-    """
+    """One of the datasets that a run reads, with its share of the training sequences; a single one has no name."""
 
     name: str
     share: float
@@ -161,15 +149,12 @@ class Mixture(Protocol):
     @property
     def sources(self) -> list[Source]:
         """The sources with their shares of the training sequences."""
-        ...
 
     def get_taken(self, seed: int, samples: int) -> dict[str, int]:
         """How many sequences of each source lie before the training samples from `samples` on."""
-        ...
 
     def go_on(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
         """Let each source be, at sample `samples`, behind as many of its sequences as `taken` says; new ones begin."""
-        ...
 
 
 def get_sources(dataset: TrainDataset) -> list[Source]:
@@ -185,11 +170,9 @@ class ShuffledSequences:
     num_validation_sequences: int
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
-        """Sequence indices (stop - start,) int64 of the training samples [start, stop), counted from the first step."""
         return self.order.get_indices(seed, start, stop)
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
-        """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
         return self.num_train_sequences + np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
 
 
@@ -232,7 +215,6 @@ class PackedDataset(ShuffledSequences):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that the tokenizer can produce."""
         return self.tokenized.vocab_size
 
     @property
@@ -247,11 +229,7 @@ class PackedDataset(ShuffledSequences):
         )
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return the sequences `indices` (B,), as CPU tensors in that order.
-
-        Raises:
-            IndexError: an index is negative or not below `num_sequences`.
-        """
+        """As `TrainDataset.batch`; IndexError: an index is negative or not below `num_sequences`."""
         starts_B = np.asarray(indices, dtype=np.int64)
         if starts_B.size == 0 or starts_B.min() < 0 or starts_B.max() >= self.num_sequences:
             raise IndexError(f"sequence indices {list(indices)} are not all in [0, {self.num_sequences})")

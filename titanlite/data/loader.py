@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
-
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger
 from titanlite.data.dataset import Batch, Mixture, SequenceDataset, Source, TrainDataset, get_orders, get_sources
@@ -19,12 +17,9 @@ _KEYED = ", order keyed"  # in the fingerprint of a run whose order is
 
 
 class ValidationSet(NamedTuple):
-    """What a validation reads of one source.
+    """What a validation reads of one source: micro-batches of this rank, CPU tensors.
 
-    Attributes:
-        source: its name; empty where there is but one.
-        weight: what a sequence counts in the validation loss, so that sources have their shares of the sequences.
-        batches: micro-batches of this rank, CPU tensors.
+    `weight` is what a sequence counts in the validation loss, so that sources have their shares of the sequences.
     """
 
     source: str
@@ -126,9 +121,9 @@ class TrainLoader:
         A list and not an iterator: the loss of the first micro-batch is divided by the valid tokens of all of them.
         """
         start = self.samples_before(step)
-        return self._split(
-            self.dataset, self.dataset.get_train_indices(self.seed, start, start + self.global_batch_size)
-        )
+        indices = self.dataset.get_train_indices(self.seed, start, start + self.global_batch_size)
+        indices = indices.reshape(self.num_micro_batches, self.dp_degree, self.local_batch_size)
+        return [self.dataset.batch(micro_batch) for micro_batch in indices[:, self.dp_rank]]
 
     def validation_sets(self, num_steps: int) -> list[ValidationSet]:
         """Every held-out sequence of each source that has any, once; at most `num_steps` global batches, 0 for all.
@@ -176,8 +171,3 @@ class TrainLoader:
         for start in range(self.dp_rank * size, count + self.dp_rank * size, self.dp_degree * size):
             indices = dataset.get_validation_indices(start, start + size)
             yield dataset.batch(indices).with_rows(max(0, count - start))
-
-    def _split(self, dataset: TrainDataset, global_indices: np.ndarray) -> list[Batch]:
-        """Return this rank's share of a global batch, one Batch per micro-batch."""
-        indices = global_indices.reshape(self.num_micro_batches, self.dp_degree, self.local_batch_size)
-        return [dataset.batch(micro_batch) for micro_batch in indices[:, self.dp_rank]]

@@ -72,8 +72,13 @@ def test_failed_build_leaves_nothing_and_frees_the_lock(tmp_path: Path) -> None:
 def test_unusable_folder_and_damaged_result_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "below" / "x"
+
+    def build() -> None:
+        with write_atomic(path):
+            pass
+
     with pytest.raises(DataError, match=rf"data: cannot use the cache folder {path.parent}: .*Set data\.cache_folder"):
-        load_or_build(path, lambda: None, lambda: None)
+        load_or_build(path, lambda: None, build)
     path = tmp_path / "x"
     with pytest.raises(DataError, match=rf"data: {path} is damaged although it was just written"):
         load_or_build(path, lambda: None, lambda: None)
