@@ -16,6 +16,7 @@ from titanlite.checkpoint.train_state import find_start, resolve_held_out
 from titanlite.config import JobConfig, TransformersConfig
 from titanlite.config.assets import base_model_of
 from titanlite.config.data import DataSection, get_sources
+from titanlite.config.defaults import wants_held_out
 from titanlite.config.parallelism import BATCHES, resolve_global_batch_size
 from titanlite.data.build import get_kind, resolve_tokenizer_path
 from titanlite.data.corpus import build_corpus, describe_left_out
@@ -86,6 +87,7 @@ def _describe_rows(job: JobConfig, counts: list[_Counts]) -> Iterator[str]:
         batch = list(islice(rows, _ROWS))
         encoder = make_encoder(source, tokenizer, batch)
         problems, lengths = [], []
+        first, have = ("first row", "has") if len(batch) == 1 else (f"first {len(batch)} rows", "have")
         for row, found in encode_rows(encoder, batch):
             if isinstance(found, RowError):
                 problems.append(f"{describe_place(rows.names, row.file, row.number)}: {found}")
@@ -98,18 +100,19 @@ def _describe_rows(job: JobConfig, counts: list[_Counts]) -> Iterator[str]:
         build_dpo(job, encoder.form)
         if source.too_long == "error" and max(lengths) > job.training.seq_len:
             raise DataError(
-                f"data: one of the first {len(batch)} rows of {source.path} has {max(lengths)} tokens, but "
+                f"data: an example of the {first} of {source.path} has {max(lengths)} tokens, but "
                 f'training.seq_len is {job.training.seq_len}. Raise it, or set data.too_long to "cut" or "drop".'
             )
         counts.append(_count_sequences(job, source, rows, len(batch), lengths))
         columns = {column for row in batch if isinstance(row.content, dict) for column in row.content}
-        unused = sorted(columns - {*FORM_FIELDS[encoder.form], *(COLUMNS if encoder.form != "text" else ())})
+        unused = ", ".join(sorted(columns - {*FORM_FIELDS[encoder.form], *(COLUMNS if encoder.form != "text" else ())}))
         yield (
-            f"  data       {where}{source.path}, form {encoder.form}; its first "
-            f"{format_count(len(batch), 'row')} have {mean(lengths):.0f} tokens in the mean, {max(lengths)} at most"
-            + (f"; columns not used: {', '.join(unused)}" if unused else "")
+            f"  data       {where}{source.path}, form {encoder.form}; its {first} {have} {mean(lengths):.0f} tokens in "
+            + f"the mean, {max(lengths)} at most{unused and f'; columns not used: {unused}'}"
             + describe_left_out(source, rows.names)
         )
+        if wants_held_out(job) and not (source.validation_path or source.validation_share == 0 or source.streaming):
+            yield f"  held out   {where}rows of these files (data.validation_share); data.validation_path names others"
 
 
 def _count_sequences(job: JobConfig, source: DataSection, rows: Rows, num_rows: int, lengths: list[int]) -> _Counts:
@@ -124,8 +127,7 @@ def _count_sequences(job: JobConfig, source: DataSection, rows: Rows, num_rows: 
 
 
 def _format(checked: Checked, counts: Sequence[_Counts]) -> list[str]:
-    job, degrees = checked.job, checked.degrees
-    training, optimizer = job.training, job.optimizer
+    job, degrees, training, optimizer = checked.job, checked.degrees, checked.job.training, checked.job.optimizer
     before = find_start(job)
     known = counts if len(counts) == 1 == len(get_sources(job.data)) else []
     examples, num_sequences = known[0] if known else (1.0, None)

@@ -60,7 +60,14 @@ def test_the_first_rows(run: Any) -> None:
     said = run([OK] * 100, *LORA, "--lora.targets=q_proj")
     assert "data       rows.jsonl, form messages; its first 64 rows have" in said
     assert "M of them trained, weights of model, adapters of rank 2\n" in said
-    assert "form text" in run([{"text": "a"}])
+    said = run([{"text": "a"}], "--validation.enable=true")
+    assert "form text; its first row has 2 tokens" in said
+    assert "\n  held out   rows of these files (data.validation_share); data.validation_path names others\n" in said
+
+
+def test_all_paths_that_are_missing_are_said_at_once(run: Any) -> None:
+    said = run(None, "--model.path=gone", "--data.path=lost.jsonl", "--data.dataset=examples", code=2)
+    assert "model.path: gone does not exist." in said and "data.path: lost.jsonl does not exist." in said
 
 
 @pytest.mark.parametrize(
@@ -71,7 +78,7 @@ def test_the_first_rows(run: Any) -> None:
         ([OK], (), "the run would begin with random weights, and its data are rows of form 'messages'"),
         ([PAIR], NEW, 'Set training.objective = "dpo"'),
         ([OK], (*NEW, "--training.objective=dpo"), 'training.objective = "dpo" needs preference pairs'),
-        ([{"text": "a" * 200}], (), "one of the first 1 rows of rows.jsonl has"),
+        ([{"text": "a" * 200}], (), "an example of the first row of rows.jsonl has"),
         ([OK], (*LORA, "--lora.targets=nothing"), "lora.targets"),
         ([OK], (*NEW, "--optimizer.freeze=nothing"), "optimizer.freeze"),
         ([OK], (*NEW, "--optimizer.lr_multipliers=nothing=2"), "optimizer.lr_multipliers"),
