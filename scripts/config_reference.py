@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.base.extension import FORM
-from titanlite.config.check import format_value
-from titanlite.config.settings import SOURCES, Setting, get_sections, get_source_section
+from titanlite.config.settings import SOURCES, Setting, format_value, get_sections, get_source_section
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "config.md"
 COMMAND = "python scripts/config_reference.py"

@@ -37,8 +37,7 @@ from sweep_training import exports, generates, trains
 
 import titanlite
 from titanlite.base.errors import ConfigError, TitanliteError
-from titanlite.config.model import TransformersConfig
-from titanlite.config.schema import ModelSection
+from titanlite.config.model import ModelSection, TransformersConfig
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.models.families import resolve_model_config

@@ -13,8 +13,7 @@ import pytest
 
 from titanlite.__main__ import _MODULES
 from titanlite.config import load_config
-from titanlite.config.peers import NAMES
-from titanlite.config.settings import TABLES, find_setting, get_settings
+from titanlite.config.settings import NAMES, TABLES, find_setting, get_settings
 from titanlite.preflight import main as preflight
 
 ROOT = Path(__file__).parents[2]

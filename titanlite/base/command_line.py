@@ -10,9 +10,15 @@ from typing import Any, NoReturn
 from titanlite.base.errors import ConfigError, TitanliteError
 
 
+def find_near(word: str, words: Iterable[str]) -> str:
+    """Return the nearest of `words`; "" if none is near."""
+    return next(iter(get_close_matches(word, list(words), 1)), "")
+
+
 def suggest(word: str, words: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` with the nearest of `words`, or nothing if none is near."""
-    return "".join(f" Did you mean '{nearest}'?" for nearest in get_close_matches(word, list(words), 1))
+    """Return ` Did you mean 'x'?` with the nearest of `words`; "" if none is near."""
+    near = find_near(word, words)
+    return f" Did you mean '{near}'?" if near else ""
 
 
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:

@@ -5,26 +5,17 @@ What needs the world size, the resolved model or the file system is checked wher
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 
+from titanlite.base.command_line import find_near
 from titanlite.base.errors import ConfigError
 from titanlite.config.assets import is_hub_id
 from titanlite.config.data import DataSection, get_fields, get_source_key, get_sources
 from titanlite.config.patterns import parse_date, parse_multipliers, parse_object, split_patterns
-from titanlite.config.schema import (
-    ActivationCheckpointSection,
-    DPOSection,
-    EvaluationSection,
-    JobConfig,
-    LoRASection,
-    OptimizerSection,
-)
-from titanlite.config.settings import SOURCES, get_value
-
-_ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
+from titanlite.config.schema import DPOSection, EvaluationSection, JobConfig, LoRASection, OptimizerSection
+from titanlite.config.settings import SOURCES, format_value, get_sections_of, get_value
 
 _OF_EXAMPLES = (
     *("split", "subset", "validation_path", "validation_split", "format", "text_field", "fields", "train_on"),
@@ -32,23 +23,13 @@ _OF_EXAMPLES = (
     *("streaming", "streaming_block_rows", "converter"),
 )
 
-# Every test is written so that nan fails it.
-_RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
-    (
-        lambda value: 0 <= value < math.inf,
-        "0 or more",
-        (
-            *("job.stop_grace_seconds", "training.steps", "training.epochs", "training.max_norm"),
-            *("training.divergence_check_freq", "data.skip_to_sample", "optimizer.weight_decay"),
-            *("lora.rank", "moe.expert_bias_update_rate", "moe.aux_loss_coeff", "moe.z_loss_coeff"),
-            *("checkpoint.interval", "checkpoint.keep_latest_k", "checkpoint.keep_every_n_steps", "validation.steps"),
-            *("validation.early_stopping_patience", "validation.early_stopping_min_delta", "evaluation.samples"),
-            "training.loss_chunk_tokens",
-        ),
-    ),
-    (
+# What a number must be, and the settings. All others, except sizes of models, must be 0 or more. Every test is written
+# so that nan fails it.
+_RANGES: Mapping[str, tuple[Callable[[float], bool], Sequence[str]]] = {
+    "0 or more": (lambda value: 0 <= value < math.inf, ()),
+    "any": (lambda value: True, ("training.seed",)),
+    "1 or more": (
         lambda value: value >= 1,
-        "1 or more",
         (
             "training.local_batch_size",
             *("parallelism.data_parallel_replicate_degree", "parallelism.tensor_parallel_degree"),
@@ -59,35 +40,29 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             *("training.max_nonfinite_steps", "data.streaming_block_rows"),
         ),
     ),
-    (
+    "1 or more, or to -1": (
         lambda value: value == -1 or value >= 1,
-        "1 or more, or to -1",
         ("training.seq_len", "training.global_batch_size", "parallelism.data_parallel_shard_degree"),
     ),
-    (lambda value: value >= -1, "-1 or more", ("checkpoint.load_step", "lr_scheduler.warmup_steps")),
-    (lambda value: 0 < value < math.inf, "more than 0", ("optimizer.eps", "lora.alpha", "dpo.beta", "spike.threshold")),
-    (lambda value: value >= 8, "8 or more", ("spike.window",)),
-    (
-        lambda value: 0 <= value < 1,
-        "0 or more and less than 1",
-        ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "lora.dropout", "data.validation_share"),
+    "-1 or more": (lambda value: value >= -1, ("checkpoint.load_step", "lr_scheduler.warmup_steps")),
+    "more than 0": (
+        lambda value: 0 < value < math.inf,
+        ("optimizer.eps", "lora.alpha", "dpo.beta", "spike.threshold", "data.sources.weight"),
     ),
-    (lambda value: 0 <= value < 0.5, "0 or more and less than 0.5", ("dpo.label_smoothing",)),
-    (lambda value: 0 < value <= 1, "more than 0 and at most 1", ("optimizer.lr", "lr_scheduler.decay_ratio")),
-    (lambda value: 0 <= value <= 1, "0 to 1", ("lr_scheduler.min_lr_factor",)),
-    # A byte-level BPE has the 256 bytes and at least one special token.
-    (lambda value: value >= 257, "257 or more (256 bytes and a special token)", ("data.bpe_vocab_size",)),
-)
-
-
-def format_value(value: object) -> str:
-    """`value` as TOML writes it: one line, strings quoted and escaped, floats that read back equal."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = (_ESCAPES.get(c) or (f"\\u{ord(c):04x}" if c < " " or c == "\x7f" else c) for c in value)
-        return f'"{"".join(escaped)}"'
-    return repr(value) if isinstance(value, int | float) else str(value)
+    "8 or more": (lambda value: value >= 8, ("spike.window",)),
+    "0 or more and less than 1": (
+        lambda value: 0 <= value < 1,
+        (
+            *("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "lora.dropout", "data.validation_share"),
+            "data.sources.validation_share",
+        ),
+    ),
+    "0 or more and less than 0.5": (lambda value: 0 <= value < 0.5, ("dpo.label_smoothing",)),
+    "more than 0 and at most 1": (lambda value: 0 < value <= 1, ("optimizer.lr", "lr_scheduler.decay_ratio")),
+    "0 to 1": (lambda value: 0 <= value <= 1, ("lr_scheduler.min_lr_factor",)),
+    "257 or more (256 bytes and a special token)": (lambda value: value >= 257, ("data.bpe_vocab_size",)),
+}
+_RANGE_OF = {key: allowed for allowed, (_, keys) in _RANGES.items() for key in keys}
 
 
 def check_values(job: JobConfig) -> list[str]:
@@ -95,31 +70,21 @@ def check_values(job: JobConfig) -> list[str]:
 
     Each problem names its settings by their full keys, so that a caller can tell where each came from.
     """
-    problems = [
-        f"{key} = {format_value(value)} is out of range. Set it to {allowed}."
-        for is_allowed, allowed, keys in _RULES
-        for key in keys
-        if (value := get_value(job, key)) is not None and not is_allowed(value)
-    ]
-    option = job.activation_checkpoint.selective_ac_option
-    if option != "op" and not re.fullmatch("[1-9][0-9]*", option):
-        problems.append(
-            f"activation_checkpoint.selective_ac_option = {format_value(option)} is not 'op' or a positive integer. "
-            + 'Write "op", or for example "2" to recompute every second layer.'
-        )
-    elif option != ActivationCheckpointSection().selective_ac_option and job.activation_checkpoint.mode != "selective":
-        problems.append(
-            f'activation_checkpoint.selective_ac_option = {format_value(option)} is for mode "selective", and mode is '
-            + f"{format_value(job.activation_checkpoint.mode)}. Set activation_checkpoint.mode, or leave it out."
-        )
-    if not (job.model.flavor or job.model.hf_assets_path or job.checkpoint.initial_load_path):
-        name = job.model.name
-        meant = f'; did you mean model.path = "{name}"?' if is_hub_id(name) or Path(name or "-").is_dir() else "."
-        problems.append(
-            f"model.path and model.flavor are both empty, so there is no model{meant} Set model.path to a folder or "
-            + "hub id, or model.name and model.flavor for a new model with random weights."
-        )
-    return problems + _check_data(job) + _check_fine_tuning(job) + _check_results(job)
+    return _check_ranges(job) + _check_contradictions(job) + _check_data(job)
+
+
+def _check_ranges(job: JobConfig) -> list[str]:
+    problems = []
+    for section, settings in get_sections_of(job).items():
+        group = SOURCES if section.startswith(f"{SOURCES}.") else section
+        for setting in settings:
+            value = get_value(job, setting.key)
+            if setting.kind not in (int, float) or section.startswith("model.") or value is None:
+                continue
+            allowed = _RANGE_OF.get(f"{group}.{setting.name}", "0 or more")
+            if not _RANGES[allowed][0](value):
+                problems.append(f"{setting.key} = {format_value(value)} is out of range. Set it to {allowed}.")
+    return problems
 
 
 def _check_data(job: JobConfig) -> list[str]:
@@ -154,17 +119,7 @@ def _check_sources(data: DataSection) -> list[str]:
         first = next(iter(data.sources))
         return [f"data.{key} has no effect beside data.sources. Set data.sources.{first}.{key}." for key in misplaced]
     weights = {f"data.sources.{name}.weight": source.weight for name, source in data.sources.items()}
-    problems = [
-        f"{key} = {format_value(weight)} is out of range. Set it to more than 0, or remove it."
-        for key, weight in weights.items()
-        if weight is not None and not 0 < weight < math.inf
-    ]
-    problems += [
-        f"data.sources.{name}.validation_share = {format_value(share)} is out of range. Set it to 0 or more and less "
-        + "than 1."
-        for name, source in data.sources.items()
-        if (share := source.validation_share) is not None and not 0 <= share < 1
-    ]
+    problems = []
     unset = [key for key, weight in weights.items() if weight is None]
     if 0 < len(unset) < len(weights):
         problems.append(f"{unset[0]} is not set, but other sources have weights. Set all of them, or none.")
@@ -215,9 +170,9 @@ def _check_source(job: JobConfig, name: str, source: DataSection) -> list[str]:
         return get_source_key(job.data, name, setting)
 
     path = get_key("path")
-    nearest = get_close_matches(name, [other for other in job.data.sources if other != name], 1)
-    if name and not source.path and nearest:
-        return [f"data.sources.{name} has no path; did you mean data.sources.{nearest[0]}? Else set {path}."]
+    near = find_near(name, [other for other in job.data.sources if other != name])
+    if name and not source.path and near:
+        return [f"data.sources.{name} has no path; did you mean data.sources.{near}? Else set {path}."]
     if source.dataset == "text" and not source.path:
         return [f'data.dataset = "text" needs {path}, which is empty. Set it to a text file or a folder.']
     if source.dataset in ("stdlib", "none") and source.path:
@@ -290,9 +245,115 @@ def _find_unused(data: DataSection, name: str, source: DataSection) -> dict[str,
     return found
 
 
-def _check_fine_tuning(job: JobConfig) -> list[str]:
-    """Problems of patterns, adapters and preference optimization."""
-    problems: list[str] = []
+def _check_contradictions(job: JobConfig) -> list[str]:
+    """Return problems of settings that would be ignored, or go without what they need, and of texts with a grammar."""
+
+    def shown(key: str) -> str:
+        return f"{key} = {format_value(get_value(job, key))}"
+
+    model, optimizer, lora, checkpoint = job.model, job.optimizer, job.lora, job.checkpoint
+    option, is_dpo, has_muon = (
+        job.activation_checkpoint.selective_ac_option,
+        job.training.objective == "dpo",
+        optimizer.name == "Muon",
+    )
+    is_option = option == "op" or re.fullmatch("[1-9][0-9]*", option) is not None
+    is_local = is_hub_id(model.name) or Path(model.name or "-").is_dir()
+    meant = f'; did you mean model.path = "{model.name}"?' if is_local else "."
+    needs_cache = job.dpo.reference == "cached" or (job.dpo.reference == "auto" and (lora.rank == 0 or lora.init_from))
+    streams = [name for name, source in get_sources(job.data).items() if source.streaming]
+    stream = get_source_key(job.data, streams[0], "streaming") if streams else ""
+    best = checkpoint.save_best
+    found: list[tuple[object, str]] = [
+        (
+            not is_option,
+            f"{shown('activation_checkpoint.selective_ac_option')} is not 'op' or a positive integer. Write \"op\", or "
+            'for example "2" to recompute every second layer.',
+        ),
+        (
+            is_option and option != "op" and job.activation_checkpoint.mode != "selective",
+            f'{shown("activation_checkpoint.selective_ac_option")} is for mode "selective", and mode is '
+            f"{format_value(job.activation_checkpoint.mode)}. Set activation_checkpoint.mode, or leave it out.",
+        ),
+        (
+            not (model.flavor or model.hf_assets_path or checkpoint.initial_load_path),
+            f"model.path and model.flavor are both empty, so there is no model{meant} Set model.path to a folder or "
+            "hub id, or model.name and model.flavor for a new model with random weights.",
+        ),
+        *((True, problem) for problem in _find_wrong_texts(job)),
+        (
+            optimizer.name == "AdamW" and optimizer.momentum != OptimizerSection().momentum,
+            f'{shown("optimizer.momentum")} is Muon\'s, and optimizer.name is "AdamW". Set that, or leave the momentum '
+            "out.",
+        ),
+        (
+            has_muon and lora.rank,
+            'optimizer.name = "Muon" makes steps of whole matrices orthogonal, which adapters (lora.rank) are not. Set '
+            'it to "AdamW".',
+        ),
+        (
+            has_muon and job.training.enable_cpu_offload,
+            'optimizer.name = "Muon" multiplies matrices, for which the host of training.enable_cpu_offload is too '
+            'slow. Set one of them to another value: "AdamW", or false.',
+        ),
+        *(
+            (
+                lora.rank == 0 and getattr(lora, name) != getattr(LoRASection(), name),
+                f"{shown(f'lora.{name}')} is set, but lora.rank = 0 trains no adapters. Set lora.rank, or leave "
+                f"lora.{name} out.",
+            )
+            for name in ("alpha", "dropout", "targets", "init_from", "use_rslora", "base_dtype")
+        ),
+        (
+            lora.rank > 0 and not checkpoint.initial_load_path,
+            f"{shown('lora.rank')} trains adapters of a pretrained model, and there is none. "
+            + ("Leave model.init out." if model.init == "random" else "Set model.path to that model."),
+        ),
+        (
+            lora.rank > 0 and job.moe.expert_bias_update_rate,
+            f"{shown('moe.expert_bias_update_rate')}: with {shown('lora.rank')} the model is frozen, and adapters have "
+            "no place for the bias. Leave it out.",
+        ),
+        (
+            is_dpo and job.dpo.reference == "adapters_off" and lora.rank == 0,
+            'dpo.reference = "adapters_off" needs adapters, but lora.rank = 0. Set dpo.reference = "cached".',
+        ),
+        (
+            is_dpo and streams and needs_cache,
+            f"{stream} has no end that dpo.reference could be computed up to before training. Set it to false, or "
+            "train adapters with lora.rank, whose reference needs no cache.",
+        ),
+        (
+            job.training.objective == "next_token" and job.dpo != DPOSection(),
+            'dpo.beta, dpo.label_smoothing or dpo.reference is set, but training.objective is "next_token". Set '
+            'training.objective = "dpo", or leave them out.',
+        ),
+        (
+            job.evaluation.split != EvaluationSection().split and not job.evaluation.path,
+            f"{shown('evaluation.split')} is set, but evaluation.path is empty. Set that, or leave the split out.",
+        ),
+        (
+            best != "none" and not getattr(job, best).enable,
+            f'{shown("checkpoint.save_best")} needs {best}s. Set {best}.enable = true, or save_best = "none".',
+        ),
+        (
+            best != "none" and not checkpoint.enable,
+            f'{shown("checkpoint.save_best")} needs checkpoints. Set checkpoint.enable = true, or save_best = "none".',
+        ),
+        (
+            checkpoint.push_to_hub
+            and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", checkpoint.push_to_hub),
+            f'{shown("checkpoint.push_to_hub")} is no name of a repository. Write "owner/name", or "" for no upload.',
+        ),
+        (
+            checkpoint.push_to_hub and not checkpoint.enable,
+            "checkpoint.push_to_hub needs checkpoints. Set checkpoint.enable = true.",
+        ),
+    ]
+    return [problem for is_one, problem in found if is_one]
+
+
+def _find_wrong_texts(job: JobConfig) -> Iterator[str]:
     for parse, key in (
         (split_patterns, "optimizer.freeze"),
         (parse_multipliers, "optimizer.lr_multipliers"),
@@ -303,89 +364,4 @@ def _check_fine_tuning(job: JobConfig) -> list[str]:
         try:
             parse(key, get_value(job, key))
         except ConfigError as error:
-            problems.append(str(error))
-    optimizer = job.optimizer
-    if optimizer.name == "AdamW" and optimizer.momentum != OptimizerSection().momentum:
-        problems.append(
-            f'optimizer.momentum = {format_value(optimizer.momentum)} is Muon\'s, and optimizer.name is "AdamW". Set '
-            + "that, or leave the momentum out."
-        )
-    if optimizer.name == "Muon" and job.lora.rank:
-        problems.append(
-            'optimizer.name = "Muon" makes steps of whole matrices orthogonal, which adapters (lora.rank) are not. Set '
-            + 'it to "AdamW".'
-        )
-    if optimizer.name == "Muon" and job.training.enable_cpu_offload:
-        problems.append(
-            'optimizer.name = "Muon" multiplies matrices, for which the host of training.enable_cpu_offload is too '
-            + 'slow. Set one of them to another value: "AdamW", or false.'
-        )
-    lora, default = job.lora, LoRASection()
-    if lora.rank == 0:
-        problems += [
-            f"lora.{name} = {format_value(getattr(lora, name))} is set, but lora.rank = 0 trains no adapters. Set "
-            + f"lora.rank, or leave lora.{name} out."
-            for name in ("alpha", "dropout", "targets", "init_from", "use_rslora", "base_dtype")
-            if getattr(lora, name) != getattr(default, name)
-        ]
-    elif lora.rank > 0:
-        if not job.checkpoint.initial_load_path:
-            problems.append(
-                f"lora.rank = {lora.rank} trains adapters of a pretrained model, and there is none. "
-                + ("Leave model.init out." if job.model.init == "random" else "Set model.path to that model.")
-            )
-        if job.moe.expert_bias_update_rate:
-            problems.append(
-                f"moe.expert_bias_update_rate = {format_value(job.moe.expert_bias_update_rate)}: with lora.rank = "
-                + f"{lora.rank} the model is frozen, and adapters have no place for the bias. Leave it out."
-            )
-    if job.training.objective == "dpo":
-        if job.dpo.reference == "adapters_off" and lora.rank == 0:
-            problems.append(
-                'dpo.reference = "adapters_off" needs adapters, but lora.rank = 0. Set dpo.reference = "cached".'
-            )
-        needs_cache = job.dpo.reference == "auto" and (lora.rank == 0 or lora.init_from)
-        streams = [name for name, source in get_sources(job.data).items() if source.streaming]
-        if streams and (job.dpo.reference == "cached" or needs_cache):
-            problems.append(
-                f"{get_source_key(job.data, streams[0], 'streaming')} has no end that dpo.reference could be computed "
-                + "up to before training. Set it to "
-                + "false, or train adapters with lora.rank, whose reference needs no cache."
-            )
-    elif job.training.objective == "next_token" and job.dpo != DPOSection():
-        problems.append(
-            'dpo.beta, dpo.label_smoothing or dpo.reference is set, but training.objective is "next_token". Set '
-            + 'training.objective = "dpo", or leave them out.'
-        )
-    return problems
-
-
-def _check_results(job: JobConfig) -> list[str]:
-    """Return problems of validations and evaluations: settings that would be ignored, or that name nothing."""
-    problems = []
-    evaluation, default, checkpoint = job.evaluation, EvaluationSection(), job.checkpoint
-    if evaluation.split != default.split and not evaluation.path:
-        problems.append(
-            f"evaluation.split = {format_value(evaluation.split)} is set, but evaluation.path is empty. Set that, or "
-            + "leave the split out."
-        )
-    if checkpoint.save_best != "none":
-        if not getattr(job, checkpoint.save_best).enable:
-            problems.append(
-                f"checkpoint.save_best = {format_value(checkpoint.save_best)} needs {checkpoint.save_best}s. Set "
-                + f'{checkpoint.save_best}.enable = true, or save_best = "none".'
-            )
-        if not checkpoint.enable:
-            problems.append(
-                f"checkpoint.save_best = {format_value(checkpoint.save_best)} needs checkpoints. Set checkpoint.enable "
-                + '= true, or save_best = "none".'
-            )
-    if checkpoint.push_to_hub:
-        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", checkpoint.push_to_hub):
-            problems.append(
-                f"checkpoint.push_to_hub = {format_value(checkpoint.push_to_hub)} is no name of a repository. Write "
-                + '"owner/name", or "" for no upload.'
-            )
-        if not checkpoint.enable:
-            problems.append("checkpoint.push_to_hub needs checkpoints. Set checkpoint.enable = true.")
-    return problems
+            yield str(error)

@@ -9,9 +9,9 @@ from typing import Literal
 
 from titanlite.base.log import warn_once
 from titanlite.config.assets import is_hub_id
-from titanlite.config.check import format_value
 from titanlite.config.data import get_sources, holds_rows
 from titanlite.config.schema import JobConfig
+from titanlite.config.settings import format_value
 
 _MOST_NAMES = 10_000  # of a folder, which are alike after these
 

@@ -1,42 +1,46 @@
 """From the command line to a checked `JobConfig`, and back to a TOML file.
 
-TOML values and override texts are converted by the declared type here, and only then given to OmegaConf: its own
+TOML values and override texts are converted by the declared type, and only then given to OmegaConf: its own
 parsers read YAML 1.1 before they know the type (`off` becomes False, `12:30` becomes 750, True is a valid int) and
 stop at the first error, without the file's name.
 """
 
 import json
-import math
-import os
 import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
+from titanlite.base.command_line import find_near
 from titanlite.base.errors import ConfigError, raise_problems
-from titanlite.base.extension import FORM, import_from, is_extension
+from titanlite.base.extension import import_from
 from titanlite.base.files import read_regular, replace_file
-from titanlite.config.check import check_values, format_value
+from titanlite.config.check import check_values
 from titanlite.config.data import SourceSection
 from titanlite.config.defaults import fill_in, follows
 from titanlite.config.patterns import parse_object
-from titanlite.config.peers import CHOICES, NAMES, SAME, VALUES, spell_dtype
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import (
+    NAMES,
     SOURCES,
     TABLES,
+    VALUES,
+    BadValueError,
     Setting,
+    check_value,
     find_nearest,
     find_section,
     find_setting,
+    format_value,
     get_sections,
     get_sections_of,
     get_settings,
     get_value,
+    parse_text,
+    shorten,
 )
 
 USAGE = """\
@@ -52,11 +56,6 @@ Every setting with its type and default: docs/config.md
 """
 
 _FILE_FLAGS = ("config", "job.config_file")
-_INT = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
-_FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
-_BOOL_HINTS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
-_REMEDIES = {int: "Write a whole number", float: "Write a number", bool: "Write true or false", str: "Put it in quotes"}
-_KIND_NAMES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
 _MOST_FILE_BYTES, CODE = 16 << 20, "configuration"  # CODE: the place of a setting that Python gives
 _KEY = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
 
@@ -122,110 +121,6 @@ def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{key} {before} -> {now}" for key, before, now in shown)
 
 
-class _BadValueError(Exception):
-    """A value does not fit its setting; the text is the problem without its place."""
-
-
-def _check_value(setting: Setting, value: Any) -> Any:
-    """`value` (from TOML, or an override's text converted to the setting's kind) as the setting stores it."""
-    shown = f"{setting.key} = {_shorten(format_value(value))}"
-    if setting.kind is float and type(value) is int:
-        value = float(value) if abs(value) < 2**1023 else math.inf
-    if isinstance(value, str) and value not in setting.choices and spell_dtype(value) in setting.choices:
-        value = spell_dtype(value)
-    if setting.is_list and isinstance(value, list):
-        value = ", ".join(map(str, value))
-    value = SAME.get((setting.key, str(value)), value)
-    if setting.kind is str and setting.name.endswith(("path", "folder")) and isinstance(value, str):
-        value = os.path.expanduser(value)
-    is_free = setting.calls is not None and is_extension(value)
-    if setting.choices and value not in setting.choices and not is_free:
-        meant = CHOICES.get(str(value).lower(), str(value))
-        nearest = [choice for choice in setting.choices if choice.lower() in meant.lower()]
-        nearest = nearest or [near for word in (meant, str(value)) for near in get_close_matches(word, setting.choices)]
-        hint = f'; did you mean "{nearest[0]}"?' if nearest else ". Write one of these."
-        if meant.endswith("."):
-            hint = f". {meant}"
-        elif setting.key == "data.dataset" and not nearest:
-            hint = ". For your own data set data.path: a file, folder or hub id."
-        choices = [*setting.choices, *([] if setting.calls is None else [FORM])]
-        raise _BadValueError(f"{shown} is not one of {', '.join(map(format_value, choices))}{hint}")
-    if setting.calls and not setting.choices and value and not is_free:
-        raise _BadValueError(f'{shown} does not name a function. Write "{FORM}".')
-    if type(value) is not setting.kind:  # not isinstance: a bool is an int
-        raise _BadValueError(f"{shown} is not {_KIND_NAMES[setting.kind]}. {_remedy(setting, value)}.")
-    if isinstance(value, str):
-        if "${" in value:
-            raise _BadValueError(
-                f"{shown} contains '${{', which OmegaConf takes for an interpolation. Write the value it stands for."
-            )
-        if value == "???":
-            raise _BadValueError(f"{shown} is OmegaConf's mark of a missing value. Write another text.")
-    elif setting.kind is int and not -(2**63) <= value < 2**63:
-        raise _BadValueError(f"{shown} does not fit in 64 bits. Write a smaller number.")
-    elif not math.isfinite(value):  # after the range of int: isfinite overflows on huge ones
-        raise _BadValueError(f"{shown} is not finite. Write a finite number.")
-    return value
-
-
-def _remedy(setting: Setting, value: Any) -> str:
-    """Return what to write instead of a TOML value of the wrong type."""
-    remedy = _REMEDIES[setting.kind]
-    if isinstance(value, str) and setting.kind is not str:
-        try:
-            parsed = _parse_text(setting._replace(optional=False), value)  # TOML has no none
-            return f"Write {format_value(parsed)} without quotes"
-        except _BadValueError:
-            pass  # the text is no better as a number: the plain remedy says what is wanted
-    if setting.kind is int and isinstance(value, float) and value.is_integer():
-        return f"Write {int(value)}"
-    if setting.name in TABLES:
-        return 'Write a table, as {question = "problem"}'
-    if isinstance(value, list) and setting.key.endswith("path"):
-        return "Write one path; several are [data.sources.NAME] with a path each"
-    if setting.kind is str and isinstance(value, int | float):
-        return f"Put it in quotes: {format_value(format_value(value))}"
-    return remedy + (", or leave it out" if setting.optional else "")
-
-
-def _parse_text(setting: Setting, text: str) -> Any:
-    """Convert an override's text to the setting's declared type; never guess from how the text looks."""
-    if setting.optional and text == "none":
-        return None
-    value: Any = text
-    if setting.is_list and text.startswith("["):
-        with suppress(ValueError):
-            value = json.loads(text)
-    if setting.kind is str:
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # bytes of the command line that Python could only smuggle in as surrogates
-            raise _BadValueError(f"{setting.key} is not valid UTF-8 text. Use UTF-8.") from None
-    elif setting.kind is bool and text in ("true", "false"):
-        value = text == "true"
-    elif setting.kind is int and _INT.fullmatch(text) and len(text) < 100:  # Python refuses more than 4300 digits
-        value = int(text)
-    elif setting.kind is float and _FLOAT.fullmatch(text):
-        value = float(text)
-    else:
-        hint = _REMEDIES[setting.kind]
-        if setting.kind is bool and text.lower() in ("true", "false", *_BOOL_HINTS):
-            hint = f"Write {_BOOL_HINTS.get(text.lower(), text.lower())}"
-        elif setting.kind is int and _FLOAT.fullmatch(text) and abs(float(text)) < 2**53 and float(text).is_integer():
-            hint = f"Write {int(float(text))}"
-        elif setting.kind is float and text.lower().lstrip("+-") in ("inf", "infinity", "nan"):
-            hint = "Write a finite number"
-        none = ", or none" if setting.optional else ""
-        shown = _shorten(text or "''")
-        raise _BadValueError(f"{setting.key} = {shown} is not {_KIND_NAMES[setting.kind]}. {hint}{none}.")
-    return _check_value(setting, value)
-
-
-def _shorten(text: str) -> str:
-    """At most 80 characters, so that a pasted table or template does not bury the message."""
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 class Reader:
     """Collects values, where each came from, and all problems."""
 
@@ -280,9 +175,9 @@ class Reader:
         try:
             return tomllib.loads(read_regular(path, _MOST_FILE_BYTES).decode("utf-8"))
         except FileNotFoundError:
-            folder = Path(path).parent
-            nearest = get_close_matches(Path(path).stem, [found.stem for found in folder.glob("*.toml")], 1)
-            hint = f"Did you mean '{folder / nearest[0]}.toml'?" if nearest else f"Check --config.{_list_configs()}"
+            file = Path(path)
+            near = find_near(file.stem, [found.stem for found in file.parent.glob("*.toml")])
+            hint = f"Did you mean '{file.with_name(near)}.toml'?" if near else f"Check --config.{_list_configs()}"
             self.refuse(path, f"no such file. {hint}")
         except IsADirectoryError:
             self.refuse(path, f"is a folder. Pass a file with --config FILE.{_list_configs(path)}")
@@ -314,7 +209,7 @@ class Reader:
                     self.origins[key] = where
                 self.read_table(where, cast(dict[str, object], value), key)
             else:
-                shown, header, suspects = _shorten(format_value(value)), key, [key]
+                shown, header, suspects = shorten(format_value(value)), key, [key]
                 if key == SOURCES:  # without them data.path would be missing
                     header, suspects = f"{SOURCES}.NAME", [key, "data.path", "data.dataset"]
                 meant = f" Did you mean {VALUES[key]}?" if key in VALUES else ""
@@ -337,8 +232,8 @@ class Reader:
     def accept(self, where: str, setting: Setting, value: Any, *, is_text: bool = False) -> None:
         """Keep a value that fits its setting; note a problem otherwise."""
         try:
-            checked = _parse_text(setting, value) if is_text else _check_value(setting, value)
-        except _BadValueError as problem:
+            checked = parse_text(setting, value) if is_text else check_value(setting, value)
+        except BadValueError as problem:
             self.refuse(where, str(problem), setting.key)
             return
         self.note_source(setting.section)
@@ -407,38 +302,26 @@ class Reader:
         if path is not None:
             import_from(Path(path).parent)
         job = self.build()
-        self.fill_in(job, path)
+        self.note(fill_in(job, self.origins, "" if path is None else Path(path).stem), path or CODE)
         if is_whole:
-            self.check(job, path or CODE)
-        self.raise_all()
-        return job
-
-    def fill_in(self, job: JobConfig, path: str | None) -> None:
-        """Set what follows from what was given."""
-        name = "" if path is None else Path(path).stem
-        for problem in fill_in(job, self.origins, name):
-            if not self.suspects.intersection(_KEY.findall(problem)):
-                self.refuse(self.find_place(problem, path or CODE), problem, *_KEY.findall(problem))
-
-    def check(self, job: JobConfig, path: str) -> None:
-        """Note the problems of `check_values`, but none about a key that already has a problem."""
-        for problem in check_values(job):
-            keys = [key for key in _KEY.findall(problem) if find_setting(key) is not None]
-            if any(key == s or key.startswith(f"{s}.") for key in keys for s in self.suspects):
-                continue
-            self.problems.append((self.find_place(problem, path), problem))
-
-    def find_place(self, problem: str, path: str) -> str:
-        """Return where a setting that `problem` names was given, other than in the file `path` if one was."""
-        wheres = (self.origins.get(key, path) for key in _KEY.findall(problem))
-        return next((where for where in wheres if where != path), path)
-
-    def raise_all(self) -> None:
-        """Raise one ConfigError if there is any problem."""
+            self.note(check_values(job), path or CODE)
         wheres = {where for where, _ in self.problems}
         if len(wheres) == 1:
             raise_problems(ConfigError, wheres.pop(), [problem for _, problem in self.problems])
         raise_problems(ConfigError, "configuration", [f"{where}: {problem}" for where, problem in self.problems])
+        return job
+
+    def note(self, problems: Sequence[str], path: str) -> None:
+        """Note the `problems` of settings, but none about a key that has one already.
+
+        Each is placed where one of its settings was given, other than in the file `path` if there is such a place.
+        """
+        known = tuple(self.suspects)
+        for problem in problems:
+            keys = [key for key in _KEY.findall(problem) if find_setting(key) is not None]
+            if not any(key == suspect or key.startswith(f"{suspect}.") for key in keys for suspect in known):
+                wheres = (self.origins.get(key, path) for key in _KEY.findall(problem))
+                self.refuse(next((where for where in wheres if where != path), path), problem, *keys)
 
 
 def _list_configs(folder: str | Path = "configs") -> str:

@@ -5,11 +5,11 @@ overrides (`--training.steps=100`) are parsed by the declared type. This module 
 wrong configuration is refused in a fraction of a second, before torch is imported and before ranks are started.
 """
 
-from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, Literal, cast
+from dataclasses import dataclass, field
+from typing import Literal
 
 from titanlite.config.data import DataSection
-from titanlite.config.model import ModelConfig, RopeScaling, setting
+from titanlite.config.model import ModelSection, setting
 
 
 @dataclass
@@ -30,56 +30,6 @@ class JobSection:
         "Seconds after SIGTERM or SIGINT in which the run may finish its step and save, before the launcher ends it. "
         "0: no limit.",
     )
-
-
-def _overrides_of(config: type, name: str, *more: tuple[str, Any, Any]) -> type:
-    """Return a section with every field of `config` that may be overridden; None keeps what is there."""
-    own = [
-        (f.name, cast(type, f.type) | None, field(default=None, metadata=f.metadata))
-        for f in fields(config)
-        if f.metadata.get("override", True)
-    ]
-    return make_dataclass(name, [*own, *more], namespace={"__module__": __name__})
-
-
-# Every size of the architecture may be overridden; None keeps what the flavor or config.json says.
-RopeOverrides = _overrides_of(RopeScaling, "RopeOverrides")
-ModelOverrides = _overrides_of(
-    ModelConfig,
-    "ModelOverrides",
-    (
-        "rope_scaling",
-        RopeOverrides,
-        setting(RopeOverrides, "Rotary scaling, for sequences longer than in pretraining."),
-    ),
-)
-
-
-@dataclass
-class ModelSection:
-    path: str = setting(
-        "", "Folder or hub id of the Hugging Face model to train: its config.json, tokenizer and weights."
-    )
-    init: Literal["auto", "pretrained", "random"] = setting(
-        "auto", "'random': weights from scratch, even with a path; 'auto': pretrained with a path, random without."
-    )
-    name: str = setting(
-        "qwen3_moe", "Family of the flavor: one of titanlite/models/families, or yours (docs/extending.md).", calls=()
-    )
-    flavor: str = setting("", "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from path.")
-    hf_assets_path: str = setting(
-        "", "As path, but without the weights: config.json and tokenizer. With a flavor: the tokenizer only."
-    )
-    implementation: Literal["auto", "native", "transformers"] = setting(
-        "auto", "'native': titanlite's decoder; 'transformers': the class of transformers; 'auto': native where it can."
-    )
-    attention_backend: Literal["auto", "sdpa", "flex", "varlen"] = setting(
-        "auto",
-        "'auto': 'varlen' where it can be, otherwise 'sdpa'. 'sdpa': scaled_dot_product_attention; packed documents on "
-        "CUDA need a dense mask, and masked parts are computed too. 'flex': compiled flex_attention on CUDA, which "
-        "skips masked blocks. 'varlen': FlashAttention on each document, on CUDA in bfloat16.",
-    )
-    overrides: ModelOverrides = setting(ModelOverrides, "Single sizes to change, for example num_layers = 4.")  # type: ignore[valid-type]
 
 
 @dataclass

@@ -1,22 +1,43 @@
-"""What can be set: every leaf of the schema by its dotted key, with its type, default and description."""
+"""What can be set: every leaf of the schema by its dotted key, how its values are read, what other trainers call it."""
 
+import json
+import math
+import os
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import SequenceMatcher
 from functools import cache
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
+from titanlite.base.command_line import find_near
 from titanlite.base.errors import ConfigError
-from titanlite.base.extension import is_extension, load_extension
+from titanlite.base.extension import FORM, is_extension, load_extension
 from titanlite.config.data import SourceSection
 from titanlite.config.schema import JobConfig
 
 TABLES = ("chat_template_kwargs", "fields")  # settings with a table of the user's names, kept as JSON text
 SOURCES = "data.sources"  # tables below have names of the user's
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
+_INT = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+_FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_BOOL_HINTS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+_REMEDIES = {int: "Write a whole number", float: "Write a number", bool: "Write true or false", str: "Put it in quotes"}
+_KIND_NAMES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
 _SOURCE = re.compile(rf"{re.escape(SOURCES)}\.([a-z]\w*)(?:\.(\w+))?", re.ASCII)
 _KINDS = (int, float, bool, str)
+# Names in other trainers, of settings and of values, and what they are here; values of whole sections.
+_TABLES = tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))
+NAMES, CHOICES = (
+    {name: here for here, names in _TABLES[kind].items() for name in names.split()} for kind in ("settings", "values")
+)
+VALUES = _TABLES["sections"]
+# Values that are others here, by setting, as in PEFT.
+SAME = {("lora.targets", "all-linear"): ""}
 
 
 class Setting(NamedTuple):
@@ -153,3 +174,123 @@ def find_nearest(key: str, candidates: Iterable[str]) -> list[str]:
     best = max(scores.values())
     nearest = [candidate for candidate, score in scores.items() if score == best]
     return nearest if best >= 0.8 and len(nearest) <= 3 else []
+
+
+def spell_dtype(text: str) -> str:
+    """`bfloat16` for `bf16` or `torch.bfloat16`, and so on; other texts in small letters."""
+    name = text.lower().removeprefix("torch.")
+    return {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}.get(name, name)
+
+
+def format_value(value: object) -> str:
+    """`value` as TOML writes it: one line, strings quoted and escaped, floats that read back equal."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = (_ESCAPES.get(c) or (f"\\u{ord(c):04x}" if c < " " or c == "\x7f" else c) for c in value)
+        return f'"{"".join(escaped)}"'
+    return repr(value) if isinstance(value, int | float) else str(value)
+
+
+class BadValueError(Exception):
+    """A value does not fit its setting; the text is the problem without its place."""
+
+
+def check_value(setting: Setting, value: Any) -> Any:
+    """`value` (from TOML, or an override's text converted to the setting's kind) as the setting stores it."""
+    shown = f"{setting.key} = {shorten(format_value(value))}"
+    if setting.kind is float and type(value) is int:
+        value = float(value) if abs(value) < 2**1023 else math.inf
+    if isinstance(value, str) and value not in setting.choices and spell_dtype(value) in setting.choices:
+        value = spell_dtype(value)
+    if setting.is_list and isinstance(value, list):
+        value = ", ".join(map(str, value))
+    value = SAME.get((setting.key, str(value)), value)
+    if setting.kind is str and setting.name.endswith(("path", "folder")) and isinstance(value, str):
+        value = os.path.expanduser(value)
+    is_free = setting.calls is not None and is_extension(value)
+    if setting.choices and value not in setting.choices and not is_free:
+        meant = CHOICES.get(str(value).lower(), str(value))
+        nearest = [choice for choice in setting.choices if choice.lower() in meant.lower()]
+        nearest = nearest or [near for word in (meant, str(value)) if (near := find_near(word, setting.choices))]
+        hint = f'; did you mean "{nearest[0]}"?' if nearest else ". Write one of these."
+        if meant.endswith("."):
+            hint = f". {meant}"
+        elif setting.key == "data.dataset" and not nearest:
+            hint = ". For your own data set data.path: a file, folder or hub id."
+        choices = [*setting.choices, *([] if setting.calls is None else [FORM])]
+        raise BadValueError(f"{shown} is not one of {', '.join(map(format_value, choices))}{hint}")
+    if setting.calls and not setting.choices and value and not is_free:
+        raise BadValueError(f'{shown} does not name a function. Write "{FORM}".')
+    if type(value) is not setting.kind:  # not isinstance: a bool is an int
+        raise BadValueError(f"{shown} is not {_KIND_NAMES[setting.kind]}. {_remedy(setting, value)}.")
+    if isinstance(value, str):
+        if "${" in value:
+            raise BadValueError(
+                f"{shown} contains '${{', which OmegaConf takes for an interpolation. Write the value it stands for."
+            )
+        if value == "???":
+            raise BadValueError(f"{shown} is OmegaConf's mark of a missing value. Write another text.")
+    elif setting.kind is int and not -(2**63) <= value < 2**63:
+        raise BadValueError(f"{shown} does not fit in 64 bits. Write a smaller number.")
+    elif not math.isfinite(value):  # after the range of int: isfinite overflows on huge ones
+        raise BadValueError(f"{shown} is not finite. Write a finite number.")
+    return value
+
+
+def _remedy(setting: Setting, value: Any) -> str:
+    """Return what to write instead of a TOML value of the wrong type."""
+    remedy = _REMEDIES[setting.kind]
+    if isinstance(value, str) and setting.kind is not str:
+        try:
+            parsed = parse_text(setting._replace(optional=False), value)  # TOML has no none
+            return f"Write {format_value(parsed)} without quotes"
+        except BadValueError:
+            pass  # the text is no better as a number: the plain remedy says what is wanted
+    if setting.kind is int and isinstance(value, float) and value.is_integer():
+        return f"Write {int(value)}"
+    if setting.name in TABLES:
+        return 'Write a table, as {question = "problem"}'
+    if isinstance(value, list) and setting.key.endswith("path"):
+        return "Write one path; several are [data.sources.NAME] with a path each"
+    if setting.kind is str and isinstance(value, int | float):
+        return f"Put it in quotes: {format_value(format_value(value))}"
+    return remedy + (", or leave it out" if setting.optional else "")
+
+
+def parse_text(setting: Setting, text: str) -> Any:
+    """Convert an override's text to the setting's declared type; never guess from how the text looks."""
+    if setting.optional and text == "none":
+        return None
+    value: Any = text
+    if setting.is_list and text.startswith("["):
+        with suppress(ValueError):
+            value = json.loads(text)
+    if setting.kind is str:
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # bytes of the command line that Python could only smuggle in as surrogates
+            raise BadValueError(f"{setting.key} is not valid UTF-8 text. Use UTF-8.") from None
+    elif setting.kind is bool and text in ("true", "false"):
+        value = text == "true"
+    elif setting.kind is int and _INT.fullmatch(text) and len(text) < 100:  # Python refuses more than 4300 digits
+        value = int(text)
+    elif setting.kind is float and _FLOAT.fullmatch(text):
+        value = float(text)
+    else:
+        hint = _REMEDIES[setting.kind]
+        if setting.kind is bool and text.lower() in ("true", "false", *_BOOL_HINTS):
+            hint = f"Write {_BOOL_HINTS.get(text.lower(), text.lower())}"
+        elif setting.kind is int and _FLOAT.fullmatch(text) and abs(float(text)) < 2**53 and float(text).is_integer():
+            hint = f"Write {int(float(text))}"
+        elif setting.kind is float and text.lower().lstrip("+-") in ("inf", "infinity", "nan"):
+            hint = "Write a finite number"
+        none = ", or none" if setting.optional else ""
+        shown = shorten(text or "''")
+        raise BadValueError(f"{setting.key} = {shown} is not {_KIND_NAMES[setting.kind]}. {hint}{none}.")
+    return check_value(setting, value)
+
+
+def shorten(text: str) -> str:
+    """At most 80 characters, so that a pasted table or template does not bury the message."""
+    return text if len(text) <= 80 else f"{text[:77]}..."

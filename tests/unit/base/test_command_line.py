@@ -8,7 +8,7 @@ from titanlite.__main__ import main
 from titanlite.base.command_line import Parser, command, one_of
 from titanlite.base.errors import ConfigError
 from titanlite.config import load_config
-from titanlite.config.peers import spell_dtype
+from titanlite.config.settings import spell_dtype
 
 CONFIG = str(Path(__file__).parents[3] / "configs/qwen3_moe.toml")
 

@@ -17,7 +17,8 @@ from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, load_config
 from titanlite.config.assets import local_folder, resolve_assets
 from titanlite.config.data import DataSection
-from titanlite.config.schema import CheckpointSection, ModelSection
+from titanlite.config.model import ModelSection
+from titanlite.config.schema import CheckpointSection
 from titanlite.models.families import families
 from titanlite.preflight import check
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from titanlite.config import JobConfig
-from titanlite.config.check import check_values, format_value
-from titanlite.config.settings import get_value
+from titanlite.config.check import check_values
+from titanlite.config.settings import format_value, get_value
 
 
 def make_job(**values: Any) -> JobConfig:

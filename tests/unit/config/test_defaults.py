@@ -9,8 +9,7 @@ import pytest
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, load_config, save_resolved
 from titanlite.config.defaults import find_kind
-from titanlite.config.peers import NAMES
-from titanlite.config.settings import get_settings
+from titanlite.config.settings import NAMES, get_settings
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import ModelConfig, RopeScaling
-from titanlite.config.schema import ModelSection
+from titanlite.config.model import ModelSection
 from titanlite.models.families import (
     check_model_config,
     families,

@@ -12,8 +12,7 @@ import transformers
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import read_json
-from titanlite.config.model import TransformersConfig
-from titanlite.config.schema import ModelSection
+from titanlite.config.model import ModelSection, TransformersConfig
 from titanlite.features.transformers.build import build_transformers
 from titanlite.models.families import resolve_model_config
 from titanlite.models.families.hf_config import load_config_and_class, transformers_config

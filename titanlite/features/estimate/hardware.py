@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import accumulate
 
+from titanlite.base.command_line import find_near
 from titanlite.base.errors import ConfigError
 
 _GIB = 2**30
@@ -134,8 +134,8 @@ def get_hardware(name: str) -> Hardware:
         names = accumulate(known.split("-"))  # h100, h10080gb, but not h10
         if wanted in {plain(text).removeprefix(brand) for text in names for brand in ("", "rtx")}:
             return gpu
-    near = get_close_matches(wanted, [plain(known) for known in GPUS], 1)
-    hint = next((f"Did you mean {known}? " for known in GPUS if plain(known) in near), "")
+    near = find_near(wanted, map(plain, GPUS))
+    hint = next((f"Did you mean {known}? " for known in GPUS if plain(known) == near), "")
     raise ConfigError(
         f"--gpu={name}: not in the table. {hint}Known are {', '.join(GPUS)}; --flops, --memory-gib and others change "
         "single figures of one of them."

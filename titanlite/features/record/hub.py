@@ -18,9 +18,8 @@ from titanlite.checkpoint.folder import OWN_FOLDER, how_to_finish
 from titanlite.checkpoint.keys import SIDECAR_FILE
 from titanlite.config import JobConfig
 from titanlite.config.assets import BaseModel, base_model_of, is_hub_id, public_name
-from titanlite.config.check import format_value
 from titanlite.config.data import get_sources
-from titanlite.config.settings import get_sections_of, get_value
+from titanlite.config.settings import format_value, get_sections_of, get_value
 from titanlite.metrics.results import Results
 
 # These say where and how a run took place, not what the model is.

@@ -23,8 +23,7 @@ from bokeh.embed import components
 from bokeh.resources import Resources
 
 from titanlite.base.tables import format_memory
-from titanlite.config.check import format_value
-from titanlite.config.settings import find_setting
+from titanlite.config.settings import find_setting, format_value
 from titanlite.features.report.plots import THEME, Plot, build_plots
 from titanlite.features.report.read import CONFIG, ENVIRONMENT, PLAN, Run, Series
 

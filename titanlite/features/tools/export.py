@@ -27,7 +27,7 @@ from titanlite.checkpoint.reader import timed
 from titanlite.checkpoint.segments import bytes_of
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
-from titanlite.config.peers import spell_dtype
+from titanlite.config.settings import spell_dtype
 from titanlite.features.lora.merge import MergedAdapters, MergedSource, read_quietly
 from titanlite.features.passengers import find_carried
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model

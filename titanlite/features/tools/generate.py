@@ -30,8 +30,8 @@ from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import local_folder
 from titanlite.config.parallelism import check_parallelism, resolve_degrees
 from titanlite.config.patterns import parse_object
-from titanlite.config.peers import spell_dtype
 from titanlite.config.schema import ParallelismSection, TrainingSection
+from titanlite.config.settings import spell_dtype
 from titanlite.data.tokenizer import count_ids, load_tokenizer
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallelize import parallelize

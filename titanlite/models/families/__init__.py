@@ -4,7 +4,6 @@ Each file in this folder defines `FAMILY`; that one file is all it takes to add 
 Nothing here imports torch, except through transformers for a model that transformers implements.
 """
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Collection, Mapping
@@ -13,12 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+from titanlite.base.command_line import suggest
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.extension import is_extension, load_extension
 from titanlite.base.files import read_json
 from titanlite.config.assets import suggest_path, weights_key
-from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, RopeScaling
-from titanlite.config.schema import JobConfig, ModelSection
+from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, ModelSection, RopeScaling
+from titanlite.config.schema import JobConfig
 from titanlite.models.families.family import Family
 from titanlite.models.families.hf_config import transformers_config
 from titanlite.models.families.limits import check_model_config
@@ -268,6 +268,4 @@ def _read_config(folder: Path, where: str = "model.hf_assets_path") -> dict[str,
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"; did you mean '{close[0]}'?" if close else "."
-    return f"{hint} There are: {', '.join(known)}."
+    return f".{suggest(name, known)} There are: {', '.join(known)}."

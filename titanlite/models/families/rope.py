@@ -1,10 +1,10 @@
 """Rotary embeddings in a Hugging Face config.json: base, scaling, and the rotated part of a head."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from titanlite.base.command_line import find_near
 from titanlite.base.errors import ConfigError
 from titanlite.config.model import ROPE_FIELDS, RopeScaling
 from titanlite.models.families.keys import MISSING, Key, show
@@ -155,8 +155,8 @@ def _find_without_effect(table: Mapping[str, Any], name: str, rope_type: str) ->
         found.append(f"{name}: type = {show(table[_OLD_TYPE])} has no effect next to rope_type = '{rope_type}'.")
     for key in sorted(table.keys() - known):
         types = [kind for kind, fields in ROPE_FIELDS.items() if key in fields[0] + fields[1]]
-        close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-        hint = f" (only for {', '.join(types)})" if types else f" (did you mean '{close[0]}'?)" if close else ""
+        near = find_near(key, known)
+        hint = f" (only for {', '.join(types)})" if types else f" (did you mean '{near}'?)" if near else ""
         extra.append(f"{show(key)}{hint}")
     if extra:
         why = "" if _TYPE in table or _OLD_TYPE in table else ": there is no rope_type, so nothing is scaled"
