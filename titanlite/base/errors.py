@@ -1,7 +1,6 @@
 """Errors meant for the user: `<where>: <what is wrong, with every number and name>. <what to do>.`
 
-Everything that can be checked is checked before the first collective, collected, and raised once; so all ranks
-raise the same error and none is left waiting. `train.main` prints these without a traceback.
+Problems are collected and raised once, on all ranks, so that none is left waiting.
 """
 
 from collections.abc import Iterable
@@ -16,13 +15,9 @@ _MOST_LISTED = 32
 
 
 class TitanliteError(Exception):
-    """A problem that the user can mend. Its text is the whole message; no traceback is needed to act on it.
+    """A problem that the user can mend. Its text is the whole message; no traceback is needed to act on it."""
 
-    Attributes:
-        exit_code: of a rank that it ends: 2, or 3 where a new start from the last checkpoint may do better.
-    """
-
-    exit_code = 2
+    exit_code = 2  # of a rank that it ends; 3 where a new start from the last checkpoint may do better
 
 
 class ConfigError(TitanliteError):

@@ -33,8 +33,7 @@ def import_from(folder: Path) -> None:
 def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
     """Import what the setting `key` = `name` names; `calls` are the parameters it may be called with, see `get_call`.
 
-    Raises:
-        ConfigError: it cannot be imported, is not there, or cannot be called like this.
+    Raises ConfigError: it cannot be imported, is not there, or cannot be called like this.
     """
     module_name, _, attribute = name.partition(":")
     where = f'{key} = "{name}"'

@@ -22,8 +22,7 @@ _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: 
 def check_regular(path: str | Path) -> os.stat_result:
     """Return the status of a regular file; a link to one is one.
 
-    Raises:
-        OSError: there is none, or `path` is a folder, a pipe, a device or a socket; `strerror` says which.
+    Raises OSError: there is none, or `path` is a folder, a pipe, a device or a socket; `strerror` says which.
     """
     return _check_status(os.stat(path), path)
 
@@ -40,8 +39,7 @@ def _check_status(status: os.stat_result, path: str | Path) -> os.stat_result:
 def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
     """`open`, of a regular file only: neither waits for the other end of a pipe, nor touches a device.
 
-    Raises:
-        OSError: as `check_regular`, or it cannot be opened.
+    Raises OSError: as `check_regular`, or it cannot be opened.
     """
 
     def opener(name: str, flags: int) -> int:
@@ -59,11 +57,7 @@ def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
 
 
 def read_regular(path: str | Path, most_bytes: int | None = None) -> bytes:
-    """Return the content of a regular file.
-
-    Raises:
-        OSError: as `open_regular`, or it has more than `most_bytes`.
-    """
+    """Return the content of a regular file. Raises OSError: as `open_regular`, or it has more than `most_bytes`."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if most_bytes is not None and size > most_bytes:
@@ -91,9 +85,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_json(path: str | Path) -> Any:
     """Return the content of a JSON file in UTF-8, of at most 256 MiB.
 
-    Raises:
-        OSError: as `read_regular`.
-        ValueError: it is no UTF-8 or no JSON, or nested too deeply.
+    Raises OSError, as `read_regular`, or ValueError: it is no UTF-8 or no JSON, or nested too deeply.
     """
     return parse_json(read_regular(path, _MOST_JSON_BYTES).decode("utf-8"))
 
@@ -103,9 +95,6 @@ class AppendedFile:
 
     It is opened anew each time, its folder made if it is missing: nothing is lost if the process is killed, nor if
     the disk was full when the run began. At most 16 MiB wait; of more, the oldest records are given up.
-
-    Attributes:
-        path: of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,11 +107,7 @@ class AppendedFile:
         return len(self._waiting)
 
     def append(self, record: bytes = b"") -> None:
-        """Write what waits and then `record`, in one piece.
-
-        Raises:
-            OSError: it cannot be written, and waits.
-        """
+        """Write what waits and then `record`, in one piece. Raises OSError: it cannot be written, and waits."""
         if record:
             self._waiting.append(record)
         try:
@@ -151,8 +136,7 @@ class AppendedFile:
 def replace_file(path: Path, text: str) -> None:
     """Write `text` to `path`; if that fails, what was there before is there still.
 
-    Raises:
-        OSError: it cannot be written, or `path` is there and no regular file.
+    Raises OSError: it cannot be written, or `path` is there and no regular file.
     """
     with suppress(FileNotFoundError):
         check_regular(path)  # to replace /dev/null would be an accident

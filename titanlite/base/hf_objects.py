@@ -49,8 +49,7 @@ def load_tokenizer_file(file: Path) -> Any:
 def build_config(hf: Mapping[str, Any]) -> Any:
     """Return the configuration object of `hf`, the content of a config.json whose model_type transformers knows.
 
-    Raises:
-        Exception: of any kind, what transformers raises.
+    Raises Exception: of any kind, what transformers raises.
     """
     from transformers import CONFIG_MAPPING
 

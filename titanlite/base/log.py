@@ -31,12 +31,8 @@ def escape_controls(text: str) -> str:
 class Console:
     """Standard output or error: no control character of a text gets through, and any character can be written.
 
-    What draws on a terminal writes to `raw_stream`. Other attributes are those of the stream.
-
-    Args:
-        stream: what is written to.
-        goes_on: text that cannot be written is dropped, for a run is worth more than its console; otherwise the error
-            is raised.
+    What draws on a terminal writes to `raw_stream`. Other attributes are those of the stream. With `goes_on`, text that
+    cannot be written is dropped, for a run is worth more than its console; otherwise the OSError is raised.
     """
 
     def __init__(self, stream: TextIO, *, goes_on: bool) -> None:
@@ -45,11 +41,7 @@ class Console:
             stream.reconfigure(errors="backslashreplace")  # an ASCII terminal, or bytes of a path that are no UTF-8
 
     def write(self, text: str) -> int:
-        """Write `text`; a carriage return at its beginning or end, as progress bars write it, stays on standard error.
-
-        Raises:
-            OSError: it cannot be written, if `goes_on` is off.
-        """
+        """Write `text`; a carriage return at its beginning or end, as bars write it, stays on standard error."""
         safe = _CONTROLS.search(text) is None
         shown = text if safe else escape_controls(text)
         if not safe and self.raw_stream is sys.__stderr__:
@@ -64,12 +56,10 @@ class Console:
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Write each of `lines`."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Write what waits; raises as `write`."""
         try:
             self.raw_stream.flush()
         except OSError:

@@ -34,10 +34,8 @@ def end_on_interrupt() -> None:
 def lean_imports() -> Iterator[None]:
     """Import what a program needs in this; the collector is off meanwhile, and leaves it alone later and at exit.
 
-    torch and what it imports are a million objects that live as long as the process. The collector goes through them
-    again and again, while they are made and while others are, and once more before they are dropped one by one: a third
-    of the 4 CPU seconds of a rank that imports everything and ends. Finalizers of objects in cycles do not run at exit:
-    close files explicitly.
+    torch and what it imports are a million objects that live as long as the process: the collector takes a third of the
+    4 CPU seconds of a rank that imports everything and ends. Finalizers of objects in cycles do not run at exit.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -55,10 +53,7 @@ def leave(code: int, *, at_once: bool = False) -> NoReturn:
 
     The threads of process groups outlive `destroy_process_group` while a mesh holds their group. One that still drops a
     tensor when Python has begun to end aborts the process, after all its work was done (pytorch #179291, #190489).
-
-    Args:
-        code: for the parent process.
-        at_once: without the exit handlers; after an error, when they might wait for ranks that are gone.
+    With `at_once` without the exit handlers: after an error they might wait for ranks that are gone.
     """
     global _exit_code
     _exit_code = code

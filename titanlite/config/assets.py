@@ -1,7 +1,4 @@
-"""From what the configuration calls a model to a local folder: a path, or a repository of the Hugging Face hub.
-
-And back, from a local path to the name that others may see.
-"""
+"""From what the configuration calls a model, a path or a repository of the hub, to a local folder; and back."""
 
 import importlib.util
 import os
@@ -29,13 +26,7 @@ _IGNORED = ["consolidated*", "*/*"]
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model that training began with.
-
-    Attributes:
-        name: hub id, or the last part of a local folder.
-        revision: commit of the hub, or "".
-        on_hub: True if `name` is a hub id.
-    """
+    """The model that training began with: a hub id and a commit of it, or the last part of a local folder."""
 
     name: str
     revision: str = ""
@@ -63,8 +54,7 @@ def resolve_assets(job: JobConfig, *, weights: bool = True) -> JobConfig:
     of the hub are downloaded on first use, weights only where they are wanted, not if `weights` is False, and never as
     pickle files.
 
-    Raises:
-        ConfigError: a repository is neither in the local cache nor can it be downloaded.
+    Raises ConfigError: a repository is neither in the local cache nor can it be downloaded.
     """
     model, checkpoint, data = job.model, job.checkpoint, job.data
     if job.lora.init_from:
@@ -171,8 +161,7 @@ def find_missing_packages(job: JobConfig) -> list[str]:
 def local_folder(key: str, name: str, *, weights: bool) -> str:
     """Return the folder of setting `key` = `name`: a path, or a local copy of the hub's `owner/model[@revision]`.
 
-    Raises:
-        ConfigError: the repository is neither in the local cache nor can it be downloaded.
+    Raises ConfigError: the repository is neither in the local cache nor can it be downloaded.
     """
     path = Path(os.path.expanduser(name))  # Path.expanduser raises where there is no such user
     if path.exists() or not is_hub_id(name):

@@ -66,10 +66,7 @@ _RANGE_OF = {key: allowed for allowed, (_, keys) in _RANGES.items() for key in k
 
 
 def check_values(job: JobConfig) -> list[str]:
-    """Problems of single values and of values that contradict each other, in a fixed order; empty if there are none.
-
-    Each problem names its settings by their full keys, so that a caller can tell where each came from.
-    """
+    """Return problems of single values and of values that contradict each other; each names its settings in full."""
     return _check_ranges(job) + _check_contradictions(job) + _check_data(job)
 
 

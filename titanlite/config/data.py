@@ -147,10 +147,7 @@ def holds_rows(name: str) -> bool:
 
 
 def get_sources(data: DataSection) -> dict[str, DataSection]:
-    """Return one `[data]` section for each source to read, by name; without sources `data` itself, as "".
-
-    What a source does not set is as in `data`.
-    """
+    """Return one `[data]` section for each source, by name, with what it does not set; or `data` itself, as ""."""
     if not data.sources:
         return {"": data}
     return {name: replace(data, sources={}, **_get_given(source)) for name, source in sorted(data.sources.items())}
@@ -165,8 +162,7 @@ def get_source_key(data: DataSection, source: str, name: str) -> str:
 def get_fields(data: DataSection, key: str = "data.fields") -> dict[str, str]:
     """Return the column of each field that `data.fields` or `data.text_field` names; `key` is where they are set.
 
-    Raises:
-        ConfigError: it is no table of names, or has an unknown field.
+    Raises ConfigError: it is no table of names, or has an unknown field.
     """
     own = parse_object(key, data.fields)
     for name, column in own.items():

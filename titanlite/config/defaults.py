@@ -38,10 +38,8 @@ _SWITCHES = {
 def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[str]:
     """Set, in place, what follows from the settings that are `given`, and return the problems that this meets.
 
-    Args:
-        job: every setting that is not given has the default of the schema.
-        given: where each setting was given, by its full key.
-        name: of the configuration, for its folder.
+    `given` has where each setting was given, by its full key; the others have the default of the schema. `name` is that
+    of the configuration, for its folder.
     """
 
     def default(key: str, value: object) -> None:

@@ -63,8 +63,7 @@ _KEY = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
 def load_config(argv: Sequence[str]) -> JobConfig:
     """Read the TOML file and the overrides named by the arguments `argv`; on `--help` print a text and leave.
 
-    Raises:
-        ConfigError: an argument, the file, a key or a value is wrong or out of range (`check_values`); all problems.
+    Raises ConfigError: an argument, the file, a key or a value is wrong or out of range (`check_values`); all problems.
     """
     reader = Reader()
     path, overrides, wants_help = reader.read_arguments(argv)
@@ -77,12 +76,9 @@ def load_config(argv: Sequence[str]) -> JobConfig:
 
 
 def save_resolved(job: JobConfig, path: str | Path) -> None:
-    """Write every setting of `job` to the TOML file `path`; `load_config(["--config", path])` gives `job` again.
+    """Write `job` to the TOML file `path`, which `load_config` reads as `job` again. Its folder is made.
 
-    Settings that are None are left out (that is their default). The folder of `path` is made if it is missing.
-
-    Raises:
-        OSError: The file cannot be written; one that was there before is left as it was.
+    Raises OSError: the file cannot be written; one that was there before is left as it was.
     """
     lines: list[str] = []
     for section, settings in get_sections_of(job).items():
@@ -94,10 +90,7 @@ def save_resolved(job: JobConfig, path: str | Path) -> None:
 
 
 def find_changes(job: JobConfig, path: str | Path) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of `job` that were others when `save_resolved` wrote `path`, by key, as (before, now).
-
-    None if there is no such file, or one that this version cannot read.
-    """
+    """Return the settings of `job` that were others when `save_resolved` wrote `path`, by key, as (before, now)."""
     try:
         before = load_config(["--config", str(path)]) if Path(path).exists() else job
     except ConfigError:
@@ -312,10 +305,7 @@ class Reader:
         return job
 
     def note(self, problems: Sequence[str], path: str) -> None:
-        """Note the `problems` of settings, but none about a key that has one already.
-
-        Each is placed where one of its settings was given, other than in the file `path` if there is such a place.
-        """
+        """Note problems of settings without one already, each where one was given, else in the file `path`."""
         known = tuple(self.suspects)
         for problem in problems:
             keys = [key for key in _KEY.findall(problem) if find_setting(key) is not None]

@@ -1,7 +1,4 @@
-"""`ModelConfig`: the sizes and switches of the native decoder; `TransformersConfig`: those of any other model.
-
-Plain data, no torch.
-"""
+"""`ModelConfig`: the sizes and switches of the native decoder; `TransformersConfig`: those of any other model."""
 
 import math
 from collections.abc import Mapping
@@ -122,17 +119,14 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Leading elements of each head that rotary embeddings turn."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def qk_head_dim(self) -> int:
-        """Width of a query or key head."""
         return self.head_dim + self.qk_nope_head_dim
 
     @property
     def value_head_dim(self) -> int:
-        """Width of a value head."""
         return self.v_head_dim or self.head_dim
 
     @property
@@ -149,13 +143,10 @@ class TransformersConfig:
     """A model that transformers implements: what the rest of titanlite asks about it. Sizes are of the text model.
 
     Attributes:
-        family: `model_type` of its config.json.
-        architecture: class that is built.
-        hf: the content of config.json.
+        family: `model_type` of its config.json, whose content is `hf`.
         attention_width: query heads * head width; where keys and values differ in width, their mean.
         num_experts: routed experts of the largest MoE layer; 0 for a dense model.
         num_dense_layers: always 0; which layers are MoE is the class's business.
-        takes_images: it has a vision tower.
         has_tp_plan: its class says how it is split by tensor parallelism.
         rope_limit: tokens from which on the rotary frequencies of all positions depend on the longest one of a forward;
             None if they never do.

@@ -1,7 +1,4 @@
-"""Parallelism degrees: resolved and checked against the world size and the model, without torch.
-
-All checks of degrees live here, so that the preflight and every rank say the same before any collective.
-"""
+"""Parallelism degrees: resolved and checked against world size and model, without torch, alike on all ranks."""
 
 from dataclasses import dataclass, replace
 
@@ -50,7 +47,6 @@ class Degrees:
 
     @property
     def fsdp_axis(self) -> str:
-        """Name of the mesh axis that they lie along."""
         return "dp_shard" if self.cp == 1 else "dp_shard_cp"
 
     @property
@@ -70,11 +66,9 @@ class Degrees:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
         return self.pp * self.stage_size
 
     def stage_of(self, rank: int) -> int:
-        """Return the pipeline stage of a global rank."""
         return rank // self.stage_size
 
     def part_sizes(self, num_layers: int) -> list[int]:
@@ -126,8 +120,7 @@ class Degrees:
 def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
     """Fill in data_parallel_shard_degree = -1 and check that the degrees multiply to `world_size`.
 
-    Raises:
-        ConfigError: they do not, or the experts cannot be split so.
+    Raises ConfigError: they do not, or the experts cannot be split so.
     """
     replicate, shard = section.data_parallel_replicate_degree, section.data_parallel_shard_degree
     cp, tp, pp = section.context_parallel_degree, section.tensor_parallel_degree, section.pipeline_parallel_degree
@@ -159,11 +152,7 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
 
 
 def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
-    """`pipeline_parallel_layers` as numbers.
-
-    Raises:
-        ConfigError: they are no numbers, or not one for each chunk of each stage; or there is one stage only.
-    """
+    """`pipeline_parallel_layers` as numbers. ConfigError: not one for each chunk of each stage, or one stage only."""
     text, pp = section.pipeline_parallel_layers, section.pipeline_parallel_degree
     chunks = section.pipeline_parallel_chunks
     words = [word.strip() for word in text.split(",")] if text else []

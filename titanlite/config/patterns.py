@@ -1,7 +1,4 @@
-"""Settings whose text has a grammar of its own.
-
-Shell patterns over names of parameters or modules (`"*.mlp.gate.*, lm_head*"`, `"lm_head*=2"`), JSON objects, dates.
-"""
+"""Settings whose text has a grammar: shell patterns over names of parameters or modules, JSON objects, dates."""
 
 import json
 import math
@@ -14,11 +11,7 @@ from titanlite.base.errors import ConfigError, raise_problems
 
 
 def split_patterns(key: str, text: str) -> list[str]:
-    """Return the comma-separated patterns of the setting `key` = `text`; none if it is empty.
-
-    Raises:
-        ConfigError: there is nothing between two commas.
-    """
+    """Return the comma-separated patterns of the setting `key` = `text`. ConfigError: nothing between two commas."""
     patterns = [part.strip() for part in text.split(",")] if text.strip() else []
     if "" in patterns:
         raise ConfigError(f"{key} = {text!r} has nothing between two commas. Remove one of them.")
@@ -28,9 +21,8 @@ def split_patterns(key: str, text: str) -> list[str]:
 def parse_multipliers(key: str, text: str) -> dict[str, float]:
     """Return the comma-separated `pattern=factor` of the setting `key` = `text`, in order.
 
-    Raises:
-        ConfigError: an entry is not of this form, its factor is not positive and finite, or a pattern is there twice.
-            All problems at once.
+    Raises ConfigError: an entry is not of this form, its factor is not positive and finite, or a pattern is there
+    twice. All problems at once.
     """
     found: dict[str, float] = {}
     problems: list[str] = []
@@ -59,11 +51,7 @@ def match_names(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def parse_object(key: str, text: Any) -> dict[str, Any]:
-    """Return the JSON object that setting `key` has as text; empty text is an empty one.
-
-    Raises:
-        ConfigError: the text is something else.
-    """
+    """Return the JSON object that setting `key` has as text, which may be empty. ConfigError: it is something else."""
     try:
         found = json.loads(text or "{}") if isinstance(text, str) else text
     except ValueError:
@@ -75,11 +63,7 @@ def parse_object(key: str, text: Any) -> dict[str, Any]:
 
 
 def parse_date(key: str, text: str) -> date | None:
-    """Return the date that setting `key` has as ISO text; None if it is empty.
-
-    Raises:
-        ConfigError: the text is something else.
-    """
+    """Return the date that setting `key` has as ISO text, which may be empty. ConfigError: it is something else."""
     try:
         return date.fromisoformat(text) if text else None
     except ValueError:

@@ -68,11 +68,9 @@ class Setting(NamedTuple):
 
 
 def walk_schema(schema: type, section: str = "") -> Iterable[Setting]:
-    """Yield the settings of dataclass `schema` and of the dataclasses inside it, in order, keys below `section`.
+    """Yield the settings of `schema` and of the dataclasses inside it, in order, but not of dictionaries.
 
-    Raises:
-        TypeError: A field's type is not int, float, bool, str, a Literal of strings, or one of these or None; or a
-            dictionary of dataclasses, which is left out: its keys are the user's.
+    Raises TypeError: a field's type is not int, float, bool, str, a Literal of strings, or one of these or None.
     """
     hints = get_type_hints(schema)
     for item in fields(schema):
@@ -149,11 +147,7 @@ def find_extension_problems(job: JobConfig) -> list[str]:
 
 
 def get_value(job: JobConfig, key: str) -> Any:
-    """Return the value of a dotted `key`, for example `get_value(job, "training.steps")`.
-
-    Raises:
-        AttributeError, KeyError: `key` names no setting.
-    """
+    """Return the value of a dotted `key`; raises AttributeError or KeyError if it names no setting."""
     value: Any = job
     for name in key.split("."):
         value = cast(Mapping[str, Any], value)[name] if isinstance(value, dict) else getattr(value, name)

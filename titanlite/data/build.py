@@ -64,8 +64,7 @@ def build_loader(
 def get_kind(data: DataSection) -> str:
     """Return the configured kind of data: "text", "documents", "examples", "stream", "mixture" or "images".
 
-    Raises:
-        DataError: it asks for none.
+    Raises DataError: it asks for none.
     """
     if data.dataset == "none":
         raise DataError(

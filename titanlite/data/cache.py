@@ -45,13 +45,10 @@ def load_or_build(path: Path, load: Callable[[], T | None], build: Callable[[], 
     """Return `load()`, after `build()` if there was nothing valid to load.
 
     `load` returns None when the file is missing or damaged; it may run while another process builds. `build` runs
-    under an exclusive lock on `path` + '.lock' and must end with `write_atomic`.
+    under an exclusive lock on `path` + '.lock' and must end with `write_atomic`. Also returned are the seconds spent on
+    building it or waiting for the process that did; 0.0 from cache.
 
-    Returns:
-        The loaded value, and the seconds spent on building it or waiting for the process that did; 0.0 from cache.
-
-    Raises:
-        DataError: the folder of `path` cannot be created, locked or written, or the new file is damaged.
+    Raises DataError: the folder of `path` cannot be created, locked or written, or the new file is damaged.
     """
     value = load()
     if value is not None:
@@ -110,9 +107,6 @@ def load_or_make(
     """Return `load()`, or what `make` makes under a lock; `save` writes it, unless the cache cannot be written.
 
     `load` returns None when the file is missing, damaged or cannot be read.
-
-    Raises:
-        Exception: what `make` raises.
     """
     value = load()
     if value is not None:
@@ -137,8 +131,7 @@ def stamp_files(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
 
     No program can set ctime, the time of the last change of anything about a file.
 
-    Raises:
-        OSError: a file is missing or cannot be read.
+    Raises OSError: a file is missing or cannot be read.
     """
     stamps = []
     for file in files:
@@ -152,15 +145,8 @@ def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[
     """`compute()`, or what it returned when it last read the same files: a value for JSON, not None.
 
     A digest of a terabyte would otherwise take each rank a quarter of an hour at each start. `files` are the same if
-    their stamps are. Where the cache cannot be used, it is computed.
-
-    Args:
-        folder: the cache folder.
-        what: which value, with all that it depends on beside the files' contents.
-        files: what `compute` reads, in order.
-
-    Raises:
-        Exception: what `compute` raises.
+    their stamps are; `what` says which value it is, with all else that it depends on. Where the cache `folder` cannot
+    be used, it is computed.
     """
     try:
         stamps = stamp_files(files)

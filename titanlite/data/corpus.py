@@ -45,8 +45,7 @@ class Corpus:
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """Yield (name, text) of every document; newlines are kept as they are in the file.
 
-        Raises:
-            DataError: a file cannot be read, or is not UTF-8 and `skip_undecodable` is off.
+        Raises DataError: a file cannot be read, or is not UTF-8 and `skip_undecodable` is off.
         """
         for name, path in self.files:
             content = _read(path)
@@ -162,8 +161,7 @@ def build_stdlib_corpus(root: str | Path | None = None) -> Corpus:
 
     About 12 MB and 700 documents for Python 3.11. Files that are not UTF-8 are left out.
 
-    Raises:
-        DataError: the folder holds no `.py` file (some minimal Python builds ship the library as a zip file).
+    Raises DataError: the folder holds no `.py` file (some minimal Python builds ship the library as a zip file).
     """
     root = Path(root or sysconfig.get_path("stdlib"))
     corpus = Corpus(find_files(root, "*.py", _NOT_STDLIB), skip_undecodable=True)
@@ -177,8 +175,7 @@ def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
 
     Without a pattern all .txt files; where each is of a split (train.txt, test.txt), those for training.
 
-    Raises:
-        DataError: `path` does not exist, nothing matches `pattern`, or every file is empty.
+    Raises DataError: `path` does not exist, nothing matches `pattern`, or every file is empty.
     """
     root = Path(path)
     if root.is_dir():

@@ -183,8 +183,7 @@ class PackedDataset(ShuffledSequences):
     change the training data: as many as `get_num_held_out` says. The last label of the training part is the first input
     of the held-out part, which is nowhere a label there: no prediction is both trained and validated.
 
-    Raises:
-        DataError: `seq_len` is below 1, or there are fewer than two sequences (one, if none is held out).
+    Raises DataError: `seq_len` is below 1, or there are fewer than two sequences (one, if none is held out).
     """
 
     form = "text"

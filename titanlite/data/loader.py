@@ -35,9 +35,8 @@ class TrainLoader:
     (m * dp_degree + r) * local_batch_size; over all ranks and micro-batches each sample appears once.
     Ranks that differ only in context, tensor or expert parallel coordinates share a `dp_rank` and get the same batches.
 
-    Raises:
-        ConfigError: `global_batch_size` is not a positive multiple of `local_batch_size * dp_degree`, a size is below
-            1, or `dp_rank` is not in [0, dp_degree). All problems at once.
+    Raises ConfigError: `global_batch_size` is not a positive multiple of `local_batch_size * dp_degree`, a size is
+    below 1, or `dp_rank` is not in [0, dp_degree). All problems at once.
     """
 
     def __init__(
@@ -107,8 +106,7 @@ class TrainLoader:
     def samples_before(self, step: int) -> int:
         """Count the samples of the data order that the steps before `step` trained on, or left out.
 
-        Raises:
-            ValueError: the run was resumed after `step`.
+        Raises ValueError: the run was resumed after `step`.
         """
         first, samples = self._start
         if step < first:

@@ -128,9 +128,8 @@ def build_tokenizer(data: DataSection, corpus: Corpus, model_type: str = "") -> 
     at once. The result has an `eos_token_id`, and `save_pretrained(folder)` makes a folder that transformers'
     `AutoTokenizer` loads. The network is never used.
 
-    Raises:
-        DataError: the path holds no usable tokenizer, or the tokenizer has no end-of-text token;
-            `data.bpe_vocab_size` is below 257 (256 bytes and the end-of-text token).
+    Raises DataError: the path holds no usable tokenizer, or the tokenizer has no end-of-text token;
+    `data.bpe_vocab_size` is below 257 (256 bytes and the end-of-text token).
     """
     if data.tokenizer_path:
         return load_tokenizer(data.tokenizer_path)
@@ -181,8 +180,7 @@ def _wrap(tokenizer: Tokenizer) -> "PreTrainedTokenizerFast":
 def _try_out(tokenizer: Any) -> None:
     """Use what transformers stores unchecked and would fail on in the middle of the data.
 
-    Raises:
-        Exception: of any kind.
+    Raises Exception: of any kind.
     """
     if isinstance(tokenizer.model_max_length, str | list | dict):
         raise TypeError(f"model_max_length is {tokenizer.model_max_length!r}, not a number")
@@ -201,9 +199,8 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     class of the model; a warning says so. Without tokenizer_config.json, the end-of-text token is the first known name
     in the vocabulary.
 
-    Raises:
-        DataError: there is no tokenizer.json, transformers cannot load it (code in the folder is never run), or it has
-            no end-of-text token.
+    Raises DataError: there is no tokenizer.json, transformers cannot load it (code in the folder is never run), or it
+    has no end-of-text token.
     """
     path = Path(path).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -314,8 +311,7 @@ def check_vocabulary(job: JobConfig, vocab_size: int, num_ids: int, model_config
 
     Ids of the tokenizer, below `num_ids`, without one are a warning; so are many more rows.
 
-    Raises:
-        DataError: the data has more tokens than the model. The same on all ranks.
+    Raises DataError: the data has more tokens than the model. The same on all ranks.
     """
     rows = model_config.vocab_size
     if max(vocab_size, num_ids) > rows:

@@ -78,8 +78,7 @@ def build_tokens(data: DataSection, corpus: Corpus, tokenizer: "PreTrainedTokeni
     the cache is the digest of the corpus, of tokenizer.json, of the end-of-text id and of this code; a damaged file is
     rebuilt.
 
-    Raises:
-        DataError: a document cannot be read, or the cache folder cannot be written.
+    Raises DataError: a document cannot be read, or the cache folder cannot be written.
     """
     serialized = serialize(tokenizer)
     eos_token_id = cast(int, tokenizer.eos_token_id)

@@ -31,35 +31,24 @@ _LOOK_EVERY_S = 0.5
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a start of the ranks ended.
-
-    Attributes:
-        text: what happened, for the user, with rank and exit code or signal.
-        code: exit code of the launcher, should it not start the ranks again.
-        said: True if `text` was printed already.
-    """
+    """Why a start of the ranks ended."""
 
     text: str
-    code: int
-    said: bool = False
+    code: int  # of the launcher, should it not start the ranks again
+    said: bool = False  # `text` was printed already
 
 
 class Guard:
-    """Watches the local ranks of one launcher. One object lives through all restarts.
-
-    Attributes:
-        failure: why the latest start ended, or None while it runs and after it ended well.
-    """
+    """Watches the local ranks of one launcher. One object lives through all restarts."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self.failure: Failure | None = None
+        self.failure: Failure | None = None  # of the latest start
         self._looked = 0.0
         self._stop_seen: float | None = None
         self._stopped_since: dict[int, float] = {}
 
     def began(self) -> None:
-        """Forget the last failure: new ranks start."""
         self.failure, self._looked = None, time.monotonic()
 
     def watch(self, pids: Mapping[int, int]) -> None:
@@ -92,10 +81,6 @@ class Guard:
         """After a failure: True if new ranks may do better. Says why they start, and tells it to them.
 
         Not after an error that a new start would find again, nor once the user asked the run to stop.
-
-        Args:
-            restarts: how many there were before.
-            most: how many there may be.
         """
         failure = self.failure
         if failure is None or restarts >= most or failure.code in NEVER_RESTARTED or stop.asked(self._folder):

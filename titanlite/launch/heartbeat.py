@@ -65,7 +65,7 @@ _heart = _Heart()
 
 
 def beat_path(folder: str | Path, rank: int) -> Path:
-    """File with the latest `Beat` of a rank."""
+    """Return the file with the latest `Beat` of a rank."""
     return Path(folder, f"beat-{rank}")
 
 
@@ -88,13 +88,7 @@ def start() -> None:
 
 
 def configure(timeout_s: float, grace_s: float, dump_folder: str | Path) -> None:
-    """Tell the launcher what the configuration says.
-
-    Args:
-        timeout_s: seconds after which a rank that trains and does not move hangs, or one that is stopped by a signal.
-        grace_s: seconds from SIGTERM to the end of the run, 0 for no limit.
-        dump_folder: where stacks are kept.
-    """
+    """Tell the launcher what the configuration says of the fields of a `Beat`."""
     folder = str(Path(dump_folder).absolute())
     _heart.beat = replace(_heart.beat, stopped_limit_s=timeout_s, grace_s=grace_s, dump_folder=folder)
     beat(_heart.beat.phase)

@@ -30,8 +30,7 @@ _PREPARING = timedelta(days=1)
 def check_same_settings(job: JobConfig) -> None:
     """All ranks must run with the same settings: those that do not would wait in different collectives.
 
-    Raises:
-        ConfigError: on all ranks; names the settings and the ranks. Collective: every rank must call.
+    Raises ConfigError: on all ranks; names the settings and the ranks. Collective: every rank must call.
     """
     keys = [setting.key for settings in get_sections_of(job).values() for setting in settings]
     mine = {key: get_value(job, key) for key in keys if not _may_differ(key)}
@@ -57,8 +56,7 @@ def check_shared_folder(folder: Path) -> None:
 
     Rank 0 puts a file there for a moment. On one machine there is nothing to check.
 
-    Raises:
-        ConfigError: on all ranks; names the ranks that do not. Collective: every rank must call.
+    Raises ConfigError: on all ranks; names the ranks that do not. Collective: every rank must call.
     """
     if not _are_several():
         return
@@ -96,8 +94,7 @@ def waiting_for_machines() -> Iterator[None]:
     One may have the data in its cache where another, that took the place of a lost one, has hours of work to do. With
     the limit of other collectives the run would end, start again, and end again.
 
-    Raises:
-        TitanliteError: on all ranks; that of the first rank that raises one inside.
+    Raises TitanliteError: on all ranks; that of the first rank that raises one inside.
 
     Collectives: one gather at the end, with several machines over a group made for it; every rank must call, and the
     body must have none.

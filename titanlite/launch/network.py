@@ -32,8 +32,7 @@ def find_local_address(host: str) -> str:
     If `host` is this machine under a name, it is the address of the default route, or else of the first interface that
     has one; if it is a loopback address, all ranks are on this machine, and it is the result.
 
-    Raises:
-        ConfigError: `host` cannot be resolved.
+    Raises ConfigError: `host` cannot be resolved.
     """
     source = ""
     for address in resolve(host):
@@ -52,8 +51,7 @@ def find_local_address(host: str) -> str:
 def find_interface(host: str) -> str:
     """Return the name of the network interface with the address of `find_local_address`, for example `eth0`.
 
-    Raises:
-        ConfigError: `host` cannot be resolved, or no interface has that address.
+    Raises ConfigError: `host` cannot be resolved, or no interface has that address.
     """
     wanted = find_local_address(host)
     for name, address in _addresses():
@@ -101,11 +99,7 @@ def _ports_to_listen_on() -> range:
 
 
 def is_this_machine(host: str) -> bool:
-    """Return True if an address of `host` belongs to this machine.
-
-    Raises:
-        ConfigError: `host` cannot be resolved.
-    """
+    """Return True if an address of `host` belongs to this machine. Raises ConfigError: `host` cannot be resolved."""
     for address in resolve(host):
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             try:
@@ -117,11 +111,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the addresses of `host`, IPv4 and IPv6, in the order of the resolver.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Return the addresses of `host`, IPv4 and IPv6, in the order of the resolver. Raises ConfigError: it has none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

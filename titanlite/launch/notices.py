@@ -29,13 +29,7 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 @dataclass(frozen=True)
 class Restart:
-    """Why the ranks start again.
-
-    Attributes:
-        why: what ended them, in words.
-        count: restarts so far, this one included.
-        most: restarts allowed.
-    """
+    """Why the ranks start again: what ended them, in words, restarts with this one, and how many are allowed."""
 
     why: str
     count: int

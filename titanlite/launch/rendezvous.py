@@ -48,9 +48,6 @@ class LocalRendezvous(RendezvousHandler):
 
     torchrun's own opens a port on all interfaces, and unpickles what anybody who reaches it has put there; so do the
     ranks. Each start of the ranks has a new file: in the old one are addresses of ranks that are gone.
-
-    Args:
-        parameters: of torchrun.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -87,8 +84,7 @@ def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
 
     On one machine nothing listens. Signals are obeyed while this waits.
 
-    Raises:
-        ConfigError: the host of the rendezvous cannot be resolved, or is not reached within the join timeout.
+    Raises ConfigError: the host of the rendezvous cannot be resolved, or is not reached within the join timeout.
     """
     if options.standalone or options.nnodes in ("1", "1:1"):  # no ranks of other machines belong to the run, or may
         rendezvous_handler_registry.register(_LOCAL, LocalRendezvous)

@@ -52,13 +52,7 @@ def save_stacks(folder: str | Path, beats: Mapping[int, Beat]) -> Path | None:
 
 
 def describe(folder: str | Path, beats: Mapping[int, Beat], silent: Iterable[int]) -> str:
-    """Who does not move, and who waits for it in which collective; one line per kind of rank.
-
-    Args:
-        folder: where the stacks are.
-        beats: of the ranks that run.
-        silent: ranks that run, too, but have not begun to write beats.
-    """
+    """Describe who does not move, and who waits for it in which collective; `silent` ranks have not begun to beat."""
     now = time.monotonic()
     stuck: list[str] = []
     waiting: defaultdict[str, list[int]] = defaultdict(list)

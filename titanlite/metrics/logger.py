@@ -91,9 +91,8 @@ class MetricsLogger:
         measure: gives more values of a point, called on rank 0.
         steps_per_epoch: for the progress bar; 0 where that is not known.
 
-    Raises:
-        TitanliteError: when a metrics file cannot be written and `checkpoint.on_save_error` is "stop", here and in
-            every other method.
+    Raises TitanliteError: when a metrics file cannot be written and `checkpoint.on_save_error` is "stop", here and in
+    every other method.
     """
 
     def __init__(

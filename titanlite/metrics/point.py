@@ -24,8 +24,7 @@ class Largest(NamedTuple):
 def find_largest(values: Sequence[float], last_step: int) -> Largest:
     """Return the largest of the `values` of the steps up to `last_step`; the first that is not finite, if any is not.
 
-    Raises:
-        ValueError: there are no values.
+    Raises ValueError: there are no values.
     """
     place = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
     if place is None:
@@ -75,8 +74,7 @@ class StepPoint:
     Attributes:
         step: optimizer steps done.
         loss: mean loss per token over all ranks and the steps since the previous point.
-        grad_norm: total 2-norm of the gradients of this step before clipping.
-        lr: learning rate of this step.
+        grad_norm, lr: total 2-norm of the gradients of this step before clipping, and its learning rate.
         tokens: tokens in the rows of all ranks together since the previous point, padding included: what is computed.
         seconds: wall time since the previous point, without validations and saves.
         num_padding: how many of `tokens` are padding.

@@ -80,13 +80,9 @@ def find_slowest(busy: Sequence[float], data: Sequence[float], stage_size: int |
 def describe_ranks(
     ranks: Mapping[str, Sequence[float]], steps: int, tokens_per_rank: float, stage_size: int | None = None
 ) -> tuple[dict[str, float], dict[str, object]]:
-    """Metrics of all ranks together, and lists by rank for `metrics.jsonl`.
+    """Return metrics of all ranks together, and lists by rank for `metrics.jsonl`, of an interval of `steps` steps.
 
-    Args:
-        ranks: from `gather_ranks`: `busy_s`, `data_s` of the whole interval, and values of memory.
-        steps: optimizer steps in the interval.
-        tokens_per_rank: tokens in the interval, padding left out, by number of ranks.
-        stage_size: as in `find_slowest`.
+    `ranks` has, from `gather_ranks`, `busy_s` and `data_s` of the whole interval, and values of memory.
     """
     busy = [value / steps for value in ranks["busy_s"]]
     data = [value / steps for value in ranks["data_s"]]

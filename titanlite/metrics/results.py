@@ -21,19 +21,11 @@ class Example:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What one evaluation found, the same on all ranks.
+    """What one evaluation found, the same on all ranks."""
 
-    Attributes:
-        name: of the score: that of the scorer.
-        score: mean over the prompts.
-        ended: share of the texts that the model ended by itself.
-        num_prompts, seconds: how many, and how long it took.
-        examples: the first few.
-    """
-
-    name: str
-    score: float
-    ended: float
+    name: str  # of the scorer
+    score: float  # mean over the prompts
+    ended: float  # share of the texts that the model ended by itself
     num_prompts: int
     seconds: float
     examples: list[Example]

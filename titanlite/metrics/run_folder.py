@@ -44,9 +44,8 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
 
     The same for the checkpoints, should they be elsewhere. On file systems without locks it is only a warning.
 
-    Raises:
-        ConfigError: on all ranks; another run holds it, and which, or rank 0 cannot write there. Collective: every rank
-            must call.
+    Raises ConfigError: on all ranks; another run holds it, and which, or rank 0 cannot write there. Collective: every
+    rank must call.
     """
     locks: list[FolderLock | None] = []
     wait_s = min(LOCK_WAIT_S, job.comm.timeout_seconds / 2)  # the other ranks wait in a collective
@@ -90,9 +89,8 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
     the run that is there. Returns the settings that are others than those of that run (`find_changes`); on other ranks
     none.
 
-    Raises:
-        ConfigError: on all ranks, if rank 0 cannot write there; a full disk is only a warning if
-            `checkpoint.on_save_error` is "continue". Collective: every rank must call.
+    Raises ConfigError: on all ranks, if rank 0 cannot write there; a full disk is only a warning if
+    `checkpoint.on_save_error` is "continue". Collective: every rank must call.
     """
     changes: dict[str, tuple[Any, Any]] = {}
 
@@ -130,17 +128,11 @@ def check_same_run(
 ) -> None:
     """Check that a run resumes its own checkpoint: one of another base model, data or objective is refused.
 
-    A file or folder that was moved and kept its name is the same; of a mixture the sources may change.
+    A file or folder that was moved and kept its name is the same; of a mixture the sources may change. `before` is the
+    identity that the checkpoint of `step` has; empty in older ones, where `changes` of the run, on rank 0, count.
 
-    Args:
-        job: what is asked for.
-        changes: settings that the run in the folder had otherwise, on rank 0.
-        step: of its checkpoint.
-        before: identity that the checkpoint has; empty in older ones, where `changes` counts.
-
-    Raises:
-        ConfigError: on all ranks; what differs, or there are fewer steps than were trained. Collective: every rank
-            must call.
+    Raises ConfigError: on all ranks; what differs, or there are fewer steps than were trained. Collective: every rank
+    must call.
     """
     folder, asked = job.job.dump_folder, job.training.steps
 
@@ -213,9 +205,7 @@ def record_event(kind: str, text: str, step: int) -> None:
 
     A line is `{"time": Unix seconds, "step": step, "kind": kind, "text": text}`. A file that cannot be written is a
     warning, for an event often goes before a worse error, which must not be replaced; the next event brings it along.
-
-    `kind` is a word for events alike ("start", "save", "skip", "error", ...), `text` a sentence for people, and `step`
-    the optimizer steps done at that time.
+    `kind` is a word for events alike ("start", "save", "skip", "error", ...), `text` a sentence for people.
     """
     file = _state.get("file")
     if get_rank() or file is None:

@@ -67,9 +67,8 @@ def resolve_model_config(section: ModelSection, where: str = "model.hf_assets_pa
     With `model.implementation` = "auto" it is the native decoder where that can express the model, else transformers'
     class.
 
-    Raises:
-        ConfigError: unknown family or flavor, unreadable config.json, an architecture that neither implements, or sizes
-            that contradict one another.
+    Raises ConfigError: unknown family or flavor, unreadable config.json, an architecture that neither implements, or
+    sizes that contradict one another.
     """
     use_family(section.name)
     overrides = _given_overrides(section)
@@ -176,8 +175,7 @@ def _given_overrides(section: ModelSection) -> dict[str, Any]:
 def _override_rope_scaling(config: ModelConfig, given: Mapping[str, Any]) -> RopeScaling:
     """Return the scaling of `config` with the values `given`, or a new one if they name another type.
 
-    Raises:
-        ConfigError: values that are missing, or that the type does not have.
+    Raises ConfigError: values that are missing, or that the type does not have.
     """
     now = config.rope_scaling
     rope_type = given.get("rope_type", None if now is None else now.rope_type)
@@ -231,8 +229,7 @@ def model_config_from_hf(folder: Path, where: str = "model.hf_assets_path") -> M
 def any_model_config_from_hf(folder: Path, where: str) -> AnyModelConfig:
     """Read the native decoder's configuration from `folder`/config.json or, if that cannot express it, transformers'.
 
-    Raises:
-        ConfigError: as `resolve_model_config`.
+    Raises ConfigError: as `resolve_model_config`.
     """
     try:
         return model_config_from_hf(folder, where)

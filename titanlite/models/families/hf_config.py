@@ -22,9 +22,8 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk
 def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> TransformersConfig:
     """Build the configuration of the model that `hf` describes; `where` names it in errors, `why` goes to the log.
 
-    Raises:
-        ConfigError: no class of transformers generates text from it, its weights are in a format that cannot be read,
-            or transformers refuses the configuration.
+    Raises ConfigError: no class of transformers generates text from it, its weights are in a format that cannot be
+    read, or transformers refuses the configuration.
     """
     if problem := describe_unreadable(find_quantization(hf)):
         raise ConfigError(f"{where}: {problem}")
@@ -97,8 +96,7 @@ def _get_attention_width(text: Any, heads: int, share: int) -> int:
 def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]:
     """Return transformers' configuration and the class that config.json names, or else that of auto classes for text.
 
-    Raises:
-        ConfigError: there is none, or transformers refuses the configuration.
+    Raises ConfigError: there is none, or transformers refuses the configuration.
     """
     import transformers
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText

@@ -24,19 +24,12 @@ class NotNativeError(ConfigError):
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embeddings as transformers 5 understands a config.json.
+    """Rotary embeddings as transformers 5 understands a config.json."""
 
-    Attributes:
-        theta: base of the frequencies.
-        scaling: scaling of the frequencies, if any.
-        partial: part of each head that is rotated.
-        without_effect: sentences about the entries of the table that transformers passes over.
-    """
-
-    theta: float = 10000.0  # transformers' default
+    theta: float = 10000.0  # base of the frequencies; transformers' default
     scaling: RopeScaling | None = None
-    partial: float = 1.0
-    without_effect: tuple[str, ...] = ()
+    partial: float = 1.0  # of each head
+    without_effect: tuple[str, ...] = ()  # sentences about entries of the table that transformers passes over
 
 
 def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -50,14 +43,10 @@ def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_rope(hf: Mapping[str, Any], partial: Key, *, is_latent: bool) -> Rope:
     """Return the rotary embeddings of `hf`, whichever form it has.
 
-    Args:
-        hf: a configuration.
-        partial: what the family says of `partial_rotary_factor`; only one with another default than 1 supports it.
-        is_latent: the family has latent attention, whose softmax scale YaRN changes.
+    `partial` is what the family says of `partial_rotary_factor`: only one with another default than 1 supports it. If
+    it `is_latent`, YaRN changes the softmax scale.
 
-    Raises:
-        NotNativeError: something the decoder lacks.
-        ConfigError: a value of a wrong kind, or two forms that contradict each other.
+    Raises NotNativeError, for what the decoder lacks, or ConfigError: a value of a wrong kind, or a contradiction.
     """
     table = rope_table(hf)
     rope = _read_table(hf, table, partial, is_latent)
