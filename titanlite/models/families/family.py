@@ -121,11 +121,8 @@ class Family:
     def from_hf(self, hf: Mapping[str, Any], where: str) -> ModelConfig:
         """Sizes from a Hugging Face configuration; `where` names it in errors.
 
-        Warns of entries of the rotary table that have no effect, and of a balance loss that transformers would add.
-
-        Raises:
-            NotNativeError: it asks for something that the decoder cannot express.
-            ConfigError: a key is missing, of a wrong kind, or contradicts another one.
+        Raises NotNativeError, for what the decoder cannot express, or ConfigError: a key is missing, wrong, or
+        contradicts another one.
         """
         problems = self._find_wrong_kinds(hf)
         lacking = self._find_lacking(hf)
@@ -152,7 +149,7 @@ class Family:
         if config.head_dim % 2 == 0 and config.rotary_dim % 2:
             raise NotNativeError(f"{where}: {PARTIAL} rotates {config.rotary_dim} of {config.head_dim}, an odd number.")
         raise_problems(ConfigError, where, self.check(config))
-        for text in [*rope.without_effect, *find_other_loss(hf)]:
+        for text in find_other_loss(hf):
             warn_once(f"{where}: {text}")
         return config
 

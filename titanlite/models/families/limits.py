@@ -65,34 +65,17 @@ def check_model_config(config: ModelConfig) -> list[str]:
 
 
 def _find_too_large(config: ModelConfig) -> list[str]:
-    """Tensors and totals whose sizes are each possible, but not their product; one message each."""
-    heads = ("num_heads", "num_kv_heads") if not config.kv_lora_rank else ("num_heads",)
-    width = config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim
-    tensors: list[tuple[str, ...]] = [("vocab_size", "hidden_size"), ("intermediate_size", "hidden_size")]
-    if config.num_experts:
-        tensors.append(("num_experts", "moe_intermediate_size", "hidden_size"))
-        tensors.append(("num_shared_experts", "moe_intermediate_size", "hidden_size"))
-    counts = {" * ".join(names): math.prod(getattr(config, name) for name in names) for names in tensors}
-    counts |= {
-        f"{name} * the width of a head * hidden_size": getattr(config, name) * width * config.hidden_size
-        for name in heads
-    }
-    found = [
-        f"{text} = {count:.3g}: no tensor may have more than {MOST_ELEMENTS:.3g} elements."
-        for text, count in counts.items()
-        if count > MOST_ELEMENTS
-    ]
-    total = config.num_layers * sum(counts.values())
-    if not found and total > MOST_PARAMETERS:
-        found.append(
-            f"num_layers = {config.num_layers} layers of these sizes have about {total:.3g} parameters, more than "
-            f"{MOST_PARAMETERS:.3g}."
-        )
-    return found
+    """Return a problem if sizes are each possible, but not their product."""
+    heads = config.num_heads * (config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim)
+    experts = (config.num_experts + config.num_shared_experts) * config.moe_intermediate_size
+    total = config.hidden_size * (config.vocab_size + config.num_layers * (heads + config.intermediate_size + experts))
+    if total <= MOST_PARAMETERS:
+        return []
+    return [f"the model would have {total:.3g} parameters or more, and {MOST_PARAMETERS:.3g} are the most."]
 
 
 # A hundred times what the largest models have; beyond, sizes overflow, and layers take minutes to be described.
-MOST_ELEMENTS, MOST_PARAMETERS = 2**40, 2**50
+MOST_PARAMETERS = 2**50
 _MOST: Mapping[str, float] = {
     **dict.fromkeys(("vocab_size", "intermediate_size", "moe_intermediate_size"), 2**24),
     **dict.fromkeys(("hidden_size", "kv_lora_rank", "q_lora_rank"), 2**20),

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.base.command_line import find_near
 from titanlite.base.errors import ConfigError
 from titanlite.config.model import ROPE_FIELDS, RopeScaling
 from titanlite.models.families.keys import MISSING, Key, show
@@ -29,7 +28,6 @@ class Rope:
     theta: float = 10000.0  # base of the frequencies; transformers' default
     scaling: RopeScaling | None = None
     partial: float = 1.0  # of each head
-    without_effect: tuple[str, ...] = ()  # sentences about entries of the table that transformers passes over
 
 
 def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -87,7 +85,7 @@ def _read_table(hf: Mapping[str, Any], table: Mapping[str, Any], partial: Key, i
         rotated = partial.read(PARTIAL, hf)
     if rotated != 1.0 and partial.default == 1.0:
         raise NotNativeError(f"{PARTIAL} = {rotated} is not supported by the native decoder, only 1.0 is.")
-    return Rope(float(theta), scaling, float(rotated), tuple(_find_without_effect(table, name, rope_type)))
+    return Rope(float(theta), scaling, float(rotated))
 
 
 def _get_number(hf: Mapping[str, Any], table: Mapping[str, Any], name: str, key: str, default: Any) -> Any:
@@ -133,24 +131,6 @@ def _get_length_ratio(hf: Mapping[str, Any], original: Any) -> Any:
     longest = hf.get("max_position_embeddings")
     lengths = [length for length in (longest, original) if type(length) is int and length > 0]
     return lengths[0] / lengths[1] if len(lengths) == 2 else None
-
-
-def _find_without_effect(table: Mapping[str, Any], name: str, rope_type: str) -> list[str]:
-    """Sentences about the entries that transformers passes over: of another type, or of none."""
-    needed, optional = ROPE_FIELDS.get(rope_type, ((), ()))
-    known = {_TYPE, _OLD_TYPE, "rope_theta", PARTIAL, *needed, *optional}
-    found, extra = [], []
-    if table.get(_OLD_TYPE, rope_type) != rope_type:
-        found.append(f"{name}: type = {show(table[_OLD_TYPE])} has no effect next to rope_type = '{rope_type}'.")
-    for key in sorted(table.keys() - known):
-        types = [kind for kind, fields in ROPE_FIELDS.items() if key in fields[0] + fields[1]]
-        near = find_near(key, known)
-        hint = f" (only for {', '.join(types)})" if types else f" (did you mean '{near}'?)" if near else ""
-        extra.append(f"{show(key)}{hint}")
-    if extra:
-        why = "" if _TYPE in table or _OLD_TYPE in table else ": there is no rope_type, so nothing is scaled"
-        found.append(f"{name}: {', '.join(extra)} has no effect for rope_type '{rope_type}'{why}.")
-    return found
 
 
 def rope_to_hf(scaling: RopeScaling | None, original: Mapping[str, Any]) -> dict[str, Any]:
