@@ -9,7 +9,7 @@ the compute stream had to wait for is not (only a profiler trace shows that), so
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -143,11 +143,6 @@ def get_active() -> StepTimer | None:
     return _active[0] if _active else None
 
 
-@contextmanager
-def collective(*, on_own_stream: bool = False) -> Iterator[None]:
+def collective(*, on_own_stream: bool = False) -> AbstractContextManager[None]:
     """Count what is inside as communication of the active timer, if there is one."""
-    if not _active:
-        yield
-        return
-    with _active[0].collective(on_own_stream=on_own_stream):
-        yield
+    return _active[0].collective(on_own_stream=on_own_stream) if _active else nullcontext()

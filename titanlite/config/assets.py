@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -186,35 +187,23 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
         )
 
     try:
-        try:
+        with suppress(LocalEntryNotFoundError):
             # All ranks come here. What the check before the launch has downloaded needs no request from each of them.
             folder = fetch(local_files_only=True)
             if not weights or any(Path(folder).glob("*.safetensors")):
                 return folder
-        except LocalEntryNotFoundError:
-            pass
         return fetch(local_files_only=False)
-    except Exception as error:  # narrowed below
-        if not isinstance(error, expected):
-            raise
+    except expected as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        log_in = "accept its license on the hub and log in with `hf auth login`, or set HF_TOKEN."
+        log_in = f"Correct the name; if the model is gated or private, {log_in}"
+        not_reached = "Correct the name, give a local folder, or set HF_HOME to a cache that has it."
+        remedies = {401: log_in, 403: log_in, None: not_reached}
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"{key}: '{name}' is no folder here, not in the cache of the Hugging Face hub, and cannot be downloaded: "
-            f"{reason.rstrip('.')}. {_get_remedy(error)}"
+            f"{reason.rstrip('.')}. {remedies.get(status, 'Correct the name, or give a local folder.')}"
         ) from None
-
-
-def _get_remedy(error: Exception) -> str:
-    """Return the remedy for an error of the hub."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status in (401, 403):
-        return (
-            "Correct the name; if the model is gated or private, accept its license on the hub and log in with "
-            "`hf auth login`, or set HF_TOKEN."
-        )
-    if status is None:  # the hub was not reached, or not asked
-        return "Correct the name, give a local folder, or set HF_HOME to a cache that has it."
-    return "Correct the name, or give a local folder."
 
 
 def public_name(text: str) -> str:

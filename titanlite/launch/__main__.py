@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ[NOTICE_FOLDER] = folder
             options.log_dir = options.log_dir or str(Path(folder, TORCH_LOGS))  # else a new one in /tmp at each start
             # A store for the ranks of each start. torch 2.13 would give the keys of the last start, with addresses of
-            # ranks that are gone, to the next one.
+            # ranks that are gone, to the next one; and ranks of one that was rank 0 an older store.
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
             # torch would take a port that any connection may get before rank 0 opens it, seconds later.
             rendezvous_api.get_free_port = find_free_port  # type: ignore[attr-defined]

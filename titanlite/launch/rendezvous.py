@@ -95,9 +95,6 @@ def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
     elastic = options.rdzv_backend == "c10d"
     here = options.node_rank == 0 if not elastic else is_this_machine(host)
     if elastic:
-        # Up to torch 2.13 a machine that was rank 0 in an earlier round and is not any more keeps telling its ranks the
-        # store of that round, where nobody waits. Without sharing, each round has a store of its own.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         # Otherwise machines would be known by names that the others may not resolve.
         options.local_addr = options.local_addr or find_local_address(host)
         # torchrun finds out by comparing names, but machines may share theirs, and have addresses beside that of it.
