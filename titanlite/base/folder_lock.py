@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from titanlite.base.errors import ConfigError
+
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _LOCK_FILE = ".run.lock"
 LOCK_WAIT_S = 10.0  # a process that dies takes a moment to let go
@@ -20,31 +22,12 @@ _PAUSE_S = 0.1
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that writes into a run's folder.
-
-    Attributes:
-        pid, host: of the process.
-        since: local time at which it began.
-        rendezvous: endpoint and id where the machines of its run meet; empty on one machine.
-    """
+    """The process that writes into a run's folder; `rendezvous` is where the machines of its run meet, if several."""
 
     pid: int = 0
     host: str = "a machine that did not leave its name"
     since: str = "an unknown time"
     rendezvous: str = ""
-
-
-class FolderHeldError(Exception):
-    """Another process holds the folder.
-
-    Attributes:
-        holder: that process, as far as it is known.
-        path: of the file that it has locked.
-    """
-
-    def __init__(self, holder: Holder, path: Path) -> None:
-        super().__init__(holder, path)
-        self.holder, self.path = holder, path
 
 
 class FolderLock:
@@ -66,7 +49,7 @@ class FolderLock:
         the file server does not know: its launcher would have ended it before the machines met again.
 
         Raises:
-            FolderHeldError: another process holds it, also after `wait_s` seconds.
+            ConfigError: another process holds it, also after `wait_s` seconds.
             OSError: the file cannot be made there.
         """
         path = folder.resolve() / _LOCK_FILE
@@ -84,7 +67,11 @@ class FolderLock:
                     if time.monotonic() > end:
                         holder = _read_holder(descriptor)
                         if not rendezvous or holder.rendezvous != rendezvous or holder.host == me.host:
-                            raise FolderHeldError(holder, path) from None
+                            raise ConfigError(
+                                f"job.dump_folder: another run writes into {folder}: process {holder.pid} on "
+                                f"{holder.host}, since {holder.since}. Wait for its end, or end it, or set another "
+                                f"job.dump_folder. Remove {path} if that machine is gone."
+                            ) from None
                         if _is_at(descriptor, path):
                             path.unlink()
                 except OSError as error:

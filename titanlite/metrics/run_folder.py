@@ -12,7 +12,7 @@ import torch.distributed as dist
 from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.errors import RENDEZVOUS, ConfigError
 from titanlite.base.files import AppendedFile, check_regular, is_full
-from titanlite.base.folder_lock import LOCK_WAIT_S, FolderHeldError, FolderLock
+from titanlite.base.folder_lock import LOCK_WAIT_S, FolderLock
 from titanlite.base.log import log_to_folder, logger
 from titanlite.base.tables import format_count
 from titanlite.config import JobConfig, find_changes, format_changes, save_resolved
@@ -57,13 +57,6 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
             try:
                 each.mkdir(parents=True, exist_ok=True)
                 locks.append(FolderLock.take(each, os.environ.get(RENDEZVOUS, ""), wait_s))
-            except FolderHeldError as error:
-                holder = error.holder
-                raise ConfigError(
-                    f"job.dump_folder: another run writes into {each}: process {holder.pid} on {holder.host}, since "
-                    f"{holder.since}. Wait for its end, or end it, or set another job.dump_folder. Remove {error.path} "
-                    "if that machine is gone."
-                ) from None
             except OSError as error:
                 if not is_full(error):
                     raise ConfigError(
