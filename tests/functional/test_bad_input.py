@@ -83,7 +83,7 @@ WRONG = {
         ["pipeline_parallel_degree is 2, but Qwen3MoeForCausalLM is transformers' implementation", "Set it to 1"],
     ),
     "batch size": (["--training.global_batch_size=6"], ["global_batch_size (6) is not a multiple", "(4) = 4"]),
-    "unknown family": (["--model.name=qwen3_mo"], ["unknown family 'qwen3_mo'; did you mean 'qwen3_moe'?"]),
+    "unknown family": (["--model.name=qwen3_mo"], ["unknown family 'qwen3_mo'. Did you mean 'qwen3_moe'?"]),
     "unknown flavor": (["--model.flavor=31B"], ["family 'qwen3_moe' has no flavor '31B'"]),
     "no config.json": (
         ["--model.flavor=", "--model.hf_assets_path=/nowhere"],

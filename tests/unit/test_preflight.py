@@ -43,7 +43,7 @@ def test_everything_that_is_wrong_is_said_at_once(path):
         run_check(path, "--model.flavor=debu", "--parallelism.tensor_parallel_degree=3")
     text = str(error.value)
     assert text.startswith("configuration: 2 problems:")
-    assert "did you mean 'debug'?" in text
+    assert "Did you mean 'debug'?" in text
     assert "tp (3) = 3 does not divide the world size (4)" in text
 
 

@@ -11,8 +11,9 @@ from titanlite.base.errors import ConfigError, TitanliteError
 
 
 def find_near(word: str, words: Iterable[str]) -> str:
-    """Return the nearest of `words`; "" if none is near."""
-    return next(iter(get_close_matches(word, list(words), 1)), "")
+    """Return the nearest of `words`, in small or large letters; "" if none is near."""
+    lowered = {each.lower(): each for each in words}
+    return next((lowered[near] for near in get_close_matches(word.lower(), lowered, 1)), "")
 
 
 def suggest(word: str, words: Iterable[str]) -> str:

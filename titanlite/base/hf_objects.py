@@ -30,7 +30,9 @@ def load_from_folder(name: str, folder: str | Path) -> Any:
     """
     import transformers
 
-    _check_files(Path(folder))
+    for path in (*Path(folder).glob("*"), *Path(folder).glob("*/*")):  # of some models the parts have folders
+        if path.suffix in _TEXT_FILES and not path.is_dir():
+            _check_file(path)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     if name.startswith("AutoModel"):
         options["use_safetensors"] = True
@@ -80,12 +82,6 @@ def _without_kernels(value: Any) -> Any:
             if key not in _IMPLEMENTATIONS or item in _OWN_IMPLEMENTATIONS
         }
     return [_without_kernels(item) for item in value] if isinstance(value, list) else value
-
-
-def _check_files(folder: Path) -> None:
-    for path in (*folder.glob("*"), *folder.glob("*/*")):  # of some models the parts have folders of their own
-        if path.suffix in _TEXT_FILES and not path.is_dir():
-            _check_file(path)
 
 
 def _check_file(path: Path) -> None:

@@ -381,8 +381,8 @@ def test_all_problems_come_in_one_error() -> None:
         '  x.toml: training.seq_len = "long" is not an int. Write a whole number.',
         "  override '--compile.enable=on': compile.enable = on is not a bool. Write true.",
         # training.steps = -1 is not reported: its key may be what training.step was meant for.
-        "  x.toml: optimizer.eps = 0.0 is out of range. Set it to more than 0.",
         "  override '--optimizer.lr=-1': optimizer.lr = -1.0 is out of range. Set it to more than 0 and at most 1.",
+        "  x.toml: optimizer.eps = 0.0 is out of range. Set it to more than 0.",
     ]
 
 

@@ -82,7 +82,7 @@ def test_the_resolved_file_gives_the_same_job(load: Load, tmp_path: Path) -> Non
         ("weight = 3|weight = 'a'", 'data.sources.math.weight = "a" is not a float. Write a number, or leave it out.'),
         (
             "weight = 3|weight = 0",
-            "data.sources.math.weight = 0.0 is out of range. Set it to more than 0, or remove it.",
+            "data.sources.math.weight = 0.0 is out of range. Set it to more than 0.",
         ),
         (
             "weight = 3|",

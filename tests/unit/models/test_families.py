@@ -549,9 +549,9 @@ def test_overrides_apply_to_a_config_json(tmp_path):
     [
         (
             {"name": "qwen3moe"},
-            "unknown family 'qwen3moe'; did you mean 'qwen3_moe'? There are: deepseek_v3, dots1, glm4_moe, llama,",
+            "unknown family 'qwen3moe'. Did you mean 'qwen3_moe'? There are: deepseek_v3, dots1, glm4_moe, llama,",
         ),
-        ({"flavor": "30B-A3"}, "family 'qwen3_moe' has no flavor '30B-A3'; did you mean '30B-A3B'? There are: "),
+        ({"flavor": "30B-A3"}, "family 'qwen3_moe' has no flavor '30B-A3'. Did you mean '30B-A3B'? There are: "),
         ({"num_layers": 0}, "num_layers = 0 is not positive."),
         ({"num_kv_heads": 3}, "num_heads (4) is not a multiple of num_kv_heads (3)."),
         ({"head_dim": 7}, "head_dim (7) is odd"),

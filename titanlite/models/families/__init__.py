@@ -79,20 +79,20 @@ def resolve_model_config(section: ModelSection, where: str = "model.hf_assets_pa
         hf = {**family_of(config).to_hf(config), "model_type": config.family}
         return transformers_config(hf, f"model.flavor {section.flavor}", "model.implementation asks for it")
     folder, where = Path(section.hf_assets_path), "model.path" if section.path else where
-    why = "model.implementation asks for it"
-    if section.implementation != "transformers":
-        try:
-            return _apply_overrides(model_config_from_hf(folder, where), overrides)
-        except NotNativeError as error:
-            if section.implementation == "native":
-                raise
-            why = str(error)
+    if section.implementation == "transformers":
+        why = "model.implementation asks for it"
+        found: AnyModelConfig = transformers_config(_read_config(folder, where), str(_config_file(folder)), why)
+    else:
+        read = model_config_from_hf if section.implementation == "native" else any_model_config_from_hf
+        found = read(folder, where)
+    if isinstance(found, ModelConfig):
+        return _apply_overrides(found, overrides)
     if overrides:
         raise ConfigError(
             f"model.overrides: {', '.join(overrides)} cannot be changed here, since the model is transformers' class "
-            f"({why}). Change its config.json."
+            f"({found.why}). Change its config.json."
         )
-    return transformers_config(_read_config(folder, where), str(_config_file(folder)), why)
+    return found
 
 
 def get_model_type(section: ModelSection) -> str:

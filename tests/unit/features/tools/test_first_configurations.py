@@ -177,7 +177,7 @@ TRAINED = {
         ["of them trained"],
     ),
     "rows for nobody": (data("chats.jsonl", "validation_share = 0.2"), ["form messages", "nothing looks at them"]),
-    "one of each": (data("splits"), ["OK on 1 rank:", "first 1 row have", "about 1 sequence of 64"]),
+    "one of each": (data("splits"), ["OK on 1 rank:", "first row has", "about 1 sequence of 64"]),
     "a folder of home": (data("chats.jsonl") + '[job]\ndump_folder = "~/run"\n', [f"folder     {Path.home()}/run"]),
     "asked for": (data("chats.jsonl").replace('"model"\n', '"model"\ninit = "random"\n', 1), ["random weights"]),
     "a long warm-up": (data("chats.jsonl") + "[lr_scheduler]\nwarmup_steps = 10\n", ["which is the whole run"]),
@@ -275,7 +275,7 @@ REFUSED = {
         data("chats.jsonl").replace('"model"', '"model/tokenizer.json"'),
         ["model/tokenizer.json"],
     ),
-    "a flavor in small letters": ('[model]\nname = "qwen3"\nflavor = "8b"\n', ["did you mean '8B'?"]),
+    "a flavor in small letters": ('[model]\nname = "qwen3"\nflavor = "8b"\n', ["Did you mean '8B'?"]),
     "steps and epochs": (data("chats.jsonl") + "epochs = 2.0\n", ["Leave one of them out"]),
     "too long": (
         f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 4096\n',
