@@ -26,8 +26,7 @@ _STEP = "step"
 
 class _Span(NamedTuple):
     name: str
-    inside: str | None
-    """phase that this time is taken out of"""
+    inside: str | None  # phase that this time is taken out of
     start: _Mark
     end: _Mark
 

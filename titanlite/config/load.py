@@ -120,11 +120,9 @@ class Reader:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
-        self.sources: dict[str, None] = {}
-        """Names of `data.sources`, in the order in which they came."""
+        self.sources: dict[str, None] = {}  # names of `data.sources`, in the order in which they came
         self.problems: list[tuple[str, str]] = []
-        self.suspects: set[str] = set()
-        """Keys and sections with a problem of their own: a range check on them would mislead."""
+        self.suspects: set[str] = set()  # keys and sections with a problem: a range check on them would mislead
 
     def read_arguments(self, argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str, str]], bool]:
         """Return the configuration file, the overrides as (where, key, text), and whether help is wanted."""
@@ -273,7 +271,6 @@ class Reader:
         self.refuse(where, f"unknown {noun} {key!r}{hint}", key, *nearest)
 
     def refuse(self, where: str, problem: str, *suspects: str) -> None:
-        """Note a problem."""
         self.problems.append((where, problem))
         self.suspects.update(suspects)
 

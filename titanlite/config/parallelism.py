@@ -88,11 +88,10 @@ class Degrees:
         return [range(start, start + size) for start, size in zip(starts, sizes[stage :: self.pp], strict=True)]
 
     def turns_ahead(self, stage: int) -> int:
-        """How many forwards, each of a chunk, a stage is ahead of its backwards at most, where there are so many.
+        """Count the forwards, each of a chunk, that a stage is ahead of its backwards at most.
 
-        With several chunks micro-batches go in groups of as many as there are stages through the first chunk of all,
-        then through the next one; and a stage is twice as far ahead of the one behind, for which the forward and the
-        backward of its next turn come from different stages.
+        With several chunks a stage is twice as far ahead of the one behind, for which the forward and the backward of
+        its next turn come from different stages.
         """
         behind = self.pp - 1 - stage
         return behind if self.chunks == 1 else 2 * behind + (self.chunks - 1) * self.pp

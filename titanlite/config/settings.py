@@ -43,20 +43,14 @@ SAME = {("lora.targets", "all-linear"): ""}
 class Setting(NamedTuple):
     """One leaf of the schema."""
 
-    key: str
-    """Dotted: section.name"""
-    kind: type
-    """int, float, bool or str"""
-    choices: tuple[str, ...]
-    """Allowed values, beside extensions; empty: any"""
-    optional: bool
-    """None is allowed"""
+    key: str  # dotted: section.name
+    kind: type  # int, float, bool or str
+    choices: tuple[str, ...]  # allowed values, next to extensions; empty: any
+    optional: bool  # None is allowed
     default: Any
     doc: str
-    calls: tuple[str, ...] | None = None
-    """How an extension is called that it may name"""
-    is_list: bool = False
-    """Text with commas, which may be given as a list"""
+    calls: tuple[str, ...] | None = None  # how an extension is called that it may name
+    is_list: bool = False  # text with commas, which may be given as a list
 
     @property
     def section(self) -> str:
