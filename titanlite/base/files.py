@@ -7,9 +7,12 @@ be replaced stays.
 import errno
 import json
 import os
+import socket
 import stat
+import threading
 from collections import Counter, deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -133,6 +136,22 @@ class AppendedFile:
                 raise
 
 
+@contextmanager
+def write_atomic(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file beside `path`; on success it replaces `path`, on an error it is removed."""
+    # Host, process, thread: on some network file systems flock does not reach other hosts, and two may write at once.
+    writer = f"{socket.gethostname()}-{os.getpid()}-{threading.get_native_id()}"
+    temporary = path.with_name(f"{path.name}.{writer}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut can leave the new name with the right size and zeros inside
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def replace_file(path: Path, text: str) -> None:
     """Write `text` to `path`; if that fails, what was there before is there still.
 
@@ -140,14 +159,8 @@ def replace_file(path: Path, text: str) -> None:
     """
     with suppress(FileNotFoundError):
         check_regular(path)  # to replace /dev/null would be an accident
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    with write_atomic(path) as file:
+        file.write(text.encode())
 
 
 def sync(path: Path) -> None:

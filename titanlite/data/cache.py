@@ -7,8 +7,6 @@ Every rank asks for the same file; one builds it, the others sleep on a file loc
 import fcntl
 import json
 import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import IO, TypeVar, cast
 
 from titanlite.base.errors import DataError
-from titanlite.base.files import open_regular
+from titanlite.base.files import open_regular, write_atomic
 from titanlite.config.data import DataSection
 
 T = TypeVar("T")
@@ -78,22 +76,6 @@ def _lock(path: Path) -> Iterator[None]:
         with suppress(OSError):  # some network file systems know no locks; then several may build, each its own file
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-@contextmanager
-def write_atomic(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file beside `path`; on success it replaces `path`, on an error it is removed."""
-    # Host, process, thread: on some network file systems flock does not reach other hosts, and two may write at once.
-    writer = f"{socket.gethostname()}-{os.getpid()}-{threading.get_native_id()}"
-    temporary = path.with_name(f"{path.name}.{writer}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # else a power cut can leave the new name with the right size and zeros inside
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_or_make(

@@ -21,13 +21,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from titanlite.base.agree import get_rank
 from titanlite.base.errors import DataError
-from titanlite.base.files import read_json
+from titanlite.base.files import read_json, write_atomic
 from titanlite.base.hf_objects import load_from_folder, load_tokenizer_file
 from titanlite.base.log import logger
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
 from titanlite.config.assets import weights_key
 from titanlite.config.data import DataSection
-from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
+from titanlite.data.cache import get_cache_folder, load_or_build
 from titanlite.data.corpus import Corpus, split_text
 from titanlite.models.families.hf_config import load_config_and_class
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from titanlite.base.errors import DataError
+from titanlite.base.files import write_atomic
 from titanlite.config.data import DataSection
 from titanlite.data import cache
-from titanlite.data.cache import get_cache_folder, load_or_build, read_once, write_atomic
+from titanlite.data.cache import get_cache_folder, load_or_build, read_once
 
 
 def _load(path: Path) -> str | None:
