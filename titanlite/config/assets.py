@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.files import check_regular
@@ -174,7 +175,7 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
     repository, _, revision = name.partition("@")
     # What the HTTP library raises while it reads; HfHubHTTPError is derived from it, whichever library it is.
     names = ("HTTPError", "RequestException")
-    transport = tuple(base for base in HfHubHTTPError.__mro__ if base.__name__ in names)
+    transport: Any = tuple(base for base in HfHubHTTPError.__mro__ if base.__name__ in names)
     expected = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, *transport)
 
     def fetch(local_files_only: bool) -> str:

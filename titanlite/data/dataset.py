@@ -99,24 +99,30 @@ class TrainDataset(Protocol):
     @property
     def num_train_sequences(self) -> int | None:
         """Sequences of one epoch; None for a stream, whose end is not known."""
+        ...
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id that a batch can hold."""
+        ...
 
     @property
     def form(self) -> str:
         """'preference' for pairs, of which one side is not meant to be imitated; see `data.forms`."""
+        ...
 
     @property
     def fingerprint(self) -> str:
         """What the sequences are made of, in words: equal for equal sequences."""
+        ...
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the training samples [start, stop)."""
+        ...
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the sequences `indices` (B,), as CPU tensors in that order."""
+        ...
 
 
 class SequenceDataset(TrainDataset, Protocol):
@@ -126,6 +132,7 @@ class SequenceDataset(TrainDataset, Protocol):
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
+        ...
 
 
 class Source(NamedTuple):
@@ -149,9 +156,11 @@ class Mixture(Protocol):
     @property
     def sources(self) -> list[Source]:
         """The sources with their shares of the training sequences."""
+        ...
 
     def get_taken(self, seed: int, samples: int) -> dict[str, int]:
         """How many sequences of each source lie before the training samples from `samples` on."""
+        ...
 
     def go_on(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
         """Let each source be, at sample `samples`, behind as many of its sequences as `taken` says; new ones begin."""
