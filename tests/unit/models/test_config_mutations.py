@@ -56,7 +56,7 @@ OTHERS = (
     *("is_causal", "per_layer_config", "head_dim", "num_local_experts", "rope_theta", "partial_rotary_factor"),
     *("original_max_position_embeddings", "layer_types", "mlp_layer_types", "sliding_window", "max_window_layers"),
     *("use_sliding_window", "moe_layer_freq", "scoring_func", "topk_method", "qk_head_dim", "attention_chunk_size"),
-    *("num_labels", "dtype", "torch_dtype", "rope_type", "default_theta", "mlp_bias", "aux_loss_alpha", "n_group"),
+    *("num_labels", "rope_type", "default_theta", "mlp_bias", "aux_loss_alpha", "n_group"),
     *("use_cache", "bos_token_id", "eos_token_id", "hidden_act", "attention_dropout", "decoder_sparse_step"),
     *("mlp_only_layers", "output_router_logits", "router_aux_loss_coef", "num_nextn_predict_layers", "pretraining_tp"),
 )
