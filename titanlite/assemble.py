@@ -272,7 +272,7 @@ def build_metrics(
     return MetricsLogger(
         job,
         folder,
-        train_flops_per_token(model.config, job.training.seq_len, model),
+        train_flops_per_token(model, job.training.seq_len),
         dims.degrees.world_size,
         device,
         start_step=step,

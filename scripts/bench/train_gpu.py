@@ -66,7 +66,7 @@ from titanlite.features.estimate.estimate import get_memory
 from titanlite.features.estimate.trace import trace_step
 from titanlite.features.transformers.experts import use_titanlite_experts
 from titanlite.materialize import materialize
-from titanlite.metrics.flops import num_parameters, peak_flops, train_flops_per_token
+from titanlite.metrics.flops import peak_flops, train_flops_per_token
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
 from titanlite.objective import NextToken
@@ -365,15 +365,22 @@ def measure_steps(step: _Step, steps: int, device: torch.device, warm_up: int = 
 # --- arithmetic and report
 
 
+def num_parameters(config: ModelConfig) -> int:
+    """All parameters of the model."""
+    return sum(param.numel() for param in build_decoder(config).parameters())
+
+
 def floors(config: ModelConfig, seq_len: int, tokens: int, flops: float, bandwidth: float) -> dict[str, float]:
     """Seconds that a step takes at least: the experts, all other matmuls, and the states' bytes."""
     shape = MoEShape("", config.hidden_size, config.moe_intermediate_size, config.num_experts, config.top_k)
     layers = config.num_layers - config.num_dense_layers
-    others = train_flops_per_token(config, seq_len) * tokens - layers * experts_flops(shape, tokens, backward=True)
+    others = train_flops_per_token(build_decoder(config), seq_len) * tokens - layers * experts_flops(
+        shape, tokens, backward=True
+    )
     found = {
         "experts_s": layers * floor_s(shape, tokens, flops, bandwidth, fused=True, backward=True),
         "others_s": others / flops,
-        "states_s": STATE_BYTES * num_parameters(config)[0] / bandwidth,
+        "states_s": STATE_BYTES * num_parameters(config) / bandwidth,
     }
     return found | {"floor_s": sum(found.values())}
 
@@ -382,7 +389,7 @@ def complete(row: _Row, config: ModelConfig, arguments: argparse.Namespace, mach
     """Add what follows from the measured time, in place; returns the row."""
     tokens = arguments.sequences * arguments.seq_len
     if row["problem"] is None:
-        rate = train_flops_per_token(config, arguments.seq_len) * tokens / row["step_s"]
+        rate = train_flops_per_token(build_decoder(config), arguments.seq_len) * tokens / row["step_s"]
         peak = peak_flops(machine.device, torch.bfloat16)
         floor = floors(config, arguments.seq_len, tokens, machine.flops, machine.bandwidth)["floor_s"]
         row |= {"tokens_per_s": tokens / row["step_s"], "flops": rate, "mfu": rate / peak if peak else None}
@@ -432,7 +439,7 @@ def save(
         f"# Training steps of Qwen3-30B-A3B, {config.num_layers} layers",
         "",
         machine.describe(),
-        f"{num_parameters(config)[0] / 1e9:.2f} B parameters, {arguments.sequences} x {arguments.seq_len} tokens a "
+        f"{num_parameters(config) / 1e9:.2f} B parameters, {arguments.sequences} x {arguments.seq_len} tokens a "
         f"step; least time of a step: {parts}. Columns are explained at the top of scripts/bench/train_gpu.py.",
         "",
         markdown_table(head, [cells(row) for row in rows]),

@@ -60,8 +60,8 @@ def test_frozen_stays_and_the_rest_moves(run_ranks, checked, meshes, gather_full
     config, seq_len = job.model_config, job.job.training.seq_len
     whole = build_model(config)
     freeze_parameters(whole, job.job.optimizer)
-    flops = train_flops_per_token(config, seq_len, whole)
-    assert flops < train_flops_per_token(config, seq_len)
+    flops = train_flops_per_token(whole, seq_len)
+    assert flops < train_flops_per_token(build_model(config), seq_len)
 
     def rank_main() -> None:
         trainer = assemble(job)

@@ -150,7 +150,6 @@ class TransformersConfig:
         has_tp_plan: its class says how it is split by tensor parallelism.
         rope_limit: tokens from which on the rotary frequencies of all positions depend on the longest one of a forward;
             None if they never do.
-        num_params, num_active_params: of the built model, and for one token; 0 before it is built.
         why: why it is not the native decoder, for the log.
     """
 
@@ -169,8 +168,6 @@ class TransformersConfig:
     has_tp_plan: bool = False
     rope_limit: int | None = None
     num_dense_layers: int = 0
-    num_params: int = 0
-    num_active_params: int = 0
     why: str = ""
 
 

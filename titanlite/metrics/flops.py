@@ -5,10 +5,9 @@ import re
 import torch
 from torch import nn
 
-from titanlite.config.model import AnyModelConfig, TransformersConfig
+from titanlite.config.model import TransformersConfig
 from titanlite.materialize.layout import num_values
 from titanlite.materialize.plan import clean_name
-from titanlite.models.decoder import build_decoder
 from titanlite.models.interface import Model, is_adapter
 from titanlite.models.moe import is_routed
 
@@ -27,20 +26,7 @@ _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def num_parameters(config: AnyModelConfig) -> tuple[int, int]:
-    """Return (all parameters, parameters active for one token); they differ only for MoE models.
-
-    Active are `top_k` of the routed experts, the shared experts and everything else. Tied embeddings count once;
-    buffers (`expert_bias`) do not count. Of a model of transformers they were counted when it was built.
-    """
-    if isinstance(config, TransformersConfig):
-        return config.num_params, config.num_active_params
-    sizes = {name: num_values(param) for name, param in build_decoder(config).named_parameters()}
-    total, routed = sum(sizes.values()), sum(size for name, size in sizes.items() if is_routed(name))
-    return total, total - (routed * (config.num_experts - config.top_k) // config.num_experts if routed else 0)
-
-
-def train_flops_per_token(config: AnyModelConfig, seq_len: int, model: Model | None = None) -> int:
+def train_flops_per_token(model: Model, seq_len: int) -> int:
     """Return the FLOPs of forward and backward per token, recomputation not counted (PaLM, arXiv:2204.02311, app. B).
 
     6 per active parameter that multiplies, which leaves out the embedding table but not the output projection, plus
@@ -48,40 +34,24 @@ def train_flops_per_token(config: AnyModelConfig, seq_len: int, model: Model | N
     torchtitan, since a causal kernel skips the upper triangle. So MFU reads lower here than there. Where keys and
     values have heads of unequal width, head_dim is their mean.
 
-    The 6 are 2 for forward, 2 for the gradient of what goes in, 2 for that of the weight. With `model`, sharded or not,
-    what its frozen parameters save is left out: a frozen weight has no gradient, and backward ends at the first layer
-    that has something trained in it or before it, which counts as a whole. So with LoRA on all layers 4 of the 6 are
-    left; the adapters' own products, about a percent, are not counted.
+    The 6 are 2 for forward, 2 for the gradient of what goes in, 2 for that of the weight. Of `model`, sharded or not, a
+    frozen weight has no gradient, and backward ends at the first layer that has something trained in it or before it,
+    which counts as a whole. So with LoRA on all layers 4 of the 6 are left; the adapters' own products, about a
+    percent, are not counted. Parameters come in the model's order: what is trained lies before what its gradient passes
+    through.
     """
-    _, active = num_parameters(config)
-    if not config.tie_word_embeddings:
-        active -= config.vocab_size * config.hidden_size
-    if isinstance(config, TransformersConfig):
-        width = config.attention_width
-    else:
-        width = config.num_heads * (config.qk_head_dim + config.value_head_dim) // 2
-    every = 6 * active + 6 * config.num_layers * width * seq_len
-    return every if model is None else every - _saved_flops_per_token(model, config, width * seq_len)
-
-
-def _saved_flops_per_token(model: Model, config: AnyModelConfig, attention: int) -> int:
-    """FLOPs of backward that the frozen parameters of `model` save; `attention` is query width * sequence length.
-
-    Parameters come in the model's order: what is trained lies before what its gradient passes through.
-    """
-    layers = model.all_layers()
+    config, layers = model.config, model.all_layers()
     layer_of = {param: i for i, layer in enumerate(layers) for param in layer.parameters()}
     trained_layers = {layer_of[param] for param in layer_of if param.requires_grad}
-    routed = {param for name, param in model.named_parameters() if is_routed(name)}
     embedding, _ = outer_parameters(model)
-    saved, reached, unreached_layers = 0, False, set[int]()
+    flops, reached, unreached_layers = 0, False, set[int]()
     is_sparse = 0 < config.top_k < config.num_experts
 
-    def count(param: nn.Parameter) -> int:
+    def count(name: str, param: nn.Parameter) -> int:
         active = num_values(param)
-        if is_sparse and param in routed:
+        if is_sparse and is_routed(name):
             active = active * config.top_k // config.num_experts
-        return 2 * active * ((not param.requires_grad) + (not reached))
+        return 2 * active * (1 + param.requires_grad + reached)
 
     for name, param in model.named_parameters():
         layer = layer_of.get(param)
@@ -89,12 +59,17 @@ def _saved_flops_per_token(model: Model, config: AnyModelConfig, attention: int)
         if layer is not None and not reached:
             unreached_layers.add(layer)
         if param not in embedding and not is_adapter(name):  # a table that is only looked up
-            saved += count(param)
+            flops += count(name, param)
         reached = reached or param.requires_grad
     if config.tie_word_embeddings:
-        saved += sum(count(param) for param in embedding)  # as the head, behind all others
-    # A vision tower's layers come first; their attention was not counted.
-    return saved + 4 * attention * max(len(unreached_layers) - (len(layers) - config.num_layers), 0)
+        flops += sum(count("", param) for param in embedding)  # as the head, behind all others
+    if isinstance(config, TransformersConfig):
+        width = config.attention_width
+    else:
+        width = config.num_heads * (config.qk_head_dim + config.value_head_dim) // 2
+    # A vision tower's layers come first; their attention is not counted.
+    num_unreached = max(len(unreached_layers) - (len(layers) - config.num_layers), 0)
+    return flops + width * seq_len * (6 * config.num_layers - 4 * num_unreached)
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

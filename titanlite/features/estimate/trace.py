@@ -281,7 +281,7 @@ def _summarize(
         peaks={_moment(segment, num_layers): peak for segment, peak in recorder.peaks().items()},
         work=work,
         repeats=repeats,
-        model_flops_per_token=train_flops_per_token(model.config, trainer.job.training.seq_len, model),
+        model_flops_per_token=train_flops_per_token(model, trainer.job.training.seq_len),
         weights=weights,
         optimizer=sum(local_of(state).nbytes for state in trainer.optimizer_states()),
         buffers=sum(buffer.nbytes for buffer in model.buffers() if not is_elsewhere(buffer)),

@@ -8,7 +8,6 @@ Shapes: B batch, S sequence, D hidden, V vocabulary.
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -100,7 +99,7 @@ class TransformersModel(Model):
         self.all_conversions = get_model_conversion_mapping(model)
         self.own_conversions = get_model_conversion_mapping(model, add_legacy=False)
         self.conversions: list[Any] | None = None
-        self.config = _with_sizes(config, self)
+        self.config = config
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
         self.is_encoder_decoder = "decoder_input_ids" in self._arguments
         self.takes_prompts = self.is_encoder_decoder and "input_ids" in self._arguments
@@ -436,12 +435,3 @@ class TransformersModel(Model):
         from titanlite.features.transformers.files import TransformersFormat
 
         return TransformersFormat(self)
-
-
-def _with_sizes(config: TransformersConfig, model: TransformersModel) -> TransformersConfig:
-    """Return the configuration with the numbers of parameters, all and those that work for one token."""
-    total = sum(param.numel() for param in model.parameters())
-    routed = sum(param.numel() for name, param in model.named_parameters() if is_routed(name))
-    # Where the configuration does not say how many are chosen, none is taken for idle.
-    idle = routed * max(config.num_experts - config.top_k, 0) // config.num_experts if config.top_k else 0
-    return replace(config, num_params=total, num_active_params=total - idle)
