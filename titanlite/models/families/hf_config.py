@@ -62,7 +62,7 @@ def _get_rope_limit(text: Any) -> int | None:
     tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]  # one, or one per kind of layer
     limits = []
     for table in tables:
-        kind, longest = table.get("rope_type") or "", getattr(text, "max_position_embeddings", None)
+        kind, longest = str(table.get("rope_type")), getattr(text, "max_position_embeddings", None)
         if kind == "longrope":
             limits.append(table.get("original_max_position_embeddings") or longest)
         elif "dynamic" in kind:
