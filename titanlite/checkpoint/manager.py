@@ -175,7 +175,7 @@ class Checkpointer:
         )
 
     def _pass_over(self, folder: Path, problems: Sequence[str]) -> None:
-        """Say why `folder` is not resumed from, and keep it under another name: this run will save the same step."""
+        """Warn why `folder` is not resumed from, and rename it: this run will save the same step."""
         if dist.get_rank() != 0:
             return
         text = f"{folder} is passed over: {problems[0]}" + (f" (and {len(problems) - 1} more)" if problems[1:] else "")
@@ -210,7 +210,7 @@ class Checkpointer:
             on_first_rank(build, self.group)
 
     def carry(self, carried: Any) -> None:
-        """Let every checkpoint hold tensors that the model does not compute, too: `features/passengers`.
+        """Make every checkpoint hold tensors that the model does not compute, too: `features/passengers`.
 
         Raises CheckpointError on all ranks: the model's description cannot be changed to say so.
         """

@@ -61,7 +61,7 @@ def limit_waiting(timeout_s: float) -> None:
 
 
 def forget_groups() -> None:
-    """Let go of all groups: they hold connections and threads as long as someone knows them."""
+    """Forget all groups, which hold connections and threads as long as someone knows them."""
     for transport in _transports.values():
         if transport is not None:
             transport.close()

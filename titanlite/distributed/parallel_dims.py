@@ -77,42 +77,40 @@ class ParallelDims:
 
     @cached_property
     def pp_mesh(self) -> DeviceMesh:
-        """Ranks at this one's place in all stages; only with pp > 1."""
+        """Return the mesh of the ranks at this one's place in all stages; only with pp > 1."""
         return self.dense["pp"]
 
     @cached_property
     def tp_mesh(self) -> DeviceMesh:
-        """Ranks that split a layer and the sequence; only with tp > 1."""
+        """Return the mesh of the ranks that split a layer and the sequence; only with tp > 1."""
         return self.dense["tp"]
 
     @cached_property
     def ep_mesh(self) -> DeviceMesh:
-        """Ranks that split the experts; only with ep > 1."""
+        """Return the mesh of the ranks that split the experts; only with ep > 1."""
         assert self.sparse is not None
         return self.sparse["ep"]
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
-        """Mesh for `fully_shard` of dense parameters: one axis, or two for HSDP."""
+        """Return the mesh for `fully_shard` of dense parameters: one axis, or two for HSDP."""
         axis = self.degrees.fsdp_axis
         return self.dense["dp_replicate", axis] if self.degrees.dp_replicate > 1 else self.dense[axis]
 
     @cached_property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """Mesh for `fully_shard` of experts on a mesh of their own: one axis, or two for HSDP."""
+        """Return the mesh for `fully_shard` of experts on a mesh of their own: one axis, or two for HSDP."""
         assert self.sparse is not None
         return self.sparse["dp_replicate", "efsdp"] if self.degrees.dp_replicate > 1 else self.sparse["efsdp"]
 
     @property
     def dp_rank(self) -> int:
-        """Which of the `degrees.dp` data streams this rank reads; cp and tp ranks read the same, and so do other
-        stages.
-        """
+        """Return the number of the data stream that this rank reads, of `degrees.dp`; cp, tp and pp ranks share one."""
         return dist.get_rank() % self.degrees.stage_size // self.degrees.ranks_per_sequence
 
     @property
     def dropout_rank(self) -> int:
-        """Which random stream dropout draws from here; tp ranks compute parts of a layer from the same tokens."""
+        """Return the number of the random stream of dropout; tp ranks compute parts of a layer from the same tokens."""
         return dist.get_rank() // self.degrees.tp
 
 

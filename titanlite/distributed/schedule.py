@@ -37,5 +37,5 @@ class Schedule:
         return ((number, 0) for number in range(num_micro_batches))
 
     def chunk(self, model: nn.Module, chunk: int) -> AbstractContextManager[None]:
-        """Let forwards of `model` be those of one chunk, as long as the context is open."""
+        """Restrict forwards of `model` to one chunk, as long as the context is open."""
         return nullcontext()

@@ -69,7 +69,7 @@ class Encoding(Protocol):
 
     @property
     def name(self) -> str:
-        """How plans call the form."""
+        """Return the name of the form in plans."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,13 +79,13 @@ class Encoding(Protocol):
         """Return the region of the values that lies in `stored`, a region of the tensor itself."""
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Bytes (N, bytes of a row), uint8, of rows of values (N, W)."""
+        """Encode rows of values (N, W) as bytes (N, bytes of a row), uint8."""
 
     def keeps(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
         """Return True if a file's codes of `dtype`, with a factor for each `block`, are kept as they are."""
 
     def keep(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """As `encode`, of such codes (N, W) and the factors of each row's blocks, (N, blocks)."""
+        """Encode such codes (N, W) and the factors of each row's blocks, (N, blocks), without loss."""
 
     def count_not_finite(self, local: torch.Tensor) -> int:
         """Count the groups of values with a common factor that have one that is NaN or infinite."""

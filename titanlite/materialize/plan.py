@@ -213,7 +213,7 @@ def _class_name(module: nn.Module) -> str:
 def _claims(
     sources: Sequence[SourceProvider | Mapping[str, Source]], infos: Mapping[str, TensorInfo], problems: list[str]
 ) -> tuple[dict[str, Source], list[str], set[str]]:
-    """Claims of the `sources` argument by name, the providers that must be complete, and names with an unfit claim."""
+    """Collect the claims of `sources` by name, the providers that must be complete, and names with an unfit claim."""
     claimed: dict[str, Source] = {}
     claimers: dict[str, str] = {}
     complete: list[str] = []

@@ -124,10 +124,10 @@ class Constant(Recipe):
 
 
 def Zeros() -> Constant:  # noqa: N802 - reads as a recipe beside Normal
-    """All zeros."""
+    """Return the recipe of zeros."""
     return Constant(value=0.0)
 
 
 def Ones() -> Constant:  # noqa: N802
-    """All ones."""
+    """Return the recipe of ones."""
     return Constant(value=1.0)

@@ -88,7 +88,7 @@ def share_out(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
 def _replicas(
     tensor: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[tuple[Hashable, tuple[int, ...]], tuple[int, ...], tuple[int, ...]]:
-    """(mesh and its axes over which `tensor` is replicated), their sizes, and this rank's place on them."""
+    """Return (mesh and its axes over which `tensor` is replicated), their sizes, and this rank's place on them."""
     if not isinstance(tensor, DTensor):
         size = group_size(group)
         return (None, (0,)), (size,) if size > 1 else (), (dist.get_rank(group) if size > 1 else 0,)

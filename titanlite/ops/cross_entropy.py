@@ -109,7 +109,7 @@ def _softmax_parts(
 
 @torch.library.custom_op("titanlite::softmax_statistics", mutates_args=())
 def softmax_statistics(logits: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(maximum, sum of exp(logit - maximum), logit in `column`) of each row of `logits` (C, V), float32 (C,)."""
+    """Return (maximum, sum of exp(logit - maximum), logit in `column`) of each row of `logits` (C, V), float32 (C,)."""
     from titanlite.ops import launchers as kernels
 
     return kernels.softmax_statistics(logits, column)

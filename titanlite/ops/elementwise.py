@@ -121,10 +121,10 @@ def inverse_frequencies(rotary_dim: int, theta: float, scaling: "RopeScaling | N
 
 
 def _yarn_share(rotary_dim: int, theta: float, scaling: "RopeScaling") -> torch.Tensor:
-    """How much of each frequency is divided, (rotary_dim / 2,) float32 between 0 and 1."""
+    """Return how much of each frequency is divided, (rotary_dim / 2,) float32 between 0 and 1."""
 
     def place(turns: float) -> float:
-        """Where among the frequencies, as a real number, one turns so often in the original length."""
+        """Return the place among the frequencies, a real number, of one that turns so often in the original length."""
         wavelength = scaling.original_max_position_embeddings / turns
         return rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 

@@ -22,7 +22,7 @@ _has_triton = True
 
 
 def install_kernel(operator: str, device_type: str, kernel: Kernel, costly: Sequence[Any] = ()) -> None:
-    """Let `kernel` serve `operator` on devices of a type, in this process, in place of the one that was there.
+    """Install `kernel` for `operator` on devices of a type, in this process, in place of the one that was there.
 
     It takes what the operator documents; returns the result, or None where the operator's own way is better. `costly`
     are torch operators that it calls, whose results selective activation checkpointing keeps.
@@ -37,7 +37,7 @@ def find_kernel(operator: str, device: torch.device) -> Kernel | None:
 
 
 def use_triton(wanted: bool) -> None:
-    """Let titanlite's Triton kernels serve CUDA in this process, or leave them out: `training.triton_kernels`."""
+    """Use titanlite's Triton kernels on CUDA in this process, or leave them out: `training.triton_kernels`."""
     global _has_triton
     _has_triton = wanted
 

@@ -113,7 +113,7 @@ def row_grouped_swiglu(
     x: torch.Tensor, weight_EKN: torch.Tensor, offsets_E: torch.Tensor, rows_M: torch.Tensor | None,
     row_weight_M: torch.Tensor, *, keep: bool, tile: Tile | None = None, tma: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """(h, z): z = [gate | up] = x @ weight, (M, 2 I), if `keep`; h = silu(gate) * up * row_weight, (M, I)."""
+    """Return (h, z): z = [gate | up] = x @ weight, (M, 2 I), if `keep`; h = silu(gate) * up * row_weight, (M, I)."""
     M, inner = _num_rows(x, rows_M), weight_EKN.shape[2] // 2
     h, z = x.new_empty(M, inner), x.new_empty(M, 2 * inner) if keep else None
     _launch_rows(x, weight_EKN, offsets_E, rows_M, SWIGLU, inner, tile, tma, z=z, h=h, row_weight=row_weight_M)
@@ -124,7 +124,7 @@ def row_grouped_swiglu_backward(
     dy: torch.Tensor, weight_EKN: torch.Tensor, offsets_E: torch.Tensor, rows_M: torch.Tensor | None,
     row_weight_M: torch.Tensor, z_M2I: torch.Tensor, *, tile: Tile | None = None, tma: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dz, h, drow_weight) from `dy[rows] @ weight`, the gradient of h / row_weight; weight (E, D, I) is down_proj."""
+    """Return (dz, h, drow_weight) from the gradient of h / row_weight, `dy[rows] @ weight`; weight (E, D, I)."""
     M, inner = _num_rows(dy, rows_M), weight_EKN.shape[2]
     chosen = tile or _tile_of("swiglu_backward", dy)
     if tile is None and not (_tma_fits(weight_EKN) if tma is None else tma):
@@ -271,7 +271,7 @@ def table_of(major: int, shared_bytes: int) -> str:
 
 
 def _most_programs(x: torch.Tensor, tile: Tile) -> int:
-    """As many as the device runs at once; of a run of several ranks, a few times as many.
+    """Return as many as the device runs at once; for a run of several ranks, a few times as many.
 
     There, collectives hold some of the multiprocessors meanwhile. Programs that find no room start when others have
     ended: of one round the kernel would take two, of several shorter rounds one more.
@@ -299,7 +299,7 @@ def _tma_fits(*tensors: torch.Tensor) -> bool:
 def softmax_statistics(
     logits_CV: torch.Tensor, column_C: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(maximum, sum of exp(logit - maximum), logit in `column`) of each row, float32 (C,); columns have stride 1."""
+    """Return (maximum, sum of exp(logit - maximum), logit in `column`) of each row, float32 (C,)."""
     rows, vocab_size = logits_CV.shape
     maximum_C, sum_C, target_C = (logits_CV.new_empty(rows, dtype=torch.float32) for _ in range(3))
     if rows:

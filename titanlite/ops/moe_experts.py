@@ -56,7 +56,7 @@ def moe_experts_forward(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, row_weight: torch.Tensor, token: torch.Tensor,
     rows: torch.Tensor, offsets: torch.Tensor, keep: bool, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, z); z is empty unless `keep`. `backend`: "triton", with int32 indices, or "torch" for a kernel."""
+    """Return (out, z); z is empty unless `keep`. `backend`: "triton", with int32 indices, or "torch" for a kernel."""
     if backend == "torch":
         kernel = find_kernel("moe_experts", x.device)
         assert kernel is not None
@@ -73,7 +73,7 @@ def moe_experts_backward(
     dout: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, row_weight: torch.Tensor,
     token: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, z: torch.Tensor, needed: list[bool], backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of (x, gate_up, down, row_weight); those of the first three that are not `needed` are empty."""
+    """Return the gradients of (x, gate_up, down, row_weight); of the first three those not `needed` are empty."""
     if backend == "torch":
         kernel = find_kernel("moe_experts_backward", x.device)
         assert kernel is not None

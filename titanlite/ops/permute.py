@@ -66,7 +66,7 @@ class _UnpermuteSum(torch.autograd.Function):
 def group_by_expert(
     topk_expert_ids_Tk: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Order of the rows grouped by expert, stable in the tokens. Ids from `num_experts` on are last and not counted.
+    """Order the rows by expert, stable in the tokens. Ids from `num_experts` on are last and not counted.
 
     Returns:
         order_R: index into the flattened (T, k) choices for each grouped row, int64.

@@ -138,7 +138,7 @@ class ExpertBiasBalancer:
         return ranges
 
     def take_row_errors(self) -> torch.Tensor | None:
-        """Rows (token, expert) that were dropped and that came twice, (2, layers) int64, since the last call.
+        """Return how many rows (token, expert) were dropped and came twice, (2, layers) int64, since the last call.
 
         Per step and expert what the routers chose is compared with what the experts were given, on all ranks together.
         A row that went to a wrong expert counts in both. None without experts, or where no dispatcher tells its rows.
@@ -160,7 +160,7 @@ def get_bias_update_rate(job: JobConfig, model_config: AnyModelConfig) -> float:
 
 
 def warn_of_ignored_balancing(job: JobConfig, model_config: AnyModelConfig) -> None:
-    """Say on rank 0 which settings a model without experts ignores. No error: families are compared on one file."""
+    """Warn on rank 0 of settings that a model without experts ignores. No error: families are compared on one file."""
     names = ("expert_bias_update_rate", "aux_loss_coeff", "z_loss_coeff")
     given = [f"moe.{name} = {value}" for name in names if (value := getattr(job.moe, name))]
     if given and model_config.num_experts == 0 and get_rank() == 0:

@@ -231,7 +231,7 @@ class FiniteGuard:
 
     @property
     def total(self) -> int:
-        """Steps that were not finite, up to the last look."""
+        """Return the number of steps that were not finite, up to the last look."""
         return self._seen
 
     def look(self) -> NonFiniteSteps | None:
