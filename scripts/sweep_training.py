@@ -197,7 +197,8 @@ def their_steps(case: Any, batch: Batch) -> Trained:
         model.get_parameter(name).requires_grad_(param.requires_grad)
     optimizer = torch.optim.AdamW(model.parameters(), _LR, (0.9, 0.95), _EPS, 0.0)
     documents = torch.zeros_like(batch.tokens) if batch.document_ids is None else batch.document_ids
-    is_encoder_decoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    takes_both = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    is_encoder_decoder = takes_both and model.config.is_encoder_decoder
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
     for _ in range(_STEPS):

@@ -90,8 +90,7 @@ class TransformersModel(Model):
         self.loss_chunk_tokens = 1024
         # All of these look at class names, which sharding changes, so they are asked now.
         self._sources = find_sources(model) if sources is None else sources
-        # In plain containers: the modules are registered below `model` once.
-        self._layers = tuple(repeated_layers(model))
+        self._layers = tuple(repeated_layers(model))  # plain containers: the modules are registered below `model`
         self.expert_modules = find_experts(model)
         self._counters = build_counters(self.expert_modules)
         self.counters = nn.ModuleList(self._counters.values())
@@ -101,7 +100,8 @@ class TransformersModel(Model):
         self.conversions: list[Any] | None = None
         self.config = config
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
-        self.is_encoder_decoder = "decoder_input_ids" in self._arguments
+        configs = model.config, model.config.get_text_config()  # BLIP-2 has language models of both kinds
+        self.is_encoder_decoder = "decoder_input_ids" in self._arguments and any(c.is_encoder_decoder for c in configs)
         self.takes_prompts = self.is_encoder_decoder and "input_ids" in self._arguments
         self._takes_positions = "position_ids" in self._arguments and not self.is_encoder_decoder
         self._cache_argument = next((name for name in CACHE_ARGUMENTS if name in self._arguments), "")

@@ -289,6 +289,22 @@ def test_an_encoder_decoder_learns_completions_of_prompts() -> None:
         torch.testing.assert_close(found.get(name, torch.zeros(())), expected, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("language_model", ["opt", "t5"])
+def test_a_class_for_language_models_of_both_kinds_is_what_its_configuration_says(language_model: str) -> None:
+    """BLIP-2's forward has `decoder_input_ids` also for a language model without an encoder."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    text = {
+        "opt": sizes | {"word_embed_proj_dim": 16, "ffn_dim": 16},
+        "t5": {"d_model": 16, "d_ff": 16, "num_layers": 1},
+    }
+    config = transformers.Blip2Config(
+        vision_config=sizes | {"image_size": 28},
+        qformer_config=sizes | {"vocab_size": 64},
+        text_config=text[language_model] | {"model_type": language_model, "vocab_size": 64},
+    )
+    assert build(config).is_encoder_decoder == (language_model == "t5")
+
+
 def test_an_encoder_decoder_wants_prompts_and_does_not_generate() -> None:
     model = t5gemma2()
     examples = DataSection(dataset="examples", packing=False)
