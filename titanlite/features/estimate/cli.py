@@ -5,7 +5,6 @@ import json
 import logging
 import re
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from titanlite.base.log import logger
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.config import JobConfig, load_config
 from titanlite.config.assets import is_hub_id
+from titanlite.config.load import CODE, Reader
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.estimate import render
@@ -156,11 +156,9 @@ def read_request(argv: Sequence[str]) -> Request:
     else:
         objective.append(f"--data.path={_SOME_DATA[known.objective or 'sft']}")
         objective += [] if any(word.startswith("--training.epochs") for word in rest) else ["--training.steps=1000"]
-        with tempfile.NamedTemporaryFile(suffix=".toml") as empty:
-            try:
-                job = load_config(["--config", empty.name, *model, *objective, *rest])
-            except ConfigError as error:
-                raise ConfigError(str(error).replace(empty.name, "command line")) from None
+        reader = Reader()
+        texts = reader.read_arguments(["--config", CODE, *model, *objective, *rest])[1]
+        job = reader.finish(None, texts, is_whole=True)
     return Request(known, hardware, *_localize(job))
 
 
