@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+from titanlite.base.env import environment_kept
+
 # Read when Triton decorates a kernel. Without a GPU, kernels run in its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -79,6 +81,13 @@ def pytest_collection_finish() -> None:
 def same_random_numbers() -> None:
     """In every run and in every order of the tests."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Undo what a test does to the environment. The server of ranks serves no process that would import otherwise."""
+    with environment_kept():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,28 +1,28 @@
 """Entry point of a rank: `torchrun ... -m titanlite.train --config FILE [--section.key=value ...]`."""
 
 import hashlib
-import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
 import titanlite
+from titanlite.base.env import read_variable, read_world_size, set_defaults
 from titanlite.base.log import logger, open_console, setup_logger
 from titanlite.base.process import allow_many_files, end_on_interrupt, lean_imports, leave
 from titanlite.launch.notices import end_with_launcher
 
 
-def set_gpu_defaults(environment: MutableMapping[str, str]) -> None:
+def set_gpu_defaults() -> None:
     """Set what torch and CUDA read once, at their start, unless the user has set it."""
     # With expert parallelism sizes change in every step, which would break up the GPU's memory.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in environment:
-        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if read_variable("PYTORCH_CUDA_ALLOC_CONF") is None:
+        set_defaults({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     # Collectives of several mesh axes run side by side; of the 8 queues that are usual they would share some.
-    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    set_defaults({"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
 
 
 if __name__ == "__main__":
@@ -30,7 +30,7 @@ if __name__ == "__main__":
     end_on_interrupt()
     open_console(goes_on=True)
     allow_many_files()
-    set_gpu_defaults(os.environ)
+    set_gpu_defaults()
 
 with lean_imports():
     import torch.distributed as dist
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         heartbeat.start()
         job = load_config(sys.argv[1:] if argv is None else argv)
         raise_problems(ConfigError, "configuration", find_missing_packages(job))
-        checked = check(job, int(os.environ.get("WORLD_SIZE", "1")))
+        checked = check(job, read_world_size())
         job = checked.job
         heartbeat.configure(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
         if job.job.description:
@@ -98,7 +98,7 @@ def _fail(error: Exception) -> NoReturn:
     """End this rank, with the traceback on the first rank that fails: the others fail because of it, or like it."""
     lost_peer = is_lost_peer(error)
     _record_error("lost another rank; the console says why" if lost_peer else f"{type(error).__name__}: {error}")
-    if NOTICE_FOLDER not in os.environ:
+    if read_variable(NOTICE_FOLDER) is None:
         close(1)
         raise error
     if lost_peer:

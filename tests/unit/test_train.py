@@ -66,11 +66,10 @@ def test_a_lost_peer_is_told_from_a_ranks_own_trouble(error, expected):
     assert is_lost_peer(error) is expected
 
 
-def test_what_cuda_reads_once_is_set_unless_the_user_has_set_it():
-    environment: dict[str, str] = {}
-    titanlite.train.set_gpu_defaults(environment)
-    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        environment = {name: "max_split_size_mb:64", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        titanlite.train.set_gpu_defaults(environment)
-        assert environment == {name: "max_split_size_mb:64", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_what_cuda_reads_once_is_set_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch, name: str | None):
+    given = {name: "max_split_size_mb:64", "CUDA_DEVICE_MAX_CONNECTIONS": "1"} if name else {}
+    expected = given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    monkeypatch.setattr("os.environ", environment := dict(given))
+    titanlite.train.set_gpu_defaults()
+    assert environment == expected

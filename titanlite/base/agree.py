@@ -1,6 +1,5 @@
 """Ranks that fail together: what one rank finds wrong, all ranks raise, so that none waits for another in vain."""
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from titanlite.base.env import read_rank
 from titanlite.base.errors import TitanliteError, raise_problems
 
 _T = TypeVar("_T")
@@ -111,7 +111,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 def get_rank() -> int:
     """Return this rank's number, also before it has joined the others."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if dist.is_initialized() else read_rank()
 
 
 def is_lost_peer(error: Exception) -> bool:

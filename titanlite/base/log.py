@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
+from titanlite.base.env import read_rank
 from titanlite.base.files import AppendedFile
 
 logger = logging.getLogger("titanlite")
@@ -101,7 +102,7 @@ class _RankFormatter(logging.Formatter):
     """`12:30:01 text` on rank 0, `12:30:01 [rank 3] WARNING text` elsewhere."""
 
     def format(self, record: logging.LogRecord) -> str:
-        rank = int(os.environ.get("RANK", "0"))
+        rank = read_rank()
         parts = [self.formatTime(record, self.datefmt or "%H:%M:%S")]
         if rank:
             parts.append(f"[rank {rank}]")
@@ -160,16 +161,16 @@ def setup_logger() -> None:
     handler = _OutputHandler()
     handler.setFormatter(_RankFormatter())
     logger.addHandler(handler)
-    if os.environ.get("RANK", "0") == "0":
+    if read_rank() == 0:
         logger.addHandler(_FileHandler())
-    logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    logger.setLevel(logging.INFO if read_rank() == 0 else logging.WARNING)
     logger.propagate = False
 
 
 @cache
 def warn_once(text: str) -> None:
     """Log a warning, on rank 0 and once per process, however often it is found."""
-    if os.environ.get("RANK", "0") == "0":
+    if read_rank() == 0:
         logger.warning("%s", text)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from titanlite.base.env import read_ranks_here
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
 from titanlite.base.tables import format_size
@@ -155,7 +156,7 @@ class SafetensorsReader:
 def io_threads() -> int:
     """Return with how many threads a rank reads or writes: its share of this machine's cores, 1 to 16."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 16)
+    return min(max(cores // read_ranks_here(), 1), 16)
 
 
 class Files:

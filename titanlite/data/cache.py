@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, TypeVar, cast
 
+from titanlite.base.env import get_cache_home
 from titanlite.base.errors import DataError
 from titanlite.base.files import open_regular, write_atomic
 from titanlite.config.data import DataSection
@@ -27,7 +28,7 @@ def get_cache_folder(data: DataSection) -> Path:
     """`data.cache_folder`, or `$XDG_CACHE_HOME/titanlite`, or `~/.cache/titanlite`. It need not exist."""
     if data.cache_folder:
         return Path(data.cache_folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titanlite"
+    return get_cache_home()
 
 
 @cache

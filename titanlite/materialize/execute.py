@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.base.agree import raise_together
+from titanlite.base.env import read_ranks_here
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.materialize.layout import encoding_of, local_of, region_of, write_rows
 from titanlite.materialize.plan import Plan, TensorEntry
@@ -132,7 +133,7 @@ def fill(plan: Plan, seed: int) -> None:
     Collectives: those of `read_tensors`, if anything is read; every rank must call.
     """
     # Drawing is host work that releases the interpreter lock; share the cores of a node among its ranks.
-    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threads = max(1, (os.cpu_count() or 1) // read_ranks_here())
     with ThreadPoolExecutor(min(threads, 16)) as pool:
         held = [entry for entry in plan.entries if not entry.is_elsewhere]
         jobs = [pool.submit(_fill_one, entry, seed) for entry in held if isinstance(entry.source, Init | Compute)]

@@ -1,7 +1,6 @@
 """The run's folder: locked against other runs, made, and told what begins and what happens beside steps."""
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from titanlite.base.agree import get_rank, on_first_rank
+from titanlite.base.env import read_variable
 from titanlite.base.errors import RENDEZVOUS, ConfigError
 from titanlite.base.files import AppendedFile, check_regular, is_full
 from titanlite.base.folder_lock import LOCK_WAIT_S, FolderLock
@@ -56,7 +56,7 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
         for each in (folder,) if inside else (folder, checkpoints):
             try:
                 each.mkdir(parents=True, exist_ok=True)
-                locks.append(FolderLock.take(each, os.environ.get(RENDEZVOUS, ""), wait_s))
+                locks.append(FolderLock.take(each, read_variable(RENDEZVOUS) or "", wait_s))
             except OSError as error:
                 if not is_full(error):
                     raise ConfigError(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from titanlite.base.env import get_cache_home, set_defaults
 from titanlite.base.errors import ConfigError
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -28,8 +29,8 @@ def secure_cache() -> None:
     Raises:
         ConfigError: it belongs to another user, others can write to it, or it cannot be made.
     """
-    own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titanlite" / "torchinductor"
-    folder = Path(os.environ.setdefault(_VARIABLE, str(own)))
+    own = get_cache_home() / "torchinductor"
+    folder = Path(set_defaults({_VARIABLE: str(own)})[_VARIABLE])
     remedy = f"Set {_VARIABLE} to a folder of yours that others cannot write to."
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -15,7 +15,6 @@ activation checkpointing know it. Backends:
 Shapes: M rows, E experts, K reduction, N output. Weights are usually kept as (E, N, K) and passed as `weight.mT`.
 """
 
-import os
 import re
 from functools import cache
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from titanlite.base.env import read_variable
 from titanlite.ops.kernels import has_triton, kernel_device
 
 GroupedGemmBackend = Literal["auto", "triton", "torch", "reference"]
@@ -69,7 +69,7 @@ def resolve_backend(backend: GroupedGemmBackend, device: torch.device, dtype: to
     if backend == "auto":
         return "triton" if has_triton(device) and dtype in _TRITON_DTYPES and triton_problem() is None else "torch"
     if backend == "triton":
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        interpreted = read_variable("TRITON_INTERPRET") == "1"
         if where not in ("cuda", "meta") and not interpreted:
             raise ValueError(
                 f"grouped_gemm: backend 'triton' needs a CUDA device, the tensors are on {where}. Use 'auto' or, "

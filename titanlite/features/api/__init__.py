@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from titanlite import TrainResult
 from titanlite.assemble import assemble, close, explain
+from titanlite.base.env import environment_kept, read_variable, read_world_size
 from titanlite.base.errors import NOTICE_FOLDER, TitanliteError
 from titanlite.base.folder_lock import FolderLock
 from titanlite.base.log import logger, setup_logger, warn_once
@@ -34,7 +35,7 @@ Config = str | os.PathLike[str] | Mapping[str, Any] | JobConfig
 
 def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any]) -> TrainResult:
     """Implement `titanlite.train`. Collective: every rank of a launcher must call."""
-    with _left_as_found(), _deferred():
+    with environment_kept(), _left_as_found(), _deferred():
         job = make_config(config, overrides, **sections)
         if job.job.prepare:
             prepare(job)
@@ -42,7 +43,7 @@ def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any])
         heartbeat.start()
         code = 1
         try:
-            ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+            ranks = dist.get_world_size() if dist.is_initialized() else read_world_size()
             checked = check_all(job, (ranks,), weights=True)
             job = checked.job
             heartbeat.configure(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
@@ -115,9 +116,9 @@ def _deferred() -> Iterator[None]:
             signal.raise_signal(number)
 
     handlers: dict[int, Any] = {number: signal.getsignal(number) for number in stop.SIGNALS}
-    undo = stop.install() if NOTICE_FOLDER in os.environ else lambda: None
+    undo = stop.install() if read_variable(NOTICE_FOLDER) is not None else lambda: None
     try:
-        for number in stop.SIGNALS if NOTICE_FOLDER not in os.environ else ():
+        for number in stop.SIGNALS if read_variable(NOTICE_FOLDER) is None else ():
             signal.signal(number, catch)
         yield
     finally:
@@ -133,7 +134,7 @@ def _left_as_found() -> Iterator[None]:
     """Put back what a run changes in its process. After an error, several ranks keep their process group: others may be
     in collectives, for which leaving it would wait.
     """
-    had_group, environment, path = dist.is_initialized(), dict(os.environ), list(sys.path)
+    had_group, path = dist.is_initialized(), list(sys.path)
     log = logger.handlers[:], logger.level, logger.propagate
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_cuda = torch.cuda.is_initialized()
@@ -171,6 +172,3 @@ def _left_as_found() -> Iterator[None]:
             torch.cuda.set_device(cuda[0])
             torch.cuda.set_rng_state_all(cuda[1])
         sys.path[:] = path
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)

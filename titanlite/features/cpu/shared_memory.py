@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from titanlite.base.env import read_variable
 from titanlite.base.log import logger
 from titanlite.distributed.collectives import DEFAULT_TIMEOUT_S, sum_pieces
 
@@ -274,7 +275,7 @@ def _closing(descriptor: int) -> Iterator[int]:
 def _machine() -> tuple[object, ...]:
     """Equal for ranks that one launcher started in one kernel, network namespace and user; OSError if not on Linux."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return boot, os.stat("/proc/self/ns/net").st_ino, os.getuid(), os.environ.get("GROUP_RANK", "")
+    return boot, os.stat("/proc/self/ns/net").st_ino, os.getuid(), read_variable("GROUP_RANK")
 
 
 def _connect(peers: dict[int, socket.socket], listener: socket.socket, rank: int, addresses: Sequence[str]) -> None:

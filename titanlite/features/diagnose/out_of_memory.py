@@ -1,6 +1,5 @@
 """Out of memory: one readable error instead of a traceback, and on CUDA a snapshot of who holds what."""
 
-import os
 import traceback
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.base.agree import get_rank
+from titanlite.base.env import read_rank
 from titanlite.base.errors import ConfigError, TrainingError
 from titanlite.base.log import logger
 from titanlite.base.tables import format_memory
@@ -84,7 +84,7 @@ def explain_out_of_memory(job: JobConfig, error: BaseException) -> TrainingError
     memory, snapshot = (_device_memory(), _dump(job)) if of_device else ("", "")
     remedies = _DATA_REMEDY if any(room in place for room in _DATA_ROOMS) else _describe_remedies(job)
     return TrainingError(
-        f"memory: rank {os.environ.get('RANK', '0')} ran out of memory of {'the GPU' if of_device else 'the host'}"
+        f"memory: rank {read_rank()} ran out of memory of {'the GPU' if of_device else 'the host'}"
         f"{place}{reason}.{memory} {remedies}{snapshot}"
     )
 
@@ -149,7 +149,7 @@ def _dump(job: JobConfig) -> str:
     """Write the snapshot, if allocations were recorded; a sentence on where it is, or how to get one."""
     if not job.profiling.enable_memory_snapshot:
         return " For a snapshot of the memory, set profiling.enable_memory_snapshot = true."
-    path = Path(job.job.dump_folder) / FOLDER / f"rank{os.environ.get('RANK', '0')}.pickle"
+    path = Path(job.job.dump_folder) / FOLDER / f"rank{read_rank()}.pickle"
     dump: Any = getattr(torch.cuda.memory, _DUMP)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,12 +3,10 @@
 `training.deterministic` gives the same bits in every run on the same mesh, and in a resumed one.
 """
 
-import os
 import random
 import re
 import socket
 import subprocess
-from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import numpy as np
 import torch
 
 from titanlite.base.agree import raise_together
+from titanlite.base.env import read_variable, set_defaults
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger
 from titanlite.config import JobConfig
@@ -56,8 +55,7 @@ def make_deterministic(job: JobConfig) -> None:
         problems.append(
             "model.attention_backend = 'flex' picks its kernels by timing. Set it to 'sdpa', or deterministic = false."
         )
-    for name, value in _ENVIRONMENT.items():
-        given = os.environ.setdefault(name, value)
+    for name, given in set_defaults(_ENVIRONMENT).items():
         if name == "CUBLAS_WORKSPACE_CONFIG" and given not in _WORKSPACES:
             problems.append(
                 f"the environment has {name}={given}, which is not deterministic. Unset it, or set it to "
@@ -72,7 +70,7 @@ def make_deterministic(job: JobConfig) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def start_flight_recorder(dump_folder: Path, environment: MutableMapping[str, str] = os.environ) -> None:
+def start_flight_recorder(dump_folder: Path) -> None:
     """Have NCCL, if there are GPUs, dump to `dump_folder/flight_recorder/rank_N` when a collective times out.
 
     Call it before the process group is made, which reads the environment. What the user has set there stays. gloo has
@@ -82,8 +80,8 @@ def start_flight_recorder(dump_folder: Path, environment: MutableMapping[str, st
         return
     folder = dump_folder.absolute() / "flight_recorder"
     for name, old_name, value in _FLIGHT_RECORDER:
-        if name not in environment and old_name not in environment:
-            environment[name] = value or f"{folder}/rank_"
+        if read_variable(old_name) is None:
+            set_defaults({name: value or f"{folder}/rank_"})
     # NCCL's watchdog makes no folder. A run that cannot write here ends soon with a clear error of `make_dump_folder`.
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

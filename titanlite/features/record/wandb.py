@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.base.agree import get_rank
+from titanlite.base.env import read_variable
 from titanlite.base.files import read_regular, replace_file
 from titanlite.base.log import logger
 from titanlite.base.process import leave
@@ -71,7 +72,7 @@ class WandbRun:
             "WANDB__DISABLE_META": ("x_disable_meta", True),
             "WANDB_DISABLE_GIT": ("disable_git", True),
         }
-        settings = dict(defaults[name] for name in defaults if name not in os.environ)
+        settings = dict(defaults[name] for name in defaults if read_variable(name) is None)
         config: dict[str, dict[str, Any]] = {}
         for section, known in get_sections_of(job).items():
             values = {setting.name: get_value(job, setting.key) for setting in known}

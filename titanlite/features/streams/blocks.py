@@ -5,7 +5,6 @@ CPUs of a machine with 8 GPUs 8 times.
 """
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +16,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from titanlite.base.env import read_ranks_here
 from titanlite.data.cache import get_code_digest, load_or_make, stamp_files
 from titanlite.features.sft.examples import CODE, EncodedBlock, TokenizedExamples, read_header
 
@@ -39,7 +39,7 @@ def share_block(folder: Path, start: int, make: Callable[[], EncodedBlock], *, k
     The others wait. A run of one process per machine makes its blocks itself, and so does each process where the folder
     cannot be written. Of all files in the folder the newest `keep` stay, for ranks that are not as far.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1:
+    if read_ranks_here() == 1:
         return make()
     path = folder / f"{start}.npz"
 

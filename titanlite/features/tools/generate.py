@@ -6,7 +6,6 @@ Several ranks, each with a share of the model: `python -m titanlite.launch --npr
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from titanlite.assemble import build_model
 from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.command_line import Parser, command, one_of
+from titanlite.base.env import read_variable
 from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.base.files import parse_json, read_json, read_regular
 from titanlite.base.tables import format_count
@@ -139,7 +139,7 @@ def _sampling(options: argparse.Namespace) -> Sampling:
 def _run(options: argparse.Namespace) -> None:
     device, dims = torch.device("cuda" if torch.cuda.is_available() else "cpu"), None
     leave_out_cudnn()
-    if "RANK" in os.environ:
+    if read_variable("RANK") is not None:
         device = init_distributed(_TIMEOUT_S)
     install_cpu(device)
     sampling = _sampling(options)

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 
 from titanlite.assemble import build_data
 from titanlite.base.command_line import Parser, command
+from titanlite.base.env import read_variable
 from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.base.log import escape_controls, logger, raw_output
 from titanlite.base.tables import format_count
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
     add("--tokens", type=int, default=0, metavar="N", help="most tokens of a text, its first and last ones (0: all)")
     known, rest = parser.parse_known_args(argv)
-    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    color = sys.stdout.isatty() and not read_variable("NO_COLOR")
     level = logger.level
     logger.setLevel(logging.ERROR)  # the report says it all, and in order
     try:

@@ -7,16 +7,22 @@ from titanlite.features.diagnose.process import start_flight_recorder
 
 
 @pytest.fixture(autouse=True)
-def _has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The variables of a machine with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("os.environ", variables := {})
+    return variables
 
 
-def test_dumps_go_into_the_folder_of_the_run(tmp_path: Path):
-    environment: dict[str, str] = {}
-    start_flight_recorder(tmp_path / "run", environment)
+def of_torch(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith("TORCH")}  # pytest sets one, too
+
+
+def test_dumps_go_into_the_folder_of_the_run(tmp_path: Path, environment: dict[str, str]):
+    start_flight_recorder(tmp_path / "run")
     folder = tmp_path / "run" / "flight_recorder"
     assert folder.is_dir()
-    assert environment == {
+    assert of_torch(environment) == {
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/rank_",
@@ -24,16 +30,16 @@ def test_dumps_go_into_the_folder_of_the_run(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
-def test_what_the_user_set_stays(tmp_path: Path, name: str):
-    environment = {name: "/elsewhere/", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-    start_flight_recorder(tmp_path, environment)
+def test_what_the_user_set_stays(tmp_path: Path, environment: dict[str, str], name: str):
+    environment |= {name: "/elsewhere/", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    start_flight_recorder(tmp_path)
     assert environment.pop("TORCH_FR_BUFFER_SIZE") == "2000"
-    assert environment == {name: "/elsewhere/", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    assert of_torch(environment) == {name: "/elsewhere/", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 
 
 def test_a_folder_that_cannot_be_made_does_not_hide_the_clear_error_that_follows(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    start_flight_recorder(tmp_path / "file", {})
+    start_flight_recorder(tmp_path / "file")
 
 
 def test_torch_reads_these_names():
@@ -47,8 +53,7 @@ def test_torch_reads_these_names():
     assert b"TORCH_FR_DUMP_TEMP_FILE" in library
 
 
-def test_there_is_none_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_there_is_none_without_a_gpu(tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    environment: dict[str, str] = {}
-    start_flight_recorder(tmp_path, environment)
-    assert not environment and not list(tmp_path.iterdir())
+    start_flight_recorder(tmp_path)
+    assert not of_torch(environment) and not list(tmp_path.iterdir())
