@@ -31,7 +31,7 @@ _STAGES: Mapping[str, tuple[str, str]] = {
     "scratch": ("means and deviations of drawn parameters; buffers bit for bit", "equal"),
 }
 # Reasons for which a class is not trained, and how a message tells. For the first two it cannot be.
-_NOT_CAUSAL, _NO_TEXT = "sees later tokens, so it predicts nothing", "gets no text: audio codes, a robot's state"
+_NOT_CAUSAL, _NO_TEXT = "sees later tokens, so it predicts nothing", "no text: audio codes, a robot's state, a canvas"
 _REASONS: Mapping[str, str] = {
     _NOT_CAUSAL: r"is not causal",
     _NO_TEXT: r"does not run on text alone",

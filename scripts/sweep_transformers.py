@@ -105,6 +105,15 @@ _MROPE, _HALF_MROPE = (
     {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}}}
     for sections in ([2, 3, 3], [1, 1, 2])
 )
+_GEMMA3N = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": _ALTERNATING * 2,
+    "intermediate_size": [64] * 4,
+    "activation_sparsity_pattern": [0.0] * 4,
+    **_GEMMA4,
+}
+_TINY_VIT = {"architecture": "vit_tiny_patch16_224", "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 2}}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 _FIXES: Mapping[str, Mapping[str, Any]] = {
     "bamba": _MAMBA,
@@ -130,9 +139,10 @@ _FIXES: Mapping[str, Mapping[str, Any]] = {
     "step3p7": {"text_config": {"sliding_window": 8}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "xmod": {"default_language": "en_XX"},
-    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": _ALTERNATING * 2}
-    | {"intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.0] * 4}
-    | _GEMMA4,
+    "gemma3n_text": _GEMMA3N,
+    "gemma3n": {"text_config": _GEMMA3N, "vision_config": _TINY_VIT},
+    "fast_vlm": {"vision_config": {"architecture": "fastvit_t8", "hidden_size": 768}},
+    "perception_lm": {"vision_config": _TINY_VIT},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "ministral": {"head_dim": 16},
