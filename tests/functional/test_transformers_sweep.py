@@ -26,7 +26,7 @@ FAMILIES = (
         "qwen3_5_moe",
     ),
     *("gemma2", "gemma3", "gemma4", "phi3", "gpt_oss", "deepseek_v3", "deepseek_v4", "glm4_moe", "kimi_k25"),
-    *("nemotron_h", "olmo3", "granitemoehybrid", "minimax_m2", "llama4_text", "cohere2", "t5gemma2"),
+    *("nemotron_h", "olmo3", "granitemoehybrid", "minimax_m2", "llama4_text", "cohere2"),
 )
 
 
