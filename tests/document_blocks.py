@@ -14,7 +14,8 @@ A mark is an HTML comment in the line before a fenced block, so the rendered pag
 
 `run` takes these options, all of them with a value:
 
-    append    words added to every command of the block that calls run_train.sh: fewer steps than the reader would take
+    append    words added to every command of the block that calls run_train.sh, or to a plan: fewer steps, or no
+              proposals
     replace   OLD->NEW: what follows from fewer steps, such as the name of a checkpoint
     prepare   a command that runs before, for files that the reader is supposed to have
     timeout   seconds, default 300
@@ -33,6 +34,7 @@ from pathlib import Path
 
 _MARK = re.compile(r"<!-- (run|output|file)(?:: (.*?))? -->")
 _OPTIONS = {"append", "replace", "prepare", "timeout", "exit"}
+_TAKES_MORE = re.compile(r"run_train\.sh|titanlite plan")
 _NUMBER = re.compile(r"\d[\d.,:]*(?:e[-+]?\d+)?")
 _SLOW_RANK = re.compile(r"rank # slow \([^)]*\)")
 
@@ -65,8 +67,8 @@ class Block:
             text = text.replace(old, new)
         if append := self.options.get("append"):
             lines = text.splitlines()
-            assert any("run_train.sh" in line for line in lines), f"{self.where}: append: nothing calls run_train.sh"
-            text = "\n".join(f"{line.rstrip()} {append}" if "run_train.sh" in line else line for line in lines)
+            assert any(map(_TAKES_MORE.search, lines)), f"{self.where}: append: nothing calls run_train.sh or plan"
+            text = "\n".join(f"{line.rstrip()} {append}" if _TAKES_MORE.search(line) else line for line in lines)
         files = [f"cat > {shlex.quote(name)} <<'END'\n{text}\nEND" for name, text in self.files.items()]
         return "\n".join(filter(None, [*files, self.options.get("prepare"), text]))
 
