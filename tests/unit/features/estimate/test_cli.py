@@ -6,15 +6,18 @@ import resource
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from titanlite.__main__ import main
 from titanlite.base.errors import ConfigError
-from titanlite.features.estimate import cli
+from titanlite.features.estimate import cli, estimate
 from titanlite.features.estimate.cli import _Planner, read_request
 from titanlite.features.estimate.proposals import sweep
+from titanlite.features.estimate.trace import trace_step
 from titanlite.models.families import families
 
 ROOT = Path(__file__).parents[4]
@@ -29,6 +32,22 @@ TINY = (
 @pytest.fixture(autouse=True)
 def _a_busy_machine(monkeypatch):
     monkeypatch.setattr(cli, "_LONG_S", 600.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_trace_once() -> Iterator[None]:
+    """Tests ask for the same plans again and again. Traces depend on nothing but these arguments."""
+    found: dict[str, Any] = {}
+
+    def trace_once(*args: Any, **options: Any) -> Any:
+        key = repr((args, options))
+        if key not in found:
+            found[key] = trace_step(*args, **options)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate, "trace_step", trace_once)
+        yield
 
 
 def test_a_plan_that_fits(capsys, tmp_path):
