@@ -78,7 +78,7 @@ def points(folder: Path, key: str) -> dict[int, Any]:
 TRANSFORMERS = ["--model.implementation=transformers", "--moe.expert_bias_update_rate=none"]
 
 
-@pytest.mark.parametrize(("mesh", "overrides"), [("FSDP4", []), ("TP2xEP2", []), ("TP2xEP2", TRANSFORMERS)])
+@pytest.mark.parametrize(("mesh", "overrides"), [("TP2xEP2", []), ("TP2xEP2", TRANSFORMERS)])
 def test_it_takes_place_before_at_intervals_and_at_the_end(train, meshes, mesh, overrides):
     folder = train(meshes[mesh], *EVALUATION, "--training.steps=3", *overrides)
     assert points(folder, "eval/exact_match") == {0: 0.0, 2: 0.0, 3: 0.0}
@@ -200,19 +200,19 @@ def test_patience_is_counted_across_a_resume(train):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_the_best_checkpoint_stays_beside_the_latest(train, meshes, mode):
+def test_the_best_checkpoint_stays_beside_the_latest(train, mode):
     losses = [3.0, 2.0, 2.5, 2.6, 1.5, 1.9]
     arguments = [
         *VALIDATION,
         *("--checkpoint.save_best=validation", "--checkpoint.keep_latest_k=1", "--checkpoint.interval=3"),
         f"--checkpoint.async_mode={mode}",
     ]
-    folder = train(meshes["FSDP4"], *arguments, losses=losses) / "checkpoint"
+    folder = train(Degrees(dp_shard=2), *arguments, losses=losses) / "checkpoint"
     assert list_steps(folder) == [2, 4] and read_best(folder) == 2
     assert check_folder(folder / "best", checksums=True) == []
     assert (folder / "best/config.json").exists(), "the link is a model folder"
     # The resumed run knows what 2.6 has to beat, and what was the best goes when it is no more.
-    train(meshes["FSDP4"], *arguments, "--training.steps=6", losses=losses)
+    train(Degrees(dp_shard=2), *arguments, "--training.steps=6", losses=losses)
     assert list_steps(folder) == [5, 6] and read_best(folder) == 5
     state = json.loads((folder / "step-6/titanlite/train_state.json").read_text())["results"]["validation"]
     assert (state["best"], state["best_step"], state["last"]) == (1.5, 5, 1.9)

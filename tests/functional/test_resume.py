@@ -20,6 +20,7 @@ from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 
 HALF, ALL = 3, 6
+TWO = Degrees(dp_shard=2)  # where the mesh does not matter
 DOTS1 = ["--model.name=dots1"]
 CHUNKS = ["--parallelism.pipeline_parallel_chunks=2", "--model.overrides.num_layers=5"]
 MUON = ["--optimizer.name=Muon", "--training.divergence_check_freq=1"]  # replicas must stay the same to the last bit
@@ -122,12 +123,12 @@ def test_the_middle_is_not_the_end(halfway, meshes):
         assert middle[name] != end[name], name
 
 
-def test_resumed_with_another_optimizer_its_states_are_refused(train, halfway, meshes):
-    _, resumed = halfway(meshes["FSDP4"])
+def test_resumed_with_another_optimizer_its_states_are_refused(train, halfway):
+    _, resumed = halfway(TWO)
     with pytest.raises(
         AssertionError, match=r"gate\.weight: has exp_avg, exp_avg_sq, step, but optimizer\.name needs mo"
     ):
-        train(meshes["FSDP4"], resumed, "--optimizer.name=Muon")
+        train(TWO, resumed, "--optimizer.name=Muon")
 
 
 def test_momentum_of_muon_moves_to_another_mesh(train, halfway, meshes):
@@ -236,34 +237,34 @@ def test_nothing_is_drawn_when_a_run_resumes(run_ranks, halfway, checked, meshes
     assert all(name.endswith("tokens_per_expert") for names in found for name in names)
 
 
-def test_a_finished_run_says_so_and_saves_nothing(train, halfway, meshes, tmp_path):
-    whole, _ = halfway(meshes["FSDP4"])
+def test_a_finished_run_says_so_and_saves_nothing(train, halfway, tmp_path):
+    whole, _ = halfway(TWO)
     copy = tmp_path / "copy"
     shutil.copytree(whole, copy)
-    train(meshes["FSDP4"], copy)
+    train(TWO, copy)
     assert contents(copy, ALL) == contents(whole, ALL)
     assert sorted(path.name for path in (copy / "checkpoint").iterdir()) == [f"step-{HALF}", f"step-{ALL}"]
 
 
-def test_longer_training_goes_on_from_the_last_checkpoint(train, halfway, meshes, tmp_path):
-    whole, _ = halfway(meshes["FSDP4"])
+def test_longer_training_goes_on_from_the_last_checkpoint(train, halfway, tmp_path):
+    whole, _ = halfway(TWO)
     shutil.copytree(whole, tmp_path / "run")
-    train(meshes["FSDP4"], tmp_path / "run", f"--training.steps={ALL + 2}")
+    train(TWO, tmp_path / "run", f"--training.steps={ALL + 2}")
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, ALL + 3))
 
 
-def test_settings_that_changed_are_said_when_a_run_resumes(train, halfway, meshes, tmp_path):
+def test_settings_that_changed_are_said_when_a_run_resumes(train, halfway, tmp_path):
     """Since the last start, not since the first; the folder that is copied tells nothing of its settings.
 
     One that ended before it trained is none.
     """
-    _, resumed = halfway(meshes["FSDP4"])
+    _, resumed = halfway(TWO)
     for steps, lr in ((HALF + 1, "1e-3"), (HALF + 2, "2e-3"), (HALF + 2, "2e-3")):
         refused = ["--training.steps=99", "--model.overrides.num_layers=4"]
         with pytest.raises(AssertionError, match="num_layers is 4, there 2"):
-            train(meshes["FSDP4"], resumed, *refused)
-        train(meshes["FSDP4"], resumed, f"--training.steps={steps}", f"--optimizer.lr={lr}")
+            train(TWO, resumed, *refused)
+        train(TWO, resumed, f"--training.steps={steps}", f"--optimizer.lr={lr}")
     lines = [json.loads(line) for line in (resumed / "events.jsonl").read_text().splitlines()]
     told = [line["text"].partition("; ")[2] for line in lines if line["kind"] == "resume"]
     changes = f"training.steps {HALF + 1} -> {HALF + 2}, optimizer.lr 0.001 -> 0.002"

@@ -346,9 +346,7 @@ class TestCompile:
     @pytest.mark.parametrize(
         ("degrees", "checkpointing"),
         [
-            (Degrees(), "none"),
             (Degrees(), "full"),
-            (Degrees(dp_shard=2, ep=2), "full"),
             (Degrees(dp_shard=2, tp=2, ep=2), "selective"),
             (Degrees(cp=2), "selective"),
             (Degrees(tp=2, ep=4, cp=2), "full"),
