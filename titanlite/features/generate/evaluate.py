@@ -139,14 +139,9 @@ class Evaluator:
     """Evaluates a model on one set of prompts, whenever it is asked to; made by `build_evaluator`."""
 
     def __init__(
-        self,
-        job: JobConfig,
-        dataset: TrainDataset,
-        tokenizer: Any,
-        model_config: AnyModelConfig,
-        dims: ParallelDims,
+        self, job: JobConfig, dataset: TrainDataset, tokenizer: Any, model_config: AnyModelConfig, dims: ParallelDims,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         prompts = build_evaluation_prompts(job, dataset, tokenizer)
         self._section, self._tokenizer, self._dims, self._device = job.evaluation, tokenizer, dims, device
         self.name, self._scorer = get_scorer(self._section.scorer)
@@ -239,13 +234,9 @@ def build_evaluation_prompts(job: JobConfig, dataset: TrainDataset, tokenizer: A
 
 
 def build_evaluator(
-    job: JobConfig,
-    dataset: TrainDataset,
-    tokenizer: Any,
-    model_config: AnyModelConfig,
-    dims: ParallelDims,
+    job: JobConfig, dataset: TrainDataset, tokenizer: Any, model_config: AnyModelConfig, dims: ParallelDims,
     device: torch.device,
-) -> Evaluator | None:
+) -> Evaluator | None:  # fmt: skip
     """Return the evaluator that `[evaluation]` describes, or None if it is not enabled.
 
     Raises:
