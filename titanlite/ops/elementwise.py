@@ -159,12 +159,13 @@ def apply_rope(x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Ten
 
 
 def _rotate(x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Tensor) -> torch.Tensor:
-    width = cos_BS1R.shape[-1]
+    width, half = cos_BS1R.shape[-1], cos_BS1R.shape[-1] // 2
     if width < x_BSHK.shape[-1]:
         return torch.cat([_rotate(x_BSHK[..., :width], cos_BS1R, sin_BS1R), x_BSHK[..., width:]], dim=-1)
-    half = x_BSHK.shape[-1] // 2
-    turned = torch.cat([-x_BSHK[..., half:], x_BSHK[..., :half]], dim=-1)
-    return torch.addcmul(x_BSHK * cos_BS1R, turned, sin_BS1R)
+    out_BSHK = x_BSHK * cos_BS1R
+    out_BSHK[..., :half].addcmul_(x_BSHK[..., half:], sin_BS1R[..., :half], value=-1)
+    out_BSHK[..., half:].addcmul_(x_BSHK[..., :half], sin_BS1R[..., half:])
+    return out_BSHK
 
 
 class _Rotate(torch.autograd.Function):
