@@ -40,7 +40,7 @@ from titanlite.features.custom.optimizer import build_custom_optimizer
 from titanlite.features.diagnose.divergence import DivergenceCheck
 from titanlite.features.diagnose.nonfinite import diagnose
 from titanlite.features.diagnose.out_of_memory import explain_out_of_memory, start_memory_history, warn_of_large_mask
-from titanlite.features.diagnose.process import check_triton, explain_refusal, make_deterministic, start_flight_recorder
+from titanlite.features.diagnose.process import explain_refusal, make_deterministic, start_flight_recorder, try_kernels
 from titanlite.features.diagnose.spike import SpikeDetector
 from titanlite.features.dpo.objective import build_dpo, turn_off_dropout
 from titanlite.features.generate.evaluate import build_evaluator
@@ -94,7 +94,7 @@ def assemble(checked: Checked) -> Trainer:
     check_same_settings(job)
     locks = hold_folders(job, folder)  # before anything there is read or cleaned
     check_device(job, device)
-    check_triton(job, device)
+    try_kernels(job, model_config, device)
     start_memory_history(job, device)
     dims = ParallelDims.build(degrees, device.type)
     where = f"{degrees}, {format_count(degrees.world_size, 'rank')} on {device.type}"

@@ -19,7 +19,7 @@ from titanlite.base.errors import NEVER_RESTARTED
 from titanlite.launch import heartbeat, stop
 from titanlite.launch.heartbeat import Beat
 from titanlite.launch.notices import ENDING, Restart, forget_last_start, lost_peers, note_restart, read_error, say
-from titanlite.launch.stacks import describe, is_stopped, save_stacks
+from titanlite.launch.stacks import describe, is_stopped, save_records, save_stacks
 
 _HANG = 124  # exit code, as of timeout(1)
 # When one rank has failed, the others may print what they have to say (the same error), and then end.
@@ -119,6 +119,8 @@ class Guard:
         text = describe(self._folder, beats, [rank for rank in running if rank not in beats])
         if kept is not None:
             text += f"\n  Stacks of the ranks: {kept}"
+        if records := save_records(self._folder, beats):
+            text += f"\n  Latest collectives of NCCL, for torchfrtrace: {', '.join(map(str, records))}"
         self._end(running)
         self.failure = Failure(text, _HANG, said=True)
         say(f"{text}\n  All {num_ranks} ranks of this machine were ended.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from titanlite.launch.heartbeat import STACK_SIGNAL, Beat, stack_path
 from titanlite.launch.notices import lost_path
 
-_ANSWER_S = 2.0
+_ANSWER_S, _RECORDS_S = 2.0, 5.0  # NCCL's thread that writes a record looks for a wish every second
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)')
 _OWN_FILES = ("titanlite/distributed/collectives.py", "titanlite/features/cpu/shared_memory.py")
 # Functions of torch.distributed and of titanlite's own collectives that wait for other ranks.
@@ -49,6 +49,28 @@ def save_stacks(folder: str | Path, beats: Mapping[int, Beat]) -> Path | None:
     except OSError:
         return None
     return kept
+
+
+def record_pipe(folder: str | Path) -> str:
+    """Return what torch puts a rank's number and ".pipe" behind: who writes to that pipe asks NCCL for its record."""
+    return str(Path(folder, "nccl-"))
+
+
+def save_records(folder: str | Path, beats: Mapping[int, Beat]) -> list[Path]:
+    """Have NCCL write each rank's latest collectives (`features.diagnose`), and return the files, if any."""
+    asked: dict[Path, int] = {}
+    for rank, beat in beats.items():
+        with suppress(OSError):  # there is no pipe, or nobody reads it
+            pipe = os.open(f"{record_pipe(folder)}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+            path = Path(beat.dump_folder, "flight_recorder", f"rank_{rank}")
+            asked[path] = path.stat().st_mtime_ns if path.exists() else 0
+            os.write(pipe, b"1")
+            os.close(pipe)
+    end, written = time.monotonic() + _RECORDS_S, []
+    while len(written) < len(asked) and time.monotonic() < end:
+        time.sleep(0.1)
+        written = [path for path, before in asked.items() if path.exists() and path.stat().st_mtime_ns != before]
+    return written
 
 
 def describe(folder: str | Path, beats: Mapping[int, Beat], silent: Iterable[int]) -> str:

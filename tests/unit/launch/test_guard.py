@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -143,6 +144,28 @@ def test_hang_names_who_waits_for_whom(start, tmp_path, capfd):
     assert "The others wait for them: ranks 0, 2 in all_reduce (step 2, forward)." in said
     assert re.search(r"rank 1 has not moved for \d+ s since step 2, forward: it is in compute \(.*rank.py:\d+\);", said)
     assert all(is_gone(pid) for pid in pids.values()), "a stopped one, too"
+
+
+def test_records_of_nccl_are_asked_for_before_ranks_end(start, tmp_path, capfd):
+    """A thread of NCCL reads the pipe, and writes; here one of this process does."""
+    pid, record = start(0, "loop"), tmp_path / "run/flight_recorder/rank_0"
+    os.mkfifo(pipe := f"{stacks.record_pipe(tmp_path / 'notices')}0.pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    alive = []
+
+    def write_record() -> None:
+        while not os.read(reader, 1):
+            time.sleep(0.05)
+        alive.append(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None)
+        record.parent.mkdir(parents=True)
+        record.write_text("record")
+
+    thread = threading.Thread(target=write_record)
+    thread.start()
+    watch(Guard(str(tmp_path / "notices")), {0: pid})
+    thread.join(5)
+    os.close(reader)
+    assert alive == [True] and f"for torchfrtrace: {record}\n" in capfd.readouterr().err
 
 
 def test_a_rank_that_is_stopped_hangs_in_any_phase_but_not_for_a_moment(start, tmp_path, capfd):

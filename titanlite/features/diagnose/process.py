@@ -8,16 +8,21 @@ import re
 import socket
 import subprocess
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.attention
 
-from titanlite.base.agree import raise_together
+from titanlite.base.agree import gather_objects, raise_together
 from titanlite.base.env import read_variable, set_defaults
-from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.errors import NOTICE_FOLDER, ConfigError, raise_problems
 from titanlite.base.log import logger
-from titanlite.config import JobConfig
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
+from titanlite.distributed.parallelize import choose_attention
+from titanlite.launch.stacks import record_pipe
+from titanlite.ops.attention import varlen_attention
 from titanlite.ops.grouped_gemm import triton_problem
 
 _CODE = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>\S+)', re.MULTILINE)
@@ -71,7 +76,8 @@ def make_deterministic(job: JobConfig) -> None:
 
 
 def start_flight_recorder(dump_folder: Path) -> None:
-    """Have NCCL, if there are GPUs, dump to `dump_folder/flight_recorder/rank_N` when a collective times out.
+    """Have NCCL, if there are GPUs, dump to `dump_folder/flight_recorder/rank_N` when a collective times out, and when
+    the launcher asks for it, which ends ranks that hang before that.
 
     Call it before the process group is made, which reads the environment. What the user has set there stays. gloo has
     no flight recorder; there the error of the rank that waited says which collective it was.
@@ -82,9 +88,17 @@ def start_flight_recorder(dump_folder: Path) -> None:
     for name, old_name, value in _FLIGHT_RECORDER:
         if read_variable(old_name) is None:
             set_defaults({name: value or f"{folder}/rank_"})
+    if launcher := read_variable(NOTICE_FOLDER):
+        set_defaults({"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": record_pipe(launcher)})
     # NCCL's watchdog makes no folder. A run that cannot write here ends soon with a clear error of `make_dump_folder`.
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
+
+
+def try_kernels(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
+    """Do `check_triton` and `use_flash_attention_3`. Collective: every rank must call."""
+    check_triton(job, device)
+    use_flash_attention_3(job, model_config, device)
 
 
 def check_triton(job: JobConfig, device: torch.device) -> None:
@@ -120,6 +134,53 @@ def _run_kernel(device: torch.device) -> None:
 
     gather_sum(torch.zeros(1, 16, device=device), torch.zeros(1, 1, device=device, dtype=torch.int32))
     torch.cuda.synchronize(device)
+
+
+_FLASH_3, _FLASH_3_PACKAGE = "FA3", "flash_attn_interface"
+
+
+def use_flash_attention_3(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
+    """Let FlashAttention 3 compute `model.attention_backend` = "auto" on Hopper, if its package is there for all ranks.
+
+    torch activates it in the whole process. It is tried with heads of this model, forward and backward; where that
+    fails, torch's own FlashAttention 2 stays. So it does with `training.deterministic`, which needs its backward.
+
+    Collective: every rank must call.
+    """
+    if device.type != "cuda" or job.model.attention_backend != "auto" or job.training.deterministic:
+        return
+    if choose_attention(job, model_config, device.type) != "varlen" or not isinstance(model_config, ModelConfig):
+        return
+    attention = torch.nn.attention
+    found = (
+        torch.cuda.get_device_capability(device)[0] == 9
+        and find_spec(_FLASH_3_PACKAGE) is not None
+        and _FLASH_3 in attention.list_flash_attention_impls()
+    )
+    problem = None if found else ""
+    if found:
+        try:
+            attention.activate_flash_attention_impl(_FLASH_3)
+            _try_attention(model_config, device)
+        except Exception as error:  # noqa: BLE001 - whatever it is: a kernel that does not run is the problem
+            problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
+    problems = gather_objects(problem)
+    if all(problem is None for problem in problems):
+        logger.info("attention: FlashAttention 3, of %s", _FLASH_3_PACKAGE)
+        return
+    if found and attention.current_flash_attention_impl() == _FLASH_3:
+        attention.restore_flash_attention_impl()
+    if why := next(filter(None, problems), None):
+        logger.warning("attention: FlashAttention 2, for 3 does not run with the heads of this model: %s.", why)
+
+
+def _try_attention(config: ModelConfig, device: torch.device) -> None:
+    heads, kv_heads, starts = config.num_heads, config.num_kv_heads, torch.tensor([0, 5, 16], device=device)
+    shapes = ((heads, config.qk_head_dim), (kv_heads, config.qk_head_dim), (kv_heads, config.value_head_dim))
+    qkv = [torch.zeros(1, 16, *shape, dtype=torch.bfloat16, device=device, requires_grad=True) for shape in shapes]
+    varlen_attention(*qkv, starts.int(), 1.0).sum().backward()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def explain_refusal(error: BaseException) -> ConfigError | None:

@@ -1,6 +1,7 @@
 """What a user reads when torch cannot compile a layer."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
 from titanlite.features.diagnose import process
-from titanlite.features.diagnose.process import check_triton, explain_refusal
+from titanlite.features.diagnose.process import check_triton, explain_refusal, use_flash_attention_3
+from titanlite.models.families import families
 
 
 def graph_break(x: torch.Tensor) -> torch.Tensor:
@@ -94,3 +96,75 @@ def test_no_kernel_is_tried_where_none_is_used(monkeypatch):
     check_triton(job, CUDA)
     with pytest.raises(ConfigError, match="ZeroDivisionError: division by zero"):
         check_triton(JobConfig(), CUDA)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU with FlashAttention 3; what torch was told."""
+    told: list[str] = []
+    attention = torch.nn.attention
+    monkeypatch.setattr(process, "find_spec", lambda name: name)
+    monkeypatch.setattr(process, "_try_attention", lambda *_: told.append("tried"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(attention, "list_flash_attention_impls", lambda: ["FA3", "FA4"])
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", told.append)
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: "FA3")
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: told.append("restored"))
+    return told
+
+
+FLASH_CONFIG = families()["qwen3"].presets["0.6B"]
+
+
+def test_flash_attention_3_serves_hopper_once_it_was_tried(hopper, caplog):
+    with caplog.at_level("INFO", "titanlite"):
+        use_flash_attention_3(JobConfig(), FLASH_CONFIG, CUDA)
+    assert hopper == ["FA3", "tried"] and "FlashAttention 3, of flash_attn_interface" in caplog.text
+
+
+def test_flash_attention_3_that_fails_on_a_models_heads_is_taken_back(hopper, monkeypatch, caplog):
+    monkeypatch.setattr(process, "_try_attention", lambda *_: {}["head size"])
+    use_flash_attention_3(JobConfig(), FLASH_CONFIG, CUDA)
+    assert hopper == ["FA3", "restored"]
+    assert "FlashAttention 2, for 3 does not run with the heads of this model: KeyError: 'head size'." in caplog.text
+
+
+def test_flash_attention_3_is_taken_back_where_another_rank_has_none(hopper, monkeypatch):
+    monkeypatch.setattr(process, "gather_objects", lambda value: [value, ""])
+    use_flash_attention_3(JobConfig(), FLASH_CONFIG, CUDA)
+    assert hopper == ["FA3", "tried", "restored"]
+
+
+@pytest.mark.parametrize("why", ["ampere", "package", "cpu", "deterministic", "backend", "heads"])
+def test_flash_attention_2_stays(hopper, monkeypatch, why):
+    job, config, device = JobConfig(), FLASH_CONFIG, torch.device("cpu") if why == "cpu" else CUDA
+    if why == "ampere":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    elif why == "package":
+        monkeypatch.setattr(process, "find_spec", lambda name: None)
+    elif why == "deterministic":
+        job.training.deterministic = True
+    elif why == "backend":
+        job.model.attention_backend = "sdpa"
+    elif why == "heads":
+        config = replace(config, head_dim=12)
+    use_flash_attention_3(job, config, device)
+    assert hopper == []
+
+
+def test_the_trial_is_a_forward_and_a_backward_with_the_models_heads(monkeypatch):
+    seen = []
+
+    def attend(q, k, v, starts, scale):
+        seen.append((q.shape[2:], k.shape[2:], v.shape[2:], starts.dtype))
+        return q * k.sum() * v.sum()
+
+    monkeypatch.setattr(process, "varlen_attention", attend)
+    process._try_attention(FLASH_CONFIG, torch.device("cpu"))
+    assert seen == [((16, 128), (8, 128), (8, 128), torch.int32)]
+
+
+def test_torch_still_spells_its_flash_attention_so():
+    assert "FA3" in torch.nn.attention.list_flash_attention_impls()
+    for name in ("activate", "current", "restore"):
+        assert callable(getattr(torch.nn.attention, f"{name}_flash_attention_impl"))
