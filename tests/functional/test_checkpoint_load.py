@@ -77,12 +77,15 @@ def test_round_trip_is_bit_identical_on_every_mesh(run_ranks, checked, meshes, t
     source = tmp_path / "transformers"
     theirs = save_transformers_model(checked(Degrees(), *overrides), source, max_shard_size="50KB")
     expected = theirs.state_dict()
+    # From 5.24 on transformers keeps the routers of some families in float32.
+    kept = any(param.dtype == torch.float32 for param in theirs.parameters())
+    dtype = torch.float32 if kept else torch.bfloat16
     for name, degrees in _meshes_of(overrides, meshes).items():
         job = checked(degrees, *overrides)
         folder = tmp_path / name
 
         def rank_main(job: Checked = job, folder: Path = folder) -> int:
-            model, plan = load(job, source, torch.bfloat16)
+            model, plan = load(job, source, dtype)
             save_hf_model(model, plan, None, folder, torch.bfloat16)
             return sum(isinstance(entry.source, Init) and entry.info.persistent for entry in plan.entries)
 
@@ -94,6 +97,7 @@ def test_round_trip_is_bit_identical_on_every_mesh(run_ranks, checked, meshes, t
         assert {key: value for key, value in info.items() if value} == {}, name
         ours = loaded.state_dict()
         assert ours.keys() == expected.keys()
+        assert {key: tensor.dtype for key, tensor in ours.items()} == {key: t.dtype for key, t in expected.items()}
         assert [key for key in expected if not torch.equal(ours[key], expected[key])] == [], name
         files = {path.name for path in folder.iterdir()}
         assert {"config.json", "generation_config.json", "model.safetensors", "titanlite"} == files

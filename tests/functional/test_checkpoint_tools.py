@@ -322,7 +322,10 @@ def test_an_export_is_the_source_cast(command, hf_model, tmp_path, monkeypatch, 
     before = load_files(*folder.glob("*.safetensors"))
     cast = {key: tensor if "correction_bias" in key else tensor.to(dtype) for key, tensor in before.items()}
     assert_same(load_files(*out.rglob("*.safetensors")), cast)
-    assert_same(load_strictly(out), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict())
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
+    # From 5.24 on transformers keeps the routers of some families in float32, with bits that the copy does not have.
+    is_kept = {key: "correction_bias" in key or tensor.dtype == dtype for key, tensor in theirs.items()}
+    assert_same(load_strictly(out), {k: t if is_kept[k] else t.to(dtype).to(t.dtype) for k, t in theirs.items()})
     beside = {name: data.decode() for name, data in contents(out).items() if not name.startswith("model")}
     assert beside == BESIDE | {"config.json": beside["config.json"]}
     assert (out / f"{MODEL}.index.json").exists() == split == (not (out / MODEL).exists())

@@ -27,11 +27,13 @@ class Stored:
 
     Attributes:
         block: rows and columns of an FP8 weight with a common factor, if config.json has them.
+        in_float32: keys of tensors in float32, if most bytes of the model are in fewer bits: they stay float32.
     """
 
     tensors: dict[str, StoredTensor]
     file_bytes: dict[Path, int]
     block: tuple[int, int] | None = (128, 128)
+    in_float32: frozenset[str] = frozenset()
 
 
 def read_model_headers(folder: Path) -> Stored:

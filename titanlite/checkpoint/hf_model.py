@@ -151,17 +151,15 @@ def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact
     entries = [entry for entry in plan.entries if entry.info.persistent]
     used = _find_used([entry for entry in entries if is_sidecar(entry.fqn, family)], plan.group is not None)
     for entry, share in zip(entries, share_out((entry.tensor for entry in entries), plan.group), strict=True):
-        local, region = local_of(entry.tensor), entry.region
-        stored = dtype if entry.info.kind == "parameter" else entry.dtype
+        stored, local, region, shape = entry.saved_dtype(dtype), local_of(entry.tensor), entry.region, entry.info.shape
         if is_sidecar(entry.fqn, family):
             if entry.fqn in used:
-                sidecar.append(Item.of(whole(entry.fqn, entry.info.shape), stored, local, region, share.mine))
+                sidecar.append(Item.of(whole(entry.fqn, shape), stored, local, region, share.mine))
             continue
-        pieces = checkpoint_pieces(entry.fqn, entry.info.shape, family)
+        pieces = checkpoint_pieces(entry.fqn, shape, family)
         model += [Item.of(piece, stored, local, region, share.mine) for piece in pieces]
         if exact and stored.itemsize < entry.dtype.itemsize:
-            piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
-            masters.append(Item.of(piece, entry.dtype, local, region, share.mine))
+            masters.append(Item.of(whole(MASTER_PREFIX + entry.fqn, shape), entry.dtype, local, region, share.mine))
     return [
         *lay_out(model, "model"),
         *(lay_out(sidecar, f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}") if sidecar else []),

@@ -30,18 +30,14 @@ from titanlite.ops import local_tensor
 
 def mixed_precision_dtypes(job: JobConfig, device_type: str) -> tuple[torch.dtype, torch.dtype]:
     """Return (parameter and activation dtype, gradient reduction dtype) that the configuration asks for here."""
-    training = job.training
-    param = training.mixed_precision_param
+    training, param = job.training, job.training.mixed_precision_param
     if param == "auto":
         param = "bfloat16" if device_type == "cuda" else training.dtype
     return getattr(torch, param), getattr(torch, training.mixed_precision_reduce)
 
 
 def base_dtype(job: JobConfig, device_type: str) -> torch.dtype:
-    """Dtype in which the model's own weights are kept: `training.dtype`, or with adapters `lora.base_dtype`.
-
-    Of what is kept in blocks, it is the dtype of everything else.
-    """
+    """Dtype of the model's own weights that are not in blocks: `training.dtype`, or with adapters `lora.base_dtype`."""
     if not job.lora.rank:
         return getattr(torch, job.training.dtype)
     if job.lora.base_dtype == "auto" or job.lora.base_dtype in BLOCK_SIZES:
@@ -79,6 +75,11 @@ def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: st
         units = {layer: [] for layer in layers}
     if ignored:
         shared["ignored_params"] = ignored
+    trained = {param: param.dtype for param in model.parameters() if param.requires_grad and param not in ignored}
+    common = max(set(trained.values()), key=[*trained.values()].count, default=param_dtype)
+    for module in model.modules():  # a unit has one dtype, and transformers keeps some routers in float32
+        if any(trained.get(param, common) != common for param in module.parameters(recurse=False)):
+            fully_shard(module, mesh=dims.fsdp_mesh, **shared)
     for layer in layers:
         # The last layer's parameters are needed again at once, when backward begins.
         last = layer is layers[-1] and dims.is_last_stage
@@ -276,11 +277,9 @@ class _Allocator:
 
 
 class _TimedAllGather(_Allocator):
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> dist.Work | None:
         with timers.collective(on_own_stream=True):
-            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            return all_gather_single(output_tensor, input_tensor, **options)
 
 
 class _TimedReduceScatter(_Allocator):
@@ -289,24 +288,15 @@ class _TimedReduceScatter(_Allocator):
     There is a hook only after that; the time begins where FSDP allocated the result, or where the reduce-scatter ended.
     """
 
-    def __init__(self) -> None:
-        self._since: Any = None
+    _since: Any = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        buffer = super().allocate(size, dtype=dtype, device=device)
         self._note()
-        return buffer
+        return super().allocate(size, dtype=dtype, device=device)
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> dist.Work | None:
         with timers.collective(on_own_stream=True):
-            work = reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+            work = reduce_scatter_single(output_tensor, input_tensor, **options)
         self._note()
         return work
 

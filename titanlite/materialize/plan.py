@@ -79,6 +79,11 @@ class TensorEntry:
         """Name of the encoding, or of the dtype."""
         return str(self.dtype).removeprefix("torch.") if self.encoding is None else self.encoding.name
 
+    def saved_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the tensor in files whose parameters have `dtype`; buffers keep theirs."""
+        kept = torch.float32 if isinstance(self.source, Read) and self.source.keeps_float32 else dtype
+        return self.dtype if self.info.kind == "buffer" else kept
+
     @property
     def local_shape(self) -> tuple[int, ...]:
         return self.region.lengths if self.encoding is None else local_shape_of(self.tensor)

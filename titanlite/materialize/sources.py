@@ -105,6 +105,7 @@ class Read:
     reader: TensorReader
     name: str
     shape: tuple[int, ...]
+    keeps_float32: bool = False  # stored in float32 among tensors of fewer bits, and saved so again
 
     def __str__(self) -> str:
         return f"checkpoint {self.reader.name}:{self.name}"

@@ -1,6 +1,7 @@
 """Adapters merged into the weights of their model: `W + alpha / rank * B A`, any part of a weight at a time."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -151,7 +152,7 @@ class MergedSource:
         for name, source in self._source(tensors):
             if isinstance(source, Read):
                 reader = readers.setdefault(id(source.reader), _MergingReader(source.reader, self._adapters))
-                source = Read(reader, source.name, source.shape)
+                source = replace(source, reader=reader)
             yield name, source
 
 

@@ -187,12 +187,11 @@ def count_bytes(plan: Plan, job: JobConfig, muon: Container[torch.Tensor]) -> in
     """
     total = 0
     for entry in plan.entries:
-        is_param = entry.info.kind == "parameter"
         if not entry.info.persistent or (job.lora.rank and not is_adapter(entry.fqn)):
             continue
         own = entry.dtype.itemsize
-        export = getattr(torch, job.checkpoint.export_dtype).itemsize if is_param and not job.lora.rank else own
-        moments = count_moments(entry.tensor, muon) if is_param and entry.tensor.requires_grad else 0
+        export = own if job.lora.rank else entry.saved_dtype(getattr(torch, job.checkpoint.export_dtype)).itemsize
+        moments = count_moments(entry.tensor, muon) if entry.tensor.requires_grad else 0
         total += math.prod(entry.info.shape) * (export + (own if export < own else 0) + moments * own)
     return total
 

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(
         "export",
         "Write a checkpoint (or any Hugging Face model; FP8 is read for native families) as a plain Hugging Face "
-        "model. Parameters are cast to --dtype, buffers keep theirs.",
+        "model. Parameters are cast to --dtype; buffers, and what a 16-bit model stores in float32, keep theirs.",
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("out", type=Path, metavar="OUT", help="must not exist yet")
@@ -159,7 +159,7 @@ def _lay_out(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> tuple[list[
         if not isinstance(entry.source, Read):
             continue
         beside = is_sidecar(entry.fqn, family)
-        stored = dtype if entry.info.kind == "parameter" else entry.dtype
+        stored = entry.saved_dtype(dtype)
         pieces = (
             [whole(entry.fqn, entry.info.shape)] if beside else checkpoint_pieces(entry.fqn, entry.info.shape, family)
         )
@@ -196,7 +196,7 @@ def _lay_out_transformers(
 
     groups = {form.group.first: form.group for form in forms}
     for form in forms:
-        stored = dtype if form.entry.info.kind == "parameter" else form.entry.dtype
+        stored = form.entry.saved_dtype(dtype)
         region = form.region or whole(form.key, form.shape).region
         items.append(Item(form.key, stored, region, form.shape, form.entry.tensor, region, mine=True))
         direct = form.region is not None

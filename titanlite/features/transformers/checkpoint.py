@@ -62,14 +62,9 @@ class TransformersCheckpoint:
         self._allow_absent(tensors)
         self._say_whole(tensors)
         claims = [*self._claims.items(), *self._unexpected(unexpected)]
-        return [
-            *claims,
-            *(
-                (shown(key), Unfit(explain_unexpected(self.name)))
-                for key in self.stored.tensors
-                if key.startswith(MASTER_PREFIX) and key.removeprefix(MASTER_PREFIX) not in tensors
-            ),
-        ]
+        masters = (key for key in self.stored.tensors if key.startswith(MASTER_PREFIX))
+        unknown = [key for key in masters if key.removeprefix(MASTER_PREFIX) not in tensors]
+        return [*claims, *((shown(key), Unfit(explain_unexpected(self.name))) for key in unknown)]
 
     def _claim_stored(self, tensors: Mapping[str, TensorInfo]) -> list[str]:
         """Claim all that is stored for `tensors`; what is left over."""
@@ -122,7 +117,8 @@ class TransformersCheckpoint:
                 for name, value in group.convert(self._meta, self._model).items():
                     if name in tensors:
                         self._whole[name] = group
-                        self._claims[name] = Read(converting, name, tuple(value.shape))
+                        kept = not self.stored.in_float32.isdisjoint(group.keys)
+                        self._claims[name] = Read(converting, name, tuple(value.shape), kept)
                 return
         except ValueError as error:
             self._claims[group.first] = Unfit(f"{self.name}: {error}.")
@@ -139,7 +135,8 @@ class TransformersCheckpoint:
             return
         assert self.reader is not None
         self._placed[name] = (shape, parts)
-        self._claims[name] = Read(self.reader, name, shape)
+        kept = not self.stored.in_float32.isdisjoint(part.stored.key for part in parts)
+        self._claims[name] = Read(self.reader, name, shape, kept)
         self._whole.pop(name, None)
 
     def _meta(self, key: str) -> torch.Tensor:
@@ -343,7 +340,7 @@ def transformers_items(
     num_converted = 0
     items = []
     for form in forms:
-        stored = dtype if form.entry.info.kind == "parameter" else form.entry.dtype
+        stored = form.entry.saved_dtype(dtype)
         if form.region is not None:
             local, held, writes = local_of(form.entry.tensor), form.entry.region, mine[names[form.entry.fqn]]
             items.append(Item(form.key, stored, form.region, form.shape, local, held, writes))

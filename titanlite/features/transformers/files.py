@@ -62,7 +62,7 @@ class TransformersFormat:
         mine = {name: share.mine for name, share in zip(entries, shares, strict=True)}
         masters = []
         for name, entry in entries.items():
-            if exact and entry.info.kind == "parameter" and dtype.itemsize < entry.dtype.itemsize:
+            if exact and entry.saved_dtype(dtype).itemsize < entry.dtype.itemsize:
                 piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
                 local = local_of(entry.tensor)
                 masters.append(Item(piece.key, entry.dtype, piece.region, piece.shape, local, entry.region, mine[name]))
