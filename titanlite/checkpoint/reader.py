@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -159,7 +159,7 @@ def io_threads() -> int:
     return min(max(cores // read_ranks_here(), 1), 16)
 
 
-class Files:
+class Files(AbstractContextManager["Files"]):
     """Descriptors of the files, opened once, shared by all threads."""
 
     def __init__(self, file_bytes: Mapping[Path, int], files: Iterable[Path]) -> None:
@@ -178,9 +178,6 @@ class Files:
             if isinstance(error, OSError):
                 raise CheckpointError(f"checkpoint {error.filename}: cannot be opened: {error.strerror}.") from None
             raise
-
-    def __enter__(self) -> "Files":
-        return self
 
     def __exit__(self, *args: object) -> None:
         self.close()
@@ -208,12 +205,15 @@ class Files:
 
 
 _Job = Callable[[], None]
+_TAKES_LONG = 1 << 30  # bytes of one rank: a line before explains the silence
 
 
 @contextmanager
 def timed(text: str, nbytes: int, folder_bytes: int) -> Generator[None]:
     """Log how fast the body moves a folder of `folder_bytes`, if this rank moves any of it (`nbytes`)."""
     start = time.perf_counter()
+    if nbytes > _TAKES_LONG:
+        logger.info("checkpoint: %s: %s", text, format_size(folder_bytes))
     yield
     if nbytes:
         logger.info("checkpoint: %s: %s", text, format_transfer(folder_bytes, time.perf_counter() - start))
