@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +33,10 @@ class Work:
     syncs: int = 0  # how often the host waits for the device
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Work)))
+        return Work(*map(add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, factor: int) -> "Work":
-        return Work(*(factor * getattr(self, f.name) for f in fields(Work)))
+        return Work(*(factor * count for count in vars(self).values()))
 
     @property
     def counted(self) -> int:
@@ -208,9 +209,8 @@ def measure(
 
     `inside` are the bytes that the kernel holds while it runs, which it writes and reads.
     """
-    if moves or func.namespace in ("c10d", "_c10d_functional", "profiler"):
-        return {}
-    if getattr(func, "_overloadpacket", None) in _WITHOUT_KERNEL:
+    without_time = moves or func.namespace in ("c10d", "_c10d_functional", "profiler")
+    if without_time or getattr(func, "_overloadpacket", None) in _WITHOUT_KERNEL:
         return {}
     if func is _aten._local_scalar_dense.default:
         return {Call("memory"): Work(syncs=1)}

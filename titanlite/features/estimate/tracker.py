@@ -112,7 +112,7 @@ class StepRecorder(TorchDispatchMode):
         self._parts: dict[int, str] = {}  # by number of the autograd node that a forward made
         self._workspace = workspace
         self._segment = Segment(-1, "optimizer", -1)
-        self._events: list[_Event] = [self._segment]
+        self._begun, self._events = [self._segment[:3]], list[_Event]([self._segment])
         self._category: dict[int, str] = {}
         self._serials: dict[int, int | None] = {}  # by address of the storage; None: persistent
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -155,8 +155,8 @@ class StepRecorder(TorchDispatchMode):
 
     def begin(self, micro_batch: int, phase: str, layer: int = -1) -> None:
         """Begin a segment, and end the one before."""
-        turn = sum(isinstance(e, Segment) and e[:3] == (micro_batch, phase, layer) for e in self._events)
-        self._segment = Segment(micro_batch, phase, layer, turn)
+        self._segment = Segment(micro_batch, phase, layer, self._begun.count((micro_batch, phase, layer)))
+        self._begun.append(self._segment[:3])
         self._events.append(self._segment)
 
     def mark(self, tensors: Iterable[torch.Tensor], category: str) -> None:
