@@ -49,8 +49,6 @@ _REDUCED = {  # metrics with one value per layer, as one value
 
 
 class Line(NamedTuple):
-    """Values over steps."""
-
     name: str
     steps: Sequence[int]
     values: Any
@@ -326,10 +324,8 @@ class _Plots:
         plot = figure(frame_height=height, sizing_mode="stretch_width", toolbar_location="above", **place)
         plot.toolbar.active_drag, plot.toolbar.logo, plot.toolbar.autohide, plot.toolbar_inner = zoom, None, True, True
         plot.xgrid.visible = False
-        whole, plain = (
-            models.NumeralTickFormatter(format="0,0"),
-            models.BasicTickFormatter(power_limit_low=-5, power_limit_high=6),
-        )
+        whole = models.NumeralTickFormatter(format="0,0")
+        plain = models.BasicTickFormatter(power_limit_low=-5, power_limit_high=6)
         plot.xaxis.ticker, plot.xaxis.formatter = models.BasicTicker(min_interval=1), whole
         plot.yaxis.formatter = whole if y == "tokens/s" else plain
         return plot
