@@ -80,9 +80,13 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def load_or_make(
-    path: Path, load: Callable[[], T | None], make: Callable[[], T],
-    save: Callable[[T, IO[bytes]], None] | None = None, *, lock: Path | None = None,
-) -> T:  # fmt: skip
+    path: Path,
+    load: Callable[[], T | None],
+    make: Callable[[], T],
+    save: Callable[[T, IO[bytes]], None] | None = None,
+    *,
+    lock: Path | None = None,
+) -> T:
     """Return `load()`, or what `make` makes under a lock; `save` writes it, unless the cache cannot be written.
 
     `load` returns None when the file is missing, damaged or cannot be read.

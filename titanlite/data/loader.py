@@ -40,9 +40,15 @@ class TrainLoader:
     """
 
     def __init__(
-        self, dataset: TrainDataset, *, seed: int, global_batch_size: int, local_batch_size: int, dp_rank: int,
+        self,
+        dataset: TrainDataset,
+        *,
+        seed: int,
+        global_batch_size: int,
+        local_batch_size: int,
+        dp_rank: int,
         dp_degree: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         problems = []
         if local_batch_size < 1:
             problems.append(f"local_batch_size ({local_batch_size}) is below 1. Raise it.")

@@ -25,9 +25,12 @@ def format_rate(flops_per_s: float) -> str:
 
 
 def format_line(
-    step: int, num_steps: int, values: Mapping[str, float], layers: Mapping[str, Sequence[float]] | None = None,
+    step: int,
+    num_steps: int,
+    values: Mapping[str, float],
+    layers: Mapping[str, Sequence[float]] | None = None,
     slow_reason: str = "",
-) -> str:  # fmt: skip
+) -> str:
     """Write the values of one log step, keyed by metric name, as one aligned line; what is absent is left out.
 
     Of the values per MoE layer, `layers`, it shows the worst load. A rank that others wait for is named only if it is

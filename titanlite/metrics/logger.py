@@ -95,11 +95,20 @@ class MetricsLogger:
     """
 
     def __init__(
-        self, job: JobConfig, dump_folder: str | Path, flops_per_token: int, num_ranks: int, device: torch.device, *,
-        start_step: int = 0, moe_layers: Sequence[int] = (), stage_size: int | None = None,
+        self,
+        job: JobConfig,
+        dump_folder: str | Path,
+        flops_per_token: int,
+        num_ranks: int,
+        device: torch.device,
+        *,
+        start_step: int = 0,
+        moe_layers: Sequence[int] = (),
+        stage_size: int | None = None,
         sink: Callable[[int, Mapping[str, float]], None] | None = None,
-        measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {}, steps_per_epoch: float = 0.0,
-    ) -> None:  # fmt: skip
+        measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},
+        steps_per_epoch: float = 0.0,
+    ) -> None:
         self._stage_size, self._measure = stage_size, measure
         self._num_steps = job.training.steps
         self._flops_per_token = flops_per_token
@@ -212,9 +221,12 @@ class MetricsLogger:
             self.close()
 
     def _write(
-        self, step: int, values: Mapping[str, float], layers: Mapping[str, Sequence[float]] | None = None,
+        self,
+        step: int,
+        values: Mapping[str, float],
+        layers: Mapping[str, Sequence[float]] | None = None,
         extra: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One line of `metrics.jsonl`, and the same in TensorBoard and W&B but for `extra`."""
         line: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         line.update({name: _or_none(value) for name, value in values.items()})

@@ -187,9 +187,13 @@ class Experts(nn.Module):
         return {"gate_up_proj": Init(Normal(std=self.std)), "down_proj": Init(Normal(std=self.std))}
 
     def forward(
-        self, x_TD: torch.Tensor, weight_R: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor,
+        self,
+        x_TD: torch.Tensor,
+        weight_R: torch.Tensor,
+        token_R: torch.Tensor,
+        rows_Tk: torch.Tensor,
         offsets_E: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Weighted sum of the experts' results per token, (T, D); arguments as in `moe_experts`."""
         if self.is_fused:
             gate_up, down = self.read(self.gate_up_proj), self.read(self.down_proj)

@@ -25,9 +25,15 @@ _SLICE_BYTES = 1 << 20
 
 
 def forward(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, row_weight: torch.Tensor, token: torch.Tensor,
-    rows: torch.Tensor, offsets: torch.Tensor, keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    row_weight: torch.Tensor,
+    token: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, z) of `moe_experts`; z (R, 2 I) is empty unless `keep`."""
     compute = get_compute_dtype(x)
     y_RD = _PerRow(x, token, rows)
@@ -44,9 +50,17 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, row_weight: torch.Tensor,
-    token: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, z: torch.Tensor, needed: list[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    row_weight: torch.Tensor,
+    token: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    z: torch.Tensor,
+    needed: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of (x, gate_up, down, row_weight); those of the first three that are not `needed` are empty."""
     need_x, need_gate_up, need_down, _ = needed
     compute = get_compute_dtype(x)

@@ -101,9 +101,13 @@ class TokenValues:
         self.shape = (1 + len(names),)
 
     def __call__(
-        self, hidden_TD: torch.Tensor, weight_vD: torch.Tensor, labels_T: torch.Tensor, chunk_tokens: int,
+        self,
+        hidden_TD: torch.Tensor,
+        weight_vD: torch.Tensor,
+        labels_T: torch.Tensor,
+        chunk_tokens: int,
         shard: VocabShard | None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """(T, M) float32; as `linear_cross_entropy` with `reduction` = "none".
 
         Collectives: with `shard` a sum of (C, V) per chunk, in forward and in backward; all ranks hold the same tokens.
@@ -124,9 +128,14 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: torch.Tensor, weight_vD: torch.Tensor, labels_T: torch.Tensor, chunk_tokens: int,
-        shard: VocabShard | None, of_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        hidden_TD: torch.Tensor,
+        weight_vD: torch.Tensor,
+        labels_T: torch.Tensor,
+        chunk_tokens: int,
+        shard: VocabShard | None,
+        of_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
         ctx.save_for_backward(hidden_TD, weight_vD, labels_T)
         ctx.options = chunk_tokens, shard, of_logits
         chunks = zip(hidden_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True)

@@ -35,9 +35,14 @@ class _Found:
 
 
 def diagnose(
-    model: nn.Module, micro_batches: Sequence[Batch], scaled_loss: Callable[[Batch], torch.Tensor],
-    found: NonFiniteSteps, *, whole_layers: bool, stage: int = 0,
-) -> Diagnosis:  # fmt: skip
+    model: nn.Module,
+    micro_batches: Sequence[Batch],
+    scaled_loss: Callable[[Batch], torch.Tensor],
+    found: NonFiniteSteps,
+    *,
+    whole_layers: bool,
+    stage: int = 0,
+) -> Diagnosis:
     """Compute a step again, on the weights as they are, and say which tensors are not finite, and on which ranks.
 
     Nothing is applied: gradients are dropped, and random generators are put back.

@@ -103,9 +103,14 @@ class Estimate:
 
 
 def estimate_stages(
-    job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, hardware: Hardware, *, rank: int = 0,
+    job: JobConfig,
+    model_config: AnyModelConfig,
+    degrees: Degrees,
+    hardware: Hardware,
+    *,
+    rank: int = 0,
     every_layer: bool = False,
-) -> dict[int, Estimate]:  # fmt: skip
+) -> dict[int, Estimate]:
     """Figures of the pipeline stage of `rank`, first, and of one of each kind of the others, by stage."""
     others = [stage * degrees.stage_size for stage in stages_to_trace(model_config, degrees)]
     ranks = [rank, *(other for other in others if degrees.stage_of(other) != degrees.stage_of(rank))]

@@ -221,10 +221,16 @@ def _mask(training: TrainingSection, backend: AttentionBackend) -> AttentionMask
 
 
 def _attention(
-    composed: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    composed: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Call the kernel that CUDA takes for two-byte floats: flash without a mask, memory-efficient with one.
 
     The latter also where values are of another width than queries and keys.
@@ -248,9 +254,12 @@ def _attention(
 
 
 def _rms_norm(
-    composed: Callable[..., torch.Tensor], x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None,
+    composed: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
     eps: float | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     if weight is None or weight.dtype != x.dtype:
         return composed(x, normalized_shape, weight, eps)
     return _FusedRMSNorm.apply(x, weight)

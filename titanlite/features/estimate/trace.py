@@ -116,9 +116,15 @@ class StepTrace:
 
 
 def trace_step(
-    job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, *, rank: int = 0, device_type: DeviceType = "cuda",
-    every_layer: bool = False, documents: bool = True,
-) -> StepTrace:  # fmt: skip
+    job: JobConfig,
+    model_config: AnyModelConfig,
+    degrees: Degrees,
+    *,
+    rank: int = 0,
+    device_type: DeviceType = "cuda",
+    every_layer: bool = False,
+    documents: bool = True,
+) -> StepTrace:
     """Trace one optimizer step of rank `rank`, with few layers of each kind unless `every_layer`.
 
     Rows are packed with several documents as the trainer's data is, which takes a mask, unless `documents` is False.

@@ -139,9 +139,14 @@ class Evaluator:
     """Evaluates a model on one set of prompts, whenever it is asked to; made by `build_evaluator`."""
 
     def __init__(
-        self, job: JobConfig, dataset: TrainDataset, tokenizer: Any, model_config: AnyModelConfig, dims: ParallelDims,
+        self,
+        job: JobConfig,
+        dataset: TrainDataset,
+        tokenizer: Any,
+        model_config: AnyModelConfig,
+        dims: ParallelDims,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         prompts = build_evaluation_prompts(job, dataset, tokenizer)
         self._section, self._tokenizer, self._dims, self._device = job.evaluation, tokenizer, dims, device
         self.name, self._scorer = get_scorer(self._section.scorer)
@@ -234,9 +239,13 @@ def build_evaluation_prompts(job: JobConfig, dataset: TrainDataset, tokenizer: A
 
 
 def build_evaluator(
-    job: JobConfig, dataset: TrainDataset, tokenizer: Any, model_config: AnyModelConfig, dims: ParallelDims,
+    job: JobConfig,
+    dataset: TrainDataset,
+    tokenizer: Any,
+    model_config: AnyModelConfig,
+    dims: ParallelDims,
     device: torch.device,
-) -> Evaluator | None:  # fmt: skip
+) -> Evaluator | None:
     """Return the evaluator that `[evaluation]` describes, or None if it is not enabled.
 
     Raises:

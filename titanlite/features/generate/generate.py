@@ -73,10 +73,18 @@ class Continuation:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, device: torch.device,
-    dims: ParallelDims | None = None, eos_token_ids: Sequence[int] = (), vocab_size: int | None = None,
-    sampling: Sampling | None = None, batch_size: int = 16, on_token: Callable[[int], None] | None = None,
-) -> list[Continuation]:  # fmt: skip
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    device: torch.device,
+    dims: ParallelDims | None = None,
+    eos_token_ids: Sequence[int] = (),
+    vocab_size: int | None = None,
+    sampling: Sampling | None = None,
+    batch_size: int = 16,
+    on_token: Callable[[int], None] | None = None,
+) -> list[Continuation]:
     """Continue each of `prompts` by at most `max_new_tokens` tokens; the result is in their order, on all ranks.
 
     The model is in evaluation mode meanwhile, and runs uncompiled: its shapes change with every token.
