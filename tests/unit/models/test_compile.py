@@ -23,8 +23,9 @@ from titanlite.models.families import families
 
 pytestmark = TORCH_COMPILE_WARNINGS
 
-# Traced operations are the same ones but for the norm's, in another order where autograd sums (float32, 6e-8 each).
-BOUND = 3e-6
+# Traced operations are the same ones but for the norm's and for rotary positions, whose product and sum are two there,
+# in another order where autograd sums (float32, 6e-8 each); gradients of biases are sums that cancel.
+BOUND = 5e-6
 LORA = LoRASection(rank=4, alpha=8.0, dropout=0.2, base_dtype="float32")
 
 
