@@ -18,6 +18,7 @@ class LayerCache(Protocol):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
     ) -> torch.Tensor:
         """Attend to these new keys and values and those before; arguments and result as in `ops.attention`."""
+        ...
 
 
 class Cache(Protocol):
@@ -30,6 +31,7 @@ class Cache(Protocol):
 
     def newest(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden state of each row's last token, (B, D), from those of all tokens of this forward."""
+        ...
 
     def advance(self) -> None:
         """Count the tokens of the forward that has just filled all layers."""

@@ -177,8 +177,8 @@ def use_flash_attention_3(job: JobConfig, model_config: AnyModelConfig, device: 
 def _try_attention(config: ModelConfig, device: torch.device) -> None:
     heads, kv_heads, starts = config.num_heads, config.num_kv_heads, torch.tensor([0, 5, 16], device=device)
     shapes = ((heads, config.qk_head_dim), (kv_heads, config.qk_head_dim), (kv_heads, config.value_head_dim))
-    qkv = [torch.zeros(1, 16, *shape, dtype=torch.bfloat16, device=device, requires_grad=True) for shape in shapes]
-    varlen_attention(*qkv, starts.int(), 1.0).sum().backward()
+    q, k, v = (torch.zeros(1, 16, *each, dtype=torch.bfloat16, device=device, requires_grad=True) for each in shapes)
+    varlen_attention(q, k, v, starts.int(), 1.0).sum().backward()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -184,10 +184,7 @@ def _build_objective(job: JobConfig, vocab_size: int) -> Objective:
     return objective
 
 
-class _NoReference:
-    def fill(self, batches: Any, get_model: Callable[[], Model], device: torch.device) -> None:
-        """Nothing is needed."""
-
+class _NoReference(AdaptersOff):
     def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
         return torch.zeros(batch.tokens.shape[0], 2, dtype=torch.float64)
 
