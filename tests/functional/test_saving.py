@@ -186,8 +186,5 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks_before_the_first_step(
 
     first, second = run_ranks(2, rank_main)
     assert first == second and "use_cache" in first and f"{folder}/config.json" in first and "tokenizer" not in first
-    assert ("refuses the config.json to be saved" in first) == (own and not rank)
+    assert ("refuses the config.json to be saved" in first) == own
     assert not (tmp_path / "run/checkpoint").exists()
-    with pytest.raises(ConfigError, match="use_cache = 'yes' is of the wrong type") as raised:  # before a rank starts
-        checked(FSDP2, *overrides)
-    assert f"{folder}/config.json" in str(raised.value) and "tokenizer" not in str(raised.value)
