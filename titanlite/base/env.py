@@ -1,7 +1,4 @@
-"""The environment variables of a rank. Outside `base` and `launch` they are read and set here alone.
-
-Set by torchrun, by `titanlite.launch` or by the user; without a launcher this process is rank 0 of 1.
-"""
+"""The environment of a rank, read and set here alone outside `base` and `launch`. Without a launcher: rank 0 of 1."""
 
 import os
 from collections.abc import Iterator, Mapping

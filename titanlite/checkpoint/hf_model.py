@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from titanlite.base.agree import gather_objects, is_lost_peer, merge_problems, on_first_rank
+from titanlite.base.agree import gather_objects, get_rank, is_lost_peer, merge_problems, on_first_rank
 from titanlite.base.errors import CheckpointError, TransientError
 from titanlite.base.log import logger
 from titanlite.checkpoint.commit import commit_folder
@@ -184,7 +184,7 @@ def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:
 def warn_of_sidecar(config: AnyModelConfig, files: list[FileLayout]) -> None:
     """Warn that something was saved that Hugging Face's architecture does not have. On rank 0."""
     count = sum(len(file.items) for file in files if file.name == f"{OWN_FOLDER}/{SIDECAR_FILE}")
-    if isinstance(config, ModelConfig) and count and (not dist.is_initialized() or dist.get_rank() == 0):
+    if isinstance(config, ModelConfig) and count and get_rank() == 0:
         logger.warning(
             "checkpoint: %s has no place for expert_bias, so transformers will choose other experts than this run "
             "did; the %d tensors are kept in %s/%s. For an exact export balance with moe.aux_loss_coeff instead.",

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from titanlite.base.env import read_rank
 from titanlite.base.errors import NOTICE_FOLDER
 
 STACK_SIGNAL = signal.SIGUSR1
@@ -57,7 +58,7 @@ class _Heart:
     def __init__(self) -> None:
         self.file: int | None = None
         self.stacks: IO[str] | None = None
-        self.beat = Beat(int(os.environ.get("RANK", "0")), os.getpid())
+        self.beat = Beat(read_rank(), os.getpid())
         self.rounds = 0
 
 

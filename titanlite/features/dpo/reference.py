@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from titanlite.base.agree import gather_objects, on_first_rank
 from titanlite.base.errors import CheckpointError, TrainingError
+from titanlite.base.files import write_atomic
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_headers
 from titanlite.data.dataset import Batch
@@ -167,14 +168,13 @@ def _load(path: Path, weights: str) -> _Pairs:
 
 
 def _save(path: Path, weights: str, pairs: _Pairs) -> None:
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     keys = np.frombuffer(b"".join(pairs), dtype=np.uint8).reshape(-1, _KEY_BYTES)
     values = np.array(list(pairs.values()), dtype=np.float64)
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        save_file({"keys": keys, "log_probs": values}, temporary, metadata={"format": "np", "weights": weights})
-        temporary.replace(path)
+        with write_atomic(path) as file:
+            file.write(save({"keys": keys, "log_probs": values}, {"format": "np", "weights": weights}))
     except OSError as error:
         raise CheckpointError(
             f"dpo.reference: cannot write {path}: {error}. Free space or change job.dump_folder."
