@@ -282,22 +282,11 @@ def encode_rows(
 
 def _unknown_form(content: dict[str, Any]) -> RowError:
     found = ", ".join(f"'{key}'" for key in sorted(content)) or "none"
-    remedy = (
-        "Say which they are: --data.fields.question=COLUMN --data.fields.answer=COLUMN; or rename them: messages, "
-        "question and answer, prompt and completion, text (or set data.text_field), or prompt, chosen and rejected."
+    return RowError(
+        "missing field",
+        f"the fields are {found}, which is no known form. Rename them: messages, question and answer, prompt and "
+        "completion, text, or prompt, chosen and rejected; or say which they are: --data.fields.question=COLUMN.",
     )
-    lists = [
-        name for name, value in content.items() if isinstance(value, list) and value and isinstance(value[0], dict)
-    ]
-    if {"answers", "paragraphs", "qas"} & content.keys():
-        remedy = "They are of SQuAD. Make a question with its context, and one answer, in a data.converter."
-    elif lists and {"role", "from"} & content[lists[0]][0].keys():
-        remedy = f"If '{lists[0]}' is the chat, say so: --data.fields.messages={lists[0]}."
-    elif lists:
-        remedy = f"'{lists[0]}' holds rows. Write them alone: jq -c '.{lists[0]}[]' FILE > rows.jsonl."
-    elif all(isinstance(value, dict) for value in content.values()):
-        remedy = "Its values are rows. Write them alone: jq -c '.[]' FILE > rows.jsonl."
-    return RowError("missing field", f"the fields are {found}, which is no known form. {remedy}")
 
 
 def read_header(table: dict[str, Any]) -> ExampleHeader:

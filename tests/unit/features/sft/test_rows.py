@@ -139,7 +139,7 @@ def test_nothing_there(make_job: MakeJob, tmp_path: Path) -> None:
 
 def test_unknown_form(make_job: MakeJob) -> None:
     job = make_job([{"ask": "a", "answer": "b"}])
-    text = r"line 1: the fields are 'answer', 'ask', which is no known form\. Say which they are: --data\.fields"
+    text = r"line 1: the fields are 'answer', 'ask', which is no known form\. Rename them: .*--data\.fields"
     with pytest.raises(DataError, match=text):
         build_data(job, 0, 1)
     job.data.format = "messages"

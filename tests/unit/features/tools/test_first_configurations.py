@@ -38,7 +38,6 @@ ROWS |= {
     "mixed": [{"conversations": [{"from": "user", "content": "a"}, {"from": "gpt", "content": "b"}]}] * 30,
     "dialogs": [{"dialog": TURNS}] * 30,
     "bare": [TURNS] * 30,
-    "squad": [{"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [1]}}] * 30,
     "content": [{"content": "one two three"}] * 90,
 }
 FILES = {
@@ -53,8 +52,6 @@ FILES = {
     **{f"halves/{name}.jsonl": json.dumps(ALPACA[0]) + "\n" for name in ("rows", "dev")},
     "quoted.csv": "Question, Answer\n" + '"say ""hi"", please","ok, hi"\n' * 30,
     "tabs.csv": "instruction\toutput\na\tb\n",
-    "wrapped.json": json.dumps({"train": ALPACA}, indent=1),
-    "by_id.json": json.dumps({str(i): row for i, row in enumerate(ALPACA)}),
     "array.jsonl": json.dumps(ALPACA, indent=1),
     "pretty.jsonl": "\n".join(json.dumps(row, indent=1) for row in ALPACA),
     "commas.jsonl": "".join(json.dumps({**row, "id": 10**i}) + ",\n" for i, row in enumerate(ALPACA)),
@@ -339,11 +336,11 @@ REFUSED = {
     "steps as a float": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nsteps = 1e3\n', ["Write 1000."]),
     "fields the other way": (data("gsm.jsonl", 'fields = {q = "question"}'), ['question = "q"']),
     "fields as a list": (data("gsm.jsonl", 'fields = ["q", "a"]'), ["Write a table"]),
-    "chats by another name": (data("dialogs.jsonl"), ["--data.fields.messages=dialog"]),
+    "chats by another name": (
+        data("dialogs.jsonl"),
+        ["the fields are 'dialog', which is no known form", "--data.fields"],
+    ),
     "bare chats": (data("bare.jsonl"), ["lines 1-30: ", '{"messages": [...]}']),
-    "questions of SQuAD": (data("squad.jsonl"), ["lines 1-30: ", "data.converter"]),
-    "rows in an object": (data("wrapped.json"), ["jq -c '.train[]' FILE > rows.jsonl"]),
-    "rows by their ids": (data("by_id.json"), ["jq -c '.[]' FILE > rows.jsonl"]),
     "an array by another name": (data("array.jsonl"), ["one JSON array. Rename it to array.json"]),
     "indented rows": (data("pretty.jsonl"), ["jq -c . pretty.jsonl > rows.jsonl"]),
     "commas": (data("commas.jsonl"), ["lines 1-30: not valid JSON (Extra data)"]),
