@@ -7,10 +7,10 @@ traced. Whether there is room for its checkpoints a run says before the first is
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,43 +86,23 @@ def build_run_plan(plan: Plan, muon: Container[torch.Tensor] = (), *, fold: bool
         gradients=_bytes_of(trained),
         optimizer=moments + _STEP_BYTES * sum(entry.tensor not in muon for entry in trained),
         buffers=plan.local_bytes - _bytes_of(params),
-        read_bytes=PlannedReads(plan).of_rank(rank).read,
+        read_bytes=count_read_bytes(plan, rank),
     )
 
 
-class RankReads(NamedTuple):
-    """Of one rank, bytes as they are on disk."""
+def count_read_bytes(plan: Plan, rank: int) -> int:
+    """Bytes, as they are on disk, that global rank `rank` of the plan's stage reads itself.
 
-    held: int  # what its shards are made of
-    read: int  # the part of it that this rank reads itself; the rest comes from ranks that hold the same
-    files: frozenset[Path]  # that it reads from
-
-
-class PlannedReads:
-    """The reads of a plan, shared out among the replicas as `materialize` will do it."""
-
-    def __init__(self, plan: Plan) -> None:
-        reads = [(entry.tensor, entry.source) for entry in plan.entries if isinstance(entry.source, Read)]
-        shares = share_out((tensor for tensor, _ in reads), plan.group)
-        self._reads = [(share, source) for share, (_, source) in zip(shares, reads, strict=True)]
-
-    def of_rank(self, rank: int) -> RankReads:
-        """Return what global rank `rank`, of the plan's stage, will hold and read.
-
-        What a reader cannot say beforehand (`plan_bytes`: bytes by file), such as adapters in memory, counts nothing.
-        """
-        held = read = 0
-        files: set[Path] = set()
-        for share, source in self._reads:
-            region, in_charge = share.place_of(rank)
-            if (plan_bytes := getattr(source.reader, "plan_bytes", None)) is None:
-                continue
-            needed: Mapping[Path, int] = plan_bytes(source.name, region)
-            held += sum(needed.values())
-            if in_charge:
-                read += sum(needed.values())
-                files.update(needed)
-        return RankReads(held, read, frozenset(files))
+    Replicas share the reads out as `materialize` will do it. What a reader cannot say beforehand (`plan_bytes`: bytes
+    by file), such as adapters in memory, counts nothing.
+    """
+    reads = [(entry.tensor, entry.source) for entry in plan.entries if isinstance(entry.source, Read)]
+    total = 0
+    for share, (_, source) in zip(share_out((tensor for tensor, _ in reads), plan.group), reads, strict=True):
+        region, in_charge = share.place_of(rank)
+        if in_charge and (plan_bytes := getattr(source.reader, "plan_bytes", None)):
+            total += sum(plan_bytes(source.name, region).values())
+    return total
 
 
 def save_run_plan(plan: Plan, muon: Container[torch.Tensor], folder: Path) -> None:

@@ -1,10 +1,10 @@
-"""`python -m titanlite inspect MODEL`: what is in a checkpoint, is it whole, and what would each rank read of it."""
+"""`python -m titanlite inspect MODEL`: what is in a checkpoint, and is it whole."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from titanlite.assemble import build_model, shard
+from titanlite.assemble import build_model
 from titanlite.base.command_line import Parser, command
 from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.base.tables import fold_names, format_count, format_size, format_table, texts_between_numbers
@@ -15,21 +15,13 @@ from titanlite.checkpoint.header import DTYPES, FP8, StoredTensor, companions, s
 from titanlite.checkpoint.keys import find_passengers
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.checkpoint.train_state import STATE_FILE
-from titanlite.config import load_config
-from titanlite.distributed import ParallelDims
-from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.lora.adapter import read_adapter
-from titanlite.features.record.plan_file import PlannedReads, RankReads
 from titanlite.features.tools.models import MODEL_HELP, find_model
 from titanlite.features.transformers.mxfp4 import find_packed
-from titanlite.materialize import TensorEntry, build_plan
 from titanlite.materialize.plan import named_tensors
-from titanlite.materialize.sources import Read
 from titanlite.models.families import any_model_config_from_hf
-from titanlite.preflight import check
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MOST_RANKS = 16
 
 
 @command
@@ -37,21 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; exit code 0, 1 if the checkpoint is damaged, 2 if it cannot be inspected."""
     parser = Parser(
         "inspect",
-        "Show what is in a checkpoint or Hugging Face model, and check it against its manifest. With --config and "
-        "--world-size (and overrides), also what each rank of such a run would read.",
+        "Show what is in a checkpoint or Hugging Face model, and check it against its manifest.",
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--checksums", action="store_true", help="read every byte and compare with the manifest")
     parser.add_argument("--all", action="store_true", help="one line per tensor, layers and experts not summed up")
-    parser.add_argument("--world-size", type=int, help="ranks of the run to show")
-    parser.add_argument("--config", action="append", default=[], help="configuration of the run to show")
-    known, rest = parser.parse_known_args(argv)
+    known = parser.parse_args(argv)
     try:
         folder = find_model("inspect", known.model)
         damaged = show_folder(folder, checksums=known.checksums, every=known.all)
-        if rest or known.config or known.world_size is not None:
-            config = [f"--config={file}" for file in known.config]
-            show_reads(folder, [*config, *rest], 1 if known.world_size is None else known.world_size)
     except BrokenPipeError:
         raise
     except OSError as error:  # a name that no file can have, or a folder that may not be looked into
@@ -159,37 +145,3 @@ def _rows(folder: Path, tensors: Iterable[StoredTensor], every: bool, starred: s
         name = shown(fold_names([tensor.key for tensor in held])) + star
         rows.append((name, str(len(held)), dtype, str(shape), size, where))
     return rows
-
-
-def show_reads(folder: Path, overrides: Sequence[str], world_size: int) -> None:
-    """Print how many bytes each rank of a run would hold, read and receive.
-
-    Raises:
-        TitanliteError: the configuration is wrong, or the checkpoint does not fit its model; all problems at once.
-    """
-    checked = check(load_config(list(overrides)), world_size, weights=False)
-    degrees, found = checked.degrees, list[RankReads]()
-    entries: tuple[TensorEntry, ...] = ()
-    with fake_ranks(world_size):  # as rank 0, the one that reads headers
-        sources = [weights_of(folder, build_model(checked.model_config))]
-    for first in range(0, world_size, degrees.stage_size):  # each pipeline stage has tensors of its own
-        with fake_ranks(world_size, first):
-            model, dims = build_model(checked.model_config), ParallelDims.build(degrees, "cpu")
-            shard(model, checked.job, dims, "cpu")
-            plan = build_plan(model, sources)
-            entries, reads = plan.entries, PlannedReads(plan)
-            found += [reads.of_rank(first + rank) for rank in range(degrees.stage_size)]
-    rows = [("rank", "holds", "reads", "receives", "files")]
-    for rank, of_rank in enumerate(found[:_MOST_RANKS]):
-        received = format_size(of_rank.held - of_rank.read)
-        sizes = (format_size(of_rank.held), format_size(of_rank.read), received)
-        rows.append((str(rank), *sizes, str(len(of_rank.files))))
-    print(f"\n{degrees}, {format_count(world_size, 'rank')}; bytes as they are on disk:\n")
-    print(format_table(rows))
-    if world_size > _MOST_RANKS:
-        print(f"  ... and {world_size - _MOST_RANKS} ranks more")
-    others = {type(entry.source).__name__.lower() for entry in entries} - {"read"}
-    num_read = sum(isinstance(entry.source, Read) for entry in entries)
-    total = format_size(sum(of_rank.read for of_rank in found))
-    print(f"\n  all ranks together read {total}; {num_read} tensors come from the checkpoint,")
-    print(f"  {len(entries) - num_read} do not ({', '.join(sorted(others)) or 'none'})")
