@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "Give fewer."
         )
     runs = [read_run(folder) for folder in (known.run, *known.compare)]
-    page = render_page(runs, output)
+    page = render_page(runs)
     try:
         replace_file(output, page)
     except OSError as error:

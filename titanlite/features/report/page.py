@@ -8,16 +8,12 @@ import base64
 import hashlib
 import itertools
 import math
-import os
-import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from statistics import median
 from typing import Any
-from urllib.parse import quote
 
 from bokeh.embed import components
 from bokeh.resources import Resources
@@ -34,7 +30,7 @@ _SECTIONS = {
     "Experts": ("expert_load", "layer_load", "entropy", "idle", "bias", "lost_rows"),
 }
 _WIDE = ("expert_load", "layer_load")
-_MOST_EVENTS, _MOST_TENSORS, _MOST_TILES = 500, 400, 7
+_MOST_EVENTS, _MOST_TILES = 500, 7
 _STARTS, _ENDS = ("start", "resume", "restart"), ("end", "stop", "error")
 # The slider of the expert load; and on a touch screen a finger scrolls the page, until a tool is chosen.
 _SCRIPT = """
@@ -51,8 +47,8 @@ const touched = matchMedia("(pointer: coarse)").matches && setInterval(() => {
 """
 
 
-def render_page(runs: Sequence[Run], output: Path) -> str:
-    """Return the page of the first run, compared with the others, for the file `output`."""
+def render_page(runs: Sequence[Run]) -> str:
+    """Return the page of the first run, compared with the others."""
     run, plots = runs[0], build_plots(runs)
     scripts = [*Resources(mode="inline", components=["bokeh"], log_level="error").js_raw]
     places: dict[str, str] = {}
@@ -85,7 +81,6 @@ def render_page(runs: Sequence[Run], output: Path) -> str:
 {description and f"<p>{description}</p>"}
 <p class="status">{escape(describe_end(run))}</p>
 {_tiles(get_headline(run))}
-{_checkpoint(run, output)}
 <nav aria-label="Sections">{links}</nav>
 </header>
 <main>
@@ -115,17 +110,6 @@ def _tiles(tiles: Sequence[tuple[str, str, str]]) -> str:
     columns = -(-len(tiles) // -(-len(tiles) // _MOST_TILES))
     cells = [f"<dt>{escape(a)}</dt><dd>{escape(b)}<small>{escape(c)}</small></dd>" for a, b, c in tiles]
     return f'<dl class="tiles" style="--columns: {columns}"><div>{"</div><div>".join(cells)}</div></dl>'
-
-
-def _checkpoint(run: Run, output: Path) -> str:
-    saved = run.folder / str(run.config.get("checkpoint.folder", "checkpoint"))
-    steps = [int(path.name[5:]) for path in saved.glob("step-*") if path.name[5:].isdecimal()]
-    if not steps:
-        return ""
-    folder = saved / f"step-{max(steps)}"
-    link = escape(quote(os.path.relpath(folder, output.resolve().parent)))
-    text = escape(f"python -m titanlite generate --model {shlex.quote(str(folder))} --prompt TEXT")
-    return f'<p>Newest checkpoint: <a href="{link}/">{folder.name}</a>; <code>{text}</code></p>'
 
 
 def _sections(runs: Sequence[Run], figures: Mapping[str, str]) -> dict[str, str]:
@@ -271,21 +255,8 @@ def _plan(run: Run) -> str:
     if isinstance(run.plan.get("read_bytes"), int):
         sizes["read from checkpoints"] = run.plan["read_bytes"]
     memory = _table(["", ""], [(name, format_memory(float(size))) for name, size in sizes.items()], "name number")
-    tensors = [tensor for tensor in run.plan.get("tensors", []) if isinstance(tensor, dict)]
-    rows = [
-        (
-            *(tensor.get(key, "") for key in ("name", "count", "placement", "source")),
-            "x".join(map(str, tensor.get("shape", []))),
-            str(tensor.get("dtype", "")).removeprefix("torch."),
-            format_memory(float(tensor.get("local_bytes", 0))),
-        )
-        for tensor in tensors[:_MOST_TENSORS]
-    ]
-    header = ["tensor", "count", "placement", "source", "shape", "dtype", "on this rank"]
-    table = _table(header, rows, "code number code text code code number")
-    more = _note(f"{len(tensors) - len(rows)} more are in plan.json.") if len(tensors) > len(rows) else ""
     where = _note(f"Rank {run.plan.get('rank', 0)} of {run.plan.get('world_size', 1)}.")
-    return f"{where}{memory}<details><summary>Tensors</summary>{table}{more}</details>"
+    return where + memory
 
 
 def _config(run: Run) -> str:
