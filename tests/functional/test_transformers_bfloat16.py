@@ -1,6 +1,7 @@
 """Models of transformers under mixed precision: float32 parameters, bfloat16 arithmetic."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,23 @@ import pytest
 import torch
 from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny
 
+from titanlite.assemble import build_on_meta
 from titanlite.checkpoint.model_source import weights_of
-from titanlite.config import load_config
+from titanlite.config import JobConfig, load_config
+from titanlite.config.parallelism import Degrees
+from titanlite.data.dataset import IGNORE_INDEX
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.grads import clip_grad_norms
 from titanlite.distributed.parallelize import parallelize
 from titanlite.features.transformers.build import build_transformers
 from titanlite.materialize import materialize
+from titanlite.materialize.plan import clean_name
 from titanlite.models.families.hf_config import transformers_config
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.preflight import check
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import sweep_training
+import sweep_transformers
 
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 5])
 
@@ -64,39 +72,48 @@ def test_every_model_trains_in_bfloat16(run_ranks: Callable[..., list[Any]], tmp
             assert finite, name
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
-def test_parameters_in_bfloat16_beside_routers_in_float32(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """As transformers keeps them from 5.24 on. Of one dtype they are FSDP units; a step trains both."""
-    reference = save_tiny(name, tmp_path / name)
-    for cls in type(reference).__mro__:
-        if "_keep_in_fp32_modules_strict" in vars(cls) and cls.__module__.endswith(f"modeling_{name}"):
-            monkeypatch.setattr(cls, "_keep_in_fp32_modules_strict", ["e_score_correction_bias", "gate.weight"])
-    config = tmp_path / "job.toml"
-    config.write_text(
-        'model.name = "qwen3_moe"\nmodel.flavor = "debug"\ntraining.seq_len = 16\ntraining.dtype = "bfloat16"\n'
-    )
-    tokens, labels = torch.randint(14, VOCAB_SIZE, (2, 1, 12), generator=torch.Generator().manual_seed(3))
+KEPT = ("deepseek_v3", "deepseek_v4", "hy_v4", "kimi_linear")  # a router; layers' and a head's own; beside a Linear
 
-    def rank_main() -> tuple[dict[str, bool], float]:
-        hf = transformers_config(json.loads((tmp_path / name / "config.json").read_text()), "test")
-        checked = check(load_config(["--config", str(config)]), 2)
-        model = build_transformers(hf, torch.bfloat16)
-        parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
-        materialize(model, "cpu", [weights_of(tmp_path / name, model)])
-        optimizer = build_optimizer(model, checked.job.optimizer)
-        before = {key: param.detach().clone() for key, param in model.named_parameters()}
-        model(tokens, labels, None, DOCUMENTS).cross_entropy.backward()
-        norm, _ = clip_grad_norms({"all": model.parameters()}, 1.0)
-        optimizer.step()
-        params = dict(model.named_parameters())
-        dtypes = {key: param.dtype == torch.float32 for key, param in params.items()}
-        for key in ("gate.weight", "o_proj.weight"):  # norms of 1.0 do not move by 3e-4 in bfloat16
-            moved = [name for name in params if name.endswith(key)]
-            assert moved and not any(torch.equal(params[n].full_tensor(), before[n].full_tensor()) for n in moved)
-        return dtypes, float(norm)
 
-    for dtypes, norm in run_ranks(2, rank_main):
-        assert [key for key, wide in dtypes.items() if wide] == ["_transformers_model.model.layers.1.mlp.gate.weight"]
-        assert norm > 0
+def test_bfloat16_with_parameters_kept_in_float32(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Dtypes and loss are those of `from_pretrained`, wherever in the model the class keeps float32; all are trained."""
+    with sweep_transformers.quiet():
+        cases = {case.model_type: case for case in sweep_transformers.cases() if case.model_type in KEPT}
+        expected = {}
+        batch = sweep_training.rows_of(packed=False)
+        for name, case in cases.items():
+            case.folder = tmp_path / name
+            case.folder.mkdir()
+            assert case.config.family == name and case.saved
+            reference = case.cls.from_pretrained(case.saved, dtype=torch.bfloat16).train()
+            with torch.no_grad():
+                logits = torch.cat([reference(input_ids=row).logits for row in batch.tokens.split(1)])
+            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
+            expected[name] = loss.item(), {key: param.dtype for key, param in reference.named_parameters()}
+        job = JobConfig()
+        job.training.dtype = "bfloat16"
+
+        def rank_main() -> dict[str, tuple[float, dict[str, torch.dtype], list[str]]]:
+            seen = {}
+            for name, case in cases.items():
+                dims = ParallelDims.build(Degrees(dp_shard=2), "cpu")
+                model: Any = build_on_meta(job, case.config, dims, torch.device("cpu"))
+                materialize(model, "cpu", [weights_of(case.saved, model)])
+                model.find_facts(torch.device("cpu"))  # probes that raise leave nothing gathered
+                optimizer = build_optimizer(model, job.optimizer)
+                params = {clean_name(key): param for key, param in model.named_parameters()}
+                before = {key: param.detach().clone() for key, param in params.items()}
+                loss = model(batch.tokens, batch.labels, batch.positions, batch.document_ids).cross_entropy
+                loss.backward()
+                optimizer.step()
+                wide = [key for key, param in params.items() if param.dtype == torch.float32 and param.grad is not None]
+                still = [key for key in wide if torch.equal(params[key].full_tensor(), before[key].full_tensor())]
+                mean = loss.item() / int((batch.labels != IGNORE_INDEX).sum())
+                seen[name] = mean, {key: param.dtype for key, param in params.items()}, still
+            return seen
+
+        for seen in run_ranks(2, rank_main, timeout_s=200):
+            for name, (loss, dtypes, still) in seen.items():
+                assert loss == pytest.approx(expected[name][0], rel=1e-6), name  # rows are summed in another order
+                assert dtypes == expected[name][1], name
+                assert not still, name

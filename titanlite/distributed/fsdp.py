@@ -73,13 +73,15 @@ def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: st
             if isinstance(module, Experts):
                 module.read = ExpertCopies(param_dtype)
         units = {layer: [] for layer in layers}
+    root: nn.Module = model
+    if len({p.dtype for p in model.parameters() if p.requires_grad and p not in ignored}) > 1:
+        # A unit has one dtype, so what transformers keeps in float32 is the root's. It is small, and gathered as it is.
+        wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        others = {p for p in model.parameters() if not p.requires_grad or p.dtype != torch.float32} | ignored
+        fully_shard(model, mesh=dims.fsdp_mesh, **shared | {"mp_policy": wide, "ignored_params": others})
+        root, ignored = next(model.children()), ignored | {*model.parameters()} - others
     if ignored:
         shared["ignored_params"] = ignored
-    trained = {param: param.dtype for param in model.parameters() if param.requires_grad and param not in ignored}
-    common = max(set(trained.values()), key=[*trained.values()].count, default=param_dtype)
-    for module in model.modules():  # a unit has one dtype, and transformers keeps some routers in float32
-        if any(trained.get(param, common) != common for param in module.parameters(recurse=False)):
-            fully_shard(module, mesh=dims.fsdp_mesh, **shared)
     for layer in layers:
         # The last layer's parameters are needed again at once, when backward begins.
         last = layer is layers[-1] and dims.is_last_stage
@@ -93,7 +95,7 @@ def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: st
         fully_shard(embedding, mesh=dims.fsdp_mesh, reshard_after_forward=reshard != "never", **shared)
     if head:
         fully_shard(head, mesh=dims.fsdp_mesh, reshard_after_forward=reshard == "always", **shared)
-    fully_shard(model, mesh=dims.fsdp_mesh, **shared)
+    fully_shard(root, mesh=dims.fsdp_mesh, **shared)
 
     on_expert_mesh = {module for experts in units.values() for module in experts}
     for module in model.modules():
@@ -123,8 +125,7 @@ def prepare_backward(model: Model, job: JobConfig, dims: ParallelDims, ending: C
     links; until then this rank's gradients are in FSDP's own buffers, not in `grad`. With
     `parallelism.fsdp_once_per_step` it is every reduction of gradients, and gathered parameters are kept until then.
     """
-    # fully_shard made FSDPModules of them, which their static types do not show.
-    root: Any = model
+    root: Any = model  # an FSDPModule, which its static type does not show
     modules: list[Any] = [model] if len(ending) == dims.degrees.chunks else []
     if not modules and ending:
         embedding, head = model.outer_units()
@@ -254,8 +255,7 @@ def _prefetch_explicitly(units_of_layers: list[list[nn.Module]]) -> None:
     The host copy of the split sizes in each MoE layer stops implicit prefetching, and where forwards run ahead, FSDP2
     forgets the order of units after a backward.
     """
-    # fully_shard made FSDPModules of them, which their static types do not show.
-    layers: Any = units_of_layers
+    layers: Any = units_of_layers  # of FSDPModules
     for here, following in pairwise(layers):
         here[0].set_modules_to_forward_prefetch(following)
         following[0].set_modules_to_backward_prefetch(here)
