@@ -76,7 +76,7 @@ KEPT = ("deepseek_v3", "deepseek_v4", "hy_v4", "kimi_linear")  # a router; layer
 
 
 def test_bfloat16_with_parameters_kept_in_float32(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    """Dtypes and loss are those of `from_pretrained`, wherever in the model the class keeps float32; all are trained."""
+    """Dtypes and loss are those of `from_pretrained`, wherever in it the class keeps float32; all are trained."""
     with sweep_transformers.quiet():
         cases = {case.model_type: case for case in sweep_transformers.cases() if case.model_type in KEPT}
         expected = {}
