@@ -19,7 +19,7 @@ peak GiB   of the device's memory during the timed steps
 plan       that peak over the one that `features.estimate` traced for the variant without a GPU; not for compiled ones
 load       rows of the most loaded expert over the mean, in the worst layer
 causal: one document per row, plain causal attention. documents: packed, as the trainer's own data, with a mask, or
-           with model.attention_backend = flex or varlen.
+           with model.attention_backend = varlen.
 Exit code 1: nothing could be measured, or a peak is more than 10 % off the planned one. 2: there is no GPU.
 """
 
@@ -82,7 +82,7 @@ _Step = Callable[[int], tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train. `backend` is moe.grouped_gemm, `attention` causal, documents, or "documents, flex" or varlen."""
+    """A way to train. `backend` is moe.grouped_gemm, `attention` causal, documents or "documents, varlen"."""
 
     backend: str
     checkpointing: str = "none"
@@ -103,7 +103,6 @@ class Variant:
 VARIANTS = (
     *(Variant(backend, mode) for mode in ("none", "selective", "full") for backend in ("triton", "torch")),
     Variant("triton", attention="documents"),
-    Variant("triton", attention="documents, flex"),
     Variant("triton", attention="documents, varlen"),
     *(Variant(backend, mode, True) for mode in ("none", "selective", "full") for backend in ("triton", "torch")),
 )

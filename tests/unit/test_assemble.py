@@ -85,7 +85,13 @@ def test_adapters_on_a_changed_base_are_a_warning_of_rank_0(warnings, monkeypatc
     ("seq_len", "backend", "dtype", "device", "said"),
     [
         (32768, "sdpa", "auto", "cuda", "2.00 GiB on every rank, however many ranks split them. Set it to 'varlen'"),
-        (32768, "sdpa", "float32", "cuda", "4.00 GiB on every rank, however many ranks split them. Set it to 'flex'"),
+        (
+            32768,
+            "sdpa",
+            "float32",
+            "cuda",
+            "4.00 GiB on every rank, however many ranks split them. Set it to 'varlen', w",
+        ),
         (32767, "sdpa", "auto", "cuda", None),
         (32768, "varlen", "auto", "cuda", None),
         (32768, "sdpa", "auto", "cpu", None),
@@ -113,7 +119,6 @@ def test_a_large_mask_is_a_warning_of_rank_0(warnings, monkeypatch, seq_len, bac
         ("auto", "auto", "cuda", 12, "sdpa"),
         ("auto", "auto", "cuda", 264, "sdpa"),
         ("sdpa", "auto", "cuda", 128, "sdpa"),
-        ("flex", "auto", "cpu", 128, "flex"),  # refused elsewhere
     ],
 )
 def test_attention_by_default_is_flash_where_it_can_be(monkeypatch, backend, dtype, device, head_dim, expected):
@@ -130,7 +135,6 @@ def test_attention_by_default_is_flash_where_it_can_be(monkeypatch, backend, dty
 @pytest.mark.parametrize(
     ("backend", "dtype", "device", "text"),
     [
-        ("flex", "auto", "cpu", r"'flex' has no backward pass on the CPU\. Set it to 'sdpa'\.$"),
         ("varlen", "bfloat16", "cpu", r"and activations are bfloat16 on cpu\. Set it to 'sdpa'\.$"),
         ("varlen", "float32", "cuda", r"float32 on cuda\. Set it to 'sdpa', or training\..*_param to 'bfloat16'\.$"),
     ],

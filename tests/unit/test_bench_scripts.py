@@ -349,7 +349,7 @@ def test_a_whole_run_of_train_gpu(one_rank, tmp_path):
         rows.append(train_gpu.complete(row, config, arguments, MACHINE))
 
     # Kernels are interpreted, so that few variants take them.
-    variants = [v for v in train_gpu.VARIANTS if not v.compiled and v.attention_backend != "flex"]
+    variants = [v for v in train_gpu.VARIANTS if not v.compiled]
     variants.remove(train_gpu.Variant("triton", "selective"))
     variants = [v if v.attention == "causal" else replace(v, backend="torch") for v in variants]
     broken = train_gpu.Variant("cuda")  # fails in the middle of a step: the next one gets a new model
@@ -411,8 +411,8 @@ def test_choosing_a_variant_wraps_and_unwraps(one_rank):
     assert wrapped() == {"FSDPDecoderLayer"}
     trainer.choose(train_gpu.Variant("torch", "selective"))
     assert wrapped() == {"Attention"}, "experts without adapters keep what backward needs, nothing else"
-    trainer.choose(train_gpu.Variant("reference", compiled=True, attention="documents, flex"))
-    assert wrapped() == {"FSDPDecoderLayer"} and trainer.model.model.attention_backend == "flex"
+    trainer.choose(train_gpu.Variant("reference", compiled=True, attention="documents, varlen"))
+    assert wrapped() == {"FSDPDecoderLayer"} and trainer.model.model.attention_backend == "varlen"
     trainer.choose(train_gpu.Variant("torch"))
     assert wrapped() == set() and trainer.model.model.attention_backend == "sdpa"
 

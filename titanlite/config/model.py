@@ -215,11 +215,10 @@ class ModelSection:
     implementation: Literal["auto", "native", "transformers"] = setting(
         "auto", "'native': titanlite's decoder; 'transformers': the class of transformers; 'auto': native where it can."
     )
-    attention_backend: Literal["auto", "sdpa", "flex", "varlen"] = setting(
+    attention_backend: Literal["auto", "sdpa", "varlen"] = setting(
         "auto",
         "'auto': 'varlen' where it can be, otherwise 'sdpa'. 'sdpa': scaled_dot_product_attention; packed documents on "
-        "CUDA need a dense mask, and masked parts are computed too. 'flex': compiled flex_attention on CUDA, which "
-        "skips masked blocks. 'varlen': FlashAttention on each document, on CUDA in bfloat16;"
-        " on Hopper 'auto' takes version 3 where flash_attn_interface is installed.",
+        "CUDA need a dense mask, and masked parts are computed too. 'varlen': FlashAttention on each document, on CUDA "
+        "in bfloat16; on Hopper 'auto' takes version 3 where flash_attn_interface is installed.",
     )
     overrides: ModelOverrides = setting(ModelOverrides, "Single sizes to change, for example num_layers = 4.")  # type: ignore[valid-type]

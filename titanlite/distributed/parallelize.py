@@ -78,11 +78,9 @@ def _let_many_graphs() -> dict[str, Any]:
 def check_device(job: JobConfig, device: torch.device) -> None:
     """Refuse settings that this device would ignore or fail on.
 
-    Raises ConfigError: CPU offload, Triton kernels, flex or varlen attention without a GPU, or the latter in float32.
+    Raises ConfigError: CPU offload, Triton kernels, varlen attention without a GPU or in float32.
     The same on all ranks.
     """
-    if job.model.attention_backend == "flex" and device.type != "cuda":
-        raise ConfigError("model.attention_backend: 'flex' has no backward pass on the CPU. Set it to 'sdpa'.")
     if job.model.attention_backend == "varlen":
         dtype, _ = mixed_precision_dtypes(job, device.type)
         if device.type != "cuda" or dtype == torch.float32:

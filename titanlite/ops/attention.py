@@ -1,4 +1,4 @@
-"""Causal attention over packed documents: one mask per forward, shared by all layers, and three backends.
+"""Causal attention over packed documents: one mask per forward, shared by all layers, and two backends.
 
 Shapes: B batch, S sequence, T cached keys, H query heads, G key/value heads, R = H / G, K width of a query or key head,
 V <= K of a value head.
@@ -6,18 +6,15 @@ V <= K of a value head.
 
 import inspect
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from titanlite.ops.compiled import compile_function
 from titanlite.ops.kernels import find_kernel, kernel_device
 
-AttentionBackend = Literal["sdpa", "flex", "varlen"]
+AttentionBackend = Literal["sdpa", "varlen"]
 # Grouped heads are what the kernel always takes; torch 2.12 and newer want to be told that they are meant.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
@@ -29,13 +26,11 @@ class AttentionMask:
     Attributes:
         allowed_B1SS: bool, True where query s may see key t (`sdpa` only); or, on CUDA, what is added to the scores: 0
             there and -inf elsewhere. None means plain causal.
-        block_mask: flex_attention's BlockMask (`flex` only).
         starts_N1: (N + 1,) int32, where each of the N documents begins among B x S tokens, and B x S (`varlen` only).
     """
 
     backend: AttentionBackend
     allowed_B1SS: torch.Tensor | None = None
-    block_mask: Any = None
     starts_N1: torch.Tensor | None = None
 
 
@@ -59,8 +54,8 @@ def build_attention_mask(
     Args:
         document_ids_BS: (B, S) int64 document of each token, or None for one document per row. Padding has id -1:
             padded positions see one another and nothing else, so that no softmax row is empty.
-        backend: `sdpa` makes a (B, 1, S, S) mask; `flex` a BlockMask; `varlen` needs to know where documents begin:
-            each ends where its run of tokens does.
+        backend: `sdpa` makes a (B, 1, S, S) mask; `varlen` needs to know where documents begin: each ends where its run
+            of tokens does.
         dtype: of the queries.
         starts_N1: what `find_starts` gave; None: `varlen` calls it, which waits for the device.
     """
@@ -69,27 +64,18 @@ def build_attention_mask(
     kernel = find_kernel("attention_mask", document_ids_BS.device)  # of a plan, where documents cannot be looked at
     if kernel is not None and (mask := kernel(backend)) is not None:
         return mask
-    batch, seq_len = document_ids_BS.shape
     if backend == "varlen":
         starts_N1 = find_starts(document_ids_BS) if starts_N1 is None else starts_N1
         # Or a layer would be compiled again for another number of documents.
         torch._dynamo.mark_dynamic(starts_N1, 0)  # pyright: ignore[reportPrivateUsage]  documented, for all its name
         return AttentionMask("varlen", starts_N1=starts_N1)
-    if backend == "sdpa":
-        same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
-        allowed_B1SS = same_BSS.tril().unsqueeze(1)
-        if kernel_device(document_ids_BS.device) == "cuda":
-            # Given a bool mask, torch makes this of it in every layer, and keeps each until backward.
-            bias_B1SS = torch.zeros(allowed_B1SS.shape, dtype=dtype, device=allowed_B1SS.device)
-            allowed_B1SS = bias_B1SS.masked_fill_(allowed_B1SS.logical_not(), float("-inf"))
-        return AttentionMask("sdpa", allowed_B1SS)
-
-    def allowed(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        return (q >= kv) & (document_ids_BS[b, q] == document_ids_BS[b, kv])
-
-    make = _compiled(create_block_mask) if document_ids_BS.is_cuda else create_block_mask
-    block_mask = make(allowed, batch, None, seq_len, seq_len, device=document_ids_BS.device)
-    return AttentionMask("flex", block_mask=block_mask)
+    same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
+    allowed_B1SS = same_BSS.tril().unsqueeze(1)
+    if kernel_device(document_ids_BS.device) == "cuda":
+        # Given a bool mask, torch makes this of it in every layer, and keeps each until backward.
+        bias_B1SS = torch.zeros(allowed_B1SS.shape, dtype=dtype, device=allowed_B1SS.device)
+        allowed_B1SS = bias_B1SS.masked_fill_(allowed_B1SS.logical_not(), float("-inf"))
+    return AttentionMask("sdpa", allowed_B1SS)
 
 
 def attention(
@@ -106,28 +92,15 @@ def attention(
         return out_BSHV
     q_BHSK, k_BGSK, v_BGSV = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
-    if mask.backend == "flex":
-        kernel = _compiled(flex_attention) if q_BHSK.is_cuda and not torch.compiler.is_compiling() else flex_attention
-        out = kernel(q_BHSK, k_BGSK, v_BGSV, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
-    else:
-        no_flash = mask.allowed_B1SS is not None or q_BHSK.dtype == torch.float32
-        if grouped and no_flash and kernel_device(q_BHSK.device) == "cuda":
-            # On CUDA a mask, or float32, rules out the flash kernel, and grouped heads the memory-efficient one: what
-            # is left keeps the float32 scores of every layer. Repeated heads cost little beside that.
-            repeats = q_BHSK.shape[1] // k_BGSK.shape[1]
-            k_BGSK, v_BGSV = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSK, v_BGSV))
-            grouped = False
-        out = F.scaled_dot_product_attention(
-            q_BHSK, k_BGSK, v_BGSV, attn_mask=mask.allowed_B1SS, is_causal=mask.allowed_B1SS is None, scale=scale,
-            enable_gqa=grouped,
-        )  # fmt: skip
-    return out.transpose(1, 2)
-
-
-@cache
-def _compiled(function: Any) -> Any:
-    """Return `function` compiled at first use: uncompiled, flex_attention and its mask would build all S x S scores."""
-    return compile_function(function, dynamic=False)
+    no_flash = mask.allowed_B1SS is not None or q_BHSK.dtype == torch.float32
+    if grouped and no_flash and kernel_device(q_BHSK.device) == "cuda":
+        # On CUDA a mask, or float32, rules out the flash kernel, and grouped heads the memory-efficient one: what is
+        # left keeps the float32 scores of every layer. Repeated heads cost little beside that.
+        repeats = q_BHSK.shape[1] // k_BGSK.shape[1]
+        k_BGSK, v_BGSV = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSK, v_BGSV))
+        grouped = False
+    options = {"attn_mask": mask.allowed_B1SS, "is_causal": mask.allowed_B1SS is None, "enable_gqa": grouped}
+    return F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSV, scale=scale, **options).transpose(1, 2)
 
 
 def find_starts(document_ids_BS: torch.Tensor) -> torch.Tensor:

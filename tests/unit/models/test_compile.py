@@ -92,22 +92,6 @@ def test_activation_checkpointing(tiny, graphs, checkpointing):
     assert_traced_alike(graphs, lambda: with_balance_losses(tiny.ours(tiny.config("dots1"))), checkpointing)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # what is compared with
-@torch.no_grad()
-def test_flex_attention(tiny, graphs):
-    """Without gradients, which flex_attention does not have on the CPU. Every forward makes a mask of its own."""
-    config = tiny.config("qwen3_moe")
-    plain, compiled = tiny.ours(config).eval(), tiny.ours(config).eval()
-    for model in (plain, compiled):
-        model.model.attention_backend = "flex"
-    wrap_layers(compiled, job_of("none", compiled=True), experts_on_own_mesh=False)
-    for step in range(3):
-        tokens, documents = batch_of(step)
-        expected = plain(tokens, document_ids_BS=documents)
-        assert (compiled(tokens, document_ids_BS=documents) - expected).norm() <= BOUND * expected.norm()
-    assert graphs.made == 1
-
-
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_varlen_attention(tiny, graphs, checkpointing):
     """Every batch has another number of documents."""

@@ -61,10 +61,10 @@ def warn_of_large_mask(job: JobConfig, model_config: AnyModelConfig, device: tor
     dtype, _ = mixed_precision_dtypes(job, device.type)
     nbytes = training.local_batch_size * training.seq_len**2 * dtype.itemsize
     if nbytes >= _LARGE_MASK:
-        other = "'varlen'" if dtype == torch.bfloat16 else "'flex'"
+        other = "" if dtype == torch.bfloat16 else ", with training.mixed_precision_param = 'bfloat16'"
         logger.warning(
             "model.attention_backend: 'sdpa' masks %d sequences of %d tokens with %s on every rank, however many ranks "
-            "split them. Set it to %s, which needs no such mask.",
+            "split them. Set it to 'varlen'%s, which needs no such mask.",
             *(training.local_batch_size, training.seq_len, format_memory(nbytes), other),
         )
 

@@ -56,10 +56,6 @@ def make_deterministic(job: JobConfig) -> None:
     random.seed(job.training.seed)
     np.random.seed(job.training.seed % 2**32)
     problems = []
-    if torch.cuda.is_available() and job.model.attention_backend == "flex":
-        problems.append(
-            "model.attention_backend = 'flex' picks its kernels by timing. Set it to 'sdpa', or deterministic = false."
-        )
     for name, given in set_defaults(_ENVIRONMENT).items():
         if name == "CUBLAS_WORKSPACE_CONFIG" and given not in _WORKSPACES:
             problems.append(

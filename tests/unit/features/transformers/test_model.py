@@ -204,7 +204,7 @@ def test_auto_takes_the_native_decoder_where_it_can(
         ("mixtral", {}, ["--moe.aux_loss_coeff=0.1"], r"moe\.aux_loss_coeff = 0\.1: MixtralForCausalLM"),
         ("mixtral", {}, ["--moe.expert_bias_update_rate=0.1"], r"moe\.expert_bias_update_rate = 0\.1"),
         ("mixtral", {}, ["--compile.enable=true"], r"compile\.enable = True"),
-        ("mixtral", {}, ["--model.attention_backend=flex"], r"model\.attention_backend = 'flex'"),
+        ("mixtral", {}, ["--model.attention_backend=varlen"], r"model\.attention_backend = 'varlen'"),
         ("mixtral", {}, ["--activation_checkpoint.mode=selective"], "knows titanlite's layers only"),
         ("mixtral", {}, ["--training.seq_len=128"], r"training\.seq_len \(128\) exceeds"),
     ],
