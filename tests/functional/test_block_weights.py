@@ -246,7 +246,6 @@ def test_compiled_layers(run_alone, traced_run, base_of):
             "lora.base_dtype = 'nf4': Qwen3MoeForCausalLM is transformers' implementation, whose layers multiply with "
             "plain weights. Set it to 'bfloat16', or use a native family.",
         ),
-        (Degrees(), ["--lora.rank=0", "--lora.alpha=16"], 'lora.base_dtype = "nf4" is set, but lora.rank = 0'),
     ],
 )
 def test_what_cannot_be_kept_in_blocks_is_refused(checked, base_of, degrees, overrides, said):

@@ -14,7 +14,7 @@ from titanlite.base.errors import ConfigError
 from titanlite.config.assets import is_hub_id
 from titanlite.config.data import DataSection, get_fields, get_source_key, get_sources
 from titanlite.config.patterns import parse_date, parse_multipliers, parse_object, split_patterns
-from titanlite.config.schema import DPOSection, EvaluationSection, JobConfig, LoRASection, OptimizerSection
+from titanlite.config.schema import JobConfig, OptimizerSection
 from titanlite.config.settings import SOURCES, format_value, get_sections_of, get_value
 
 _OF_EXAMPLES = (
@@ -89,9 +89,9 @@ def _check_data(job: JobConfig) -> list[str]:
     if data.sources and (problems := _check_sources(data)):
         return problems
     sources = get_sources(data)
-    problems = [problem for name, source in sources.items() for problem in _check_source(job, name, source)]
+    problems = [problem for name, source in sources.items() for problem in _check_source(data, name, source)]
     problems = list(dict.fromkeys(problems))  # what several sources have from [data] is one problem
-    problems = problems or _check_unused(data)
+    problems = problems or (_find_unused(data) if data.dataset == "examples" else [])
     streams = [get_source_key(data, name, "streaming") for name, source in sources.items() if source.streaming]
     if job.training.epochs and streams:
         key = streams[0]
@@ -131,43 +131,36 @@ def _check_sources(data: DataSection) -> list[str]:
 
 
 def _check_held_out(job: JobConfig) -> list[str]:
-    """Return problems of what is held out: settings without effect, and users of it that find nothing."""
-    data, problems, empty = job.data, [], []
-    for name, source in get_sources(data).items():
-        share, key = source.validation_share, get_source_key(data, name, "validation_share")
-        streaming = get_source_key(data, name, "streaming")
-        inherited = bool(name) and key == "data.validation_share"  # of use for other sources
-        if share is not None and (source.validation_path or source.streaming) and not inherited:
-            other = (
-                f"{get_source_key(data, name, 'validation_path')} is"
-                if source.validation_path
-                else f"{streaming}, which holds no rows out, is"
-            )
-            problems.append(f"{key} = {format_value(share)} has no effect where {other} set. Leave it out.")
-        elif share == 0 and not source.validation_path and not source.streaming:
-            empty.append(f"{key} = 0 holds nothing out")
-        elif source.streaming and not source.validation_path:
-            empty.append(f"{streaming} holds no rows out")
-    if problems or len(empty) < len(get_sources(data)):  # one that has some is enough
-        return problems
+    """Return problems of what is held out: a share without effect, and users of it that find nothing."""
+    data, sources, empty = job.data, get_sources(job.data), []
+    for name, source in sources.items():
+        names = ("validation_share", "validation_path", "streaming")
+        share, path, streaming = (get_source_key(data, name, setting) for setting in names)
+        other = f"{path} is" if source.validation_path else f"{streaming}, which holds no rows out, is"
+        inherited = bool(name) and share == "data.validation_share"  # of use for other sources
+        if source.validation_share is not None and (source.validation_path or source.streaming) and not inherited:
+            value = format_value(source.validation_share)
+            return [f"{share} = {value} has no effect where {other} set. Leave it out."]
+        if not source.validation_path and (source.streaming or source.validation_share == 0):
+            empty.append(f"{streaming} holds no rows out" if source.streaming else f"{share} = 0 holds nothing out")
+    if len(empty) < len(sources):  # one that has some is enough
+        return []
     users = {
         "validation.enable is on": job.validation.enable,
         "evaluation.enable is on and evaluation.path empty": job.evaluation.enable and not job.evaluation.path,
     }
     path = f"data.sources.{next(iter(data.sources))}.validation_path" if data.sources else "data.validation_path"
-    return [
-        f"{empty[0]}, but {user}. Set {path}, or switch one of them off." for user, is_one in users.items() if is_one
-    ]
+    return [f"{empty[0]}, but {user}. Set {path}, or switch one of them off." for user in users if users[user]]
 
 
-def _check_source(job: JobConfig, name: str, source: DataSection) -> list[str]:
-    """Problems of one source of the data; `name` is empty where there is but one, `[data]` itself."""
+def _check_source(data: DataSection, name: str, source: DataSection) -> list[str]:
+    """Problems of one source of `data`; `name` is empty where there is but one, `[data]` itself."""
 
     def get_key(setting: str) -> str:
-        return get_source_key(job.data, name, setting)
+        return get_source_key(data, name, setting)
 
     path = get_key("path")
-    near = find_near(name, [other for other in job.data.sources if other != name])
+    near = find_near(name, [other for other in data.sources if other != name])
     if name and not source.path and near:
         return [f"data.sources.{name} has no path; did you mean data.sources.{near}? Else set {path}."]
     if source.dataset == "text" and not source.path:
@@ -197,8 +190,7 @@ def _check_source(job: JobConfig, name: str, source: DataSection) -> list[str]:
                 + f'{format_value(source.format)}. Set {get_key("format")} = "text", or leave '
                 + f"{get_key('text_field')} out."
             ]
-        unused = _find_unused(job.data, name, source)
-        return [text for key, text in unused.items() if not name or key.startswith(f"{SOURCES}.")]
+        return []
     given = [
         get_key(field.name)
         for field in fields(source)
@@ -210,36 +202,28 @@ def _check_source(job: JobConfig, name: str, source: DataSection) -> list[str]:
     return []
 
 
-def _check_unused(data: DataSection) -> list[str]:
-    """Return a problem for each setting of `[data]` that has an effect on none of several sources."""
-    if not data.sources or data.dataset != "examples":
-        return []
-    found = {name: _find_unused(data, name, source) for name, source in get_sources(data).items()}
-    first = next(iter(found.values()))
-    problems = {key: text.replace("which this is not", "which no source is") for key, text in first.items()}
-    for name, unused in found.items():
-        # One that has a value of its own does not need that of [data].
-        own = {key for key in problems if get_source_key(data, name, key.removeprefix("data.")) != key}
-        problems = {key: text for key, text in problems.items() if key in unused or key in own}
-    return list(problems.values())
-
-
-def _find_unused(data: DataSection, name: str, source: DataSection) -> dict[str, str]:
-    """Return the ignored settings of a source of examples, in words, by key; a key may be that of `[data]`."""
-    default = DataSection()
-    ignored = []
-    for path, settings in ((source.path, ("split", "subset")), (source.validation_path, ("validation_split",))):
-        if not is_hub_id(path) or Path(path).exists():
-            which = [setting for setting in settings if setting == "subset" or not path or not Path(path).is_dir()]
-            ignored += [(setting, "is for a dataset of the hub") for setting in which]
-    if not source.streaming:
-        ignored.append(("streaming_block_rows", "is for data.streaming"))
-    found = {}
-    for setting, why in ignored:
-        key, value = get_source_key(data, name, setting), getattr(source, setting)
-        if value != getattr(default, setting):
-            found[key] = f"{key} = {format_value(value)} {why}, which this is not. Leave it out."
-    return found
+def _find_unused(data: DataSection) -> list[str]:
+    """Return a problem for each setting of examples, or of one of their sources, that has an effect on none."""
+    unused, used = dict[str, str](), set[str]()
+    for name, source in get_sources(data).items():
+        on_hub, has_held_out = (
+            is_hub_id(path) and not Path(path).exists() for path in (source.path, source.validation_path)
+        )
+        has_folder, held_out_folder = (
+            bool(path) and Path(path).is_dir() for path in (source.path, source.validation_path)
+        )
+        for setting, what, is_used in (
+            ("split", "a dataset of the hub", on_hub or has_folder),
+            ("subset", "a dataset of the hub", on_hub),
+            ("validation_split", "a dataset of the hub", has_held_out or held_out_folder),
+            ("streaming_block_rows", "data.streaming", source.streaming),
+        ):
+            key, value = get_source_key(data, name, setting), getattr(source, setting)
+            if is_used:
+                used.add(key)
+            elif value != getattr(DataSection, setting):
+                unused[key] = f"{key} = {format_value(value)} is for {what}, which is not used. Leave it out."
+    return [text for key, text in unused.items() if key not in used]
 
 
 def _check_contradictions(job: JobConfig) -> list[str]:
@@ -293,14 +277,6 @@ def _check_contradictions(job: JobConfig) -> list[str]:
             'optimizer.name = "Muon" multiplies matrices, for which the host of training.enable_cpu_offload is too '
             'slow. Set one of them to another value: "AdamW", or false.',
         ),
-        *(
-            (
-                lora.rank == 0 and getattr(lora, name) != getattr(LoRASection(), name),
-                f"{shown(f'lora.{name}')} is set, but lora.rank = 0 trains no adapters. Set lora.rank, or leave "
-                f"lora.{name} out.",
-            )
-            for name in ("alpha", "dropout", "targets", "init_from", "use_rslora", "base_dtype")
-        ),
         (
             lora.rank > 0 and not checkpoint.initial_load_path,
             f"{shown('lora.rank')} trains adapters of a pretrained model, and there is none. "
@@ -321,30 +297,20 @@ def _check_contradictions(job: JobConfig) -> list[str]:
             "train adapters with lora.rank, whose reference needs no cache.",
         ),
         (
-            job.training.objective == "next_token" and job.dpo != DPOSection(),
-            'dpo.beta, dpo.label_smoothing or dpo.reference is set, but training.objective is "next_token". Set '
-            'training.objective = "dpo", or leave them out.',
-        ),
-        (
-            job.evaluation.split != EvaluationSection().split and not job.evaluation.path,
-            f"{shown('evaluation.split')} is set, but evaluation.path is empty. Set that, or leave the split out.",
-        ),
-        (
             best != "none" and not getattr(job, best).enable,
             f'{shown("checkpoint.save_best")} needs {best}s. Set {best}.enable = true, or save_best = "none".',
-        ),
-        (
-            best != "none" and not checkpoint.enable,
-            f'{shown("checkpoint.save_best")} needs checkpoints. Set checkpoint.enable = true, or save_best = "none".',
         ),
         (
             checkpoint.push_to_hub
             and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", checkpoint.push_to_hub),
             f'{shown("checkpoint.push_to_hub")} is no name of a repository. Write "owner/name", or "" for no upload.',
         ),
-        (
-            checkpoint.push_to_hub and not checkpoint.enable,
-            "checkpoint.push_to_hub needs checkpoints. Set checkpoint.enable = true.",
+        *(
+            (value and not checkpoint.enable, f"{shown(key)} needs checkpoints. Set checkpoint.enable = true.")
+            for key, value in {
+                "checkpoint.push_to_hub": checkpoint.push_to_hub,
+                "checkpoint.save_best": best != "none",
+            }.items()
         ),
     ]
     return [problem for is_one, problem in found if is_one]

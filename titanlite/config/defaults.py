@@ -29,6 +29,7 @@ _SWITCHES = {
     "compile": "compile.enable",
     "validation": "validation.enable",
     "evaluation": "evaluation.enable",
+    "evaluation.split": "evaluation.path",
     "spike": "spike.enable",
     "metrics.wandb_project": "metrics.enable_wandb",
     "profiling.profile_freq": "profiling.enable_profiling",

@@ -35,8 +35,11 @@ def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> Tra
     }
     config, cls = load_config_and_class(hf, where)
     text = config.get_text_config()
-    heads = _number(text, "num_attention_heads") or 1
-    hidden = _number(text, "hidden_size") or 0
+    hidden, heads = _number(text, "hidden_size") or 0, _number(text, "num_attention_heads") or 1
+    width = heads * (_number(text, "head_dim") or hidden // heads)
+    plain, rotary, values = (_number(text, f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v"))
+    if plain and rotary and values:  # latent attention: the mean of keys and values
+        width = heads * (plain + rotary + values) // 2
     return TransformersConfig(
         family=config.model_type,
         architecture=cls.__name__,
@@ -44,7 +47,7 @@ def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> Tra
         vocab_size=_number(text, "vocab_size") or 0,
         hidden_size=hidden,
         num_layers=_number(text, "num_hidden_layers") or 0,
-        attention_width=_get_attention_width(text, heads, hidden // heads),
+        attention_width=width,
         max_position_embeddings=_number(text, "max_position_embeddings"),
         num_experts=_number(text, *_NUM_EXPERTS) or 0,
         top_k=_number(text, *_TOP_K) or 0,
@@ -83,14 +86,6 @@ def check_rope(job: JobConfig, model: AnyModelConfig) -> list[str]:
         f"their neighbours. Set training.seq_len = {limit}; examples that are no pairs can also be trained one by one, "
         "with data.packing = false and training.local_batch_size = 1."
     ]
-
-
-def _get_attention_width(text: Any, heads: int, share: int) -> int:
-    """All heads together; each is as wide as its configuration says, or has its `share` of the hidden width."""
-    plain, rotary, values = (_number(text, f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v"))
-    if plain and rotary and values:  # latent attention: the mean of keys and values
-        return heads * (plain + rotary + values) // 2
-    return heads * (_number(text, "head_dim") or share)
 
 
 def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]:
@@ -197,32 +192,17 @@ def _with_older_keys(table: Mapping[str, Any], original: Mapping[str, Any]) -> d
     for key, value in table.items():
         if isinstance(value, dict) and key.endswith("_config"):
             both[key] = _with_older_keys(value, original[key] if isinstance(original.get(key), dict) else {})
+    derived: dict[str, Any] = {}
     rope = table.get("rope_parameters")
-    derived = _older_rope(rope, table.get("model_type", "")) if isinstance(rope, dict) else {}
+    if isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()):  # one for all layers
+        scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        derived = {key: value for key, value in rope.items() if key not in scaling}
+        derived["rope_scaling"] = scaling if len(scaling) > 1 else None
     if "num_local_experts" in table:
         derived["num_experts"] = table["num_local_experts"]
     kept = {key: value for key, value in original.items() if not original.get("rope_parameters") and key in _OLDER_KEYS}
     literal = {key: old for key, old in original.items() if table.get(key) != old == decode_floats(table.get(key))}
     return {**derived, **kept, **both, **literal}
-
-
-def _older_rope(rope: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Return the separate keys that `rope_parameters` has replaced."""
-    older: dict[str, Any] = {}
-    if any(isinstance(value, dict) for value in rope.values()):
-        if model_type not in _LOCAL_THETA:
-            return {}  # transformers 4 has no such model
-        older[_LOCAL_THETA[model_type]] = (rope.get("sliding_attention") or {}).get("rope_theta")
-        rope = rope.get("full_attention") or {}
-    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
-    if model_type in ("phi3", "phi4_multimodal"):  # count the entries
-        scaling = {"type" if key == "rope_type" else key: value for key, value in scaling.items() if key in _PHI3}
-    theta, partial = _OLDER_NAMES.get(model_type, ("rope_theta", "partial_rotary_factor"))
-    older |= {theta: rope.get("rope_theta"), "rope_scaling": scaling if len(scaling) > 1 else None}
-    if "partial_rotary_factor" in rope:
-        older[partial] = rope["partial_rotary_factor"]
-    older.pop("", None)
-    return older
 
 
 def _is_part(expected: Any, read: Any) -> bool:
@@ -232,16 +212,6 @@ def _is_part(expected: Any, read: Any) -> bool:
     return expected == read
 
 
-# Names of the base and of the rotated part in transformers 4 where they are not the common ones; and, for models with
-# tables for full and for sliding attention, of the base of the latter.
-_NEOX, _MODERNBERT = ("rotary_emb_base", "rotary_pct"), ("global_rope_theta", "")
-_OLDER_NAMES = {"gpt_neox": _NEOX, "gpt_neox_japanese": _NEOX, "modernbert-decoder": _MODERNBERT}
-_LOCAL_THETA = {
-    **dict.fromkeys(("gemma3_text", "gemma3n_text"), "rope_local_base_freq"),
-    "modernbert-decoder": "local_rope_theta",
-    "olmo3": "",  # the same for all layers
-}
-_PHI3 = ("rope_type", "short_factor", "long_factor")
 # What a config.json may have in the older form, which transformers 5 does not write.
 _OLDER_KEYS = {
     *("rope_theta", "rope_scaling", "partial_rotary_factor", "num_experts"),

@@ -317,6 +317,7 @@ REFUSED = {
     ),
     "no epochs": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nepochs = 0\n', ["epochs = 0 trains nothing"]),
     "a section without its switch": (data("chats.jsonl") + "[lora]\n", ["[lora] is given, but lora.rank is not"]),
+    "a split alone": (data("chats.jsonl") + '[evaluation]\nenable = true\nsplit = "x"\n', ["Set evaluation.path"]),
     "another": (data("chats.jsonl") + "[validation]\nfreq = 5\n", ["freq is given, but validation.enable is not"]),
     "DPO's section alone": (data("pairs.jsonl") + "[dpo]\nbeta = 0.1\n", ["Set training.objective"]),
     "a project alone": (data("chats.jsonl") + '[metrics]\nwandb_project = "x"\n', ["Set metrics.enable_wandb"]),
