@@ -5,6 +5,7 @@ config -> mesh -> data -> model (meta) -> transforms (meta) -> parallelize (meta
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from titanlite.checkpoint.hf_model import HFFormat, check_layout
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.train_state import Progress, find_start, resolve_held_out
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
+from titanlite.config.defaults import wants_held_out
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data.build import build_loader, build_text
 from titanlite.data.dataset import Batch
@@ -89,7 +91,6 @@ def assemble(checked: Checked) -> Trainer:
     """
     job, model_config, degrees = checked.job, checked.model_config, checked.degrees
     folder = Path(job.job.dump_folder)
-    heartbeat.beat("loading", 0)
     device = _join(job, folder)
     check_same_settings(job)
     locks = hold_folders(job, folder)  # before anything there is read or cleaned
@@ -103,19 +104,21 @@ def assemble(checked: Checked) -> Trainer:
     job = on_first_rank(lambda: with_chat_date(job))
     with waiting_for_machines():  # each rank reads files by itself: no collective in here
         job, tokenizer, loader = _read_data(job, model_config, dims)
-        warn_of_ignored_balancing(job, model_config)
+        warn_of_ignored_balancing(job.moe, model_config.num_experts)
         warn_of_large_mask(job, model_config, device)
         warn_of_changed_base(job, model_config)
     changes = make_dump_folder(job, folder)
     check_shared_folder(folder)
 
-    files = PeftFormat(job) if job.lora.rank else HFFormat(job)  # what a checkpoint holds of the model
-    checkpointer = Checkpointer(job.checkpoint, files, folder, record_event, all_reduce_sum, job.comm.timeout_seconds)
+    checkpointer = build_checkpointer(job, folder)
     step = 0 if (start := checkpointer.start) is None else start.step  # what to resume, if anything
     if start is not None:
         check_same_run(job, changes, step, start.identity)
         check_resumed_model(model_config, step_folder(checkpointer.folder, step))
-    check_saved_tokenizer(job, model_config, tokenizer, loader, start is None and not job.checkpoint.initial_load_path)
+    if job.checkpoint.enable:
+        is_new = start is None and not job.checkpoint.initial_load_path
+        compared = None if job.data.dataset == "images" else loader.dataset  # which would be decoded
+        check_saved_tokenizer(model_config, tokenizer, compared, is_new=is_new)
     heartbeat.beat("loading", step)
 
     torch.manual_seed(job.training.seed + dims.dropout_rank)  # ranks with other tokens drop other elements
@@ -125,16 +128,15 @@ def assemble(checked: Checked) -> Trainer:
     )
     plan = fill(job, model, sources := checkpointer.weight_sources(model), device, checkpointer.group)
     carry_passengers(job, model.config, sources, checkpointer)
-    check_layout(job, plan)
+    if job.checkpoint.enable and not job.lora.rank:
+        check_layout(plan)
     optimizer = make_optimizer(job, model, dims)
     checkpointer.load_state(plan, optimizer, device)
     objective = build_objective(job, model.config.vocab_size, loader.dataset.form)
     stepper = TrainStep(job, dims, device, model, optimizer, objective, build_schedule(dims), step)
-    if start is None:
-        loader.start_from(0, 0, job.data.skip_to_sample)
-    else:
-        loader.start_from(step, start.samples, job.data.skip_to_sample, start.taken, start.data)
-        check_data_order(start, loader)
+    samples, taken, order = (0, None, "") if start is None else (start.samples, start.taken, start.data)
+    loader.start_from(step, samples, job.data.skip_to_sample, taken, order)
+    check_data_order(start, loader)
     describe_sources(job, loader, step)
     total, trained = count_parameters(model)
     logger.info(
@@ -182,6 +184,7 @@ def assemble(checked: Checked) -> Trainer:
 
 def _join(job: JobConfig, folder: Path) -> torch.device:
     """Join the other ranks; return the device of this one, with the kernels for it."""
+    heartbeat.beat("loading", 0)
     make_deterministic(job)
     start_flight_recorder(folder)
     device = init_distributed(job.comm.timeout_seconds)
@@ -189,18 +192,28 @@ def _join(job: JobConfig, folder: Path) -> torch.device:
     return device
 
 
-def build_data(job: JobConfig, dp_rank: int, dp_degree: int, before: Progress | None = None) -> tuple[Any, TrainLoader]:
+_TEXTS = {"text": build_text, "documents": partial(build_text, make=DocumentRows)}
+_ROWS = {"examples": build_sft, "stream": build_stream, "mixture": build_mixture, "images": build_images}
+_DATASETS = _TEXTS | _ROWS
+
+
+def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple[Any, TrainLoader]:
     """Build the tokenizer and the batches of one data-parallel rank, of all kinds of data: see `build_loader`."""
-    texts = {"documents": partial(build_text, make=DocumentRows)}
-    builders = texts | {"examples": build_sft, "stream": build_stream, "mixture": build_mixture, "images": build_images}
-    before = before or find_start(job)
-    return build_loader(resolve_held_out(job, before), dp_rank, dp_degree, builders, before and before.batch_size)
+    job, before = find_before(job)
+    return build_loader(job, dp_rank, dp_degree, _DATASETS, before and before.batch_size)
+
+
+def find_before(job: JobConfig) -> tuple[JobConfig, Progress | None]:
+    """Find the progress that a run resumes from; return it after `job`, with the same rows held out as before."""
+    before = find_start(job.checkpoint, folder := job.job.dump_folder)
+    return replace(job, data=resolve_held_out(job.data, before, folder, wanted=wants_held_out(job))), before
 
 
 def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims) -> tuple[JobConfig, Any, TrainLoader]:
     """Return the job with its number of steps, the tokenizer, and the batches of this rank."""
-    job = resolve_held_out(job, before := find_start(job))
-    tokenizer, loader = build_data(job, dims.dp_rank, dims.degrees.dp, before)
+    job, before = find_before(job)
+    batch_before = before and before.batch_size
+    tokenizer, loader = build_loader(job, dims.dp_rank, dims.degrees.dp, _DATASETS, batch_before)
     job = resolve_steps(job, loader, before)
     describe_pipeline(loader, model_config, dims.degrees)
     check_form(job, loader.dataset.form)
@@ -239,7 +252,7 @@ def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDi
 
 def describe_model(job: JobConfig, model_config: AnyModelConfig, device_type: str) -> Model:
     """Describe the whole model on meta, with its adapters and what is trained; raises as `build_on_meta`."""
-    model = build_model(model_config, base_dtype(job, device_type))
+    model = build_model(model_config, base_dtype(job.training, job.lora, device_type))
     apply_lora(model, job.lora, getattr(torch, job.training.dtype))
     if job.lora.base_dtype in BLOCK_SIZES:
         encode_weights(model, job.lora.base_dtype)
@@ -253,7 +266,7 @@ def shard(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) ->
     """Shard `model`, on meta, in place: first over pipeline stages, then as `parallelize`."""
     if dims.degrees.pp > 1:  # first: what it leaves to other stages is never called, whatever is hooked to it
         assert isinstance(model, Decoder), "pipeline parallelism of a model of transformers"
-        apply_pipeline_parallel(model, dims, mixed_precision_dtypes(job, device_type)[0])
+        apply_pipeline_parallel(model, dims, mixed_precision_dtypes(job.training, device_type)[0])
     parallelize(model, job, dims, device_type)
 
 
@@ -263,6 +276,13 @@ def fill(
     """Give the sharded `model` its values; the group `waiting` waits for ranks that read longer. Collective."""
     where = torch.device("cpu") if job.training.enable_cpu_offload else device
     return materialize(model, where, sources, seed=job.training.seed, buffer_device=device, waiting=waiting)
+
+
+def build_checkpointer(job: JobConfig, folder: Path) -> Checkpointer:
+    """Build what finds, loads and saves checkpoints, of the model or of its adapters. Collective."""
+    base = job.checkpoint, job.model
+    saved_as = PeftFormat(*base, job.lora) if job.lora.rank else HFFormat(*base)
+    return Checkpointer(job.checkpoint, saved_as, folder, record_event, all_reduce_sum, job.comm.timeout_seconds)
 
 
 def build_metrics(

@@ -115,7 +115,7 @@ class TrainStep:
         self.lr_scheduler = build_lr_scheduler(optimizer, job.lr_scheduler, job.training.steps, step)
         stage_size = dims.degrees.stage_size if dims.degrees.pp > 1 else None
         chunks = dims.degrees.stage_parts(len(model.all_layers()), dims.stage) if dims.degrees.pp > 1 else None
-        rate = get_bias_update_rate(job, model.config)
+        rate = get_bias_update_rate(job.moe, model)
         self.balancer = ExpertBiasBalancer(model, rate, all_reduce_sum, stage_size, chunks)
         self.grad_groups = group_parameters(model, whole=not job.metrics.grad_norm_groups)
         most_bad = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
@@ -189,7 +189,8 @@ class TrainStep:
     def end_backwards_of(self, chunks: tuple[int, ...]) -> None:
         """Let the next backwards be a step's last ones of these chunks, and not yet of the others."""
         if chunks != self._ending:
-            prepare_backward(self.model, self.job, self.dims, chunks)
+            once_per_step = self.job.parallelism.fsdp_once_per_step
+            prepare_backward(self.model, self.dims, chunks, once_per_step=once_per_step)
             self._ending = chunks
 
     def enter(self, phase: str, micro_batch: int | None = None) -> None:

@@ -21,6 +21,7 @@ import titanlite.train_step
 from titanlite.assemble import assemble, build_data
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
+from titanlite.data.build import build_loader
 from titanlite.data.dataset import Batch
 from titanlite.data.loader import ValidationSet
 from titanlite.materialize import materialize
@@ -88,11 +89,11 @@ class PairLoader:
 
 @pytest.fixture(autouse=True)
 def pairs_instead_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(job: Any, dp_rank: int, dp_degree: int, *_: Any) -> tuple[Any, PairLoader]:
-        tokenizer, _ = build_data(job, 0, 1)
+    def build(job: Any, dp_rank: int, dp_degree: int, *more: Any) -> tuple[Any, PairLoader]:
+        tokenizer, _ = build_loader(job, 0, 1, *more)
         return tokenizer, PairLoader(dp_rank, dp_degree, job.training.local_batch_size)
 
-    monkeypatch.setattr(titanlite.assemble, "build_data", build)
+    monkeypatch.setattr(titanlite.assemble, "build_loader", build)
 
 
 def is_moved(name: str) -> bool:

@@ -300,16 +300,15 @@ def test_sources_of_a_mixture_are_counted_to_the_end_of_the_run(warnings, monkey
 def test_a_model_without_experts_has_nothing_to_balance(warnings, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     job = JobConfig()
-    dense = replace(CONFIG, num_experts=0)
-    warn_of_ignored_balancing(job, dense)
+    warn_of_ignored_balancing(job.moe, 0)
     job.moe.aux_loss_coeff, job.moe.expert_bias_update_rate = 0.02, 1e-3
-    warn_of_ignored_balancing(job, CONFIG)
+    warn_of_ignored_balancing(job.moe, CONFIG.num_experts)
     assert warnings == []
-    warn_of_ignored_balancing(job, dense)
+    warn_of_ignored_balancing(job.moe, 0)
     (text,) = warnings
     assert text.endswith("no effect of moe.expert_bias_update_rate = 0.001, moe.aux_loss_coeff = 0.02")
     monkeypatch.setenv("RANK", "1")
-    warn_of_ignored_balancing(job, dense)
+    warn_of_ignored_balancing(job.moe, 0)
     assert len(warnings) == 1
 
 
@@ -329,12 +328,8 @@ def test_a_tokenizer_that_a_saved_folder_would_not_give_back_is_an_error_in_a_ne
     inner.pre_tokenizer = ByteLevel(add_prefix_space=False)
     inner.decoder = ByteLevelDecoder()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>")
-    config, loader = families()[family].presets["debug"], SimpleNamespace(dataset=_Sequences())
-    job = JobConfig()
-    check = partial(check_saved_tokenizer, job, config, tokenizer, loader)
-    job.checkpoint.enable = False
-    check(is_new=True)  # nothing is saved
-    job.checkpoint.enable = True
+    config = families()[family].presets["debug"]
+    check = partial(check_saved_tokenizer, config, tokenizer, _Sequences())
     if family == "qwen2":
         with pytest.raises(
             DataError, match=r"a saved qwen2: its Qwen2Tokenizer reads \['1', '2', '1'\] instead of \['12', '1', '1'\]"
@@ -347,7 +342,7 @@ def test_a_tokenizer_that_a_saved_folder_would_not_give_back_is_an_error_in_a_ne
 
 
 def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat_template, "find_start", lambda job: SimpleNamespace(chat_date="2024-05-06"))
+    monkeypatch.setattr(chat_template, "find_start", lambda *_: SimpleNamespace(chat_date="2024-05-06"))
     job = JobConfig()
     job.job.dump_folder, job.data.dataset, job.checkpoint.enable = str(tmp_path), "examples", True
     assert with_chat_date(job).data.chat_date == "2024-05-06"

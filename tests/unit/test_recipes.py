@@ -90,7 +90,7 @@ def test_recipe_is_planned_for_its_world_size(path, monkeypatch):
     assert job.job.description and checked.degrees.world_size == world_size
 
     with fake_ranks(world_size):
-        model = build_model(checked.model_config, base_dtype(checked.job, "cuda"))
+        model = build_model(checked.model_config, base_dtype(checked.job.training, checked.job.lora, "cuda"))
         apply_lora(model, checked.job.lora, torch.float32)
         form = checked.job.lora.base_dtype
         if form in BLOCK_FORMATS:

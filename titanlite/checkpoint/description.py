@@ -23,7 +23,8 @@ from titanlite.base.hf_objects import build_from_config, load_from_folder
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json
 from titanlite.checkpoint.train_state import Progress
-from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
+from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
+from titanlite.data.dataset import TrainDataset
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import describe_other_ids
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
@@ -253,9 +254,9 @@ def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:
 
 
 def check_saved_tokenizer(
-    job: JobConfig, model_config: AnyModelConfig, tokenizer: Any, loader: TrainLoader, is_new: bool
+    model_config: AnyModelConfig, tokenizer: Any, dataset: TrainDataset | None, *, is_new: bool
 ) -> None:
-    """Compare the tokenizer with what `AutoTokenizer` will make of it in a saved folder, on the training data.
+    """Compare the tokenizer with what `AutoTokenizer` will make of it in a saved folder, on `dataset`, if any.
 
     Transformers builds the tokenizers of some models anew, in the form of the model's class. Of a model that is not new
     (`is_new`) the tokenizer cannot be chosen: it gets a warning.
@@ -272,10 +273,10 @@ def check_saved_tokenizer(
                 theirs = load_from_folder("AutoTokenizer", Path(folder))
             except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing more specific
                 return f"it raises {type(error).__name__}: {error}"
-        found = describe_other_ids(tokenizer, theirs, map(tokenizer.decode, _take_sequences(job, loader)))
+        found = describe_other_ids(tokenizer, theirs, map(tokenizer.decode, _take_sequences(dataset)))
         return f"its {type(theirs).__name__} reads {found}" if found else ""
 
-    if not job.checkpoint.enable or not (found := on_first_rank(find)):
+    if not (found := on_first_rank(find)):
         return
     text = f"data: transformers will not read the tokenizer of this run as it is in a saved {model_config.family}: "
     if is_new:
@@ -286,10 +287,9 @@ def check_saved_tokenizer(
         logger.warning("%s%s. Load it with PreTrainedTokenizerFast.from_pretrained.", text, found)
 
 
-def _take_sequences(job: JobConfig, loader: TrainLoader) -> list[list[int]]:
-    """Take evenly spaced sequences; none of images, nor of a stream, which would be read from its start."""
-    dataset, count = loader.dataset, loader.dataset.num_train_sequences
-    if count is None or job.data.dataset == "images":
+def _take_sequences(dataset: TrainDataset | None) -> list[list[int]]:
+    """Take evenly spaced sequences; none of a stream, which would be read from its start."""
+    if dataset is None or (count := dataset.num_train_sequences) is None:
         return []
     num = max(1, min(count, _COMPARED_SEQUENCES, _COMPARED_TOKENS // dataset.seq_len))
     return [row.tolist() for row in dataset.batch(np.linspace(0, count - 1, num).astype(np.int64)).tokens]
@@ -315,9 +315,9 @@ def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
         )
 
 
-def check_data_order(start: Progress, loader: TrainLoader) -> None:
+def check_data_order(start: Progress | None, loader: TrainLoader) -> None:
     """Warn if a resumed run would train on other data, or in another order, than the run that it goes on with."""
-    if start.data == loader.fingerprint or get_rank() != 0:
+    if start is None or start.data == loader.fingerprint or get_rank() != 0:
         return
     taken = loader.get_taken(start.step)
     places = ", ".join(f"{name} at {count}" for name, count in taken.items())

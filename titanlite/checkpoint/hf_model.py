@@ -18,8 +18,9 @@ from titanlite.checkpoint.folder import ADAPTER_FILE, INDEX_FILE, OWN_FOLDER, UN
 from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.assets import assets_folder
+from titanlite.config.model import ModelSection
+from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import Plan, SourceProvider, TensorEntry
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
@@ -43,15 +44,15 @@ class HFFormat:
 
     part = MODEL  # where the weights cannot be saved
 
-    def __init__(self, job: JobConfig) -> None:
-        self.job, self.base = job, job.checkpoint.initial_load_path
-        self._dtype: torch.dtype = getattr(torch, job.checkpoint.export_dtype)
+    def __init__(self, section: CheckpointSection, model: ModelSection) -> None:
+        self.base, self._model, self._assets = section.initial_load_path, model, assets_folder(model, section)
+        self._dtype: torch.dtype = getattr(torch, section.export_dtype)
 
     def initial_sources(self, model: Model) -> list[SourceProvider]:
         """Find what a new run begins with: a pretrained model, or nothing. Collective: every rank must call."""
         if self.base:
             return [weights_of(Path(self.base), model)]
-        assets, is_meant = self.job.model.hf_assets_path, self.job.model.init == "random"
+        assets, is_meant = self._model.hf_assets_path, self._model.init == "random"
         if assets and not is_meant and any(Path(assets).glob("*.safetensors")) and dist.get_rank() == 0:
             logger.warning(
                 "checkpoint: weights are random, though %s has some; to begin with those set model.path to it",
@@ -69,7 +70,7 @@ class HFFormat:
 
     def describe(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int]) -> dict[str, bytes]:
         """Build what stands beside the weights, content by file name. On one rank."""
-        return describe_model(model.config, tokenizer, self._dtype, assets_folder(self.job), end_of_turn_ids)
+        return describe_model(model.config, tokenizer, self._dtype, self._assets, end_of_turn_ids)
 
 
 def save_hf_model(
@@ -103,13 +104,11 @@ def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
     return {INDEX_FILE: (json.dumps(index, indent=2) + "\n").encode()}
 
 
-def check_layout(job: JobConfig, plan: Plan) -> None:
+def check_layout(plan: Plan) -> None:
     """Check before training that the model's tensors have a place in its files.
 
     Raises CheckpointError: they have none. The same on all ranks.
     """
-    if not job.checkpoint.enable or job.lora.rank:
-        return
     _refuse_encoded(plan)
     if (own := getattr(plan.model, "checkpoint_format", None)) is not None:  # not of the native decoder
         own.check(plan)
@@ -129,7 +128,7 @@ def unfinished_files(plan: Plan) -> list[FileLayout]:
     return lay_out(items, f"{OWN_FOLDER}/{UNFINISHED_FILES.removesuffix('*.safetensors')}")
 
 
-def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact: bool = False) -> list[FileLayout]:
+def model_files(plan: Plan, config: Any, dtype: torch.dtype, *, exact: bool = False) -> list[FileLayout]:
     """Lay out the model's files, the same on all ranks: in the model's order, with Hugging Face's keys.
 
     What the architecture has no key for goes to a file in the titanlite folder. With `exact`, so do parameters that
@@ -143,7 +142,6 @@ def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact
     _refuse_encoded(plan)
     if (own := getattr(plan.model, "checkpoint_format", None)) is not None:
         return own.files(plan, dtype, exact=exact)
-    assert isinstance(config, ModelConfig), "a model without a native family has a format of its own"
     family = family_of(config)
     model: list[Item] = []
     sidecar: list[Item] = []
@@ -181,10 +179,10 @@ def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:
     return set().union(*gather_objects(found)) if in_stages else found
 
 
-def warn_of_sidecar(config: AnyModelConfig, files: list[FileLayout]) -> None:
+def warn_of_sidecar(config: Any, files: list[FileLayout]) -> None:
     """Warn that something was saved that Hugging Face's architecture does not have. On rank 0."""
     count = sum(len(file.items) for file in files if file.name == f"{OWN_FOLDER}/{SIDECAR_FILE}")
-    if isinstance(config, ModelConfig) and count and get_rank() == 0:
+    if count and get_rank() == 0:
         logger.warning(
             "checkpoint: %s has no place for expert_bias, so transformers will choose other experts than this run "
             "did; the %d tensors are kept in %s/%s. For an exact export balance with moe.aux_loss_coeff instead.",

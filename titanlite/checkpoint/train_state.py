@@ -18,9 +18,8 @@ from titanlite.checkpoint.header import StoredTensor
 from titanlite.checkpoint.keys import whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.config import JobConfig
-from titanlite.config.data import get_sources
-from titanlite.config.defaults import wants_held_out
+from titanlite.config.data import DataSection, get_sources
+from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import Plan, ReadRequest, region_of
 from titanlite.materialize.execute import empty, read_tensors, sharded_like
 from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
@@ -79,40 +78,41 @@ class Progress:
             ) from None
 
 
-def find_start(job: JobConfig) -> Progress | None:
-    """Return the state that the run of `job` would resume from, or None.
+def find_start(section: CheckpointSection, dump_folder: str) -> Progress | None:
+    """Return the state that the run in `dump_folder` would resume from, or None.
 
     As `Checkpointer` finds it, but from one process, without checksums, and nothing is renamed, removed or refused.
 
     Raises CheckpointError: its state is damaged.
     """
-    load_step, folder = job.checkpoint.load_step, Path(job.job.dump_folder) / job.checkpoint.folder
+    load_step, folder = section.load_step, Path(dump_folder) / section.folder
     steps = reversed(list_steps(folder)) if load_step < 0 else [load_step] * (load_step > 0)
-    for step in steps if job.checkpoint.enable else ():
+    for step in steps if section.enable else ():
         if not (check_folder(step_folder(folder, step)) or find_missing_state(step_folder(folder, step))):
             return Progress.read(step_folder(folder, step))
     return None
 
 
-def resolve_held_out(job: JobConfig, before: Progress | None) -> JobConfig:
-    """Return `job` with the share of rows that is held out: that of the run before (`find_start`), or none for nobody.
+def resolve_held_out(data: DataSection, before: Progress | None, dump_folder: str, *, wanted: bool) -> DataSection:
+    """Return `data` with the share of rows that is held out: that of the run before (`find_start`), or of a new run,
+    none if not `wanted`.
 
     Raises ConfigError: the run was trained on all rows, and now some are to be held out.
     """
-    if job.data.validation_share is not None:
-        return job
+    if data.validation_share is not None:
+        return data
     if before is None:
-        share = None if wants_held_out(job) else 0.0
+        share = None if wanted else 0.0
     else:  # versions before this setting was kept held rows out in any case
         share = float(text) if (text := before.identity.get("data.validation_share", "")) else None
-    data = replace(job.data, validation_share=share)
+    data = replace(data, validation_share=share)
     has_any = any(source.validation_path or source.validation_share != 0 for source in get_sources(data).values())
-    if wants_held_out(job) and not has_any:
+    if wanted and not has_any:
         raise ConfigError(
-            f"data: the run in {job.job.dump_folder} is trained on all rows, and now some are to be held out. Set "
+            f"data: the run in {dump_folder} is trained on all rows, and now some are to be held out. Set "
             "data.validation_path to others, or another job.dump_folder to begin anew."
         )
-    return replace(job, data=data)
+    return data
 
 
 def find_missing_state(folder: Path) -> list[str]:

@@ -12,7 +12,8 @@ from typing import Any
 from titanlite.base.errors import ConfigError
 from titanlite.base.files import check_regular
 from titanlite.config.data import get_source_key, get_sources, holds_rows
-from titanlite.config.schema import JobConfig
+from titanlite.config.model import ModelSection
+from titanlite.config.schema import CheckpointSection, JobConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _HUB_ADDRESS = re.compile(
@@ -91,10 +92,10 @@ def assets_key(job: JobConfig) -> str:
     return "checkpoint.initial_load_path" if same else "model.hf_assets_path"
 
 
-def assets_folder(job: JobConfig) -> Path | None:
+def assets_folder(model: ModelSection, checkpoint: CheckpointSection) -> Path | None:
     """Folder with the description of the model that the run began with, where there is one: `resolve_assets` first."""
-    described = "" if job.model.flavor else job.model.hf_assets_path  # with a flavor, only the tokenizer is from there
-    for name in (described, job.checkpoint.initial_load_path):
+    described = "" if model.flavor else model.hf_assets_path  # with a flavor, only the tokenizer is from there
+    for name in (described, checkpoint.initial_load_path):
         if name and (Path(name) / "config.json").is_file():
             return Path(name)
     return None

@@ -31,7 +31,7 @@ def build_loader(
 
     No collectives: processes of one machine share the work through the cache folder. The vocabulary that the model
     must have at least is `loader.dataset.vocab_size`. With `data.tokenizer_path` empty, a tokenizer.json in
-    `model.hf_assets_path` is used before a BPE is trained. `builders` make what is not plain text, by `get_kind`;
+    `model.hf_assets_path` is used before a BPE is trained. `builders` make the datasets, by `get_kind`;
     `before` is the batch size of the run that is resumed.
 
     Raises:
@@ -39,7 +39,7 @@ def build_loader(
         ConfigError: the batch sizes and `dp_degree` do not fit each other.
     """
     training = job.training
-    tokenizer, dataset = {"text": build_text, **builders}[get_kind(job.data)](job)
+    tokenizer, dataset = builders[get_kind(job.data)](job)
     # For streams this reads rows, so only where it counts. A document of plain text, or an image, is one example.
     sources = get_sources(dataset) if training.global_batch_size is None and before is None else []
     examples = sum(source.share * getattr(source.dataset, "examples_per_sequence", 1.0) for source in sources)

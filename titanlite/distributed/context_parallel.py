@@ -22,7 +22,6 @@ from torch import nn
 
 from titanlite.distributed.collectives import all_reduce, all_to_all, gather_parts, own_part, register_group
 from titanlite.models.attention import CoreAttention
-from titanlite.models.decoder import Decoder
 from titanlite.models.layers import Embedding, OutputHead, RotaryEmbedding
 from titanlite.models.moe import MoE
 
@@ -37,7 +36,7 @@ class Peers(NamedTuple):
     rank: int
 
 
-def apply_context_parallel(model: Decoder, group: dist.ProcessGroup) -> None:
+def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Make the ranks of `group`, in their order, hold one piece each of every sequence that `model` is called with.
 
     The model is called as before, with whole sequences, the same on all these ranks: tokens, labels, positions and

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from titanlite.base import timers
-from titanlite.config.schema import BLOCK_SIZES, JobConfig
+from titanlite.config.schema import BLOCK_SIZES, LoRASection, ParallelismSection, TrainingSection
 from titanlite.distributed.collectives import all_gather_single, reduce_scatter_single
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.execute import sharded_like
@@ -28,24 +28,26 @@ from titanlite.models.moe import Experts
 from titanlite.ops import local_tensor
 
 
-def mixed_precision_dtypes(job: JobConfig, device_type: str) -> tuple[torch.dtype, torch.dtype]:
+def mixed_precision_dtypes(training: TrainingSection, device_type: str) -> tuple[torch.dtype, torch.dtype]:
     """Return (parameter and activation dtype, gradient reduction dtype) that the configuration asks for here."""
-    training, param = job.training, job.training.mixed_precision_param
+    param = training.mixed_precision_param
     if param == "auto":
         param = "bfloat16" if device_type == "cuda" else training.dtype
     return getattr(torch, param), getattr(torch, training.mixed_precision_reduce)
 
 
-def base_dtype(job: JobConfig, device_type: str) -> torch.dtype:
+def base_dtype(training: TrainingSection, lora: LoRASection, device_type: str) -> torch.dtype:
     """Dtype of the model's own weights that are not in blocks: `training.dtype`, or with adapters `lora.base_dtype`."""
-    if not job.lora.rank:
-        return getattr(torch, job.training.dtype)
-    if job.lora.base_dtype == "auto" or job.lora.base_dtype in BLOCK_SIZES:
-        return mixed_precision_dtypes(job, device_type)[0]  # frozen, they need no more bits than matmuls see
-    return getattr(torch, job.lora.base_dtype)
+    if not lora.rank:
+        return getattr(torch, training.dtype)
+    if lora.base_dtype == "auto" or lora.base_dtype in BLOCK_SIZES:
+        return mixed_precision_dtypes(training, device_type)[0]  # frozen, they need no more bits than matmuls see
+    return getattr(torch, lora.base_dtype)
 
 
-def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
+def apply_fsdp(
+    model: Model, training: TrainingSection, section: ParallelismSection, dims: ParallelDims, device_type: str
+) -> None:
     """Shard `model` in place, on meta. Attributes that were set on parameters are carried over.
 
     Units: each decoder layer, its experts if they live on another mesh, the embedding, and final norm with output head.
@@ -53,21 +55,20 @@ def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: st
     what lies outside of layers is in the root unit.
     """
     attributes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
-    param_dtype, reduce_dtype = mixed_precision_dtypes(job, device_type)
+    param_dtype, reduce_dtype = mixed_precision_dtypes(training, device_type)
     # Inputs are not cast: activations have the parameters' dtype from the embedding on, and what does not (the router's
     # weights of the rows, which enter the experts) is float32 on purpose.
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     shared: dict[str, Any] = {
         "mp_policy": policy,
-        "offload_policy": CPUOffloadPolicy() if job.training.enable_cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy(),
     }
-    section = job.parallelism
     reshard = "never" if section.fsdp_once_per_step else section.fsdp_reshard_after_forward
     layers = model.decoder_layers()
     placement = _expert_placement(model, dims)
     units = {layer: list(model.experts_in(layer)) if dims.degrees.experts_on_own_mesh else [] for layer in layers}
     ignored = {param for param in model.parameters() if is_elsewhere(param)}
-    if _experts_need_no_fsdp(units.values(), job, dims, param_dtype):
+    if not training.enable_cpu_offload and _experts_need_no_fsdp(units.values(), dims, param_dtype):
         for module in (module for experts in units.values() for module in experts):
             ignored |= set(module.parameters())
             if isinstance(module, Experts):
@@ -117,13 +118,13 @@ def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: st
         vars(param).update(attributes[name])
 
 
-def prepare_backward(model: Model, job: JobConfig, dims: ParallelDims, ending: Collection[int]) -> None:
+def prepare_backward(model: Model, dims: ParallelDims, ending: Collection[int], *, once_per_step: bool) -> None:
     """Select the chunks of a pipeline stage whose next backwards run the once-per-step work.
 
     A new model does so in every backward. A step selects before the backward of its last micro-batch, of one chunk
     alone: others may have gradients open. The work is the all-reduce of gradients over `dp_replicate`, the slowest
     links; until then this rank's gradients are in FSDP's own buffers, not in `grad`. With
-    `parallelism.fsdp_once_per_step` it is every reduction of gradients, and gathered parameters are kept until then.
+    `once_per_step` it is every reduction of gradients, and gathered parameters are kept until then.
     """
     root: Any = model  # an FSDPModule, which its static type does not show
     modules: list[Any] = [model] if len(ending) == dims.degrees.chunks else []
@@ -132,7 +133,7 @@ def prepare_backward(model: Model, job: JobConfig, dims: ParallelDims, ending: C
         for chunk, layers in enumerate(_layers_by_chunk(model, dims)):
             if chunk in ending:
                 modules += [*layers, *(embedding if chunk == 0 else []), *(head if dims.is_last_part(chunk) else [])]
-    if job.parallelism.fsdp_once_per_step:
+    if once_per_step:
         root.set_is_last_backward(bool(ending))
         for module, value in [(root, False), *((module, True) for module in modules)]:
             module.set_reshard_after_backward(value)
@@ -171,16 +172,14 @@ def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Paramete
     return place
 
 
-def _experts_need_no_fsdp(
-    units: Iterable[list[nn.Module]], job: JobConfig, dims: ParallelDims, dtype: torch.dtype
-) -> bool:
+def _experts_need_no_fsdp(units: Iterable[list[nn.Module]], dims: ParallelDims, dtype: torch.dtype) -> bool:
     """Return True if each expert's weights lie whole on one rank, and are stored as `dtype` or can be `ExpertCopies`.
 
     FSDP would cast them in every forward and recompute, and copy each micro-batch's gradients three times.
     """
     d, modules = dims.degrees, [module for experts in units for module in experts]
     casts = any(p.dtype != dtype for m in modules if not isinstance(m, Experts) for p in m.parameters())
-    return bool(modules) and d.efsdp * d.dp_replicate == 1 and not casts and not job.training.enable_cpu_offload
+    return bool(modules) and d.efsdp * d.dp_replicate == 1 and not casts
 
 
 _num_optimizer_steps = 0

@@ -33,7 +33,6 @@ def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: s
     other pipeline stages have must have left `model` already.
     """
     if dims.cp_group is not None:
-        assert isinstance(model, Decoder), "context parallelism of a model of transformers"
         apply_context_parallel(model, dims.cp_group)
     if dims.degrees.tp > 1:
         if isinstance(model, Decoder):
@@ -43,7 +42,7 @@ def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: s
     if dims.degrees.ep > 1:
         apply_expert_parallel(model, dims.ep_mesh)
     wrap_layers(model, job, experts_on_own_mesh=dims.degrees.experts_on_own_mesh)
-    apply_fsdp(model, job, dims, device_type)
+    apply_fsdp(model, job.training, job.parallelism, dims, device_type)
 
 
 def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> None:
@@ -82,7 +81,7 @@ def check_device(job: JobConfig, device: torch.device) -> None:
     The same on all ranks.
     """
     if job.model.attention_backend == "varlen":
-        dtype, _ = mixed_precision_dtypes(job, device.type)
+        dtype, _ = mixed_precision_dtypes(job.training, device.type)
         if device.type != "cuda" or dtype == torch.float32:
             other = ", or training.mixed_precision_param to 'bfloat16'" if device.type == "cuda" else ""
             raise ConfigError(
@@ -106,7 +105,7 @@ def choose_attention(job: JobConfig, model_config: AnyModelConfig, device_type: 
     """
     if job.model.attention_backend != "auto":
         return job.model.attention_backend
-    dtype, _ = mixed_precision_dtypes(job, device_type)
+    dtype, _ = mixed_precision_dtypes(job.training, device_type)
     if device_type != "cuda" or dtype != torch.bfloat16 or not isinstance(model_config, ModelConfig):
         return "sdpa"
     is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)

@@ -5,7 +5,6 @@ import re
 import torch
 from torch import nn
 
-from titanlite.config.model import TransformersConfig
 from titanlite.materialize.layout import num_values
 from titanlite.materialize.plan import clean_name
 from titanlite.models.interface import Model, is_adapter
@@ -63,13 +62,9 @@ def train_flops_per_token(model: Model, seq_len: int) -> int:
         reached = reached or param.requires_grad
     if config.tie_word_embeddings:
         flops += sum(count("", param) for param in embedding)  # as the head, behind all others
-    if isinstance(config, TransformersConfig):
-        width = config.attention_width
-    else:
-        width = config.num_heads * (config.qk_head_dim + config.value_head_dim) // 2
     # A vision tower's layers come first; their attention is not counted.
     num_unreached = max(len(unreached_layers) - (len(layers) - config.num_layers), 0)
-    return flops + width * seq_len * (6 * config.num_layers - 4 * num_unreached)
+    return flops + config.attention_width * seq_len * (6 * config.num_layers - 4 * num_unreached)
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

@@ -7,7 +7,7 @@ import torch
 from titanlite.base import timers
 from titanlite.base.agree import get_rank
 from titanlite.base.log import logger
-from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
+from titanlite.config.schema import MoESection
 from titanlite.models.families import family_of
 from titanlite.models.interface import Model
 from titanlite.models.moe import ExpertCounter
@@ -150,18 +150,18 @@ class ExpertBiasBalancer:
         return errors
 
 
-def get_bias_update_rate(job: JobConfig, model_config: AnyModelConfig) -> float:
+def get_bias_update_rate(section: MoESection, model: Model) -> float:
     """Return the configured rate; unset, a bias is trained only where the exported architecture can hold it."""
-    if isinstance(model_config, TransformersConfig):
+    if not model.moe_layers():
         return 0.0
-    if job.moe.expert_bias_update_rate is not None:
-        return job.moe.expert_bias_update_rate
-    return 1e-3 if family_of(model_config).expert_bias_key is not None else 0.0
+    if section.expert_bias_update_rate is not None:
+        return section.expert_bias_update_rate
+    return 1e-3 if family_of(model.config).expert_bias_key is not None else 0.0
 
 
-def warn_of_ignored_balancing(job: JobConfig, model_config: AnyModelConfig) -> None:
+def warn_of_ignored_balancing(section: MoESection, num_experts: int) -> None:
     """Warn on rank 0 of settings that a model without experts ignores. No error: families are compared on one file."""
     names = ("expert_bias_update_rate", "aux_loss_coeff", "z_loss_coeff")
-    given = [f"moe.{name} = {value}" for name in names if (value := getattr(job.moe, name))]
-    if given and model_config.num_experts == 0 and get_rank() == 0:
+    given = [f"moe.{name} = {value}" for name in names if (value := getattr(section, name))]
+    if given and num_experts == 0 and get_rank() == 0:
         logger.warning("moe: the model has no experts to balance: no effect of %s", ", ".join(given))

@@ -8,6 +8,7 @@ from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.train_state import STATE_FILE, resolve_held_out
 from titanlite.config import JobConfig
+from titanlite.config.data import DataSection
 from titanlite.metrics.results import Results
 
 
@@ -65,18 +66,16 @@ def test_other_fields_are_refused(tmp_path, change):
 def test_a_run_goes_on_with_the_rows_that_it_was_trained_on(identity, wants, share):
     before = None if identity is None else Progress(7, 56, "data", 4, {}, identity=identity)
     assert before is None or before.batch_size == -1, "of a version that knew no other default"
-    job = JobConfig()
-    job.validation.enable = wants
-    assert resolve_held_out(job, before).data.validation_share == share
-    job.data.validation_share = 0.3
-    assert resolve_held_out(job, before).data.validation_share == 0.3
+    data = DataSection()
+    assert resolve_held_out(data, before, "outputs", wanted=wants).validation_share == share
+    data.validation_share = 0.3
+    assert resolve_held_out(data, before, "outputs", wanted=wants).validation_share == 0.3
 
 
 def test_rows_that_were_trained_on_are_not_held_out_later():
     before = Progress(7, 56, "data", 4, {}, identity={"data.validation_share": "0"})
-    job = JobConfig()
-    job.validation.enable = True
+    data = DataSection()
     with pytest.raises(ConfigError, match=r"is trained on all rows, .* Set data\.validation_path to others"):
-        resolve_held_out(job, before)
-    job.data.validation_path = "others.jsonl"
-    assert resolve_held_out(job, before).data.validation_share == 0
+        resolve_held_out(data, before, "outputs", wanted=True)
+    data.validation_path = "others.jsonl"
+    assert resolve_held_out(data, before, "outputs", wanted=True).validation_share == 0

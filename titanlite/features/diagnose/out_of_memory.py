@@ -58,7 +58,7 @@ def warn_of_large_mask(job: JobConfig, model_config: AnyModelConfig, device: tor
         return
     if choose_attention(job, model_config, device.type) != "sdpa":
         return
-    dtype, _ = mixed_precision_dtypes(job, device.type)
+    dtype, _ = mixed_precision_dtypes(job.training, device.type)
     nbytes = training.local_batch_size * training.seq_len**2 * dtype.itemsize
     if nbytes >= _LARGE_MASK:
         other = "" if dtype == torch.bfloat16 else ", with training.mixed_precision_param = 'bfloat16'"

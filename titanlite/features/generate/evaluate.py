@@ -171,7 +171,7 @@ class Evaluator:
         )
         self._vocab_size = min(count_ids(tokenizer), model_config.vocab_size)
         ends = get_end_of_turn_ids(tokenizer, dataset)
-        self._eos_token_ids = sorted({*get_eos_token_ids(tokenizer, assets_folder(job)), *ends})
+        self._eos_token_ids = sorted({*get_eos_token_ids(tokenizer, assets_folder(job.model, job.checkpoint)), *ends})
 
     def is_due(self, step: int, last: bool) -> bool:
         return step == 0 or step % self._section.freq == 0 or last

@@ -16,7 +16,8 @@ from titanlite.checkpoint.hf_model import ADAPTERS, HFFormat
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.assets import weights_key
-from titanlite.config.schema import LoRASection
+from titanlite.config.model import ModelSection
+from titanlite.config.schema import CheckpointSection, LoRASection
 from titanlite.features.lora.adapter import HUB_SNAPSHOT, adapter_checkpoint, adapter_place, name_of_base
 from titanlite.features.lora.layers import (
     LoRALinear,
@@ -41,14 +42,18 @@ class PeftFormat(HFFormat):
 
     part = ADAPTERS
 
+    def __init__(self, section: CheckpointSection, model: ModelSection, lora: LoRASection) -> None:
+        super().__init__(section, model)
+        self._lora = lora
+
     def initial_sources(self, model: Model) -> list[SourceProvider]:
-        sources, section = super().initial_sources(model), self.job.lora
+        sources, section = super().initial_sources(model), self._lora
         if section.init_from:
             sources.append(adapter_checkpoint(Path(section.init_from), section, self.base, key="lora.init_from"))
         return sources
 
     def sources(self, folder: Path, model: Model) -> list[SourceProvider]:
-        return [*super().initial_sources(model), adapter_checkpoint(folder, self.job.lora, self.base)]
+        return [*super().initial_sources(model), adapter_checkpoint(folder, self._lora, self.base)]
 
     def files(self, model: Model, plan: Plan) -> list[FileLayout]:
         return adapter_files(plan)
@@ -59,7 +64,7 @@ class PeftFormat(HFFormat):
         render(lambda folder: write_config(folder, model.config, None, torch.float32, assets))
 
         def write(folder: Path) -> None:
-            write_adapter_config(folder, model, self.job.lora, self.base)
+            write_adapter_config(folder, model, self._lora, self.base)
             if isinstance(model.config, ModelConfig):
                 write_model_config(folder, model.config)
             save_tokenizer(tokenizer, folder)
@@ -160,9 +165,8 @@ def _shorten(targeted: Mapping[str, bool], short_of: Mapping[str, str]) -> list[
 def warn_of_changed_base(job: JobConfig, model_config: AnyModelConfig) -> None:
     """Say on rank 0 if adapters are trained on another model than the one that peft would load them onto."""
     folder = Path(job.checkpoint.initial_load_path)
-    if not job.lora.rank or not isinstance(model_config, ModelConfig) or get_rank() != 0:
-        return
-    if not (folder / "config.json").is_file():
+    is_native = isinstance(model_config, ModelConfig)
+    if not job.lora.rank or not is_native or get_rank() != 0 or not (folder / "config.json").is_file():
         return
     if text := describe_differences(model_config, model_config_from_hf(folder, weights_key(job))):
         logger.warning(

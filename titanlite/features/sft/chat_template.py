@@ -145,6 +145,6 @@ def with_chat_date(job: JobConfig) -> JobConfig:
     """`job` with what chat templates take for today: as set, as in the checkpoint to resume from, or today."""
     if job.data.dataset not in ("examples", "images") or job.data.chat_date:
         return job
-    start = find_start(job) if job.checkpoint.enable else None
+    start = find_start(job.checkpoint, job.job.dump_folder)
     date = (start and start.chat_date) or Date.today().isoformat()
     return replace(job, data=replace(job.data, chat_date=date))

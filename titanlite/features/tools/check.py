@@ -8,11 +8,11 @@ from statistics import mean
 import numpy as np
 import torch
 
-from titanlite.assemble import describe_model
+from titanlite.assemble import describe_model, find_before
 from titanlite.base.command_line import command
 from titanlite.base.errors import DataError, raise_problems
 from titanlite.base.tables import format_count
-from titanlite.checkpoint.train_state import find_start, resolve_held_out
+from titanlite.checkpoint.train_state import Progress
 from titanlite.config import JobConfig, TransformersConfig
 from titanlite.config.assets import base_model_of
 from titanlite.config.data import DataSection, get_sources
@@ -41,8 +41,8 @@ _Counts = tuple[float, int | None]
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what would be trained; exit code 2 after one clear error. Downloads descriptions of models, no weights."""
     checked = check_arguments(argv, weights=False)
-    job, counts = resolve_held_out(checked.job, find_start(checked.job)), list[_Counts]()
-    lines = [*_describe_model(checked), *_describe_rows(job, counts), *_format(checked, counts)]
+    (job, before), counts = find_before(checked.job), list[_Counts]()
+    lines = [*_describe_model(checked), *_describe_rows(job, counts), *_format(checked, counts, before)]
     print("\n".join([f"OK on {format_count(checked.degrees.world_size, 'rank')}: {checked.degrees}", *lines]))
 
 
@@ -126,9 +126,8 @@ def _count_sequences(job: JobConfig, source: DataSection, rows: Rows, num_rows: 
     return examples, None if total == _MANY or source.streaming else round(train * len(lengths) / num_rows / examples)
 
 
-def _format(checked: Checked, counts: Sequence[_Counts]) -> list[str]:
+def _format(checked: Checked, counts: Sequence[_Counts], before: Progress | None) -> list[str]:
     job, degrees, training, optimizer = checked.job, checked.degrees, checked.job.training, checked.job.optimizer
-    before = find_start(job)
     known = counts if len(counts) == 1 == len(get_sources(job.data)) else []
     examples, num_sequences = known[0] if known else (1.0, None)
     batch = resolve_global_batch_size(job, degrees.dp, examples, num_sequences, before and before.batch_size)

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.model_source import weights_of
-from titanlite.config.schema import CheckpointSection, JobConfig, LoRASection
+from titanlite.config.model import ModelSection
+from titanlite.config.schema import CheckpointSection, LoRASection
 from titanlite.features.lora.adapter import adapter_checkpoint, read_adapter
 from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lora.peft_format import PeftFormat
@@ -214,7 +215,7 @@ def test_the_base_of_adapters_is_checked_too(tmp_path):
     """They are merged into it when training is over."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "use_cache": "yes"}))
     model, section = build_decoder(families()["qwen3"].presets["debug"]), LoRASection(rank=2)
-    saved_as = PeftFormat(JobConfig(lora=section, checkpoint=CheckpointSection(initial_load_path=str(tmp_path))))
+    saved_as = PeftFormat(CheckpointSection(initial_load_path=str(tmp_path)), ModelSection(), section)
     with pytest.raises(CheckpointError, match="use_cache"):
         saved_as.describe(model, None, [])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
