@@ -75,8 +75,8 @@ def save_model(family: str, folder: Path) -> dict[str, Any]:
     """A random model in `folder`, and what titanlite computes with it."""
     import torch
 
+    from tests.saving import save_hf_model
     from titanlite.assemble import build_model
-    from titanlite.checkpoint.hf_model import save_hf_model
     from titanlite.config.data import DataSection
     from titanlite.data import build_corpus
     from titanlite.data.tokenizer import build_tokenizer

@@ -5,6 +5,7 @@ described on meta, sharded (over one rank), filled from the folder that transfor
 """
 
 import inspect
+import sys
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from sweep_stages import is_same
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.saving import save_hf_model
 from titanlite.assemble import build_on_meta, build_schedule, fill, make_optimizer
 from titanlite.checkpoint.folder import read_model_headers
-from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.config import JobConfig, TransformersConfig
 from titanlite.config.parallelism import Degrees

@@ -193,7 +193,7 @@ def read_share(folder: Path, huge: bool = False) -> torch.Tensor:
 
 def save_titanlite(model: Any, output: Path) -> nn.Module:
     """Every rank writes its shards in place."""
-    from titanlite.checkpoint.hf_model import save_hf_model
+    from tests.saving import save_hf_model
 
     save_hf_model(model, model._bench_plan, None, output, torch.bfloat16)
     return model

@@ -26,9 +26,9 @@ from traced_layers import Graphs
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
 import titanlite.features.generate.generate
+from tests.saving import save_hf_model
 from titanlite.assemble import assemble, build_data
 from titanlite.base.agree import gather_objects
-from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config import JobConfig, load_config
 from titanlite.config.data import SourceSection
 from titanlite.config.load import Reader

@@ -13,9 +13,9 @@ from quantized_folder import write_fp8
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.saving import save_hf_model
 from titanlite.assemble import build_data, shard
 from titanlite.base.errors import CheckpointError, PlanError
-from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.model_source import hf_checkpoint
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import titanlite.assemble
 import titanlite.train_step
+from tests.saving import save_hf_model
 from titanlite.assemble import assemble, build_data
-from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.data.build import build_loader
 from titanlite.data.dataset import Batch

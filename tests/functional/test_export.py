@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.saving import save_hf_model
 from titanlite import assemble
 from titanlite.assemble import build_data
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import writer
-from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
 from titanlite.materialize import Init, Normal, Plan, materialize

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.saving import save_hf_model
 from titanlite import train_step
 from titanlite.assemble import assemble, build_data
 from titanlite.checkpoint import reader
-from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import collectives, expert_parallel, fsdp, grads
 from titanlite.features.estimate.cli import exact_plan, planned_sources

@@ -18,8 +18,8 @@ from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny, save_tiny_llava
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
+from tests.saving import save_hf_model
 from titanlite.assemble import assemble
-from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.config import TransformersConfig, load_config
 from titanlite.config.parallelism import Degrees

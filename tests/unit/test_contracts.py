@@ -1,6 +1,7 @@
 """Rules of the code that no linter knows: what may stand where."""
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,18 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "titanlite"
 # The process group joins ranks by torchrun's variables, and names gloo and NCCL an interface.
 READS_ENVIRONMENT = ("base/", "launch/", "distributed/process_group.py")
+# The configuration as a whole: where it is made and checked; the build order, with the loop and the step that it
+# builds, and the order of sharding; features and datasets, whose builders get it; and what saves or compares all of it.
+KNOWS_JOB = (
+    *("config/", "models/families/", "preflight.py", "features/", "data/", "metrics/", "launch/machines.py"),
+    *("assemble.py", "trainer.py", "train_step.py", "distributed/parallelize.py"),
+)
+# Native and transformers' models are told apart where they are described, built, sharded and written.
+TELLS_KINDS = (
+    *("config/", "models/families/", "features/", "data/tokenizer.py", "assemble.py"),
+    *("distributed/parallelize.py", "checkpoint/description.py"),
+)
+KINDS = {"ModelConfig", "TransformersConfig", "Decoder"}
 
 
 def find_environment(code: str) -> list[int]:
@@ -20,24 +33,47 @@ def find_environment(code: str) -> list[int]:
     ]
 
 
+def find_job(code: str) -> list[int]:
+    """Lines of `code` that name the whole configuration."""
+    nodes = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name | ast.alias | ast.Attribute))
+    return [n.lineno for n in nodes if "JobConfig" in [getattr(n, key, "") for key in ("id", "name", "attr")]]
+
+
+def find_kinds(code: str) -> list[int]:
+    """Lines of `code` that ask which kind of model there is."""
+    calls = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and len(node.args) == 2)
+    asked = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("isinstance", "issubclass"))
+    return [call.lineno for call in asked if KINDS & {n.id for n in ast.walk(call.args[1]) if isinstance(n, ast.Name)}]
+
+
 @pytest.mark.parametrize(
-    "code",
+    ("find", "code"),
     [
-        "import os\nos.environ['A']",
-        "import os\nos.getenv('A')",
-        "import os\nf(x, e=os.environ)",
-        "\nfrom os import environ",
+        (find_environment, "import os\nos.environ['A']"),
+        (find_environment, "import os\nos.getenv('A')"),
+        (find_environment, "import os\nf(x, e=os.environ)"),
+        (find_environment, "\nfrom os import environ"),
+        (find_job, "\nfrom titanlite.config import JobConfig as Job, fill_in"),
+        (find_job, "from titanlite import config\ndef f(job: config.JobConfig): pass"),
+        (find_kinds, "\nisinstance(model.config, ModelConfig)"),
+        (find_kinds, "\nx = f(isinstance(c, dict | TransformersConfig))"),
     ],
 )
-def test_the_environment_is_found(code: str):
-    assert find_environment(code) == [2]
+def test_what_may_not_stand_everywhere_is_found(find: Callable[[str], list[int]], code: str):
+    assert find(code) == [2]
 
 
-def test_the_environment_is_read_in_one_place():
-    found = {
-        f"{path.relative_to(PACKAGE)}:{line}"
-        for path in PACKAGE.rglob("*.py")
-        if not path.relative_to(PACKAGE).as_posix().startswith(READS_ENVIRONMENT)
-        for line in find_environment(path.read_text())
-    }
-    assert not found, "outside base and launch, base/env.py is asked"
+@pytest.mark.parametrize(
+    ("find", "places", "remedy"),
+    [
+        (find_environment, READS_ENVIRONMENT, "base/env.py is asked"),
+        (find_job, KNOWS_JOB, "a function takes the section or the values that it uses"),
+        (find_kinds, TELLS_KINDS, "the model's interface, or an attribute that both kinds have, is asked"),
+    ],
+)
+def test_it_stands_in_its_places_alone(find: Callable[[str], list[int]], places: tuple[str, ...], remedy: str):
+    files = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    found = {name: lines for name, code in files.items() if (lines := find(code))}
+    assert not {name: lines for name, lines in found.items() if not name.startswith(places)}, f"elsewhere {remedy}"
+    unused = [place for place in places if not any(name.startswith(place) for name in found)]
+    assert not unused, "they need it no longer: leave them out"

@@ -6,7 +6,7 @@ at any moment of this.
 """
 
 import errno
-import fcntl
+import glob
 import itertools
 import json
 import os
@@ -15,11 +15,10 @@ import secrets
 import shutil
 import socket
 import stat
-import time
 import traceback
 import zlib
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -36,9 +35,7 @@ MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
 BEST = "best"  # link beside the checkpoints that leads to the best of them
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 # A hidden folder of a process that writes, replaces or removes a checkpoint; those of older versions have no token.
-_TOKEN = r"[\w-]+~[0-9a-f]{8}"
-_HIDDEN = re.compile(rf"\.(step-\d+)(?:\.({_TOKEN}))?\.(tmp|old|gone)")
-_ABANDONED_S = 2 * 3600.0  # without a change; for folders of other machines, whose locks may not be seen here
+_HIDDEN = re.compile(r"\.(step-\d+)(?:\.[^.]+)?\.(tmp|old|gone)")
 _CHUNK = 8 << 20
 # What a folder itself is to blame for. Others, such as a stale mount or a disk that does not answer, say nothing of it.
 _OF_DAMAGED_FOLDERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -60,11 +57,11 @@ def commit_folder(
     Collectives: four small ones over `group`; every rank must call, and all must see the same file system.
     """
     temporary = _hidden(folder, on_first_rank(_new_token, group), "tmp")
-    on_first, lock = dist.get_rank(group) == 0, -1
+    on_first = dist.get_rank(group) == 0
     try:
         with _together(folder, group):
             if on_first:
-                lock = _make_locked(temporary)
+                temporary.mkdir(parents=True)
                 create_files(temporary, files)
         shares: dict[str, int] = {}
         with _together(folder, group):
@@ -88,31 +85,15 @@ def commit_folder(
         if on_first:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    finally:
-        if lock >= 0:
-            os.close(lock)
-
-
-def _machine() -> str:
-    return re.sub(r"[^\w-]", "-", socket.gethostname())[:64] or "machine"
 
 
 def _new_token() -> str:
     """Return a part of a hidden folder's name that no other process has."""
-    return f"{_machine()}~{secrets.token_hex(4)}"
+    return secrets.token_hex(8)
 
 
 def _hidden(folder: Path, token: str, kind: str) -> Path:
     return folder.with_name(f".{folder.name}.{token}.{kind}")
-
-
-def _make_locked(folder: Path) -> int:
-    """Make `folder`, and lock it as in use: the descriptor to close at the end."""
-    folder.mkdir(parents=True)
-    lock = os.open(folder, os.O_RDONLY)
-    with suppress(OSError):  # some network file systems know no locks
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return lock
 
 
 @contextmanager
@@ -121,16 +102,13 @@ def hidden_folder(folder: Path) -> Generator[Path]:
 
     Leftovers of killed processes that wrote `folder` are removed first.
     """
-    name = re.compile(rf"\.{re.escape(folder.name)}\.({_TOKEN})\.tmp")
-    for path in [*folder.parent.iterdir()] if folder.parent.is_dir() else ():
-        if (match := name.fullmatch(path.name)) and not _is_in_use(path, match[1]):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
     temporary = _hidden(folder, _new_token(), "tmp")
-    lock = _make_locked(temporary)
+    temporary.mkdir(parents=True)
     try:
         yield temporary
     finally:
-        os.close(lock)
         shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -243,44 +221,15 @@ def set_aside(path: Path, kind: str) -> Path:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what killed processes left of saving or removing; what a process that is alive works on stays.
-
-    One process at a time.
-    """
+    """Remove what killed processes left of saving or removing. One process at a time: it holds `FolderLock`s."""
     for path in sorted(folder.glob(".step-*")) if folder.is_dir() else ():
         match = _HIDDEN.fullmatch(path.name)
-        if match is None or _is_in_use(path, match[2]):
+        if match is None:
             continue
-        if match[3] == "old" and not (folder / match[1]).exists() and not check_folder(path):
+        if match[2] == "old" and not (folder / match[1]).exists() and not check_folder(path):
             path.rename(folder / match[1])  # killed between the two renames of a replacement
         else:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_in_use(path: Path, token: str | None) -> bool:
-    """Return True if the process that owns the hidden folder `path` may be alive: it locks the folder that it writes.
-
-    Where locks are not known, or may not be seen from this machine, it is if the folder changed lately.
-    """
-    writing = path.with_suffix(".tmp")
-    if token is None or not writing.exists():
-        return False
-    try:
-        descriptor = os.open(writing, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finally:
-            os.close(descriptor)
-        if token.rpartition("~")[0] == _machine():
-            return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    try:
-        return time.time() - max(p.stat().st_mtime for p in (writing, *writing.rglob("*"))) < _ABANDONED_S
-    except OSError:
-        return True  # it changes right now
 
 
 def remove_old(

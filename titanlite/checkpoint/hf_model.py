@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from titanlite.base.agree import gather_objects, get_rank, is_lost_peer, merge_problems, on_first_rank
+from titanlite.base.agree import gather_objects, get_rank, is_lost_peer, merge_problems
 from titanlite.base.errors import CheckpointError, TransientError
 from titanlite.base.log import logger
-from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_FILE, INDEX_FILE, OWN_FOLDER, UNFINISHED_FILES
 from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
@@ -71,26 +70,6 @@ class HFFormat:
     def describe(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int]) -> dict[str, bytes]:
         """Build what stands beside the weights, content by file name. On one rank."""
         return describe_model(model.config, tokenizer, self._dtype, self._assets, end_of_turn_ids)
-
-
-def save_hf_model(
-    model: Model, plan: Plan, tokenizer: Any, folder: Path, dtype: torch.dtype, assets: Path | None = None,
-) -> None:  # fmt: skip
-    """Write weights, config.json, generation_config.json and tokenizer into `folder`, as `save_pretrained` would.
-
-    `folder` appears, or is replaced, in one step. Parameters are cast to `dtype`; buffers keep theirs. `tokenizer` is
-    of transformers, or None to leave it out. What config.json and generation_config.json in `assets` say beyond the
-    architecture is kept.
-
-    Raises CheckpointError on all ranks: transformers refuses the configuration, or a rank could not write.
-
-    Collectives: five small ones; every rank must call, and all ranks must see the same file system.
-    """
-    rest: dict[str, bytes] = {}
-    on_first_rank(lambda: rest.update(describe_model(model.config, tokenizer, dtype, assets)))
-    files = model_files(plan, model.config, dtype)
-    commit_folder(folder, files, rest | index_of(files))
-    warn_of_sidecar(model.config, files)
 
 
 def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:

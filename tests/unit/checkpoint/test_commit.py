@@ -1,11 +1,9 @@
 """A checkpoint folder is complete or not there; what is wrong with one is said; what a killed process left goes."""
 
 import errno
-import fcntl
 import json
 import os
 import shutil
-import time
 import zlib
 from pathlib import Path
 
@@ -246,7 +244,6 @@ def test_two_processes_write_into_folders_of_their_own(tmp_path, process_group, 
         original(folder, rest)
         if not inner:
             inner.append(folder)
-            clean_up(tmp_path)  # as the second process does when it starts
             commit_folder(tmp_path / "step-1", files_of(2.0), rest_of('{"second": 1}'))
 
     monkeypatch.setattr(commit, "_write_rest", write_rest)
@@ -439,34 +436,6 @@ def test_clean_up_removes_what_killed_processes_left(tmp_path):
     assert names_in(tmp_path) == kept
     assert check_folder(tmp_path / "step-1", checksums=True) == []
     clean_up(tmp_path / "nowhere")
-
-
-def hidden_folder(folder: Path, kind: str, machine: str = "") -> Path:
-    return complete_folder(folder / f".step-7.{machine or commit._machine()}~0123abcd.{kind}")
-
-
-@pytest.mark.parametrize("kind", ["tmp", "old"])
-def test_clean_up_leaves_what_a_live_process_writes(tmp_path, kind):
-    """Which holds a lock on its temporary folder; one that was killed holds none."""
-    writing, path = hidden_folder(tmp_path, "tmp"), tmp_path
-    path = writing if kind == "tmp" else hidden_folder(tmp_path, "old")
-    descriptor = os.open(writing, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    clean_up(tmp_path)
-    assert path.exists() and writing.exists() and not (tmp_path / "step-7").exists()
-    os.close(descriptor)  # as the end of a process does
-    clean_up(tmp_path)
-    assert names_in(tmp_path) == (set() if kind == "tmp" else {"step-7"})
-
-
-@pytest.mark.parametrize("age_s", [60, 3 * 3600])
-def test_clean_up_leaves_what_another_machine_changed_lately(tmp_path, age_s):
-    """Its locks may not be seen from here."""
-    path = hidden_folder(tmp_path, "tmp", "elsewhere")
-    for changed in (path, *path.rglob("*")):
-        os.utime(changed, (time.time() - age_s,) * 2)
-    clean_up(tmp_path)
-    assert path.exists() == (age_s < 3600)
 
 
 def test_clean_up_restores_what_a_replacement_had_set_aside(tmp_path):

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.saving import save_hf_model
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
-from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import LoRAExperts, LoRALinear, adapted_modules, apply_lora
 from titanlite.features.lora.peft_format import adapter_files, write_adapter_config

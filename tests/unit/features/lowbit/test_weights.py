@@ -8,10 +8,10 @@ from plain_sources import Checkpoint, StateDictReader
 from quantized_folder import write_fp8
 from safetensors.torch import save_file
 
+from tests.saving import save_hf_model
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import reader as reader_module
 from titanlite.checkpoint.header import read_header
-from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.keys import checkpoint_pieces
 from titanlite.checkpoint.model_source import hf_checkpoint
 from titanlite.config.schema import LoRASection

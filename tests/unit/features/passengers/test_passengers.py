@@ -13,10 +13,11 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.saving import save_hf_model
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint import reader, writer
 from titanlite.checkpoint.folder import UNFINISHED_FILES
-from titanlite.checkpoint.hf_model import model_files, save_hf_model, unfinished_files
+from titanlite.checkpoint.hf_model import model_files, unfinished_files
 from titanlite.checkpoint.keys import find_passengers
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.checkpoint.writer import create_files, snapshot, write_items

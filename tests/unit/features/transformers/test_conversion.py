@@ -16,8 +16,9 @@ from tiny_transformers import ALL_MODELS, mapping_of, save_tiny
 from torch.distributed.fsdp import fully_shard
 from transformers import core_model_loading
 
+from tests.saving import save_hf_model
 from titanlite.base.errors import CheckpointError, PlanError
-from titanlite.checkpoint.hf_model import model_files, save_hf_model
+from titanlite.checkpoint.hf_model import model_files
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.features.transformers.build import build_transformers, find_flag
 from titanlite.features.transformers.checkpoint import ConvertingReader

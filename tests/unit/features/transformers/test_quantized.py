@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny_transformers import ALL_MODELS, mapping_of, save_tiny
 from torch.distributed.fsdp import fully_shard
 
+from tests.saving import save_hf_model
 from titanlite.base.errors import ConfigError, PlanError, VerifyError
-from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.features.tools.inspect import main as inspect
 from titanlite.features.transformers.build import build_transformers

@@ -1,0 +1,33 @@
+"""Save a model as a Hugging Face folder without a run."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.base.agree import on_first_rank
+from titanlite.checkpoint.commit import commit_folder
+from titanlite.checkpoint.description import describe_model
+from titanlite.checkpoint.hf_model import index_of, model_files, warn_of_sidecar
+from titanlite.materialize import Plan
+from titanlite.models.interface import Model
+
+
+def save_hf_model(
+    model: Model, plan: Plan, tokenizer: Any, folder: Path, dtype: torch.dtype, assets: Path | None = None,
+) -> None:  # fmt: skip
+    """Write weights, config.json, generation_config.json and tokenizer into `folder`, as `save_pretrained` would.
+
+    `folder` appears, or is replaced, in one step. Parameters are cast to `dtype`; buffers keep theirs. `tokenizer` is
+    of transformers, or None to leave it out. What config.json and generation_config.json in `assets` say beyond the
+    architecture is kept.
+
+    Raises CheckpointError on all ranks: transformers refuses the configuration, or a rank could not write.
+
+    Collectives: five small ones; every rank must call, and all ranks must see the same file system.
+    """
+    rest: dict[str, bytes] = {}
+    on_first_rank(lambda: rest.update(describe_model(model.config, tokenizer, dtype, assets)))
+    files = model_files(plan, model.config, dtype)
+    commit_folder(folder, files, rest | index_of(files))
+    warn_of_sidecar(model.config, files)
