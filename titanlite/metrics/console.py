@@ -3,11 +3,10 @@
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from titanlite.base.log import Console as EscapingConsole
 from titanlite.base.log import raw_output
@@ -15,7 +14,8 @@ from titanlite.base.log import raw_output
 _SLOW_RANK = 1.3
 _MUCH_PADDING = 0.1
 _SHOWN = (("loss", "loss/train", 4), ("accuracy", "rewards/accuracy", 2), ("margin", "rewards/margin", 3))
-_NARROWEST_BAR, _WIDEST_BAR, _REDRAW_S = 2, 24, 0.1
+_REDRAW_S, _BAR_WIDTH = 0.1, 45  # of the bar at least, with the numbers beside it
+_PACE_S = 86_400.0  # over which the bar takes the mean of the pace
 
 
 def format_rate(flops_per_s: float) -> str:
@@ -74,26 +74,21 @@ class ProgressBar:
     """A rich progress bar on the last line of the terminal; the package's log lines scroll above it.
 
     It is drawn only when `show` is called: no refresh thread, which forked data workers could inherit mid-draw.
-    `start_step` steps were done before this process started; `steps_per_epoch` is 0 where that is not known.
+    `start_step` steps were done before this process started.
     """
 
-    def __init__(
-        self, num_steps: int, start_step: int = 0, steps_per_epoch: float = 0.0, console: Console | None = None
-    ) -> None:
-        self._num_steps, self._steps_per_epoch = num_steps, steps_per_epoch
+    def __init__(self, num_steps: int, start_step: int = 0, console: Console | None = None) -> None:
         # Wrapped by the terminal, not by rich: lines above the bar are those that a pipe gets.
-        self._console = console or Console(file=raw_output(), soft_wrap=True)
-        self._column = BarColumn(_WIDEST_BAR)
         self._progress = Progress(
-            *(TextColumn("step {task.completed:.0f}/{task.total:.0f}"), self._column, TextColumn("{task.description}")),
-            console=self._console,
+            *(TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(None)),
+            *(TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.description}")),
+            console=console or Console(file=raw_output(), soft_wrap=True),
             auto_refresh=False,
             transient=True,
+            speed_estimate_period=_PACE_S,
         )
-        self._start_s = self._drawn_s = time.monotonic()
-        self._first: tuple[int, float] | None = None
-        self._values: Mapping[str, float] = {}
-        self._task = self._progress.add_task(self._describe(start_step), total=num_steps, completed=start_step)
+        self._drawn_s = time.monotonic()
+        self._task = self._progress.add_task("", total=num_steps, completed=start_step)
 
     def __enter__(self) -> Self:
         self._streams = sys.stdout, sys.stderr
@@ -107,33 +102,13 @@ class ProgressBar:
 
     def show(self, step: int, values: Mapping[str, float] | None = None) -> None:
         """Redraw the bar after `step`, with the `values` of a log step, keyed by metric name, or the latest ones."""
-        now = time.monotonic()
-        self._first = self._first or (step, now)  # the first step compiles and warms up: it tells nothing of the pace
+        now, text = time.monotonic(), None
         if values is None and now - self._drawn_s < _REDRAW_S:
             return
-        self._values, self._drawn_s = values or self._values, now
-        self._progress.update(self._task, completed=step, description=self._describe(step), refresh=True)
-
-    def _describe(self, step: int) -> str:
-        """Return what stands after the bar; the least important parts are left out where the terminal is narrow."""
-        values, now = self._values, time.monotonic()
-        parts = {"epoch": f"epoch {step / self._steps_per_epoch:.2f}"} if self._steps_per_epoch else {}
-        parts |= {label: f"{label} {values[name]:.{digits}f}" for label, name, digits in _SHOWN if name in values}
-        if values:
-            parts["speed"] = f"{values['throughput/tokens_per_s']:,.0f} tok/s"
-        parts["elapsed"] = f"elapsed {_clock(now - self._start_s)}"
-        first_step, first_s = self._first or (step, now)
-        if step > first_step:
-            parts["left"] = f"left {_clock((self._num_steps - step) * (now - first_s) / (step - first_step))}"
-        room = self._console.width - len(f"step {step}/{self._num_steps}") - 3
-        for dispensable in ("", "epoch", "margin", "elapsed", "accuracy", "speed", "loss"):
-            parts.pop(dispensable, "")
-            text = "  ".join(parts.values())
-            if room - len(text) >= _NARROWEST_BAR:
-                break
-        self._column.bar_width = min(max(room - len(text), _NARROWEST_BAR), _WIDEST_BAR)
-        return text
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds))).removeprefix("0:")  # 07:30, 1:05:00
+        if values is not None:
+            parts = [f"{label} {values[name]:.{digits}f}" for label, name, digits in _SHOWN if name in values]
+            parts.insert(1, f"{values['throughput/tokens_per_s']:,.0f} tok/s")
+            while len(text := "  ".join(parts)) > max(self._progress.console.width - _BAR_WIDTH, 0):
+                parts.pop()
+        self._drawn_s = now
+        self._progress.update(self._task, completed=step, description=text, refresh=True)

@@ -88,7 +88,6 @@ class MetricsLogger:
         stage_size: ranks that have the same layers; left out: all.
         sink: gets each point as well: the step, and the values by their names in TensorBoard.
         measure: gives more values of a point, called on rank 0.
-        steps_per_epoch: for the progress bar; 0 where that is not known.
 
     Raises TitanliteError: when a metrics file cannot be written and `checkpoint.on_save_error` is "stop", here and in
     every other method.
@@ -107,7 +106,6 @@ class MetricsLogger:
         stage_size: int | None = None,
         sink: Callable[[int, Mapping[str, float]], None] | None = None,
         measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},
-        steps_per_epoch: float = 0.0,
     ) -> None:
         self._stage_size, self._measure = stage_size, measure
         self._num_steps = job.training.steps
@@ -135,7 +133,7 @@ class MetricsLogger:
             self._append(self._writer.file, self._writer.take())
         if job.metrics.enable_progress_bar and can_show_bar():
             try:
-                self._bar = ProgressBar(self._num_steps, start_step, steps_per_epoch).__enter__()
+                self._bar = ProgressBar(self._num_steps, start_step).__enter__()
             except Exception as error:  # noqa: BLE001  see advance
                 logger.warning(f"metrics: no progress bar ({error!r}).")
 
