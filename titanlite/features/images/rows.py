@@ -285,12 +285,11 @@ def read_image_rows(path: Path) -> list[ImageRow]:
     """Return the chats of a .jsonl file. A DataError lists all rows that are no chats with images, with their lines."""
     rows, problems = [], []
     try:
-        for number, row in READERS[".jsonl"].read(path, 0, ()):
+        for number, row in READERS[".jsonl"](path, 0):
             place = f"{path}, line {number}"
-            if isinstance(row, RowError):
-                problems.append(f"{place}: {row}")
-                continue
             try:
+                if not isinstance(row, dict):
+                    raise DataError(f"{place}: {row}")
                 rows.append(_parse(place, row, path.parent))
             except DataError as error:
                 problems.append(str(error))

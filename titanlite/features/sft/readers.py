@@ -3,19 +3,19 @@
 JSON lines and CSV are read with the standard library: line numbers are exact, "123" stays text, and a key that one row
 has and another has not stays absent, where a columnar reader would merge the schemas and fill in None.
 
-A stream that resumes skips rows by the million. Of JSON lines and Parquet an index says how many rows a file has, and
-where reading can begin. Bad rows are counted too.
+A stream that resumes skips rows by the million: lines of JSON and row groups of Parquet are counted without being
+parsed. Bad rows are counted too.
 """
 
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BufferedReader
+from itertools import repeat
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
 from titanlite.base.errors import DataError
 from titanlite.base.files import check_regular, open_regular, parse_json
@@ -26,76 +26,35 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 _BUFFER_BYTES = 2**16  # with the default of 8 KiB, skipping lines of 3 KB takes twice as long
-_MARK_BYTES = 2**26  # skipped in 0.02 s; the index of a file of 1 TB is then 400 KB
 _BATCH_ROWS = 256  # of Parquet, in memory at once as Python objects
 _MOST_ARRAY_BYTES = 2**30  # of a .json file with an array, which is read at once
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # as some editors write
-_Numbered = Iterator[tuple[int, dict[str, Any] | RowError]]
+# (number, row) pairs; None stands for a row that was to be skipped, and has not been parsed.
+_Numbered = Iterator[tuple[int, dict[str, Any] | RowError | None]]
 
 
-class Mark(NamedTuple):
-    """A place in a file: how many rows, lines and bytes are before it. Lines and bytes where the format has lines."""
-
-    num_rows: int
-    num_lines: int = 0
-    num_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Reader:
-    """How the rows of a file are read.
-
-    Attributes:
-        read: the (number, row) pairs of a file from a row on, counted from 0, with the index of the file; without one,
-            all.
-        index: marks in the order of the file, the last one at its end; None where rows can only be read to be counted.
-        index_is_slow: making the index reads the whole file.
-    """
-
-    read: Callable[[Path, int, Sequence[Mark]], _Numbered]
-    index: Callable[[Path], list[Mark]] | None = None
-    index_is_slow: bool = False
-
-
-def _index_jsonl(file: Path) -> list[Mark]:
-    """Rows are the lines that are not blank."""
-    num_rows = num_lines = num_bytes = 0
-    marks = [Mark(0)]
-    for line in _read_lines(file, marks[0]):
-        if num_bytes - marks[-1].num_bytes >= _MARK_BYTES and not _is_compressed(file):
-            marks.append(Mark(num_rows, num_lines, num_bytes))
-        num_rows += not _is_blank(line, is_first=num_lines == 0)
-        num_lines += 1
-        num_bytes += _length(line)
-    return [*marks, Mark(num_rows, num_lines, num_bytes)]
-
-
-def _read_jsonl(file: Path, start: int, marks: Sequence[Mark]) -> _Numbered:
-    begin = max((mark for mark in marks if mark.num_rows <= start), default=Mark(0))
-    num_to_skip = start - begin.num_rows
-    for number, line in enumerate(_read_lines(file, begin), begin.num_lines + 1):
+def _read_jsonl(file: Path, start: int) -> _Numbered:
+    """Rows are the lines that are not blank; one that is no line of UTF-16 is not looked into before row `start`."""
+    num_rows = 0
+    for number, line in enumerate(_read_lines(file), 1):
         if _is_blank(line, is_first=number == 1):
-            pass
-        elif num_to_skip:
-            num_to_skip -= 1
-        elif isinstance(line, int):
+            continue
+        num_rows += 1
+        if isinstance(line, int):
             yield number, too_long("line", line)
         elif number == 1 and line.startswith(_UTF_16):
             yield 0, _not_utf8(file, "UTF-16")
             return
+        elif num_rows <= start:
+            yield number, None
         else:
             text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
             try:
                 row = _load_json(text.rstrip())
-                if not isinstance(row, dict):
-                    raise _not_an_object(row)
-                yield number, row
+                yield number, row if isinstance(row, dict) else _not_an_object(row)
             except RowError as error:
-                if number == 1 and (whole := _read_whole(file)):
-                    yield whole
-                    return
                 yield number, error
             except UnicodeDecodeError:
                 yield number, _not_utf8(file)
@@ -108,31 +67,11 @@ def _not_utf8(file: Path, encoding: str = "ISO-8859-1") -> RowError:
     return RowError("not UTF-8", f"{what}. Convert it{'' if _is_compressed(file) else how}.")
 
 
-def _read_whole(file: Path) -> tuple[int, dict[str, Any] | RowError] | None:
-    """Return what a file holds whose first row goes over several lines, or is an array; None: it does not."""
-    if _is_compressed(file) or file.stat().st_size > _MOST_ARRAY_BYTES:
-        return None
-    try:
-        text = file.read_text(encoding="utf-8-sig").lstrip()
-        value, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
-        return None
-    is_one, name = not text[end:].strip(), file.name
-    if is_one and isinstance(value, list) and file.suffix != ".json":
-        return 0, RowError("invalid JSON", f"the file is one JSON array. Rename it to {file.stem}.json.")
-    if "\n" not in text[:end] or not isinstance(value, dict):
-        return None
-    text = f"an object goes over several lines. Write one in each line: jq -c . {name} > rows.jsonl."
-    return (1, value) if is_one else (0, RowError("invalid JSON", text))
-
-
-def _read_lines(file: Path, begin: Mark) -> Iterator[bytes | int]:
-    """Yield the lines of a file from `begin` on, decompressed; of one longer than 64 MiB only its length in bytes."""
-    number = begin.num_lines
+def _read_lines(file: Path) -> Iterator[bytes | int]:
+    """Yield the lines of a file, decompressed; of one longer than 64 MiB only its length in bytes."""
+    number = 0
     with _open(file) as stream:
         try:
-            if begin.num_bytes:
-                stream.seek(begin.num_bytes)
             while line := stream.readline(row_limits.MOST_LINE_BYTES + 1):
                 yield line if len(line) <= row_limits.MOST_LINE_BYTES else len(line) + skip_line(stream, line)
                 number += 1
@@ -163,22 +102,18 @@ def _open(file: Path) -> Iterator[IO[bytes]]:
             yield lines
 
 
-def _length(line: bytes | int) -> int:
-    return line if isinstance(line, int) else len(line)
-
-
 def _is_blank(line: bytes | int, *, is_first: bool) -> bool:
     if isinstance(line, int):
         return False
     return line.isspace() or (is_first and not line.removeprefix(_BYTE_ORDER_MARK).strip())
 
 
-def _read_json(file: Path) -> _Numbered:
+def _read_json(file: Path, start: int) -> _Numbered:
     """Yield the rows of a file with one array of rows, or JSON lines under another name."""
     with open_regular(file) as stream:
         head = stream.read(64).removeprefix(_BYTE_ORDER_MARK).lstrip()
     if not head.startswith(b"["):
-        yield from _read_jsonl(file, 0, ())
+        yield from _read_jsonl(file, start)
         return
     if (size := file.stat().st_size) > _MOST_ARRAY_BYTES:
         text = f"the file is one JSON array of {size} bytes, more than {_MOST_ARRAY_BYTES}. Write JSON lines (.jsonl)."
@@ -229,7 +164,7 @@ def _not_an_object(row: Any) -> RowError:
     return RowError("wrong type", f"the row is a JSON {kind}, not an object. Write rows such as {example}.")
 
 
-def _read_csv(file: Path) -> _Numbered:
+def _read_csv(file: Path, _: int) -> _Numbered:
     csv.field_size_limit(row_limits.MOST_LINE_BYTES)  # the default of 128 KiB is less than a long document
     with open_regular(file, "r", encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         reader = csv.reader(stream, strict=True)
@@ -263,15 +198,6 @@ def _csv_row(file: Path, header: list[str], cells: list[str]) -> dict[str, Any] 
     return dict(zip(header, cells, strict=True))
 
 
-def _index_parquet(file: Path) -> list[Mark]:
-    """From the metadata of the file; one that cannot be opened is one bad row."""
-    try:
-        with _open_parquet(file) as parquet:
-            return [Mark(parquet.metadata.num_rows)]
-    except RowError:
-        return [Mark(1)]
-
-
 def _open_parquet(file: Path) -> "ParquetFile":
     from datasets import Features
     from pyarrow import ArrowException
@@ -287,7 +213,7 @@ def _open_parquet(file: Path) -> "ParquetFile":
     return parquet
 
 
-def _read_parquet(file: Path, start: int, _: Sequence[Mark]) -> _Numbered:
+def _read_parquet(file: Path, start: int) -> _Numbered:
     """Row groups before `start` are not read. A row group that cannot be read is a bad row for each of its rows."""
     from pyarrow import ArrowException
 
@@ -301,21 +227,23 @@ def _read_parquet(file: Path, start: int, _: Sequence[Mark]) -> _Numbered:
         for group in range(parquet.num_row_groups):
             number, stop = stop, stop + parquet.metadata.row_group(group).num_rows
             if stop <= start:
+                yield from repeat((0, None), stop - number)
                 continue
             try:
                 for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group]):
                     skipped = min(max(start - number, 0), batch.num_rows)
+                    yield from repeat((0, None), skipped)
                     number += skipped
                     for row in _convert(batch.slice(skipped)):
                         number += 1
                         yield number, row
             except (ArrowException, ValueError) as error:
                 text = f"row group {group + 1} of the file cannot be read ({first_line(error)}). Write the file again."
-                for lost in range(max(number, start), stop):
+                for lost in range(number, stop):
                     yield lost + 1, RowError("invalid Parquet", text)
 
 
-def _read_arrow(file: Path, *_: Any) -> _Numbered:
+def _read_arrow(file: Path, _: int) -> _Numbered:
     """Yield the rows of a file of a folder that `datasets` saved."""
     from datasets import Dataset
     from pyarrow import ArrowException
@@ -373,15 +301,15 @@ def get_suffix(file: Path) -> str:
     return ending if ending in READERS else file.suffix
 
 
-_JSONL = Reader(_read_jsonl, _index_jsonl, index_is_slow=True)
-READERS = {
-    ".jsonl": _JSONL,
-    ".jsonl.gz": _JSONL,
-    ".jsonl.zst": _JSONL,
-    ".json.gz": _JSONL,  # as C4 and Dolma name their JSON lines
-    ".json.zst": _JSONL,
-    ".json": Reader(lambda file, *_: _read_json(file)),
-    ".csv": Reader(lambda file, *_: _read_csv(file)),
-    ".parquet": Reader(_read_parquet, _index_parquet),
-    ".arrow": Reader(_read_arrow),
+# The rows of a file by its ending; those before a row, counted from 0, need not be parsed.
+READERS: dict[str, Callable[[Path, int], _Numbered]] = {
+    ".jsonl": _read_jsonl,
+    ".jsonl.gz": _read_jsonl,
+    ".jsonl.zst": _read_jsonl,
+    ".json.gz": _read_jsonl,  # as C4 and Dolma name their JSON lines
+    ".json.zst": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
 }

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from hashlib import sha256
 from modulefinder import ModuleFinder
 from pathlib import Path
@@ -21,7 +21,7 @@ from titanlite.config.data import DataSection, get_fields
 from titanlite.data.cache import read_once
 from titanlite.data.corpus import choose_split, find_files
 from titanlite.features.sft.forms import rename_fields
-from titanlite.features.sft.readers import READERS, Mark, RowError, drop_none, first_line, get_suffix
+from titanlite.features.sft.readers import READERS, RowError, drop_none, first_line, get_suffix
 
 _SUFFIXES = tuple(READERS)
 _OF_LINES = (".jsonl", ".gz", ".zst", ".csv")
@@ -62,11 +62,8 @@ class Rows(Protocol):
         """As the stamp, but the same wherever the files are; a name and more for each."""
         ...
 
-    def iterate_from(self, start: int, cache_folder: Path | None = None) -> Iterator[Row]:
-        """Return the rows from the one with the index `start` on, bad ones counted too.
-
-        What is found out about files on the way to `start` is kept in `cache_folder`.
-        """
+    def iterate_from(self, start: int) -> Iterator[Row]:
+        """Return the rows from the one with the index `start` on, bad ones counted too."""
         ...
 
     def __iter__(self) -> Iterator[Row]:
@@ -103,8 +100,8 @@ class ShapedRows(Rows):
     def get_identity(self) -> tuple[str, ...]:
         return (*self.rows.get_identity(), *self._code)
 
-    def iterate_from(self, start: int, cache_folder: Path | None = None) -> Iterator[Row]:
-        for row in self.rows.iterate_from(start, cache_folder):
+    def iterate_from(self, start: int) -> Iterator[Row]:
+        for row in self.rows.iterate_from(start):
             content = row.content
             if isinstance(content, dict):
                 try:
@@ -191,10 +188,10 @@ class LocalRows(Rows):
         except OSError as error:
             raise DataError(f"data: cannot read the files: {error}. Check data.path and its permissions.") from None
 
-    def iterate_from(self, start: int, cache_folder: Path | None = None) -> Iterator[Row]:
+    def iterate_from(self, start: int) -> Iterator[Row]:
         for index, file in enumerate(self.files):
             try:
-                num_rows = yield from self._read(index, start, cache_folder)
+                num_rows = yield from self._read(index, start)
             except OSError as error:
                 raise _unreadable(file, error) from None
             if num_rows == 0:
@@ -204,28 +201,14 @@ class LocalRows(Rows):
                     yield Row(index, 0, RowError("empty file", text))
             start = max(start - num_rows, 0)
 
-    def _read(self, index: int, start: int, cache_folder: Path | None) -> Generator[Row, None, int]:
+    def _read(self, index: int, start: int) -> Generator[Row, None, int]:
         """Yield the rows of a file from `start` on; returns how many it has, those before `start` included."""
-        file = self.files[index]
-        marks = _get_index(file, cache_folder) if start else []
-        if marks and marks[-1].num_rows <= start:
-            return marks[-1].num_rows
-        num_rows = start if marks else 0
-        for number, content in READERS[get_suffix(file)].read(file, num_rows, marks):
+        file, num_rows = self.files[index], 0
+        for number, content in READERS[get_suffix(file)](file, start):
             num_rows += 1
-            if num_rows > start:
+            if num_rows > start and content is not None:
                 yield Row(index, number, content)
         return num_rows
-
-
-def _get_index(file: Path, cache_folder: Path | None) -> list[Mark]:
-    """Return the marks of a file; none where its rows can only be read to be counted."""
-    reader = READERS[get_suffix(file)]
-    if reader.index is None:
-        return []
-    if cache_folder is None or not reader.index_is_slow:
-        return reader.index(file)
-    return [Mark(*mark) for mark in read_once(cache_folder, "index of rows", [file], partial(reader.index, file))]
 
 
 def _unreadable(file: Path, error: OSError) -> DataError:
@@ -297,7 +280,7 @@ class HubRows(Rows):
                 "or set data.streaming = false to use a copy in the cache."
             ) from None
 
-    def iterate_from(self, start: int, cache_folder: Path | None = None) -> Iterator[Row]:
+    def iterate_from(self, start: int) -> Iterator[Row]:
         rows = self._dataset.skip(start) if start else self._dataset
         number = start
         try:

@@ -200,7 +200,7 @@ class StreamDataset:
     def _make_block(self, start: int) -> _Block:
         """Read, render, tokenize and pack the block from row `start` on; an empty one stands for the end of a pass."""
         if self._reader is None or self._reader[0] != start:
-            self._reader = (start, self.rows.iterate_from(start, get_cache_folder(self.data)))
+            self._reader = (start, self.rows.iterate_from(start))
         (_, reader), self._reader = self._reader, None  # one that raises has ended
         batch = list(islice(reader, self.data.streaming_block_rows))
         self._reader = (start + len(batch), reader)

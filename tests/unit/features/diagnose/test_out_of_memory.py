@@ -183,7 +183,7 @@ def test_data_that_fill_the_memory_get_no_advice_on_layers(monkeypatch: pytest.M
 
     monkeypatch.setattr(readers, "open_regular", fail)
     with pytest.raises(TrainingError) as caught, explain_out_of_memory(JobConfig()):
-        next(readers.READERS[".csv"].read(Path("x.csv"), 0, ()))
+        next(readers.READERS[".csv"](Path("x.csv"), 0))
     assert "_read_csv, titanlite/features/sft/readers.py" in str(caught.value)
     assert "smaller rows and files (data.path)" in str(caught.value) and "activation_checkpoint" not in str(
         caught.value

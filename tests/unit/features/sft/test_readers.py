@@ -37,12 +37,11 @@ def _compare(row: Row) -> tuple[Any, ...]:
     return row.file, row.number, error or content
 
 
-def _assert_starts_anywhere(rows: Rows, cache_folder: Path) -> list[Row]:
+def _assert_starts_anywhere(rows: Rows) -> list[Row]:
     found = list(rows)
     expected = [_compare(row) for row in found]
-    for folder in (None, cache_folder, cache_folder):  # without a cache, and with one that is empty, then filled
-        for start in range(len(expected) + 3):
-            assert [_compare(row) for row in rows.iterate_from(start, folder)] == expected[start:], start
+    for start in range(len(expected) + 3):
+        assert [_compare(row) for row in rows.iterate_from(start)] == expected[start:], start
     return found
 
 
@@ -51,7 +50,6 @@ def _write_parquet(file: Path, texts: list[str | None], group: int) -> None:
 
 
 def test_rows_of_a_mixed_folder_from_any_row_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_MARK_BYTES", 12)
     monkeypatch.setattr(readers, "_BATCH_ROWS", 2)
     folder = tmp_path / "rows"
     folder.mkdir()
@@ -65,7 +63,7 @@ def test_rows_of_a_mixed_folder_from_any_row_on(tmp_path: Path, monkeypatch: pyt
     (folder / "h.json").write_text('[{"a": 1}, 2, {"a": 3}]')
     (folder / "i.json").write_text("")
     (folder / "j.jsonl").write_bytes(b'{"a": 6}\n{"a": 7}\n')
-    found = _assert_starts_anywhere(find_rows(str(folder)), tmp_path / "cache")
+    found = _assert_starts_anywhere(find_rows(str(folder)))
     assert [sum(row.file == file for row in found) for file in range(10)] == [5, 1, 1, 7, 3, 1, 1, 3, 1, 2]
     assert "not UTF-8. Convert it: iconv" in str(found[3].content)
 
@@ -74,19 +72,12 @@ def test_rows_of_a_mixed_folder_from_any_row_on(tmp_path: Path, monkeypatch: pyt
 def test_lines_from_any_row_on(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], ends: bool) -> None:
     folder = tmp_path_factory.mktemp("rows")
     (folder / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n" * ends)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "_MARK_BYTES", 10)
-        rows = find_rows(str(folder))
-        expected = [_compare(row) for row in rows]
-        for start in range(len(expected) + 2):
-            assert [_compare(row) for row in rows.iterate_from(start)] == expected[start:]
+    _assert_starts_anywhere(find_rows(str(folder)))
 
 
 def test_rows_that_are_skipped_are_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a second resume does not even look for their lines."""
-    monkeypatch.setattr(readers, "_MARK_BYTES", 400)
     monkeypatch.setattr(readers, "_BATCH_ROWS", 8)
-    work = {"parsed": 0, "converted": 0, "looked at": 0}
+    work = {"parsed": 0, "converted": 0}
 
     def counted(name: str, kind: str, size: Any) -> None:
         original = getattr(readers, name)
@@ -98,20 +89,18 @@ def test_rows_that_are_skipped_are_not_parsed(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(readers, name, call)
 
     counted("_load_json", "parsed", lambda *_: 1)
-    counted("_is_blank", "looked at", lambda *_: 1)
     counted("_convert", "converted", lambda batch: batch.num_rows)
     for number in range(2):
         lines = "".join(json.dumps({"a": i}) + "\n" for i in range(1000))
         (tmp_path / f"{number}.jsonl").write_text(lines)
         _write_parquet(tmp_path / f"{number}.parquet", [f"text {i}" for i in range(1000)], 100)
     rows = find_rows(str(tmp_path))
-    for first, start, file in ((True, 3500, 3), (False, 3500, 3), (True, 2500, 2), (False, 1500, 1), (False, 500, 0)):
+    for start, file in ((3500, 3), (2500, 2), (1500, 1), (500, 0)):
         work |= dict.fromkeys(work, 0)
-        row = next(iter(rows.iterate_from(start, tmp_path / "cache")))
+        row = next(iter(rows.iterate_from(start)))
         place = (row.file, row.number, row.content)
         assert place == (file, 501, {"a": 500} if rows.names[file].endswith("l") else {"text": "text 500"})
         assert work["parsed"] <= 1 and work["converted"] <= 8
-        assert work["looked at"] <= (2050 if first else 50), start
 
 
 def test_a_row_group_that_cannot_be_read_is_as_many_bad_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +117,7 @@ def test_a_row_group_that_cannot_be_read_is_as_many_bad_rows(tmp_path: Path, mon
 
     monkeypatch.setattr(ParquetFile, "iter_batches", damaged)
     monkeypatch.setattr(readers, "_BATCH_ROWS", 2)
-    found = _assert_starts_anywhere(find_rows(str(file)), tmp_path / "cache")
+    found = _assert_starts_anywhere(find_rows(str(file)))
     assert [row.number for row in found if isinstance(row.content, RowError)] == [7, 8]
     text = "row group 2 of the file cannot be read (Output buffer size (4) must be 9 or larger.). Write the file again."
     assert str(found[6].content) == text and len(found) == 12
@@ -138,7 +127,7 @@ def test_a_text_of_a_parquet_file_that_is_not_utf8(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     offsets = pa.array([0, 1, 2, 3], pa.int32()).buffers()[1]
     write_table(pa.table({"text": pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"a\xffc"))}), file)
-    found = _assert_starts_anywhere(find_rows(str(file)), tmp_path / "cache")
+    found = _assert_starts_anywhere(find_rows(str(file)))
     assert [row.content for row in found[::2]] == [{"text": "a"}, {"text": "c"}]
     assert str(found[1].content) == "a text of the row is not UTF-8 (invalid start byte). Write the file again."
 
@@ -182,7 +171,6 @@ COMPRESS = {".gz": gzip.compress, ".zst": _compress_zstd}
 @pytest.mark.parametrize("ending", COMPRESS)
 def test_compressed_lines_are_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     """Also of files that were made by appending one to another, as parallel compressors do."""
-    monkeypatch.setattr(readers, "_MARK_BYTES", 12)
     compress = COMPRESS[ending]
     contents = [_MARK + b'\n{"a": 1}\n \n{\n[2]\n', b'{"a": 3}\n\n{"a": 4}', b"", b'{"a": 5}\n{"a": 6}\n' * 3]
     names = ("a.jsonl", "a.v1.jsonl", "b.json", "c.jsonl")
@@ -194,7 +182,7 @@ def test_compressed_lines_are_the_same_rows(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / "compressed" / (name + ending)).write_bytes(compress(content[:half]) + compress(content[half:]))
     plain = find_rows(str(tmp_path / "plain"))
     rows = find_rows(str(tmp_path / "compressed"))
-    found = _assert_starts_anywhere(rows, tmp_path / "cache")
+    found = _assert_starts_anywhere(rows)
     assert [_compare(row) for row in found] == [_compare(row) for row in plain]
     assert find_rows(str(tmp_path / "compressed"), "c.*").names == (str(tmp_path / f"compressed/c.jsonl{ending}"),)
 
@@ -233,7 +221,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, ending: str) -> None
         rows = find_rows(str(file))
         for start in (0, 10**6):
             with pytest.raises(DataError, match=rf"^data: {file} is damaged or cut off{place} \(.*\)\. Write or copy"):
-                list(rows.iterate_from(start, tmp_path / "cache"))
+                list(rows.iterate_from(start))
 
 
 def test_a_disk_that_fails_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,9 +266,7 @@ def test_a_row_that_is_too_long_is_named_and_the_next_are_read(tmp_path: Path, s
         assert re.search(r"the (line|row) has 90\d\d bytes, more than the 5000 of a row\. Split", str(rows[1].content))
         assert re.search(r"has 700\d\d bytes", str(rows[2].content))
     for start in range(5):
-        assert [row.number for row in LocalRows((path,)).iterate_from(start, tmp_path / "cache")] == [
-            row.number for row in rows[start:]
-        ]
+        assert [row.number for row in LocalRows((path,)).iterate_from(start)] == [row.number for row in rows[start:]]
 
 
 def test_a_field_over_many_lines_has_the_limit_too(tmp_path: Path, short_lines: None) -> None:
