@@ -25,7 +25,6 @@ SOURCES = "data.sources"  # tables below have names of the user's
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
 _INT = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
-_BOOL_HINTS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 _REMEDIES = {int: "Write a whole number", float: "Write a number", bool: "Write true or false", str: "Put it in quotes"}
 _KIND_NAMES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
 _SOURCE = re.compile(rf"{re.escape(SOURCES)}\.([a-z]\w*)(?:\.(\w+))?", re.ASCII)
@@ -267,12 +266,8 @@ def parse_text(setting: Setting, text: str) -> Any:
         value = float(text)
     else:
         hint = _REMEDIES[setting.kind]
-        if setting.kind is bool and text.lower() in ("true", "false", *_BOOL_HINTS):
-            hint = f"Write {_BOOL_HINTS.get(text.lower(), text.lower())}"
-        elif setting.kind is int and _FLOAT.fullmatch(text) and abs(float(text)) < 2**53 and float(text).is_integer():
+        if setting.kind is int and _FLOAT.fullmatch(text) and abs(float(text)) < 2**53 and float(text).is_integer():
             hint = f"Write {int(float(text))}"
-        elif setting.kind is float and text.lower().lstrip("+-") in ("inf", "infinity", "nan"):
-            hint = "Write a finite number"
         none = ", or none" if setting.optional else ""
         shown = shorten(text or "''")
         raise BadValueError(f"{setting.key} = {shown} is not {_KIND_NAMES[setting.kind]}. {hint}{none}.")

@@ -34,9 +34,7 @@ def build_loader(
     `model.hf_assets_path` is used before a BPE is trained. `builders` make the datasets, by `get_kind`;
     `before` is the batch size of the run that is resumed.
 
-    Raises:
-        DataError: the text, a row or the tokenizer is missing or unusable, or there is too little for `seq_len`.
-        ConfigError: the batch sizes and `dp_degree` do not fit each other.
+    Raises DataError: the text, a row or the tokenizer is missing or unusable, or there is too little for `seq_len`.
     """
     training = job.training
     tokenizer, dataset = builders[get_kind(job.data)](job)

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, TypeVar, cast
+from typing import IO, TypeVar
 
 from titanlite.base.env import get_cache_home
 from titanlite.base.errors import DataError
@@ -49,24 +49,22 @@ def load_or_build(path: Path, load: Callable[[], T | None], build: Callable[[], 
 
     Raises DataError: the folder of `path` cannot be created, locked or written, or the new file is damaged.
     """
-    value = load()
-    if value is not None:
+    if (value := load()) is not None:
         return value, 0.0
     start_s = time.monotonic()
-
-    def make() -> T:
-        build()
-        if (made := load()) is None:
-            text = f"data: {path} is damaged although it was just written. Check the disk, or data.cache_folder."
-            raise DataError(text)
-        return made
-
     try:
-        return load_or_make(path, load, make), time.monotonic() - start_s
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(path.with_name(path.name + ".lock")):
+            if (value := load()) is None:  # no other process has made it while this one waited
+                build()
+                value = load()
     except OSError as error:
         raise DataError(
             f"data: cannot use the cache folder {path.parent}: {error}. Set data.cache_folder to a writable folder."
         ) from error
+    if value is None:
+        raise DataError(f"data: {path} is damaged although it was just written. Check the disk, or data.cache_folder.")
+    return value, time.monotonic() - start_s
 
 
 @contextmanager
@@ -83,7 +81,7 @@ def load_or_make(
     path: Path,
     load: Callable[[], T | None],
     make: Callable[[], T],
-    save: Callable[[T, IO[bytes]], None] | None = None,
+    save: Callable[[T, IO[bytes]], object],
     *,
     lock: Path | None = None,
 ) -> T:
@@ -91,8 +89,7 @@ def load_or_make(
 
     `load` returns None when the file is missing, damaged or cannot be read.
     """
-    value = load()
-    if value is not None:
+    if (value := load()) is not None:
         return value
     with ExitStack() as stack:
         try:
@@ -100,12 +97,10 @@ def load_or_make(
             stack.enter_context(_lock(lock or path.with_name(path.name + ".lock")))
         except OSError:
             return make()
-        value = load()  # another process may have made it while this one waited
-        if value is None:
+        if (value := load()) is None:
             value = make()
-            if save is not None:
-                with suppress(OSError), write_atomic(path) as file:
-                    save(value, file)
+            with suppress(OSError), write_atomic(path) as file:
+                save(value, file)
         return value
 
 
@@ -153,4 +148,4 @@ def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[
         time.sleep(max(waits) / 1e9)
         return compute()
 
-    return load_or_make(path, load, make, lambda value, file: cast(None, file.write(json.dumps(value).encode())))
+    return load_or_make(path, load, make, lambda value, file: file.write(json.dumps(value).encode()))

@@ -192,14 +192,12 @@ class PackedDataset(ShuffledSequences):
     change the training data: as many as `get_num_held_out` says. The last label of the training part is the first input
     of the held-out part, which is nowhere a label there: no prediction is both trained and validated.
 
-    Raises DataError: `seq_len` is below 1, or there are fewer than two sequences (one, if none is held out).
+    Raises DataError: there are fewer than two sequences (one, if none is held out).
     """
 
     form = "text"
 
     def __init__(self, tokenized: TokenizedCorpus, seq_len: int, validation_share: float | None = None) -> None:
-        if seq_len < 1:
-            raise DataError(f"data: training.seq_len ({seq_len}) is below 1. Raise it.")
         num_tokens = len(tokenized.tokens)
         num_sequences = self.count_sequences(tokenized, seq_len)
         num_needed = 1 if validation_share == 0 else 2

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
 
-from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger
 from titanlite.data.dataset import Batch, Mixture, SequenceDataset, Source, TrainDataset, get_orders, get_sources
 
@@ -34,9 +33,7 @@ class TrainLoader:
     `global_batch_size`, on any mesh. Micro-batch m of rank r holds `local_batch_size` samples of those, starting at
     (m * dp_degree + r) * local_batch_size; over all ranks and micro-batches each sample appears once.
     Ranks that differ only in context, tensor or expert parallel coordinates share a `dp_rank` and get the same batches.
-
-    Raises ConfigError: `global_batch_size` is not a positive multiple of `local_batch_size * dp_degree`, a size is
-    below 1, or `dp_rank` is not in [0, dp_degree). All problems at once.
+    The global batch is a multiple of `local_batch_size * dp_degree`.
     """
 
     def __init__(
@@ -49,18 +46,6 @@ class TrainLoader:
         dp_rank: int,
         dp_degree: int,
     ) -> None:
-        problems = []
-        if local_batch_size < 1:
-            problems.append(f"local_batch_size ({local_batch_size}) is below 1. Raise it.")
-        if dp_degree < 1 or not 0 <= dp_rank < dp_degree:
-            problems.append(f"data-parallel rank {dp_rank} is not in [0, {dp_degree}). Pass the rank of the mesh.")
-        if not problems and (global_batch_size < 1 or global_batch_size % (local_batch_size * dp_degree)):
-            problems.append(
-                f"global_batch_size ({global_batch_size}) is not a multiple of local_batch_size ({local_batch_size}) * "
-                f"data-parallel degree ({dp_degree}) = {local_batch_size * dp_degree}. "
-                "Change one of them, or set global_batch_size = -1."
-            )
-        raise_problems(ConfigError, "training", problems)
         self.dataset = dataset
         self.seed = seed
         self.global_batch_size = global_batch_size

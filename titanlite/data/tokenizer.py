@@ -40,8 +40,6 @@ _MAX_TRAINING_BYTES = 24 * 2**20
 _TRAINING_PIECE_CHARS = 64 * 2**10
 # Names that tokenizer.json files without a tokenizer_config.json use for the end of a text.
 _KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>")
-# A tokenizer is written out id by id, those included that no token has: one with the id 4,294,967,294 for an hour.
-_MOST_IDS_PER_TOKEN, _MOST_SPARE_IDS = 16, 2**16
 _RECIPE_VERSION = 2  # raise it when the training below changes, or old cached tokenizers will be taken for new ones
 
 
@@ -128,15 +126,10 @@ def build_tokenizer(data: DataSection, corpus: Corpus, model_type: str = "") -> 
     at once. The result has an `eos_token_id`, and `save_pretrained(folder)` makes a folder that transformers'
     `AutoTokenizer` loads. The network is never used.
 
-    Raises DataError: the path holds no usable tokenizer, or the tokenizer has no end-of-text token;
-    `data.bpe_vocab_size` is below 257 (256 bytes and the end-of-text token).
+    Raises DataError: the path holds no usable tokenizer, or the tokenizer has no end-of-text token.
     """
     if data.tokenizer_path:
         return load_tokenizer(data.tokenizer_path)
-    if data.bpe_vocab_size < 257:
-        raise DataError(
-            f"data: bpe_vocab_size ({data.bpe_vocab_size}) is below 257, the 256 bytes and {END_OF_TEXT}. Raise it."
-        )
     form = get_bpe_form(model_type)
     recipe = f"{_RECIPE_VERSION} {tokenizers.__version__} {data.bpe_vocab_size} {corpus.digest} {form.to_str()}"
     name = f"bpe-{data.bpe_vocab_size}-{sha256(recipe.encode()).hexdigest()[:16]}.json"
@@ -229,12 +222,6 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
         raise DataError(
             f"data: tokenizer_path {path}: {type(tokenizer).__name__} does not use tokenizer.json. "
             "Convert it with transformers and save it again."
-        )
-    num_ids, num_tokens = count_ids(tokenizer), len(tokenizer.get_vocab())
-    if num_ids > _MOST_IDS_PER_TOKEN * num_tokens + _MOST_SPARE_IDS:
-        raise DataError(
-            f"data: tokenizer_path {path}: tokenizer.json has the id {num_ids - 1}, but only {num_tokens} tokens. "
-            "Number its tokens without such a gap."
         )
     if path.is_dir() and (path / "tokenizer_config.json").is_file():
         tokenizer = _take_as_it_is(tokenizer, path)

@@ -65,11 +65,6 @@ class _Heart:
 _heart = _Heart()
 
 
-def beat_path(folder: str | Path, rank: int) -> Path:
-    """Return the file with the latest `Beat` of a rank."""
-    return Path(folder, f"beat-{rank}")
-
-
 def stack_path(folder: str | Path, rank: int) -> Path:
     """File that a rank writes the stacks of its threads to on `STACK_SIGNAL`."""
     return Path(folder, f"stack-{rank}")
@@ -84,7 +79,7 @@ def start() -> None:
         return
     heart.stacks = stack_path(folder, heart.beat.rank).open("w")
     faulthandler.register(STACK_SIGNAL, heart.stacks, all_threads=True)
-    heart.file = os.open(beat_path(folder, heart.beat.rank), os.O_CREAT | os.O_WRONLY, 0o600)
+    heart.file = os.open(Path(folder, f"beat-{heart.beat.rank}"), os.O_CREAT | os.O_WRONLY, 0o600)
     beat("starting")
 
 

@@ -1,6 +1,7 @@
 """What a run of several machines needs: settings and a folder that are alike, and patience while each prepares data."""
 
 import os
+import re
 import secrets
 import socket
 import time
@@ -14,13 +15,15 @@ import torch.distributed as dist
 from titanlite.base.agree import failing_together, new_host_group, raise_together
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
-from titanlite.config.settings import SOURCES, get_sections_of, get_value
+from titanlite.config.settings import get_sections_of, get_value
 
 # These may lie elsewhere on each machine, with the same in them: a model of the hub is in each machine's cache. Whether
 # the run's folder is the same, `check_shared_folder` finds out.
-_MAY_DIFFER = ("job.dump_folder", "model.path", "model.hf_assets_path", "checkpoint.initial_load_path", "data.path")
-_MAY_DIFFER += ("lora.init_from", "evaluation.path")
-_MAY_DIFFER += ("data.tokenizer_path", "data.validation_path", "data.cache_folder", "data.chat_template")
+_MAY_DIFFER = {
+    *("job.dump_folder", "model.path", "model.hf_assets_path", "checkpoint.initial_load_path", "lora.init_from"),
+    *("data.path", "data.validation_path", "data.tokenizer_path", "data.cache_folder", "data.chat_template"),
+    "evaluation.path",
+}
 # A network file system may show a new file to other machines only when its cache of the folder has expired.
 _VISIBLE_WITHIN_S = 30.0
 _PAUSE_S = 0.1
@@ -33,7 +36,7 @@ def check_same_settings(job: JobConfig) -> None:
     Raises ConfigError: on all ranks; names the settings and the ranks. Collective: every rank must call.
     """
     keys = [setting.key for settings in get_sections_of(job).values() for setting in settings]
-    mine = {key: get_value(job, key) for key in keys if not _may_differ(key)}
+    mine = {key: get_value(job, key) for key in keys if re.sub(r"\.sources\.\w+", "", key) not in _MAY_DIFFER}
     first = [mine]
     dist.broadcast_object_list(first, src=0)
     problems = [
@@ -43,12 +46,6 @@ def check_same_settings(job: JobConfig) -> None:
         if mine.get(key) != first[0].get(key)
     ]
     raise_together(ConfigError, "configuration", problems)
-
-
-def _may_differ(key: str) -> bool:
-    if key.startswith(f"{SOURCES}."):
-        key = f"data.{key.rpartition('.')[2]}"
-    return key in _MAY_DIFFER
 
 
 def check_shared_folder(folder: Path) -> None:

@@ -300,15 +300,10 @@ def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
         (f"--training.steps={'9' * 5000}", f"training.steps = {'9' * 77}... is not an int. Write a whole number."),
         (f"--training.seed={2**63}", f"training.seed = {2**63} does not fit in 64 bits. Write a smaller number."),
         ("--model.overrides.top_k=x", "model.overrides.top_k = x is not an int. Write a whole number, or none."),
-        ("--optimizer.lr=nan", "optimizer.lr = nan is not a float. Write a finite number."),
-        ("--optimizer.lr=-inf", "optimizer.lr = -inf is not a float. Write a finite number."),
+        ("--optimizer.lr=nan", "optimizer.lr = nan is not a float. Write a number."),
         ("--optimizer.lr=1e999", "optimizer.lr = inf is not finite. Write a finite number."),
         ("--optimizer.lr=0,1", "optimizer.lr = 0,1 is not a float. Write a number."),
-        ("--compile.enable=yes", "compile.enable = yes is not a bool. Write true."),
-        ("--compile.enable=True", "compile.enable = True is not a bool. Write true."),
-        ("--compile.enable=1", "compile.enable = 1 is not a bool. Write true."),
-        ("--compile.enable=Off", "compile.enable = Off is not a bool. Write false."),
-        ("--compile.enable=maybe", "compile.enable = maybe is not a bool. Write true or false."),
+        ("--compile.enable=True", "compile.enable = True is not a bool. Write true or false."),
         (
             "--data.dataset=c4",
             'data.dataset = "c4" is not one of "stdlib", "text", "examples", "images", "none". For your own '
@@ -379,7 +374,7 @@ def test_all_problems_come_in_one_error() -> None:
         "  argument 'junk': is neither --config nor an override. Write --section.key=value.",
         "  x.toml: unknown key 'training.step'; did you mean 'training.steps'?",
         '  x.toml: training.seq_len = "long" is not an int. Write a whole number.',
-        "  override '--compile.enable=on': compile.enable = on is not a bool. Write true.",
+        "  override '--compile.enable=on': compile.enable = on is not a bool. Write true or false.",
         # training.steps = -1 is not reported: its key may be what training.step was meant for.
         "  override '--optimizer.lr=-1': optimizer.lr = -1.0 is out of range. Set it to more than 0 and at most 1.",
         "  x.toml: optimizer.eps = 0.0 is out of range. Set it to more than 0.",
@@ -405,7 +400,7 @@ def test_overrides_are_checked_even_if_the_file_is_missing() -> None:
     assert refuse("--config", "no.toml", "--compile.enable=on").splitlines() == [
         "configuration: 2 problems:",
         "  no.toml: no such file. Check --config.",
-        "  override '--compile.enable=on': compile.enable = on is not a bool. Write true.",
+        "  override '--compile.enable=on': compile.enable = on is not a bool. Write true or false.",
     ]
 
 

@@ -130,8 +130,6 @@ def test_too_few_sequences(make_dataset: MakeDataset) -> None:
     )
     with pytest.raises(DataError, match=text):
         make_dataset(num_tokens=20, seq_len=10)
-    with pytest.raises(DataError, match=r"data: training\.seq_len \(0\) is below 1"):
-        make_dataset(seq_len=0)
 
 
 def test_share_of_the_sequences_that_is_held_out():

@@ -3,7 +3,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from titanlite.base.errors import ConfigError
 from titanlite.data.dataset import Batch, PackedDataset
 from titanlite.data.loader import TrainLoader
 from titanlite.ops import IGNORE_INDEX
@@ -104,22 +103,6 @@ def test_validation_does_not_depend_on_the_batch_size(make_dataset: MakeDataset,
     labels = sum(int(batch.labels.where(batch.labels != IGNORE_INDEX, 0).sum()) for batch in batches)
     expected = dataset.batch(range(450, 500)).labels
     assert labels == int(expected.where(expected != IGNORE_INDEX, 0).sum())
-
-
-def test_sizes_that_do_not_fit(make_dataset: MakeDataset) -> None:
-    dataset = make_dataset()
-    text = (
-        r"training: global_batch_size \(12\) is not a multiple of local_batch_size \(4\) \* "
-        r"data-parallel degree \(2\) = 8\. Change one of them"
-    )
-    with pytest.raises(ConfigError, match=text):
-        _make_loader(dataset, 2, 4)
-    with pytest.raises(ConfigError, match=r"training: global_batch_size \(0\) is not a multiple"):
-        _make_loader(dataset, 2, 4, global_batch_size=0)
-    with pytest.raises(
-        ConfigError, match=r"training: 2 problems:\n  local_batch_size \(0\) .*\n  data-parallel rank 2 "
-    ):
-        _make_loader(dataset, 2, 0, dp_rank=2)
 
 
 def test_samples_are_skipped_once(make_dataset: MakeDataset) -> None:

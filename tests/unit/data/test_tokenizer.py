@@ -236,9 +236,6 @@ def test_errors_name_path_and_setting(built: PreTrainedTokenizerFast, data: Data
     nameless.write_text(serialized)
     with pytest.raises(DataError, match=rf"data: tokenizer_path {nameless}: no end-of-text token\. Add eos_token"):
         load_tokenizer(nameless)
-    data.bpe_vocab_size = 256
-    with pytest.raises(DataError, match=r"data: bpe_vocab_size \(256\) is below 257"):
-        build_tokenizer(data, build_corpus(data))
 
 
 def test_code_in_the_folder_is_never_run(built: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -319,11 +316,3 @@ def test_deeply_nested_files_of_a_folder_are_named(
         load_tokenizer(tmp_path)
     except DataError as error:
         assert str(tmp_path) in str(error)
-
-
-def test_an_id_far_beyond_the_tokens_is_refused_before_it_is_written_out(bpe: Tokenizer, tmp_path: Path) -> None:
-    table = json.loads(bpe.to_str())
-    table["model"]["vocab"]["far"] = 4_294_967_294
-    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
-    with pytest.raises(DataError, match=r"tokenizer\.json has the id 4294967294, but only \d+ tokens\. Number"):
-        load_tokenizer(tmp_path)

@@ -210,9 +210,9 @@ def test_run_that_was_asked_to_stop_before_it_trains_is_ended(start, tmp_path, c
     for beats in (True, False):
         guard, folder = Guard(str(tmp_path / "notices")), tmp_path / "notices"
         pids = {0: start(0, "loop", timeout_s=100)}
-        heartbeat.beat_path(folder, 0).unlink()
+        Path(folder, "beat-0").unlink()
         if beats:
-            heartbeat.beat_path(folder, 0).write_text(json.dumps(asdict(Beat(0, pids[0], 7, "loading"))))
+            Path(folder, "beat-0").write_text(json.dumps(asdict(Beat(0, pids[0], 7, "loading"))))
         stop.request(str(folder))
         failure = watch(guard, pids)
         assert failure.code == 128 + signal.SIGTERM and is_gone(pids[0])

@@ -12,7 +12,6 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from tests.unit.models.test_config_mutations import base_of
-from titanlite.base import log as logging
 from titanlite.base.errors import ConfigError
 from titanlite.features.transformers.build import build_transformers
 from titanlite.models.families import families, model_config_from_hf
@@ -170,12 +169,6 @@ def test_a_key_given_twice(name, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=f"cannot read .*config.json: it has '{name}' twice"):
         model_config_from_hf(tmp_path)
-
-
-def test_the_balance_loss_of_transformers_is_named(caplog):
-    logging.warn_once.cache_clear()
-    read({**base_of("qwen3_moe"), "output_router_logits": True, "router_aux_loss_coef": 0.01})
-    assert "weighed by router_aux_loss_coef (0.01)" in caplog.text and "moe.aux_loss_coeff" in caplog.text
 
 
 GEMMA = {"model_type": "gemma2", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 40}

@@ -5,14 +5,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanlite.base.errors import ConfigError, raise_problems
-from titanlite.base.log import warn_once
 from titanlite.config.model import ModelConfig
 from titanlite.models.families.keys import (
     COMMON_DECLARED,
     MISSING,
     Key,
     describe_unreadable,
-    find_other_loss,
     find_quantization,
     get_padding_row,
     show,
@@ -149,8 +147,6 @@ class Family:
         if config.head_dim % 2 == 0 and config.rotary_dim % 2:
             raise NotNativeError(f"{where}: {PARTIAL} rotates {config.rotary_dim} of {config.head_dim}, an odd number.")
         raise_problems(ConfigError, where, self.check(config))
-        for text in find_other_loss(hf):
-            warn_once(f"{where}: {text}")
         return config
 
     def check(self, config: ModelConfig) -> list[str]:

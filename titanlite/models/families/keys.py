@@ -21,10 +21,6 @@ QUANTIZATION = ("quantization_config", "compression_config")
 _MOST_SHOWN = 80
 
 
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(type(item) is kind for item in value)
-
-
 @dataclass(frozen=True)
 class Key:
     """One key of config.json.
@@ -75,7 +71,8 @@ def describe_unreadable(quantization: Any) -> str:
     found = quantization if isinstance(quantization, Mapping) else {}
     method, block = found.get("quant_method"), found.get("weight_block_size", [128, 128])
     is_fp8 = method == "fp8" and found.get("expert_dtype", "fp8") == "fp8"
-    has_blocks = block is None or (_is_list_of(block, int) and len(block) == 2 and min(block) > 0)
+    is_pair = isinstance(block, list) and [type(size) for size in block] == [int, int]
+    has_blocks = block is None or (is_pair and min(block) > 0)
     if quantization is None or method == "mxfp4" or (is_fp8 and has_blocks):
         return ""
     given = {key: found[key] for key in ("quant_algo", "expert_dtype", "weight_block_size") if key in found}
@@ -90,18 +87,6 @@ def get_padding_row(hf: Mapping[str, Any]) -> int | None:
     """Return the embedding row that transformers gives no gradient; a negative `pad_token_id` counts from the end."""
     row = hf.get("pad_token_id")
     return row + hf["vocab_size"] if row is not None and row < 0 else row
-
-
-def find_other_loss(hf: Mapping[str, Any]) -> list[str]:
-    """Return what transformers would add to the training loss, and titanlite does not."""
-    if not hf.get("output_router_logits"):
-        return []
-    coefficient = hf.get("router_aux_loss_coef", hf.get("router_aux_loss_coefficient"))
-    return [
-        f"output_router_logits is true: transformers would add a balance loss, weighed by router_aux_loss_coef "
-        f"({'its default' if coefficient is None else show(coefficient)}), to the training loss. Nothing is added here "
-        "because of it: set moe.aux_loss_coeff for a balance loss of the native decoder."
-    ]
 
 
 def _heads(hf: Mapping[str, Any]) -> Any:
