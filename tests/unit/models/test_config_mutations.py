@@ -90,7 +90,7 @@ def mutate(hf: dict[str, Any], kind: str, family: str, draw: random.Random) -> N
             table |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
         hf[draw.choice(["rope_scaling", "rope_parameters"])] = table
         return
-    known = sorted(families()[family].declared)
+    known = sorted({*families()[family].declared, *families()[family].keys.values()})
     numbers = [name for name in hf if isinstance(hf[name], int | float) and not isinstance(hf[name], bool)]
     key = draw.choice([*known, *known, *OTHERS])
     match kind:

@@ -15,8 +15,9 @@ from tests.unit.models.test_config_mutations import base_of
 from titanlite.base.errors import ConfigError
 from titanlite.features.transformers.build import build_transformers
 from titanlite.models.families import families, model_config_from_hf
+from titanlite.models.families.family import _KINDS
 from titanlite.models.families.hf_config import transformers_config
-from titanlite.models.families.keys import HEADS, MISSING, SHARE
+from titanlite.models.families.keys import HEADS, MISSING, SHARE, Key
 from titanlite.models.families.rope import NotNativeError
 
 FAMILIES = sorted(families())
@@ -41,12 +42,14 @@ def kinds_of(annotation: Any) -> set[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_of_transformers_class_is_declared_as_there(family):
-    declared = families()[family].declared
+    declared, ours = families()[family].declared, {value: key for key, value in families()[family].keys.items()}
     fields = {field.name: field for field in dataclasses.fields(CONFIG_MAPPING[family])}
-    assert not fields.keys() - declared.keys() - OTHERWISE
-    for name in fields.keys() & declared.keys() - OTHERWISE:
-        field, key = fields[name], declared[name]
-        assert set(key.kind.split(" | ")) == kinds_of(field.type), name
+    assert not fields.keys() - {*declared, *ours} - OTHERWISE
+    for name in fields.keys() & {*declared, *ours} - OTHERWISE:
+        field, key = fields[name], declared.get(name, Key())
+        kinds = kinds_of(field.type)
+        assert "None" in kinds or key.null is MISSING, name
+        assert kinds - {"None"} == {_KINDS[ours.get(name, name)].__name__}, name
         if key.default is HEADS or key.default is SHARE:
             assert field.default is None, name  # derived in __post_init__
         elif key.default is not MISSING:
@@ -71,8 +74,7 @@ def test_null_is_what_transformers_makes_of_it(family):
     meanings = {"norm_topk_prob": False, "rope_interleave": False, "q_lora_rank": 0, "num_key_value_heads": 4}
     meanings |= {"head_dim": 8}  # a share
     for key, field in ours.items():
-        declared = families()[family].declared[key]
-        if "None" in declared.kind.split(" | ") and declared.null is not MISSING:
+        if families()[family].declared.get(key, Key()).null is not MISSING:
             assert getattr(read({**base_of(family), key: None}), field) == meanings[key], key
         else:
             assert key in refusal({**base_of(family), key: None})

@@ -9,7 +9,7 @@ from dataclasses import replace
 from titanlite.config.model import ModelConfig, RopeScaling
 from titanlite.models.families.dots1 import FAMILY as DOTS1
 from titanlite.models.families.family import DEBUG_EXPERTS, GROUP_RULES, Family, preset
-from titanlite.models.families.keys import COMMON_DECLARED, HEADS, MOE_DECLARED, Key
+from titanlite.models.families.keys import COMMON_DECLARED, HEADS, Key
 
 _DEEPSEEK = ModelConfig(
     family="deepseek_v3",
@@ -47,19 +47,15 @@ FAMILY = Family(
     fixed={"qk_norm": False, "score_func": "sigmoid"},
     declared={
         **COMMON_DECLARED,
-        **MOE_DECLARED,
-        "num_key_value_heads": Key("int | None", 128, HEADS),
-        **dict.fromkeys(("n_routed_experts", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), Key("int")),
-        "n_shared_experts": Key("int", 1),
-        "num_experts_per_tok": Key("int | None", 8),
-        "first_k_dense_replace": Key("int | None", 3),
-        "n_group": Key("int | None", 8),
-        "topk_group": Key("int | None", 4),
-        "norm_topk_prob": Key("bool | None", True, False),
-        "routed_scaling_factor": Key("float", 2.5),
-        "q_lora_rank": Key("int | None", null=None),
-        "v_head_dim": Key("int | None"),
-        "rope_interleave": Key("bool | None", True, False),
+        "num_key_value_heads": Key(128, HEADS),
+        "n_shared_experts": Key(1),
+        **dict.fromkeys(("num_experts_per_tok", "n_group"), Key(8)),
+        "first_k_dense_replace": Key(3),
+        "topk_group": Key(4),
+        "norm_topk_prob": Key(True, False),
+        "routed_scaling_factor": Key(2.5),
+        "q_lora_rank": Key(null=None),
+        "rope_interleave": Key(True, False),
     },
     rules=GROUP_RULES,
     # DeepSeek's own code and serving engines look at these; the decoder has no other.

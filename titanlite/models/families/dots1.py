@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from titanlite.config.model import ModelConfig
 from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, GROUP_RULES, MOE_KEYS, Family, preset
-from titanlite.models.families.keys import COMMON_DECLARED, MOE_DECLARED, Key
+from titanlite.models.families.keys import COMMON_DECLARED, Key
 
 _DOTS = ModelConfig(family="dots1", num_dense_layers=1, score_func="sigmoid", routed_scaling_factor=2.5)
 
@@ -27,14 +27,12 @@ FAMILY = Family(
     fixed={"qk_norm": True, "score_func": "sigmoid"},
     declared={
         **COMMON_DECLARED,
-        **MOE_DECLARED,
-        **dict.fromkeys(("n_routed_experts", "n_shared_experts", "num_experts_per_tok"), Key("int | None")),
-        "first_k_dense_replace": Key("int | None", 0),
-        **dict.fromkeys(("n_group", "topk_group"), Key("int | None", 1)),
-        "norm_topk_prob": Key("bool | None", False, False),
-        "routed_scaling_factor": Key("float", 1.0),
-        "sliding_window": Key("int | None", 4096),
-        "max_window_layers": Key("int | None", 62),
+        "first_k_dense_replace": Key(0),
+        **dict.fromkeys(("n_group", "topk_group"), Key(1)),
+        "norm_topk_prob": Key(False, False),
+        "routed_scaling_factor": Key(1.0),
+        "sliding_window": Key(4096),
+        "max_window_layers": Key(62),
     },
     rules=GROUP_RULES,
     required={

@@ -1,7 +1,7 @@
 """`Family`: the table that ties a model family to its Hugging Face configuration and checkpoint keys."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from titanlite.base.errors import ConfigError, raise_problems
@@ -52,6 +52,8 @@ DEBUG_SIZES: Mapping[str, Any] = {
 DEBUG_EXPERTS: Mapping[str, Any] = {**DEBUG_SIZES, "num_experts": 8, "top_k": 2, "moe_intermediate_size": 32}
 # Other names under which transformers versions write the same key.
 KEY_ALIASES: Mapping[str, str] = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
+_KINDS = {item.name: item.type for item in fields(ModelConfig)} | {"pad_token_id": int}
+_KIND_NAMES = {int: "an integer", float: "a number with a decimal point", bool: "true or false"}
 # ModelConfig fields whose 0 is written null, as a config.json has what is not there.
 NONE_IS_ZERO = {"q_lora_rank"}
 # What every config.json may ask for and the decoder does not have.
@@ -93,7 +95,7 @@ class Family:
         keys: ModelConfig field -> Hugging Face config key.
         presets: sizes by flavor.
         fixed: ModelConfig fields that the family does not configure.
-        declared: every key with an effect that transformers' class declares: its kind, default, and what null means.
+        declared: what keys mean in transformers' class that are missing or null; others must be there.
         partial_rotary: the same for `partial_rotary_factor`, which may stand in the rotary table; with a default of 1.0
             the family does not support another value.
         required: Hugging Face keys that, if present, must have one of these values: the decoder has no other. The first
@@ -110,7 +112,7 @@ class Family:
     presets: Mapping[str, ModelConfig]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     declared: Mapping[str, Key] = field(default_factory=lambda: COMMON_DECLARED)
-    partial_rotary: Key = field(default=Key("float | int | None", 1.0, 1.0))
+    partial_rotary: Key = field(default=Key(1.0, 1.0))
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     rules: Sequence[tuple[Callable[[ModelConfig], bool], str]] = ()
     mtp_key: str | None = None
@@ -177,7 +179,7 @@ class Family:
     def _read(self, key: str, hf: Mapping[str, Any]) -> Any:
         """Return the value of `key`, which may stand under its other name."""
         alias = KEY_ALIASES.get(key, "")
-        return self.declared[key].read(key, {key: hf[alias], **hf} if alias in hf else hf)
+        return self.declared.get(key, Key()).read(key, {key: hf[alias], **hf} if alias in hf else hf)
 
     def _find_wrong_kinds(self, hf: Mapping[str, Any]) -> list[str]:
         """Keys whose values transformers refuses, or cannot compute with."""
@@ -185,17 +187,19 @@ class Family:
         rotated = hf.get("qk_rope_head_dim")
         if rotated is not None and hf.get("head_dim", rotated) != rotated:
             problems.append(f"head_dim = {show(hf['head_dim'])} is not qk_rope_head_dim = {show(rotated)}.")
-        for key, declared in self.declared.items():
-            is_read, alias = key in self.keys.values(), KEY_ALIASES.get(key, "")
-            if key in hf:
-                problem = declared.find_problem(key, hf[key])
-                if problem is None and is_read and hf[key] is None and declared.null is MISSING:
-                    problem = f"{key} = null: transformers' model cannot compute with it. Give its value."
-                problems += [problem] if problem else []
-            elif is_read and declared.default is MISSING and alias not in hf:
-                problems.append(f"{key} is missing.")
+        for ours, key in {**self.keys, "pad_token_id": "pad_token_id"}.items():
+            declared, alias, kind = self.declared.get(key, Key()), KEY_ALIASES.get(key, ""), _KINDS[ours]
+            value = hf.get(key, hf.get(alias, MISSING))
             if key in hf and alias in hf and hf[key] != hf[alias]:
                 problems.append(f"{key} = {show(hf[key])}, but {alias} = {show(hf[alias])}. Give one.")
+            elif value is MISSING and declared.default is MISSING:
+                problems.append(f"{key} is missing.")
+            elif value is None and declared.null is MISSING:
+                problems.append(f"{key} = null: transformers' model cannot compute with it. Give its value.")
+            elif value is not MISSING and value is not None and type(value) is not kind:
+                hint = f" Write {float(value)}." if type(value) is int and kind is float and abs(value) < 2**31 else ""
+                wanted = f"transformers expects {_KIND_NAMES[kind]}"
+                problems.append(f"{key} = {show(value)} is of the wrong type: {wanted}.{hint}")
         return problems
 
     def _find_lacking(self, hf: Mapping[str, Any]) -> list[str]:

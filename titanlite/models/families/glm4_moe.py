@@ -9,7 +9,7 @@ from dataclasses import replace
 from titanlite.config.model import ModelConfig
 from titanlite.models.families.dots1 import FAMILY as DOTS1
 from titanlite.models.families.family import DEBUG_EXPERTS, GROUP_RULES, Family, preset
-from titanlite.models.families.keys import COMMON_DECLARED, MOE_DECLARED, Key
+from titanlite.models.families.keys import COMMON_DECLARED, Key
 
 _GLM = ModelConfig(
     family="glm4_moe",
@@ -31,15 +31,13 @@ FAMILY = Family(
     fixed={"score_func": "sigmoid", "attention_output_bias": False},
     declared={
         **COMMON_DECLARED,
-        **MOE_DECLARED,
-        "num_key_value_heads": Key("int", 8),
-        "n_routed_experts": Key("int"),
-        **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"), Key("int", 1)),
-        "norm_topk_prob": Key("bool", True),
-        "routed_scaling_factor": Key("float", 1.0),
-        "use_qk_norm": Key("bool", False),
+        "num_key_value_heads": Key(8),
+        **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"), Key(1)),
+        "norm_topk_prob": Key(True),
+        "routed_scaling_factor": Key(1.0),
+        "use_qk_norm": Key(False),
     },
-    partial_rotary=Key("float | int | None", 0.5, 1.0),
+    partial_rotary=Key(0.5, 1.0),
     rules=GROUP_RULES,
     mtp_key="num_nextn_predict_layers",
     expert_bias_key="e_score_correction_bias",

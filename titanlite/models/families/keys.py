@@ -1,22 +1,16 @@
-"""Keys of a Hugging Face config.json: the kind that transformers demands, and what a missing key and null mean there.
+"""Keys of a Hugging Face config.json: what a missing key and null mean, and quantized weights.
 
 Transformers' configuration classes are strict: they refuse an integer for a float, and null where it is not declared.
 Where null is declared, it can still mean something else than the default, or nothing that the model can compute with.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 MISSING: Any = object()
 """Stands for a default or a meaning that does not exist."""
 
-_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "int": ("an integer", lambda value: type(value) is int),
-    "float": ("a number with a decimal point", lambda value: isinstance(value, float)),
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "None": ("null", lambda value: value is None),
-}
 QUANTIZATION = ("quantization_config", "compression_config")
 _MOST_SHOWN = 80
 
@@ -26,29 +20,15 @@ class Key:
     """One key of config.json.
 
     Attributes:
-        kind: what transformers' class declares, in its words: "int | None".
         default: value of a missing key, or a function of the configuration that gives it; MISSING: it must be there.
-        null: the same for null, where `kind` allows it; MISSING: transformers' model cannot compute with it.
+        null: the same for null; MISSING: transformers' class refuses it, or its model cannot compute with it.
     """
 
-    kind: str
     default: Any = MISSING
     null: Any = MISSING
 
-    def find_problem(self, key: str, value: Any) -> str | None:
-        """Return what is wrong with `value`, if anything."""
-        if not any(_KINDS[kind][1](value) for kind in self.kind.split(" | ")):
-            wanted = " or ".join(_KINDS[kind][0] for kind in self.kind.split(" | "))
-            hint = (
-                f" Write {float(value)}." if type(value) is int and abs(value) < 2**31 and "float" in self.kind else ""
-            )
-            if value is None:
-                return f"{key} is missing. It is null, but transformers expects {wanted}."
-            return f"{key} = {show(value)} is of the wrong type: transformers expects {wanted}.{hint}"
-        return None
-
     def read(self, key: str, hf: Mapping[str, Any]) -> Any:
-        """Return the value of `key` in `hf`, whose kinds are right; MISSING if there is none to compute with."""
+        """Return the value of `key` in `hf`; MISSING if there is none to compute with."""
         value = hf.get(key, MISSING)
         meaning = self.default if value is MISSING else self.null if value is None else value
         return meaning(hf) if callable(meaning) else meaning
@@ -101,19 +81,12 @@ def _share(hf: Mapping[str, Any]) -> Any:
 
 HEADS, SHARE = _heads, _share
 
-# What is read of all families; where a class differs, its family says so. Keys without effect on what the model
+# What transformers' classes agree on; where one differs, its family says so. Keys without effect on what the model
 # computes are not here: transformers looks at them when the config.json to be saved is built, before training.
 COMMON_DECLARED: Mapping[str, Key] = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), Key("int")),
-    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "max_position_embeddings"), Key("int")),
-    "num_key_value_heads": Key("int | None", 32, HEADS),
-    # Most classes do not declare it. Then its absence means a share of the width, and null breaks the model.
-    "head_dim": Key("int", SHARE),
-    "initializer_range": Key("float", 0.02),
-    "rms_norm_eps": Key("float"),
-    **dict.fromkeys(("tie_word_embeddings", "attention_bias"), Key("bool", False)),
-    "pad_token_id": Key("int | None"),
-}
-MOE_DECLARED: Mapping[str, Key] = {
-    **dict.fromkeys(("num_experts_per_tok", "moe_intermediate_size", "num_local_experts"), Key("int")),
+    "num_key_value_heads": Key(32, HEADS),
+    "head_dim": Key(SHARE),  # most classes do not declare it, and null breaks their model
+    "initializer_range": Key(0.02),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias"), Key(False)),
+    "pad_token_id": Key(None, None),
 }

@@ -24,8 +24,8 @@ FAMILY = Family(
     fixed={"qk_norm": False},
     declared={
         **COMMON_DECLARED,
-        "num_key_value_heads": Key("int | None", HEADS, HEADS),
-        "head_dim": Key("int | None", SHARE, SHARE),
+        "num_key_value_heads": Key(HEADS, HEADS),
+        "head_dim": Key(SHARE, SHARE),
     },
     rules=(
         (

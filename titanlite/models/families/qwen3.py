@@ -12,7 +12,7 @@ FAMILY = Family(
     architecture="Qwen3ForCausalLM",
     keys=COMMON_KEYS,
     fixed={"qk_norm": True},
-    declared={**COMMON_DECLARED, "head_dim": Key("int", 128)},
+    declared={**COMMON_DECLARED, "head_dim": Key(128)},
     required={"use_sliding_window": (False,)},
     presets={
         "debug": ModelConfig(family="qwen3", **DEBUG_SIZES, tie_word_embeddings=True),

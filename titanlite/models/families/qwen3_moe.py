@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from titanlite.config.model import ModelConfig
 from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, MOE_KEYS, Family, preset
-from titanlite.models.families.keys import COMMON_DECLARED, MOE_DECLARED, Key
+from titanlite.models.families.keys import COMMON_DECLARED, Key
 
 _MOE = ModelConfig(family="qwen3_moe", num_experts=128)
 
@@ -13,13 +13,7 @@ FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
     keys={**COMMON_KEYS, **MOE_KEYS, "num_experts": "num_experts"},
     fixed={"qk_norm": True, "score_func": "softmax"},
-    declared={
-        **COMMON_DECLARED,
-        **MOE_DECLARED,
-        "num_key_value_heads": Key("int", 4),
-        "num_experts": Key("int"),
-        "norm_topk_prob": Key("bool", False),
-    },
+    declared={**COMMON_DECLARED, "num_key_value_heads": Key(4), "norm_topk_prob": Key(False)},
     required={"use_sliding_window": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     presets={
         # Sized for the quick start: about 2 minutes on 2 CPU cores.
