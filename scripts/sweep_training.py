@@ -238,9 +238,12 @@ def their_completion_loss(
         is_prompt = torch.arange(len(tokens)).unsqueeze(0) < end
         prompt = {"input_ids": tokens.unsqueeze(0) * is_prompt, "attention_mask": is_prompt.to(torch.int64)}
     inputs = {**(prompt if "input_ids" in parameters else {}), **extra}
-    if type(model).__name__.startswith("PPFormulaNet"):  # it does not shift labels
+    kind = type(model).__name__
+    if kind.startswith("PPFormulaNet"):  # it does not shift labels
         start = torch.tensor([[model.config.text_config.decoder_start_token_id]])
         inputs["decoder_input_ids"] = torch.cat([start, completion[:, :-1]], dim=1)
+    elif kind.startswith("FSMT"):  # it shifts the prompt
+        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(completion)
     return model(**inputs, labels=completion, use_cache=False, return_dict=True).loss * completion.numel()
 
 

@@ -114,6 +114,7 @@ _GEMMA3N = {
     **_GEMMA4,
 }
 _TINY_VIT = {"architecture": "vit_tiny_patch16_224", "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 2}}
+_BEGINS, _BEGINS_PADDED = {"decoder_start_token_id": 0}, {"decoder_start_token_id": 7, "pad_token_id": 0}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 _FIXES: Mapping[str, Mapping[str, Any]] = {
     "bamba": _MAMBA,
@@ -139,6 +140,7 @@ _FIXES: Mapping[str, Mapping[str, Any]] = {
     "step3p7": {"text_config": {"sliding_window": 8}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "xmod": {"default_language": "en_XX"},
+    "vibevoice_asr": {f"{kind}_tokenizer_encoder_config": {"num_filters": 2} for kind in ("acoustic", "semantic")},
     "gemma3n_text": _GEMMA3N,
     "gemma3n": {"text_config": _GEMMA3N, "vision_config": _TINY_VIT},
     "fast_vlm": {"vision_config": {"architecture": "fastvit_t8", "hidden_size": 768}},
@@ -152,8 +154,8 @@ _FIXES: Mapping[str, Mapping[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xlnet": {"d_head": 16, "attn_type": "uni"},
-    "udop": {"decoder_start_token_id": 0},
-    "vision-encoder-decoder": {"decoder_start_token_id": 7, "pad_token_id": 0},
+    **dict.fromkeys(("udop", "t5", "longt5", "switch_transformers"), _BEGINS),
+    **dict.fromkeys(("encoder-decoder", "vision-encoder-decoder"), _BEGINS_PADDED),
     "glm5_next": {"text_config": {"num_key_value_heads": 4, "index_topk": 16}},
     "longcat_flash": {"qk_head_dim": 32},
     "mistral4": {"head_dim": 32},
@@ -271,11 +273,11 @@ class NotBuiltError(Exception):
 
 
 def cases() -> list[Case]:
-    """Every pair of a type and a class of the two auto mappings, in their order."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    """Every pair of a type and a class of the auto mappings, in their order."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
     pairs: dict[tuple[str, str], None] = {}
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM):
         for model_type, names in auto._model_mapping._model_mapping.items():  # type: ignore[attr-defined]
             for name in names if isinstance(names, tuple | list) else [names]:
                 pairs[model_type, name] = None

@@ -321,8 +321,8 @@ class Trainer:
         self.log_sample()
         if job.checkpoint.enable:
             folder = self.checkpointer.folder / f"step-{self.step}"
-            text = "AutoModelForImageTextToText" if job.data.dataset == "images" else "AutoModelForCausalLM"
-            how = "peft: PeftModel" if job.lora.rank else f"transformers: {text}"
+            cls = getattr(self.model.config, "architecture", "AutoModelForCausalLM")
+            how = "peft: PeftModel" if job.lora.rank else f"transformers: {cls}"
             logger.info("checkpoint: %s (%s.from_pretrained)", folder, how)
         if job.metrics.enable_tensorboard:
             logger.info("metrics:    tensorboard --logdir %s", self.dump_folder / job.metrics.save_tb_folder)

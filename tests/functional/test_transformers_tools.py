@@ -133,7 +133,7 @@ def test_the_commands_take_a_folder_of_any_model(tmp_path: Path, capsys: pytest.
     assert main(["inspect", str(folder)]) == 0
     assert "  model      llava, " in capsys.readouterr().out
     assert main(["export", str(folder), str(tmp_path / "out"), "--dtype", "float32"]) == 0
-    assert capsys.readouterr().out.endswith("AutoModelForImageTextToText.from_pretrained loads it\n")
+    assert capsys.readouterr().out.endswith("LlavaForConditionalGeneration.from_pretrained loads it\n")
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert {"processor_config.json", "tokenizer.json"} <= {path.name for path in (tmp_path / "out").iterdir()}

@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         export_merged(folder, known.out, dtype, known.base)
     else:
         export_checkpoint(folder, known.out, dtype)
-    has_images = "vision_config" in json.loads((known.out / "config.json").read_text(encoding="utf-8"))
-    print(f"{known.out}: AutoModelFor{'ImageTextToText' if has_images else 'CausalLM'}.from_pretrained loads it")
+    named = json.loads((known.out / "config.json").read_text(encoding="utf-8")).get("architectures")
+    print(f"{known.out}: {(named or ['AutoModelForCausalLM'])[0]}.from_pretrained loads it")
 
 
 def export_merged(adapter: Path, out: Path, dtype: torch.dtype, base: str | None = None) -> None:

@@ -50,6 +50,21 @@ def find_experts(model: Any) -> dict[str, nn.Module]:
     }
 
 
+def give_all_gradients(model: Any) -> None:
+    """Let experts that are modules, each called if a token chose it (Switch), have a gradient on every rank.
+
+    Where one has none, FSDP would reduce fewer bytes than on other ranks.
+    """
+
+    def touch(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        touched = [param.flatten()[0] * 0 for param in module.parameters() if param.requires_grad]
+        return sum(touched, output) if torch.is_grad_enabled() else output
+
+    for module in model.modules():
+        if isinstance(module, nn.ModuleDict | nn.ModuleList) and hasattr(module, "num_experts"):
+            module.register_forward_hook(touch)
+
+
 def replace_unaligned_experts(model: Any, experts: Iterable[Any]) -> None:
     """Let `experts` run on titanlite's grouped GEMM if a width is no multiple of 8 elements, 16 bytes in bfloat16.
 

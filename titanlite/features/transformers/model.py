@@ -20,35 +20,15 @@ from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger
 from titanlite.config.model import TransformersConfig
 from titanlite.config.schema import MoESection
+from titanlite.features.transformers import packing, probes
 from titanlite.features.transformers.cache import CACHE_ARGUMENTS, TransformersCache
 from titanlite.features.transformers.experts import (
     DISPATCH,
     TransformersExpertCounter,
     build_counters,
     find_experts,
+    give_all_gradients,
     use_titanlite_experts,
-)
-from titanlite.features.transformers.packing import (
-    boundaries,
-    check_single_documents,
-    forget_longest_forward,
-    inside_documents,
-    register_document_masks,
-    restarting_positions,
-    split_rows,
-)
-from titanlite.features.transformers.probes import (
-    PROBE_TOKENS,
-    Facts,
-    check_facts,
-    count_holders,
-    evaluation,
-    find_embedding,
-    find_facts,
-    find_head,
-    is_float32,
-    plain_tokens,
-    repeated_layers,
 )
 from titanlite.features.transformers.sources import find_sources
 from titanlite.materialize.sources import Source
@@ -63,8 +43,6 @@ class TransformersModel(Model):
     """A model of transformers that takes batches and gives losses as `Decoder` does.
 
     Attributes:
-        config: what the rest of titanlite asks about it.
-        loss_chunk_tokens: tokens that are projected to the vocabulary at once.
         all_conversions: transformers' mapping from the keys of checkpoints to this model, those of old versions too.
         own_conversions: the same without those of old versions.
         conversions: what of it was used for loading; None before that. Saving reverts it.
@@ -90,8 +68,9 @@ class TransformersModel(Model):
         self.loss_chunk_tokens = 1024
         # All of these look at class names, which sharding changes, so they are asked now.
         self._sources = find_sources(model) if sources is None else sources
-        self._layers = tuple(repeated_layers(model))  # plain containers: the modules are registered below `model`
+        self._layers = tuple(probes.repeated_layers(model))  # no containers: the modules are registered below `model`
         self.expert_modules = find_experts(model)
+        give_all_gradients(model)
         self._counters = build_counters(self.expert_modules)
         self.counters = nn.ModuleList(self._counters.values())
         self.state_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -99,18 +78,19 @@ class TransformersModel(Model):
         self.own_conversions = get_model_conversion_mapping(model, add_legacy=False)
         self.conversions: list[Any] | None = None
         self.config = config
-        self._arguments = frozenset(inspect.signature(model.forward).parameters)
+        parameters = inspect.signature(model.forward).parameters
+        self._arguments = frozenset(parameters)
         configs = model.config, model.config.get_text_config()  # BLIP-2 has language models of both kinds
         self.is_encoder_decoder = "decoder_input_ids" in self._arguments and any(c.is_encoder_decoder for c in configs)
         self.takes_prompts = self.is_encoder_decoder and "input_ids" in self._arguments
         self._takes_positions = "position_ids" in self._arguments and not self.is_encoder_decoder
         self._cache_argument = next((name for name in CACHE_ARGUMENTS if name in self._arguments), "")
-        self._takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+        self._takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._can_cache: bool | None = None  # not known before `can_cache`
-        register_document_masks()
-        self._facts: Facts | None = None  # not known before the first forward
+        packing.register_document_masks()
+        self._facts: probes.Facts | None = None  # not known before the first forward
         self._labels: tuple[torch.Tensor, Literal["sum", "none"]] | None = None
-        head = find_head(model)
+        head = probes.find_head(model)
         self._head = [head]  # in a list, so that it is no submodule a second time
         self.head_project: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.cross_entropy: Callable[..., torch.Tensor] = linear_cross_entropy
@@ -128,7 +108,6 @@ class TransformersModel(Model):
 
     @property
     def transformers_model(self) -> Any:
-        """The model of transformers inside."""
         return self._transformers_model
 
     def declare_sources(self) -> dict[str, Source]:
@@ -161,23 +140,23 @@ class TransformersModel(Model):
             raise ValueError("rows with images hold one document each; leave document_ids out")
         options: dict[str, Any] = dict(inputs)
         if labels_BS is not None or document_ids_BS is not None:
-            self._facts = facts = self._facts or find_facts(self, tokens_BS.device)
-            check_facts(facts, self, inputs)
+            self._facts = facts = self._facts or probes.find_facts(self, tokens_BS.device)
+            probes.check_facts(facts, self, inputs)
             if document_ids_BS is not None:
                 options["valid_BS"] = document_ids_BS >= 0
-                positions_BS = restarting_positions(document_ids_BS, positions_BS)
+                positions_BS = packing.restarting_positions(document_ids_BS, positions_BS)
                 if self.config.rope_limit is not None:  # padding is not to be the longest run of the row
                     positions_BS = positions_BS.where(document_ids_BS >= 0, 0)
                 if facts.keeps_apart:
                     positions_BS = positions_BS + facts.first_position
                     options["with_boundaries"] = facts.takes_boundaries
                 else:
-                    check_single_documents(document_ids_BS, self.config.architecture, facts.why_mixed)
+                    packing.check_single_documents(document_ids_BS, self.config.architecture, facts.why_mixed)
                     # Padding on the right changes nothing before it. Positions are left to the class.
                     document_ids_BS, positions_BS = None, None if self.config.rope_limit is None else positions_BS
         order_BS = None
         if self.is_encoder_decoder:
-            tokens_BS, labels_BS, order_BS, prompt = split_rows(tokens_BS, labels_BS, self)
+            tokens_BS, labels_BS, order_BS, prompt = packing.split_rows(tokens_BS, labels_BS, self)
             options = {**prompt, **options, "valid_BS": None}
         if labels_BS is None:
             return self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)
@@ -228,7 +207,7 @@ class TransformersModel(Model):
         """
         shape = tokens_BS.shape
         if with_boundaries and document_ids_BS is not None:
-            document_ids_BS, told = boundaries(document_ids_BS)
+            document_ids_BS, told = packing.boundaries(document_ids_BS)
             tokens_BS, inputs = tokens_BS.view(1, -1), inputs | told
             positions_BS = None if positions_BS is None else positions_BS.reshape(1, -1)
         if positions_BS is not None and self._takes_positions:
@@ -239,9 +218,9 @@ class TransformersModel(Model):
             for counter in self._counters.values():
                 counter.begin(valid_BS)
         if self.config.rope_limit is not None:
-            forget_longest_forward(self._transformers_model)
+            packing.forget_longest_forward(self._transformers_model)
         try:
-            with inside_documents(document_ids_BS):
+            with packing.inside_documents(document_ids_BS):
                 found = self._transformers_model(use_cache=False, return_dict=True, **inputs)
         except ValueError as error:  # what the class says itself; torch's errors are others
             text = " ".join(str(error).split()).rstrip(".")
@@ -260,26 +239,27 @@ class TransformersModel(Model):
         return [(start, False) for start in starts] + [(0, True)] * self._takes_more
 
     @torch.no_grad()
-    def find_facts(self, device: torch.device) -> Facts:
+    def find_facts(self, device: torch.device) -> probes.Facts:
         """Ask the probes, once. Collectives: those of a few forwards; every rank must call.
 
         Raises:
             ConfigError: as `check_facts`. The same on all ranks.
         """
         if self._facts is None:
-            tokens_1S = torch.tensor([plain_tokens(self._transformers_model.config, PROBE_TOKENS)], device=device)
-            with evaluation(self):  # through `self`, for FSDP gathers what lies outside of layers there
+            tokens = probes.plain_tokens(self._transformers_model.config, probes.PROBE_TOKENS)
+            tokens_1S = torch.tensor([tokens], device=device)
+            with probes.evaluation(self):  # through `self`, for FSDP gathers what lies outside of layers there
                 self(tokens_1S, tokens_1S if self.is_encoder_decoder else None, None, torch.zeros_like(tokens_1S))
             for module in self.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # the root stays gathered after a forward; optimizers are built on shards
         assert self._facts is not None
-        check_facts(self._facts, self)
+        probes.check_facts(self._facts, self)
         return self._facts
 
     def _next_logits(self, tokens: torch.Tensor, cache: TransformersCache) -> torch.Tensor:
         if self.config.rope_limit is not None:
-            forget_longest_forward(self._transformers_model)
+            packing.forget_longest_forward(self._transformers_model)
         inputs = cache.inputs(tokens, self._cache_argument)
         if not self._takes_positions:
             del inputs["position_ids"]
@@ -288,16 +268,11 @@ class TransformersModel(Model):
         return self._transformers_model(**inputs).logits[:, -1]
 
     def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> TransformersCache:
-        """Build an empty cache for prompts of these lengths; `forward` fills it. `max_len` does not limit it."""
         first_position = 0 if self._facts is None else self._facts.first_position
         return TransformersCache(self._transformers_model.config, lengths, device, first_position)
 
-    @torch.no_grad()
     def can_cache(self, device: torch.device) -> bool:
         """Return True if the model computes the same with its keys and values kept, also for rows of two lengths.
-
-        The first call tries it on a few fixed tokens: models with a state instead of keys, or ones that take padding
-        for text, do not. In evaluation mode.
 
         Raises:
             ConfigError: as `find_facts`.
@@ -308,29 +283,8 @@ class TransformersModel(Model):
         if self.is_encoder_decoder or not self._cache_argument or self._transformers_model._is_stateful:
             return False
         if self._can_cache is None:
-            try:
-                self._can_cache = self._compare_cache(device)
-            except Exception as error:  # noqa: BLE001 - caches of other kinds raise all kinds of them
-                text = " ".join(str(error).split())[:300]
-                name, kind = self.config.architecture, type(error).__name__
-                logger.info("generate: a cache does not fit %s: %s: %s", name, kind, text)
-                self._can_cache = False
+            self._can_cache = probes.is_same_with_cache(self, device)
         return self._can_cache
-
-    def _compare_cache(self, device: torch.device) -> bool:
-        tokens = plain_tokens(self._transformers_model.config, 2 * PROBE_TOKENS + 1)
-        rows = [tokens[:PROBE_TOKENS], tokens[PROBE_TOKENS:]]  # each with the token that comes next
-        lengths = [len(row) - 1 for row in rows]
-        cache = self.build_cache(lengths, max(map(len, rows)), device)
-        prompts = [row[:-1] + [0] * (max(lengths) - len(row) + 1) for row in rows]
-        # Through `self`, for FSDP gathers what lies outside of layers there.
-        first_BV = self(torch.tensor(prompts, device=device), cache=cache)
-        second_BV = self(torch.tensor([[row[-1] for row in rows]], device=device), cache=cache)
-        whole = [self(torch.tensor([row], device=device))[0, -2:] for row in rows]
-        expected = torch.stack(whole).float()
-        found = torch.stack([first_BV, second_BV], dim=1).float()
-        bound = 1e-4 if is_float32(first_BV, self.head) else 0.05
-        return bool((found - expected).norm() <= bound * expected.norm())  # synchronization point, once
 
     def head_forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
         """In place of the head's own forward: the logits, or with labels the loss without any logits."""
@@ -345,34 +299,28 @@ class TransformersModel(Model):
         )
 
     def decoder_layers(self) -> list[nn.Module]:
-        """Return the repeated layers, those of a vision tower included, in the model's order."""
         return list(self._layers)
 
     def all_layers(self) -> list[nn.Module]:
-        """As `decoder_layers`: there are no pipeline stages."""
         return self.decoder_layers()
 
     def moe_layers(self) -> dict[str, Any]:
-        """None: routers of transformers have no bias to balance."""
-        return {}
+        return {}  # routers of transformers have no bias to balance
 
     def expert_counters(self) -> dict[int, TransformersExpertCounter]:
-        """Return the counters of rows of the MoE layers, by layer number; empty where experts cannot be counted."""
         return dict(self._counters)
 
     def moe_layer_numbers(self) -> list[int]:
-        """Return the numbers of the layers with experts that are counted."""
         return list(self._counters)
 
     def experts_in(self, layer: nn.Module) -> list[nn.Module]:
-        """Return the modules of `layer` that hold routed experts."""
         inside = set(layer.modules())
         return [module for module in self.expert_modules.values() if module in inside]
 
     def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Embedding and head, for FSDP units of their own; those that share a parameter belong into the root's."""
         model = self._transformers_model
-        holders = count_holders(model)
+        holders = probes.count_holders(model)
         in_layers = {module for layer in self._layers for module in layer.modules()}
 
         def alone(module: nn.Module | None) -> list[nn.Module]:
@@ -381,10 +329,10 @@ class TransformersModel(Model):
             return [module] if list(module.parameters()) else []
 
         # A head with a bias returns a view, which FSDP warns of: an operation in place on it would lose FSDP's hook.
-        return alone(find_embedding(model)), alone(self.head) if self._is_linear_head else []
+        return alone(probes.find_embedding(model)), alone(self.head) if self._is_linear_head else []
 
     def embedding_and_head(self) -> tuple[nn.Module | None, nn.Module | None]:
-        return find_embedding(self._transformers_model), self.head
+        return probes.find_embedding(self._transformers_model), self.head
 
     def configure(
         self, attention_backend: AttentionBackend, moe: MoESection, loss_chunk_tokens: int, device: torch.device
@@ -399,7 +347,6 @@ class TransformersModel(Model):
             logger.info("moe: transformers' %s routes by itself: no balancing is added; %s", name, told)
 
     def split_experts(self) -> list[nn.Module]:
-        """Return the modules of experts; their parameters must have one slice per expert."""
         problems = [
             f"{name}.{leaf} {tuple(param.shape)} is not one slice for each of {getattr(module, 'num_experts', 0)} "
             "experts."
@@ -414,7 +361,6 @@ class TransformersModel(Model):
         return list(self.expert_modules.values())
 
     def set_dispatch(self, dispatch: Callable[..., Any], mesh: DeviceMesh) -> None:
-        """Run the experts on titanlite's grouped GEMM from then on, with `dispatch` over the one-axis `mesh`."""
         for experts in self.expert_modules.values():
             setattr(experts, DISPATCH, dispatch)
         for counter in self._counters.values():
@@ -427,8 +373,7 @@ class TransformersModel(Model):
         apply_transformers_tensor_parallel(self, mesh)
 
     def draws_random(self) -> bool:
-        """Return True: what the class does is not known."""
-        return True
+        return True  # nobody knows what the class does
 
     @property
     def checkpoint_format(self) -> Any:

@@ -96,24 +96,37 @@ def split_rows(
     Raises:
         ConfigError: there are no labels, which tell where the prompt ends, or nothing begins the decoder's text.
     """
-    name, config = model.config.architecture, model.transformers_model.config
-    configs = (config, config.get_text_config(decoder=True))  # in the order of transformers' `generate`
-    starts = [getattr(c, key, None) for key in ("decoder_start_token_id", "bos_token_id") for c in configs]
-    start = next((token for token in starts if token is not None), None)
+    name, inner = model.config.architecture, model.transformers_model
     if labels_BS is None:
         raise ConfigError(
             f"model: {name} of transformers is an encoder-decoder, which is trained here on prompts and their "
             "completions, and generates nothing. Save it, and let transformers generate."
         )
+    index_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    learned_BS = labels_BS != IGNORE_INDEX
+    first_B1 = learned_BS.to(torch.uint8).argmax(dim=1, keepdim=True)  # predicted by the prompt's end
+    order_BS = (index_S + first_B1) % len(index_S)
+    if _begins_with_last(inner):
+        start: Any = labels_BS.gather(1, (learned_BS * index_S).amax(dim=1, keepdim=True)).clamp(min=0)
+    else:  # in the order of transformers' `generate`
+        configs = (inner.config, inner.config.get_text_config(decoder=True))
+        starts = [getattr(c, key, None) for key in ("decoder_start_token_id", "bos_token_id") for c in configs]
+        start = next((token for token in starts if token is not None), None)
     if start is None:
         raise ConfigError(f"model: no token begins what {name} says. Set decoder_start_token_id in its config.json.")
-    index_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-    first_B1 = (labels_BS != IGNORE_INDEX).to(torch.uint8).argmax(dim=1, keepdim=True)  # predicted by the prompt's end
-    order_BS = (index_S + first_B1) % len(index_S)
     said_BS = tokens_BS.gather(1, order_BS).where(index_S > 0, start)
     is_prompt_BS = index_S <= first_B1
     prompt = {"input_ids": tokens_BS * is_prompt_BS, "attention_mask": is_prompt_BS.to(torch.int64)}
     return said_BS, labels_BS.gather(1, order_BS), order_BS, prompt if model.takes_prompts else {}
+
+
+def _begins_with_last(inner: Any) -> bool:
+    """Return True for classes whose decoder first reads the last token of what it is to say, a language (mBART)."""
+    make = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
+    try:
+        return make is not None and int(make(labels=torch.tensor([[3, 4, 5]]))[0, 0]) == 5
+    except ValueError:  # its configuration lacks a token
+        return False
 
 
 def check_single_documents(document_ids_BS: torch.Tensor, name: str, why: str) -> None:

@@ -74,7 +74,7 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
             return model.compute_logits(tokens_2S, *args, **options)
         except Exception as error:  # noqa: BLE001 - classes that cannot do this raise all kinds of them
             error = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}")
+            reasons.append(_text_of(error))
             return None
 
     with evaluation(model), _returned(model.head) as returned:
@@ -184,6 +184,33 @@ def check_rows(job: JobConfig, model: nn.Module, device: torch.device) -> None:
     if job.training.objective == "dpo":
         problems.append('training.objective = "dpo" puts both sides of a pair into one. Set it to "next_token".')
     raise_problems(ConfigError, f"model: {what}", problems)
+
+
+@torch.no_grad()
+def is_same_with_cache(model: "TransformersModel", device: torch.device) -> bool:
+    """Compare logits of two rows of other lengths with and without a cache; a class that raises answers no.
+
+    Models with a state instead of keys, or ones that take padding for text, differ. Collectives: those of its forwards.
+    """
+    tokens = plain_tokens(model.transformers_model.config, 2 * PROBE_TOKENS + 1)
+    rows = [tokens[:PROBE_TOKENS], tokens[PROBE_TOKENS:]]  # each with the token that comes next
+    lengths = [len(row) - 1 for row in rows]
+    prompts = [row[:-1] + [0] * (max(lengths) - len(row) + 1) for row in rows]
+    try:  # Through `model`, for FSDP gathers what lies outside of layers there.
+        cache = model.build_cache(lengths, max(map(len, rows)), device)
+        first_BV = model(torch.tensor(prompts, device=device), cache=cache)
+        second_BV = model(torch.tensor([[row[-1] for row in rows]], device=device), cache=cache)
+        expected = torch.stack([model(torch.tensor([row], device=device))[0, -2:] for row in rows]).float()
+    except Exception as error:  # noqa: BLE001 - caches of other kinds raise all kinds of them
+        logger.info("generate: a cache does not fit %s: %s", model.config.architecture, _text_of(error))
+        return False
+    found = torch.stack([first_BV, second_BV], dim=1).float()
+    bound = 1e-4 if is_float32(first_BV, model.head) else 0.05
+    return bool((found - expected).norm() <= bound * expected.norm())  # synchronization point, once
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
 
 
 def is_float32(logits: torch.Tensor, head: nn.Module | None) -> bool:

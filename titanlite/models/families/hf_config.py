@@ -94,7 +94,7 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
     Raises ConfigError: there is none, or transformers refuses the configuration.
     """
     import transformers
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
     version = transformers.__version__
     model_type = hf.get("model_type")
@@ -122,7 +122,7 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
         text = f"{named}: {format_refusal(error)}" if named else format_refusal(error)
         raise ConfigError(f"{where}: transformers refuses it: {text}. Correct it there.") from None
     classes, known = list[Any](), set[Any]()
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM):
         found: Any = auto._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
         classes += list(found) if isinstance(found, tuple | list) else [found] if found is not None else []
         known.update(auto._model_mapping._model_mapping.values())  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """What is found out about classes that mix documents, see later tokens, count positions otherwise, or raise."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -264,9 +265,22 @@ def t5gemma2() -> TransformersModel:
     return build(transformers.T5Gemma2Config(encoder=encoder | ids, decoder=text, **ids))
 
 
-def test_an_encoder_decoder_learns_completions_of_prompts() -> None:
+def t5() -> TransformersModel:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return build(transformers.T5Config(**sizes, vocab_size=64, decoder_start_token_id=0, dropout_rate=0.0))
+
+
+def mbart() -> TransformersModel:
+    """A decoder that first reads the last token of what it is to say; its folder names one of two classes."""
+    sizes = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 16, "vocab_size": 64}
+    return build(transformers.MBartConfig(**sizes, dropout=0.0, architectures=["MBartForConditionalGeneration"]))
+
+
+@pytest.mark.parametrize("make", [t5gemma2, t5, mbart])
+def test_an_encoder_decoder_learns_completions_of_prompts(make: Callable[[], TransformersModel]) -> None:
     """Rows with prompts of other lengths: losses, also per token, and gradients of the class's own `labels`."""
-    model = t5gemma2()
+    model = make()
     tokens = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
     labels, ids = tokens.roll(-1, 1), torch.tensor([[0] * 11 + [-1], [0] * 8 + [-1] * 4])
     for row, (prompt, end) in enumerate([(3, 11), (6, 8)]):
