@@ -124,9 +124,15 @@ def _softmax(dtype: str) -> Iterator[Case]:
 
 
 def _rows(
-    name: str, dtype: str, tile: launch.Tile, epilogue: int, gather: bool, k_major: bool, tma: bool,
+    name: str,
+    dtype: str,
+    tile: launch.Tile,
+    epilogue: int,
+    gather: bool,
+    k_major: bool,
+    tma: bool,
     ones: Sequence[str] = (),
-) -> Case:  # fmt: skip
+) -> Case:
     tma_x = tma and not gather
     block = [1, tile.cols, tile.depth] if k_major else [1, tile.depth, tile.cols]
     pointers = {
@@ -144,10 +150,18 @@ def _rows(
     # Triton makes constants of strides, and of other integers, that are 1.
     constants |= {"stride_wk" if k_major else "stride_wn": 1, **dict.fromkeys(ones, 1)}
     constants |= {
-        "BM": tile.rows, "BN": tile.cols, "BK": tile.depth, "BAND": 8, "E_CEIL": 256, "EPILOGUE": epilogue,
-        "K_MAJOR": k_major, "TMA_X": tma_x, "TMA_W": tma, "EVEN_K": True,
+        "BM": tile.rows,
+        "BN": tile.cols,
+        "BK": tile.depth,
+        "BAND": 8,
+        "E_CEIL": 256,
+        "EPILOGUE": epilogue,
+        "K_MAJOR": k_major,
+        "TMA_X": tma_x,
+        "TMA_W": tma,
+        "EVEN_K": True,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32",
-    }  # fmt: skip
+    }
     types = {name: kind for name, kind in pointers.items() if kind is not None}
     integers = ("M", "N", "K", "E", *(f"stride_{s}" for s in ("xm", "we", "wn", "wk", "ym", "zm", "hm")))
     types |= {name: "i32" for name in integers if name not in constants}
@@ -166,10 +180,15 @@ def _wgrad(name: str, dtype: str, tile: launch.Tile, gather: str | None, *, tma:
         **dict.fromkeys(integers, "i32"),
     }
     constants = {
-        **{f"{name}_rows_ptr": None for name in ("x", "dy") if name != gather}, "stride_wk": 1,
-        "BK": tile.rows, "BN": tile.cols, "BM": tile.depth, "BAND": 8, "TMA": tma,
+        **{f"{name}_rows_ptr": None for name in ("x", "dy") if name != gather},
+        "stride_wk": 1,
+        "BK": tile.rows,
+        "BN": tile.cols,
+        "BM": tile.depth,
+        "BAND": 8,
+        "TMA": tma,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32",
-    }  # fmt: skip
+    }
     del types["stride_wk"]
     full = f"{name}{' tma' if tma else ''}{f' gather {gather}' if gather else ''}"
     return Case(full, kernels.wgrad_kernel, types, constants, tile, integers[:2] + integers[3:])

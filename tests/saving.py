@@ -14,8 +14,13 @@ from titanlite.models.interface import Model
 
 
 def save_hf_model(
-    model: Model, plan: Plan, tokenizer: Any, folder: Path, dtype: torch.dtype, assets: Path | None = None,
-) -> None:  # fmt: skip
+    model: Model,
+    plan: Plan,
+    tokenizer: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    assets: Path | None = None,
+) -> None:
     """Write weights, config.json, generation_config.json and tokenizer into `folder`, as `save_pretrained` would.
 
     `folder` appears, or is replaced, in one step. Parameters are cast to `dtype`; buffers keep theirs. `tokenizer` is

@@ -106,9 +106,16 @@ class TrainStep:
     """
 
     def __init__(
-        self, job: JobConfig, dims: ParallelDims, device: torch.device, model: Model, optimizer: torch.optim.Optimizer,
-        objective: Objective, schedule: Schedule, step: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        job: JobConfig,
+        dims: ParallelDims,
+        device: torch.device,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        schedule: Schedule,
+        step: int = 0,
+    ) -> None:
         self.schedule = schedule
         self.job, self.dims, self.device = job, dims, device
         self.model, self.optimizer, self.objective, self.step = model, optimizer, objective, step
@@ -169,10 +176,8 @@ class TrainStep:
         tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
         means = sums / units
         aux_loss = sums[1] / num_tokens
-        return StepResult(
-            loss=means[0], aux_loss=aux_loss, grad_norm=grad_norm, group_norms=group_norms, tokens=tokens,
-            unpadded_tokens=num_tokens, tokens_per_expert=tokens_per_expert, metrics=means[2:],
-        )  # fmt: skip
+        norms, counts = (grad_norm, group_norms), (tokens, num_tokens, tokens_per_expert)
+        return StepResult(means[0], aux_loss, *norms, *counts, means[2:])
 
     def run_forwards(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, int, ObjectiveSums]]:
         """Losses without backward: of each batch, and each chunk of this rank's pipeline stage.

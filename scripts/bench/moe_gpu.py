@@ -136,9 +136,15 @@ def main() -> int:
 
 
 def measure_case(
-    shape: MoEShape, tokens: int, skew: str, machine: Machine, budget: Budget, timer: Timer, device: str,
+    shape: MoEShape,
+    tokens: int,
+    skew: str,
+    machine: Machine,
+    budget: Budget,
+    timer: Timer,
+    device: str,
     dtype: torch.dtype,
-) -> Iterator[_Row]:  # fmt: skip
+) -> Iterator[_Row]:
     """All rows of one model, number of tokens and skew, each as soon as it is measured."""
     name = f"{shape.name}, {tokens} tokens, {skew}"
     if not budget.allows(name):

@@ -207,9 +207,7 @@ def build_inputs(
     sizes = group_sizes(rows, shape.num_experts, exponent, tokens)
     ids = route(sizes, tokens, shape.top_k, seed, device)
     order, rows_Tk, counts = group_by_expert(ids, shape.num_experts)
-    inputs = Inputs(
-        shape, tokens, counts.tolist(), counts.cumsum(0).to(torch.int32), order // shape.top_k, rows_Tk
-    )  # fmt: skip
+    inputs = Inputs(shape, tokens, counts.tolist(), counts.cumsum(0).to(torch.int32), order // shape.top_k, rows_Tk)
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*size: int, std: float = 1.0) -> torch.Tensor:
@@ -313,17 +311,19 @@ def gemms(inputs: Inputs, tile: launch.Tile | None = None) -> dict[str, Gemm]:
         wgrad("wgrad gate_up", up, lambda c: c.rows_x, lambda c: c.z),
         wgrad("wgrad down", up // 2, lambda c: c.h, lambda c: c.rows_x),
         fused(
-            "gather + gate_up + SwiGLU", up,
+            "gather + gate_up + SwiGLU",
+            up,
             lambda c: swiglu(c.x, c.gate_up.mT, offsets, token, c.row_weight, keep=True, tile=tile),
         ),
         fused(
-            "gather + dgrad down + dSwiGLU", up // 2,
+            "gather + dgrad down + dSwiGLU",
+            up // 2,
             lambda c: swiglu_backward(c.dout, c.down, offsets, token, c.row_weight, c.z, tile=tile),
         ),
         fused("gather + wgrad gate_up", up, lambda c: reduce(c.x, c.z, offsets, token, tile=tile)),
         fused("gather + wgrad down", up // 2, lambda c: reduce(c.h, c.dout, offsets, None, token, tile=tile)),
         fused("gather + gate_up", up, lambda c: launch.row_grouped_gemm(c.x, c.gate_up.mT, offsets, token, tile=tile)),
-    ]  # fmt: skip
+    ]
     return {gemm.name: gemm for gemm in listed}
 
 

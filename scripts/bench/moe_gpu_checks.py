@@ -184,12 +184,16 @@ def large_z_errors(
     x = c.x.detach()[chosen].double().requires_grad_()
     expert_Tk = torch.searchsorted(inputs.offsets, rows.int(), right=True)
     parts = [
-        torch.stack([
-            expert_rows(x[t : t + 1], c.gate_up[e].double(), c.down[e].double(), c.row_weight[r : r + 1].double())[0]
-            for e, r in zip(expert_Tk[t].tolist(), rows[t].tolist(), strict=True)
-        ]).sum(dim=0)
+        torch.stack(
+            [
+                expert_rows(x[t : t + 1], c.gate_up[e].double(), c.down[e].double(), c.row_weight[r : r + 1].double())[
+                    0
+                ]
+                for e, r in zip(expert_Tk[t].tolist(), rows[t].tolist(), strict=True)
+            ]
+        ).sum(dim=0)
         for t in range(len(chosen))
-    ]  # fmt: skip
+    ]
     expected = torch.stack(parts)
     (expected_dx,) = torch.autograd.grad(expected, x, c.dout[chosen].double())
     yield " out", error_of(out.detach()[chosen], expected.detach())

@@ -56,10 +56,17 @@ def candidates(kernel: str) -> list[Tile]:
 
 
 def sweep(
-    shape: MoEShape, budget: Budget, timer: Timer, dense_flops: float, device: str, dtype: torch.dtype,
-    kernels: Iterable[str] = tuple(USES), tokens: Sequence[int] = _TOKENS, tried: int | None = None,
+    shape: MoEShape,
+    budget: Budget,
+    timer: Timer,
+    dense_flops: float,
+    device: str,
+    dtype: torch.dtype,
+    kernels: Iterable[str] = tuple(USES),
+    tokens: Sequence[int] = _TOKENS,
+    tried: int | None = None,
     jobs: int | None = None,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Lines `"kernel": Tile(...),  # rates`, the best of each kernel as far as the budget reaches.
 
     `tried` limits the number of candidates; `jobs` processes compile, 0: none does.
@@ -85,9 +92,16 @@ def sweep(
 
 
 def sweep_kernel(
-    kernel: str, tiles: list[Tile], shape: MoEShape, budget: Budget, timer: Timer, dense_flops: float, device: str,
-    dtype: torch.dtype, tokens: Sequence[int],
-) -> str:  # fmt: skip
+    kernel: str,
+    tiles: list[Tile],
+    shape: MoEShape,
+    budget: Budget,
+    timer: Timer,
+    dense_flops: float,
+    device: str,
+    dtype: torch.dtype,
+    tokens: Sequence[int],
+) -> str:
     """The best tile: all are timed briefly for the first number of tokens, the best few then for all numbers."""
     numbers = (min(_FEW_TOKENS, *tokens),) if kernel == "gemm_few_rows" else tuple(tokens)
     own, chosen, flops = TILES["large"][kernel], tiles, []

@@ -247,9 +247,13 @@ class BenchTrainer(TrainStep):
 
 
 def measure_titanlite(
-    variants: list[Variant], config: ModelConfig, arguments: argparse.Namespace, device: torch.device,
-    budget: Budget, add: Callable[[_Row], None],
-) -> None:  # fmt: skip
+    variants: list[Variant],
+    config: ModelConfig,
+    arguments: argparse.Namespace,
+    device: torch.device,
+    budget: Budget,
+    add: Callable[[_Row], None],
+) -> None:
     """All variants on one model, which is built anew only after one failed."""
     trainer: BenchTrainer | None = None
     sizes = (config, arguments.seq_len, arguments.sequences, device)
@@ -276,9 +280,13 @@ def measure_titanlite(
 
 
 def measure_transformers(
-    variants: list[str], config: ModelConfig, arguments: argparse.Namespace, device: torch.device,
-    budget: Budget, add: Callable[[_Row], None],
-) -> None:  # fmt: skip
+    variants: list[str],
+    config: ModelConfig,
+    arguments: argparse.Namespace,
+    device: torch.device,
+    budget: Budget,
+    add: Callable[[_Row], None],
+) -> None:
     """The Hugging Face model; each variant builds its own."""
     batches = make_batches(config, arguments.seq_len, arguments.sequences, device, documents=False)
     torch.backends.cuda.enable_cudnn_sdp(True)  # torch's own choice of a kernel, which titanlite restricts

@@ -54,9 +54,13 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(
-        self, x_BSD: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], mask: AttentionMask,
-        valid_BS: torch.Tensor | None, cache: LayerCache | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        mask: AttentionMask,
+        valid_BS: torch.Tensor | None,
+        cache: LayerCache | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the hidden states and this layer's balance losses (None for dense layers)."""
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), cos_sin, mask, cache)
         normed_BSD = self.post_attention_layernorm(x_BSD)
@@ -81,9 +85,13 @@ class Backbone(nn.Module):
         self.attention_backend: AttentionBackend = "sdpa"
 
     def forward(
-        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None, document_ids_BS: torch.Tensor | None,
-        cache: Cache | None = None, starts_N1: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self,
+        tokens_BS: torch.Tensor,
+        positions_BS: torch.Tensor | None,
+        document_ids_BS: torch.Tensor | None,
+        cache: Cache | None = None,
+        starts_N1: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the final hidden states (B, S, D) and the sum of the layers' balance losses, or None."""
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
@@ -126,11 +134,15 @@ class Decoder(Model):
         return {"lm_head.weight": Alias("model.embed_tokens.weight")} if self.config.tie_word_embeddings else {}
 
     def forward(
-        self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor | None = None, positions_BS: torch.Tensor | None = None,
+        self,
+        tokens_BS: torch.Tensor,
+        labels_BS: torch.Tensor | None = None,
+        positions_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
-        reduction: Literal["sum", "none"] | Callable[..., torch.Tensor] = "sum", cache: Cache | None = None,
+        reduction: Literal["sum", "none"] | Callable[..., torch.Tensor] = "sum",
+        cache: Cache | None = None,
         starts_N1: torch.Tensor | None = None,
-    ) -> torch.Tensor | LossSums:  # fmt: skip
+    ) -> torch.Tensor | LossSums:
         """Logits (B, S, V), or with labels the `LossSums`, or with a cache the logits (B, V) of each row's next token.
 
         Args:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanlite.ops.grouped_gemm import resolve_backend
@@ -37,25 +38,25 @@ class VocabShard:
 
     start: int
     vocab_size: int
-    reduce_max: Callable[[torch.Tensor], torch.Tensor]
-    reduce_sum: Callable[[torch.Tensor], torch.Tensor]
+    reduce_max: Callable[[Tensor], Tensor]
+    reduce_sum: Callable[[Tensor], Tensor]
 
 
-def _use_kernels(x: torch.Tensor) -> bool:
+def _use_kernels(x: Tensor) -> bool:
     return resolve_backend("auto", x.device, x.dtype) == "triton"
 
 
-def _project(hidden_CD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+def _project(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
     """Return logits (C, V); for the kernels in the dtype of the product, otherwise in float32 or float64."""
     logits_CV = multiply(hidden_CD, weight_VD.T)
     return logits_CV if _use_kernels(logits_CV) else logits_CV.to(_wide(logits_CV))
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
+def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _chunk_loss(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabShard | None):
+def _chunk_loss(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard | None):
     """Return the loss (C,) of each token, and in place of the logits the gradient of its sum, softmax - one_hot.
 
     A label outside the vocabulary gives NaN in both, for a plausible number would hide it.
@@ -71,7 +72,7 @@ def _chunk_loss(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabSha
     return loss_C, logits_CV
 
 
-def _targets(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabShard | None):
+def _targets(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard | None):
     """Return the factor of each token's loss (1, 0 without a label, NaN outside the vocabulary), whether its label is a
     column of this rank, and which one.
     """
@@ -84,8 +85,8 @@ def _targets(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabShard 
 
 
 def _softmax_parts(
-    logits_CV: torch.Tensor, mine_C: torch.Tensor, column_C1: torch.Tensor, shard: VocabShard | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits_CV: Tensor, mine_C: Tensor, column_C1: Tensor, shard: VocabShard | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the maximum, sum of exp(logit - maximum), and the label's logit - maximum, (C,).
 
     Leaves the exponentials in the logits where the kernels are not used.
@@ -108,7 +109,7 @@ def _softmax_parts(
 
 
 @torch.library.custom_op("titanlite::softmax_statistics", mutates_args=())
-def softmax_statistics(logits: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def softmax_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (maximum, sum of exp(logit - maximum), logit in `column`) of each row of `logits` (C, V), float32 (C,)."""
     from titanlite.ops import launchers as kernels
 
@@ -116,9 +117,7 @@ def softmax_statistics(logits: torch.Tensor, column: torch.Tensor) -> tuple[torc
 
 
 @torch.library.custom_op("titanlite::softmax_gradient_", mutates_args=("logits",))
-def softmax_gradient_(
-    logits: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, hit: torch.Tensor, column: torch.Tensor
-) -> None:
+def softmax_gradient_(logits: Tensor, shift: Tensor, scale: Tensor, hit: Tensor, column: Tensor) -> None:
     """Write exp(logit - shift) * scale, less `hit` in `column`, over `logits` (C, V); the others are (C,), float32."""
     from titanlite.ops import launchers as kernels
 
@@ -126,23 +125,22 @@ def softmax_gradient_(
 
 
 @softmax_statistics.register_fake
-def _(logits: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     maximum, total, target = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(3))
     return maximum, total, target
 
 
 @softmax_gradient_.register_fake
-def _(logits: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, hit: torch.Tensor, column: torch.Tensor) -> None:
+def _(logits: Tensor, shift: Tensor, scale: Tensor, hit: Tensor, column: Tensor) -> None:
     pass
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, chunk_tokens: int,
-        shard: VocabShard | None, grad_enabled: bool,
-    ) -> torch.Tensor:  # fmt: skip
-        need_hidden, need_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, shard: VocabShard | None
+    ) -> Tensor:
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
         accumulate = _wide(weight_VD)
         dhidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
         dweight_VD = torch.zeros_like(weight_VD, dtype=accumulate) if need_weight else None
@@ -164,22 +162,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
         dhidden_TD, dweight_VD = ctx.saved_tensors
         if dhidden_TD is not None:
             # As a matrix the factor stays float32; a scalar would be rounded to bfloat16 first, up to 0.4 % off.
             dhidden_TD = torch.mul(dhidden_TD, dloss.view(1, 1), out=torch.empty_like(dhidden_TD))
         if dweight_VD is not None:
             dweight_VD = torch.mul(dweight_VD, dloss, out=torch.empty_like(dweight_VD, dtype=ctx.weight_dtype))
-        return dhidden_TD, dweight_VD, None, None, None, None
+        return dhidden_TD, dweight_VD, None, None, None
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, chunk_tokens: int,
-        shard: VocabShard | None,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, shard: VocabShard | None
+    ) -> Tensor:
         accumulate = _wide(weight_VD)
         loss_T, logsumexp_T = (hidden_TD.new_empty(hidden_TD.shape[0], dtype=accumulate) for _ in range(2))
         for start in range(0, hidden_TD.shape[0], chunk_tokens):
@@ -195,7 +192,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss_T: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Any, ...]:
         hidden_TD, weight_VD, labels_T, logsumexp_T = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         accumulate = logsumexp_T.dtype
@@ -222,9 +219,13 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, chunk_tokens: int = 0,
-    shard: VocabShard | None = None, reduction: Literal["sum", "none"] | Callable[..., torch.Tensor] = "sum",
-) -> torch.Tensor:  # fmt: skip
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    chunk_tokens: int = 0,
+    shard: VocabShard | None = None,
+    reduction: Literal["sum", "none"] | Callable[..., Tensor] = "sum",
+) -> Tensor:
     """Return `-log softmax(hidden @ weight.T)[label]` of every token, or their sum; float32 (float64 for float64).
 
     Args:
@@ -245,5 +246,6 @@ def linear_cross_entropy(
         return reduction(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)
     if reduction == "none":
         return _TokenCrossEntropy.apply(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)
-    # Inside forward gradients are always off, so it must be told whether they are wanted.
-    return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, chunk_tokens, shard, torch.is_grad_enabled())
+    if not torch.is_grad_enabled():  # the function itself cannot tell: inside its forward they are always off
+        hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
+    return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)

@@ -75,11 +75,38 @@ def _swiglu_backward(dh, weight, m, n, real, end, N, z_ptr, dz_ptr, h_ptr, strid
 
 @triton.jit(do_not_specialize=["M"])  # with expert parallelism another number in every step
 def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide which loads belong to which dot
-    x, w, y_ptr, z_ptr, h_ptr, weight_ptr, dweight_ptr, rows_ptr, offsets_ptr, M, N, K, E, stride_xm, stride_we,
-    stride_wn, stride_wk, stride_ym, stride_zm, stride_hm, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BAND: tl.constexpr, E_CEIL: tl.constexpr, EPILOGUE: tl.constexpr, K_MAJOR: tl.constexpr, TMA_X: tl.constexpr,
-    TMA_W: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    y_ptr,
+    z_ptr,
+    h_ptr,
+    weight_ptr,
+    dweight_ptr,
+    rows_ptr,
+    offsets_ptr,
+    M,
+    N,
+    K,
+    E,
+    stride_xm,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    stride_ym,
+    stride_zm,
+    stride_hm,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BAND: tl.constexpr,
+    E_CEIL: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    K_MAJOR: tl.constexpr,
+    TMA_X: tl.constexpr,
+    TMA_W: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Compute y = x[rows] @ w, group by group. `x` and `w` are pointers or TMA descriptors, which load whole blocks."""
     col_tiles = tl.cdiv(N, BN)
     tiles, cumulated = _row_tiles(offsets_ptr, M, E, E_CEIL, BM)
@@ -160,10 +187,27 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
 
 @triton.jit
 def wgrad_kernel(
-    x, dy, dw_ptr, x_rows_ptr, dy_rows_ptr, offsets_ptr, N, K, E, stride_xm, stride_dm, stride_we, stride_wk, stride_wn,
-    BK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BAND: tl.constexpr, TMA: tl.constexpr,
+    x,
+    dy,
+    dw_ptr,
+    x_rows_ptr,
+    dy_rows_ptr,
+    offsets_ptr,
+    N,
+    K,
+    E,
+    stride_xm,
+    stride_dm,
+    stride_we,
+    stride_wk,
+    stride_wn,
+    BK: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BAND: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """dw[e, k, n] = sum over the rows m of group e of x[m, k] * dy[m, n]."""
     k_tiles, col_tiles = tl.cdiv(K, BK), tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), E * k_tiles * col_tiles, tl.num_programs(0)):

@@ -6,11 +6,12 @@ Shapes: M rows, E groups, K reduction, N columns, T tokens, I expert width; C ro
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 import triton
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titanlite.ops.cross_entropy_triton import softmax_gradient_kernel, softmax_statistics_kernel
@@ -89,10 +90,16 @@ INTERPRETED = not isinstance(_row_gemm, triton.JITFunction)
 SOFTMAX_BLOCK, SOFTMAX_WARPS = 64 if INTERPRETED else 8192, 8  # columns at once
 
 
+class How(TypedDict, total=False):
+    """Ways of a launch, for measuring: by default those of the table, and TMA descriptors where they fit."""
+
+    tile: Tile | None
+    tma: bool | None  # whether to use descriptors, where the kernel can
+
+
 def row_grouped_gemm(
-    x: torch.Tensor, weight_EKN: torch.Tensor, offsets_E: torch.Tensor, rows_M: torch.Tensor | None = None, *,
-    tile: Tile | None = None, tma: bool | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight_EKN: Tensor, offsets_E: Tensor, rows_M: Tensor | None = None, **how: Unpack[How]
+) -> Tensor:
     """y[m] = x[m or rows[m]] @ weight[group of m], (M, N); rows behind the last group are zero.
 
     Args:
@@ -100,48 +107,62 @@ def row_grouped_gemm(
         weight_EKN: (E, K, N); K or N has stride 1.
         offsets_E: (E,) int32.
         rows_M: (M,) int32 row of `x` for each m.
-        tile: instead of the table's.
-        tma: whether to use TMA descriptors, where the kernel can; by default if the device and the layouts allow it.
     """
     M, (_, _, N) = _num_rows(x, rows_M), weight_EKN.shape
     y = x.new_empty(M, N)
-    _launch_rows(x, weight_EKN, offsets_E, rows_M, PLAIN, N, tile, tma, y=y)
+    _launch_rows(x, weight_EKN, offsets_E, rows_M, PLAIN, N, how, y=y)
     return y
 
 
 def row_grouped_swiglu(
-    x: torch.Tensor, weight_EKN: torch.Tensor, offsets_E: torch.Tensor, rows_M: torch.Tensor | None,
-    row_weight_M: torch.Tensor, *, keep: bool, tile: Tile | None = None, tma: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    x: Tensor,
+    weight_EKN: Tensor,
+    offsets_E: Tensor,
+    rows_M: Tensor | None,
+    row_weight_M: Tensor,
+    *,
+    keep: bool,
+    **how: Unpack[How],
+) -> tuple[Tensor, Tensor | None]:
     """Return (h, z): z = [gate | up] = x @ weight, (M, 2 I), if `keep`; h = silu(gate) * up * row_weight, (M, I)."""
     M, inner = _num_rows(x, rows_M), weight_EKN.shape[2] // 2
     h, z = x.new_empty(M, inner), x.new_empty(M, 2 * inner) if keep else None
-    _launch_rows(x, weight_EKN, offsets_E, rows_M, SWIGLU, inner, tile, tma, z=z, h=h, row_weight=row_weight_M)
+    _launch_rows(x, weight_EKN, offsets_E, rows_M, SWIGLU, inner, how, z=z, h=h, row_weight=row_weight_M)
     return h, z
 
 
 def row_grouped_swiglu_backward(
-    dy: torch.Tensor, weight_EKN: torch.Tensor, offsets_E: torch.Tensor, rows_M: torch.Tensor | None,
-    row_weight_M: torch.Tensor, z_M2I: torch.Tensor, *, tile: Tile | None = None, tma: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy: Tensor,
+    weight_EKN: Tensor,
+    offsets_E: Tensor,
+    rows_M: Tensor | None,
+    row_weight_M: Tensor,
+    z_M2I: Tensor,
+    **how: Unpack[How],
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dz, h, drow_weight) from the gradient of h / row_weight, `dy[rows] @ weight`; weight (E, D, I)."""
     M, inner = _num_rows(dy, rows_M), weight_EKN.shape[2]
-    chosen = tile or _tile_of("swiglu_backward", dy)
-    if tile is None and not (_tma_fits(weight_EKN) if tma is None else tma):
-        chosen = without_tma("swiglu_backward", chosen)
+    tma = how.get("tma")
+    if (tile := how.get("tile")) is None:
+        tile = _tile_of("swiglu_backward", dy)
+        tile = tile if (_tma_fits(weight_EKN) if tma is None else tma) else without_tma("swiglu_backward", tile)
     dz, h = dy.new_empty(M, 2 * inner), dy.new_empty(M, inner)
-    parts = torch.empty(M, -(-inner // chosen.cols), dtype=torch.float32, device=dy.device)
-    _launch_rows(
-        dy, weight_EKN, offsets_E, rows_M, SWIGLU_BACKWARD, inner, chosen, tma,
-        y=dz, z=z_M2I, h=h, row_weight=row_weight_M, drow_weight=parts,
-    )  # fmt: skip
+    parts = torch.empty(M, -(-inner // tile.cols), dtype=torch.float32, device=dy.device)
+    out = {"y": dz, "z": z_M2I, "h": h, "row_weight": row_weight_M, "drow_weight": parts}
+    _launch_rows(dy, weight_EKN, offsets_E, rows_M, SWIGLU_BACKWARD, inner, {"tile": tile, "tma": tma}, **out)
     return dz, h, parts.sum(dim=1)
 
 
 def reduction_grouped_gemm(
-    x: torch.Tensor, dy: torch.Tensor, offsets_E: torch.Tensor, x_rows_M: torch.Tensor | None = None,
-    dy_rows_M: torch.Tensor | None = None, *, k_major: bool = True, tile: Tile | None = None, tma: bool | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor,
+    dy: Tensor,
+    offsets_E: Tensor,
+    x_rows_M: Tensor | None = None,
+    dy_rows_M: Tensor | None = None,
+    *,
+    k_major: bool = True,
+    **how: Unpack[How],
+) -> Tensor:
     """dweight[e] = x_e^T @ dy_e, (E, K, N), stored as (E, N, K) if `k_major`; both operands may be gathered."""
     E, K, N = offsets_E.shape[0], x.shape[1], dy.shape[1]
     dw = x.new_empty((E, N, K)).mT if k_major else x.new_empty((E, K, N))
@@ -151,7 +172,7 @@ def reduction_grouped_gemm(
         x, dy = (t if r is None else t.index_select(0, r) for t, r in ((x, x_rows_M), (dy, dy_rows_M)))
         x_rows_M = dy_rows_M = None
     gathered = x_rows_M is not None or dy_rows_M is not None
-    tile = tile or _tile_of("wgrad_gather" if gathered else "wgrad", x)
+    tile, tma = how.get("tile") or _tile_of("wgrad_gather" if gathered else "wgrad", x), how.get("tma")
     tma = not gathered and (_tma_fits(x, dy) if tma is None else tma)
     operands: list[Any] = [x, dy]
     if tma:
@@ -160,36 +181,40 @@ def reduction_grouped_gemm(
             TensorDescriptor.from_tensor(dy, [tile.depth, tile.cols]),
         ]
     programs = E * triton.cdiv(K, tile.rows) * triton.cdiv(N, tile.cols)
+    sizes = (N, K, E, x.stride(0), dy.stride(0), *dw.stride())
+    constants = {"BK": tile.rows, "BN": tile.cols, "BM": tile.depth, "TMA": tma}
+    constants |= _options(x, tile, in_one_stage=unfenced and not tma)
     with device_of(x):
-        _wgrad[(min(programs, _most_programs(x, tile)),)](
-            *operands, dw, x_rows_M, dy_rows_M, offsets_E, N, K, E, x.stride(0), dy.stride(0), *dw.stride(),
-            BK=tile.rows, BN=tile.cols, BM=tile.depth, BAND=_SWIZZLE, TMA=tma, PRECISION=_precision(x),
-            num_warps=tile.warps, num_stages=1 if unfenced and not tma else tile.stages, enable_fp_fusion=True,
-        )  # fmt: skip
+        grid = (min(programs, _most_programs(x, tile)),)
+        _wgrad[grid](*operands, dw, x_rows_M, dy_rows_M, offsets_E, *sizes, **constants)
     return dw
 
 
-def gather_sum(y_MN: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+def gather_sum(y_MN: Tensor, rows_Tk: Tensor) -> Tensor:
     """out[t] = sum over j of y[rows[t, j]], (T, N)."""
     T, top_k = rows_Tk.shape
     out = y_MN.new_empty(T, y_MN.shape[1])
     if out.numel():
         block = min(triton.next_power_of_2(y_MN.shape[1]), 1024)
         with device_of(y_MN):
-            _gather_sum[(T, triton.cdiv(y_MN.shape[1], block))](
-                y_MN, rows_Tk, out, y_MN.shape[1], y_MN.stride(0), out.stride(0), TOP_K=top_k, BN=block, num_warps=4,
-                enable_fp_fusion=True,
-            )  # fmt: skip
+            sizes = (y_MN.shape[1], y_MN.stride(0), out.stride(0))
+            constants = {"TOP_K": top_k, "BN": block, "num_warps": 4, "enable_fp_fusion": True}
+            _gather_sum[(T, triton.cdiv(y_MN.shape[1], block))](y_MN, rows_Tk, out, *sizes, **constants)
     return out
 
 
 def _launch_rows(
-    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor | None, epilogue: int, N: int,
-    tile: Tile | None, tma: bool | None, *, y: torch.Tensor | None = None, z: torch.Tensor | None = None,
-    h: torch.Tensor | None = None, row_weight: torch.Tensor | None = None, drow_weight: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    rows: Tensor | None,
+    epilogue: int,
+    N: int,
+    how: How,
+    **out: Tensor | None,
+) -> None:
     E, K, _ = weight.shape
-    M = _num_rows(x, rows)
+    M, tile, tma = _num_rows(x, rows), how.get("tile"), how.get("tma")
     if not M or not N:
         return
     if (unfenced := _is_unfenced(x)) and rows is not None:
@@ -210,18 +235,24 @@ def _launch_rows(
             operands[0] = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
     by_tma = operands[0] is not x and use_tma
     most_tiles = (M // tile.rows + E + 1) * triton.cdiv(N, tile.cols)  # how many there are, only the device knows
+    y, z, h = (out.get(name) for name in ("y", "z", "h"))
+    pointers = (y, z, h, out.get("row_weight"), out.get("drow_weight"), rows, offsets)
+    strides = (x.stride(0), weight.stride(0), weight.stride(2), weight.stride(1), *map(_stride, (y, z, h)))
+    constants = {"BM": tile.rows, "BN": tile.cols, "BK": tile.depth, "EPILOGUE": epilogue, "K_MAJOR": k_major}
+    constants |= {"TMA_X": operands[0] is not x, "TMA_W": use_tma, "EVEN_K": K % tile.depth == 0}
+    constants |= {"E_CEIL": triton.next_power_of_2(E + 1), **_options(x, tile, in_one_stage=unfenced and not by_tma)}
     with device_of(x):
-        _row_gemm[(min(most_tiles, _most_programs(x, tile)),)](
-            *operands, y, z, h, row_weight, drow_weight, rows, offsets, M, N, K, E,
-            x.stride(0), weight.stride(0), weight.stride(2), weight.stride(1), *(_stride(t) for t in (y, z, h)),
-            BM=tile.rows, BN=tile.cols, BK=tile.depth, BAND=_SWIZZLE, E_CEIL=triton.next_power_of_2(E + 1),
-            EPILOGUE=epilogue, K_MAJOR=k_major, TMA_X=operands[0] is not x, TMA_W=use_tma, EVEN_K=K % tile.depth == 0,
-            PRECISION=_precision(x), num_warps=tile.warps, num_stages=1 if unfenced and not by_tma else tile.stages,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+        grid = (min(most_tiles, _most_programs(x, tile)),)
+        _row_gemm[grid](*operands, *pointers, M, N, K, E, *strides, **constants)
 
 
-def _is_unfenced(x: torch.Tensor) -> bool:
+def _options(x: Tensor, tile: Tile, *, in_one_stage: bool) -> dict[str, Any]:
+    stages = 1 if in_one_stage else tile.stages
+    options = {"num_warps": tile.warps, "num_stages": stages, "enable_fp_fusion": True}
+    return {"BAND": _SWIZZLE, "PRECISION": _precision(x), **options}
+
+
+def _is_unfenced(x: Tensor) -> bool:
     """Return True if Hopper's tensor cores might read shared memory before `cp.async` has written it.
 
     Then rows are copied before they are multiplied, and what TMA cannot load goes through registers, in one stage.
@@ -236,25 +267,25 @@ def without_tma(kernel: str, tile: Tile) -> Tile:
     return TILES["blackwell"][kernel] if kernel == "swiglu_backward" and tile == TILES["large"][kernel] else tile
 
 
-def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device, which is another one for some layers of a model that is spread."""
     return nullcontext() if INTERPRETED else torch.cuda.device(tensor.device)
 
 
-def _num_rows(x: torch.Tensor, rows: torch.Tensor | None) -> int:
+def _num_rows(x: Tensor, rows: Tensor | None) -> int:
     return x.shape[0] if rows is None else rows.shape[0]
 
 
-def _stride(tensor: torch.Tensor | None) -> int:
+def _stride(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.stride(0)
 
 
-def _precision(x: torch.Tensor) -> str:
+def _precision(x: Tensor) -> str:
     """float32 is multiplied as float32 unless the user allowed TF32."""
     return "ieee" if x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32" else "tf32"
 
 
-def _tile_of(kernel: str, x: torch.Tensor) -> Tile:
+def _tile_of(kernel: str, x: Tensor) -> Tile:
     if INTERPRETED:
         return _INTERPRETED_TILE
     if x.element_size() != 2:
@@ -270,7 +301,7 @@ def table_of(major: int, shared_bytes: int) -> str:
     return "blackwell" if major >= 10 else "large"
 
 
-def _most_programs(x: torch.Tensor, tile: Tile) -> int:
+def _most_programs(x: Tensor, tile: Tile) -> int:
     """Return as many as the device runs at once; for a run of several ranks, a few times as many.
 
     There, collectives hold some of the multiprocessors meanwhile. Programs that find no room start when others have
@@ -283,7 +314,7 @@ def _most_programs(x: torch.Tensor, tile: Tile) -> int:
     return at_once if alone else at_once * _ROUNDS_AMONG_RANKS
 
 
-def _tma_fits(*tensors: torch.Tensor) -> bool:
+def _tma_fits(*tensors: Tensor) -> bool:
     """TMA, from Hopper on, wants bases and outer strides at multiples of 16 bytes. With float32 they spill."""
     if INTERPRETED or torch.cuda.get_device_capability(tensors[0].device)[0] < 9:
         return False
@@ -296,30 +327,24 @@ def _tma_fits(*tensors: torch.Tensor) -> bool:
     )
 
 
-def softmax_statistics(
-    logits_CV: torch.Tensor, column_C: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def softmax_statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (maximum, sum of exp(logit - maximum), logit in `column`) of each row, float32 (C,)."""
     rows, vocab_size = logits_CV.shape
     maximum_C, sum_C, target_C = (logits_CV.new_empty(rows, dtype=torch.float32) for _ in range(3))
     if rows:
+        sizes, found = (vocab_size, logits_CV.stride(0)), (maximum_C, sum_C, target_C)
+        block = min(SOFTMAX_BLOCK, triton.next_power_of_2(vocab_size))
         with device_of(logits_CV):
-            _softmax_statistics[(rows,)](
-                logits_CV, column_C, maximum_C, sum_C, target_C, vocab_size, logits_CV.stride(0),
-                BLOCK=min(SOFTMAX_BLOCK, triton.next_power_of_2(vocab_size)), num_warps=SOFTMAX_WARPS,
-            )  # fmt: skip
+            _softmax_statistics[(rows,)](logits_CV, column_C, *found, *sizes, BLOCK=block, num_warps=SOFTMAX_WARPS)
     return maximum_C, sum_C, target_C
 
 
-def softmax_gradient_(
-    logits_CV: torch.Tensor, shift_C: torch.Tensor, scale_C: torch.Tensor, hit_C: torch.Tensor, column_C: torch.Tensor
-) -> None:
+def softmax_gradient_(logits_CV: Tensor, shift_C: Tensor, scale_C: Tensor, hit_C: Tensor, column_C: Tensor) -> None:
     """Write exp(logit - shift) * scale, less `hit` in `column`, over the logits; columns have stride 1."""
     rows, vocab_size = logits_CV.shape
     if rows:
         block = min(SOFTMAX_BLOCK, triton.next_power_of_2(vocab_size))
+        operands, sizes = (logits_CV, shift_C, scale_C, hit_C, column_C), (vocab_size, logits_CV.stride(0))
+        grid = (rows, triton.cdiv(vocab_size, block))
         with device_of(logits_CV):
-            _softmax_gradient[(rows, triton.cdiv(vocab_size, block))](
-                logits_CV, shift_C, scale_C, hit_C, column_C, vocab_size, logits_CV.stride(0),
-                BLOCK=block, num_warps=SOFTMAX_WARPS,
-            )  # fmt: skip
+            _softmax_gradient[grid](*operands, *sizes, BLOCK=block, num_warps=SOFTMAX_WARPS)

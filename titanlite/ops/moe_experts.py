@@ -20,9 +20,15 @@ from titanlite.ops.permute import permute_tokens, unpermute_sum
 
 
 def moe_experts(
-    x_TD: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, row_weight_R: torch.Tensor,
-    token_R: torch.Tensor, rows_Tk: torch.Tensor, offsets_E: torch.Tensor, backend: GroupedGemmBackend = "auto",
-) -> torch.Tensor:  # fmt: skip
+    x_TD: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    row_weight_R: torch.Tensor,
+    token_R: torch.Tensor,
+    rows_Tk: torch.Tensor,
+    offsets_E: torch.Tensor,
+    backend: GroupedGemmBackend = "auto",
+) -> torch.Tensor:
     """out[t] = sum over the rows r of token t of row_weight[r] * expert_of(r)(x[t]), (T, D) in the dtype of x.
 
     Args:
@@ -53,9 +59,16 @@ def moe_experts(
 
 @torch.library.custom_op("titanlite::moe_experts_forward", mutates_args=())
 def moe_experts_forward(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, row_weight: torch.Tensor, token: torch.Tensor,
-    rows: torch.Tensor, offsets: torch.Tensor, keep: bool, backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    row_weight: torch.Tensor,
+    token: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    keep: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, z); z is empty unless `keep`. `backend`: "triton", with int32 indices, or "torch" for a kernel."""
     if backend == "torch":
         kernel = find_kernel("moe_experts", x.device)
@@ -70,9 +83,18 @@ def moe_experts_forward(
 
 @torch.library.custom_op("titanlite::moe_experts_backward", mutates_args=())
 def moe_experts_backward(
-    dout: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, row_weight: torch.Tensor,
-    token: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, z: torch.Tensor, needed: list[bool], backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    row_weight: torch.Tensor,
+    token: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    z: torch.Tensor,
+    needed: list[bool],
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of (x, gate_up, down, row_weight); of the first three those not `needed` are empty."""
     if backend == "torch":
         kernel = find_kernel("moe_experts_backward", x.device)
@@ -90,19 +112,14 @@ def moe_experts_backward(
 
 
 @moe_experts_forward.register_fake
-def _(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, row_weight: torch.Tensor, token: torch.Tensor,
-    rows: torch.Tensor, offsets: torch.Tensor, keep: bool, backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _(x: torch.Tensor, gate_up: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    _, _, token, _, _, keep, _ = others
     return torch.empty_like(x), x.new_empty(token.shape[0] if keep else 0, gate_up.shape[1])
 
 
 @moe_experts_backward.register_fake
-def _(
-    dout: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, row_weight: torch.Tensor,
-    token: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, z: torch.Tensor, needed: list[bool], backend: str,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    need_x, need_gate_up, need_down, _ = needed
+def _(dout: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    x, gate_up, down, row_weight, _, _, _, _, (need_x, need_gate_up, need_down, _), backend = others
     return (
         torch.empty_like(x) if need_x else x.new_empty(0),
         gate_up.new_empty(gate_up.shape) if need_gate_up else x.new_empty(0),

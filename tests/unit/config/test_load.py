@@ -185,7 +185,7 @@ def test_file_that_is_not_text(folder: Path) -> None:
         ),
         (
             'job.description = "???"',
-            "job.description = \"???\" is OmegaConf's mark of a missing value. Write another text.",
+            'job.description = "???" is OmegaConf\'s mark of a missing value. Write another text.',
         ),
         ("training = 5", "training = 5 is not a section. Write [training] and its keys below."),
         ("[[training]]\nsteps = 1", "training = [{'steps': 1}] is not a section. Write [training] and its keys below."),
@@ -208,7 +208,7 @@ def test_file_that_is_not_text(folder: Path) -> None:
         ("[model.override]\nnum_layers = 1", "unknown section 'model.override'; did you mean 'model.overrides'?"),
         ('"training.steps" = 5', "key 'training.steps' has a dot inside its quotes. Write it without quotes."),
     ],
-)  # fmt: skip
+)
 def test_wrong_file_content(text: str, problem: str) -> None:
     Path("x.toml").write_text(f'model.flavor = "30B-A3B"\n{text}\n', encoding="utf-8")
     assert refuse("--config", "x.toml") == f"x.toml: {problem}"
@@ -316,11 +316,11 @@ def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
         ),
         (
             "--job.description=???",
-            "job.description = \"???\" is OmegaConf's mark of a missing value. Write another text.",
+            'job.description = "???" is OmegaConf\'s mark of a missing value. Write another text.',
         ),
         ("--job.description=\udcff", "job.description is not valid UTF-8 text. Use UTF-8."),
     ],
-)  # fmt: skip
+)
 def test_wrong_override(override: str, problem: str) -> None:
     assert refuse("--config=base.toml", override) == f"override {override!r}: {problem}"
 

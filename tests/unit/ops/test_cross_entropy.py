@@ -114,7 +114,7 @@ class SizeLog(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.names.append(str(func))
         for value in tree_iter(out):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and func is not torch.ops.aten.detach.default:  # a view
                 self.largest = max(self.largest, value.numel())
                 self.shapes.add(tuple(value.shape))
         return out

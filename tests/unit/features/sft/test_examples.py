@@ -305,8 +305,13 @@ def test_batches_of_rows_do_not_change_the_result(make_job: MakeJob, monkeypatch
 def test_order_and_fingerprint(make_job: MakeJob) -> None:
     """The same samples on any number of ranks, from any step on."""
     dataset = build(make_job(make_rows(200), seq_len=48))
-    loaders = {dp: [TrainLoader(dataset, seed=3, global_batch_size=4, local_batch_size=1, dp_rank=rank, dp_degree=dp)
-                    for rank in range(dp)] for dp in (1, 2, 4)}  # fmt: skip
+    loaders = {
+        dp: [
+            TrainLoader(dataset, seed=3, global_batch_size=4, local_batch_size=1, dp_rank=rank, dp_degree=dp)
+            for rank in range(dp)
+        ]
+        for dp in (1, 2, 4)
+    }
     streams = {
         dp: [
             batch.tokens[0].tolist()
