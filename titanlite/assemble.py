@@ -156,7 +156,7 @@ def assemble(checked: Checked) -> Trainer:
         results=Results(job, None if start is None else start.results),
         evaluator=build_evaluator(job, loader.dataset, tokenizer, model_config, dims, device),
         divergence=DivergenceCheck(job, plan, optimizer, dims, step),
-        spikes=SpikeDetector(job.spike, checkpointer.folder),
+        watch_spikes=SpikeDetector(job.spike, checkpointer.folder).watch,
         diagnose=partial(diagnose, model, whole_layers=job.compile.enable, stage=dims.stage),
         metrics=build_metrics(job, folder, model, loader, dims, device, step),
         render_card=partial(render_model_card, job, family=model_config.family, num_parameters=total),

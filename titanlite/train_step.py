@@ -55,39 +55,14 @@ class StepResult:
 
 @dataclass
 class Window:
-    """What happened since the last log line.
-
-    Attributes:
-        start: time in seconds at which it began.
-        tokens: tokens of all ranks, padding included.
-        unpadded_tokens: those of each step that are no padding, on the device.
-        losses: loss of each step, on the device.
-        grad_norms: gradient norm of each step, likewise.
-    """
+    """The steps since the last log line; `start` is the time in seconds at which it was written."""
 
     start: float = field(default_factory=time.perf_counter)
-    tokens: int = 0
-    unpadded_tokens: list[torch.Tensor] = field(default_factory=list)
-    losses: list[torch.Tensor] = field(default_factory=list)
-    grad_norms: list[torch.Tensor] = field(default_factory=list)
+    results: list[StepResult] = field(default_factory=list)
 
-    def add(self, result: StepResult) -> None:
-        self.tokens += result.tokens
-        self.unpadded_tokens.append(result.unpadded_tokens)
-        self.losses.append(result.loss)
-        self.grad_norms.append(result.grad_norm)
-
-    def loss_values(self) -> list[float]:
-        """Loss of each step. Synchronizes."""
-        return torch.stack(self.losses).tolist()
-
-    def num_padding(self) -> int:
-        """Tokens of all ranks that are padding. Synchronizes."""
-        return self.tokens - int(torch.stack(self.unpadded_tokens).sum())
-
-    def grad_norm_values(self) -> list[float]:
-        """Gradient norm of each step. Synchronizes."""
-        return torch.stack(self.grad_norms).tolist()
+    def read(self, name: str) -> list[float]:
+        """Return the value `name` of each step. Synchronizes."""
+        return torch.stack([getattr(result, name) for result in self.results]).tolist()
 
 
 class TrainStep:
@@ -244,19 +219,15 @@ class TrainStep:
         copies = degrees.ranks_per_sequence * (1 if in_stages else degrees.pp)
         return value // copies if value.dtype == torch.int64 else value / copies
 
-    def describe(self, result: StepResult, window: Window, losses: Sequence[float], learning_rate: float) -> StepPoint:
-        """Build the point of a log step, with what every rank measured. Collective: every rank must call. Synchronizes.
-
-        Args:
-            result: of the latest step.
-            window: the steps since the last log step, the latest included.
-            losses: of these steps.
-            learning_rate: of the latest step.
+    def describe(self, window: Window, losses: Sequence[float], learning_rate: float) -> StepPoint:
+        """Build the point of a log step, with what every rank measured since the last: of the steps in `window`, the
+        `losses`; of the latest, the `learning_rate`. Collective: every rank must call. Synchronizes.
         """
+        result = window.results[-1]
         self.timer.start(None)
         seconds, phases = time.perf_counter() - window.start, self.timer.read()
         busy = {"busy_s": get_busy_seconds(phases), "data_s": phases.get("data", 0.0)}
-        norms = window.grad_norm_values()
+        norms, tokens = window.read("grad_norm"), sum(step.tokens for step in window.results)
         group_norms = dict(zip(self.grad_groups, result.group_norms.tolist(), strict=True))
         moe = None
         if result.tokens_per_expert is not None:
@@ -266,8 +237,8 @@ class TrainStep:
             loss=_mean_of_finite(losses),
             grad_norm=norms[-1],
             lr=learning_rate,
-            tokens=window.tokens,
-            num_padding=window.num_padding(),
+            tokens=tokens,
+            num_padding=tokens - int(sum(window.read("unpadded_tokens"))),
             seconds=seconds,
             slowest_s=self.timer.read_slowest(),
             largest={

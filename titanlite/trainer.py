@@ -33,31 +33,17 @@ from titanlite.train_step import TrainStep, Window
 
 
 class Evaluator(Protocol):
-    """Evaluates the model by what it generates."""
+    """Evaluates the model by what it generates; `run` is collective."""
 
     def is_due(self, step: int, last: bool) -> bool: ...
-
-    def run(self, model: Model) -> EvaluationResult:
-        """Evaluate. Collective: every rank must call."""
-        ...
+    def run(self, model: Model) -> EvaluationResult: ...
 
 
 class DivergenceCheck(Protocol):
-    """Compares what ranks must have in common."""
+    """Compares what ranks must have in common; they raise together. `check` is collective."""
 
     def is_due(self, step: int) -> bool: ...
-
-    def check(self, step: int, data: str, samples: int, batches: Sequence[Batch]) -> None:
-        """Compare all ranks after `step`; they raise together. Collective: every rank must call."""
-        ...
-
-
-class SpikeWatch(Protocol):
-    """Warns of loss spikes."""
-
-    def watch(self, last_step: int, losses: Sequence[float], samples: int) -> None:
-        """Take the losses of the steps up to `last_step`; `samples` of the data order lie before the next."""
-        ...
+    def check(self, step: int, data: str, samples: int, batches: Sequence[Batch]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -105,6 +91,8 @@ class Trainer:
     Attributes:
         locks: of the run's folders, held as long as the trainer lives.
         stepper: makes the steps, and has the model, the optimizer and the objective.
+        watch_spikes: called at log steps with (step, losses of the steps since the last one, samples of the data order
+            before the next step).
         diagnose: called with (micro-batches, scaled loss of one, what was not finite). Collective.
         render_card: called with `progress` and `results`; the text of a checkpoint's README.md.
         log_sample: logs what the model writes. Collective.
@@ -125,7 +113,7 @@ class Trainer:
     results: Results
     evaluator: Evaluator | None = None
     divergence: DivergenceCheck | None = None
-    spikes: SpikeWatch | None = None
+    watch_spikes: Callable[[int, Sequence[float], int], None] = lambda *_: None
     diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor], NonFiniteSteps], Diagnosis] = lambda *_: (
         Diagnosis("Nothing looked for its origin.", repeats=True)
     )
@@ -159,20 +147,18 @@ class Trainer:
                 self.stepper.enter("data")
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
                 learning_rate = job.optimizer.lr * lr_factor(self.step, job.training.steps, job.lr_scheduler)
-                result = self.stepper.train_step(micro_batches)
+                window.results.append(self.stepper.train_step(micro_batches))
                 self.stepper.timer.start("other")
-                window.add(result)
                 profiler.step(self.step)
                 self.metrics.advance(self.step)
 
                 last = self.step == job.training.steps
                 if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:
                     self.raise_if_not_finite()  # synchronization point: the device has finished this step
-                    losses = window.loss_values()
+                    losses = window.read("loss")
                     self.loss = losses[-1]
-                    self.metrics.log_step(self.stepper.describe(result, window, losses, learning_rate))
-                    if self.spikes is not None:
-                        self.spikes.watch(self.step, losses, self.loader.samples_before(self.step))
+                    self.metrics.log_step(self.stepper.describe(window, losses, learning_rate))
+                    self.watch_spikes(self.step, losses, self.loader.samples_before(self.step))
                     window = Window()
                 self.stepper.timer.start(None)
                 pause = time.perf_counter()

@@ -294,20 +294,3 @@ def point_best(folder: Path, step: int) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(f"step-{step}")  # relative: the run's folder may be moved
     os.replace(temporary, folder / BEST)
-
-
-def repair_best(folder: Path, best: int | None) -> None:
-    """Set a missing link to `best`, the best step of a run that starts, and remove a link that leads nowhere."""
-
-    def is_complete(step: int) -> bool:
-        return not check_folder(step_folder(folder, step))
-
-    linked = read_best(folder)
-    try:
-        if best is not None and (linked is None or is_complete(best)):
-            point_best(folder, best)
-        elif linked is not None and not is_complete(linked):
-            (folder / BEST).unlink()
-            logger.warning("checkpoint: %s led to step-%d, which is not complete; removed it", folder / BEST, linked)
-    except OSError as error:
-        logger.warning("checkpoint: cannot mend %s: %s", folder / BEST, error)

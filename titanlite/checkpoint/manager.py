@@ -5,7 +5,6 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,29 +14,10 @@ import torch.distributed as dist
 from titanlite.base.agree import gather_objects, new_host_group, on_first_rank
 from titanlite.base.errors import CheckpointError, SaveError, TitanliteError, TransientError, raise_problems
 from titanlite.base.log import logger
-from titanlite.checkpoint.commit import (
-    MANIFEST_FILE,
-    check_folder,
-    clean_up,
-    commit_folder,
-    list_steps,
-    point_best,
-    read_best,
-    remove_old,
-    repair_best,
-    set_aside,
-    step_folder,
-)
+from titanlite.checkpoint import commit, hf_model
+from titanlite.checkpoint.commit import check_folder, step_folder
 from titanlite.checkpoint.folder import how_to_finish
-from titanlite.checkpoint.hf_model import (
-    CARD,
-    STATES,
-    HFFormat,
-    Parts,
-    index_of,
-    unfinished_files,
-    warn_of_sidecar,
-)
+from titanlite.checkpoint.hf_model import CARD, STATES, HFFormat, Parts
 from titanlite.checkpoint.train_state import STATE_FILE, Progress, find_missing_state, load_state, state_files
 from titanlite.checkpoint.writer import snapshot
 from titanlite.config.schema import CheckpointSection
@@ -130,23 +110,16 @@ class Checkpointer:
             if newest is not None and newest > step and self._section.load_step >= 0:
                 self._refuse_newer(step, newest)
             logger.info("checkpoint: resuming from %s", folder)
-            progress, is_whole = on_first_rank(partial(self._begin_from, folder), self.group)
-            self._saved_step = step if is_whole else -1  # then the run saves it once more
+            progress, rest = on_first_rank(lambda at=folder: (Progress.read(at), how_to_finish(at)), self.group)
+            self._saved_step = -1 if rest else step  # weights in another form than their own: the run saves it anew
             return progress
-
-    def _begin_from(self, folder: Path) -> tuple[Progress, bool]:
-        """Read the progress of the checkpoint in `folder`, and whether its weights are in their own form; on rank 0."""
-        progress = Progress.read(folder)
-        if self._section.save_best != "none":
-            repair_best(self.folder, self._best_step(progress))
-        return progress, not how_to_finish(folder)
 
     def _choose(self, refused: Sequence[int]) -> tuple[int | None, int | None]:
         """Return (step to resume from, newest complete step); on rank 0."""
-        clean_up(self.folder)
+        commit.clean_up(self.folder)
         asked = self._section.load_step
         complete = []
-        for step in reversed(list_steps(self.folder)):
+        for step in reversed(commit.list_steps(self.folder)):
             if step in refused:
                 continue
             folder = step_folder(self.folder, step)
@@ -179,9 +152,9 @@ class Checkpointer:
         if dist.get_rank() != 0:
             return
         text = f"{folder} is passed over: {problems[0]}" + (f" (and {len(problems) - 1} more)" if problems[1:] else "")
-        if (folder / MANIFEST_FILE).exists():  # else it may be someone's plain model
+        if (folder / commit.MANIFEST_FILE).exists():  # else it may be someone's plain model
             try:
-                text += f" It is kept as {set_aside(folder, 'damaged').name}."
+                text += f" It is kept as {commit.set_aside(folder, 'damaged').name}."
             except OSError as error:
                 text += f" It cannot be renamed: {error.strerror}."
         logger.warning("checkpoint: %s", text)
@@ -242,18 +215,17 @@ class Checkpointer:
             began, parts = time.perf_counter(), Parts(self._parts_group)
             folder = step_folder(self.folder, progress.step)
             in_form = parts.attempt(self._format.part, lambda: self._format.files(model, plan))
-            files = unfinished_files(plan) if in_form is None else in_form
-            warn_of_sidecar(model.config, files)
+            files = hf_model.unfinished_files(plan) if in_form is None else in_form
+            hf_model.warn_of_sidecar(model.config, files)
             files = files if self._carried is None else self._carried.add_to(files)
             files += parts.attempt(STATES, lambda: state_files(plan, optimizer, device)) or []
-            rest = self._description | index_of(files)
-            rest |= {STATE_FILE: progress.to_json()}
+            rest = self._description | hf_model.index_of(files) | {STATE_FILE: progress.to_json()}
             on_first = dist.get_rank() == 0
             readme = parts.attempt(CARD, lambda: {CARD: text.encode()} if on_first and (text := card()) else {})
             rest |= readme or {}
 
             def write() -> None:
-                commit_folder(folder, files, rest, self.group)
+                commit.commit_folder(folder, files, rest, self.group)
                 if self._carried is not None:
                     self._carried.follow(folder, files)
                 self._record("save", f"checkpoint {folder.name}", progress.step)
@@ -281,9 +253,9 @@ class Checkpointer:
         try:
             section, best = self._section, self._best_step(progress)
             if best is not None:
-                point_best(self.folder, best)  # before its predecessor may go
-                best = read_best(self.folder)
-            remove_old(self.folder, section.keep_latest_k, section.keep_every_n_steps, progress.step, best)
+                commit.point_best(self.folder, best)  # before its predecessor may go
+                best = commit.read_best(self.folder)
+            commit.remove_old(self.folder, section.keep_latest_k, section.keep_every_n_steps, progress.step, best)
         except (OSError, TransientError) as error:  # the new one is there; an old one too many harms nobody
             logger.warning("checkpoint: cannot mark the best or remove old checkpoints in %s: %s", self.folder, error)
 
@@ -303,7 +275,7 @@ class Checkpointer:
 
     def final_folder(self, step: int) -> Path:
         """Return the checkpoint to hand out after training: that of `checkpoint.save_best`, or else that of `step`."""
-        best = read_best(self.folder) if self._section.save_best != "none" else None
+        best = commit.read_best(self.folder) if self._section.save_best != "none" else None
         return step_folder(self.folder, step if best is None else best)
 
     def _best_step(self, progress: Progress) -> int | None:

@@ -1,12 +1,11 @@
 """The link `best`: leads to a complete checkpoint or is not there."""
 
-import logging
 import os
 
 import pytest
 from files import write_manifest
 
-from titanlite.checkpoint.commit import point_best, read_best, remove_old, repair_best, step_folder
+from titanlite.checkpoint.commit import point_best, read_best, remove_old, step_folder
 
 
 @pytest.fixture
@@ -57,24 +56,8 @@ def test_what_it_leads_to_is_not_removed(run):
     assert sorted(p.name for p in run.iterdir()) == ["best", "step-5"]
 
 
-@pytest.mark.parametrize(
-    ("linked", "best", "expected"),
-    [(2, 2, 2), (2, 4, 4), (None, 4, 4), (2, None, 2), (2, 9, 2), (9, 3, 3), (9, None, None), (9, 8, None)],
-)
-def test_repair(run, linked, best, expected, caplog, monkeypatch):
-    """9 and 8 are steps that someone has removed."""
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
-    if linked is not None:
-        (run / "best").symlink_to(f"step-{linked}")
-    repair_best(run, best)
-    assert read_best(run) == expected
-    assert (run / "best").is_symlink() == (expected is not None)
-    assert ("led to step-9" in caplog.text) == (linked == 9 and expected is None)
-
-
-def test_what_a_user_calls_best_is_left_alone(run, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+def test_what_a_user_calls_best_is_left_alone(run):
     (run / "best").mkdir()
-    repair_best(run, 3)
+    with pytest.raises(OSError):
+        point_best(run, 3)
     assert read_best(run) is None and (run / "best").is_dir()
-    assert "cannot mend" in caplog.text
