@@ -4,8 +4,9 @@ What needs the world size, the resolved model or the file system is checked wher
 """
 
 import math
+import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from titanlite.config.assets import is_hub_id
 from titanlite.config.data import DataSection, get_fields, get_source_key, get_sources
 from titanlite.config.patterns import parse_date, parse_multipliers, parse_object, split_patterns
 from titanlite.config.schema import JobConfig, OptimizerSection
-from titanlite.config.settings import SOURCES, format_value, get_sections_of, get_value
+from titanlite.config.settings import format_value, get_sections_of, get_value
 
 _OF_EXAMPLES = (
     *("split", "subset", "validation_path", "validation_split", "format", "text_field", "fields", "train_on"),
@@ -23,46 +24,13 @@ _OF_EXAMPLES = (
     *("streaming", "streaming_block_rows", "converter"),
 )
 
-# What a number must be, and the settings. All others, except sizes of models, must be 0 or more. Every test is written
-# so that nan fails it.
-_RANGES: Mapping[str, tuple[Callable[[float], bool], Sequence[str]]] = {
-    "0 or more": (lambda value: 0 <= value < math.inf, ()),
-    "any": (lambda value: True, ("training.seed",)),
-    "1 or more": (
-        lambda value: value >= 1,
-        (
-            "training.local_batch_size",
-            *("parallelism.data_parallel_replicate_degree", "parallelism.tensor_parallel_degree"),
-            *("parallelism.context_parallel_degree", "parallelism.pipeline_parallel_degree"),
-            *("parallelism.pipeline_parallel_chunks", "parallelism.expert_parallel_degree", "metrics.log_freq"),
-            *("profiling.profile_freq", "validation.freq", "evaluation.freq", "evaluation.batch_size"),
-            *("evaluation.max_new_tokens", "comm.timeout_seconds", "checkpoint.timeout_seconds"),
-            *("training.max_nonfinite_steps", "data.streaming_block_rows"),
-        ),
-    ),
-    "1 or more, or to -1": (
-        lambda value: value == -1 or value >= 1,
-        ("training.seq_len", "training.global_batch_size", "parallelism.data_parallel_shard_degree"),
-    ),
-    "-1 or more": (lambda value: value >= -1, ("checkpoint.load_step", "lr_scheduler.warmup_steps")),
-    "more than 0": (
-        lambda value: 0 < value < math.inf,
-        ("optimizer.eps", "lora.alpha", "dpo.beta", "spike.threshold", "data.sources.weight"),
-    ),
-    "8 or more": (lambda value: value >= 8, ("spike.window",)),
-    "0 or more and less than 1": (
-        lambda value: 0 <= value < 1,
-        (
-            *("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "lora.dropout", "data.validation_share"),
-            "data.sources.validation_share",
-        ),
-    ),
-    "0 or more and less than 0.5": (lambda value: 0 <= value < 0.5, ("dpo.label_smoothing",)),
-    "more than 0 and at most 1": (lambda value: 0 < value <= 1, ("optimizer.lr", "lr_scheduler.decay_ratio")),
-    "0 to 1": (lambda value: 0 <= value <= 1, ("lr_scheduler.min_lr_factor",)),
-    "257 or more (256 bytes and a special token)": (lambda value: value >= 257, ("data.bpe_vocab_size",)),
+# Every test is written so that nan fails it.
+_TESTS = {
+    "ge": (operator.ge, "{} or more"),
+    "gt": (operator.gt, "more than {}"),
+    "le": (operator.le, "at most {}"),
+    "lt": (operator.lt, "less than {}"),
 }
-_RANGE_OF = {key: allowed for allowed, (_, keys) in _RANGES.items() for key in keys}
 
 
 def check_values(job: JobConfig) -> list[str]:
@@ -72,15 +40,17 @@ def check_values(job: JobConfig) -> list[str]:
 
 def _check_ranges(job: JobConfig) -> list[str]:
     problems = []
-    for section, settings in get_sections_of(job).items():
-        group = SOURCES if section.startswith(f"{SOURCES}.") else section
-        for setting in settings:
-            value = get_value(job, setting.key)
-            if setting.kind not in (int, float) or section.startswith("model.") or value is None:
-                continue
-            allowed = _RANGE_OF.get(f"{group}.{setting.name}", "0 or more")
-            if not _RANGES[allowed][0](value):
-                problems.append(f"{setting.key} = {format_value(value)} is out of range. Set it to {allowed}.")
+    for setting in (each for settings in get_sections_of(job).values() for each in settings):
+        value = get_value(job, setting.key)
+        if setting.kind not in (int, float) or setting.section.startswith("model.") or value is None:
+            continue
+        bounds = setting.bounds if "gt" in setting.bounds else {"ge": 0, **setting.bounds}
+        tests = [(_TESTS[name], bound) for name, bound in bounds.items() if name in _TESTS]
+        if value == bounds.get("also") or (value < math.inf and all(test(value, bound) for (test, _), bound in tests)):
+            continue
+        allowed = " and ".join(words.format(bound) for (_, words), bound in tests)
+        allowed += f", or to {bounds['also']}" if "also" in bounds else ""
+        problems.append(f"{setting.key} = {format_value(value)} is out of range. Set it to {allowed}.")
     return problems
 
 

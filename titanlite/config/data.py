@@ -28,12 +28,13 @@ class SourceSection:
         None,
         "Share of the sequences from this source: its weight divided by the sum of all weights. Unset for all "
         "sources: every sequence of every source once per epoch.",
+        gt=0,
     )
     pattern: str | None = setting(None, "As data.pattern.")
     split: str | None = setting(None, "As data.split.")
     subset: str | None = setting(None, "As data.subset.")
     validation_path: str | None = setting(None, "As data.validation_path, for the held-out sequences of this source.")
-    validation_share: float | None = setting(None, "As data.validation_share.")
+    validation_share: float | None = setting(None, "As data.validation_share.", lt=1)
     validation_split: str | None = setting(None, "As data.validation_split.")
     format: Format | None = setting(None, "As data.format.")
     text_field: str | None = setting(None, "As data.text_field.")
@@ -72,6 +73,7 @@ class DataSection:
         "Share of the rows (of a text: of the sequences) that is held out if validation_path is empty. 0: none. Not "
         "set: none without a validation or evaluation, otherwise 1%, but at least 64 rows, or 10% if 64 would be "
         "more.",
+        lt=1,
     )
     validation_split: str = setting("validation", "Split of validation_path, if that is a dataset of the hub.")
     format: Format = setting(
@@ -104,7 +106,7 @@ class DataSection:
         False, "Tokenize examples during training, for datasets that are too large to tokenize before."
     )
     streaming_block_rows: int = setting(
-        1024, "Rows that are read, packed and shuffled together when streaming. They are in memory at once."
+        1024, "Rows that are read, packed and shuffled together when streaming. They are in memory at once.", ge=1
     )
     chat_template: str = setting(
         "", "Jinja file with a chat template that replaces the tokenizer's own. Saved with every checkpoint."
@@ -132,7 +134,7 @@ class DataSection:
         "Folder or tokenizer.json of a Hugging Face tokenizer (not a hub id). Empty: the tokenizer of the model; "
         "without one, 'text' and 'stdlib' train a byte-level BPE on the data.",
     )
-    bpe_vocab_size: int = setting(4096, "Vocabulary size of the BPE tokenizer that is trained on first use.")
+    bpe_vocab_size: int = setting(4096, "Vocabulary size of the BPE tokenizer that is trained on first use.", ge=257)
     cache_folder: str = setting("", "Folder of tokenizers and token files. Empty: ~/.cache/titanlite.")
     sources: dict[str, SourceSection] = setting(
         dict, "Data from several places, by names of your own, in place of path; see `titanlite.config.data`."

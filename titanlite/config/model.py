@@ -13,6 +13,7 @@ def setting(default: Any, doc: str, **metadata: Any) -> Any:
         choices: allowed values of a text that may also name an extension; others are a Literal.
         calls: how an extension (`titanlite.base.extension`) is called that the setting may name; None: it may not.
         is_list: text with commas, which may be given as a list.
+        ge, gt, le, lt, also: bounds of a number, and a value that it may have too; by default 0 or more.
     """
     metadata["doc"] = doc
     if callable(default):

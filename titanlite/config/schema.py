@@ -45,13 +45,15 @@ class TrainingSection:
         choices=("next_token", "dpo"),
         calls=("logits, labels", "log_probs, batch", "job"),
     )
-    seq_len: int = setting(2048, "Tokens per sequence. Not set, or -1: 2048, or the model's limit if that is less.")
-    local_batch_size: int = setting(1, "Sequences per data-parallel rank and micro-batch.")
+    seq_len: int = setting(2048, "Tokens per sequence. -1: 2048, or the model's limit if less.", ge=1, also=-1)
+    local_batch_size: int = setting(1, "Sequences per data-parallel rank and micro-batch.", ge=1)
     global_batch_size: int | None = setting(
         -1,
         "Sequences per optimizer step; -1: local_batch_size * data-parallel degree (no accumulation). Not set, in "
         "fine-tuning: about 16 examples (QLoRA, arXiv:2305.14314), DPO 32 pairs (Zephyr, arXiv:2310.16944), at most "
         "1/32 of the data, at least one micro-batch per rank; a resumed run keeps its batch.",
+        ge=1,
+        also=-1,
     )
     max_norm: float = setting(1.0, "Largest total 2-norm of the gradients, by scaling; 0: no clipping.")
     dtype: Literal["float32", "bfloat16"] = setting(
@@ -77,7 +79,7 @@ class TrainingSection:
         "A step whose loss or gradient is NaN or infinite is never applied. 'stop': save the state before it, and "
         "end with an error that names the cause. 'skip': warn, and go on with the next step.",
     )
-    max_nonfinite_steps: int = setting(10, "With on_nonfinite = 'skip': end after this many such steps in a row.")
+    max_nonfinite_steps: int = setting(10, "With on_nonfinite = 'skip': end after this many such steps in a row.", ge=1)
     divergence_check_freq: int = setting(
         100,
         "Steps between checks that ranks agree on replicas of weights, biases and optimizer states, and on the data "
@@ -96,12 +98,12 @@ class OptimizerSection:
         calls=("named_parameters, section",),
     )
     lr: float = setting(
-        3e-4, "Peak learning rate. Not set, with pretrained weights: 2e-5, adapters 2e-4; DPO 5e-7, adapters 5e-6."
+        3e-4, "Peak learning rate. Not set, of pretrained weights: 2e-5, adapters 2e-4; DPO: 5e-7, 5e-6.", gt=0, le=1
     )
-    beta1: float = setting(0.9, "Decay of the first moment.")
-    beta2: float = setting(0.95, "Decay of the second moment. Not set, with pretrained weights: 0.999.")
-    eps: float = setting(1e-8, "Added to the root of the second moment.")
-    momentum: float = setting(0.95, "Nesterov momentum of Muon's matrices.")
+    beta1: float = setting(0.9, "Decay of the first moment.", lt=1)
+    beta2: float = setting(0.95, "Decay of the second moment. Not set, with pretrained weights: 0.999.", lt=1)
+    eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
+    momentum: float = setting(0.95, "Nesterov momentum of Muon's matrices.", lt=1)
     weight_decay: float = setting(
         0.1, "Decoupled weight decay of matrices; norms and biases have none. Not set, with pretrained weights: 0."
     )
@@ -129,8 +131,8 @@ class LoRASection:
     rank: int = setting(
         0, "Rank of the adapters (LoRA, arXiv:2106.09685) that are trained instead of the model. 0: no adapters."
     )
-    alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.")
-    dropout: float = setting(0.0, "Dropout on the input of the adapters.")
+    alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", gt=0)
+    dropout: float = setting(0.0, "Dropout on the input of the adapters.", lt=1)
     targets: str = setting(
         "",
         "Layers that get an adapter: shell patterns over their names or the last parts of them, separated by commas, "
@@ -153,8 +155,8 @@ class LoRASection:
 
 @dataclass
 class DPOSection:
-    beta: float = setting(0.1, "Strength of the pull towards the reference model.")
-    label_smoothing: float = setting(0.0, "Assumed share of pairs with swapped preference.")
+    beta: float = setting(0.1, "Strength of the pull towards the reference model.", gt=0)
+    label_smoothing: float = setting(0.0, "Assumed share of pairs with swapped preference.", lt=0.5)
     reference: Literal["auto", "adapters_off", "cached"] = setting(
         "auto",
         "Where the reference model's log-probabilities come from. 'adapters_off': the model without its adapters, in "
@@ -166,28 +168,30 @@ class DPOSection:
 @dataclass
 class LRSchedulerSection:
     warmup_steps: int = setting(
-        -1, "Steps of linear warm-up, from 1 / warmup_steps of the peak. -1: 3% of the run's steps, at most 200."
+        -1, "Steps of linear warm-up, from 1 / warmup_steps of the peak. -1: 3% of the run's steps, at most 200.", ge=-1
     )
     decay_ratio: float | None = setting(
-        None, "Share of all steps for the final decay (warmup-stable-decay). Unset: decay begins after the warm-up."
+        None, "Share of all steps for the final decay (WSD). Unset: it begins after the warm-up.", gt=0, le=1
     )
     decay_type: Literal["linear", "sqrt", "cosine"] = setting("cosine", "Shape of the decay.")
-    min_lr_factor: float = setting(0.1, "Learning rate at the end, as a factor of optimizer.lr.")
+    min_lr_factor: float = setting(0.1, "Learning rate at the end, as a factor of optimizer.lr.", le=1)
 
 
 @dataclass
 class ParallelismSection:
-    data_parallel_replicate_degree: int = setting(1, "Replicas of the sharded model (HSDP, or DDP if shard is 1).")
-    data_parallel_shard_degree: int = setting(-1, "Ranks that share one copy of the parameters (FSDP2); -1: the rest.")
-    tensor_parallel_degree: int = setting(1, "Ranks that split each dense layer, and the sequence between layers.")
+    data_parallel_replicate_degree: int = setting(1, "Replicas of the sharded model (HSDP; DDP if not sharded).", ge=1)
+    data_parallel_shard_degree: int = setting(
+        -1, "Ranks that share the parameters (FSDP2); -1: the rest.", ge=1, also=-1
+    )
+    tensor_parallel_degree: int = setting(1, "Ranks that split dense layers, and sequences between layers.", ge=1)
     context_parallel_degree: int = setting(
-        1, "Ranks that split each sequence, and the heads in attention (arXiv:2309.14509). FSDP shards over them too."
+        1, "Ranks that split sequences, and heads in attention (arXiv:2309.14509). FSDP shards over them too.", ge=1
     )
     pipeline_parallel_degree: int = setting(
-        1, "Pipeline stages, each with some of the layers (1F1B, arXiv:2104.04473). Other degrees are of one stage."
+        1, "Pipeline stages with some of the layers each (1F1B, arXiv:2104.04473). Other degrees are of one.", ge=1
     )
     pipeline_parallel_chunks: int = setting(
-        1, "Chunks of layers in a stage (interleaved 1F1B), for less waiting; micro-batches: a multiple of the stages."
+        1, "Chunks of layers in a stage (interleaved 1F1B), to wait less; micro-batches: a multiple of stages.", ge=1
     )
     pipeline_parallel_layers: str = setting(
         "",
@@ -195,7 +199,7 @@ class ParallelismSection:
         is_list=True,
     )
     expert_parallel_degree: int = setting(
-        1, "Ranks that split the experts: some of those of data_parallel_shard * context_parallel * tensor_parallel."
+        1, "Ranks that split the experts: some of data_parallel_shard * context_parallel * tensor_parallel.", ge=1
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
         "default", "Free gathered parameters after forward; 'default': in all but the last layer."
@@ -228,14 +232,14 @@ class CheckpointSection:
     )
     folder: str = setting("checkpoint", "Folder of the checkpoints, inside job.dump_folder.")
     timeout_seconds: int = setting(
-        7200, "Longest time that a rank waits for the others while a checkpoint is saved or its checksums are compared."
+        7200, "Seconds that a rank waits for others while a checkpoint is saved or its checksums are compared.", ge=1
     )
     interval: int = setting(500, "Optimizer steps between checkpoints; 0: only at the end.")
     initial_load_path: str = setting(
         "", "As model.path, for the weights only. The sizes come from model.flavor or model.hf_assets_path."
     )
     load_step: int = setting(
-        -1, "Step to resume from; -1: the latest complete checkpoint in the folder, if any; 0: begin anew."
+        -1, "Step to resume from; -1: the latest complete checkpoint in the folder, if any; 0: begin anew.", ge=-1
     )
     resume: Literal["auto", "force"] = setting(
         "auto", "'auto': resume a run of the same base model, data and objective, refuse others; 'force': resume any."
@@ -287,7 +291,7 @@ class CompileSection:
 
 @dataclass
 class MetricsSection:
-    log_freq: int = setting(10, "Steps between log lines and metric points.")
+    log_freq: int = setting(10, "Steps between log lines and metric points.", ge=1)
     function: str = setting("", "Function of a point; gives more values to log (docs/extending.md).", calls=("point",))
     enable_tensorboard: bool = setting(True, "Write TensorBoard events to job.dump_folder/save_tb_folder.")
     save_tb_folder: str = setting("tb", "Folder of the TensorBoard events, inside job.dump_folder.")
@@ -303,7 +307,7 @@ class MetricsSection:
 class ProfilingSection:
     enable_profiling: bool = setting(False, "Record a torch.profiler trace of one step every profile_freq steps.")
     save_traces_folder: str = setting("profile_traces", "Folder of the traces, inside job.dump_folder.")
-    profile_freq: int = setting(100, "Steps between traces.")
+    profile_freq: int = setting(100, "Steps between traces.", ge=1)
     enable_memory_snapshot: bool = setting(
         False,
         "Record allocations on CUDA (each is a little slower), and write them to job.dump_folder/memory/rankN.pickle "
@@ -314,7 +318,7 @@ class ProfilingSection:
 @dataclass
 class ValidationSection:
     enable: bool = setting(False, "Compute the validation loss at intervals on held-out sequences.")
-    freq: int = setting(100, "Steps between validations; also before the first step and after the last.")
+    freq: int = setting(100, "Steps between validations; also before the first step and after the last.", ge=1)
     steps: int = setting(
         0,
         "Largest number of global batches per validation and source. 0: every held-out sequence once, with any mesh "
@@ -334,14 +338,14 @@ class EvaluationSection:
         False,
         "Generate answers to held-out prompts and score them: before the first step, at intervals and at the end.",
     )
-    freq: int = setting(500, "Steps between evaluations.")
+    freq: int = setting(500, "Steps between evaluations.", ge=1)
     path: str = setting(
         "", "Examples to evaluate on: a file, folder or hub id, as data.path. Empty: the held-out examples."
     )
     split: str = setting("test", "Split of evaluation.path, if that is a dataset of the hub.")
     samples: int = setting(0, "Prompts per evaluation, spread evenly over the examples. 0: all.")
-    batch_size: int = setting(16, "Prompts per batch on each data-parallel rank.")
-    max_new_tokens: int = setting(128, "Largest number of new tokens per prompt. Decoding is greedy.")
+    batch_size: int = setting(16, "Prompts per batch on each data-parallel rank.", ge=1)
+    max_new_tokens: int = setting(128, "Largest number of new tokens per prompt. Decoding is greedy.", ge=1)
     scorer: str = setting(
         "exact_match",
         "'exact_match': equal text, apart from white space at the ends. 'contains': the answer occurs in the text. "
@@ -354,9 +358,9 @@ class EvaluationSection:
 @dataclass
 class SpikeSection:
     enable: bool = setting(False, "Warn about a loss spike, and print how to restart before it without its data.")
-    window: int = setting(100, "Steps in the window that a loss is compared with.")
+    window: int = setting(100, "Steps in the window that a loss is compared with.", ge=8)
     threshold: float = setting(
-        8.0, "A spike is more than this many robust standard deviations above the median of the window."
+        8.0, "A spike is more than this many robust standard deviations above the median of the window.", gt=0
     )
 
 
@@ -367,6 +371,7 @@ class CommSection:
         "Hang timeout. If a rank makes no progress while it trains, or a collective of all ranks takes longer, the "
         "run ends or restarts, and names the rank that hangs and those that wait. Collectives along one mesh axis "
         "have torch's limit of 30 minutes.",
+        ge=1,
     )
 
 

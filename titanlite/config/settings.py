@@ -29,6 +29,7 @@ _REMEDIES = {int: "Write a whole number", float: "Write a number", bool: "Write 
 _KIND_NAMES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
 _SOURCE = re.compile(rf"{re.escape(SOURCES)}\.([a-z]\w*)(?:\.(\w+))?", re.ASCII)
 _KINDS = (int, float, bool, str)
+BOUNDS = ("ge", "gt", "le", "lt", "also")
 # Names in other trainers, of settings and of values, and what they are here; values of whole sections.
 _TABLES = tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))
 NAMES, CHOICES = (
@@ -50,6 +51,7 @@ class Setting(NamedTuple):
     doc: str
     calls: tuple[str, ...] | None = None  # how an extension is called that it may name
     is_list: bool = False  # text with commas, which may be given as a list
+    bounds: Mapping[str, float] = {}  # of a number: ge, gt, le, lt, and a value that it may have `also`
 
     @property
     def section(self) -> str:
@@ -82,7 +84,8 @@ def walk_schema(schema: type, section: str = "") -> Iterable[Setting]:
             raise TypeError(f"schema: {key} has type {declared}, which no value can be read as. Use another type.")
         default = item.default if item.default_factory is MISSING else item.default_factory()
         calls, is_list = item.metadata.get("calls"), item.metadata.get("is_list", False)
-        yield Setting(key, kind, choices, optional, default, item.metadata.get("doc", ""), calls, is_list)
+        bounds = {name: item.metadata[name] for name in BOUNDS if name in item.metadata}
+        yield Setting(key, kind, choices, optional, default, item.metadata.get("doc", ""), calls, is_list, bounds)
 
 
 @cache
