@@ -38,7 +38,7 @@ with lean_imports():
     from titanlite.assemble import assemble, close, explain
     from titanlite.base.agree import is_lost_peer
     from titanlite.base.errors import NOTICE_FOLDER, ConfigError, TitanliteError, raise_problems
-    from titanlite.base.folder_lock import FolderLock
+    from titanlite.base.files import FolderLock
     from titanlite.config import load_config
     from titanlite.config.assets import find_missing_packages
     from titanlite.distributed.process_group import end_distributed

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import DataError, TrainingError, TransientError
-from titanlite.base.folder_lock import FolderLock
+from titanlite.base.files import FolderLock
 from titanlite.base.log import logger
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.description import describe_versions

@@ -21,8 +21,7 @@ from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.console import ProgressBar, can_show_bar, format_line
 from titanlite.metrics.flops import peak_flops
-from titanlite.metrics.point import StepPoint, describe_moe
-from titanlite.metrics.ranks import describe_ranks
+from titanlite.metrics.point import StepPoint, describe_moe, describe_ranks
 
 EXPERT_LOAD_FILE = "expert_load.jsonl"
 _LOAD_POINTS = 100

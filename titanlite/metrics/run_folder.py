@@ -11,8 +11,7 @@ import torch.distributed as dist
 from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.env import read_variable
 from titanlite.base.errors import RENDEZVOUS, ConfigError
-from titanlite.base.files import AppendedFile, check_regular, is_full
-from titanlite.base.folder_lock import LOCK_WAIT_S, FolderLock
+from titanlite.base.files import LOCK_WAIT_S, AppendedFile, FolderLock, check_regular, is_full
 from titanlite.base.log import log_to_folder, logger
 from titanlite.base.tables import format_count
 from titanlite.config import JobConfig, find_changes, format_changes, save_resolved

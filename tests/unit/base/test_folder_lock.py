@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from titanlite.base.errors import ConfigError
-from titanlite.base.folder_lock import FolderLock, Holder
+from titanlite.base.files import FolderLock, Holder
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.run_folder import hold_folders
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from titanlite.base.folder_lock import FolderLock
+from titanlite.base.files import FolderLock
 lock = FolderLock.take(Path(sys.argv[1]))
 print("holds", flush=True)
 time.sleep(100)

@@ -17,7 +17,7 @@ from titanlite.features.transformers.recording import Recording
 from titanlite.features.transformers.sources import find_sources
 from titanlite.materialize.sources import Alias
 from titanlite.models.families.hf_config import load_config_and_class
-from titanlite.models.families.limits import MOST_PARAMETERS
+from titanlite.models.families.keys import MOST_PARAMETERS
 
 _FLAG = "tie_word_embeddings"
 

@@ -19,9 +19,8 @@ from titanlite.base.files import read_json
 from titanlite.config.assets import suggest_path, weights_key
 from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, ModelSection, RopeScaling
 from titanlite.config.schema import JobConfig
-from titanlite.models.families.family import Family
+from titanlite.models.families.family import Family, check_model_config
 from titanlite.models.families.hf_config import transformers_config
-from titanlite.models.families.limits import check_model_config
 from titanlite.models.families.rope import NotNativeError
 
 # Saved configurations name the tokenizer's padding, whether or not the run that saved them gave it a gradient.

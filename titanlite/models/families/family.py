@@ -9,14 +9,23 @@ from titanlite.config.model import ModelConfig
 from titanlite.models.families.keys import (
     COMMON_DECLARED,
     MISSING,
+    MOST_PARAMETERS,
     Key,
     describe_unreadable,
+    find_absurd,
     find_quantization,
     get_padding_row,
     show,
 )
-from titanlite.models.families.limits import check_model_config, find_absurd
-from titanlite.models.families.rope import PARTIAL, NotNativeError, Rope, read_rope, rope_table, rope_to_hf
+from titanlite.models.families.rope import (
+    PARTIAL,
+    NotNativeError,
+    Rope,
+    check_rope_scaling,
+    read_rope,
+    rope_table,
+    rope_to_hf,
+)
 
 # ModelConfig field -> Hugging Face key, where all families agree.
 COMMON_KEYS: Mapping[str, str] = {
@@ -75,6 +84,75 @@ GROUP_RULES: Sequence[tuple[Callable[[ModelConfig], bool], str]] = (
         "num_shared_experts ({num_shared_experts}) is not positive, which transformers' class demands.",
     ),
 )
+
+
+# The norm of nothing: hidden states would vanish beside the epsilon.
+_MOST = {"rms_norm_eps": 1.0, "initializer_range": 1.0, "rope_theta": 1e15, "routed_scaling_factor": 1e6}
+_POSITIVE = (
+    *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
+    *("max_position_embeddings", "rms_norm_eps", "rope_theta"),
+)
+_POSITIVE_MOE = ("top_k", "moe_intermediate_size")
+
+
+def check_model_config(config: ModelConfig) -> list[str]:
+    """Contradictions inside `config`, one message each."""
+    problems = list(find_absurd(vars(config)))
+    problems += [
+        f"{name} = {getattr(config, name)} is more than {most}."
+        for name, most in _MOST.items()
+        if getattr(config, name) > most
+    ]
+    for name in _POSITIVE + (_POSITIVE_MOE if config.num_experts else ()):
+        if getattr(config, name) <= 0:
+            problems.append(f"{name} = {getattr(config, name)} is not positive.")
+    for name in ("num_experts", "num_dense_layers", "num_shared_experts", "initializer_range"):
+        if getattr(config, name) < 0:
+            problems.append(f"{name} = {getattr(config, name)} is negative.")
+    if config.num_kv_heads > 0 and config.num_heads % config.num_kv_heads:
+        problems.append(f"num_heads ({config.num_heads}) is not a multiple of num_kv_heads ({config.num_kv_heads}).")
+    if config.head_dim % 2:
+        problems.append(f"head_dim ({config.head_dim}) is odd; rotary embeddings need pairs.")
+    elif not 0 < config.partial_rotary_factor <= 1 or config.rotary_dim < 2 or config.rotary_dim % 2:
+        problems.append(
+            f"partial_rotary_factor ({config.partial_rotary_factor}) of head_dim ({config.head_dim}) is no even number "
+            "between 2 and head_dim."
+        )
+    if any((config.kv_lora_rank, config.q_lora_rank, config.qk_nope_head_dim, config.v_head_dim)):
+        problems += [
+            f"{name} = {getattr(config, name)} is not positive, as latent attention needs it."
+            for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+            if getattr(config, name) <= 0
+        ]
+        problems += [f"q_lora_rank = {config.q_lora_rank} is negative."] if config.q_lora_rank < 0 else []
+        if config.num_heads != config.num_kv_heads:
+            problems.append(
+                f"num_kv_heads ({config.num_kv_heads}) is not num_heads ({config.num_heads}), which latent attention "
+                "makes keys and values for."
+            )
+    if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
+        problems.append(f"pad_token_id ({config.pad_token_id}) is not less than vocab_size ({config.vocab_size}).")
+    if config.rope_scaling is not None:
+        problems += check_rope_scaling(config.rope_scaling, config.rope_theta)
+    if config.num_experts > 0:
+        groups = config.num_expert_groups
+        if config.top_k > config.num_experts:
+            problems.append(f"top_k ({config.top_k}) is more than num_experts ({config.num_experts}).")
+        elif groups < 1 or config.num_experts % groups:
+            problems.append(f"num_experts ({config.num_experts}) is not a multiple of num_expert_groups ({groups}).")
+        elif not 1 <= config.num_limited_groups <= groups:
+            problems.append(f"num_limited_groups ({config.num_limited_groups}) is not between 1 and {groups}.")
+        elif config.top_k > config.num_experts // groups * config.num_limited_groups:
+            problems.append(
+                f"top_k ({config.top_k}) is more than the experts in {config.num_limited_groups} of {groups} groups "
+                f"({config.num_experts // groups * config.num_limited_groups})."
+            )
+    heads = config.num_heads * (config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim)
+    inner = config.intermediate_size + (config.num_experts + config.num_shared_experts) * config.moe_intermediate_size
+    total = config.hidden_size * (config.vocab_size + config.num_layers * (heads + inner))
+    if not problems and total > MOST_PARAMETERS:  # sizes are each possible, but not their product
+        problems = [f"the model would have {total:.3g} parameters or more, and {MOST_PARAMETERS:.3g} are the most."]
+    return problems
 
 
 def preset(

@@ -11,8 +11,7 @@ from titanlite.base.hf_objects import build_config, decode_floats
 from titanlite.base.log import logger
 from titanlite.config.model import AnyModelConfig, TransformersConfig
 from titanlite.config.schema import JobConfig
-from titanlite.models.families.keys import QUANTIZATION, describe_unreadable, find_quantization
-from titanlite.models.families.limits import find_absurd
+from titanlite.models.families.keys import QUANTIZATION, describe_unreadable, find_absurd, find_quantization
 
 _SHOWN_CHARS = 80
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -4,7 +4,9 @@ Transformers' configuration classes are strict: they refuse an integer for a flo
 Where null is declared, it can still mean something else than the default, or nothing that the model can compute with.
 """
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,3 +92,33 @@ COMMON_DECLARED: Mapping[str, Key] = {
     **dict.fromkeys(("tie_word_embeddings", "attention_bias"), Key(False)),
     "pad_token_id": Key(None, None),
 }
+
+
+# A hundred times what the largest models have; beyond, sizes overflow, and layers take minutes to be described.
+MOST_PARAMETERS = 2**50
+
+
+def find_absurd(hf: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Sizes in `hf` that no model has, before transformers makes lists of such lengths; numbers that are not finite.
+
+    Lists may hold infinities: some state-space models bound their time steps by them.
+    """
+    for key, value in hf.items():
+        name = f"{path}{key}"
+        if isinstance(value, Mapping):
+            yield from find_absurd(value, f"{name}.")
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{name} = {show(value)} is not a finite number."
+        for number in value if isinstance(value, list) else [value]:
+            most = next((most for pattern, most in _MOST_OF if re.search(pattern, str(key))), None)
+            if type(number) is int and most is not None and abs(number) > most:
+                yield f"{name} = {show(number)} is more than {most}."
+
+
+# What transformers makes modules, lists or tables of; then widths, whose products torch bounds.
+_MOST_OF = (
+    (r"^(?!max_|first_)\w*layers?$|^depths?$", 4096),
+    (r"experts$|^num_labels$", 2**16),
+    (r"size|dim|heads|rank|^d_|_d$|channels|groups|width|vocab|position|^n_ctx$", 2**27),
+    (r"^num_|^n_|_freq$|_step$|_interval$|window|length", 2**31),
+)
