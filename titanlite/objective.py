@@ -10,28 +10,17 @@ from titanlite.models.interface import Model
 
 
 class ObjectiveSums(NamedTuple):
-    """Sums over one batch of this rank.
+    """Sums over one batch of this rank."""
 
-    Attributes:
-        loss: over the batch's units (tokens or pairs), differentiable float32 scalar; divide by the global number of
-            units.
-        aux: balance losses summed over tokens; divide by the global number of tokens, padding left out.
-        metrics: (number of `metric_names`,) float32, no gradient; divide like `loss`.
-    """
-
-    loss: torch.Tensor
-    aux: torch.Tensor
-    metrics: torch.Tensor
+    loss: torch.Tensor  # of units (tokens or pairs), differentiable float32; divide by the global number of units
+    aux: torch.Tensor  # balance losses of tokens; divide by the global number of tokens, padding left out
+    metrics: torch.Tensor  # (number of `metric_names`,) float32, no gradient; divide like `loss`
 
 
 class Objective(Protocol):
-    """What is minimized: the mean of a loss over units.
+    """What is minimized: the mean of a loss over units."""
 
-    Attributes:
-        metric_names: names of the metrics, as TensorBoard shows them.
-    """
-
-    metric_names: Sequence[str]
+    metric_names: Sequence[str]  # as TensorBoard shows them
 
     def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
         """Prepare for the run: called once before the first step, with all batches to come (on the host, read only if

@@ -29,28 +29,16 @@ from titanlite.optim.optimizer import scale_gradients, step_if_finite
 
 @dataclass
 class StepResult:
-    """What one optimizer step leaves on the device; reading it synchronizes.
+    """What one optimizer step of the global batch leaves on the device; reading it synchronizes."""
 
-    Attributes:
-        loss: mean loss over the global batch's units (tokens with a label, or pairs), float32 scalar.
-        grad_norm: gradient norm before clipping, float32 scalar.
-        group_norms: the same by group of parameters, float32 (groups,).
-        aux_loss: mean of the balance losses over the tokens, padding left out, float32 scalar; 0 without any.
-        tokens: tokens of the global batch, padding included.
-        unpadded_tokens: those that are no padding, int64 scalar.
-        tokens_per_expert: (layers, E) int64 over the global batch, or None where there are no experts, or none that
-            can be counted.
-        metrics: means of the objective's metrics, float32 (len(metric_names),).
-    """
-
-    loss: torch.Tensor
-    aux_loss: torch.Tensor
-    grad_norm: torch.Tensor
-    group_norms: torch.Tensor
-    tokens: int
-    unpadded_tokens: torch.Tensor
-    tokens_per_expert: torch.Tensor | None
-    metrics: torch.Tensor
+    loss: torch.Tensor  # mean over units (tokens with a label, or pairs), float32
+    aux_loss: torch.Tensor  # mean of the balance losses over tokens, padding left out, float32; 0 without any
+    grad_norm: torch.Tensor  # before clipping, float32
+    group_norms: torch.Tensor  # the same by group of parameters, float32 (groups,)
+    tokens: int  # padding included
+    unpadded_tokens: torch.Tensor  # int64
+    tokens_per_expert: torch.Tensor | None  # (layers, E) int64; None: there are no experts, or none are counted
+    metrics: torch.Tensor  # means of the objective's metrics, float32 (len(metric_names),)
 
 
 @dataclass
@@ -66,19 +54,7 @@ class Window:
 
 
 class TrainStep:
-    """Makes steps on a sharded model, wherever model, optimizer and batches come from.
-
-    Args:
-        job: the run's configuration.
-        dims: the meshes that `model` is sharded over.
-        device: where batches are; the model's, unless it is offloaded.
-        schedule: the order of forwards and backwards.
-        step: optimizer steps done before.
-
-    Attributes:
-        step: optimizer steps done.
-        finite_guard: decides which steps are applied.
-    """
+    """Makes steps on a model that is sharded over `dims`, after `step` steps; batches are on `device`."""
 
     def __init__(
         self,

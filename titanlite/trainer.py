@@ -48,15 +48,10 @@ class DivergenceCheck(Protocol):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a loss or gradient is not finite, as all ranks found together.
+    """Why a loss or gradient is not finite, as all ranks found together."""
 
-    Attributes:
-        text: sentences for the user.
-        repeats: True if the step is not finite again when it is computed again; else a machine erred.
-    """
-
-    text: str
-    repeats: bool
+    text: str  # sentences for the user
+    repeats: bool  # True if the step is not finite again when it is computed again; else a machine erred
 
     def to_error(self, found: NonFiniteSteps, saved: str, samples: int) -> TrainingError:
         """Return the error that ends a run after `found`: a transient one if the step does not repeat it.
@@ -86,42 +81,31 @@ class Diagnosis:
 
 @dataclass
 class Trainer:
-    """Trains. Every rank has one, from `assemble`, and calls `train`. It can do without everything from `evaluator` on.
-
-    Attributes:
-        locks: of the run's folders, held as long as the trainer lives.
-        stepper: makes the steps, and has the model, the optimizer and the objective.
-        watch_spikes: called at log steps with (step, losses of the steps since the last one, samples of the data order
-            before the next step).
-        diagnose: called with (micro-batches, scaled loss of one, what was not finite). Collective.
-        render_card: called with `progress` and `results`; the text of a checkpoint's README.md.
-        log_sample: logs what the model writes. Collective.
-        push_to_hub: called with (folder, repository) on rank 0.
-        stopping: the run was asked to end early.
-        loss: of the last step that was logged.
-    """
+    """Trains. Every rank has one, from `assemble`, and calls `train`. It can do without what `evaluator` begins."""
 
     job: JobConfig
     device: torch.device
     dump_folder: Path
-    locks: list[FolderLock | None]
+    locks: list[FolderLock | None]  # of the run's folders, held as long as the trainer lives
     loader: TrainLoader
     checkpointer: Checkpointer
     plan: Plan
-    stepper: TrainStep
+    stepper: TrainStep  # makes the steps, and has the model, the optimizer and the objective
     metrics: MetricsLogger
     results: Results
     evaluator: Evaluator | None = None
     divergence: DivergenceCheck | None = None
+    # Called at log steps with (step, losses of the steps since the last, samples of the data order before the next).
     watch_spikes: Callable[[int, Sequence[float], int], None] = lambda *_: None
+    # Called with (micro-batches, scaled loss of one, what was not finite). Collective.
     diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor], NonFiniteSteps], Diagnosis] = lambda *_: (
         Diagnosis("Nothing looked for its origin.", repeats=True)
     )
-    render_card: Callable[..., str] = lambda **_: ""
-    log_sample: Callable[[], None] = lambda: None
-    push_to_hub: Callable[[Path, str], None] = lambda *_: None
-    stopping: bool = False
-    loss: float | None = None
+    render_card: Callable[..., str] = lambda **_: ""  # README.md of a checkpoint, of its `progress` and the `results`
+    log_sample: Callable[[], None] = lambda: None  # logs what the model writes. Collective
+    push_to_hub: Callable[[Path, str], None] = lambda *_: None  # called with (folder, repository) on rank 0
+    stopping: bool = False  # the run was asked to end early
+    loss: float | None = None  # of the last step that was logged
 
     @property
     def step(self) -> int:

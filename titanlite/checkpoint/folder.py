@@ -23,17 +23,12 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of some files, by key, and the size of every file when its header was read.
-
-    Attributes:
-        block: rows and columns of an FP8 weight with a common factor, if config.json has them.
-        in_float32: keys of tensors in float32, if most bytes of the model are in fewer bits: they stay float32.
-    """
+    """The tensors of some files, by key, and the size of every file when its header was read."""
 
     tensors: dict[str, StoredTensor]
     file_bytes: dict[Path, int]
-    block: tuple[int, int] | None = (128, 128)
-    in_float32: frozenset[str] = frozenset()
+    block: tuple[int, int] | None = (128, 128)  # rows and columns of an FP8 weight with a common factor
+    in_float32: frozenset[str] = frozenset()  # keys that stay so, if most bytes of the model are in fewer bits
 
 
 def read_model_headers(folder: Path) -> Stored:

@@ -25,15 +25,11 @@ PREDICTION_KEY = "eh_proj.weight"
 
 @dataclass(frozen=True)
 class Piece:
-    """One checkpoint tensor: key and shape are those on disk.
-
-    Attributes:
-        region: the part of the run-time tensor that it stores; leading dims of length 1 are dropped on disk.
-    """
+    """One checkpoint tensor: key and shape are those on disk."""
 
     key: str
     shape: tuple[int, ...]
-    region: Region
+    region: Region  # of the run-time tensor; leading dims of length 1 are dropped on disk
 
 
 def is_sidecar(name: str, family: Family) -> bool:

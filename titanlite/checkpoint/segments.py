@@ -11,16 +11,11 @@ from titanlite.materialize import Region
 
 @dataclass(frozen=True)
 class Segments:
-    """Equally long segments, in the order of the stored tensor.
+    """Equally long segments, in the order of the stored tensor."""
 
-    Attributes:
-        stored, local: int64 (N,), first element of each segment in the stored tensor, and in the shard.
-        length: elements per segment.
-    """
-
-    stored: np.ndarray
-    local: np.ndarray
-    length: int
+    stored: np.ndarray  # int64 (N,), first element of each segment in the stored tensor
+    local: np.ndarray  # the same in the shard
+    length: int  # elements per segment
 
     @property
     def numel(self) -> int:

@@ -32,29 +32,17 @@ _OPTIMIZER, _RNG = f"{OWN_FOLDER}/optimizer", f"{OWN_FOLDER}/rng"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands; the whole of train_state.json.
+    """Where a run stands; the whole of train_state.json."""
 
-    Attributes:
-        step: optimizer steps done.
-        samples: sequences of the data order that were trained on, by all ranks together, or left out.
-        data: description of the data order; a resumed run with another one trains on other data.
-        world_size: ranks that wrote the checkpoint.
-        versions: of titanlite and torch, for people.
-        results: of validations and evaluations, see `metrics.results`.
-        taken: sequences that each source of a mixture gave, by name.
-        chat_date: what chat templates take for today, as ISO text.
-        identity: settings that tell the run from others, see `metrics.run_folder`.
-    """
-
-    step: int
-    samples: int
-    data: str
-    world_size: int
-    versions: Mapping[str, str]
-    results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    taken: Mapping[str, int] = field(default_factory=dict)
-    chat_date: str = ""
-    identity: Mapping[str, str] = field(default_factory=dict)
+    step: int  # optimizer steps done
+    samples: int  # sequences of the data order that were trained on, by all ranks together, or left out
+    data: str  # description of the data order; a resumed run with another one trains on other data
+    world_size: int  # ranks that wrote the checkpoint
+    versions: Mapping[str, str]  # of titanlite and torch, for people
+    results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # see `metrics.results`
+    taken: Mapping[str, int] = field(default_factory=dict)  # sequences that each source of a mixture gave, by name
+    chat_date: str = ""  # what chat templates take for today, as ISO text
+    identity: Mapping[str, str] = field(default_factory=dict)  # what tells the run from others: `metrics.run_folder`
 
     @property
     def batch_size(self) -> int:

@@ -35,25 +35,19 @@ _POLYNOMIAL = np.uint32(0xEDB88320)  # of CRC-32, reflected, as zlib has it: the
 
 @dataclass(frozen=True)
 class Item:
-    """One stored tensor, and what this rank has of it.
+    """One stored tensor, `key`, `dtype` and `shape` as on disk, and what this rank has of it.
 
-    Attributes:
-        key, dtype, shape: on disk; the shard is cast.
-        region: the part of the run-time tensor that it stores.
-        local, local_region: this rank's shard of the run-time tensor, a plain tensor on any device, and the part that
-            it is.
-        mine: of several ranks with this shard, this one writes it.
-        read: for a tensor that is not in memory, `local` being empty: returns a part of `region` in `dtype`. The rank
-            that writes it asks for parts that follow one another in the file, in several threads.
+    Of a tensor that is not in memory, `read` returns a part of `region` in `dtype`, and `local` is empty. The rank that
+    writes it asks for parts that follow one another in the file, in several threads.
     """
 
     key: str
     dtype: torch.dtype
-    region: Region
+    region: Region  # of the run-time tensor, that is stored
     shape: tuple[int, ...]
-    local: torch.Tensor
+    local: torch.Tensor  # this rank's shard of the run-time tensor, plain, on any device; it is cast
     local_region: Region
-    mine: bool
+    mine: bool  # of several ranks with this shard, this one writes it
     read: Callable[[Region], torch.Tensor] | None = None
 
     @classmethod

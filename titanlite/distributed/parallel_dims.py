@@ -23,25 +23,16 @@ class ParallelDims:
     An axis with one rank is left out, except the two that FSDP units are split over: gloo's threads of an idle process
     group wake up a hundred times a second. With pipeline stages the meshes begin with an axis "pp", along which no
     tensor is split: the axes after it span the ranks of one stage.
-
-    Attributes:
-        degrees: resolved degrees.
-        dense: mesh (dp_replicate, dp_shard or dp_shard_cp, tp), for everything but experts.
-        sparse: mesh (dp_replicate, efsdp, ep), for experts; neighbouring ranks form an ep group. None where experts are
-            split over the same ranks as everything else.
-        cp_group: ranks that hold the pieces of one sequence, in their order; None with cp = 1. It shards no parameter.
-        stage_group: ranks of this pipeline stage; None with pp = 1.
-        pp_backward_group: the ranks of the axis "pp" once more, for gradients; the axis' own group serves hidden
-            states.
-        pp_round_groups: the same ranks twice more, for hidden states and gradients between the last stage and the
-            first, where micro-batches go round several times.
     """
 
     degrees: Degrees
-    dense: DeviceMesh
+    dense: DeviceMesh  # (dp_replicate, dp_shard or dp_shard_cp, tp), for everything but experts
+    # (dp_replicate, efsdp, ep): neighbours form an ep group. None: experts are split over the same ranks as the rest.
     sparse: DeviceMesh | None
-    cp_group: dist.ProcessGroup | None = None
-    stage_group: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None  # ranks with the pieces of a sequence, in order; it shards no parameter
+    stage_group: dist.ProcessGroup | None = None  # ranks of this pipeline stage, if there are several
+    # The axis "pp" once more, for gradients, since its own group serves hidden states; and twice more, for both between
+    # the last stage and the first, where micro-batches go round several times.
     pp_backward_group: dist.ProcessGroup | None = None
     pp_round_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 

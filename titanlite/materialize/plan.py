@@ -43,23 +43,14 @@ _WRAPPER_SEGMENTS = {"_checkpoint_wrapped_module", "_orig_mod", "_transformers_m
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor object of the model.
+    """One tensor object of the model."""
 
-    Attributes:
-        info: first name, kind, global shape of the values, and dtype.
-        names: all names under which the model holds this object; more than one when tied.
-        source: where its value comes from.
-        tensor: the object itself; it stays the same object when it is materialized.
-        region: the part of the global tensor on this rank.
-        dtype: dtype it gets: the declared one for buffers that must not follow a cast of the model.
-    """
-
-    info: TensorInfo
-    names: tuple[str, ...]
+    info: TensorInfo  # under its first name
+    names: tuple[str, ...]  # under which the model holds it; more than one when tied
     source: Source
-    tensor: torch.Tensor
-    region: Region
-    dtype: torch.dtype
+    tensor: torch.Tensor  # the object, which stays the same when it is materialized
+    region: Region  # of the values, on this rank
+    dtype: torch.dtype  # that it gets: the declared one for buffers that must not follow a cast of the model
 
     @property
     def fqn(self) -> str:
@@ -95,18 +86,12 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Plan:
-    """All tensors of a model, in the model's order, and the model they belong to.
-
-    Attributes:
-        group: ranks that share what this rank holds, as the model says (`layout.set_sharing_group`); None: all ranks.
-        waiting: group of all ranks whose collectives wait as long as one rank may read longer than another; None: the
-            default group.
-    """
+    """All tensors of a model, in the model's order, and the model they belong to."""
 
     model: nn.Module
     entries: tuple[TensorEntry, ...]
-    group: dist.ProcessGroup | None = None
-    waiting: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # ranks that share what this one holds (`layout.set_sharing_group`), or all
+    waiting: dist.ProcessGroup | None = None  # all ranks, waiting as long as one may read longer; None: the default one
 
     @property
     def local_bytes(self) -> int:

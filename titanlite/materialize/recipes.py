@@ -21,13 +21,9 @@ _TILE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to draw one tensor, tile by tile.
+    """How to draw one tensor, tile by tile."""
 
-    Attributes:
-        zero_row: index along dim 0 that is zero instead (`padding_idx`), from the end if negative; or None.
-    """
-
-    zero_row: int | None = None
+    zero_row: int | None = None  # index along dim 0 that is zero instead (`padding_idx`), from the end if negative
 
     def __str__(self) -> str:
         given = ((f.name, getattr(self, f.name)) for f in fields(self))

@@ -21,36 +21,24 @@ _BUCKET_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Hop:
-    """One broadcast of a chain that reaches all replicas: over one mesh axis, from global rank `source`.
-
-    `takes_part` is False for ranks that another hop of the chain serves.
-    """
+    """One broadcast of a chain that reaches all replicas: over one mesh axis, from global rank `source`."""
 
     group: dist.ProcessGroup | None
     source: int
-    takes_part: bool
+    takes_part: bool  # False for ranks that another hop of the chain serves
 
 
 @dataclass(frozen=True)
 class Share:
-    """A tensor with the replica that is in charge of it: it reads the tensor, or writes it.
+    """A tensor with the replica that is in charge of it: it reads the tensor, or writes it."""
 
-    Attributes:
-        tensor: DTensor, or plain and then held by all ranks of `group`.
-        mine: this rank is in charge.
-        hops: broadcasts that take the copy in charge to the others; empty without replicas.
-        key: equal for tensors whose hops are the same ones.
-        axes, replica: the replicated axes of the mesh, and the index of the replica in charge along each.
-        group: that of `share_out`.
-    """
-
-    tensor: torch.Tensor
-    mine: bool
-    hops: tuple[Hop, ...]
-    key: Hashable
-    axes: tuple[int, ...]
-    replica: tuple[int, ...]
-    group: dist.ProcessGroup | None = None
+    tensor: torch.Tensor  # DTensor, or plain and then held by all ranks of `group`
+    mine: bool  # this rank is in charge
+    hops: tuple[Hop, ...]  # broadcasts that take the copy in charge to the others; empty without replicas
+    key: Hashable  # equal for tensors whose hops are the same ones
+    axes: tuple[int, ...]  # of the mesh, that are replicated
+    replica: tuple[int, ...]  # index of the replica in charge along each of them
+    group: dist.ProcessGroup | None = None  # that of `share_out`
 
     def place_of(self, rank: int) -> tuple[Region, bool]:
         """Return the region of the tensor that global rank `rank` of the group holds, and whether it is in charge."""

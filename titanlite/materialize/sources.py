@@ -23,17 +23,11 @@ from titanlite.materialize.recipes import Recipe
 
 @dataclass(frozen=True)
 class Init:
-    """Drawn by a recipe from the layout-invariant generator.
-
-    Attributes:
-        recipe: distribution.
-        may_be_absent: a checkpoint need not have this tensor; then the recipe is used.
-        dtype: dtype the tensor must have whatever the model is cast to (`expert_bias`: float32), or None.
-    """
+    """Drawn by a recipe from the layout-invariant generator."""
 
     recipe: Recipe
-    may_be_absent: bool = False
-    dtype: torch.dtype | None = None
+    may_be_absent: bool = False  # a checkpoint need not have the tensor; then the recipe is used
+    dtype: torch.dtype | None = None  # that the tensor must have, whatever the model is cast to
 
     def __str__(self) -> str:
         return f"init {self.recipe}"
@@ -41,15 +35,10 @@ class Init:
 
 @dataclass(frozen=True)
 class Compute:
-    """A pure function of the configuration (rotary frequencies, position ids).
+    """A pure function of the configuration (rotary frequencies, position ids)."""
 
-    Attributes:
-        function: returns the whole tensor on CPU; called once per rank.
-        dtype: as of `Init`.
-    """
-
-    function: Callable[[], torch.Tensor]
-    dtype: torch.dtype | None = None
+    function: Callable[[], torch.Tensor]  # returns the whole tensor on CPU; called once per rank
+    dtype: torch.dtype | None = None  # as of `Init`
 
     def __str__(self) -> str:
         return f"compute {getattr(self.function, '__name__', 'function')}"
@@ -84,15 +73,10 @@ class ReadRequest:
 
 
 class TensorReader(Protocol):
-    """A store of named tensors that can read parts of them.
-
-    Attributes:
-        name: for messages.
-        proves_coverage: `read` checks, before it reads, that what it will write is every element of each destination.
-    """
+    """A store of named tensors that can read parts of them; `name` is for messages."""
 
     name: str
-    proves_coverage: bool
+    proves_coverage: bool  # `read` checks, before it reads, that it will write every element of each destination
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast to its dtype or encoded."""
@@ -134,14 +118,10 @@ class TensorInfo:
 
 
 class SourceProvider(Protocol):
-    """Claims sources for tensors by name; `name` is for messages.
-
-    Attributes:
-        complete: it must cover every persistent tensor that does not declare `may_be_absent`.
-    """
+    """Claims sources for tensors by name; `name` is for messages."""
 
     name: str
-    complete: bool
+    complete: bool  # it must cover every persistent tensor that does not declare `may_be_absent`
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
         """Claim (fully qualified name, source). Unknown names and double claims are reported as such."""

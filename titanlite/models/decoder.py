@@ -27,15 +27,10 @@ from titanlite.ops.grouped_gemm import resolve_backend
 
 
 class LossSums(NamedTuple):
-    """Losses summed over this rank's tokens, float32; divide by the global number of valid tokens.
+    """Losses summed over this rank's tokens, float32; divide by the global number of valid tokens."""
 
-    Attributes:
-        cross_entropy: sum over the tokens with a label, or each token's, (B, S), if the forward was asked for those.
-        aux: sum of the MoE layers' balance losses; zero when there are none.
-    """
-
-    cross_entropy: torch.Tensor
-    aux: torch.Tensor
+    cross_entropy: torch.Tensor  # of the tokens with a label; or each token's, (B, S), if that was asked for
+    aux: torch.Tensor  # of the MoE layers' balance losses; zero when there are none
 
 
 class DecoderLayer(nn.Module):

@@ -25,17 +25,11 @@ from titanlite.ops.moe_experts import moe_experts
 
 
 class Routing(NamedTuple):
-    """What the router decided.
+    """What the router decided."""
 
-    Attributes:
-        topk_scores_Tk: weight of each chosen expert, float32.
-        topk_expert_ids_Tk: chosen experts, int64.
-        aux_loss: balance losses, summed over the tokens, or None when their coefficients are 0.
-    """
-
-    topk_scores_Tk: torch.Tensor
-    topk_expert_ids_Tk: torch.Tensor
-    aux_loss: torch.Tensor | None
+    topk_scores_Tk: torch.Tensor  # weight of each chosen expert, float32
+    topk_expert_ids_Tk: torch.Tensor  # chosen experts, int64
+    aux_loss: torch.Tensor | None  # balance losses, summed over the tokens; None when their coefficients are 0
 
 
 class ExpertCounter(Protocol):

@@ -21,17 +21,12 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signa
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What every layer needs to mask scores; made once per forward by `build_attention_mask`.
-
-    Attributes:
-        allowed_B1SS: bool, True where query s may see key t (`sdpa` only); or, on CUDA, what is added to the scores: 0
-            there and -inf elsewhere. None means plain causal.
-        starts_N1: (N + 1,) int32, where each of the N documents begins among B x S tokens, and B x S (`varlen` only).
-    """
+    """What every layer needs to mask scores; made once per forward by `build_attention_mask`."""
 
     backend: AttentionBackend
+    # `sdpa`: bool, True where query s may see key t; on CUDA what is added to scores, 0 or -inf. None: plain causal.
     allowed_B1SS: torch.Tensor | None = None
-    starts_N1: torch.Tensor | None = None
+    starts_N1: torch.Tensor | None = None  # `varlen`: what `find_starts` gives
 
 
 def leave_out_cudnn() -> None:

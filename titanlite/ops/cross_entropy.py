@@ -27,19 +27,12 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The vocabulary rows that this rank holds, and the two reductions over the ranks that hold the others.
+    """The vocabulary rows that this rank holds, and two all-reduces over the ranks that hold the others."""
 
-    Attributes:
-        start: first vocabulary row of this rank's weight.
-        vocab_size: rows of all ranks together.
-        reduce_max, reduce_sum: all-reduce a (C,) or (2, C) tensor, out of place; every rank calls them in the same
-            order.
-    """
-
-    start: int
-    vocab_size: int
-    reduce_max: Callable[[Tensor], Tensor]
-    reduce_sum: Callable[[Tensor], Tensor]
+    start: int  # first row of this rank's weight
+    vocab_size: int  # rows of all ranks together
+    reduce_max: Callable[[Tensor], Tensor]  # of (C,), out of place
+    reduce_sum: Callable[[Tensor], Tensor]  # of (2, C), out of place
 
 
 def _use_kernels(x: Tensor) -> bool:

@@ -162,23 +162,14 @@ def build_lr_scheduler(
 
 @dataclass(frozen=True)
 class NonFiniteSteps:
-    """What was not finite, on the host.
+    """What was not finite, on the host."""
 
-    Attributes:
-        first_new: first such step since the last look.
-        first: first step of the run of such steps up to the latest; -1 if the latest was finite.
-        in_a_row: length of that run.
-        total: such steps since the process started.
-        micro_batches: numbers of the micro-batches whose loss on this rank was not finite in step `first_new`.
-        fatal: as many in a row as may be; nothing was applied since `first`.
-    """
-
-    first_new: int
-    first: int
-    in_a_row: int
-    total: int
-    micro_batches: tuple[int, ...]
-    fatal: bool
+    first_new: int  # first such step since the last look
+    first: int  # first step of the run of such steps up to the latest; -1 if the latest was finite
+    in_a_row: int  # length of that run
+    total: int  # such steps since the process started
+    micro_batches: tuple[int, ...]  # whose loss on this rank was not finite in step `first_new`
+    fatal: bool  # as many in a row as may be; nothing was applied since `first`
 
 
 class FiniteGuard:
