@@ -187,16 +187,17 @@ def save_config(config: Any, folder: Path, original: Mapping[str, Any] | None = 
 
 def _with_older_keys(table: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
     """`table` with the keys that transformers 4.57 reads; its nested configurations likewise."""
-    both = dict(table)
-    for key, value in table.items():
-        if isinstance(value, dict) and key.endswith("_config"):
-            both[key] = _with_older_keys(value, original[key] if isinstance(original.get(key), dict) else {})
     derived: dict[str, Any] = {}
     rope = table.get("rope_parameters")
     if isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()):  # one for all layers
         scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
-        derived = {key: value for key, value in rope.items() if key not in scaling}
-        derived["rope_scaling"] = scaling if len(scaling) > 1 else None
+        derived = {k: rope[k] for k in rope if k not in scaling} | {
+            "rope_scaling": scaling if len(scaling) > 1 else None
+        }
+    both = {key: value for key, value in table.items() if key not in derived}  # transformers 5.17 writes some defaults
+    for key, value in table.items():
+        if isinstance(value, dict) and key.endswith("_config"):
+            both[key] = _with_older_keys(value, original[key] if isinstance(original.get(key), dict) else {})
     if "num_local_experts" in table:
         derived["num_experts"] = table["num_local_experts"]
     kept = {key: value for key, value in original.items() if not original.get("rope_parameters") and key in _OLDER_KEYS}
@@ -205,9 +206,10 @@ def _with_older_keys(table: Mapping[str, Any], original: Mapping[str, Any]) -> d
 
 
 def _is_part(expected: Any, read: Any) -> bool:
-    """Return True if `read` has all that `expected` has; it may have more."""
+    """Return True if `read` has all that `expected` has, or more."""
     if isinstance(expected, dict) and isinstance(read, dict):
-        return all(key in read and _is_part(value, read[key]) for key, value in expected.items())
+        own = expected.keys() - (expected.get("rope_parameters") or {})  # the table counts where both have a key
+        return all(key in read and _is_part(expected[key], read[key]) for key in own)
     return expected == read
 
 
