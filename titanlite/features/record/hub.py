@@ -5,7 +5,6 @@ appear by their last part only.
 """
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -34,7 +33,6 @@ def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progr
     """Return the card as Markdown with the hub's YAML header; `family` is the Hugging Face model_type."""
     base = base_model_of(job.checkpoint.initial_load_path)
     header = [*_header(base, job), *_license(job.checkpoint.initial_load_path)]
-    header += _model_index(base.name if base is not None else family, job, results)
     origin = "trained from random weights"
     if base is not None:
         link = f"[{base.name}](https://huggingface.co/{base.name}) (revision `{base.revision[:12]}`)"
@@ -102,24 +100,6 @@ def _license(folder: str) -> list[str]:
     # Only keys at the top level with a value on the same line, so that nothing else of the header can come along.
     found = (_LICENSE.fullmatch(line.rstrip()) for line in parts[1].splitlines())
     return [f"{match[1]}: {json.dumps(match[2].strip().strip(_QUOTES))}" for match in found if match]
-
-
-def _model_index(name: str, job: JobConfig, results: Results) -> list[str]:
-    """Return the latest results as the hub's metadata, which it shows beside the model."""
-    held_out = [source.validation_path or source.path for source in get_sources(job.data).values()]
-    evaluated = [job.evaluation.path] if job.evaluation.path else held_out
-    measured = [("loss", results.validation, held_out), (results.evaluation.name, results.evaluation, evaluated)]
-    rows = [(*row, row[1].last) for row in measured if row[1].last is not None and math.isfinite(row[1].last)]
-    if not rows:
-        return []
-    lines = ["model-index:", f"- name: {json.dumps(name)}", "  results:"]
-    for kind, series, paths, value in rows:
-        dataset = json.dumps(", ".join(map(public_name, paths)) or job.data.dataset)
-        lines += ["  - task:", "      type: text-generation", "    dataset:"]
-        lines += [f"      type: {dataset}", f"      name: {dataset}", "    metrics:"]
-        lines += [f"    - type: {json.dumps(kind)}", f"      value: {value!r}"]
-        lines += [f"      name: {json.dumps(series.name)}"]
-    return lines
 
 
 def _results(results: Results) -> list[str]:

@@ -86,26 +86,6 @@ def test_samples_are_of_different_lengths(preview: Callable[..., tuple[int, str,
     assert code == 0 and {low, high} < {*lengths} and len({*lengths}) == 3
 
 
-def test_one_chat_of_each_kind_is_shown(preview: Callable[..., tuple[int, str, str]]) -> None:
-    asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "one"}
-    kinds = [
-        {"messages": [asked, answer, asked, {"role": "assistant", "content": "two"}]},
-        {"messages": [{"role": "system", "content": "short"}, asked, {"role": "assistant", "content": "three"}]},
-        {"messages": [asked, answer | {"weight": 0}, asked, {"role": "assistant", "content": "four"}]},
-    ]
-    code, out, err = preview([*chats(9), *kinds, *chats(9), *kinds[:1]])
-    assert (code, err) == (0, "")
-    shown = re.findall(r"^kind: (.*); (\d+) of the first 22 chats; .*rows\.jsonl, line (\d+)$", out, re.MULTILINE)
-    assert shown == [
-        *[("one turn", "18", "1"), ("several turns", "2", "10")],
-        *[("one turn, system", "1", "11"), ("several turns, weight 0", "1", "12")],
-    ]
-    parts = out.split("kind: ")
-    assert "[[one<|im_end|>]]" in parts[2] and "[[two<|im_end|>]]" in parts[2] and "[[three<|im_end|>]]" in parts[3]
-    assert "[[one" not in parts[4] and "[[four<|im_end|>]]" in parts[4]
-    assert "kind: " not in preview(chats(30))[1]
-
-
 def test_pairs_and_control_characters(preview: Callable[..., tuple[int, str, str]]) -> None:
     rows = [{"prompt": f"{i}\x1b[2J", "chosen": " good", "rejected": " bad"} for i in range(4)]
     code, out, _ = preview(rows, "--samples=9")
