@@ -35,7 +35,7 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
   inspect    show what is in a checkpoint: MODEL [--checksums] [--all]
   export     write a checkpoint as a plain Hugging Face model: MODEL OUT --dtype bfloat16 [--merge --base MODEL]
   generate   continue prompts with a model, or chat with it: MODEL [--prompt TEXT] [--max-new-tokens N ...]
-  report     write an HTML page on a run: RUN [--output FILE] [--compare RUN2 ...]"""
+  report     write an HTML page on a run: RUN [--output FILE]"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -38,7 +38,7 @@ addEventListener("load", async () => {
   const figures = document.querySelectorAll("figure").length;
   await until(() => all(document, ".bk-events").length >= figures);
   await wait(500);
-  for (const name of ["loss", "time", "ranks", "expert_load", "layer_load"]) {
+  for (const name of ["loss", "time", "ranks", "expert_load"]) {
     const before = new Set(all(document, ".bk-Tooltip"));
     move(name, 0.6, 0.4);
     await wait(150);
@@ -108,7 +108,7 @@ def test_every_plot_is_drawn_and_nothing_is_loaded_or_complained_of(open_page, p
     assert opened.console == []
     assert opened.requests == []
     # Bokeh fills each place with an element of its own; what is in it hides in a shadow root.
-    assert len(re.findall(r'data-root-id="\w+"[^>]*><div class="bk-Figure', opened.document)) == 18
+    assert len(re.findall(r'data-root-id="\w+"[^>]*><div class="bk-Figure', opened.document)) == 14
 
 
 def test_a_reader_on_a_phone_gets_values_and_the_checks_above_can_fail(open_page, page: Path, tmp_path: Path):
@@ -126,8 +126,7 @@ def test_a_reader_on_a_phone_gets_values_and_the_checks_above_can_fail(open_page
     assert "backward: 0.4 s" in seen["time"] and "all: 1 s" in seen["time"]
     assert "rank: 2" in seen["ranks"] and "all: 0.9 s" in seen["ranks"]
     assert "expert: " in seen["expert_load"] and "% of the mean" in seen["expert_load"]
-    assert "layer: " in seen["layer_load"] and "step: 4" in seen["layer_load"]
-    assert seen["linked"] == 16, "all but the plots over ranks and experts"
+    assert seen["linked"] == 12, "all but the plots over ranks and experts"
     assert seen["slider"] == ["step 4", 3]
     assert seen["width"][0] <= seen["width"][1] == 390, "no sideways scrolling on a phone"
     assert seen["scrolls"] and min(seen["heights"]) > 60, "a finger on a plot scrolls the page"

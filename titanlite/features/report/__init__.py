@@ -10,8 +10,6 @@ from titanlite.base.errors import TitanliteError
 from titanlite.base.files import replace_file
 from titanlite.features.report.read import read_run
 
-_MOST_RUNS = 4
-
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,9 +22,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("run", type=Path, help="folder of the run (job.dump_folder)")
     parser.add_argument("--output", type=Path, help="file to write (default: report.html in the run's folder)")
-    parser.add_argument(
-        "--compare", type=Path, nargs="+", default=[], metavar="RUN", help=f"other runs, at most {_MOST_RUNS - 1}"
-    )
     known = parser.parse_args(argv)
     output = known.output or known.run / "report.html"
     if importlib.util.find_spec("bokeh") is None:
@@ -36,20 +31,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     from titanlite.features.report.page import render_page
 
-    if len(known.compare) >= _MOST_RUNS:
-        raise TitanliteError(
-            f"report: --compare got {len(known.compare)} runs, and colours for {_MOST_RUNS - 1} are told apart. "
-            "Give fewer."
-        )
-    runs = [read_run(folder) for folder in (known.run, *known.compare)]
-    page = render_page(runs)
+    run = read_run(known.run)
+    page = render_page(run)
     try:
         replace_file(output, page)
     except OSError as error:
         raise TitanliteError(
             f"report: cannot write {output}: {error.strerror or error}. Choose another file with --output."
         ) from error
-    for run in runs:
-        for problem in run.problems:
-            print(f"titanlite: warning: {run.name}: {problem}", file=sys.stderr)
+    for problem in run.problems:
+        print(f"titanlite: warning: {run.name}: {problem}", file=sys.stderr)
     print(f"{output} ({len(page.encode()) / 1024:,.0f} KiB)")

@@ -27,9 +27,8 @@ from titanlite.features.report.read import CONFIG, ENVIRONMENT, PLAN, Run, Serie
 _SECTIONS = {
     "Learning": ("loss", "rewards", "accuracy", "logps", "validation", "evaluation", "lr", "grad_norm", "grad_groups"),
     "Speed": ("throughput", "mfu", "padding", "time", "busy", "ranks", "memory"),
-    "Experts": ("expert_load", "layer_load", "entropy", "idle", "bias", "lost_rows"),
+    "Experts": ("expert_load",),
 }
-_WIDE = ("expert_load", "layer_load")
 _MOST_EVENTS, _MOST_TILES = 500, 7
 _STARTS, _ENDS = ("start", "resume", "restart"), ("end", "stop", "error")
 # The slider of the expert load; and on a touch screen a finger scrolls the page, until a tool is chosen.
@@ -47,9 +46,9 @@ const touched = matchMedia("(pointer: coarse)").matches && setInterval(() => {
 """
 
 
-def render_page(runs: Sequence[Run]) -> str:
-    """Return the page of the first run, compared with the others."""
-    run, plots = runs[0], build_plots(runs)
+def render_page(run: Run) -> str:
+    """Return the page of a run."""
+    plots = build_plots(run)
     scripts = [*Resources(mode="inline", components=["bokeh"], log_level="error").js_raw]
     places: dict[str, str] = {}
     if plots:
@@ -58,7 +57,7 @@ def render_page(runs: Sequence[Run]) -> str:
     digests = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     policy = f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src {digests}"
     figures = {name: _figure(name, plot, places[name]) for name, plot in plots.items()}
-    sections = {title: body for title, body in _sections(runs, figures).items() if body}
+    sections = {title: body for title, body in _sections(run, figures).items() if body}
     links = "".join(f'<a href="#{title.lower()}">{title}</a>' for title in sections)
     body = "\n".join(
         f'<section><h2 id="{title.lower()}">{title}</h2>{text}</section>' for title, text in sections.items()
@@ -96,7 +95,7 @@ def render_page(runs: Sequence[Run]) -> str:
 
 def _figure(name: str, plot: Plot, place: str) -> str:
     note = plot.note and f"<p>{escape(plot.note)}</p>"
-    wide = ' class="wide"' if name in _WIDE else ""
+    wide = ' class="wide"' if name == "expert_load" else ""
     figure = f'<figure id="plot-{name}"{wide}><figcaption>{escape(plot.title)}{note}</figcaption>{place}'
     if len(plot.frames) > 1:
         last = len(plot.frames) - 1
@@ -112,9 +111,8 @@ def _tiles(tiles: Sequence[tuple[str, str, str]]) -> str:
     return f'<dl class="tiles" style="--columns: {columns}"><div>{"</div><div>".join(cells)}</div></dl>'
 
 
-def _sections(runs: Sequence[Run], figures: Mapping[str, str]) -> dict[str, str]:
-    run, found = runs[0], {}
-    found["Comparison"] = _comparison(runs) if len(runs) > 1 else ""
+def _sections(run: Run, figures: Mapping[str, str]) -> dict[str, str]:
+    found = {}
     for title, names in _SECTIONS.items():
         wanted = names + tuple(name for name in figures if name.startswith("other_") and title == "Learning")
         shown = "".join(figures[name] for name in wanted if name in figures)
@@ -232,20 +230,6 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], classes: str, m
         body.append(f"<tr{' class=changed' if mark else ''}>{cells}</tr>")
     head = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
     return f'<div class="scroll"><table>{head}<tbody>{"".join(body)}</tbody></table></div>'
-
-
-def _comparison(runs: Sequence[Run]) -> str:
-    names = [run.name for run in runs]
-    headlines = [{label: text for label, text, _ in get_headline(run)} for run in runs]
-    labels = dict.fromkeys(label for headline in headlines for label in headline)
-    rows = [[label, *(headline.get(label, "-") for headline in headlines)] for label in labels]
-    numbers = _table(["", *names], rows, "name" + " number" * len(runs))
-    keys = dict.fromkeys(key for run in runs for key in run.config if key != "job.dump_folder")
-    values = [(key, [run.config.get(key) for run in runs]) for key in keys]
-    rows = [[key, *map(_show, found)] for key, found in values if any(value != found[0] for value in found)]
-    if not rows:
-        return numbers + _note("All settings are the same.")
-    return f"{numbers}<h3>Settings that differ</h3>" + _table(["setting", *names], rows, "code" + " code" * len(runs))
 
 
 def _plan(run: Run) -> str:

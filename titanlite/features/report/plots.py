@@ -35,17 +35,9 @@ _MARKED = ("resume", "restart", "skip", "spike", "error")
 _FORMATS = {"tokens/s": "{0,0} tokens/s", "s": "{0.[0000]} s", "GiB": "{0.00} GiB"}
 _POINTS = 800  # most points of a line: two for each pixel of a plot on a phone
 _SMOOTH_FROM = 40
-_MOST_CELLS, _MOST_COLUMNS, _MOST_MARKS = 250_000, 240, 500
+_MOST_CELLS, _MOST_MARKS = 250_000, 500
 _PLOTTED = ("lr", "grad_norm", "loss/train", "loss/validation", "rewards", "logps", "throughput", "data", "time")
 _PLOTTED += ("memory", "ranks", "eval", "moe")  # metrics, and first parts of names
-_REDUCED = {  # metrics with one value per layer, as one value
-    "lowest layer": ("moe/load_entropy", min),
-    "highest layer": ("moe/idle_experts", max),
-    "smallest": ("moe/expert_bias_min", min),
-    "largest": ("moe/expert_bias_max", max),
-    "dropped": ("moe/dropped_rows", sum),
-    "duplicated": ("moe/duplicated_rows", sum),
-}
 
 
 class Line(NamedTuple):
@@ -65,10 +57,10 @@ class Plot:
 
 
 @np.errstate(all="ignore")  # a stranger's values may be too large for a sum of them
-def build_plots(runs: Sequence[Run]) -> dict[str, Plot]:
-    """Return the plots of the first run by name, with lines of the others where runs compare; none without data."""
-    plots = _Plots(runs)
-    add, names = plots.add, list(runs[0].scalars)
+def build_plots(run: Run) -> dict[str, Plot]:
+    """Return the plots of the run by name; none without data."""
+    plots = _Plots(run)
+    add, names = plots.add, list(run.scalars)
     nats = "nats per pair" if "rewards/margin" in names else "nats per token"
     add("loss", "Loss", plots.loss(), nats, marks=True)
     rewards = {name: f"rewards/{name}" for name in ("chosen", "rejected", "margin")}
@@ -99,13 +91,6 @@ def build_plots(runs: Sequence[Run]) -> dict[str, Plot]:
     memory = {label.removesuffix(" gib"): name for label, name in _below("memory/", names).items()}
     add("memory", "Memory of the fullest rank", memory, "GiB", low=0.0)
     plots.add_expert_load()
-    plots.add_layer_load()
-    add("entropy", "Entropy of the expert load", "lowest layer", "1 is even")
-    add("idle", "Idle experts", "highest layer", "% of experts", low=0.0, factor=100.0, zeros=False)
-    ends = {name: name for name in ("smallest", "largest")}
-    add("bias", "Range of the selection bias over all layers", ends, "bias", zeros=False)
-    lost = {name: name for name in ("dropped", "duplicated")}
-    add("lost_rows", "Rows that the dispatcher dropped or duplicated", lost, "rows", low=0.0, zeros=False)
     return plots.found
 
 
@@ -118,46 +103,38 @@ def _below(prefix: str, names: Sequence[str], without: str = "") -> dict[str, st
 class _Plots:
     """The plots made so far; those over steps share an x axis, so that a zoom of one moves all."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs, self.run, self.found = runs, runs[0], dict[str, Plot]()
-        steps = [series.steps for run in runs for series in run.scalars.values()]
+    def __init__(self, run: Run) -> None:
+        self.run, self.found = run, dict[str, Plot]()
+        steps = [series.steps for series in run.scalars.values()]
         first, last = min(s[0] for s in steps), max(s[-1] for s in steps)
         pad = 0.02 * (last - first) or 1
         self.steps = models.Range1d(first - pad, last + pad)
-        self.scalars = [run.scalars | _reduce_layers(run) for run in runs]
 
     def lines(self, metrics: str | Mapping[str, str], factor: float = 1.0) -> list[Line]:
-        """Lines of the first run, by label; of all runs where `metrics` is one name."""
+        """Lines by label; that of one metric is its name."""
         if isinstance(metrics, str):
-            label = metrics.rpartition("/")[2].replace("_", " ")
-            several = len(self.runs) > 1
-            wanted = [(run.name if several else label, metrics, i, 2 * i) for i, run in enumerate(self.runs)]
-        else:
-            wanted = [(label, name, 0, i) for i, (label, name) in enumerate(metrics.items())]
+            metrics = {metrics.rpartition("/")[2].replace("_", " "): metrics}
         lines = []
-        for label, name, run, color in wanted:
-            if found := self.scalars[run].get(name):
+        for color, (label, name) in enumerate(metrics.items()):
+            if found := self.run.scalars.get(name):
                 style = "points" if name.startswith(("loss/validation", "eval/")) else ""
                 lines.append(Line(label, found.steps, factor * np.asarray(found.values), color, style))
         return lines
 
     def loss(self) -> list[Line]:
-        lines = []
-        for index, run in enumerate(self.runs):
-            label, color = f"{run.name}: " if len(self.runs) > 1 else "", 2 * index
-            steps, values = run.scalars["loss/train"].steps, run.scalars["loss/train"].values
-            smoothed = len(steps) >= _SMOOTH_FROM
-            lines.append(Line(f"{label}train", steps, values, color, "faint" if smoothed else ""))
-            if smoothed:
-                lines.append(Line(f"{label}train, smoothed", steps, smooth(values), color))
-            if held_out := run.scalars.get("loss/validation"):
-                lines.append(Line(f"{label}validation", held_out.steps, held_out.values, color + 1, "points"))
+        steps, values = self.run.scalars["loss/train"].steps, self.run.scalars["loss/train"].values
+        smoothed = len(steps) >= _SMOOTH_FROM
+        lines = [Line("train", steps, values, 0, "faint" if smoothed else "")]
+        if smoothed:
+            lines.append(Line("train, smoothed", steps, smooth(values), 0))
+        if held_out := self.run.scalars.get("loss/validation"):
+            lines.append(Line("validation", held_out.steps, held_out.values, 1, "points"))
         return lines + self.largest("loss/train_max", "loss/train", 2)
 
     def largest(self, largest: str, metric: str, color: int) -> list[Line]:
-        """Return a line of the largest values of a step between points, of one run with several steps per point."""
+        """Return a line of the largest values of a step between points, of a run with several steps per point."""
         series = self.run.scalars.get(largest)
-        if len(self.runs) > 1 or series is None or series.values == self.run.scalars[metric].values:
+        if series is None or series.values == self.run.scalars[metric].values:
             return []
         return [Line("largest of a step", series.steps, series.values, color)]
 
@@ -274,45 +251,24 @@ class _Plots:
         plot = self._figure(models.Range1d(-0.5, shape[0] - 0.5), "expert", "layer", rows=len(shape))
         note = "In percent of the mean of the layer; grey: no token."
         self.found["expert_load"] = Plot("Load of every expert", plot, note, [step for step, _ in loads])
-        self._draw_cells(plot, frames, -0.5, shape[0], "expert", mapper)
+        self._draw_cells(plot, frames, mapper)
 
-    def add_layer_load(self) -> None:
-        """Busiest expert of every MoE layer over time, in percent of the mean; the worst of each stretch of steps."""
-        series = self.run.lists.get("moe/load_max_over_mean", Series())
-        width = len(series.values[-1]) if len(series.values) else 0
-        kept = [i for i, row in enumerate(series.values) if len(row) == width]
-        if not width:
-            return
-        steps, values = np.asarray(series.steps)[kept], np.array([series.values[i] for i in kept], dtype=float)
-        columns = min(len(kept), _MOST_COLUMNS)
-        each = (steps[-1] - steps[0]) / max(columns - 1, 1) or 1
-        starts = np.searchsorted(steps, steps[0] + each * (np.arange(columns) - 0.5))
-        cells = np.fmax.reduceat(100 * values, np.minimum(starts, len(kept) - 1), axis=0).T.astype(np.float32)
-        mapper = models.LogColorMapper(Viridis256, low=100, high=400, nan_color=_GREY)
-        plot = self._figure(self.steps, "step", "layer", rows=width)
-        note = "In percent of the mean of the layer; 100 is balanced. The busiest expert decides the time of a layer."
-        self.found["layer_load"] = Plot("Busiest expert of each layer", plot, note)
-        self._draw_cells(plot, [cells], steps[0] - each / 2, each * columns, "step", mapper)
-
-    def _draw_cells(
-        self, plot: Any, images: Sequence[np.ndarray], left: float, width: float, x: str, mapper: Any
-    ) -> None:
-        """Draw the last image: a row per layer, the first on top, over `width` units from `left` on."""
-        rows, gaps, first = len(images[0]), len(self.run.layers) == len(images[0]), self.run.first_layer
+    def _draw_cells(self, plot: Any, images: Sequence[np.ndarray], mapper: Any) -> None:
+        """Draw the last image: a row per layer, the first on top, and a column per expert."""
+        (rows, width), first = images[0].shape, self.run.first_layer
+        gaps = len(self.run.layers) == rows
         if gaps:  # rows count from 0, and the axis has the numbers of their layers
             first, plot.yaxis.major_label_overrides = 0, dict(enumerate(map(str, self.run.layers)))
         source = models.ColumnDataSource({"image": list(images)})
-        place = {"x": left, "dw": width, "y": first - 0.5, "dh": rows}
-        frame = models.IndexFilter([len(images) - 1], name="frame" if x == "expert" else None)
-        view = models.CDSView(filter=frame)
+        view = models.CDSView(filter=models.IndexFilter([len(images) - 1], name="frame"))
+        place = {"x": -0.5, "dw": width, "y": first - 0.5, "dh": rows}
         cells = plot.image("image", source=source, color_mapper=mapper, view=view, **place)
         plot.y_range, plot.grid.visible = models.Range1d(first + rows - 0.5, first - 0.5), False
         plot.yaxis.ticker = models.BasicTicker(min_interval=1, desired_num_ticks=min(rows, 8))
         layer = {} if gaps else {"layer": "$y{0}"}
-        _hover(plot, {x: "$x{0,0}", **layer, "load": "@image{0} % of the mean"}, cells, "mouse")
-        low, ticks = max(25, mapper.low), models.FixedTicker(ticks=[25, 50, 100, 200, 400])
-        form = models.NumeralTickFormatter(format="0")
-        bar = models.ColorBar(color_mapper=mapper, ticker=ticks, formatter=form, display_low=low, display_high=400)
+        _hover(plot, {"expert": "$x{0,0}", **layer, "load": "@image{0} % of the mean"}, cells, "mouse")
+        ticks, form = models.FixedTicker(ticks=[25, 50, 100, 200, 400]), models.NumeralTickFormatter(format="0")
+        bar = models.ColorBar(color_mapper=mapper, ticker=ticks, formatter=form, display_low=25, display_high=400)
         plot.add_layout(bar, "right")
 
     def _figure(self, x_range: Any, x: str, y: str, scale: str = "linear", rows: int = 0) -> Any:
@@ -389,11 +345,3 @@ def _recent_mean(series: Series) -> np.ndarray:
     rows = series.values[-max(1, len(series.values) // 4) :]
     rows = [row for row in rows if len(row) == len(rows[-1])]  # resumed on another number of ranks
     return np.nan_to_num(np.mean(rows, axis=0)) if rows else np.zeros(0)
-
-
-def _reduce_layers(run: Run) -> dict[str, Series]:
-    return {
-        label: Series(series.steps, [reduce(row) if row else np.nan for row in series.values])
-        for label, (metric, reduce) in _REDUCED.items()
-        if (series := run.lists.get(metric))
-    }

@@ -58,8 +58,8 @@ def test_headline_numbers_of_dpo(tmp_path: Path):
 
 def test_every_plot_has_a_place(page: str):
     names = re.findall(r'<figure id="plot-(\w+)"', page)
-    assert len(names) == len(set(names)) == 18 and names[0] == "loss"
-    assert page.count("data-root-id=") == 18
+    assert len(names) == len(set(names)) == 14 and names[0] == "loss"
+    assert page.count("data-root-id=") == 14
     assert re.findall(r'max="(\d+)" value="(\d+)"', page) == [("59", "59")], "the slider of the expert load"
 
 
@@ -119,15 +119,6 @@ def test_a_run_that_ended_with_an_error_says_so_until_it_starts_again(tmp_path: 
     assert describe_end(read_run(tmp_path)).startswith("No end recorded")
 
 
-def test_runs_are_compared_in_numbers_and_settings(tmp_path: Path):
-    write_run(tmp_path / "one", steps=50)
-    write_run(tmp_path / "two", steps=60, loss=6.0)
-    page = render(tmp_path / "one", "--compare", str(tmp_path / "two"))
-    numbers, differences = page.partition('id="comparison"')[2].split("</table>")[:2]
-    assert re.findall(r'class="number">(.*?)<', numbers)[:4] == ["one", "two", "50", "60"]
-    assert re.findall(r'<td class="code">(.*?)<', differences) == ["training.steps", "50", "60"]
-
-
 def test_the_least_that_a_run_can_have(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "loss/train": null}\n')
     page = render(tmp_path)
@@ -171,7 +162,6 @@ def test_many_steps_and_experts_make_a_page_of_less_than_3_mb_quickly(tmp_path: 
     ("arguments", "message"),
     [
         (["nowhere"], r"report: .*nowhere does not exist\. Give"),
-        (["run", "--compare", "run", "run", "run", "run"], r"report: --compare got 4 runs.* Give fewer\."),
         (["run", "--output", "no/such/page.html"], r"report: cannot write no/such/page\.html: No such file.* --output"),
     ],
 )
@@ -237,7 +227,7 @@ def test_values_of_any_kind_in_a_run_s_files_give_a_page(tmp_path: Path, value: 
     for name, content in files.items():
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in content))
     (tmp_path / "config.toml").write_text(f"[a]\nb = {'[' * 3000}\n")
-    page = render_page([read_run(tmp_path)])
+    page = render_page(read_run(tmp_path))
     assert "<main>" in page and "config.toml cannot be read" in page
 
 
