@@ -26,11 +26,10 @@ def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> Tra
     """
     if problem := describe_unreadable(find_quantization(hf)):
         raise ConfigError(f"{where}: {problem}")
-    # They are dequantized while they are read, and saved so.
-    parts = {key: value for key, value in hf.items() if key not in QUANTIZATION}
-    hf = {
+    hf = {  # weights are dequantized while they are read, and saved so
         k: {n: v for n, v in part.items() if n not in QUANTIZATION} if isinstance(part, dict) else part
-        for k, part in parts.items()
+        for k, part in hf.items()
+        if k not in QUANTIZATION
     }
     config, cls = load_config_and_class(hf, where)
     text = config.get_text_config()
@@ -190,10 +189,9 @@ def _with_older_keys(table: Mapping[str, Any], original: Mapping[str, Any]) -> d
     derived: dict[str, Any] = {}
     rope = table.get("rope_parameters")
     if isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()):  # one for all layers
-        scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
-        derived = {k: rope[k] for k in rope if k not in scaling} | {
-            "rope_scaling": scaling if len(scaling) > 1 else None
-        }
+        derived = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        scaling = {key: value for key, value in rope.items() if key not in derived}
+        derived["rope_scaling"] = scaling if len(scaling) > 1 else None
     both = {key: value for key, value in table.items() if key not in derived}  # transformers 5.17 writes some defaults
     for key, value in table.items():
         if isinstance(value, dict) and key.endswith("_config"):
