@@ -20,7 +20,6 @@ from titanlite.config.assets import assets_key, find_missing_files, find_missing
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees, resolve_seq_len
 from titanlite.config.settings import find_extension_problems
 from titanlite.models.families import find_other_model, resolve_model_config
-from titanlite.models.families.hf_config import check_rope
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
     try:
         job = resolve_assets(job, weights=weights)
         model_config = resolve_model_config(job.model, assets_key(job))
-        job = resolve_seq_len(job, model_config)
         problems += find_other_model(job, model_config)
+        job = resolve_seq_len(job, model_config)
     except ConfigError as error:
         problems.append(str(error))
     try:
@@ -54,7 +53,7 @@ def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
     except ConfigError as error:
         problems.append(str(error))
     if model_config is not None and degrees is not None:
-        problems += check_parallelism(job, model_config, degrees) + check_rope(job, model_config)
+        problems += check_parallelism(job, model_config, degrees)
     raise_problems(ConfigError, "configuration", problems)
     assert model_config is not None and degrees is not None
     return Checked(job, model_config, degrees)

@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         refusal = error if isinstance(error, TitanliteError) else explain(error, job)
         if refusal is None:
             _fail(error)
-        _say_once(f"titanlite: error: {refusal}")
+        # On the first rank of this machine that has this error; without a launcher to agree through, on all.
+        if claim(hashlib.sha256(str(refusal).encode()).hexdigest()):
+            print(f"titanlite: error: {refusal}", file=sys.stderr, flush=True)
         note_error(str(refusal))
         _record_error(str(refusal))
         code = refusal.exit_code
@@ -120,15 +122,6 @@ def _fail(error: Exception) -> NoReturn:
 def _record_error(text: str) -> None:
     """How this run ended, for its report; rank 0 writes, what only others have is on the console."""
     record_event("error", first_sentence(text), heartbeat.steps_done())
-
-
-def _say_once(message: str) -> None:
-    """Print `message` on the first rank of this machine that has it; the others have nothing to add.
-
-    Without a launcher to agree through, every rank prints.
-    """
-    if claim(hashlib.sha256(message.encode()).hexdigest()):
-        print(message, file=sys.stderr, flush=True)
 
 
 class _Callable(ModuleType):

@@ -213,9 +213,5 @@ def public_name(text: str) -> str:
     base = base_model_of(text)
     if base is not None and base.on_hub:
         return f"{base.name}@{base.revision}"
-    return Path(text).name if _is_path(text) else text
-
-
-def _is_path(text: str) -> bool:
-    """Return True if `text` names a place on this machine, and not a repository, a pattern or a mode."""
-    return text.startswith(("/", "~", "./", "../")) or (not is_hub_id(text) and "/" in text)
+    is_path = text.startswith(("/", "~", "./", "../")) or (not is_hub_id(text) and "/" in text)
+    return Path(text).name if is_path else text

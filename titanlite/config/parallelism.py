@@ -177,8 +177,7 @@ def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -
     """Everything that the model's sizes and the batch sizes forbid, one message each."""
     if isinstance(model, TransformersConfig):
         return _check_transformers(job, model, degrees) + _check_batches(job, model, degrees)
-    problems = _check_resharding(job.parallelism)
-    tp, ep = degrees.tp, degrees.ep
+    problems, tp, ep = list[str](), degrees.tp, degrees.ep
     split = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "vocab_size": model.vocab_size}
     split |= _feed_forward_widths(model)
     for name, size in split.items():
@@ -209,20 +208,8 @@ def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -
 def _check_experts(model: AnyModelConfig, ep: int) -> list[str]:
     if model.num_experts == 0 and ep > 1:
         return [f"parallelism: expert_parallel_degree is {ep}, but the model has no experts. Set it to 1."]
-    if model.num_experts % ep == 0:
-        return []
-    return [
-        f"parallelism: expert_parallel_degree ({ep}) does not divide the model's num_experts ({model.num_experts})."
-    ]
-
-
-def _check_resharding(section: ParallelismSection) -> list[str]:
-    if section.fsdp_once_per_step and section.fsdp_reshard_after_forward == "always":
-        return [
-            "parallelism.fsdp_once_per_step keeps gathered parameters for a whole step, and "
-            "fsdp_reshard_after_forward = 'always' frees them after each forward. Leave one of the two out."
-        ]
-    return []
+    text = f"parallelism: expert_parallel_degree ({ep}) does not divide the model's num_experts ({model.num_experts})."
+    return [text] if model.num_experts % ep else []
 
 
 def _feed_forward_widths(model: ModelConfig) -> dict[str, int]:
@@ -289,7 +276,7 @@ def _check_heads(num_heads: int, num_kv_heads: int, degrees: Degrees) -> list[st
 def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degrees) -> list[str]:
     """Return what a class of transformers cannot do here, and settings that it would ignore."""
     what = f"{model.architecture} is transformers' implementation"
-    problems = _check_resharding(job.parallelism) + _check_experts(model, degrees.ep)
+    problems = _check_experts(model, degrees.ep)
     problems += [
         f"parallelism: {name}_parallel_degree is {degree}, but {what}, whose {why} here. Set it to 1, or use a native "
         "family."
@@ -330,7 +317,13 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
 
 
 def _check_batches(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
+    """Check what holds for models of both kinds: when parameters are freed, batches, and lengths of sequences."""
     problems: list[str] = []
+    if job.parallelism.fsdp_once_per_step and job.parallelism.fsdp_reshard_after_forward == "always":
+        problems.append(
+            "parallelism.fsdp_once_per_step keeps gathered parameters for a whole step, and fsdp_reshard_after_forward "
+            "= 'always' frees them after each forward. Leave one of the two out."
+        )
     if job.data.dataset == "images" and not (isinstance(model, TransformersConfig) and model.takes_images):
         problems.append(f'data.dataset = "images": {model.family} takes no images. Use an image-and-text model.')
     local, total = job.training.local_batch_size, job.training.global_batch_size
@@ -350,6 +343,15 @@ def _check_batches(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
         problems.append(
             f"training.seq_len ({job.training.seq_len}) exceeds the model's max_position_embeddings "
             f"({model.max_position_embeddings}). Set it to that or less."
+        )
+    is_alone = job.training.local_batch_size == 1 and not job.data.packing and job.training.objective != "dpo"
+    limit = model.rope_limit if isinstance(model, TransformersConfig) and not is_alone else None  # pairs share a row
+    if limit is not None and job.training.seq_len > limit:
+        problems.append(
+            f"training.seq_len ({job.training.seq_len}): beyond {limit} tokens (original_max_position_embeddings) the "
+            f"rotary frequencies of {model.family} follow the longest document of a forward, so documents would depend "
+            f"on their neighbours. Set training.seq_len = {limit}; examples that are no pairs can also be trained one "
+            "by one, with data.packing = false and training.local_batch_size = 1."
         )
     scaling = None if isinstance(model, TransformersConfig) else model.rope_scaling
     if scaling is not None and scaling.rope_type == "yarn":

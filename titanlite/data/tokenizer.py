@@ -149,7 +149,12 @@ def build_tokenizer(data: DataSection, corpus: Corpus, model_type: str = "") -> 
         )
     if num_tokens < data.bpe_vocab_size:
         logger.info("data: the corpus yields %d of bpe_vocab_size = %d tokens", num_tokens, data.bpe_vocab_size)
-    return _wrap(tokenizer)
+    from transformers import PreTrainedTokenizerFast  # imported here for the reason given in get_bpe_form
+
+    # Clean-up would drop the space in "a ," when decoding: the round trip would lose text.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
 
 
 def _load_cached(path: Path) -> Tokenizer | None:
@@ -159,15 +164,6 @@ def _load_cached(path: Path) -> Tokenizer | None:
     except (FileNotFoundError, ValueError):
         return None
     return Tokenizer.from_str(serialized)
-
-
-def _wrap(tokenizer: Tokenizer) -> "PreTrainedTokenizerFast":
-    from transformers import PreTrainedTokenizerFast  # imported here for the reason given in get_bpe_form
-
-    # Clean-up would drop the space in "a ," when decoding: the round trip would lose text.
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
-    )
 
 
 def _try_out(tokenizer: Any) -> None:

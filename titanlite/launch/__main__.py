@@ -86,18 +86,14 @@ def _stop(folder: str, number: int, frame: FrameType | None) -> None:
     Before there are ranks, while machines wait for each other, there is nothing to save.
     """
     name = signal.Signals(number)
-    if not stop.request(folder) or not _has_ranks():
+    has_ranks = any(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+    if not stop.request(folder) or not has_ranks:
         raise SignalException(name.name, sigval=name)
     what = f"ending within {stop.BEFORE_TRAINING_S:g} s, for training has not begun"
     if any(beat.trains for beat in heartbeat.read(folder).values()):
         what = "finishing this step and saving"
     # The line of a terminal may have a progress bar.
     sys.stderr.write("\n" * sys.stderr.isatty() + f"titanlite: {name.name}: {what}; send it again to end at once.\n")
-
-
-def _has_ranks() -> bool:
-    """Return True if this process has children."""
-    return any(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
 
 
 if __name__ == "__main__":

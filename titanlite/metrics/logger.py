@@ -1,10 +1,10 @@
 """`MetricsLogger`: one call per log step writes TensorBoard, W&B, `metrics.jsonl` and the console, on rank 0 only."""
 
+import io
 import json
 import math
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -38,15 +38,15 @@ class EventWriter:
     def __init__(self, folder: Path, start_step: int) -> None:
         # Imported here: 0.1 to 1 s, and only rank 0 needs it.
         from tensorboard.compat.proto import event_pb2
-        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+        from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard.summary import scalar
 
         protocol: Any = event_pb2  # its names are made when it is imported
-        self._event, self._crc, self._scalar = protocol.Event, masked_crc32c, scalar
+        self._event, self._scalar, self._buffer = protocol.Event, scalar, io.BytesIO()
+        self._records = RecordWriter(self._buffer)
         # Event files are read in the order of their names, which begin with the time in seconds.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
         self.file = AppendedFile(folder / name)
-        self._records: list[bytes] = []
         self._add(0, file_version="brain.Event:2")
         self._add(start_step + 1, session_log=protocol.SessionLog(status=protocol.SessionLog.START))
 
@@ -55,13 +55,13 @@ class EventWriter:
 
     def take(self) -> bytes:
         """Return what was added since the last call."""
-        records, self._records = b"".join(self._records), []
+        records = self._buffer.getvalue()
+        self._buffer.seek(0)
+        self._buffer.truncate()
         return records
 
     def _add(self, step: int, **content: Any) -> None:
-        event = self._event(wall_time=time.time(), step=step, **content).SerializeToString()
-        length = struct.pack("<Q", len(event))
-        self._records += [length, struct.pack("<I", self._crc(length)), event, struct.pack("<I", self._crc(event))]
+        self._records.write(self._event(wall_time=time.time(), step=step, **content).SerializeToString())
 
 
 class MetricsLogger:

@@ -14,7 +14,6 @@ from titanlite.models.families.keys import (
     describe_unreadable,
     find_absurd,
     find_quantization,
-    get_padding_row,
     show,
 )
 from titanlite.models.families.rope import (
@@ -206,7 +205,8 @@ class Family:
         lacking = self._find_lacking(hf)
         values: dict[str, Any] = {**self.fixed, "family": self.name}
         if not problems:
-            values["pad_token_id"] = get_padding_row(hf)
+            row = hf.get("pad_token_id")  # a negative one counts from the end
+            values["pad_token_id"] = row + hf["vocab_size"] if row is not None and row < 0 else row
             values |= {ours: self._read(theirs, hf) for ours, theirs in self.keys.items()}
             problems += [
                 f"{self.keys[name]} = 0 is not positive; null leaves it out."

@@ -9,8 +9,7 @@ from typing import Any
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.hf_objects import build_config, decode_floats
 from titanlite.base.log import logger
-from titanlite.config.model import AnyModelConfig, TransformersConfig
-from titanlite.config.schema import JobConfig
+from titanlite.config.model import TransformersConfig
 from titanlite.models.families.keys import QUANTIZATION, describe_unreadable, find_absurd, find_quantization
 
 _SHOWN_CHARS = 80
@@ -69,21 +68,6 @@ def _get_rope_limit(text: Any) -> int | None:
         elif "dynamic" in kind:
             limits.append(longest)
     return min(limits) if limits else None
-
-
-def check_rope(job: JobConfig, model: AnyModelConfig) -> list[str]:
-    """Training data with which rotary frequencies would depend on the neighbours of a document."""
-    limit = model.rope_limit if isinstance(model, TransformersConfig) else None
-    if limit is None or job.training.seq_len <= limit:
-        return []
-    if job.training.local_batch_size == 1 and not job.data.packing and job.training.objective != "dpo":  # pairs share
-        return []
-    return [
-        f"training.seq_len ({job.training.seq_len}): beyond {limit} tokens (original_max_position_embeddings) the "
-        f"rotary frequencies of {model.family} follow the longest document of a forward, so documents would depend on "
-        f"their neighbours. Set training.seq_len = {limit}; examples that are no pairs can also be trained one by one, "
-        "with data.packing = false and training.local_batch_size = 1."
-    ]
 
 
 def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]:

@@ -65,12 +65,6 @@ def describe_unreadable(quantization: Any) -> str:
     )
 
 
-def get_padding_row(hf: Mapping[str, Any]) -> int | None:
-    """Return the embedding row that transformers gives no gradient; a negative `pad_token_id` counts from the end."""
-    row = hf.get("pad_token_id")
-    return row + hf["vocab_size"] if row is not None and row < 0 else row
-
-
 def _heads(hf: Mapping[str, Any]) -> Any:
     return hf.get("num_attention_heads", MISSING)
 

@@ -112,7 +112,9 @@ def _read_scaling(hf: Mapping[str, Any], table: Mapping[str, Any], rope_type: st
             _ORIGINAL_LENGTH, table.get(_ORIGINAL_LENGTH, hf.get("max_position_embeddings"))
         )
     if rope_type == "yarn" and values["factor"] is None and "factor" in table:
-        values["factor"] = _get_length_ratio(hf, values[_ORIGINAL_LENGTH])
+        lengths = [hf.get("max_position_embeddings"), values[_ORIGINAL_LENGTH]]
+        if all(type(length) is int and length > 0 for length in lengths):
+            values["factor"] = lengths[0] / lengths[1]
     values |= {key: table[key] for key in optional if table.get(key) is not None}
     if "truncate" in optional and "truncate" in table and table["truncate"] is None:
         values["truncate"] = False  # as transformers takes it
@@ -124,13 +126,6 @@ def _read_scaling(hf: Mapping[str, Any], table: Mapping[str, Any], rope_type: st
             f"rotary embedding of type '{rope_type}': truncate = {show(values['truncate'])} is not a bool."
         )
     return RopeScaling(**{"rope_type": rope_type, **values})
-
-
-def _get_length_ratio(hf: Mapping[str, Any], original: Any) -> Any:
-    """Return YaRN's factor where the table says null; None if it cannot be computed."""
-    longest = hf.get("max_position_embeddings")
-    lengths = [length for length in (longest, original) if type(length) is int and length > 0]
-    return lengths[0] / lengths[1] if len(lengths) == 2 else None
 
 
 def rope_to_hf(scaling: RopeScaling | None, original: Mapping[str, Any]) -> dict[str, Any]:
