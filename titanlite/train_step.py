@@ -205,12 +205,13 @@ class TrainStep:
         busy = {"busy_s": get_busy_seconds(phases), "data_s": phases.get("data", 0.0)}
         norms, tokens = window.read("grad_norm"), sum(step.tokens for step in window.results)
         group_norms = dict(zip(self.grad_groups, result.group_norms.tolist(), strict=True))
+        applied = [loss for loss in losses if math.isfinite(loss)]
         moe = None
         if result.tokens_per_expert is not None:
             moe = MoEState(result.tokens_per_expert, self.balancer.bias_range(), self.balancer.take_row_errors())
         return StepPoint(
             self.step,
-            loss=_mean_of_finite(losses),
+            loss=sum(applied) / len(applied) if applied else math.nan,
             grad_norm=norms[-1],
             lr=learning_rate,
             tokens=tokens,
@@ -236,12 +237,6 @@ class TrainStep:
         if self.job.moe.aux_loss_coeff or self.job.moe.z_loss_coeff:
             found["loss/aux"] = result.aux_loss.item()
         return found
-
-
-def _mean_of_finite(losses: Sequence[float]) -> float:
-    """Mean of the steps that were applied; nan if none was."""
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    return sum(finite) / len(finite) if finite else math.nan
 
 
 def _count_tokens(batch: Batch) -> torch.Tensor:

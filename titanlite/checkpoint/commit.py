@@ -44,13 +44,8 @@ _OF_DAMAGED_FOLDERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, e
 def commit_folder(
     folder: Path, files: Sequence[FileLayout], rest: Mapping[str, bytes], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write `files`, and `rest` on rank 0, and let `folder` appear with exactly these, or be replaced.
-
-    Args:
-        folder: where to.
-        files: layout of the safetensors files, the same on all ranks.
-        rest: content of all other files by name.
-        group: all ranks that write.
+    """Write `files`, laid out alike on all ranks of `group`, and on rank 0 `rest`, content by name; then let `folder`
+    appear with exactly these, or be replaced.
 
     Raises CheckpointError: on all ranks of `group`, if any of them could not write; an older `folder` is untouched.
 

@@ -72,12 +72,8 @@ def describe_model(
 ) -> dict[str, bytes]:
     """Build what stands beside the weights, and check that transformers takes it: content by file name. On one rank.
 
-    Args:
-        config: the model.
-        tokenizer: a transformers tokenizer, or None to leave it out.
-        dtype: dtype of the parameters on disk.
-        assets: folder of the model that training began with; what it says beyond the architecture is kept.
-        end_of_turn_ids: end a text as well, in addition to what the model's own generation_config.json says.
+    `dtype` is that of the parameters on disk. What `assets`, the folder of the model that training began with, says
+    beyond the architecture is kept. `end_of_turn_ids` end a text, too, beside what generation_config.json there says.
 
     Raises CheckpointError: transformers refuses something; names it, its value, and the file that it is from.
     """
@@ -137,7 +133,9 @@ def write_config(folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: to
 
     source = "of the model" if assets is None else f"from {assets}"
     if isinstance(config, TransformersConfig):
-        hf_config = _transformers_config(config, dtype)
+        hf_config, _ = load_config_and_class(config.hf, config.family)
+        hf_config.architectures, hf_config.dtype = [config.architecture], dtype
+        vars(hf_config).pop("auto_map", None)  # names files with code, which are not written
     else:
         hf_config = _native_config(config, tokenizer, dtype, assets)
     with _explained(f"config.json ({source})"):
@@ -227,14 +225,6 @@ def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
     if missing := [token for token in ids if token not in known]:
         config["eos_token_id"] = known + missing
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _transformers_config(config: TransformersConfig, dtype: torch.dtype) -> Any:
-    """Return the configuration that the model was built from, with the dtype of what is saved."""
-    hf_config, _ = load_config_and_class(config.hf, config.family)
-    hf_config.architectures, hf_config.dtype = [config.architecture], dtype
-    vars(hf_config).pop("auto_map", None)  # names files with code, which are not written
-    return hf_config
 
 
 def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:

@@ -30,21 +30,15 @@ _LAST_SAVE_PAUSES_S = (0.0, 2.0, 5.0)
 class Checkpointer:
     """Loads and saves the checkpoints `step-N` of one run. Every rank makes one; all methods are collective.
 
-    A context manager: if training ends with an error, a save in the background is finished first.
+    A context manager: if training ends with an error, a save in the background is finished first. `start` is the
+    progress of the checkpoint that the run resumes from, or None.
 
     Args:
-        section: the configuration.
         saved_as: the format of what the checkpoints hold of the model.
-        dump_folder: of the run.
         record: called with (kind, text, step) of what happened: a complete save, a failed one, a damaged checkpoint.
             Also from the thread that saves in the background.
         sum_over_ranks: sums a tensor on the host over all ranks, in place.
         timeout_s: how long a rank that fails in building a save waits for the others.
-
-    Attributes:
-        folder: where the checkpoints of this run are.
-        start: progress of the checkpoint that the run resumes from, or None.
-        group: all ranks, on the host; it waits `checkpoint.timeout_seconds` for one that reads or writes longer.
 
     Raises CheckpointError: on all ranks; the checkpoint that was asked for is not there or not complete, or later ones
     are in the way.
@@ -63,6 +57,7 @@ class Checkpointer:
         self._sum_over_ranks = sum_over_ranks
         self.folder = dump_folder / self._section.folder
         # A group of its own: a save in the background must not meet the collectives of training, or that of `agree`.
+        # It waits longer, too, for one rank may read or write longer than another.
         self.group = new_host_group(timedelta(seconds=self._section.timeout_seconds))
         self._parts_group = new_host_group(timedelta(seconds=timeout_s))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")

@@ -89,16 +89,13 @@ class HFCheckpoint:
     """A `SourceProvider`: every persistent tensor of the model is read from the stored tensors that make it up.
 
     Complete and strict: what is missing, unexpected, or of another shape is an error, all of them at once.
-
-    Attributes:
-        stored: all that the folder has.
-        passengers: what of it the model does not compute (`find_passengers`), once the source was called.
     """
 
     complete = True
 
     def __init__(self, folder: str, stored: Stored, family: Family) -> None:
-        self.name, self.passengers = f"checkpoint {folder}", list[str]()
+        self.name = f"checkpoint {folder}"
+        self.passengers = list[str]()  # what the model does not compute, once this was called
         self._folder, self.stored, self._family = folder, stored, family
         self.untied: Mapping[str, str] = {}  # what is wrong with tied tensors that are stored twice
         self.reader: SafetensorsReader | None = None

@@ -79,13 +79,10 @@ class _Part:
 
 
 class SafetensorsReader:
-    """A `TensorReader` over safetensors files.
+    """A `TensorReader` over safetensors files, of which `name` is the folder, for messages.
 
-    Args:
-        name: the folder, for messages.
-        tensors: run-time name -> global shape and the stored tensors that together hold it.
-        file_bytes: size of every file when its header was read; a file that changed is refused.
-        threads: threads that read; 0 chooses by the cores that each rank of this machine has.
+    `tensors` has run-time names with the global shape and the stored tensors that together hold it. A file whose size
+    is no longer that of `file_bytes`, when its header was read, is refused.
     """
 
     def __init__(
@@ -253,7 +250,8 @@ def _jobs(parts: Sequence[_Part], files: Files) -> Generator[_Job, None, None]:
     batch: list[_Part] = []
     batch_bytes = 0
     for whole in parts:
-        direct = _is_direct(whole)
+        direct = whole.target.device.type == "cpu" and whole.target.dtype == whole.placed.stored.dtype
+        direct &= whole.placed.scale is None and whole.encoding is None
         itemsize = whole.placed.stored.dtype.itemsize
         row = 1
         nbytes = _DIRECT_BYTES if direct else _STAGED_BYTES
@@ -278,11 +276,6 @@ def _jobs(parts: Sequence[_Part], files: Files) -> Generator[_Job, None, None]:
             batch_bytes += part.nbytes
     if batch:
         yield partial(_read_direct, files, batch)
-
-
-def _is_direct(part: _Part) -> bool:
-    as_it_is = part.placed.scale is None and part.encoding is None
-    return as_it_is and part.target.device.type == "cpu" and part.target.dtype == part.placed.stored.dtype
 
 
 def _read_direct(files: Files, parts: Sequence[_Part]) -> None:

@@ -281,13 +281,10 @@ def _keep_part(ctx, grad: torch.Tensor):
     return own_part(grad, dim, _groups[group].size(), _groups[group].rank()), None, None
 
 
-def _send_back(ctx, grad: torch.Tensor):
-    output_splits, input_splits, group = ctx.inputs
-    return all_to_all(grad, input_splits, output_splits, group), None, None, None
-
-
 all_gather.register_autograd(lambda ctx, dy: (reduce_scatter(dy, *ctx.inputs), None, None), setup_context=_save)
 reduce_scatter.register_autograd(lambda ctx, dy: (all_gather(dy, *ctx.inputs), None, None), setup_context=_save)
 all_reduce.register_autograd(lambda ctx, dy: (all_reduce(dy, *ctx.inputs), None), setup_context=_save)
 gather_parts.register_autograd(_keep_part, setup_context=_save)
-all_to_all.register_autograd(_send_back, setup_context=_save)
+all_to_all.register_autograd(
+    lambda ctx, dy: (all_to_all(dy, ctx.inputs[1], ctx.inputs[0], ctx.inputs[2]), None, None, None), setup_context=_save
+)

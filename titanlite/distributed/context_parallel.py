@@ -12,7 +12,6 @@ Shapes: B batch, S sequence, n ranks, s = S / n positions of a rank, H query hea
 rank inside attention, K width of a query or key head, V of a value head, D hidden.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -109,14 +108,8 @@ def _keep_own_labels(module: nn.Module, args: Any, kwargs: Any, *, peers: Peers)
     if rest and rest[0] is not None:
         rest[0] = _own(rest[0], peers)
     if (select := kwargs.get("select")) is not None:
-        kwargs = kwargs | {"select": partial(_select_from_all, select=select, peers=peers)}
+        kwargs = kwargs | {"select": lambda own_BsD: select(gather_parts(own_BsD, _SEQUENCE_DIM, peers.group))}
     return (hidden_BsD, *rest), kwargs
-
-
-def _select_from_all(
-    hidden_BsD: torch.Tensor, *, select: Callable[[torch.Tensor], torch.Tensor], peers: Peers
-) -> torch.Tensor:
-    return select(gather_parts(hidden_BsD, _SEQUENCE_DIM, peers.group))
 
 
 def _gather_results(module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor, *, peers: Peers) -> torch.Tensor:

@@ -54,12 +54,9 @@ def clip_grad_norms(
     its local shards, each divided by the number of ranks that hold the same shard. A norm that is not finite leaves the
     gradients as they are; the caller must not step.
 
-    Args:
-        groups: parameters by name of their group.
-        max_norm: 0 only computes the norms.
-        sharing: ranks that share this rank's parameters: its pipeline stage; None: all.
-        device: of the norms, for a stage without gradients.
-        scale: multiplies gradients, now or when the optimizer reads them.
+    A `max_norm` of 0 only computes the norms. `sharing` are the ranks that share this rank's parameters: those of its
+    pipeline stage, or all. A stage without gradients has its norms on `device`. `scale` multiplies gradients, now or
+    when the optimizer reads them.
 
     Collectives: one all-reduce over the default process group; every rank must call, with the same groups.
     """
@@ -79,7 +76,9 @@ def clip_grad_norms(
         local = [grad for _, grad in entries]
         dtype = torch.promote_types(local[0].dtype, torch.float32)  # bfloat16 would round the norms to 8 bits
         norms = torch.stack(torch._foreach_norm(local, 2, dtype=dtype)).to(torch.float64)
-        squares += _sum_by_group(norms.square(), [index for index, _ in entries], len(groups)) / replicas
+        # Those of a group lie together, so no order depends on atomics.
+        sizes = [[index for index, _ in entries].count(group) for group in range(len(groups))]
+        squares += torch.stack([part.sum() for part in norms.square().split(sizes)]) / replicas
     with timers.collective():
         all_reduce_sum(squares)
     norm = squares.sum().sqrt().to(torch.float32)
@@ -87,9 +86,3 @@ def clip_grad_norms(
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         scale(grads, torch.where(norm.isfinite(), factor, 1.0))
     return norm, squares.sqrt().to(torch.float32)
-
-
-def _sum_by_group(values: torch.Tensor, indices: list[int], num_groups: int) -> torch.Tensor:
-    """Sum the values of each group. Those of a group lie together, so no order depends on atomics."""
-    sizes = [indices.count(group) for group in range(num_groups)]
-    return torch.stack([part.sum() for part in values.split(sizes)])

@@ -45,14 +45,18 @@ class ParallelDims:
         if d.experts_on_own_mesh:
             sizes = {"pp": d.pp, "dp_replicate": d.dp_replicate, "efsdp": d.efsdp, "ep": d.ep}
             sparse = _build_mesh(device_type, sizes, "efsdp")
-        stage_group = backward_group = round_groups = None
+        cp_group = stage_group = backward_group = round_groups = None
+        rank = dist.get_rank()
         if d.pp > 1:
-            first, size = d.stage_of(dist.get_rank()) * d.stage_size, d.stage_size
+            first, size = d.stage_of(rank) * d.stage_size, d.stage_size
             stage_group = _new_group(range(first, first + size))
-            through = range(dist.get_rank() % size, d.world_size, size)
+            through = range(rank % size, d.world_size, size)
             backward_group = _new_group(through)
             round_groups = (_new_group(through), _new_group(through)) if d.chunks > 1 else None
-        return cls(d, dense, sparse, _build_cp_group(d), stage_group, backward_group, round_groups)
+        if d.cp > 1:  # a group of its own also where it has all ranks
+            first = rank - rank // d.tp % d.cp * d.tp
+            cp_group = _new_group(range(first, first + d.cp * d.tp, d.tp))
+        return cls(d, dense, sparse, cp_group, stage_group, backward_group, round_groups)
 
     @property
     def stage(self) -> int:
@@ -103,15 +107,6 @@ class ParallelDims:
     def dropout_rank(self) -> int:
         """Return the number of the random stream of dropout; tp ranks compute parts of a layer from the same tokens."""
         return dist.get_rank() // self.degrees.tp
-
-
-def _build_cp_group(degrees: Degrees) -> dist.ProcessGroup | None:
-    """Make the group of the ranks that split sequences with this one; of its own also where it has all ranks."""
-    if degrees.cp == 1:
-        return None
-    rank, tp = dist.get_rank(), degrees.tp
-    first = rank - rank // tp % degrees.cp * tp
-    return _new_group(range(first, first + degrees.cp * tp, tp))
 
 
 def _new_group(ranks: range) -> dist.ProcessGroup:

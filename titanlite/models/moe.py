@@ -33,41 +33,27 @@ class Routing(NamedTuple):
 
 
 class ExpertCounter(Protocol):
-    """What one layer's experts were given in the latest forward in training mode, on this rank.
-
-    Attributes:
-        tokens_per_expert: (E,) int64, routed rows of this rank's valid tokens.
-        chosen_rows: (E,) int64, rows that this rank's tokens chose of each expert, padding included; None: not known.
-        row_ends: what the dispatcher gave this rank's experts, to compare with what was chosen: int32 end of each
-            expert's rows; None: not known.
-        first_expert: which of all experts is the first one on this rank.
-    """
+    """What one layer's experts were given in the latest forward in training mode, on this rank."""
 
     @property
-    def tokens_per_expert(self) -> torch.Tensor: ...
+    def tokens_per_expert(self) -> torch.Tensor: ...  # (E,) int64, routed rows of this rank's valid tokens
     @property
-    def chosen_rows(self) -> torch.Tensor | None: ...
+    def chosen_rows(self) -> torch.Tensor | None: ...  # (E,) int64, that its tokens chose, padding too; None: not known
     @property
-    def row_ends(self) -> torch.Tensor | None: ...
+    def row_ends(self) -> torch.Tensor | None: ...  # int32 end of the rows that each expert here got; None: not known
     @property
-    def first_expert(self) -> int: ...
+    def first_expert(self) -> int: ...  # which of all experts is the first one on this rank
 
 
 class Router(nn.Module):
     """Scores in float32, group-limited top-k, selection biased by `expert_bias`, weights from the unbiased scores.
 
     Softmax scores as in Qwen3-MoE, or sigmoid scores as in DeepSeek-V3 (arXiv:2412.19437, eq. 12 to 16).
-
-    Attributes:
-        weight: (E, D).
-        expert_bias: (E,) float32, persistent; moved by `optim.expert_bias.ExpertBiasBalancer`, not by gradients.
-        tokens_per_expert: (E,) int64, not saved; routed rows of the latest forward in training mode. It is overwritten,
-            never added to, so that a second run under activation checkpointing changes nothing.
-        sequence_sums: functions that, one after the other, sum a (B, E) tensor over the ranks that hold other parts of
-            the same sequences.
     """
 
-    expert_bias: torch.Tensor
+    expert_bias: torch.Tensor  # (E,) float32, saved; moved by `optim.expert_bias.ExpertBiasBalancer`, not by gradients
+    # (E,) int64, not saved; routed rows of the latest forward in training mode. It is overwritten, never added to, so
+    # that a second run under activation checkpointing changes nothing.
     tokens_per_expert: torch.Tensor
 
     def __init__(self, config: ModelConfig) -> None:
@@ -78,6 +64,7 @@ class Router(nn.Module):
         self.register_buffer("tokens_per_expert", torch.empty(config.num_experts, dtype=torch.int64), persistent=False)
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
+        # They sum a (B, E) tensor, one after the other, over the ranks that hold other parts of the same sequences.
         self.sequence_sums: list[Callable[[torch.Tensor], torch.Tensor]] = []
 
     def declare_sources(self) -> dict[str, Source]:

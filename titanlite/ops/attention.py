@@ -113,8 +113,8 @@ def varlen_attention(
     q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, starts_N1: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Attend causally in each document by FlashAttention (arXiv:2307.08691), (B, S, H, V), in two-byte floats."""
-    width = v_BSGV.shape[-1]
-    v_BSGK = pad_values(q_BSHK, v_BSGV)
+    width, missing = v_BSGV.shape[-1], q_BSHK.shape[-1] - v_BSGV.shape[-1]  # it knows one width
+    v_BSGK = F.pad(v_BSGV, (0, missing)) if missing else v_BSGV
     q_THK, k_TGK, v_TGK = (x.flatten(0, 1) for x in (q_BSHK, k_BSGK, v_BSGK))
     # The longest document would have to be waited for, too: blocks of the kernel behind a document's end stop at once.
     bound = q_BSHK.shape[1]
@@ -122,8 +122,3 @@ def varlen_attention(
         q_THK, k_TGK, v_TGK, starts_N1, starts_N1, bound, bound, scale=scale, window_size=(-1, 0), **_GROUPED
     )
     return cast(torch.Tensor, out_THK).view(q_BSHK.shape)[..., :width]
-
-
-def pad_values(q_BSHK: torch.Tensor, v_BSGV: torch.Tensor) -> torch.Tensor:
-    """Pad values to the width of queries: FlashAttention knows one width."""
-    return F.pad(v_BSGV, (0, q_BSHK.shape[-1] - v_BSGV.shape[-1])) if v_BSGV.shape[-1] < q_BSHK.shape[-1] else v_BSGV

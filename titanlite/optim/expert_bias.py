@@ -16,18 +16,9 @@ from titanlite.models.moe import ExpertCounter
 class ExpertBiasBalancer:
     """Counts routed tokens per layer and expert over a step, and moves every router's `expert_bias` once per step.
 
-    A model of transformers has no such bias; its tokens are counted all the same, if its experts can be.
-
-    Args:
-        model: with MoE layers or without.
-        update_rate: added to or taken from a bias per step; 0 for models that have none.
-        sum_over_ranks: sums a tensor on the model's device over all ranks, in place.
-        stage_size: ranks of a pipeline stage; None without stages.
-        chunks: the layers of each chunk of this pipeline stage.
-
-    Attributes:
-        counts: (layers, E) int64 on the model's device, this rank's rows since the last `step`.
-        row_difference: (layers, E) int64, rows that this rank's tokens chose minus rows that its experts were given.
+    A model of transformers has no such bias; its tokens are counted all the same, if its experts can be. A step adds
+    `update_rate` to a bias, or takes it away. `sum_over_ranks` sums a tensor on the model's device, in place. With
+    pipeline stages, of `stage_size` ranks each, `chunks` are the layers of each chunk of this one.
     """
 
     def __init__(
@@ -51,8 +42,8 @@ class ExpertBiasBalancer:
         self._update_rate, self._sum_over_ranks, self._stage_size = update_rate, sum_over_ranks, stage_size
         self._rows_are_known = bool(numbers) and not counters  # then other stages know
         if numbers:
-            self.counts = self._make_counts(model)
-            self.row_difference = torch.zeros_like(self.counts)
+            self.counts = self._make_counts(model)  # (layers, E) int64, rows of this rank since the last `step`
+            self.row_difference = torch.zeros_like(self.counts)  # those its tokens chose less those its experts got
             self._row_errors = self.counts.new_zeros(2, self._num_layers)
         frozen = sum(not router.weight.requires_grad for router in self._routers)
         if frozen and update_rate:
@@ -86,10 +77,6 @@ class ExpertBiasBalancer:
             self.row_difference[here] += torch.stack(chosen)
             self.row_difference[here, first : first + given.shape[1]] -= given
 
-    def _of_layers_here(self, of_all: torch.Tensor) -> torch.Tensor:
-        """Return what `of_all` (layers, ...) says of the layers that run here, in their order."""
-        return torch.cat([of_all[here] for here in self._here])
-
     @torch.no_grad()
     def step(self, finite: torch.Tensor) -> torch.Tensor | None:
         """Update the biases by `rate * sign(mean - count)`, centred; return the global counts (layers, E), or None.
@@ -113,7 +100,8 @@ class ExpertBiasBalancer:
             deficit = counts.sum(dim=1, keepdim=True) - counts * counts.shape[1]
             delta = deficit.sign().to(torch.float32)
             delta = (delta - delta.mean(dim=1, keepdim=True)) * (self._update_rate * finite.to(delta.device))
-            for router, router_delta in zip(self._routers, self._of_layers_here(delta), strict=True):
+            of_routers = torch.cat([delta[here] for here in self._here])
+            for router, router_delta in zip(self._routers, of_routers, strict=True):
                 if router.weight.requires_grad:
                     router.expert_bias += router_delta
         return counts

@@ -176,11 +176,8 @@ class FiniteGuard:
     """Decides on the device which steps are applied; the host waits for it only in `look`.
 
     After `limit` steps in a row that are not finite no step is applied any more, so that weights, optimizer states and
-    biases are those before the first of them when the host finds out. All ranks feed it the same reduced values.
-
-    Args:
-        device: of loss and gradient norm.
-        limit: most steps in a row; 1 stops at the first.
+    biases are those before the first of them when the host finds out. All ranks feed it the same reduced values, which
+    are on `device`.
     """
 
     def __init__(self, device: torch.device, limit: int = 1) -> None:
@@ -188,19 +185,17 @@ class FiniteGuard:
         # first_new, first, in_a_row, total
         self._state = torch.tensor([-1, -1, 0, 0], dtype=torch.int64, device=device)
         self._flags: torch.Tensor | None = None  # losses_finite of step first_new
-        self._seen = 0
+        self.total = 0  # steps that were not finite, up to the last look
 
     def state(self) -> list[torch.Tensor]:
         return [self._state] if self._flags is None else [self._state, self._flags]
 
     @torch.no_grad()
     def admit(self, step: int, finite: torch.Tensor, losses_finite: torch.Tensor | None = None) -> torch.Tensor:
-        """Return True, as a bool scalar on the device, if step `step` is to be applied.
+        """Return True, as a bool scalar on the device, if `step`, counted from 1, is to be applied.
 
-        Args:
-            step: about to be applied, counted from 1.
-            finite: bool scalar: its loss and gradient norm are finite, over all ranks.
-            losses_finite: bool (micro-batches,): the losses of this rank's micro-batches are.
+        `finite`, a bool scalar, is True if its loss and gradient norm are, over all ranks; `losses_finite`, bool
+        (micro-batches,), where the losses of this rank's micro-batches are.
         """
         first_new, first, in_a_row, total = self._state.unbind()
         finite = finite.to(self._state.device)
@@ -220,17 +215,12 @@ class FiniteGuard:
         )
         return finite & ~frozen
 
-    @property
-    def total(self) -> int:
-        """Return the number of steps that were not finite, up to the last look."""
-        return self._seen
-
     def look(self) -> NonFiniteSteps | None:
         """Return what was not finite since the last look, or None. Synchronizes; only `micro_batches` vary by rank."""
         first_new, first, in_a_row, total = self._state.tolist()
-        if total == self._seen:
+        if total == self.total:
             return None
-        self._seen = total
+        self.total = total
         flags = [] if self._flags is None else self._flags.tolist()
         micro_batches = tuple(i for i, is_finite in enumerate(flags) if not is_finite)
         self._state[0] = -1
