@@ -35,7 +35,7 @@ from titanlite.features.sft.chat_parts import (
     list_python_texts,
 )
 from titanlite.features.sft.chat_template import REMEDY, ChatTemplate, Marks
-from titanlite.features.sft.forms import Chat, Messages, set_arguments_as_text
+from titanlite.features.sft.forms import Chat, Messages
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.row_limits import run_row
 
@@ -287,7 +287,7 @@ class ChatRenderer:
         self, chat: Chat, conversations: list[Messages], *, prompt: bool = False
     ) -> list[tuple[str, Marks | None]]:
         if chat.arguments_as_text:
-            conversations = [[set_arguments_as_text(message) for message in messages] for messages in conversations]
+            conversations = [[_with_text_arguments(message) for message in messages] for messages in conversations]
         return self._template.render(conversations, chat.tools, chat.template_kwargs, prompt=prompt)
 
     def _wrong_prompt(self, chat: Chat, index: int, prompt: str, done: str) -> RowError:
@@ -299,6 +299,18 @@ class ChatRenderer:
             f"{self._template.describe_arguments(chat.tools)}"
         )
         return RowError("prompt differs", text)
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with the arguments of its calls as JSON text, for templates that take nothing else."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        call
+        | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+        for call in message["tool_calls"]
+    ]
+    return message | {"tool_calls": calls}
 
 
 def _list_keys(chat: Chat, answers: list[int]) -> list[object]:

@@ -15,6 +15,7 @@ text, and tool calls whose arguments are objects.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -144,25 +145,24 @@ def _add_contexts(row: dict[str, Any], question: str) -> str:
     return text
 
 
-def _get_system(row: dict[str, Any]) -> str:
-    """Return the system message that a row has beside its turns, or ''."""
-    texts = (row.get(name) for name in ("system", "system_prompt"))
-    return next((text for text in texts if isinstance(text, str) and text), "")
+def _get_system(row: dict[str, Any], turns: Messages) -> Messages:
+    """Return the system message that a row has beside its turns, unless these begin with one."""
+    texts = [text for name in ("system", "system_prompt") if isinstance(text := row.get(name), str) and text]
+    has_one = turns and turns[0]["role"] == "system"
+    return [{"role": "system", "content": text} for text in texts[:1] if not has_one]
 
 
 def _parse_messages(row: dict[str, Any]) -> Chat:
-    name = "messages" if "messages" in row or "conversations" not in row else "conversations"
     if pair := _find_question(row):
-        contents = {"user": _add_contexts(row, pair[0]), "assistant": _get_text(row, pair[1])}
-        messages = [{"role": role, "content": content} for role, content in contents.items()]
-        untrained = frozenset[int]()
+        asked, answer = _add_contexts(row, pair[0]), _get_text(row, pair[1])
+        messages, untrained = (
+            [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}],
+            frozenset(),
+        )
     else:
-        messages, untrained = _get_messages(row, name)
-    system = _get_system(row)
-    if system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-        untrained = frozenset(index + 1 for index in untrained)
-    return _join(row, [], messages, untrained)
+        is_sharegpt = "conversations" in row and "messages" not in row
+        messages, untrained = _get_messages(row, "conversations" if is_sharegpt else "messages")
+    return _join(row, _get_system(row, messages), messages, untrained)
 
 
 def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
@@ -187,29 +187,31 @@ def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
     asked = next((name for name in ("prompt", "question", "instruction", "query") if name in row), "prompt")
     if asked != "prompt":
         row = {**row, "prompt": _add_contexts(row, asked)}
-    system = _get_system(row)
-    if system and all(isinstance(row.get(name), str) for name in ("prompt", "chosen", "rejected")):
-        asking = [{"role": "system", "content": system}, {"role": "user", "content": _get_text(row, "prompt")}]
-        row = {**row, "prompt": asking}
     sides = {name: _unpack(row, name) for name in ("chosen", "rejected")}
     if sides["chosen"] == sides["rejected"]:
         raise RowError("equal pair", "chosen and rejected are equal, so nothing is preferred. Remove the row.")
     prompt = _unpack(row, "prompt") if "prompt" in row else None
     texts = [name for name, side in sides.items() if isinstance(side, str)]
     if len(texts) == 1:
-        other = "rejected" if texts[0] == "chosen" else "chosen"
-        raise _wrong_type(f"{texts[0]} is a string and {other} a list", "Write both alike.")
+        raise _wrong_type(f"{texts[0]} is a string, and the other side a list", "Write both alike.")
     if texts and prompt is None:
         raise _missing(row, "prompt")
-    if texts and isinstance(prompt, str):
-        before = _get_text(row, "prompt", may_be_empty=True)
-        return tuple(Plain(before, _get_text(row, name)) for name in sides)
+    if texts and isinstance(prompt, str) and not _get_system(row, []):
+        start = _get_text(row, "prompt", may_be_empty=True)
+        return tuple(Plain(start, _get_text(row, name)) for name in sides)
     if texts:
-        before, _ = _get_messages(row, "prompt")
+        before = _get_asked(row, prompt)
         answers = [[{"role": "assistant", "content": _get_text(row, name)}] for name in sides]
     else:
         before, answers = _split_pair(row, prompt)
+    before = [*_get_system(row, before), *before]
     return tuple(_join(row, before, after) for after in answers)
+
+
+def _get_asked(row: dict[str, Any], prompt: Any) -> Messages:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": _get_text(row, "prompt")}]
+    return _get_messages(row, "prompt")[0]
 
 
 def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[Messages]]:
@@ -228,9 +230,7 @@ def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[Messag
             text = "prompt is none of the messages that chosen and rejected begin with. Remove it, or correct it."
             raise RowError("prompt differs", text)
         return before, [messages[shared:] for messages in lists]
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": _get_text(row, "prompt")}], lists
-    before, _ = _get_messages(row, "prompt")
+    before = _get_asked(row, prompt)
     if all(messages[: len(before)] == before for messages in lists):
         lists = [messages[len(before) :] for messages in lists]
     return before, lists
@@ -274,17 +274,19 @@ def _unpack(row: dict[str, Any], name: str) -> Any:
         raise _missing(row, name)
     value = row[name]
     if isinstance(value, str) and value.startswith("[{"):
-        try:
-            return parse_json(value)
-        except json.JSONDecodeError:
-            return value  # text that begins like JSON
-        except ValueError as error:
-            raise _not_json(f"field '{name}'", error, "Write each name once.") from None
+        with suppress(json.JSONDecodeError):  # text that begins like JSON
+            return _from_json(value, f"field '{name}'", "Write each name once.", json.JSONDecodeError)
     return value
 
 
-def _not_json(where: str, error: ValueError, remedy: str) -> RowError:
-    return RowError("invalid JSON", f"{where} is not valid JSON ({error}). {remedy}")
+def _from_json(value: Any, where: str, remedy: str, passed: type[ValueError] | tuple[()] = ()) -> Any:
+    """`value`, out of JSON where it is text. An error is a RowError, except those `passed` on."""
+    try:
+        return parse_json(value) if isinstance(value, str) else value
+    except passed:
+        raise
+    except ValueError as error:
+        raise RowError("invalid JSON", f"{where} is not valid JSON ({error}). {remedy}") from None
 
 
 def _get_messages(row: dict[str, Any], name: str) -> tuple[Messages, frozenset[int]]:
@@ -298,9 +300,7 @@ def _get_messages(row: dict[str, Any], name: str) -> tuple[Messages, frozenset[i
     for index, given in enumerate(value):
         where = f"{name}[{index}]"
         if not isinstance(given, dict):
-            raise _wrong_type(
-                f"{where} is {_describe_type(given)}, not a message", 'Write {"role": ..., "content": ...}.'
-            )
+            raise _wrong_type(f"{where} is {_describe_type(given)}, not a message", "Write its role and content.")
         message = _unify(given, where)
         weight = message.pop("weight", None)
         if weight not in (None, 0, 1):
@@ -384,38 +384,16 @@ def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return checked
 
 
-def set_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """`message` with the arguments of its calls as JSON text, for templates that take nothing else."""
-    if "tool_calls" not in message:
-        return message
-    calls = [
-        call
-        | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
-        for call in message["tool_calls"]
-    ]
-    return message | {"tool_calls": calls}
-
-
 def parse_object(value: Any, where: str) -> dict[str, Any]:
     """`value`, out of JSON where it is text; a RowError names `where` if it is no object."""
-    if isinstance(value, str):
-        try:
-            value = parse_json(value)
-        except ValueError as error:
-            raise _not_json(where, error, "Write an object.") from None
+    value = _from_json(value, where, "Write an object.")
     if not isinstance(value, dict):
         raise _wrong_type(f"{where} is {_describe_type(value)}, not an object", "Write an object.")
     return value
 
 
 def _get_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools:
-        try:
-            tools = parse_json(tools)
-        except ValueError as error:
-            raise _not_json("field 'tools'", error, "Write a list.") from None
-    if not tools:
+    if not (tools := _from_json(row.get("tools") or None, "field 'tools'", "Write a list.")):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise _wrong_type(f"field 'tools' is {_describe_type(tools)}, not a list of objects", "Write JSON schemas.")

@@ -179,7 +179,7 @@ def test_a_question_and_its_answer_are_a_chat(row: dict[str, Any], question: str
     (chat,) = parse_row(row, "messages")
     assert chat == Chat([{"role": "user", "content": question}, ANSWER])
     (chat,) = parse_row({**row, "system": "s"}, "messages")
-    assert chat == Chat([{"role": "system", "content": "s"}, {"role": "user", "content": question}, ANSWER])
+    assert chat == Chat([{"role": "system", "content": "s"}, {"role": "user", "content": question}, ANSWER], 1)
     assert parse_row({**row, "system_prompt": "s"}, "messages") == (chat,)
 
 
@@ -216,5 +216,7 @@ def test_the_system_message_of_a_pair_is_in_its_prompt() -> None:
     chosen, _ = parse_row({"system": "s", "question": "a", "chosen": "b", "rejected": "c"}, "preference")
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
     assert chosen == Chat([*asked, ANSWER], answers_from=2)
+    lists = {side: [asked[1], {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    assert parse_row({"system": "s", **lists}, "preference")[0].messages[:2] == asked
     chosen, _ = parse_row({"instruction": "a", "input": "d", "chosen": "b", "rejected": "c"}, "preference")
     assert chosen == Plain("a\n\nd", "b")
