@@ -7,7 +7,6 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.files import check_regular
@@ -171,13 +170,9 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
         return str(path)
     # Costs half a second, and only names of the hub need it.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     repository, _, revision = name.partition("@")
-    # What the HTTP library raises while it reads; HfHubHTTPError is derived from it, whichever library it is.
-    names = ("HTTPError", "RequestException")
-    transport: Any = tuple(base for base in HfHubHTTPError.__mro__ if base.__name__ in names)
-    expected = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, *transport)
 
     def fetch(local_files_only: bool) -> str:
         return snapshot_download(
@@ -195,7 +190,7 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
             if not weights or any(Path(folder).glob("*.safetensors")):
                 return folder
         return fetch(local_files_only=False)
-    except expected as error:
+    except Exception as error:  # noqa: BLE001 - of the hub's library, or of the one that it reads HTTP with
         status = getattr(getattr(error, "response", None), "status_code", None)
         log_in = "accept its license on the hub and log in with `hf auth login`, or set HF_TOKEN."
         log_in = f"Correct the name; if the model is gated or private, {log_in}"

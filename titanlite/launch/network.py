@@ -18,9 +18,8 @@ _SIOCGIFADDR = 0x8915
 # Nothing is sent there: connecting a datagram socket only asks the kernel for the route.
 _SOMEWHERE = "8.8.8.8"
 _ANY_PORT = 9
-_FIRST_PORT, _LAST_PORT = 10_000, 65_535  # below, services have numbers of their own
-_FEWEST_PORTS = 1000  # among fewer, two runs would choose the same one too often
-_CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# Below, services have numbers of their own; above, Linux gives any to a connection, which may get it meanwhile.
+PORTS = range(10_000, 32_768)
 # Environment variable with the file where the ranks of one machine meet, each start in a new one.
 STORE_FILE = "TITANLITE_STORE_FILE"
 PORT_TAKEN = "failed to listen"  # in torch's error where a store cannot open its port
@@ -64,14 +63,9 @@ def find_interface(host: str) -> str:
 
 
 def find_free_port() -> int:
-    """Return a port on which nobody listens, for a process that will in a few seconds.
-
-    Not one of those that the kernel gives to connections, as long as there are others: of them, any connection of any
-    process may get this one meanwhile.
-    """
-    # Not from the generator that a run seeds: two runs would get the same ports.
-    draw, ports = random.SystemRandom(), _ports_to_listen_on()
-    while not is_free(port := draw.choice(ports)):
+    """Return a port on which nobody listens, for a process that will in a few seconds."""
+    draw = random.SystemRandom()  # not the generator that a run seeds: two runs would get the same ports
+    while not is_free(port := draw.choice(PORTS)):
         pass
     return port
 
@@ -85,17 +79,6 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
         return True
-
-
-def _ports_to_listen_on() -> range:
-    """Those that connections do not get; all, if these are few or not known."""
-    everything = range(_FIRST_PORT, _LAST_PORT + 1)
-    try:
-        first, last = map(int, _CONNECTION_PORTS.read_text().split())
-    except (OSError, ValueError):
-        return everything
-    ranges = range(_FIRST_PORT, first), range(max(last + 1, _FIRST_PORT), _LAST_PORT + 1)
-    return next((ports for ports in ranges if len(ports) >= _FEWEST_PORTS), everything)
 
 
 def is_this_machine(host: str) -> bool:
