@@ -317,7 +317,10 @@ def test_data_without_answers_is_refused(run_ranks, checked, monkeypatch):
             'checkpoint.save_best = "validation" needs checkpoints.',
         ),
         (["--checkpoint.push_to_hub=model"], 'checkpoint.push_to_hub = "model" is no name of a repository.'),
-        (["--checkpoint.push_to_hub=a/b", "--checkpoint.enable=false"], "checkpoint.push_to_hub needs checkpoints."),
+        (
+            ["--checkpoint.push_to_hub=a/b", "--checkpoint.enable=false"],
+            'checkpoint.push_to_hub = "a/b" needs checkpoints.',
+        ),
         (
             ["--evaluation.scorer=bleu"],
             'evaluation.scorer = "bleu" is not one of "exact_match", "contains", "package.module:name"',

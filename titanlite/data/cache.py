@@ -26,9 +26,7 @@ _FINE_NS, _COARSE_NS = 50_000_000, 2_000_000_000  # clock ticks of file systems 
 
 def get_cache_folder(data: DataSection) -> Path:
     """`data.cache_folder`, or `$XDG_CACHE_HOME/titanlite`, or `~/.cache/titanlite`. It need not exist."""
-    if data.cache_folder:
-        return Path(data.cache_folder).expanduser()
-    return get_cache_home()
+    return Path(data.cache_folder).expanduser() if data.cache_folder else get_cache_home()
 
 
 @cache

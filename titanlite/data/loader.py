@@ -6,6 +6,7 @@ starts its GPU work before the next step asks for data.
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ class ValidationSet(NamedTuple):
     batches: Iterator[Batch]
 
 
+@dataclass
 class TrainLoader:
     """The share of one data-parallel rank in every global batch.
 
@@ -36,24 +38,18 @@ class TrainLoader:
     The global batch is a multiple of `local_batch_size * dp_degree`.
     """
 
-    def __init__(
-        self,
-        dataset: TrainDataset,
-        *,
-        seed: int,
-        global_batch_size: int,
-        local_batch_size: int,
-        dp_rank: int,
-        dp_degree: int,
-    ) -> None:
-        self.dataset = dataset
-        self.seed = seed
-        self.global_batch_size = global_batch_size
-        self.local_batch_size = local_batch_size
-        self.dp_rank = dp_rank
-        self.dp_degree = dp_degree
-        self.num_micro_batches = global_batch_size // (local_batch_size * dp_degree)
-        self._start = (0, 0)  # a step, and the samples before it
+    dataset: TrainDataset
+    _: KW_ONLY
+    seed: int
+    global_batch_size: int
+    local_batch_size: int
+    dp_rank: int
+    dp_degree: int
+    _start: tuple[int, int] = field(default=(0, 0), init=False)  # a step, and the samples before it
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.global_batch_size // (self.local_batch_size * self.dp_degree)
 
     @property
     def fingerprint(self) -> str:
