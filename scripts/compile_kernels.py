@@ -28,8 +28,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from titanlite.features.lowbit import formats_triton as blocks
-from titanlite.features.lowbit.formats import BLOCK_FORMATS
+from titanlite.features.lora import block_formats_triton as blocks
+from titanlite.features.lora.block_formats import BLOCK_FORMATS
 from titanlite.ops import cross_entropy_triton
 from titanlite.ops import grouped_gemm_triton as kernels
 from titanlite.ops import launchers as launch

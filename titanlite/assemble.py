@@ -47,9 +47,9 @@ from titanlite.features.dpo.objective import build_dpo, turn_off_dropout
 from titanlite.features.generate.evaluate import build_evaluator
 from titanlite.features.generate.generate import get_end_of_turn_ids, log_sample
 from titanlite.features.images.rows import build_images
+from titanlite.features.lora.block_weights import encode_weights
 from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lora.peft_format import PeftFormat, warn_of_changed_base
-from titanlite.features.lowbit.weights import encode_weights
 from titanlite.features.muon.muon import build_muon, muon_matrices
 from titanlite.features.passengers import carry_passengers
 from titanlite.features.pipeline.schedule import PipelineSchedule, apply_pipeline_parallel, describe_pipeline

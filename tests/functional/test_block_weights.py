@@ -15,7 +15,7 @@ from traced_layers import TORCH_COMPILE_WARNINGS
 from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError, VerifyError
 from titanlite.config.parallelism import Degrees
-from titanlite.features.lowbit.formats import BLOCK_FORMATS, decode_blocks, encode_blocks
+from titanlite.features.lora.block_formats import BLOCK_FORMATS, decode_blocks, encode_blocks
 from titanlite.materialize.layout import encoding_of, num_values
 from titanlite.models.interface import is_adapter
 

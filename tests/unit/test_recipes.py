@@ -14,9 +14,9 @@ from titanlite.config import assets, load_config
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import base_dtype
 from titanlite.distributed.process_group import fake_ranks
+from titanlite.features.lora.block_formats import BLOCK_FORMATS
+from titanlite.features.lora.block_weights import encode_weights
 from titanlite.features.lora.layers import apply_lora
-from titanlite.features.lowbit.formats import BLOCK_FORMATS
-from titanlite.features.lowbit.weights import encode_weights
 from titanlite.materialize import build_plan
 from titanlite.materialize.layout import encoding_of, num_values
 from titanlite.optim.optimizer import count_parameters

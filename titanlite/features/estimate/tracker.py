@@ -66,7 +66,6 @@ _PLACES = {
     "/titanlite/ops/elementwise.py": ELEMENTWISE,
     "/titanlite/models/": ELEMENTWISE,
     "/titanlite/features/lora/": ELEMENTWISE,
-    "/titanlite/features/lowbit/": ELEMENTWISE,
     "/titanlite/distributed/grads.py": CLIPPING,
     "/titanlite/optim/": OPTIMIZER,
     "/torch/distributed/fsdp/": FSDP,

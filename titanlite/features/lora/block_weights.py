@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from titanlite.features.lowbit.formats import (
+from titanlite.features.lora.block_formats import (
     BLOCK_FORMATS,
     FP8,
     BlockFormat,

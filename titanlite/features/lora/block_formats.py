@@ -130,7 +130,7 @@ def decode_blocks_op(
     if not values.numel():
         return values
     if records.is_cuda and has_triton(records.device):
-        from titanlite.features.lowbit import formats_triton as kernels  # nothing else needs triton
+        from titanlite.features.lora import block_formats_triton as kernels  # nothing else needs triton
 
         table = _table(layout, records.device)
         kernels.decode_blocks(records.contiguous().view(torch.uint8), table, values, form)

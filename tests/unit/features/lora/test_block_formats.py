@@ -9,9 +9,8 @@ from torch._dynamo.backends.common import aot_autograd
 from traced_layers import TORCH_COMPILE_WARNINGS
 from triton_interpreter import repair
 
-from titanlite.features.lowbit import formats as block_formats
-from titanlite.features.lowbit import formats_triton as block_formats_triton
-from titanlite.features.lowbit.formats import (
+from titanlite.features.lora import block_formats, block_formats_triton
+from titanlite.features.lora.block_formats import (
     BLOCK_FORMATS,
     FP8,
     NF4,
@@ -20,7 +19,7 @@ from titanlite.features.lowbit.formats import (
     encode_blocks,
     keep_fp8,
 )
-from titanlite.features.lowbit.weights import frozen_grouped_gemm, frozen_linear
+from titanlite.features.lora.block_weights import frozen_grouped_gemm, frozen_linear
 from titanlite.ops import grouped_gemm
 from titanlite.ops import launchers as kernels
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from titanlite.features.lowbit.formats import BlockFormat
+from titanlite.features.lora.block_formats import BlockFormat
 from titanlite.ops.launchers import device_of
 
 VALUES, WARPS = 4096, 8  # of one program

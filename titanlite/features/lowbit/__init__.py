@@ -1,1 +1,0 @@
-"""Frozen weights in block formats of 8 and 4 bits."""
