@@ -173,7 +173,7 @@ class StepRecorder(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor comes first, and calls operators on local tensors
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = self.call(func, args, kwargs)
         if func in _METADATA or self._is_propagating:
             return out
         for tensor in tree_iter(out):
@@ -187,12 +187,17 @@ class StepRecorder(TorchDispatchMode):
         self._classify(func, args, out, kwargs)
         moved, asked_by = moved_by(func, args, out), self._asked_by()
         for kind, group, tensor in moved:
-            self._add("", group, Call(kind), Work(nbytes=tensor.nbytes, launches=1))
+            self.add("", group, Call(kind), Work(nbytes=tensor.nbytes, launches=1))
         for call, work in measure(func, args, kwargs, out, moves=bool(moved), inside=inside).items():
-            self._add(self._part_of(func, asked_by, call), "", call, work)
+            self.add(self._part_of(func, asked_by, call), "", call, work)
         return out
 
-    def _add(self, part: str, group: str, call: Call, work: Work) -> None:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator."""
+        return func(*args, **kwargs)
+
+    def add(self, part: str, group: str, call: Call, work: Work) -> None:
+        """Count what the latest operator does."""
         kind = Kind(self._segment.micro_batch, self._segment.phase, part, group, call)
         self.work[kind] = self.work.get(kind, Work()) + work
 
@@ -344,4 +349,6 @@ class FixedScalars(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func is _aten.addmm.dtype_out:  # torch 2.11 takes the dtype for a factor
+            return kwargs["out"]
         return func(*args, **(kwargs or {}))
