@@ -51,9 +51,8 @@ def format_line(
         parts.append(f"MFU {values['throughput/mfu']:4.1%}")
     if (share := values.get("data/padding", 0.0)) >= _MUCH_PADDING:
         parts.append(f"padding {share:.0%}")
-    for name in ("memory/max_reserved_gib", "memory/host_peak_rss_gib"):
-        if name in values:
-            parts.append(f"mem {values[name]:.2f} GiB")
+    memory = [values[name] for name in ("memory/max_reserved_gib", "memory/host_peak_rss_gib") if name in values]
+    parts += [f"{label} {gib:.2f} GiB" for label, gib in zip(("mem", "host mem"), memory, strict=False)]
     layers = layers or {}
     if ratios := layers.get("moe/load_max_over_mean"):
         parts.append(f"expert load max/mean {max(ratios):.2f}")

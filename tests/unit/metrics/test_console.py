@@ -40,6 +40,11 @@ def test_line_leaves_out_what_is_unknown_and_shows_mfu_when_known():
     assert "MFU 41.2%" in format_line(1, 10, {**VALUES, "throughput/mfu": 0.412})
 
 
+def test_line_tells_memory_of_gpu_and_host_apart():
+    line = format_line(1, 10, {**VALUES, "memory/max_reserved_gib": 61.5})
+    assert line.endswith("  mem 61.50 GiB  host mem 0.61 GiB")
+
+
 def test_line_shows_padding_where_there_is_much_of_it():
     full = format_line(1, 10, VALUES)
     assert format_line(1, 10, {**VALUES, "data/padding": 0.099}) == full
