@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -82,8 +83,8 @@ def test_cpu_offload_changes_nothing(losses_of):
 
 
 def test_varlen_attention_equals_sdpa(losses_of):
-    sdpa = losses_of("--training.mixed_precision_param=bfloat16")
-    varlen = losses_of("--training.mixed_precision_param=bfloat16", "--model.attention_backend=varlen")
+    sdpa = losses_of("--training.mixed_precision_param=bfloat16", "--model.attention_backend=sdpa")
+    varlen = losses_of("--training.mixed_precision_param=bfloat16")  # "auto"
     assert varlen == pytest.approx(sdpa, rel=5e-3)  # both round to bfloat16, at other places
     assert varlen != sdpa
 
@@ -132,11 +133,11 @@ def test_sums_of_two_byte_products_are_float32():
     """The head's weight gradient and the router's logits, added up inside the product."""
     dy, x, total = randn(3000, 96), randn(3000, 64), randn(96, 64).float()
     expected = total.double() + dy.double().T @ x.double()
-    assert relative_error(sum_over_rows(dy, x, total, accumulate=True), expected) < 1e-6
+    assert relative_error(sum_over_rows(dy, x, total, accumulate=True), expected) < 5e-6  # H200: 1.5e-6
     weight = randn(128, 64).requires_grad_()
     logits = wide_linear(x.requires_grad_(), weight)
     assert logits.dtype == torch.float32
-    assert relative_error(logits, x.double() @ weight.double().T) < 1e-6
+    assert relative_error(logits, x.double() @ weight.double().T) < 5e-6
     dlogits = torch.randn_like(logits)
     logits.backward(dlogits)
     assert relative_error(x.grad, dlogits.double() @ weight.double()) < 3e-3  # bfloat16 once
@@ -259,6 +260,18 @@ def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run():
         gathered = products(x, dout, token)
         different = [i for i, (a, b) in enumerate(zip(gathered, expected, strict=True)) if not torch.equal(a, b)]
         assert different == [], f"run {run}"
+
+
+def test_a_kernel_can_be_the_first_of_its_thread():
+    """As in autograd's thread, which has no CUDA context then."""
+    x, weight = randn(256, 128), randn(2, 64, 128)
+    offsets = torch.tensor([100, 256], dtype=torch.int32, device="cuda")
+    expected = torch.cat([x[:100] @ weight[0].T, x[100:] @ weight[1].T])
+    found = []
+    thread = threading.Thread(target=lambda: found.append(kernels.row_grouped_gemm(x, weight.mT, offsets)))
+    thread.start()
+    thread.join()
+    torch.testing.assert_close(found[0], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
