@@ -24,8 +24,11 @@ import moe_gpu  # noqa: E402
 import moe_gpu_cases as cases  # noqa: E402
 import moe_gpu_checks  # noqa: E402
 import moe_gpu_sweep  # noqa: E402
+import step_gpu  # noqa: E402
 import train_gpu  # noqa: E402
 
+from titanlite.features.estimate.hardware import get_hardware  # noqa: E402
+from titanlite.features.estimate.tracker import PARTS  # noqa: E402
 from titanlite.models.decoder import build_decoder  # noqa: E402
 from titanlite.models.families import families  # noqa: E402
 from titanlite.ops import launchers as launch  # noqa: E402
@@ -63,7 +66,7 @@ def test_help(script):
     assert result.stdout.startswith(f"usage: {script}")
 
 
-@pytest.mark.parametrize("script", ["moe_gpu.py", "train_gpu.py"])
+@pytest.mark.parametrize("script", ["moe_gpu.py", "step_gpu.py", "train_gpu.py"])
 def test_without_a_gpu_one_line_says_so(script):
     result = run(script)
     assert (result.returncode, result.stdout) == (2, "")
@@ -337,6 +340,25 @@ def one_rank() -> Iterator[torch.device]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield torch.device("cpu")
     dist.destroy_process_group()
+
+
+@interpreted
+def test_a_step_by_operators(monkeypatch):
+    config = replace(families()["qwen3_moe"].presets["debug"], vocab_size=64, num_layers=1)
+    case, hardware = step_gpu.Case("tiny", config, 16, 2), get_hardware("h200")
+    expected = step_gpu.expect(case, hardware)
+    assert {"attention", "grouped GEMM", "optimizer"} <= expected.keys()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = step_gpu.measure(case, 1, hardware, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert set(found["parts_ms"]) == set(PARTS) and min(found["parts_ms"].values()) > 0
+    assert sum(found["parts_ms"].values()) == pytest.approx(sum(found["rates_ms"].values()))
+    names = {name for _, name, *_ in found["operators"]}
+    assert {"titanlite::gather_sum", "aten::mm"} & names and found["launches"] > 100
+    text = step_gpu.render(found, expected)
+    assert text.startswith(f"## tiny: {found['launches']} launches") and "routing and permutation" in text
 
 
 @interpreted
