@@ -67,6 +67,8 @@ def pytest_configure() -> None:
     from titanlite.features.cpu import install_kernels  # imports triton, which reads TRITON_INTERPRET
 
     install_kernels()
+    with torch.device("meta"):  # torch remembers what makes tensors; if torch.compile is the first to ask, wrongly
+        torch.empty(0)
 
 
 def pytest_collection_finish() -> None:
