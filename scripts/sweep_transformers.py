@@ -114,6 +114,7 @@ _GEMMA3N = {
     **_GEMMA4,
 }
 _TINY_VIT = {"architecture": "vit_tiny_patch16_224", "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 2}}
+_FUSED_QKV = {"num_attention_heads": 4, "num_key_value_heads": 4}  # stored in one, and cut into three equal parts
 _BEGINS, _BEGINS_PADDED = {"decoder_start_token_id": 0}, {"decoder_start_token_id": 7, "pad_token_id": 0}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 _FIXES: Mapping[str, Mapping[str, Any]] = {
@@ -140,6 +141,10 @@ _FIXES: Mapping[str, Mapping[str, Any]] = {
     "step3p7": {"text_config": {"sliding_window": 8}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "xmod": {"default_language": "en_XX"},
+    "nemo_speechlm": {
+        "audio_config": {"asr_config": _FUSED_QKV, "diarization_config": {"audio_config": _FUSED_QKV}},
+        "word_timestamp_config": _FUSED_QKV,
+    },
     "vibevoice_asr": {f"{kind}_tokenizer_encoder_config": {"num_filters": 2} for kind in ("acoustic", "semantic")},
     "gemma3n_text": _GEMMA3N,
     "gemma3n": {"text_config": _GEMMA3N, "vision_config": _TINY_VIT},

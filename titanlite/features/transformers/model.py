@@ -222,7 +222,7 @@ class TransformersModel(Model):
         try:
             with packing.inside_documents(document_ids_BS):
                 found = self._transformers_model(use_cache=False, return_dict=True, **inputs)
-        except ValueError as error:  # what the class says itself; torch's errors are others
+        except (TypeError, ValueError) as error:  # what the class says itself, or misses; torch's errors are others
             text = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
                 f"model: {self.config.architecture} of transformers refuses a forward of {list(tokens_BS.shape)} "

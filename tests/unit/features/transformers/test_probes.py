@@ -228,7 +228,7 @@ def test_logits_that_are_masked_in_place_are_not_the_heads(monkeypatch: pytest.M
     assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits, labels[0], reduction="sum").item())
 
 
-def test_what_a_class_says_of_its_inputs_is_the_error() -> None:
+def test_what_a_class_says_of_its_inputs_is_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.ReformerConfig(
         **{name: _ENCODER[name] for name in ("vocab_size", "hidden_size", "num_attention_heads")},
         attention_head_size=8,
@@ -245,6 +245,9 @@ def test_what_a_class_says_of_its_inputs_is_the_error() -> None:
         ConfigError, match=r"refuses a forward of \[1, 20\] tokens: If training, .* Set training.seq_len"
     ):
         model(tokens, labels, None, torch.zeros_like(tokens))
+    monkeypatch.setattr(model.transformers_model, "forward", lambda state, **inputs: None)  # PI0's, of a robot
+    with pytest.raises(ConfigError, match=r"refuses a forward of .* missing 1 required positional argument: 'state'"):
+        model(tokens, labels, pixel_values=tokens)
 
 
 def test_xlnet_is_causal_if_its_configuration_says_so() -> None:
