@@ -91,7 +91,8 @@ def cases(arch: int) -> Iterator[Case]:
     yield _rows("gemm bf16 ones", "bf16", table["gemm"], kernels.PLAIN, False, True, False, ones=("N", "K", "E"))
     sizes = ("N", "stride_ym", "stride_om")
     for index in ("i32", "i64"):  # of experts, and of tokens on their way to other ranks
-        types = {"y_ptr": "*bf16", "rows_ptr": f"*{index}", "out_ptr": "*bf16", **dict.fromkeys(sizes, "i32")}
+        types = {"y_ptr": "*bf16", "rows_ptr": f"*{index}", "out_ptr": "*bf16", "M": "i32"}
+        types |= dict.fromkeys(sizes, "i32")
         tile, constants = launch.Tile(1, 1024, 1, 4, 3, 1), {"TOP_K": 8, "BN": 1024}
         yield Case(f"gather_sum bf16 {index}", kernels.gather_sum_kernel, types, constants, tile, sizes)
     for dtype in ("bf16", "fp32"):

@@ -38,7 +38,7 @@ def checkpoint_operations(model: Model, section: ActivationCheckpointSection) ->
     Regions, not whole layers: selective checkpointing replays a region operation by operation, and the hooks of an FSDP
     unit inside it would do other operations the second time. A region also keeps its own result if a product makes it,
     so regions are attention up to its output projection, feed-forward that is wider inside than outside, and experts
-    with adapters or in few bits; other experts are one operator, which keeps what its backward needs.
+    with adapters or in few bits; other experts are fused, and keep what their backward needs.
 
     The collectives of tensor and expert parallelism lie between the regions, so their results are kept. Those of
     context parallelism lie inside of attention and are done again: what they send is kept already, and what they bring
@@ -99,6 +99,11 @@ def keep(make: Callable[[], Any]) -> Any:
     if values is not None:
         values.append(made.detach().requires_grad_(made.requires_grad) if isinstance(made, torch.Tensor) else made)
     return made
+
+
+def is_checkpointed() -> bool:
+    """Return True inside a layer that is, or will be, recomputed as a whole."""
+    return _values.get() is not None
 
 
 def _checkpoint(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:

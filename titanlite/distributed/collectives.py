@@ -236,6 +236,17 @@ def all_to_all(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequ
     return out
 
 
+def start_all_to_all(
+    x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """`all_to_all` next to kernels: the result may be read after `wait` of the second, if there is one."""
+    out, x = x.new_empty(sum(output_splits), *x.shape[1:]), x.contiguous()
+    if _is_on_gloo(out, x, _groups[group]):
+        return all_to_all(x, output_splits, input_splits, group), None
+    splits = (list(output_splits), list(input_splits))
+    return out, dist.all_to_all_single(out, x, *splits, group=_groups[group], async_op=True)
+
+
 def own_part(x: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
     """Return the piece of rank `rank` of `x`, which `size` ranks have alike, split evenly along `dim`; a view."""
     return x.unflatten(dim, (size, -1)).select(dim, rank)

@@ -1,10 +1,12 @@
 """Expert parallelism: experts are split over a mesh axis, tokens travel to them and back.
 
-Rank r of n holds experts r * E / n to (r + 1) * E / n. Rows grouped by expert are therefore grouped by destination.
+Rank r of n holds experts r * E / n to (r + 1) * E / n.
 
-Shapes: T tokens, k experts per token, R = T * k rows sent, Q rows received, E experts, e = E / n local ones, D hidden.
+Shapes: T tokens, k experts per token, C copies sent, P received, which become Q rows, E experts, e = E / n local ones,
+D hidden.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from titanlite.base import timers
-from titanlite.distributed.activation_checkpoint import keep
-from titanlite.distributed.collectives import all_to_all, all_to_all_single, register_group
+from titanlite.distributed.activation_checkpoint import is_checkpointed, keep
+from titanlite.distributed.collectives import all_to_all, register_group, start_all_to_all
 from titanlite.distributed.parallel_dims import shard_parameters
 from titanlite.models.interface import Model
 from titanlite.ops import group_by_expert, permute_tokens
@@ -29,7 +31,7 @@ _assume_balanced: ContextVar[bool] = ContextVar("assume_balanced", default=False
 
 @contextmanager
 def balanced_routing() -> Iterator[None]:
-    """Send equally many rows to every rank, without a look at the counts: for tensors without data, to plan a run."""
+    """Let every rank get the tokens that it would on average, without a look at them: to plan a run without data."""
     token = _assume_balanced.set(True)
     try:
         yield
@@ -54,51 +56,109 @@ def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> None:
 
 
 class ExpertParallelDispatcher:
-    """Token dispatcher over a process group: all-to-all to the experts' ranks, grouped GEMM there, all-to-all back.
+    """Token dispatcher over a process group: all-to-all to the experts' ranks, grouped GEMM there, all-to-all back. A
+    token goes once to each rank that has experts of it, where their results are summed.
 
-    Collectives: four per forward (counts, rows, weights, results); every rank of the group must call, with the same
-    number of experts. One copy of the split sizes to the host per call, the only synchronization point. A recomputation
-    of the layer sends the rows alone: it takes counts and weights from the forward, and needs no results.
+    Collectives: five per forward (counts, experts, tokens, weights, results); every rank of the group must call, with
+    the same number of experts. One copy of the split sizes to the host per call, the only synchronization point. A
+    recomputation of the layer sends the tokens alone: it takes the rest from the forward, and needs no results.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._name, self._size = group, register_group(group), group.size()
+        self._name, self._size = register_group(group), group.size()
 
     def dispatch(
         self, experts: Any, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `TokenDispatcher`; `experts` is titanlite's `Experts`, or is called as that is."""
-        token_R, rows_Tk, order_R, send, receive, order_Q, rows_Q1, offsets_e = keep(
+        token_C, rows_Tk, is_here_Ck, order_Q, rows_Pk, offsets_e, send, receive = keep(
             lambda: self._route(topk_expert_ids_Tk, experts.num_experts)
         )
-        x_QD = all_to_all(permute_tokens(x_TD, token_R, rows_Tk), receive, send, self._name)
-        weight_R = topk_scores_Tk.flatten().index_select(0, order_R)
-        weight_Q = keep(lambda: all_to_all(weight_R, receive, send, self._name))
-        y_QD = experts(x_QD, weight_Q.index_select(0, order_Q), order_Q, rows_Q1, offsets_e)
-        return _Return.apply(y_QD, token_R, rows_Tk, send, receive, self._name), offsets_e
+        travel = _Travel(send, receive, self._name)
+        x_PD = _Send.apply(permute_tokens(x_TD, token_C, rows_Tk), travel)
+        weight_Ck = permute_tokens(topk_scores_Tk, token_C, rows_Tk) * is_here_Ck
+        weight_Pk = keep(lambda: all_to_all(weight_Ck, receive, send, self._name))
+        token_Q = order_Q // topk_expert_ids_Tk.shape[1]
+        y_PD = experts(x_PD, weight_Pk.flatten().index_select(0, order_Q), token_Q, rows_Pk, offsets_e, travel)
+        return _Return.apply(y_PD, token_C, rows_Tk, travel), offsets_e
 
     def _route(self, topk_expert_ids_Tk: torch.Tensor, num_experts: int) -> tuple[Any, ...]:
-        """Order of the rows here, how many go to each rank and come from it, and order of the rows received."""
-        order_R, rows_Tk, counts_E = group_by_expert(topk_expert_ids_Tk, num_experts)
-        sent_ne = counts_E.view(self._size, -1)
-        received_ne = torch.empty_like(sent_ne)
-        with timers.collective():
-            all_to_all_single(received_ne, sent_ne, [1] * self._size, [1] * self._size, group=self._group)
-        send, receive = self._splits(sent_ne, received_ne, order_R.numel())
-        # Received rows are grouped by (sender, expert); the grouped GEMM wants them by expert.
-        expert_of_block = torch.arange(received_ne.shape[1], device=order_R.device).repeat(self._size)
-        expert_Q = expert_of_block.repeat_interleave(received_ne.flatten(), output_size=sum(receive))
-        order_Q, rows_Q1, _ = group_by_expert(expert_Q.unsqueeze(1), received_ne.shape[1])
-        offsets_e = received_ne.sum(0).cumsum(0).to(torch.int32)
-        return order_R // topk_expert_ids_Tk.shape[1], rows_Tk, order_R, send, receive, order_Q, rows_Q1, offsets_e
+        """Order of the copies that are sent, and which experts each is for; order of the rows that they become there.
 
-    def _splits(self, sent_ne: torch.Tensor, received_ne: torch.Tensor, num_rows: int) -> tuple[list[int], list[int]]:
-        """Rows that go to each rank, and that come from each."""
-        send, receive = torch.stack([sent_ne.sum(1), received_ne.sum(1)]).tolist()  # synchronization point
-        if _assume_balanced.get():
-            even = [num_rows // self._size + (rank < num_rows % self._size) for rank in range(self._size)]
-            return even, [even[self._group.rank()]] * self._size
-        return send, receive
+        `rows_Tk` are the copies of each token, `rows_Pk` the rows of each copy received; there are fewer than k.
+        """
+        size, local = self._size, num_experts // self._size
+        rank_Tk = topk_expert_ids_Tk // local
+        is_again_Tk = (rank_Tk.unsqueeze(2) == rank_Tk.unsqueeze(1)).tril(-1).any(2)
+        order, rows_Tk, copies_n = group_by_expert(rank_Tk.masked_fill(is_again_Tk, size), size)
+        rows_n = torch.zeros_like(copies_n).scatter_add_(0, rank_Tk.flatten(), torch.ones_like(rank_Tk).flatten())
+        sent_n2 = torch.stack([copies_n, rows_n], 1)
+        received_n2 = all_to_all(sent_n2, [1] * size, [1] * size, self._name)
+        send, receive, num_rows = self._splits(sent_n2, received_n2, topk_expert_ids_Tk.shape, num_experts)
+        token_C = order[: sum(send)] // rank_Tk.shape[1]
+        rank_C = torch.arange(size, device=order.device).repeat_interleave(copies_n, output_size=sum(send))
+        is_here_Ck = rank_Tk.index_select(0, token_C) == rank_C.unsqueeze(1)
+        ids_Ck = (topk_expert_ids_Tk.index_select(0, token_C) % local).masked_fill_(~is_here_Ck, local)
+        ids_Ck = ids_Ck.to(torch.uint8 if local < 256 else torch.int32)
+        order_Q, rows_Pk, counts_e = group_by_expert(all_to_all(ids_Ck, receive, send, self._name).long(), local)
+        kept = (token_C.int(), rows_Tk.int(), is_here_Ck, order_Q[:num_rows].int(), rows_Pk.int())
+        return *kept, counts_e.cumsum(0).to(torch.int32), send, receive
+
+    def _splits(
+        self, sent_n2: torch.Tensor, received_n2: torch.Tensor, shape: torch.Size, num_experts: int
+    ) -> tuple[list[int], list[int], int]:
+        """Return copies that go to each rank, copies that come from each, and how many rows those become."""
+        send, _, receive, rows = torch.cat([sent_n2, received_n2], 1).T.tolist()  # synchronization point
+        if not _assume_balanced.get():
+            return send, receive, sum(rows)
+        tokens, top_k = shape
+        elsewhere = math.comb(num_experts - num_experts // self._size, top_k) / math.comb(num_experts, top_k)
+        even = [round(tokens * (1 - elsewhere))] * self._size
+        return even, even, tokens * top_k
+
+
+class _Travel:
+    """Exchanges of one call, there and back. In backward those of the results' gradients may run while the layer is
+    computed again, and those of the tokens' while the weights' are computed: see `ops.moe_experts.Travel`.
+    """
+
+    def __init__(self, send: list[int], receive: list[int], group: str) -> None:
+        self.is_served, self.is_recomputed = False, is_checkpointed()
+        self.there, self.back = (receive, send, group), (send, receive, group)
+        self.sent: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def start(self, x: torch.Tensor, splits: tuple[Any, ...]) -> torch.Tensor:
+        """Return what comes for `x`, complete after `wait`."""
+        out, self._work = start_all_to_all(x, *splits)
+        return out
+
+    def wait(self) -> None:
+        """As `ops.moe_experts.Travel`."""
+        if self._work is not None:
+            with timers.collective():
+                self._work.wait()
+            self._work = None
+
+    def begin(self, dx_TD: torch.Tensor) -> None:
+        """As `ops.moe_experts.Travel`."""
+        self.sent = self.start(dx_TD, self.back)
+
+
+class _Send(torch.autograd.Function):
+    """Tokens go to the ranks of their experts. In backward the exchange may be on its way already."""
+
+    @staticmethod
+    def forward(ctx: Any, x_CD: torch.Tensor, travel: _Travel) -> torch.Tensor:
+        ctx.travel = travel
+        return all_to_all(x_CD, *travel.there)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_PD: torch.Tensor):
+        sent, ctx.travel.sent = ctx.travel.sent, None
+        ctx.travel.wait()
+        return all_to_all(dx_PD, *ctx.travel.back) if sent is None else sent, None
 
 
 class _Return(torch.autograd.Function):
@@ -108,12 +168,14 @@ class _Return(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y_QD: Any, token_R: Any, rows_Tk: Any, send: Any, receive: Any, group: str) -> torch.Tensor:
-        ctx.token_R, ctx.splits = token_R, (receive, send, group)
-        return gather_sum(all_to_all(y_QD, send, receive, group), rows_Tk)
+    def forward(ctx: Any, y_PD: Any, token_C: Any, rows_Tk: Any, travel: _Travel) -> torch.Tensor:
+        ctx.token_C, ctx.travel = token_C, travel
+        return gather_sum(all_to_all(y_PD, *travel.back), rows_Tk)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: torch.Tensor):
-        dy_RD = dout_TD.index_select(0, ctx.token_R)
-        return all_to_all(dy_RD, *ctx.splits), None, None, None, None, None
+        travel, dy_CD = ctx.travel, dout_TD.index_select(0, ctx.token_C)
+        overlaps = travel.is_served and travel.is_recomputed
+        dy_PD = travel.start(dy_CD, travel.there) if overlaps else all_to_all(dy_CD, *travel.there)
+        return dy_PD, None, None, None

@@ -21,7 +21,7 @@ from titanlite.models.layers import FeedForward
 from titanlite.ops import group_by_expert, grouped_gemm, local_tensor, permute_tokens, swiglu, unpermute_sum
 from titanlite.ops.grouped_gemm import GroupedGemmBackend
 from titanlite.ops.matmul import wide_linear
-from titanlite.ops.moe_experts import moe_experts
+from titanlite.ops.moe_experts import Travel, moe_experts
 
 
 class Routing(NamedTuple):
@@ -174,11 +174,12 @@ class Experts(nn.Module):
         token_R: torch.Tensor,
         rows_Tk: torch.Tensor,
         offsets_E: torch.Tensor,
+        travel: Travel | None = None,
     ) -> torch.Tensor:
         """Weighted sum of the experts' results per token, (T, D); arguments as in `moe_experts`."""
         if self.is_fused:
-            gate_up, down = self.read(self.gate_up_proj), self.read(self.down_proj)
-            return moe_experts(x_TD, gate_up, down, weight_R, token_R, rows_Tk, offsets_E, self.grouped_gemm_backend)
+            weights, backend = (self.read(self.gate_up_proj), self.read(self.down_proj)), self.grouped_gemm_backend
+            return moe_experts(x_TD, *weights, weight_R, token_R, rows_Tk, offsets_E, backend, travel)
         gate_up_R2I = self.project("gate_up_proj", permute_tokens(x_TD, token_R, rows_Tk), offsets_E)
         y_RD = self.project("down_proj", swiglu(gate_up_R2I, weight_R), offsets_E)
         return unpermute_sum(y_RD, token_R, rows_Tk)

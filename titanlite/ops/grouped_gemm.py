@@ -127,12 +127,21 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bac
 
 @torch.library.custom_op("titanlite::grouped_mm_wgrad", mutates_args=())
 def grouped_mm_wgrad(
-    x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor, k_major: bool, backend: str
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    offsets: torch.Tensor,
+    k_major: bool,
+    backend: str,
+    x_rows: torch.Tensor | None = None,
+    dy_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return dweight[e] = x_e^T @ dy_e, (E, K, N); stored as (E, N, K) when `k_major`, as the weight is."""
+    """Return dweight[e] = x_e^T @ dy_e, (E, K, N); stored as (E, N, K) when `k_major`, as the weight is.
+
+    With rows, int32, `triton` multiplies those of x or dy.
+    """
     num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
     if backend == "triton":
-        return _kernels().reduction_grouped_gemm(x, dy, offsets, k_major=k_major)
+        return _kernels().reduction_grouped_gemm(x, dy, offsets, x_rows, dy_rows, k_major=k_major)
     if _use_torch_kernel(x, dy, backend):
         left, right = (dy, x) if k_major else (x, dy)
         dw = F.grouped_mm(left.mT, right, offs=offsets)
@@ -179,7 +188,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str
 
 
 @grouped_mm_wgrad.register_fake
-def _(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor, k_major: bool, backend: str) -> torch.Tensor:
+def _(x: Any, dy: Any, offsets: Any, k_major: bool, backend: str, x_rows: Any = None, dy_rows: Any = None) -> Any:
     num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
     return x.new_empty(num_experts, n, k).mT if k_major else x.new_empty(num_experts, k, n)
 

@@ -252,12 +252,12 @@ def wgrad_kernel(
 
 
 @triton.jit
-def gather_sum_kernel(y_ptr, rows_ptr, out_ptr, N, stride_ym, stride_om, TOP_K: tl.constexpr, BN: tl.constexpr):
-    """out[t] = sum over j of y[rows[t, j]]."""
+def gather_sum_kernel(y_ptr, rows_ptr, out_ptr, M, N, stride_ym, stride_om, TOP_K: tl.constexpr, BN: tl.constexpr):
+    """out[t] = sum over j of y[rows[t, j]]; rows from M on are zeros."""
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     acc = tl.zeros((BN,), tl.float32)
     for j in tl.static_range(TOP_K):
         row = tl.load(rows_ptr + t * TOP_K + j).to(tl.int64)
-        acc += tl.load(y_ptr + row * stride_ym + n, mask=n < N, other=0.0).to(tl.float32)
+        acc += tl.load(y_ptr + row * stride_ym + n, mask=(n < N) & (row < M), other=0.0).to(tl.float32)
     tl.store(out_ptr + t * stride_om + n, acc.to(out_ptr.dtype.element_ty), mask=n < N)

@@ -195,13 +195,13 @@ def reduction_grouped_gemm(
 
 
 def gather_sum(y_MN: Tensor, rows_Tk: Tensor) -> Tensor:
-    """out[t] = sum over j of y[rows[t, j]], (T, N)."""
+    """out[t] = sum over j of y[rows[t, j]], (T, N); rows from M on are zeros."""
     T, top_k = rows_Tk.shape
     out = y_MN.new_empty(T, y_MN.shape[1])
     if out.numel():
         block = min(triton.next_power_of_2(y_MN.shape[1]), 1024)
         with device_of(y_MN):
-            sizes = (y_MN.shape[1], y_MN.stride(0), out.stride(0))
+            sizes = (*y_MN.shape, y_MN.stride(0), out.stride(0))
             constants = {"TOP_K": top_k, "BN": block, "num_warps": 4, "enable_fp_fusion": True}
             _gather_sum[(T, triton.cdiv(y_MN.shape[1], block))](y_MN, rows_Tk, out, *sizes, **constants)
     return out

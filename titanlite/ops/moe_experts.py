@@ -1,34 +1,50 @@
 """The experts of one layer on routed tokens: gather, GEMM, SwiGLU, GEMM, gather-sum.
 
-With the `triton` backend, and with `torch` where the kernel `moe_experts` is installed, all of it is one operator. Only
+With the `triton` backend, and with `torch` where the kernel `moe_experts` is installed, it is fused. Only
 `z = [gate | up]`, (R, 2 I), is kept for backward: h is computed again while its gradient is at hand, and neither the
-permuted tokens nor the results per row are needed. The kernels gather the tokens inside the first GEMM and apply SwiGLU
-and the router's weight to its accumulator. Else the same is composed of `permute_tokens`, `grouped_gemm`, `swiglu` and
-`unpermute_sum`.
+permuted tokens nor the results per row are needed, so that a recomputation ends before the second GEMM. The kernels
+gather the tokens inside the first GEMM and apply SwiGLU and the router's weight to its accumulator. Otherwise the same
+is composed of `permute_tokens`, `grouped_gemm`, `swiglu` and `unpermute_sum`.
 
-Shapes: T tokens, k experts per token, R = T * k rows grouped by expert, E experts, I expert width, D hidden.
+Shapes: T tokens, k experts per token, R rows grouped by expert, E experts, I expert width, D hidden.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from titanlite.ops.elementwise import swiglu
-from titanlite.ops.grouped_gemm import GroupedGemmBackend, grouped_gemm, resolve_backend
+from titanlite.ops.grouped_gemm import GroupedGemmBackend, grouped_gemm, grouped_mm, grouped_mm_wgrad, resolve_backend
 from titanlite.ops.kernels import find_kernel
-from titanlite.ops.permute import permute_tokens, unpermute_sum
+from titanlite.ops.permute import gather_sum_rows, permute_tokens, unpermute_sum
+
+
+class Travel(Protocol):
+    """Gradients on their way between ranks while the experts' backward computes something else."""
+
+    is_served: bool
+    """Set by experts whose backward makes both calls."""
+
+    def wait(self) -> None:
+        """Wait for the gradient of the results, before its first use."""
+
+    def begin(self, dx_TD: Tensor) -> None:
+        """Send the gradient of x; what follows are the gradients of the weights."""
 
 
 def moe_experts(
-    x_TD: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    row_weight_R: torch.Tensor,
-    token_R: torch.Tensor,
-    rows_Tk: torch.Tensor,
-    offsets_E: torch.Tensor,
+    x_TD: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    row_weight_R: Tensor,
+    token_R: Tensor,
+    rows_Tk: Tensor,
+    offsets_E: Tensor,
     backend: GroupedGemmBackend = "auto",
-) -> torch.Tensor:
+    travel: Travel | None = None,
+) -> Tensor:
     """out[t] = sum over the rows r of token t of row_weight[r] * expert_of(r)(x[t]), (T, D) in the dtype of x.
 
     Args:
@@ -37,113 +53,104 @@ def moe_experts(
         down_proj: (E, D, I).
         row_weight_R: the router's weight of each row, float32.
         token_R: token of each row, int64; rows are grouped by expert.
-        rows_Tk: rows of each token, int64, the inverse of `token_R`; summed in this order.
+        rows_Tk: rows of each token, int64, the inverse of `token_R`; summed in this order. Those from R on are none.
         offsets_E: int32 end of each expert's rows. Rows behind the last end belong to no expert and add nothing.
         backend: as in `grouped_gemm`.
+        travel: told in backward what it may send meanwhile.
 
     Raises:
         ValueError: as `grouped_gemm`.
     """
     chosen = resolve_backend(backend, x_TD.device, x_TD.dtype)
-    if chosen == "triton" or (chosen == "torch" and find_kernel("moe_experts", x_TD.device) is not None):
-        keep = any(t.requires_grad for t in (x_TD, gate_up_proj, down_proj, row_weight_R)) and torch.is_grad_enabled()
-        if chosen == "triton":
-            token_R, rows_Tk = token_R.int(), rows_Tk.int()
-        return moe_experts_forward(
-            x_TD.contiguous(), gate_up_proj, down_proj, row_weight_R, token_R, rows_Tk, offsets_E, keep, chosen
-        )[0]
+    leaves = (x_TD.contiguous(), gate_up_proj, down_proj, row_weight_R)
+    if chosen == "triton":
+        token_R, rows_Tk = token_R.int(), rows_Tk.int()
+        x, gate_up, down, row_weight = (t.detach() for t in leaves)
+        keep = any(t.requires_grad for t in leaves) and torch.is_grad_enabled()
+        h_RI, z_R2I = gather_swiglu(x, gate_up, row_weight, token_R, offsets_E, keep)
+        if travel is not None:
+            travel.is_served = keep
+        anchor = _Experts.apply(*leaves, token_R, rows_Tk, offsets_E, z_R2I, travel) if keep else None
+        return _Results.apply(anchor, h_RI, down, rows_Tk, offsets_E)
+    if chosen == "torch" and (kernel := find_kernel("moe_experts", x_TD.device)) is not None:
+        return kernel(*leaves, token_R, rows_Tk, offsets_E)
     gate_up_R2I = grouped_gemm(permute_tokens(x_TD, token_R, rows_Tk), gate_up_proj.mT, offsets_E, backend)
     y_RD = grouped_gemm(swiglu(gate_up_R2I, row_weight_R), down_proj.mT, offsets_E, backend)
     return unpermute_sum(y_RD, token_R, rows_Tk)
 
 
-@torch.library.custom_op("titanlite::moe_experts_forward", mutates_args=())
-def moe_experts_forward(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    row_weight: torch.Tensor,
-    token: torch.Tensor,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
-    keep: bool,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, z); z is empty unless `keep`. `backend`: "triton", with int32 indices, or "torch" for a kernel."""
-    if backend == "torch":
-        kernel = find_kernel("moe_experts", x.device)
-        assert kernel is not None
-        return kernel(x, gate_up, down, row_weight, token, rows, offsets, keep)
+class _Experts(torch.autograd.Function):
+    """Backward of all. The result only brings the gradient from `_Results` here: its one element is not read."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
+        *saved, ctx.travel = others  # as `backward` takes them
+        ctx.save_for_backward(x, *saved)
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor):
+        need_x, need_gate_up, need_down, need_row_weight = ctx.needs_input_grad[:4]
+        # Once: under activation checkpointing, unpacking recomputes and may not be repeated.
+        x, gate_up, down, row_weight, token, rows, offsets, z = ctx.saved_tensors
+        if ctx.travel is not None:
+            ctx.travel.wait()
+        dout = dout.contiguous()
+        dz, h, drow_weight = gather_swiglu_backward(dout, down, row_weight, token, offsets, z)
+        dx = dgate_up = ddown = None
+        if need_x:
+            dx = gather_sum_rows(grouped_mm(dz, gate_up, offsets, "triton"), rows)
+            if ctx.travel is not None:
+                ctx.travel.begin(dx)
+        if need_down:
+            ddown = grouped_mm_wgrad(h, dout, offsets, True, "triton", None, token).mT
+        del h
+        if need_gate_up:
+            dgate_up = grouped_mm_wgrad(x, dz, offsets, True, "triton", token).mT
+        drow_weight = drow_weight.to(row_weight.dtype) if need_row_weight else None
+        return dx, dgate_up, ddown, drow_weight, None, None, None, None, None
+
+
+class _Results(torch.autograd.Function):
+    """The second product and the sum. No tensor is saved: a recomputation that ends with the layer leaves it out."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Any, h: Any, down: Any, rows: Any, offsets: Any) -> Tensor:
+        return gather_sum_rows(grouped_mm(h, down.mT, offsets, "triton"), rows)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor):
+        return dout, None, None, None, None
+
+
+@torch.library.custom_op("titanlite::gather_swiglu", mutates_args=())
+def gather_swiglu(
+    x: Tensor, gate_up: Tensor, row_weight: Tensor, token: Tensor, offsets: Tensor, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """Return (h, z) by Triton: h (R, I), multiplied by the row's weight, of z (R, 2 I); z is empty unless `keep`."""
     from titanlite.ops import launchers as kernels
 
     h, z = kernels.row_grouped_swiglu(x, gate_up.mT, offsets, token, row_weight, keep=keep)
-    out = kernels.gather_sum(kernels.row_grouped_gemm(h, down.mT, offsets), rows)
-    return out, x.new_empty(0, 2 * h.shape[1]) if z is None else z
+    return h, x.new_empty(0, 2 * h.shape[1]) if z is None else z
 
 
-@torch.library.custom_op("titanlite::moe_experts_backward", mutates_args=())
-def moe_experts_backward(
-    dout: torch.Tensor,
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    row_weight: torch.Tensor,
-    token: torch.Tensor,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
-    z: torch.Tensor,
-    needed: list[bool],
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of (x, gate_up, down, row_weight); of the first three those not `needed` are empty."""
-    if backend == "torch":
-        kernel = find_kernel("moe_experts_backward", x.device)
-        assert kernel is not None
-        return kernel(dout, x, gate_up, down, row_weight, token, rows, offsets, z, needed)
+@torch.library.custom_op("titanlite::gather_swiglu_backward", mutates_args=())
+def gather_swiglu_backward(
+    dout: Tensor, down: Tensor, row_weight: Tensor, token: Tensor, offsets: Tensor, z: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dz, h, drow_weight) by Triton; the last in float32."""
     from titanlite.ops import launchers as kernels
 
-    need_x, need_gate_up, need_down, _ = needed
-    dz, h, drow_weight = kernels.row_grouped_swiglu_backward(dout, down, offsets, token, row_weight, z)
-    ddown = kernels.reduction_grouped_gemm(h, dout, offsets, None, token).mT if need_down else x.new_empty(0)
-    del h
-    dx = kernels.gather_sum(kernels.row_grouped_gemm(dz, gate_up, offsets), rows) if need_x else x.new_empty(0)
-    dgate_up = kernels.reduction_grouped_gemm(x, dz, offsets, token).mT if need_gate_up else x.new_empty(0)
-    return dx, dgate_up, ddown, drow_weight
+    return kernels.row_grouped_swiglu_backward(dout, down, offsets, token, row_weight, z)
 
 
-@moe_experts_forward.register_fake
-def _(x: torch.Tensor, gate_up: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    _, _, token, _, _, keep, _ = others
-    return torch.empty_like(x), x.new_empty(token.shape[0] if keep else 0, gate_up.shape[1])
+@gather_swiglu.register_fake
+def _(x: Any, gate_up: Any, row_weight: Any, token: Any, offsets: Any, keep: bool) -> Any:
+    rows, width = token.shape[0], gate_up.shape[1]
+    return x.new_empty(rows, width // 2), x.new_empty(rows if keep else 0, width)
 
 
-@moe_experts_backward.register_fake
-def _(dout: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
-    x, gate_up, down, row_weight, _, _, _, _, (need_x, need_gate_up, need_down, _), backend = others
-    return (
-        torch.empty_like(x) if need_x else x.new_empty(0),
-        gate_up.new_empty(gate_up.shape) if need_gate_up else x.new_empty(0),
-        down.new_empty(down.shape) if need_down else x.new_empty(0),
-        row_weight.new_empty(row_weight.shape, dtype=row_weight.dtype if backend == "torch" else torch.float32),
-    )
-
-
-def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    x, gate_up, down, row_weight, token, rows, offsets, _, ctx.backend = inputs
-    z = output[1]
-    ctx.mark_non_differentiable(z)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, gate_up, down, row_weight, token, rows, offsets, z)
-
-
-def _backward(ctx: Any, dout: torch.Tensor | None, dz: torch.Tensor | None) -> tuple[Any, ...]:
-    if dout is None:
-        return (None,) * 9
-    needed = list(ctx.needs_input_grad[:4])
-    saved = ctx.saved_tensors  # once: under activation checkpointing, unpacking recomputes and may not be repeated
-    grads = moe_experts_backward(dout.contiguous(), *saved, needed, ctx.backend)
-    grads = [*grads[:3], grads[3].to(saved[3].dtype)]
-    return (*(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None, None, None, None)
-
-
-moe_experts_forward.register_autograd(_backward, setup_context=_save_for_backward)
+@gather_swiglu_backward.register_fake
+def _(dout: Any, down: Any, row_weight: Any, token: Any, offsets: Any, z: Any) -> Any:
+    return torch.empty_like(z), z.new_empty(len(z), z.shape[1] // 2), torch.empty_like(row_weight, dtype=torch.float32)

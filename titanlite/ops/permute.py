@@ -16,11 +16,16 @@ from titanlite.ops.grouped_gemm import resolve_backend
 
 
 def gather_sum(y_RD: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
-    """Return out[t] = sum over j of y[rows[t, j]], in order of j, in float32 or better; no (T, k, D) copy."""
+    """Return out[t] = sum over j of y[rows[t, j]], in order of j, in float32 or better; no (T, k, D) copy.
+
+    Rows from R on, which only a token with fewer than k rows has, are zeros.
+    """
     if rows_Tk.shape[1] == 1:
         return y_RD.index_select(0, rows_Tk.squeeze(1))
     if resolve_backend("auto", y_RD.device, y_RD.dtype) == "triton":
         return gather_sum_rows(y_RD, rows_Tk)
+    if rows_Tk.numel() > y_RD.shape[0]:
+        y_RD, rows_Tk = F.pad(y_RD, (0, 0, 0, 1)), rows_Tk.clamp(max=y_RD.shape[0])
     return F.embedding_bag(rows_Tk, y_RD, mode="sum")
 
 

@@ -15,7 +15,7 @@ from titanlite.ops.attention import attention, build_attention_mask
 from titanlite.ops.kernels import find_kernel, install_kernel, plan_for_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-ON_CPU = {"attention", "moe_experts", "moe_experts_backward", "transport"}
+ON_CPU = {"attention", "moe_experts", "transport"}
 
 
 @pytest.fixture

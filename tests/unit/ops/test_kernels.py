@@ -1,16 +1,25 @@
 """The Triton kernels against float64: on a GPU as compiled, without one in Triton's interpreter."""
 
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from expert_layer import NAMES, ExpertLayer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from triton_interpreter import repair
 
+from titanlite.config.schema import ActivationCheckpointSection
+from titanlite.distributed.activation_checkpoint import checkpoint_operations
+from titanlite.models.moe import Experts
 from titanlite.ops import grouped_gemm
 from titanlite.ops import launchers as kernels
 from titanlite.ops.moe_experts import moe_experts
@@ -145,6 +154,8 @@ def test_gather_sum(top_k, index, dtype):
     y = torch.randn(24 * top_k, 72, device=DEVICE).to(dtype)
     rows = torch.randperm(24 * top_k, device=DEVICE).view(24, top_k).to(index)
     assert error(kernels.gather_sum(y, rows), y.double()[rows.long()].sum(1)) <= BOUNDS[dtype]
+    fewer = torch.cat([y[:30].double(), torch.zeros(24 * top_k, 72, device=DEVICE, dtype=torch.float64)])
+    assert error(kernels.gather_sum(y[:30], rows), fewer[rows.long()].sum(1)) <= BOUNDS[dtype], "rows from M on"
 
 
 def layer_of(sizes: list[int], top_k: int, dtype: torch.dtype = torch.float32) -> ExpertLayer:
@@ -200,6 +211,41 @@ def test_recomputed_under_activation_checkpointing():
     assert all(torch.equal(a, b) for a, b in zip(layer.results(layer.run("triton")), layer.results(again), strict=True))
 
 
+class Alive(TorchDispatchMode):
+    """Storages that operators make, with whose they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[tuple[str, torch.Size, weakref.ref[torch.UntypedStorage]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [tensor for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor)]
+        self._made += [(func.__name__, tensor.shape, weakref.ref(tensor.untyped_storage())) for tensor in tensors]
+        return out
+
+    def of(self, name: str) -> list[torch.Size]:
+        """Shapes of what is left of the results of an operator; the interpreter leaves cycles."""
+        gc.collect()
+        return [shape for func, shape, storage in self._made if func == name and storage() is not None]
+
+
+def test_selective_checkpointing_keeps_nothing_of_the_second_product():
+    layer = layer_of(SIZES["uneven"], 4)
+    x, gate_up, down, *routed = layer.arguments()
+    config: Any = SimpleNamespace(num_experts=5, hidden_size=48, moe_intermediate_size=40, initializer_range=0.02)
+    experts = Experts(config)
+    experts.grouped_gemm_backend = "triton"
+    experts.read = lambda parameter: gate_up if parameter.shape == gate_up.shape else down
+    model: Any = SimpleNamespace(modules=lambda: [experts], draws_random=lambda: False)
+    checkpoint_operations(model, ActivationCheckpointSection(mode="selective", selective_ac_option="op"))
+    with Alive() as alive:
+        out = experts(x, *routed)
+    assert alive.of("gather_swiglu.default") == [(116, 80)] and not alive.of("grouped_mm.default")
+    for mine, reference in zip(layer.results(out), layer.results(layer.run("triton")), strict=True):
+        assert torch.equal(mine, reference)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_that_are_copied_before_give_the_same(dtype, monkeypatch):
     """As with a Triton that leaves out fences on Hopper."""
@@ -216,8 +262,11 @@ def test_rows_that_are_copied_before_give_the_same(dtype, monkeypatch):
 def test_opcheck():
     layer = ExpertLayer([5, 0, 9], 2, hidden=16, inner=16, device=DEVICE)
     x, gate_up, down, weight, token, rows, offsets = layer.arguments()
-    args = (x, gate_up, down, weight.detach().requires_grad_(), token.int(), rows.int(), offsets, True, "triton")
-    torch.library.opcheck(torch.ops.titanlite.moe_experts_forward.default, args)
+    x, gate_up, down, weight, token, rows = (t.detach() for t in (x, gate_up, down, weight, token.int(), rows.int()))
+    torch.library.opcheck(torch.ops.titanlite.gather_swiglu.default, (x, gate_up, weight, token, offsets, True))
+    _, z = torch.ops.titanlite.gather_swiglu(x, gate_up, weight, token, offsets, True)
+    args = (torch.randn_like(x), down, weight, token, offsets, z)
+    torch.library.opcheck(torch.ops.titanlite.gather_swiglu_backward.default, args)
     rows = torch.randn(14, 16, device=DEVICE, requires_grad=True)
     torch.library.opcheck(
         torch.ops.titanlite.grouped_mm.default, (rows, gate_up.detach().mT.requires_grad_(), offsets, "triton")

@@ -24,8 +24,7 @@ def install(device: torch.device) -> None:
 def install_kernels() -> None:
     """Install the kernels for the CPU in this process, as often as you like. Before the first forward or collective."""
     install_kernel("attention", "cpu", attention.attend, costly=[torch.ops.titanlite.host_attention.default])
-    install_kernel("moe_experts", "cpu", experts.forward)
-    install_kernel("moe_experts_backward", "cpu", experts.backward)
+    install_kernel("moe_experts", "cpu", experts.experts)
     install_kernel("transport", "cpu", open_shared_memory)
     if (op := onednn.get_onednn_op()) is not None:
         install_kernel("linear", "cpu", onednn.multiply_linear, costly=[op])

@@ -10,6 +10,7 @@ a slice, with the zeros.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,12 @@ from titanlite.ops.permute import gather_sum
 
 _SLICE_BYTES = 1 << 20
 """Of a slice of z; what else is there of its rows takes as much again, and twice in backward."""
+
+
+def experts(*arguments: torch.Tensor) -> torch.Tensor:
+    """Kernel `moe_experts`: arguments as there, up to `offsets_E`."""
+    keep = any(tensor.requires_grad for tensor in arguments) and torch.is_grad_enabled()
+    return moe_experts_forward(*arguments, keep)[0]
 
 
 def forward(
@@ -154,13 +161,13 @@ class _PerRow:
     """Results per row, to be summed by token; with one row per token each is written to its token's place at once."""
 
     def __init__(self, x_TD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> None:
-        self._token_R, self._rows_Tk = token_R, rows_Tk
+        self._token_R, self._rows_Tk = token_R.long(), rows_Tk
         self._is_single = rows_Tk.shape[1] == 1
         self._values = x_TD.new_empty(token_R.shape[0], x_TD.shape[1])
 
     def write(self, part: _Slice, y_CD: torch.Tensor) -> None:
         if self._is_single:
-            self._values.index_copy_(0, part.tokens, y_CD[: part.count].to(self._values.dtype))
+            self._values.index_copy_(0, part.tokens.long(), y_CD[: part.count].to(self._values.dtype))
         else:
             part.write(self._values, y_CD)
 
@@ -188,3 +195,38 @@ class _PerExpert:
         for expert in self._left:
             self._sums[expert] = 0.0
         return self._sums.to(self._dtype)
+
+
+moe_experts_forward = torch.library.custom_op("titanlite::moe_experts_forward", forward, mutates_args=())
+moe_experts_backward = torch.library.custom_op("titanlite::moe_experts_backward", backward, mutates_args=())
+
+
+@moe_experts_forward.register_fake
+def _(x: torch.Tensor, gate_up: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    _, _, token, _, _, keep = others
+    return torch.empty_like(x), x.new_empty(token.shape[0] if keep else 0, gate_up.shape[1])
+
+
+@moe_experts_backward.register_fake
+def _(dout: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    *leaves, row_weight, _, _, _, _, needed = others
+    some = (t.new_empty(t.shape if need else 0) for t, need in zip(leaves, needed, strict=False))
+    return *some, torch.empty_like(row_weight)
+
+
+def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:7], output[1])
+
+
+def _backward(ctx: Any, dout: torch.Tensor | None, dz: torch.Tensor | None) -> tuple[Any, ...]:
+    if dout is None:
+        return (None,) * 8
+    needed = list(ctx.needs_input_grad[:4])
+    # Saved tensors once: under activation checkpointing, unpacking recomputes and may not be repeated.
+    grads = moe_experts_backward(dout.contiguous(), *ctx.saved_tensors, needed)
+    return (*(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None, None, None)
+
+
+moe_experts_forward.register_autograd(_backward, setup_context=_save_for_backward)

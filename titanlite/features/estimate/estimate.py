@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.features.estimate.hardware import COLLECTIVE_S, KERNEL_S, LAUNCH_S, LINKS, SYNC_S, Hardware
-from titanlite.features.estimate.operators import Work
+from titanlite.features.estimate.operators import BESIDE, Work
 from titanlite.features.estimate.trace import Moment, StepTrace, layers_of_chunks, trace_step
 from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS, Kind
 
@@ -222,7 +222,8 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int 
             intra, inter = intra + inside, inter + outside
             seconds = (inside + outside) / LINKS + (work.launches * COLLECTIVE_S if len(ranks) > 1 else 0.0)
             name = f"{kind.call.rate} over {kind.group}"
-            if kind.group in _WAITED_FOR or micro_batch < 0:
+            waits = kind.group in _WAITED_FOR and not kind.call.rate.startswith(BESIDE)
+            if waits or micro_batch < 0:
                 add(name, Part(work, seconds))
                 busy += seconds
             else:

@@ -76,7 +76,7 @@ class Hardware:
             return (
                 (nbytes / self.intra_node_bytes_s, 0.0) if beside == size else (0.0, nbytes / self.inter_node_bytes_s)
             )
-        if kind == "all_to_all":
+        if kind.endswith("all_to_all"):
             inside, outside = nbytes * (beside - 1) / size, nbytes * (size - beside) / size
             return inside / self.intra_node_bytes_s, outside / self.inter_node_bytes_s
         sent = nbytes * (size - 1) / size * (2 if kind == "all_reduce" else 1)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 import titanlite.features.cpu.attention
+import titanlite.features.cpu.experts
 import titanlite.ops.attention
 import titanlite.ops.moe_experts  # noqa: F401
 from titanlite.distributed import collectives  # noqa: F401 - defines torch.ops.titanlite.all_gather and others
@@ -53,12 +54,27 @@ class Call(NamedTuple):
     nbytes: int = 0
 
 
-def _rows_through(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> int:
-    """Rows (R, K) through matrices (E, K, N), or as in their gradient (M, R) and (R, N), group by group."""
-    return 2 * x.shape[0] * x.shape[1] * weight.shape[-1]
+def _rows_through(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> dict[str, int]:
+    """Rows (R, K) through matrices (E, K, N), group by group."""
+    return {_grouped(*weight.shape[1:]): 2 * x.shape[0] * x.shape[1] * weight.shape[-1]}
+
+
+def _weights_of_rows(x: torch.Tensor, dy: torch.Tensor, *rest: Any) -> dict[str, int]:
+    """(M, R) times (R, N), group by group, where one may be gathered of fewer rows."""
+    rows = max(x.shape[0], dy.shape[0])
+    return {f"{_grouped(x.shape[1], dy.shape[1])} weights": 2 * rows * x.shape[1] * dy.shape[1]}
 
 
 _WIDE_EXPERTS = 1024
+
+
+def _gather_swiglu(x: torch.Tensor, gate_up: torch.Tensor, row_weight: torch.Tensor, *rest: Any) -> dict[str, int]:
+    _, two_inner, hidden = gate_up.shape
+    return {_grouped(hidden, two_inner // 2): 2 * row_weight.shape[0] * hidden * two_inner}
+
+
+def _gather_swiglu_backward(dout: Any, down: torch.Tensor, row_weight: torch.Tensor, *rest: Any) -> dict[str, int]:
+    return {_grouped(*down.shape[1:]): 2 * row_weight.shape[0] * down.shape[1] * down.shape[2]}
 
 
 def _moe_experts_forward(*args: Any) -> dict[str, int]:
@@ -71,7 +87,7 @@ def _moe_experts_backward(*args: Any) -> dict[str, int]:
     """Gradients dh (always: the gradient of the row weights needs it), dx, and those of the two weights."""
     _, _, gate_up, _, _, token, *rest = args
     _, two_inner, hidden = gate_up.shape
-    need_x, need_gate_up, need_down, _ = rest[-2]
+    need_x, need_gate_up, need_down, _ = rest[-1]
     one = 2 * token.shape[0] * hidden * (two_inner // 2)
     rate = _grouped(hidden, two_inner // 2)
     return {rate: one * (1 + 2 * need_x), f"{rate} weights": one * (need_down + 2 * need_gate_up)}
@@ -119,8 +135,10 @@ _VARLEN = torch.ops.torch_attn._varlen_attn.default
 _VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn_backward.default
 GROUPED_OPS: dict[Any, tuple[str, Callable[..., int | dict[str, int]]]] = {
     _own.grouped_mm.default: ("grouped", _rows_through),
-    _own.grouped_mm_wgrad.default: ("grouped weights", lambda x, dy, *rest: 2 * x.shape[0] * x.shape[1] * dy.shape[1]),
-    _own.moe_experts_forward.default: ("grouped", _moe_experts_forward),
+    _own.grouped_mm_wgrad.default: ("grouped weights", _weights_of_rows),
+    _own.gather_swiglu.default: ("grouped", _gather_swiglu),
+    _own.gather_swiglu_backward.default: ("grouped", _gather_swiglu_backward),
+    _own.moe_experts_forward.default: ("grouped", _moe_experts_forward),  # on the host
     _own.moe_experts_backward.default: ("grouped", _moe_experts_backward),
     _aten._grouped_mm.default: ("grouped", _rows_through),
 }
@@ -195,8 +213,7 @@ def _written(func: Any) -> dict[str, bool]:
 
 # Kernels of operators that launch several. One over many tensors counts as one.
 _KERNELS = {
-    "titanlite::moe_experts_forward": 3,  # SwiGLU, product, sum
-    "titanlite::moe_experts_backward": 7,  # SwiGLU, its sum over columns, two products of rows, a sum, two of weights
+    "titanlite::gather_swiglu_backward": 2,  # and its sum over columns
     "titanlite::planned_rms_norm_backward": 2,
     "torch_attn::_varlen_attn_backward": 3,
 }
@@ -261,6 +278,9 @@ class Moved(NamedTuple):
     tensor: torch.Tensor  # what is gathered, scattered or reduced as a whole; of an all-to-all what this rank sends
 
 
+BESIDE = "overlapped "
+"""Prefix of a collective's kind that kernels run next to, whatever its axis."""
+
 # Operator -> (kind, place of the group among the arguments, place of the tensor or -1 for the result).
 _COLLECTIVES: dict[Any, tuple[str, int, int]] = {
     _c10d._allgather_base_.default: ("all_gather", 2, 0),
@@ -268,7 +288,7 @@ _COLLECTIVES: dict[Any, tuple[str, int, int]] = {
     _c10d.allreduce_.default: ("all_reduce", 1, 0),
     _c10d.broadcast_.default: ("broadcast", 1, 0),
     _c10d.send.default: ("send", 1, 0),
-    _c10d.alltoall_base_.default: ("all_to_all", 2, 1),
+    _c10d.alltoall_base_.default: (f"{BESIDE}all_to_all", 2, 1),  # of `start_all_to_all`
     _functional.all_gather_into_tensor.default: ("all_gather", 2, -1),
     _functional.reduce_scatter_tensor.default: ("reduce_scatter", 3, 0),
     _functional.all_reduce.default: ("all_reduce", 2, 0),
@@ -316,20 +336,6 @@ def cuda_workspace(func: Any, args: tuple[Any, ...], out: Any) -> int:
     return 0 if count is None else count(args, out)
 
 
-def _experts_inside(args: tuple[Any, ...], out: Any) -> int:
-    """Tensors h (R, I), and the results per row (R, D); see `ops.moe_experts`."""
-    x, gate_up, _, _, token, *_ = args
-    inner = gate_up.shape[1] // 2
-    return token.shape[0] * (inner + x.shape[1]) * x.element_size()
-
-
-def _experts_backward_inside(args: tuple[Any, ...], out: Any) -> int:
-    """Tensors dz (R, 2 I) with h (R, I) first, then with the gradients per row (R, D)."""
-    _, x, gate_up, _, _, token, *_ = args
-    two_inner = gate_up.shape[1]
-    return token.shape[0] * (two_inner + max(two_inner // 2, x.shape[1])) * x.element_size()
-
-
 def _pieces(args: tuple[Any, ...], out: Any) -> int:
     """Count the bytes of the copy in order of the ranks, made before a gather into, or a scatter from, a later dim."""
     whole = max(args[0].nbytes, out.nbytes)
@@ -357,8 +363,6 @@ def _efficient_backward_inside(args: tuple[Any, ...], out: Any) -> int:
 
 
 _INSIDE = {
-    _own.moe_experts_forward.default: _experts_inside,
-    _own.moe_experts_backward.default: _experts_backward_inside,
     _own.all_gather.default: _pieces,
     _own.reduce_scatter.default: _pieces,
     _FLASH_BACKWARD: _flash_backward_inside,

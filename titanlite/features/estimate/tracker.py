@@ -271,6 +271,8 @@ class StepRecorder(TorchDispatchMode):
             self.mark([*args[0], kwargs["out"] if "out" in kwargs else args[3]], UNREDUCED)
         elif func in (_c10d._reduce_scatter_base_.default, _own.host_reduce_scatter.default):
             self.mark(args[:1], UNREDUCED)  # some become gradients, which is known later
+        elif func is _c10d.alltoall_base_.default:
+            self.mark(args[:1], EXCHANGED)
         elif func in EXCHANGES:
             self.mark([out], EXCHANGED)
 

@@ -20,7 +20,7 @@ from titanlite.materialize.recipes import Zeros
 from titanlite.materialize.sources import Init, Source
 from titanlite.models.moe import count_rows, dispatch_locally
 from titanlite.ops import grouped_gemm, local_tensor, permute_tokens, unpermute_sum
-from titanlite.ops.moe_experts import moe_experts
+from titanlite.ops.moe_experts import Travel, moe_experts
 
 NAME = "titanlite"
 _ALIGNED = 8
@@ -101,7 +101,13 @@ class _HeldExperts:
         self._module, self.num_experts = module, module.down_proj.shape[0]
 
     def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, token: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        token: torch.Tensor,
+        rows: torch.Tensor,
+        offsets: torch.Tensor,
+        travel: Travel | None = None,
     ) -> torch.Tensor:
         """Rows grouped by expert, each a token of `x` and its router weight; returns the sum of each token's rows."""
         module, dtype = self._module, x.dtype
@@ -109,7 +115,7 @@ class _HeldExperts:
             gate_up, down = local_tensor(module.gate_up_proj), local_tensor(module.down_proj)
             if module.is_transposed:
                 gate_up, down = gate_up.mT, down.mT
-            return moe_experts(x, gate_up, down, weight.float(), token, rows, offsets)
+            return moe_experts(x, gate_up, down, weight.float(), token, rows, offsets, travel=travel)
         x = permute_tokens(x, token, rows)
         index = torch.arange(x.shape[0], device=x.device)
         ids = torch.searchsorted(offsets, index.to(offsets.dtype), right=True).clamp(max=offsets.numel() - 1)

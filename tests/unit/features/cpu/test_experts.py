@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from titanlite.features.cpu import experts as moe_experts_cpu
-from titanlite.ops.moe_experts import moe_experts, moe_experts_forward
+from titanlite.ops.moe_experts import moe_experts
 
 BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}  # relative, of the norm
 
@@ -90,10 +90,35 @@ def test_opcheck_and_one_graph():
     layer = layer_of([5, 0, 9], 2)
     x, gate_up, down, weight, token, rows, offsets = (t.detach() for t in layer.arguments())
     leaves = [t.requires_grad_() for t in (x, gate_up, down, weight)]
-    torch.library.opcheck(moe_experts_forward, (*leaves, token, rows, offsets, True, "torch"))
+    torch.library.opcheck(moe_experts_cpu.moe_experts_forward, (*leaves, token, rows, offsets, True))
     compiled = torch.compile(layer.run, fullgraph=True, backend="aot_eager")("torch")
     for one, two in zip(layer.results(layer.run("torch")), layer.results(compiled), strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_tokens_with_fewer_rows_than_others(top_k):
+    """As those that came from other ranks have: rows from R on are none."""
+    layer, torch_R = ExpertLayer([4, 0, 3], top_k, torch.float64, hidden=3, inner=2), torch.arange(7)
+    x, gate_up, down, weight, *_ = layer.arguments()
+    token, rows = torch.tensor([0, 1, 3, 4, 0, 2, 4]), torch.full((5, 3), 9)
+    rows[0, :2], rows[1, 0], rows[2, 1], rows[3, 2], rows[4, 1:] = torch.tensor([0, 4]), 1, 5, 2, torch.tensor([3, 6])
+    if top_k == 1:
+        token, rows = torch.tensor([0, 1, 3, 4, 6, 2, 5]), torch.tensor([[0], [1], [5], [2], [3], [6], [4]])
+    x, weight = torch.randn(rows.shape[0], x.shape[1]).double().requires_grad_(), weight[:7].detach().requires_grad_()
+    offsets = torch.tensor([4, 4, 7], dtype=torch.int32)
+    leaves, dout = (x, gate_up, down, weight), torch.randn_like(x)
+    found = []
+    for backend in ("torch", "reference"):
+        out = moe_experts(*leaves, token.int(), rows.int(), offsets, backend)
+        found.append([out, *torch.autograd.grad(out, leaves, dout)])
+    expert_R = (torch_R >= 4) * 2
+    z = torch.einsum("rd,rnd->rn", x[token], gate_up[expert_R])
+    h = torch.nn.functional.silu(z[:, :2]) * z[:, 2:] * weight.unsqueeze(1)
+    out = torch.zeros_like(x).index_add(0, token, torch.einsum("ri,rdi->rd", h, down[expert_R]))
+    for results in found:
+        for one, two in zip(results, [out, *torch.autograd.grad(out, leaves, dout, retain_graph=True)], strict=True):
+            assert torch.allclose(one, two, rtol=1e-12, atol=1e-12)
 
 
 def test_gradcheck():

@@ -66,8 +66,9 @@ def test_a_plan_that_fits(capsys, tmp_path):
     name, placement = r"model\.layers\.\{0-2\}\.mlp\.experts\.down_proj", "efsdp 2: shard 0, ep 2: shard 0"
     assert re.search(rf"{name} +3 +\(\d+, \d+, \d+\) +float32 +{placement}", out)
     assert "tensors on rank 3 of 4" in out and "memory of rank 3: fits" in out and "routing is balanced" in out
-    # Of each of 3 layers counts, rows, weights and results in forward, and all but the counts in backward.
+    # Of each of 3 layers counts, experts, tokens, weights and results in forward; in backward all but the first two.
     assert re.search(r"\n +ep +2 +inside a node +all_to_all +21 ", out)
+    assert re.search(r"\n +ep +2 +inside a node +overlapped all_to_all +3 ", out)
     assert "  at best" in out and "not measured here" in out and "checkpoint: none, weights are random" in out
     data = json.loads((tmp_path / "plan.json").read_text())
     assert (data["rank"], data["world_size"], data["read_bytes"]) == (3, 4, 0)

@@ -48,7 +48,9 @@ def by_part(found: StepTrace) -> dict[str, Work]:
 
 T, S, D, V, LAYERS = 64, 32, 64, 310, 2  # tokens, of a row, width, vocabulary
 HEADS, KEY_HEADS, WIDTH = 4, 2, 16
-E, ROWS, INNER = 8, 64 * 2, 32
+E, TOP_K, INNER = 8, 2, 32
+ROWS = T * TOP_K
+COPIES = 50  # of 64 tokens, to each of two ranks: those with an expert of its 4, all but 4 * 3 / (8 * 7)
 DENSE = D * WIDTH * (2 * HEADS + 2 * KEY_HEADS)  # elements of a layer's projections
 EXPERTS = 3 * INNER * D  # of an expert
 
@@ -60,14 +62,19 @@ def test_products_and_collectives_are_those_of_the_layers(mode):
     assert parts[tracker.DENSE].flops == (3 + again) * 2 * T * DENSE * LAYERS
     # Two products over all pairs of a row in forward and five in backward, half of them above the diagonal.
     assert parts[tracker.ATTENTION].flops == (2 * (1 + again) + 5) * 2 * T * S * HEADS * WIDTH // 2 * LAYERS
-    assert parts[tracker.GROUPED].flops == (3 + again) * 2 * ROWS * EXPERTS * LAYERS
-    assert parts[tracker.GROUPED].launches == (3 * (1 + again) + 7) * LAYERS
+    # A recomputation ends before the second product. Backward has two kernels for SwiGLU, and one for each product.
+    assert parts[tracker.GROUPED].flops == (9 + 2 * again) * 2 * ROWS * INNER * D * LAYERS
+    assert parts[tracker.GROUPED].launches == (2 + again + 5) * LAYERS
     assert parts[tracker.HEAD].flops == 3 * 2 * T * D * V
     # Backward multiplies the two halves of a float32 gradient.
     assert parts[tracker.ROUTING].flops == (5 + again) * 2 * T * D * E * LAYERS
-    # Rows and results there and back, of which a recomputation needs rows; counts and the routers' weights are small.
-    moved, rows = parts["all_to_all over ep"], (4 + again) * ROWS * D * 2 * LAYERS
-    assert rows <= moved.nbytes < 1.04 * rows and moved.launches == (7 + again) * LAYERS
+    # Tokens and results there and back, of which a recomputation needs tokens. The gradient of the tokens is
+    # overlapped, and where the layer is computed again that of the results too. Small: counts of copies and rows, a
+    # byte for each expert, and the routers' weights with their gradients.
+    copies, small = 2 * COPIES * D * 2, 2 * 2 * 8 + 2 * COPIES * TOP_K * (1 + 4 + 4)
+    assert parts["all_to_all over ep"] == Work(nbytes=(3 * copies + small) * LAYERS, launches=7 * LAYERS)
+    overlapped = parts["overlapped all_to_all over ep"]
+    assert overlapped == Work(nbytes=(1 + again) * copies * LAYERS, launches=(1 + again) * LAYERS)
     # Each layer, the embedding, and the head with its norm: gathered in two bytes, reduced in four.
     sharded = LAYERS * (DENSE + 2 * D + 2 * WIDTH + E * D) + 2 * V * D + D
     assert parts["all_gather over dp_shard"].nbytes >= 2 * sharded
