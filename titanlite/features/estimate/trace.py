@@ -28,7 +28,7 @@ from titanlite.metrics.flops import train_flops_per_token
 from titanlite.models.interface import Model
 from titanlite.models.moe import Experts
 
-_FEWEST = 2  # layers of a kind: the first and the last
+_FEWEST = 3  # layers of a kind: the first and the last two
 _FEWEST_WITH_SUMS = 4  # where gradients add up over micro-batches beside FSDP, the last but one is the fullest
 
 

@@ -49,6 +49,7 @@ def traced(checked: Checked, *, every_layer: bool = False, rank: int = 0) -> Ste
     [
         (8, 6, (TP + "2", EP + "4", MODE + "full")),
         (8, 6, (CP + "2", TP + "2", EP + "2", MODE + "selective")),
+        (4, 10, ("--training.global_batch_size=16", MODE + "full")),  # fullest in the last layer but one
         pytest.param(
             4, 13, (MODE + "selective", "--activation_checkpoint.selective_ac_option=2"), marks=pytest.mark.slow
         ),
@@ -77,8 +78,8 @@ def test_few_layers_stand_for_all(checked, world_size, num_layers, overrides):
     ("rank", "num_layers", "overrides"),
     [
         (0, 20, (EP + "2", MODE + "full")),  # gradients add up beside FSDP: 4 of 10, and 5
-        (3, 13, (TP + "2", MODE + "selective")),
-        (2, 13, ("--model.name=dots1", "--model.overrides.num_dense_layers=3", MODE + "full", ONCE)),
+        (3, 17, (TP + "2", MODE + "selective")),
+        (2, 17, ("--model.name=dots1", "--model.overrides.num_dense_layers=3", MODE + "full", ONCE)),
     ],
 )
 def test_few_layers_stand_for_all_of_a_stage(checked, rank, num_layers, overrides):
