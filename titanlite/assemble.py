@@ -34,7 +34,6 @@ from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single
 from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
 from titanlite.distributed.parallelize import check_device, choose_attention, parallelize
 from titanlite.distributed.process_group import init_distributed
-from titanlite.distributed.schedule import Schedule
 from titanlite.features.cpu import install as install_cpu
 from titanlite.features.custom.objective import build_custom_objective, build_metric
 from titanlite.features.custom.optimizer import build_custom_optimizer
@@ -79,7 +78,7 @@ from titanlite.ops.kernels import use_triton
 from titanlite.optim.expert_bias import warn_of_ignored_balancing
 from titanlite.optim.optimizer import build_optimizer, count_parameters, freeze_parameters
 from titanlite.preflight import Checked
-from titanlite.train_step import TrainStep
+from titanlite.train_step import Schedule, TrainStep
 from titanlite.trainer import Trainer
 
 

@@ -3,11 +3,14 @@
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from titanlite.base import timers
 from titanlite.config import JobConfig
@@ -16,7 +19,6 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.fsdp import prepare_backward
 from titanlite.distributed.grads import clip_grad_norms, reduce_replicated_grads
-from titanlite.distributed.schedule import Schedule
 from titanlite.launch import heartbeat
 from titanlite.metrics import MoEState, StepPoint, find_largest, gather_ranks, get_busy_seconds, get_memory
 from titanlite.metrics.flops import group_parameters
@@ -51,6 +53,41 @@ class Window:
     def read(self, name: str) -> list[float]:
         """Return the value `name` of each step. Synchronizes."""
         return torch.stack([getattr(result, name) for result in self.results]).tolist()
+
+
+Phase = Literal["forward", "backward"]
+
+
+class Turn(NamedTuple):
+    """What a rank does next: the forward or backward of one of its chunks of layers, for one micro-batch."""
+
+    phase: Phase
+    micro_batch: int
+    chunk: int
+
+
+class Schedule:
+    """The schedule of a rank that has all layers, in one chunk: each backward follows its forward.
+
+    Attributes:
+        group_size: micro-batches that go through the ranks together where there is no backward.
+    """
+
+    group_size = 1
+
+    def turns(self, num_micro_batches: int) -> Iterable[Turn]:
+        """Yield the forwards and backwards of a step, in order."""
+        for number in range(num_micro_batches):
+            yield Turn("forward", number, 0)
+            yield Turn("backward", number, 0)
+
+    def forwards(self, num_micro_batches: int) -> Iterable[tuple[int, int]]:
+        """Yield (micro-batch, chunk) of the forwards without backward, in order."""
+        return ((number, 0) for number in range(num_micro_batches))
+
+    def chunk(self, model: nn.Module, chunk: int) -> AbstractContextManager[None]:
+        """Restrict forwards of `model` to one chunk, as long as the context is open."""
+        return nullcontext()
 
 
 class TrainStep:

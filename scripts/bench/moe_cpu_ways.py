@@ -103,14 +103,13 @@ def build_titanlite(
     from titanlite.data.dataset import IGNORE_INDEX, Batch
     from titanlite.distributed import ParallelDims
     from titanlite.distributed.parallelize import parallelize
-    from titanlite.distributed.schedule import Schedule
     from titanlite.features.cpu import install
     from titanlite.materialize import materialize
     from titanlite.models.decoder import build_decoder
     from titanlite.models.families import model_config_from_hf
     from titanlite.objective import NextToken
     from titanlite.optim.optimizer import build_optimizer
-    from titanlite.train_step import TrainStep
+    from titanlite.train_step import Schedule, TrainStep
 
     install(torch.device("cpu"))
     torch.backends.mkldnn.enabled = onednn

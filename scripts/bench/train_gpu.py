@@ -60,7 +60,6 @@ from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallelize import parallelize, wrap_layers
 from titanlite.distributed.process_group import init_distributed
-from titanlite.distributed.schedule import Schedule
 from titanlite.features.cpu import install
 from titanlite.features.estimate.estimate import get_memory
 from titanlite.features.estimate.trace import trace_step
@@ -72,7 +71,7 @@ from titanlite.models.families import families, family_of
 from titanlite.objective import NextToken
 from titanlite.ops.attention import AttentionBackend, leave_out_cudnn
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.train_step import TrainStep
+from titanlite.train_step import Schedule, TrainStep
 
 STATE_BYTES = 44  # per parameter: cast 4 + 2, gradient 2 + 4, norm 4, AdamW reads 4 x 4 and writes 3 x 4
 PLAN_TOLERANCE = 0.1  # of the planned peak, by which the measured one may differ

@@ -21,9 +21,8 @@ from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
 from titanlite.features.pipeline.schedule import Elsewhere, only_chunk
 from titanlite.materialize import Plan, build_plan, materialize
-from titanlite.materialize.execute import exchange
+from titanlite.materialize.execute import exchange, verify
 from titanlite.materialize.layout import get_sharing_group, is_elsewhere, local_of
-from titanlite.materialize.verify import verify
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer

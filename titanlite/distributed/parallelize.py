@@ -1,10 +1,13 @@
 """The one order in which a pipeline stage is sharded: cp, tp, ep, activation checkpointing and compile, fsdp."""
 
 import inspect
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from titanlite.base.env import get_cache_home, set_defaults
 from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
@@ -17,12 +20,12 @@ from titanlite.distributed.tensor_parallel import apply_tensor_parallel
 from titanlite.models.decoder import Decoder
 from titanlite.models.interface import Model
 from titanlite.ops.attention import AttentionBackend
-from titanlite.ops.compiled import compile_function
 from titanlite.ops.grouped_gemm import resolve_backend
 
 _MOST_GRAPHS = 64
 """Of all layers together. Dense and MoE layers, training and evaluation, masks and shapes have graphs of their own; at
 torch's limit, 8, a layer is an error or runs uncompiled."""
+_CACHE, _OTHERS_WRITE = "TORCHINDUCTOR_CACHE_DIR", 0o022
 
 
 def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
@@ -57,10 +60,11 @@ def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> N
     checkpoint_operations(model, job.activation_checkpoint)
     if job.compile.enable:
         logger.info("compile: each kind of layer is compiled when it first runs, which may take a minute")
+        secure_cache()
         options = _let_many_graphs()
         for layer in model.decoder_layers():
             in_parts = experts_on_own_mesh and bool(model.experts_in(layer))
-            layer.forward = compile_function(layer.forward, fullgraph=not in_parts, **options)
+            layer.forward = torch.compile(layer.forward, fullgraph=not in_parts, **options)
     checkpoint_layers(model, job.activation_checkpoint)
 
 
@@ -72,6 +76,36 @@ def _let_many_graphs() -> dict[str, Any]:
         return {"recompile_limit": _MOST_GRAPHS}
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
     return {}
+
+
+def secure_cache() -> None:
+    """Name torch.compile a cache in the user's own cache folder (0700), unless TORCHINDUCTOR_CACHE_DIR names another.
+
+    The libraries in it are loaded and run. torch's own is a folder in /tmp with a name that anybody can make first.
+
+    Raises:
+        ConfigError: it belongs to another user, others can write to it, or it cannot be made.
+    """
+    own = get_cache_home() / "torchinductor"
+    folder = Path(set_defaults({_CACHE: str(own)})[_CACHE])
+    remedy = f"Set {_CACHE} to a folder of yours that others cannot write to."
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder == own and folder.stat().st_uid == os.getuid():
+            folder.chmod(0o700)
+        found = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"compile: cannot use the cache folder {folder}: {error.strerror}. {remedy}") from None
+    if found.st_uid != os.getuid():
+        raise ConfigError(
+            f"compile: torch.compile loads libraries from {folder}, which belongs to user {found.st_uid} and not to "
+            f"user {os.getuid()}, who runs this. {remedy}"
+        )
+    if found.st_mode & _OTHERS_WRITE:
+        raise ConfigError(
+            f"compile: torch.compile loads libraries from {folder}, where others can write (mode "
+            f"{found.st_mode & 0o777:o}). `chmod go-w` it. {remedy}"
+        )
 
 
 def check_device(job: JobConfig, device: torch.device) -> None:

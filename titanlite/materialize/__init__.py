@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.materialize.execute import allocate, fill
+from titanlite.materialize.execute import allocate, fill, verify
 from titanlite.materialize.layout import Region, region_of
 from titanlite.materialize.plan import Plan, TensorEntry, build_plan
 from titanlite.materialize.recipes import Constant, Normal, Ones, Recipe, TruncatedNormal, Uniform, Zeros
@@ -35,7 +35,6 @@ from titanlite.materialize.sources import (
     TensorReader,
     Unfit,
 )
-from titanlite.materialize.verify import verify
 
 
 def materialize(

@@ -18,8 +18,8 @@ from titanlite.config import JobConfig
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.materialize import Plan
+from titanlite.materialize.execute import bit_digest
 from titanlite.materialize.layout import local_of, num_replicas
-from titanlite.materialize.verify import bit_digest
 
 # Which shard of which layout: the ranks with the same one hold the same bits.
 _Place = tuple[tuple[str, int], ...]

@@ -31,10 +31,10 @@ from titanlite.config import AnyModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.loader import TrainLoader
 from titanlite.distributed.parallel_dims import ParallelDims
-from titanlite.distributed.schedule import Schedule, Turn
 from titanlite.materialize.layout import leave_elsewhere, set_sharing_group
 from titanlite.materialize.sources import Source
 from titanlite.models.decoder import Decoder, LossSums
+from titanlite.train_step import Schedule, Turn
 
 _MUCH_WAITING = 0.5  # of a step
 

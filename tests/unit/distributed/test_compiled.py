@@ -9,9 +9,7 @@ import torch
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
-from titanlite.distributed.parallelize import wrap_layers
-from titanlite.ops import compiled
-from titanlite.ops.attention import _compiled
+from titanlite.distributed import parallelize
 
 NAME = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -36,11 +34,11 @@ def chosen(tmp_path, monkeypatch) -> Path:
 def test_the_cache_is_in_the_users_own_folder_and_private(home):
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    compiled.secure_cache()
+    parallelize.secure_cache()
     folder = home / "titanlite/torchinductor"
     assert cache_dir() == str(folder) and stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o777)  # an earlier umask
-    compiled.secure_cache()
+    parallelize.secure_cache()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
@@ -48,29 +46,26 @@ def test_the_cache_is_in_the_users_own_folder_and_private(home):
 def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch, is_own):
     if not is_own:
         monkeypatch.setenv(NAME, str(tmp_path / "chosen"))
-    compiled.secure_cache()
+    parallelize.secure_cache()
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with pytest.raises(ConfigError, match=rf"loads libraries from .*, which belongs to user {owner} and not to user"):
-        compiled.secure_cache()
+        parallelize.secure_cache()
 
 
 def test_a_folder_that_others_can_write_to_or_that_cannot_be_made_is_refused(chosen, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"where others can write \(mode 775\)\. `chmod go-w` it\."):
-        compiled.secure_cache()
+        parallelize.secure_cache()
     chosen.chmod(0o755)
-    compiled.secure_cache()
+    parallelize.secure_cache()
     (tmp_path / "file").touch()
     monkeypatch.setenv(NAME, str(tmp_path / "file/cache"))
     with pytest.raises(ConfigError, match=rf"cannot use the cache folder .*/file/cache: .* Set {NAME} to a folder"):
-        compiled.secure_cache()
+        parallelize.secure_cache()
 
 
 @pytest.mark.usefixtures("chosen")
 def test_all_that_compiles_has_looked_before():
-    _compiled.cache_clear()
-    with pytest.raises(ConfigError, match="where others can write"):
-        _compiled(torch.sin)
     job = JobConfig()
     job.compile.enable = True
 
@@ -79,7 +74,7 @@ def test_all_that_compiles_has_looked_before():
             return [torch.nn.Linear(2, 2)]
 
     with pytest.raises(ConfigError, match="where others can write"):
-        wrap_layers(Model(), job, experts_on_own_mesh=False)
-    package = Path(compiled.__file__).parents[1]
+        parallelize.wrap_layers(Model(), job, experts_on_own_mesh=False)
+    package = Path(parallelize.__file__).parents[1]
     calls = [p.name for p in package.rglob("*.py") if "torch.compile(" in p.read_text(encoding="utf-8")]
-    assert calls == ["compiled.py"], "the only place that calls it"
+    assert calls == ["parallelize.py"], "the only place that calls it"
