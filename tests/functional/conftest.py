@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[2]
 def _build(reader: Reader) -> JobConfig:
     """Build the configuration as `Reader.build` does it, of values that it has checked."""
     job = JobConfig()
-    job.data.sources.update({name: SourceSection() for name in reader.sources})
+    job.data.sources.update({name: SourceSection() for name in reader.source_names})
     for key, value in reader.values.items():
         *sections, name = key.split(".")
         place = reduce(lambda here, part: here[part] if isinstance(here, dict) else getattr(here, part), sections, job)

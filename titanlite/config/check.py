@@ -133,15 +133,13 @@ def _check_source(data: DataSection, name: str, source: DataSection) -> list[str
     near = find_near(name, [other for other in data.sources if other != name])
     if name and not source.path and near:
         return [f"data.sources.{name} has no path; did you mean data.sources.{near}? Else set {path}."]
-    if source.dataset == "text" and not source.path:
-        return [f'data.dataset = "text" needs {path}, which is empty. Set it to a text file or a folder.']
-    if source.dataset in ("stdlib", "none") and source.path:
-        return [f"{path} has no effect on data.dataset = {format_value(source.dataset)}. Leave one of them out."]
-    if source.dataset == "images" and not source.path:
-        return ['data.dataset = "images" needs data.path, which is empty. Set it to a .jsonl file.']
+    wanted = {"text": "a text file or a folder", "images": "a .jsonl file", "examples": "a file, folder or hub id"}
+    if bool(source.path) != (source.dataset in wanted):
+        dataset = f"data.dataset = {format_value(source.dataset)}"
+        if source.path:
+            return [f"{path} has no effect on {dataset}. Leave one of them out."]
+        return [f"{dataset} needs {path}, which is empty. Set it to {wanted[source.dataset]}."]
     if source.dataset == "examples":
-        if not source.path:
-            return [f'data.dataset = "examples" needs {path}, which is empty. Set it to a file, folder or hub id.']
         if source.train_on == "all" and source.format == "preference":
             return [
                 f'{get_key("train_on")} = "all" does not go with {get_key("format")} = "preference": the prompt is the '

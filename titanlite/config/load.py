@@ -66,10 +66,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     Raises ConfigError: an argument, the file, a key or a value is wrong or out of range (`check_values`); all problems.
     """
     reader = Reader()
-    path, overrides, wants_help = reader.read_arguments(argv)
-    if wants_help:
-        sys.stdout.write(USAGE.format(sections=", ".join(get_sections())))
-        raise SystemExit(0)
+    path, overrides = reader.read_arguments(argv)
     table = None if path is None else reader.read_file(path)
     reader.read_table(path or CODE, table or {})
     return reader.finish(path, overrides, is_whole=table is not None)
@@ -120,22 +117,20 @@ class Reader:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
-        self.sources: dict[str, None] = {}  # names of `data.sources`, in the order in which they came
         self.problems: list[tuple[str, str]] = []
         self.suspects: set[str] = set()  # keys and sections with a problem: a range check on them would mislead
 
-    def read_arguments(self, argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str, str]], bool]:
-        """Return the configuration file, the overrides as (where, key, text), and whether help is wanted."""
+    def read_arguments(self, argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str, str]]]:
+        """Return the configuration file and the overrides as (where, key, text); on `--help` print a text and leave."""
         paths: list[str] = []
         overrides: list[tuple[str, str, str]] = []
-        wants_help = lacks_path = False
         queue = list(argv)
         while queue:
             argument = queue.pop(0)
             key, has_value, text = argument.removeprefix("--").partition("=")
             if argument in ("-h", "--help"):
-                wants_help = True
-                continue
+                sys.stdout.write(USAGE.format(sections=", ".join(get_sections())))
+                raise SystemExit(0)
             if not argument.startswith("--") or not key:
                 likely = "--config " if argument.endswith(".toml") else "--" if key and has_value else ""
                 hint = f"Did you mean '{likely}{argument.lstrip('-+')}'?" if likely else "Write --section.key=value."
@@ -145,21 +140,20 @@ class Reader:
                 has_value, text = " ", queue.pop(0)
             where = f"override {f'--{key}{has_value}{text}'!r}"
             if key in _FILE_FLAGS:
-                paths += [text] if text else []
-                lacks_path = lacks_path or not text
+                paths.append(text)
             elif has_value:
                 overrides.append((where, key, text))
             else:
                 setting = find_setting(key)
                 example = "true" if setting and setting.kind is bool else "VALUE"
                 self.refuse(where, f"has no value. Write --{key}={example}.", key)
-        if lacks_path:
+        if "" in paths:
             self.refuse("--config", f"no file follows it. Write --config FILE.{_list_configs()}")
         elif not paths:
             self.refuse("command line", f"no configuration file. Pass one with --config FILE.{_list_configs()}")
-        if len(paths) > 1:
+        elif len(paths) > 1:
             self.refuse("--config", f"given {len(paths)} times: {', '.join(paths)}. Keep one.")
-        return (paths[0] if len(paths) == 1 and not lacks_path else None), overrides, wants_help
+        return (paths[0] or None if len(paths) == 1 else None), overrides
 
     def read_file(self, path: str) -> dict[str, object] | None:
         """Return the parsed TOML file, or None with a problem noted."""
@@ -195,8 +189,7 @@ class Reader:
             elif find_section(key) is None:
                 self.refuse_unknown(where, key, "section" if isinstance(value, dict) else "key")
             elif isinstance(value, dict):
-                self.note_source(key)  # even if it is empty: that is a mistake to be named
-                if not value:
+                if not value:  # of a source, a mistake to be named
                     self.origins[key] = where
                 self.read_table(where, cast(dict[str, object], value), key)
             else:
@@ -227,7 +220,6 @@ class Reader:
         except BadValueError as problem:
             self.refuse(where, str(problem), setting.key)
             return
-        self.note_source(setting.section)
         self.values[setting.key] = checked
         self.origins[setting.key] = where
 
@@ -242,10 +234,11 @@ class Reader:
             entries = {}  # what is there is refused by itself
         self.accept(where, table, json.dumps(entries | {name: value}))
 
-    def note_source(self, section: str) -> None:
-        """Keep the name if `section` is the table of a source."""
-        if section.startswith(f"{SOURCES}."):
-            self.sources.setdefault(section.removeprefix(f"{SOURCES}."))
+    @property
+    def source_names(self) -> list[str]:
+        """The names of `data.sources`, in the order in which they came."""
+        keys = (key.removeprefix(f"{SOURCES}.") for key in self.origins if key.startswith(f"{SOURCES}."))
+        return list(dict.fromkeys(key.partition(".")[0] for key in keys))
 
     def refuse_unknown(self, where: str, key: str, noun: str) -> None:
         """Note an unknown key or section, with the nearest match or what there is to choose from."""
@@ -279,7 +272,7 @@ class Reader:
         from omegaconf import OmegaConf  # here: kernels and their benchmarks run where it is missing
 
         config = OmegaConf.structured(JobConfig)
-        for name in self.sources:  # OmegaConf.update makes none
+        for name in self.source_names:  # OmegaConf.update makes none
             config.data.sources[name] = SourceSection()
         for key, value in self.values.items():
             OmegaConf.update(config, key, value)

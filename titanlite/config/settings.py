@@ -22,7 +22,6 @@ from titanlite.config.schema import JobConfig
 
 TABLES = ("chat_template_kwargs", "fields")  # settings with a table of the user's names, kept as JSON text
 SOURCES = "data.sources"  # tables below have names of the user's
-_ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
 _INT = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _REMEDIES = {int: "Write a whole number", float: "Write a number", bool: "Write true or false", str: "Put it in quotes"}
@@ -177,8 +176,7 @@ def format_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = (_ESCAPES.get(c) or (f"\\u{ord(c):04x}" if c < " " or c == "\x7f" else c) for c in value)
-        return f'"{"".join(escaped)}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON leaves as it is
     return repr(value) if isinstance(value, int | float) else str(value)
 
 
@@ -232,11 +230,8 @@ def _remedy(setting: Setting, value: Any) -> str:
     """Return what to write instead of a TOML value of the wrong type."""
     remedy = _REMEDIES[setting.kind]
     if isinstance(value, str) and setting.kind is not str:
-        try:
-            parsed = parse_text(setting._replace(optional=False), value)  # TOML has no none
-            return f"Write {format_value(parsed)} without quotes"
-        except BadValueError:
-            pass  # the text is no better as a number: the plain remedy says what is wanted
+        with suppress(BadValueError):  # otherwise the plain remedy says what is wanted; TOML has no none
+            return f"Write {format_value(parse_text(setting._replace(optional=False), value))} without quotes"
     if setting.kind is int and isinstance(value, float) and value.is_integer():
         return f"Write {int(value)}"
     if setting.name in TABLES:
