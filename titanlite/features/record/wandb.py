@@ -1,13 +1,13 @@
-"""Metrics for Weights & Biases, sent by a thread: training neither waits nor fails for it."""
+"""Metrics for Weights & Biases, which wandb sends from a process of its own: training does not fail for it."""
 
 import atexit
 import importlib
 import os
-import queue
 import threading
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.settings import get_sections_of, get_value
 
 ID_FILE = "wandb_id"
-_MOST_WAITING = 10_000  # points
 _FINISH_S = 10.0
 _opened: list["WandbRun"] = []
 
@@ -34,14 +33,14 @@ def open_wandb(job: JobConfig, folder: Path) -> Callable[[int, Mapping[str, floa
     if not job.metrics.enable_wandb or get_rank() != 0:
         return None
     _opened.append(run := WandbRun(job, folder))
-    return lambda step, values: run.put(lambda wandb_run: wandb_run.log({"step": step, **values}))
+    return lambda step, values: run.call(lambda wandb_run: wandb_run.log({"step": step, **values}))
 
 
 def configure_wandb(found: Mapping[str, Any]) -> None:
     """Tell W&B what the run runs on, without the command, which has paths."""
     values = {"environment": {name: found[name] for name in found if name != "command"}}
     for run in _opened:
-        run.put(lambda wandb_run: wandb_run.config.update(values, allow_val_change=True))
+        run.call(lambda wandb_run: wandb_run.config.update(values, allow_val_change=True))
 
 
 def finish_wandb(exit_code: int) -> None:
@@ -51,7 +50,7 @@ def finish_wandb(exit_code: int) -> None:
 
 
 class WandbRun:
-    """Hands points to a thread that hands them to wandb, which may wait for its servers. The first error ends that.
+    """Hands points to wandb. The first error is one warning, and the end of that.
 
     A folder is one run of W&B, whose id is in `wandb_id` there: a resumed run goes on in it. wandb keeps its files in
     `wandb/` there, and gets the configuration, of local paths only their last part.
@@ -79,52 +78,43 @@ class WandbRun:
             public = {name: public_name(value) for name, value in values.items() if isinstance(value, str)}
             config[section] = values | public
         config["job"]["description"] = job.job.description
-        self._calls: queue.Queue[Callable[[Any], object] | None] = queue.Queue(_MOST_WAITING)
-        self._is_off = self._is_closed = False
-        self._thread = threading.Thread(target=self._work, args=(settings, config), name="wandb", daemon=True)
-        self._thread.start()
+        self._run: Any = None
+        self._is_off = False
+        self.call(lambda _: self._start(settings, config))
+
+    def _start(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        wandb = importlib.import_module("wandb")
+        wandb.setup(wandb.Settings(**settings))  # of `init`, what it prints does not follow them
+        self._run = run = wandb.init(config=config)
+        offline = f"`wandb sync {os.path.dirname(run.dir)}` uploads this run"
+        logger.info("W&B: %s", offline if run.settings.mode == "offline" else run.url or "disabled")
+        run.define_metric("*", step_metric="step")
+
+    def call(self, function: Callable[[Any], object]) -> None:
+        """Call `function` with wandb's run, if there was no error."""
+        if self._is_off:
+            return
+        try:
+            function(self._run)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, it is not the run's trouble
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            self._turn_off(lines[0].rstrip("."))
 
     def finish(self, exit_code: int) -> None:
         """End the W&B run, as failed if the exit code is not 0; wait for that for 10 s at most."""
-        self.put(lambda run: run.finish(exit_code=exit_code))
-        self.put(None)
-        if not self._is_off:
-            self._thread.join(_FINISH_S)
-            if self._thread.is_alive():
-                self._turn_off(f"not all is uploaded after {_FINISH_S:g} s")
-        if not self._is_closed:  # wandb's own exit handlers would wait for its servers
+        finish = partial(self.call, lambda run: run.finish(exit_code=exit_code))
+        thread = threading.Thread(target=finish, name="wandb", daemon=True)
+        thread.start()
+        thread.join(_FINISH_S)
+        if thread.is_alive():
+            self._turn_off(f"not all is uploaded after {_FINISH_S:g} s")
+        if self._is_off:  # wandb's own exit handlers would wait for its servers
             atexit.register(leave, exit_code, at_once=True)
-
-    def put(self, call: Callable[[Any], object] | None) -> None:
-        """Have the thread make a call with wandb's run; None ends it."""
-        try:
-            if not self._is_off:
-                self._calls.put_nowait(call)
-        except queue.Full:
-            self._turn_off(f"{self._calls.maxsize} points wait for it")
 
     def _turn_off(self, reason: str) -> None:
         if not self._is_off:
             self._is_off = True
             logger.warning("W&B: %s. It gets no more points; metrics.jsonl has all.", reason)
-
-    def _work(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        try:
-            wandb = importlib.import_module("wandb")
-            wandb.setup(wandb.Settings(**settings))  # of `init`, what it prints does not follow them
-            run = wandb.init(config=config)
-            offline = run.settings.mode == "offline"
-            logger.info(
-                "W&B: %s",
-                f"`wandb sync {os.path.dirname(run.dir)}` uploads this run" if offline else run.url or "disabled",
-            )
-            run.define_metric("*", step_metric="step")
-            while (call := self._calls.get()) is not None:
-                call(run)
-            self._is_closed = True
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, it is not the run's trouble
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            self._turn_off(lines[0].rstrip("."))
 
 
 def _get_id(path: Path) -> str:
