@@ -111,7 +111,7 @@ def assemble(checked: Checked) -> Trainer:
     checkpointer = build_checkpointer(job, folder)
     step = 0 if (start := checkpointer.start) is None else start.step  # what to resume, if anything
     if start is not None:
-        check_same_run(job, changes, step, start.identity)
+        check_same_run(job, step, start.identity)
         check_resumed_model(model_config, step_folder(checkpointer.folder, step))
     if job.checkpoint.enable:
         is_new = start is None and not job.checkpoint.initial_load_path

@@ -34,18 +34,17 @@ class Corpus:
     """An ordered, deterministic sequence of documents.
 
     `files` are (name, path) pairs in reading order; the name is the path relative to the dataset, with '/' on every
-    system. Empty files are no documents. `skip_undecodable` leaves out files that are not UTF-8 instead of refusing
-    them. With a `cache_folder`, digest and sizes of files that have not changed are not computed again.
+    system. Empty files are no documents. With a `cache_folder`, digest and sizes of files that have not changed are not
+    computed again.
     """
 
     files: tuple[tuple[str, Path], ...]
-    skip_undecodable: bool = False
     cache_folder: Path | None = None
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """Yield (name, text) of every document; newlines are kept as they are in the file.
 
-        Raises DataError: a file cannot be read, or is not UTF-8 and `skip_undecodable` is off.
+        Raises DataError: a file cannot be read, or is not UTF-8.
         """
         for name, path in self.files:
             content = _read(path)
@@ -53,8 +52,6 @@ class Corpus:
                 # bytes.decode and not open(): text mode would turn \r\n into \n, and the digest is over the bytes.
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:
-                if self.skip_undecodable:
-                    continue
                 raise DataError(
                     f"data: {path} is not UTF-8 (byte {error.start}: {error.reason}). "
                     "Convert it, or narrow data.pattern."
@@ -62,19 +59,17 @@ class Corpus:
             if text:
                 yield name, text
 
-    def get_document_files(self) -> list[Path]:
-        """Return the file of each document, in order. Only where some may be undecodable, all of them are read."""
-        if not self.skip_undecodable:
-            return [path for _, path in self.files if _get_size(path)]
-        names = {name for name, _ in self}
-        return [path for name, path in self.files if name in names]
+    @cached_property
+    def document_files(self) -> list[Path]:
+        """The file of each document, in order."""
+        return [path for _, path in self.files if _get_size(path)]
 
     @cached_property
     def _summary(self) -> tuple[str, int]:
         """(sha256 in hex, bytes)."""
         if self.cache_folder is None:
             return self._summarize()
-        what = f"corpus {self.skip_undecodable} {[name for name, _ in self.files]}"
+        what = f"corpus {[name for name, _ in self.files]}"
         digest, num_bytes = read_once(self.cache_folder, what, [path for _, path in self.files], self._summarize)
         return digest, num_bytes
 
@@ -159,12 +154,12 @@ def describe_left_out(data: DataSection, read: Iterable[str | Path]) -> str:
 def build_stdlib_corpus(root: str | Path | None = None) -> Corpus:
     """Find the `.py` files of the running Python's standard library, or of `root`, without packages, tests and caches.
 
-    About 12 MB and 700 documents for Python 3.11. Files that are not UTF-8 are left out.
+    About 12 MB and 700 documents for Python 3.11.
 
     Raises DataError: the folder holds no `.py` file (some minimal Python builds ship the library as a zip file).
     """
     root = Path(root or sysconfig.get_path("stdlib"))
-    corpus = Corpus(find_files(root, "*.py", _NOT_STDLIB), skip_undecodable=True)
+    corpus = Corpus(find_files(root, "*.py", _NOT_STDLIB))
     if not corpus.files:
         raise DataError(f'data: no .py file in {root}. Set data.dataset = "text" and data.path to your own text.')
     return corpus

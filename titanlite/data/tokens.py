@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -51,12 +51,9 @@ class TokenizedCorpus:
 
     def describe_place(self, document: int) -> str:
         """Return the file of a document, counted from 0, or else its number."""
-        known = len(self._files) == self.num_documents
-        return str(self._files[document]) if known else f"document {document + 1} of {self.num_documents}"
-
-    @cached_property
-    def _files(self) -> list[Path]:
-        return [] if self.corpus is None else self.corpus.get_document_files()
+        files = [] if self.corpus is None else self.corpus.document_files
+        known = len(files) == self.num_documents
+        return str(files[document]) if known else f"document {document + 1} of {self.num_documents}"
 
 
 @dataclass(frozen=True)
@@ -131,28 +128,20 @@ def _batches(corpus: Corpus) -> Iterator[list[tuple[str, bool, bool]]]:
         yield batch
 
 
-def _encode(
-    file: IO[bytes], corpus: Corpus, encoder: Tokenizer, prefix: Sequence[int], eos_token_id: int, dtype: str
-) -> tuple[int, int]:
-    """Append the tokens of all documents to `file`; return the numbers of tokens and documents."""
-    num_tokens = num_documents = 0
-    for batch in _batches(corpus):
-        encodings = encoder.encode_batch_fast([piece for piece, _, _ in batch], add_special_tokens=False)
-        for encoding, (_, is_first, is_last) in zip(encodings, batch, strict=True):
-            ids = [*prefix, *encoding.ids] if is_first else encoding.ids
-            if is_last:
-                ids.append(eos_token_id)
-                num_documents += 1
-            file.write(np.array(ids, dtype=dtype).tobytes())
-            num_tokens += len(ids)
-    return num_tokens, num_documents
-
-
 def _write(
     path: Path, corpus: Corpus, encoder: Tokenizer, prefix: Sequence[int], eos_token_id: int, dtype: str
 ) -> None:
+    num_tokens = num_documents = 0
     with write_atomic(path) as file:
-        num_tokens, num_documents = _encode(file, corpus, encoder, prefix, eos_token_id, dtype)
+        for batch in _batches(corpus):
+            encodings = encoder.encode_batch_fast([piece for piece, _, _ in batch], add_special_tokens=False)
+            for encoding, (_, is_first, is_last) in zip(encodings, batch, strict=True):
+                ids = [*prefix, *encoding.ids] if is_first else encoding.ids
+                if is_last:
+                    ids.append(eos_token_id)
+                    num_documents += 1
+                file.write(np.array(ids, dtype=dtype).tobytes())
+                num_tokens += len(ids)
         num_bytes = file.tell()
     header = _Header(dtype, num_tokens, num_documents, num_bytes)
     # The header comes last: it is what makes the tokens valid.

@@ -115,13 +115,11 @@ def get_identity(job: JobConfig) -> dict[str, str]:
     return settings | ({_BASE: f"{base.name}@{base.revision}"} if base and base.on_hub else {})
 
 
-def check_same_run(
-    job: JobConfig, changes: Mapping[str, tuple[Any, Any]], step: int, before: Mapping[str, str]
-) -> None:
+def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> None:
     """Check that a run resumes its own checkpoint: one of another base model, data or objective is refused.
 
     A file or folder that was moved and kept its name is the same; of a mixture the sources may change. `before` is the
-    identity that the checkpoint of `step` has; empty in older ones, where `changes` of the run, on rank 0, count.
+    identity that the checkpoint of `step` has.
 
     Raises ConfigError: on all ranks; what differs, or there are fewer steps than were trained. Collective: every rank
     must call.
@@ -130,9 +128,8 @@ def check_same_run(
 
     def find() -> str:
         now = get_identity(job)
-        pairs = {key: (before[key], now[key]) for key in now if key in before} if before else changes
-        others = {key: pairs[key] for key in _IDENTITY if key in pairs}
-        others = {key: pair for key, pair in others.items() if not _is_same(*map(str, pair))}
+        others = {key: (before[key], now[key]) for key in _IDENTITY if key in before}
+        others = {key: pair for key, pair in others.items() if not _is_same(*pair)}
         return format_changes({key: tuple(map(get_settings()[key].kind, pair)) for key, pair in others.items()})
 
     text = on_first_rank(find)

@@ -56,7 +56,7 @@ def test_a_model_of_the_hub_is_known_by_its_id() -> None:
 def test_another_run_is_refused(section: str, name: str, value: object, can_be_forced: bool) -> None:
     job = JobConfig()
     before = get_identity(job)
-    check_same_run(job, {}, 3, before)
+    check_same_run(job, 3, before)
     setattr(getattr(job, section), name, value)
     shown = "0 -> 8" if value == 8 else f'-> "{value}"'
     for steps, more in ((1000, "train 997 more steps"), (2, "set more than 3 steps, and train the rest")):
@@ -65,11 +65,11 @@ def test_another_run_is_refused(section: str, name: str, value: object, can_be_f
             rf", or {more} in it with --checkpoint.resume=force\.$" if can_be_forced else r"begin with its weights\.$"
         )
         with pytest.raises(ConfigError, match=rf"holds another run, at step 3: {section}\.{name} .*{shown}.*{forced}"):
-            check_same_run(job, {}, 3, before)
+            check_same_run(job, 3, before)
     job.training.steps = 1000
     job.checkpoint.resume = "force"
     if can_be_forced:
-        check_same_run(job, {}, 3, before)
+        check_same_run(job, 3, before)
         return
     with pytest.raises(ConfigError, match="holds another run"):
-        check_same_run(job, {}, 3, before)
+        check_same_run(job, 3, before)

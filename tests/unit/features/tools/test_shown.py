@@ -86,9 +86,6 @@ def test_files_that_are_no_documents_shift_no_names(data: DataSection, tmp_path:
         d.place.partition(",")[0] for index in range(dataset.num_sequences) for d in get_shown_documents(dataset, index)
     }
     assert places == {str(folder / "b.txt"), str(folder / "d.txt")}
-    corpus = dataset.tokenized.corpus
-    (folder / "b.txt").write_bytes(b"\xff")
-    assert type(corpus)(corpus.files, skip_undecodable=True).get_document_files() == [folder / "d.txt"]
 
 
 @pytest.mark.parametrize("packing", [True, False])
