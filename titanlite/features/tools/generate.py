@@ -21,10 +21,9 @@ from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.command_line import Parser, command, one_of
 from titanlite.base.env import read_variable
 from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_problems
-from titanlite.base.files import parse_json, read_json, read_regular
+from titanlite.base.files import parse_json, read_regular
 from titanlite.base.tables import format_count
-from titanlite.checkpoint.folder import ADAPTER_CONFIG, OWN_FOLDER
-from titanlite.checkpoint.folder import read_json as read_object
+from titanlite.checkpoint.folder import ADAPTER_CONFIG, OWN_FOLDER, read_json
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import local_folder
@@ -108,10 +107,9 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("model", metavar="MODEL", help=MODEL_HELP)
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    add("--prompts-file", type=Path, metavar="FILE", help="a prompt per line; .jsonl: objects with prompt or messages")
+    add("--prompts-file", type=Path, metavar="FILE", help="a prompt per line; .jsonl: rows with prompt or messages")
     add("--chat", action="store_true", help="render prompts as messages of a user, by the tokenizer's chat template")
     add("--system", metavar="TEXT", help="system message of each chat; implies --chat")
-    add("--tools", type=Path, metavar="FILE.json", help="a list of tools for the chat template; implies --chat")
     add("--chat-template-kwargs", default="", metavar="JSON", help="arguments of the chat template, as an object")
     add("--tokenizer", type=Path, metavar="DIR", help="default: that of MODEL")
     add("--base", metavar="MODEL", help="the model of adapters; default: the one that adapter_config.json names")
@@ -262,7 +260,7 @@ def _prepare(options: argparse.Namespace, folder: Path, base: Path, tokenizer: A
             "generate: there is no prompt. Give --prompt TEXT or --prompts-file FILE. On a terminal, and with one "
             "process, a chat begins without either."
         )
-    is_chat = options.chat or options.system is not None or options.tools is not None or not prompts
+    is_chat = options.chat or options.system is not None or not prompts
     if is_chat and not tokenizer.chat_template:
         raise DataError(
             "generate: --chat: the tokenizer has no chat template. Leave --chat out and give --prompt TEXT, or add a "
@@ -297,7 +295,7 @@ def _prepare(options: argparse.Namespace, folder: Path, base: Path, tokenizer: A
 def _dtype(asked: str, folder: Path, device: torch.device) -> str:
     if asked != "auto":
         return asked
-    table = read_object(folder / "config.json", f"generate: {folder}")
+    table = read_json(folder / "config.json", f"generate: {folder}")
     stored = table.get("dtype", table.get("torch_dtype"))
     # Few CPUs have bfloat16 instructions; without them it is 80 times slower than float32.
     return "bfloat16" if device.type == "cuda" and stored in ("bfloat16", "float16") else "float32"
@@ -337,7 +335,7 @@ def _encode(tokenizer: Any, prompt: Any, *, chat: bool, options: argparse.Namesp
 
     row = dict(prompt) if isinstance(prompt, dict) else {"messages": [{"role": "user", "content": prompt}]}
     arguments = parse_object("generate: --chat-template-kwargs", options.chat_template_kwargs)
-    row = {"chat_template_kwargs": arguments, "tools": _read_tools(options.tools)} | row
+    row = {"chat_template_kwargs": arguments} | row
     if options.system is not None:
         row["messages"] = [{"role": "system", "content": options.system}, *row["messages"]]
     try:
@@ -345,18 +343,6 @@ def _encode(tokenizer: Any, prompt: Any, *, chat: bool, options: argparse.Namesp
     except RowError as error:
         shown = _shorten(str(row["messages"]))
         raise DataError(f"generate: --chat: the chat template refuses {shown}: {error}") from None
-
-
-def _read_tools(path: Path | None) -> Any:
-    if path is None:
-        return None
-    try:
-        tools = read_json(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"generate: --tools {path}: cannot be read: {getattr(error, 'strerror', error)}.") from None
-    if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools):
-        return tools
-    raise DataError(f"generate: --tools {path}: is no list of objects. Write the tools as [{{...}}, ...].")
 
 
 def _print_texts(request: _Request, continuations: Sequence[Continuation], tokenizer: Any) -> None:

@@ -217,30 +217,16 @@ def _show_source(dataset: SequenceDataset) -> None:
 
 
 def _show_examples(dataset: ExampleDataset) -> None:
-    header = dataset.train.examples.header
-    noun = "pairs" if dataset.form == "preference" else "examples"
     names = ", ".join(dict.fromkeys(name for source in dataset.sources for name in source.examples.header.names[:4]))
-    num_rows = sum(source.examples.header.num_rows for source in dataset.sources)
-    print(f"  rows       {num_rows:,} from {names}, {header.form}")
-    num_split = report.get_num_split(dataset)
-    print(
-        f"  {noun:9}  {len(dataset.train.selected):,} to train on, {len(dataset.held_out.selected):,} held out"
-        + (f"; {num_split:,} longer documents were split" if num_split else "")
-    )
-    lengths = dataset.train.lengths.sum(1)
+    num_rows, lengths = sum(s.examples.header.num_rows for s in dataset.sources), dataset.train.lengths.sum(1)
+    print(f"  rows       {num_rows:,} from {names}")
     print(f"  lengths    min {lengths.min()}, median {int(np.median(lengths))}, max {lengths.max()} tokens")
-    print(f"  tokens     {dataset.train.num_tokens:,}, {report.get_trained_share(dataset):.1%} trained")
-    how = "best fit" if dataset.packing else "one to a row"
-    print(
-        f"  packing    {dataset.num_train_sequences:,} sequences of {dataset.seq_len}, "
-        f"{dataset.packing_efficiency:.1%} full ({how}); {dataset.num_validation_sequences:,} held out"
-    )
+    print("  data       " + report.describe(dataset).replace("; ", "\n             "))
     counts = [
         f"{count:,} {what}" for source in dataset.sources for what, count in source.examples.header.counts.items()
     ]
     if counts:
         print("  chats      " + "\n             ".join(map(escape_controls, counts)))
-    print("  left out   " + ("\n             ".join(report.get_left_out(dataset)) or "nothing"))
     for first in report.get_first_skipped(dataset):
         print(f"               {escape_controls(first)}")
     for warning in report.get_warnings(dataset):

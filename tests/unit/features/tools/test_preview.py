@@ -55,7 +55,7 @@ def test_report(preview: Callable[..., tuple[int, str, str]]) -> None:
     code, out, err = preview(rows, "--data.bad_rows=skip", "--samples=2", "--world-size=2")
     assert (code, err) == (0, "")
     assert "32 from " in out and "messages" in out
-    assert "27 to train on, 3 held out" in out
+    assert "27 examples to train on (messages), 3 held out" in out
     assert "1 row skipped: empty field\n             1 row skipped: no trained token" in out
     assert "rows.jsonl, line 31: field 'messages' holds no message." in out
     assert " on 2 data ranks" in out and "seed 42" in out
@@ -89,7 +89,7 @@ def test_samples_are_of_different_lengths(preview: Callable[..., tuple[int, str,
 def test_pairs_and_control_characters(preview: Callable[..., tuple[int, str, str]]) -> None:
     rows = [{"prompt": f"{i}\x1b[2J", "chosen": " good", "rejected": " bad"} for i in range(4)]
     code, out, _ = preview(rows, "--samples=9")
-    assert code == 0 and "pairs      3 to train on, 1 held out" in out
+    assert code == 0 and "3 pairs to train on (preference), 1 held out" in out
     assert "sample 3 (chosen): " in out and "sample 3 (rejected): " in out and "sample 4" not in out
     assert "\x1b" not in out and "\\x1b[2J[[ good<|endoftext|>]]" in out
 
@@ -98,7 +98,7 @@ def test_pieces_of_documents(preview: Callable[..., tuple[int, str, str]]) -> No
     rows = [{"text": f"{i} what is the answer " * 9} for i in range(4)]
     code, out, err = preview(rows, "--samples=40", "--data.too_long=split", "--training.seq_len=16")
     assert (code, err) == (0, "")
-    assert "; 4 longer documents were split\n" in out and "left out   nothing" in out
+    assert ", 4 longer documents split\n" in out and "left out: nothing\n" in out
     assert re.search(r"sample \d+: .*rows\.jsonl, line \d, from token 15 on, 16 tokens, 15 trained\n", out)
 
 
