@@ -24,9 +24,10 @@ from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
 from titanlite.base.errors import DataError
-from titanlite.features.sft.chat_frame import Frame, FrameFinder
-from titanlite.features.sft.chat_parts import (
+from titanlite.features.sft.chat_frame import (
     PROBES,
+    Frame,
+    FrameFinder,
     Part,
     get_common_start,
     get_parts,
