@@ -26,8 +26,7 @@ class SourceSection:
     path: str = setting("", "A file, folder or hub id, as data.path.")
     weight: float | None = setting(
         None,
-        "Share of the sequences from this source: its weight divided by the sum of all weights. Unset for all "
-        "sources: every sequence of every source once per epoch.",
+        "Share of the sequences: its weight divided by all weights. Unset for all: every sequence once per epoch.",
         gt=0,
     )
     pattern: str | None = setting(None, "As data.pattern.")
@@ -70,15 +69,14 @@ class DataSection:
     )
     validation_share: float | None = setting(
         None,
-        "Share of the rows (of a text: of the sequences) that is held out if validation_path is empty. 0: none. Not "
-        "set: none without a validation or evaluation, otherwise 1%, but at least 64 rows, or 10% if 64 would be "
-        "more.",
+        "Share of the rows (of a text: of the sequences) that is held out where validation_path is empty. 0: none. "
+        "Not set: none without a validation or evaluation, otherwise 1%, but at least the fewer of 64 rows and 10%.",
         lt=1,
     )
     validation_split: str = setting("validation", "Split of validation_path, if that is a dataset of the hub.")
     format: Format = setting(
         "auto",
-        "Form of the rows: 'messages' (also ShareGPT's conversations), 'prompt_completion', 'text', 'preference' "
+        "Form of the rows: 'messages' (or ShareGPT's conversations), 'prompt_completion', 'text', 'preference' "
         "(prompt, chosen, rejected). 'auto': by the fields of the first row.",
     )
     text_field: str = setting("text", "Field with the text, in rows of the form 'text'.")
@@ -95,39 +93,33 @@ class DataSection:
     )
     too_long: TooLong = setting(
         "error",
-        "Examples longer than training.seq_len. 'error': refuse the data. 'cut': cut off their end. 'drop': leave "
-        "them out. 'split': split them (text only).",
+        "Examples longer than training.seq_len: an 'error', or 'cut' their end, 'drop' or 'split' them (text only).",
     )
-    bad_rows: BadRows = setting(
-        "error", "Rows that cannot be used: refuse the data, or leave them out and report how many and why."
-    )
+    bad_rows: BadRows = setting("error", "Rows that cannot be used: refuse the data, or leave them out and report why.")
     packing: bool = setting(True, "Put several examples, or documents, into one sequence. They do not see each other.")
     streaming: bool = setting(
         False, "Tokenize examples during training, for datasets that are too large to tokenize before."
     )
     streaming_block_rows: int = setting(
-        1024, "Rows that are read, packed and shuffled together when streaming. They are in memory at once.", ge=1
+        1024, "Rows that are read, packed and shuffled together, in memory, when streaming.", ge=1
     )
     chat_template: str = setting(
         "", "Jinja file with a chat template that replaces the tokenizer's own. Saved with every checkpoint."
     )
     chat_template_kwargs: str = setting(
         "",
-        "Arguments of the chat template for all rows, as a JSON object or a TOML table ({enable_thinking = false}). "
-        "Arguments in a row win. Saved with every checkpoint.",
+        "Arguments of the chat template, as a JSON object or a TOML table ({enable_thinking = false}); those of a row "
+        "win.",
     )
     skip_to_sample: int = setting(
-        0,
-        "Leave out the samples of the data order before this one. The message about a loss spike prints it; "
-        "`titanlite data` begins there.",
+        0, "Leave out the samples of the data order before this one, as the message about a loss spike says."
     )
     chat_date: str = setting(
         "", "Today's date for chat templates (YYYY-MM-DD). Empty: the day on which the run first began."
     )
     dropped_parts: DroppedParts = setting(
         "error",
-        "Parts of a chat that its template does not show, such as a tool, an argument of a call or a thought. "
-        "'error': refuse the row. 'warn': count them.",
+        "Parts of a chat that its template does not show, such as a tool or a thought: refuse the row, or count them.",
     )
     tokenizer_path: str = setting(
         "",

@@ -13,30 +13,20 @@ from titanlite.config.model import ModelSection, setting
 @dataclass
 class JobSection:
     dump_folder: str = setting(
-        "outputs",
-        "Folder of this run: metrics, resolved configuration, checkpoints, traces. Not set: outputs/NAME, for a "
-        "configuration file NAME.toml.",
+        "outputs", "Folder of this run. Not set: outputs/NAME, for a configuration file NAME.toml."
     )
     description: str = setting("", "Free text, printed at the start and saved with the run.")
     prepare: str = setting(
-        "",
-        "Python script that run_train.sh runs as you before it checks anything, to make data or a model. It must "
-        "return at once if everything is there.",
+        "", "Script that run_train.sh runs first, as you, to make data or a model. It returns at once if all is there."
     )
-    stop_grace_seconds: int = setting(
-        0,
-        "Seconds after SIGTERM or SIGINT in which the run may finish its step and save, before the launcher ends it. "
-        "0: no limit.",
-    )
+    stop_grace_seconds: int = setting(0, "Seconds after SIGTERM or SIGINT to finish the step and save; 0: no limit.")
 
 
 @dataclass
 class TrainingSection:
     steps: int = setting(1000, "Optimizer steps to run, unless epochs is set.")
     epochs: float = setting(
-        0.0,
-        "Passes over the training data, instead of steps: 3, or 0.5 for half of it. Neither set, with pretrained "
-        "weights and data that end: 3.",
+        0.0, "Passes over the data, instead of steps. Neither set, with pretrained weights and data that end: 3."
     )
     objective: str = setting(
         "next_token",
@@ -57,9 +47,7 @@ class TrainingSection:
     )
     max_norm: float = setting(1.0, "Largest total 2-norm of the gradients, by scaling; 0: no clipping.")
     dtype: Literal["float32", "bfloat16"] = setting(
-        "float32",
-        "Dtype of the stored parameters, accumulated gradients and optimizer states. 'bfloat16' has no float32 copy: "
-        "updates below 1/256 of a weight are lost, so do not use it with small learning rates.",
+        "float32", "Dtype of stored parameters, gradients and states. 'bfloat16' loses updates below 1/256 of a weight."
     )
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Dtype of parameters and activations in forward and backward; 'auto': bfloat16 on CUDA, dtype on CPU."
@@ -76,14 +64,12 @@ class TrainingSection:
     )
     on_nonfinite: Literal["stop", "skip"] = setting(
         "stop",
-        "A step whose loss or gradient is NaN or infinite is never applied. 'stop': save the state before it, and "
-        "end with an error that names the cause. 'skip': warn, and go on with the next step.",
+        "A step with a loss or gradient that is not finite is never applied. 'stop': save, and end with the cause. "
+        "'skip': warn, and go on.",
     )
     max_nonfinite_steps: int = setting(10, "With on_nonfinite = 'skip': end after this many such steps in a row.", ge=1)
     divergence_check_freq: int = setting(
-        100,
-        "Steps between checks that ranks agree on replicas of weights, biases and optimizer states, and on the data "
-        "order. 0: never.",
+        100, "Steps between checks that replicas and the data order agree on all ranks. 0: never."
     )
 
 
@@ -91,9 +77,8 @@ class TrainingSection:
 class OptimizerSection:
     name: str = setting(
         "AdamW",
-        "'AdamW' (arXiv:1711.05101). 'Muon' (arXiv:2502.16982): orthogonalized momentum for the matrices of layers, "
-        "experts and routers included; AdamW for the rest, with the same learning rate and weight decay. Or "
-        "your own (docs/extending.md).",
+        "'AdamW' (arXiv:1711.05101). 'Muon' (arXiv:2502.16982): orthogonalized momentum for matrices, AdamW for the "
+        "rest, with the same rate and decay. Or your own (docs/extending.md).",
         choices=("AdamW", "Muon"),
         calls=("named_parameters, section",),
     )
@@ -109,15 +94,11 @@ class OptimizerSection:
     )
     implementation: Literal["fused", "foreach", "for-loop"] = setting("fused", "Kernel of the optimizer step.")
     freeze: str = setting(
-        "",
-        "Parameters that are not trained: shell patterns over their names, separated by commas, for example "
-        "'model.embed_tokens*, *.mlp.gate.*'. The expert_bias of a frozen router does not change.",
-        is_list=True,
+        "", "Parameters not to train: shell patterns over names, as 'model.embed_tokens*, *.mlp.gate.*'.", is_list=True
     )
     lr_multipliers: str = setting(
         "",
-        "Factors on the learning rate by pattern, for example 'lm_head*=2, *.experts.*=0.5'. The last pattern that "
-        "matches counts.",
+        "Factors on the learning rate, as 'lm_head*=2, *.experts.*=0.5'. The last that matches counts.",
         is_list=True,
     )
 
@@ -129,27 +110,24 @@ BLOCK_SIZES = {"fp8": 128, "nf4": 64}
 @dataclass
 class LoRASection:
     rank: int = setting(
-        0, "Rank of the adapters (LoRA, arXiv:2106.09685) that are trained instead of the model. 0: no adapters."
+        0, "Rank of the adapters (LoRA, arXiv:2106.09685) that are trained instead of the model. 0: none."
     )
     alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", gt=0)
     dropout: float = setting(0.0, "Dropout on the input of the adapters.", lt=1)
     targets: str = setting(
         "",
-        "Layers that get an adapter: shell patterns over their names or the last parts of them, separated by commas, "
-        "for example 'q_proj, v_proj, experts'. Empty: all linear layers in decoder layers, and the experts.",
+        "Layers that get an adapter: patterns over their names or the ends of these, as 'q_proj, v_proj, experts'. "
+        "Empty: all linear layers in decoder layers, and the experts.",
         is_list=True,
     )
     init_from: str = setting(
-        "",
-        "Folder or hub id of peft adapters that a new run begins with: for the same model, with the same rank, "
-        "scaling and layers. Empty: new adapters, which change nothing at first.",
+        "", "Folder or hub id of peft adapters to begin with, of the same rank, scaling and layers. Empty: new ones."
     )
     use_rslora: bool = setting(False, "Scale by alpha / sqrt(rank) instead of alpha / rank (arXiv:2312.03732).")
     base_dtype: Literal["auto", "float32", "bfloat16", "fp8", "nf4"] = setting(
         "auto",
-        "Dtype of the frozen weights (training.dtype is that of the adapters). 'auto': "
-        "training.mixed_precision_param. 'fp8' (8.25 bits) and 'nf4' (4.5 bits; QLoRA, arXiv:2305.14314): linear "
-        "layers and experts in blocks that share a factor, the rest as with 'auto'.",
+        "Dtype of the frozen weights. 'auto': training.mixed_precision_param. 'fp8' (8.25 bits) and 'nf4' (4.5 bits; "
+        "QLoRA, arXiv:2305.14314): linear layers and experts in blocks, the rest as with 'auto'.",
     )
 
 
@@ -159,9 +137,8 @@ class DPOSection:
     label_smoothing: float = setting(0.0, "Assumed share of pairs with swapped preference.", lt=0.5)
     reference: Literal["auto", "adapters_off", "cached"] = setting(
         "auto",
-        "Where the reference model's log-probabilities come from. 'adapters_off': the model without its adapters, in "
-        "every step. 'cached': the initial weights, once before training. 'auto': the first with new adapters, "
-        "otherwise the second.",
+        "Where the reference's log-probabilities come from. 'adapters_off': the model without its adapters, in every "
+        "step. 'cached': the initial weights, once. 'auto': the first with new adapters, else the second.",
     )
 
 
@@ -205,9 +182,7 @@ class ParallelismSection:
         "default", "Free gathered parameters after forward; 'default': in all but the last layer."
     )
     fsdp_once_per_step: bool = setting(
-        False,
-        "Gather parameters and reduce gradients once per step instead of once per micro-batch. Less traffic, but a "
-        "rank holds the whole parameters and gradients of all its layers.",
+        False, "Gather parameters and reduce gradients once per step, not per micro-batch: less traffic, more memory."
     )
 
 
@@ -215,8 +190,8 @@ class ParallelismSection:
 class MoESection:
     grouped_gemm: Literal["auto", "triton", "torch", "reference"] = setting(
         "auto",
-        "Backend of the expert matmuls. 'triton': titanlite's fused kernels. 'torch': grouped_mm on CUDA, a loop on "
-        "CPU. 'reference': slow, for tests. 'auto': triton on CUDA, torch on CPU.",
+        "Backend of the expert matmuls. 'torch': grouped_mm on CUDA, a loop on CPU. 'reference': slow, for tests. "
+        "'auto': 'triton', titanlite's fused kernels, on CUDA, 'torch' on CPU.",
     )
     expert_bias_update_rate: float | None = setting(
         None, "Step of the balancing bias (arXiv:2408.15664). Unset: 1e-3 where a native architecture has one, else 0."
@@ -228,7 +203,7 @@ class MoESection:
 @dataclass
 class CheckpointSection:
     enable: bool = setting(
-        True, "Save checkpoints at intervals, at the end and on SIGTERM or SIGINT, and resume from the latest one."
+        True, "Save checkpoints at intervals, at the end and on SIGTERM or SIGINT, and resume from the latest."
     )
     folder: str = setting("checkpoint", "Folder of the checkpoints, inside job.dump_folder.")
     timeout_seconds: int = setting(
@@ -253,24 +228,18 @@ class CheckpointSection:
         "float32", "Dtype of the saved model. Parameters that lose bits are saved separately, for a resume."
     )
     save_best: Literal["none", "validation", "evaluation"] = setting(
-        "none",
-        "Also keep the checkpoint with the lowest validation loss or the highest evaluation score. The link 'best' "
-        "leads to it.",
+        "none", "Also keep the checkpoint with the lowest loss or the highest score; the link 'best' leads to it."
     )
     push_to_hub: str = setting(
-        "",
-        "Hub repository (owner/name) for the final or best model, uploaded after training without the training "
-        "state. A new repository is private. Empty: no upload.",
+        "", "Hub repository (owner/name) for the final or best model, private if it is new. Empty: no upload."
     )
     verify_checksums: bool = setting(
-        True,
-        "Compare the checksums of the whole checkpoint before a resume (sizes are always compared). A damaged "
-        "checkpoint is set aside, and the one before it is used.",
+        True, "Compare all checksums before a resume; a damaged checkpoint is set aside for the one before."
     )
     on_save_error: Literal["stop", "continue"] = setting(
         "stop",
-        "If a checkpoint or metrics cannot be written, for example on a full disk: 'stop' ends the run; 'continue' "
-        "warns, keeps the points and tries again at the next save. The last save must succeed in either case.",
+        "If checkpoint or metrics cannot be written: 'stop' ends the run; 'continue' warns, and tries again at the "
+        "next save. The last save must succeed.",
     )
 
 
@@ -298,7 +267,7 @@ class MetricsSection:
     enable_wandb: bool = setting(False, "Send metrics and configuration to Weights & Biases (pip install wandb).")
     wandb_project: str = setting("titanlite", "W&B project; the environment variable WANDB_PROJECT overrides it.")
     grad_norm_groups: bool = setting(
-        True, "Log the gradient norm of each group of parameters too: embedding, attention, experts, router, ..."
+        True, "Log the gradient norm of each group of parameters (embedding, attention, experts, ...) too."
     )
     enable_progress_bar: bool = setting(True, "Show a progress bar when standard output is a terminal.")
 
@@ -309,9 +278,7 @@ class ProfilingSection:
     save_traces_folder: str = setting("profile_traces", "Folder of the traces, inside job.dump_folder.")
     profile_freq: int = setting(100, "Steps between traces.", ge=1)
     enable_memory_snapshot: bool = setting(
-        False,
-        "Record allocations on CUDA (each is a little slower), and write them to job.dump_folder/memory/rankN.pickle "
-        "when memory runs out.",
+        False, "Record CUDA's allocations, for job.dump_folder/memory/rankN.pickle when memory runs out."
     )
 
 
@@ -319,37 +286,28 @@ class ProfilingSection:
 class ValidationSection:
     enable: bool = setting(False, "Compute the validation loss at intervals on held-out sequences.")
     freq: int = setting(100, "Steps between validations; also before the first step and after the last.", ge=1)
-    steps: int = setting(
-        0,
-        "Largest number of global batches per validation and source. 0: every held-out sequence once, with any mesh "
-        "and batch size.",
-    )
+    steps: int = setting(0, "Most global batches per validation and source. 0: every held-out sequence once.")
     early_stopping_patience: int = setting(
-        0, "Stop training after this many validations in a row without improvement. 0: never."
+        0, "Stop after this many validations in a row without improvement. 0: never."
     )
-    early_stopping_min_delta: float = setting(
-        0.0, "Smallest decrease of the validation loss that counts as an improvement."
-    )
+    early_stopping_min_delta: float = setting(0.0, "Smallest decrease of the validation loss that is an improvement.")
 
 
 @dataclass
 class EvaluationSection:
     enable: bool = setting(
-        False,
-        "Generate answers to held-out prompts and score them: before the first step, at intervals and at the end.",
+        False, "Generate answers to held-out prompts and score them: first, at intervals and at the end."
     )
     freq: int = setting(500, "Steps between evaluations.", ge=1)
-    path: str = setting(
-        "", "Examples to evaluate on: a file, folder or hub id, as data.path. Empty: the held-out examples."
-    )
+    path: str = setting("", "Examples to evaluate on, as data.path. Empty: the held-out examples.")
     split: str = setting("test", "Split of evaluation.path, if that is a dataset of the hub.")
     samples: int = setting(0, "Prompts per evaluation, spread evenly over the examples. 0: all.")
     batch_size: int = setting(16, "Prompts per batch on each data-parallel rank.", ge=1)
     max_new_tokens: int = setting(128, "Largest number of new tokens per prompt. Decoding is greedy.", ge=1)
     scorer: str = setting(
         "exact_match",
-        "'exact_match': equal text, apart from white space at the ends. 'contains': the answer occurs in the text. "
-        "'package.module:function': your function (prediction, reference) -> number, higher is better.",
+        "'exact_match': equal text, apart from white space at the ends. 'contains': the answer occurs in the text. Or "
+        "your function (prediction, reference) -> number, higher is better.",
         choices=("exact_match", "contains"),
         calls=("prediction, reference",),
     )
@@ -360,7 +318,7 @@ class SpikeSection:
     enable: bool = setting(False, "Warn about a loss spike, and print how to restart before it without its data.")
     window: int = setting(100, "Steps in the window that a loss is compared with.", ge=8)
     threshold: float = setting(
-        8.0, "A spike is more than this many robust standard deviations above the median of the window.", gt=0
+        8.0, "A spike is more than this many robust standard deviations above the window's median.", gt=0
     )
 
 
@@ -369,8 +327,7 @@ class CommSection:
     timeout_seconds: int = setting(
         300,
         "Hang timeout. If a rank makes no progress while it trains, or a collective of all ranks takes longer, the "
-        "run ends or restarts, and names the rank that hangs and those that wait. Collectives along one mesh axis "
-        "have torch's limit of 30 minutes.",
+        "run ends or restarts, and names the rank. Collectives along one mesh axis have torch's limit, 30 minutes.",
         ge=1,
     )
 

@@ -23,9 +23,9 @@ from titanlite.models.families.family import Family, check_model_config
 from titanlite.models.families.hf_config import transformers_config
 from titanlite.models.families.rope import NotNativeError
 
-# Saved configurations name the tokenizer's padding, whether or not the run that saved them gave it a gradient.
 # Torchtitan's names of families and flavors.
 _TORCHTITAN = {"llama3": "llama", "debugmodel": "debug"}
+_ASKED_FOR = "model.implementation asks for it"
 _WITHOUT_EFFECT_ON_WEIGHTS = {"initializer_range", "max_position_embeddings", "pad_token_id"}
 
 
@@ -76,14 +76,9 @@ def resolve_model_config(section: ModelSection, where: str = "model.hf_assets_pa
         if section.implementation != "transformers":
             return config
         hf = {**family_of(config).to_hf(config), "model_type": config.family}
-        return transformers_config(hf, f"model.flavor {section.flavor}", "model.implementation asks for it")
+        return transformers_config(hf, f"model.flavor {section.flavor}", _ASKED_FOR)
     folder, where = Path(section.hf_assets_path), "model.path" if section.path else where
-    if section.implementation == "transformers":
-        why = "model.implementation asks for it"
-        found: AnyModelConfig = transformers_config(_read_config(folder, where), str(_config_file(folder)), why)
-    else:
-        read = model_config_from_hf if section.implementation == "native" else any_model_config_from_hf
-        found = read(folder, where)
+    found = any_model_config_from_hf(folder, where, section.implementation)
     if isinstance(found, ModelConfig):
         return _apply_overrides(found, overrides)
     if overrides:
@@ -225,15 +220,20 @@ def model_config_from_hf(folder: Path, where: str = "model.hf_assets_path") -> M
     return families()[model_type].from_hf(hf, str(_config_file(folder)))
 
 
-def any_model_config_from_hf(folder: Path, where: str) -> AnyModelConfig:
+def any_model_config_from_hf(folder: Path, where: str, implementation: str = "auto") -> AnyModelConfig:
     """Read the native decoder's configuration from `folder`/config.json or, if that cannot express it, transformers'.
 
     Raises ConfigError: as `resolve_model_config`.
     """
-    try:
-        return model_config_from_hf(folder, where)
-    except NotNativeError as error:
-        return transformers_config(_read_config(folder, where), str(_config_file(folder)), str(error))
+    why = _ASKED_FOR
+    if implementation != "transformers":
+        try:
+            return model_config_from_hf(folder, where)
+        except NotNativeError as error:
+            if implementation == "native":
+                raise
+            why = str(error)
+    return transformers_config(_read_config(folder, where), str(_config_file(folder)), why)
 
 
 def _config_file(folder: Path) -> Path:
@@ -257,10 +257,7 @@ def _read_config(folder: Path, where: str = "model.hf_assets_path") -> dict[str,
         raise ConfigError(f"{where}: {folder} is a file. Give the folder of the model, with config.json.") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
-    if not isinstance(hf, dict) or not isinstance(hf.get("model_type"), str):
-        found = hf.get("model_type") if isinstance(hf, dict) else None
-        raise ConfigError(f"{path}: model_type '{found}' has no native decoder; there are {', '.join(families())}.")
-    return hf
+    return hf if isinstance(hf, dict) else {}
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:
