@@ -1,4 +1,4 @@
-"""Safetensors headers: which bytes of a file are which tensor. Whatever a file says is checked before it is believed.
+"""Safetensors headers: which bytes of a file are which tensor.
 
 Format: the length of the header as 8 little-endian bytes, the header as JSON, then the data. The header maps each name
 to `dtype`, `shape` and `data_offsets`, the half-open byte range of the tensor in the data.
@@ -7,19 +7,17 @@ https://huggingface.co/docs/safetensors
 
 import json
 import math
-import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.files import open_regular, parse_json
 
-# The reference implementation refuses longer headers too.
-MAX_HEADER_BYTES = 100_000_000
 _PAGE_BYTES = 4096
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -65,27 +63,37 @@ class StoredTensor(NamedTuple):
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of the safetensors file `path` by key, in the order of their bytes. Reads the header only.
 
-    Raises CheckpointError: `path` cannot be read, is no regular file, is shorter than its header says, or its header is
-    not what the format allows: no JSON, a name twice, an unknown dtype, offsets that are out of range, overlap, leave a
-    gap, or contradict dtype and shape. Names the file and every such tensor.
+    Raises CheckpointError: `path` cannot be read, is no regular file, has a name twice or dtypes that are not in
+    `DTYPES`, or the safetensors library refuses it: it is cut off, not JSON, or its offsets are out of range, overlap,
+    leave a gap, or contradict dtype and shape.
     """
-    text, file_bytes = _read_text(path)
-    table = _parse(path, text)
-    data_start = 8 + len(text)
-    problems: list[str] = []
-    tensors: list[StoredTensor] = []
-    for key, entry in table.items():
-        if key == "__metadata__":
-            continue
-        try:
-            tensors.append(_check_entry(key, entry, path, data_start, file_bytes))
-        except ValueError as error:
-            problems.append(f"{shown(key)}: {error}.")
-    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
-    if not problems:
-        problems = list(_gaps(tensors, data_start, file_bytes))
-    raise_problems(CheckpointError, f"checkpoint {path}", problems)
-    return {tensor.key: tensor for tensor in tensors}
+    where = f"checkpoint {path}"
+    try:
+        with open_regular(path) as file, safe_open(path, "numpy"):  # which looks at all that the header says
+            (length,) = struct.unpack("<Q", file.read(8))
+            table = parse_json(file.read(length).decode("utf-8"))
+        table.pop("__metadata__", None)
+        entries = [(key, v["dtype"], tuple(v["shape"]), *v["data_offsets"]) for key, v in table.items()]
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{where}: there is no such file. Copy it again from where the checkpoint came."
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read: {error.strerror}.") from None
+    except (SafetensorError, ValueError, TypeError, struct.error) as error:
+        raise CheckpointError(
+            f"{where}: is cut off, damaged, or no safetensors file: {shown(error)}. Copy it again from where it came."
+        ) from None
+    unknown = [
+        f"{shown(key)}: dtype {dtype} is unknown; there are {', '.join(DTYPES)}."
+        for key, dtype, *_ in entries
+        if dtype not in DTYPES
+    ]
+    raise_problems(CheckpointError, where, unknown)
+    return {
+        key: StoredTensor(key, DTYPES[dtype], shape, path, 8 + length + begin, end - begin)
+        for key, dtype, shape, begin, end in sorted(entries, key=lambda entry: entry[3:])
+    }
 
 
 def encode_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], int]]) -> bytes:
@@ -104,99 +112,6 @@ def shown(text: object) -> str:
     """Return `text` from a file fit for a message: printable, and not long."""
     safe = str(text).encode("unicode_escape").decode("ascii")
     return safe if len(safe) <= 200 else f"{safe[:197]}..."
-
-
-def _read_text(path: Path) -> tuple[bytes, int]:
-    where = f"checkpoint {path}"
-    try:
-        with open_regular(path) as file:
-            size, head = os.fstat(file.fileno()).st_size, file.read(8)
-            if len(head) < 8:
-                raise CheckpointError(
-                    f"{where}: has {size} bytes, less than the 8 that a safetensors file begins with."
-                )
-            (length,) = struct.unpack("<Q", head)
-            if length > min(size - 8, MAX_HEADER_BYTES):
-                raise CheckpointError(
-                    f"{where}: says that its header has {length} bytes, but the file has {size} (the most that a "
-                    f"header may have is {MAX_HEADER_BYTES}). It is cut off, or no safetensors file."
-                )
-            text = file.read(length)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{where}: there is no such file. Copy it again from where the checkpoint came."
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read: {error.strerror}.") from None
-    if len(text) < length:
-        raise CheckpointError(f"{where}: ended while its header was read; something is changing it.")
-    return text, size
-
-
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    where = f"checkpoint {path}"
-    try:
-        table = parse_json(text.decode("utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{where}: the header is not valid JSON: {shown(error)}.") from None
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{where}: the header is not a JSON object.")
-    metadata = table.get("__metadata__")
-    if metadata is not None and not (
-        isinstance(metadata, dict)
-        and all(isinstance(v, str) and _is_text(k) and _is_text(v) for k, v in metadata.items())
-    ):
-        raise CheckpointError(f"{where}: __metadata__ in the header is not an object of texts.")
-    return table
-
-
-def _is_text(text: str) -> bool:
-    """JSON can spell halves of surrogate pairs, which are no characters."""
-    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _check_entry(key: str, entry: Any, path: Path, data_start: int, file_bytes: int) -> StoredTensor:
-    """Check the header's entry `key` and return its tensor. Raises ValueError with what is wrong."""
-    if not _is_text(key):
-        raise ValueError("the name is not valid Unicode")
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError("its entry is not an object with dtype, shape and data_offsets")
-    name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    dtype = DTYPES.get(name) if isinstance(name, str) else None
-    if dtype is None:
-        raise ValueError(f"dtype {shown(repr(name))} is unknown; there are {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
-        raise ValueError(f"shape {shown(shape)} is not a list of sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(offset) is int for offset in offsets):
-        raise ValueError(f"data_offsets {shown(offsets)} are not two integers")
-    begin, end = offsets
-    data_bytes = file_bytes - data_start
-    if not 0 <= begin <= end <= data_bytes:
-        raise ValueError(
-            f"bytes [{shown(begin)}, {shown(end)}) are not within the {data_bytes} bytes of data; "
-            "the file is cut off or damaged"
-        )
-    needed = 0 if 0 in shape else dtype.itemsize
-    for size in shape if needed else ():
-        needed *= size
-        if needed > data_bytes:  # before the product of hostile sizes has a million digits
-            raise ValueError(f"{name} {shown(shape)} needs more than the {data_bytes} bytes of data")
-    if needed != end - begin:
-        raise ValueError(f"{name} {shown(shape)} has {needed} bytes, but its data_offsets span {end - begin}")
-    return StoredTensor(key, dtype, tuple(shape), path, data_start + begin, end - begin)
-
-
-def _gaps(tensors: Iterable[StoredTensor], data_start: int, file_bytes: int) -> Iterable[str]:
-    end, before = data_start, "the header"
-    for tensor in tensors:
-        if tensor.offset < end:
-            yield f"{shown(tensor.key)}: its bytes overlap those of {before}."
-        elif tensor.offset > end:
-            yield f"{shown(tensor.key)}: {tensor.offset - end} bytes before it belong to no tensor."
-        if tensor.offset + tensor.nbytes >= end:
-            end, before = tensor.offset + tensor.nbytes, shown(tensor.key)
-    if end < file_bytes:
-        yield f"{file_bytes - end} bytes at its end belong to no tensor."
 
 
 # FP8 weights with factors, as DeepSeek-V3's (arXiv:2412.19437, section 3.3), are dequantized while they are read.

@@ -19,8 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint import header as header_module
-from titanlite.checkpoint.header import DTYPES, MAX_HEADER_BYTES, StoredTensor, encode_header, read_header, shown
+from titanlite.checkpoint.header import DTYPES, StoredTensor, encode_header, read_header, shown
 
 FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -153,21 +152,6 @@ def test_only_the_header_is_read(file: Path) -> None:
         assert read_header(file)["a"].nbytes == nbytes
 
 
-@pytest.mark.parametrize("size", [8, 9, 20])
-def test_file_that_shrinks_while_it_is_read(file: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    save_file(_example_tensors(), file)
-    fstat = os.fstat
-    status = os.stat(file)
-
-    def shrink(descriptor: int) -> os.stat_result:
-        found = fstat(descriptor)
-        os.truncate(file, size)
-        return status if found.st_size <= size else found
-
-    monkeypatch.setattr(header_module.os, "fstat", shrink)
-    assert "ended while its header was read" in _refusal(file)
-
-
 def test_descriptor_is_closed(file: Path) -> None:
     save_file({"a": torch.ones(2)}, file)
     bad = file.with_name("bad")
@@ -234,37 +218,13 @@ def test_paths_that_cannot_be_opened(file: Path, tmp_path: Path) -> None:
         assert "cannot be read" in _refusal(tmp_path / "socket")
 
 
-@pytest.mark.parametrize("size", [0, 1, 7])
-def test_fewer_bytes_than_a_length(file: Path, size: int) -> None:
-    file.write_bytes(b"\x02" * size)
-    assert f"has {size} bytes" in _refusal(file)
-
-
-@pytest.mark.parametrize("length", [3, 100, MAX_HEADER_BYTES + 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 9, 2**64 - 1])
-def test_header_longer_than_the_file(file: Path, length: int) -> None:
-    file.write_bytes(struct.pack("<Q", length) + b"{}")
-    text = _refusal(file)
-    assert f"{length} bytes" in text
-    assert "10" in text  # the file's size
-
-
-def test_header_longer_than_allowed(file: Path) -> None:
-    file.write_bytes(struct.pack("<Q", MAX_HEADER_BYTES + 1))
-    os.truncate(file, 8 + MAX_HEADER_BYTES + 1)
-    assert f"the most that a header may have is {MAX_HEADER_BYTES}" in _refusal(file)
-
-
 def test_every_truncation_is_refused(file: Path) -> None:
     tensors = {"a.weight": torch.ones(2, 3), "b.weight": torch.ones(5, dtype=torch.uint8)}
     save_file(tensors, file)
     raw = file.read_bytes()
-    data_start = 8 + struct.unpack("<Q", raw[:8])[0]
     for size in range(len(raw)):
         file.write_bytes(raw[:size])
-        text = _refusal(file)
-        if size >= data_start:
-            assert "b.weight" in text  # a has the wider dtype and comes first, so b is always cut
-            assert ("a.weight" in text) == (size < data_start + 24)
+        assert "is cut off, damaged, or no safetensors file" in _refusal(file)
 
 
 # ---- no JSON, or not the right JSON ----
@@ -303,249 +263,54 @@ NO_HEADER = {
 def test_not_a_header(file: Path, text: bytes) -> None:
     file.write_bytes(_pack(text, b"1234"))
     with _at_most(20):
-        assert "the header is not" in _refusal(file)
+        assert "no safetensors file: " in _refusal(file)
 
 
-def test_tensor_that_stands_there_twice_is_named(file: Path) -> None:
+def test_what_stands_there_twice_is_named(file: Path) -> None:
+    """The library takes the last of tensors with one name."""
     entry = json.dumps(_entry())
-    file.write_bytes(_pack(f'{{"other":{entry},"a.weight":{entry},"a.weight":{entry}}}', b"1234"))
-    text = _refusal(file)
-    assert "'a.weight'" in text
-    assert "other" not in text
-
-
-def test_field_that_stands_there_twice(file: Path) -> None:
-    file.write_bytes(_pack('{"a.weight":{"dtype":"F32","dtype":"I32","shape":[1],"data_offsets":[0,4]}}', b"1234"))
-    assert "'dtype' twice" in _refusal(file)
-
-
-@pytest.mark.parametrize("digits", [20, 4000])
-@pytest.mark.parametrize("field", ["shape", "data_offsets", "dtype"])
-def test_number_with_many_digits_names_the_tensor(file: Path, digits: int, field: str) -> None:
-    number = "9" * digits
-    fields = {"dtype": '"F32"', "shape": "[1]", "data_offsets": "[0,4]"}
-    fields[field] = {"dtype": number, "shape": f"[{number}]", "data_offsets": f"[0,{number}]"}[field]
-    entry = ",".join(f'"{name}":{value}' for name, value in fields.items())
-    file.write_bytes(_pack(f'{{"a.weight":{{{entry}}}}}', b"1234"))
-    text = _refusal(file)
-    assert "a.weight" in text
-    assert len(text) < 1000
-
-
-@pytest.mark.parametrize("field", ["shape", "data_offsets", "dtype", "extra"])
-@pytest.mark.parametrize("nest", [("[", "]"), ('{"a":', "}")], ids=["lists", "objects"])
-def test_nesting_of_every_depth(file: Path, field: str, nest: tuple[str, str]) -> None:
-    # The deepest that the parser takes must not break what looks at the value afterwards.
-    for depth in [*range(1, 50), *range(50, 900, 50), *range(900, 1010)]:
-        fields = {"dtype": '"F32"', "shape": "[1]", "data_offsets": "[0,4]"}
-        fields[field] = nest[0] * depth + "0" + nest[1] * depth
-        if fields[field] in ("[0]", '{"a":0}') and field == "shape":
-            continue
-        entry = ",".join(f'"{name}":{value}' for name, value in fields.items())
-        file.write_bytes(_pack(f'{{"a":{{{entry}}}}}', b"1234"))
-        _refusal(file)
-
-
-METADATA = {
-    "null": None,
-    "NaN": math.nan,
-    "empty": {},
-    "text to text": {"format": "pt", "\u00e9": "\n"},
-    "empty list": [],
-    "list": ["a"],
-    "text": "a",
-    "number": 1,
-    "true": True,
-    "number as value": {"a": 1},
-    "null as value": {"a": None},
-    "list as value": {"a": ["b"]},
-    "object as value": {"a": {"b": "c"}},
-    "a tensor": _entry(),
-}
-
-
-@pytest.mark.parametrize("metadata", METADATA.values(), ids=METADATA)
-def test_metadata_is_judged_as_by_the_library(file: Path, metadata: object) -> None:
-    file.write_bytes(_pack({"__metadata__": metadata, "a": _entry()}, b"1234"))
-    if _get_reference(file) is None:
-        assert "__metadata__" in _refusal(file)
-    else:
-        assert list(read_header(file)) == ["a"]
+    file.write_bytes(_pack(f'{{"a.weight":{entry},"a.weight":{entry}}}', b"1234"))
+    assert "'a.weight' twice" in _refusal(file)
 
 
 # ---- entries ----
 
-# id: entry of the tensor, bytes of data, what the message says.
-BAD_ENTRIES: dict[str, tuple[Any, int, str]] = {
-    "null": (None, 4, "not an object with dtype, shape and data_offsets"),
-    "number": (1, 4, "not an object"),
-    "text": ("F32", 4, "not an object"),
-    "list": (["F32", [1], [0, 4]], 4, "not an object"),
-    "empty": ({}, 4, "not an object with dtype, shape and data_offsets"),
-    "no dtype": ({"shape": [1], "data_offsets": [0, 4]}, 4, "dtype"),
-    "no shape": ({"dtype": "F32", "data_offsets": [0, 4]}, 4, "shape"),
-    "no offsets": ({"dtype": "F32", "shape": [1]}, 4, "data_offsets"),
-    "misspelt": ({"dtype": "F32", "shape": [1], "offsets": [0, 4]}, 4, "data_offsets"),
-    "extra": (_entry(extra=1), 4, "not an object with dtype, shape and data_offsets"),
-    "dtype unknown": (_entry("F33"), 4, "dtype 'F33' is unknown"),
-    "dtype in small letters": (_entry("f32"), 4, "dtype 'f32' is unknown"),
-    "dtype of torch": (_entry("torch.float32"), 4, "dtype 'torch.float32' is unknown"),
-    "dtype hostile": (_entry("\x1b[31m\n\u202e\ud800"), 4, "is unknown"),
-    "dtype empty": (_entry(""), 4, "dtype '' is unknown"),
-    "dtype null": (_entry(None), 4, "dtype None is unknown"),
-    "dtype number": (_entry(7), 4, "dtype 7 is unknown"),
-    "dtype list": (_entry(["F32"]), 4, "is unknown"),
-    "dtype object": (_entry({"F32": None}), 4, "is unknown"),
-    "dtype long": (_entry("F" * 10**6), 4, "is unknown"),
-    "shape null": (_entry(shape=None), 4, "shape None is not a list of sizes"),
-    "shape number": (_entry(shape=1), 4, "shape 1 is not a list of sizes"),
-    "shape text": (_entry(shape="1"), 4, "shape 1 is not a list of sizes"),
-    "shape object": (_entry(shape={"0": 1}), 4, "is not a list of sizes"),
-    "shape nested": (_entry(shape=[[1]]), 4, "is not a list of sizes"),
-    "size true": (_entry(shape=[True]), 4, "shape [True] is not a list of sizes"),
-    "size false": (_entry(shape=[False], offsets=[0, 0]), 0, "shape [False] is not a list of sizes"),
-    "size whole float": (_entry(shape=[1.0]), 4, "shape [1.0] is not a list of sizes"),
-    "size text": (_entry(shape=["1"]), 4, "is not a list of sizes"),
-    "size null": (_entry(shape=[None]), 4, "is not a list of sizes"),
-    "size negative": (_entry(shape=[-1]), 4, "shape [-1] is not a list of sizes"),
-    "two sizes negative": (_entry(shape=[-1, -1]), 4, "shape [-1, -1] is not a list of sizes"),
-    "size negative beside 0": (_entry(shape=[0, -1], offsets=[0, 0]), 0, "shape [0, -1] is not a list of sizes"),
-    "size NaN": (_entry(shape=[math.nan]), 4, "is not a list of sizes"),
-    "offset Infinity": (_entry(offsets=[0, math.inf]), 4, "are not two integers"),
-    "size hostile": (_entry(shape=["\x1b[31m\n"]), 4, "is not a list of sizes"),
-    "offsets null": (_entry(offsets=None), 4, "data_offsets None are not two integers"),
-    "offsets number": (_entry(offsets=4), 4, "are not two integers"),
-    "offsets object": (_entry(offsets={"0": 0, "1": 4}), 4, "are not two integers"),
-    "one offset": (_entry(offsets=[4]), 4, "are not two integers"),
-    "three offsets": (_entry(offsets=[0, 4, 4]), 4, "are not two integers"),
-    "no offset": (_entry(offsets=[]), 4, "are not two integers"),
-    "offset true": (_entry("U8", offsets=[False, True]), 1, "data_offsets [False, True] are not two integers"),
-    "offset float": (_entry(offsets=[0, 4.0]), 4, "are not two integers"),
-    "offset text": (_entry(offsets=["0", "4"]), 4, "are not two integers"),
-    "offset negative": (_entry(offsets=[-4, 0]), 4, "bytes [-4, 0) are not within the 4 bytes of data"),
-    "offsets reversed": (_entry(offsets=[4, 0]), 4, "bytes [4, 0) are not within the 4 bytes of data"),
-    "offset behind the file": (_entry(offsets=[1, 5]), 4, "bytes [1, 5) are not within the 4 bytes of data"),
-    "offsets behind the file": (_entry(shape=[0], offsets=[8, 8]), 4, "bytes [8, 8) are not within the 4 bytes"),
-    "offset of 2**63": (_entry(offsets=[2**63, 2**63 + 4]), 4, "are not within the 4 bytes"),
-    "offset of 2**64": (_entry(offsets=[0, 2**64 + 4]), 4, "are not within the 4 bytes"),
-    "offset of 2**64, 0": (_entry(offsets=[2**64, 4]), 4, "are not within the 4 bytes"),
-    "no bytes": (_entry(offsets=[0, 4]), 0, "bytes [0, 4) are not within the 0 bytes of data"),
-    "dtype too wide": (_entry("F64", [1], [0, 4]), 4, "needs more than the 4 bytes of data"),
-    "dtype too narrow": (_entry("BF16", [1], [0, 4]), 4, "BF16 [1] has 2 bytes, but its data_offsets span 4"),
-    "too many elements": (_entry("U8", [2, 2], [0, 2]), 4, "U8 [2, 2] has 4 bytes, but its data_offsets span 2"),
-    "too few elements": (_entry("U8", [3], [0, 4]), 4, "U8 [3] has 3 bytes, but its data_offsets span 4"),
-    "bytes for size 0": (_entry("U8", [3, 0], [0, 4]), 4, "U8 [3, 0] has 0 bytes, but its data_offsets span 4"),
-    "no bytes for a scalar": (_entry("U8", [], [0, 0]), 0, "U8 [] has 1 bytes, but its data_offsets span 0"),
-    "huge size": (_entry("U8", [2**62], [0, 4]), 4, "needs more than the 4 bytes"),
-    "product is 2**64": (_entry("U8", [2**32, 2**32], [0, 0]), 0, "needs more than the 0 bytes"),
-    "product is 2**64 + 4": (_entry("U8", [4, 2**62 + 1], [0, 4]), 4, "needs more than the 4 bytes"),
-    "size is 2**64 + 4": (_entry("U8", [2**64 + 4], [0, 4]), 4, "[18446744073709551620]"),
-    "itemsize makes 2**64": (_entry("F64", [2**61], [0, 0]), 0, "needs more than the 0 bytes"),
-    "size with 400 digits": (_entry("U8", [10**400], [0, 4]), 4, "[1" + "0" * 100),
-    "size above 64 bits beside 0": (_entry("U8", [0, 2**64], [0, 0]), 0, "shape [0, 18446744073709551616]"),
-    "million dims": (_entry("U8", [2] * 10**6, [0, 4]), 4, "needs more than the 4 bytes"),
-    "million huge dims": (_entry("U8", [2**62] * 10**5, [0, 4]), 4, "needs more than the 4 bytes"),
+BAD_ENTRIES: dict[str, tuple[Any, int]] = {
+    "no object": (None, 4),
+    "a list, which the library takes": (["F32", [1], [0, 4]], 4),
+    "misspelt": ({"dtype": "F32", "shape": [1], "offsets": [0, 4]}, 4),
+    "dtype hostile": (_entry("\x1b[31m\n\u202e\ud800"), 4),
+    "dtype long": (_entry("F" * 10**6), 4),
+    "size negative": (_entry(shape=[-1]), 4),
+    "size true": (_entry(shape=[True]), 4),
+    "three offsets": (_entry(offsets=[0, 4, 4]), 4),
+    "offsets reversed": (_entry(offsets=[4, 0]), 4),
+    "offsets behind the file": (_entry(shape=[0], offsets=[8, 8]), 4),
+    "dtype too wide": (_entry("F64", [1], [0, 4]), 4),
+    "product is 2**64 + 4": (_entry("U8", [4, 2**62 + 1], [0, 4]), 4),
+    "size with 400 digits": (_entry("U8", [10**400], [0, 4]), 4),
+    "million huge dims": (_entry("U8", [2**62] * 10**5, [0, 4]), 4),
+    "gap": (_entry(offsets=[4, 8]), 8),
+    "trailing bytes": (_entry(), 7),
 }
 
 
-@pytest.mark.parametrize(("entry", "num_bytes", "says"), BAD_ENTRIES.values(), ids=BAD_ENTRIES)
-def test_bad_entry(file: Path, entry: object, num_bytes: int, says: str) -> None:
+@pytest.mark.parametrize(("entry", "num_bytes"), BAD_ENTRIES.values(), ids=BAD_ENTRIES)
+def test_bad_entry(file: Path, entry: object, num_bytes: int) -> None:
     file.write_bytes(_pack({"model.a.weight": entry}, bytes(num_bytes)))
     with _at_most(20):
         text = _refusal(file)
-    assert text.startswith(f"checkpoint {file}: model.a.weight: ")
-    assert says in text
+    assert "is cut off, damaged, or no safetensors file: " in text
     assert len(text) < 1000 + len(str(file))
 
 
-HOSTILE_NAMES = {
-    "\ud800": r"\ud800",
-    "a\nb": r"a\nb",
-    "\r\x1b[2J\x1b]0;title\x07": r"\r\x1b[2J\x1b]0;title\x07",
-    "\u202egnp\u200b": r"\u202egnp\u200b",
-    "\U0001f600\u00e9\x9b1m": r"\U0001f600\xe9\x9b1m",
-    "\x00\x7f": r"\x00\x7f",
-    "x" * 10**6: "x" * 197 + "...",
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE_NAMES, ids=["surrogate", "newline", "escape", "bidi", "wide", "nul", "long"])
-def test_hostile_name_is_shown_escaped(file: Path, name: str) -> None:
-    safe = HOSTILE_NAMES[name]
-    assert shown(name) == safe
-    for header, data in [
-        ({name: 1}, b""),
-        ({name: _entry("F33")}, b"1234"),
-        ({name: _entry(offsets=[4, 8])}, b"12345678"),
-        ({"": _entry(), name: _entry()}, b"1234"),
-    ]:
-        file.write_bytes(_pack(header, data))
-        assert safe in _refusal(file)
-
-
-def test_name_that_is_no_text_is_refused_as_by_the_library(file: Path) -> None:
-    # Half of a surrogate pair: cannot be encoded, so logging, hashing or writing the name would fail later.
-    file.write_bytes(_pack({"a\ud800": _entry()}, b"1234"))
-    assert _get_reference(file) is None
-    assert r"a\ud800" in _refusal(file)
-
-
-# ---- the tensors together ----
-
-
-def test_gap(file: Path) -> None:
-    file.write_bytes(_pack({"a": _entry(), "b.weight": _entry(offsets=[7, 11])}, bytes(11)))
-    assert "b.weight: 3 bytes before it belong to no tensor." in _refusal(file)
-    file.write_bytes(_pack({"a.weight": _entry(offsets=[4, 8])}, bytes(8)))
-    assert "a.weight: 4 bytes before it belong to no tensor." in _refusal(file)
-
-
-@pytest.mark.parametrize("header", [{}, {"a": _entry()}])
-def test_trailing_bytes(file: Path, header: dict[str, Any]) -> None:
-    file.write_bytes(_pack(header, bytes(4 * len(header) + 3)))
-    assert "3 bytes at its end belong to no tensor" in _refusal(file)
-
-
-@pytest.mark.parametrize("second", [(0, 4), (3, 7), (2, 6)])
-def test_overlap(file: Path, second: tuple[int, int]) -> None:
-    file.write_bytes(_pack({"a.weight": _entry(), "b.weight": _entry(offsets=second)}, bytes(second[1])))
-    assert "b.weight: its bytes overlap those of a.weight." in _refusal(file)
-
-
-def test_empty_tensor_inside_another(file: Path) -> None:
-    file.write_bytes(_pack({"a": _entry(), "none": _entry(shape=[0], offsets=[2, 2])}, b"1234"))
-    assert "none: its bytes overlap those of a." in _refusal(file)
-
-
-def test_overlap_names_the_tensor_that_is_overlapped(file: Path) -> None:
-    header = {
-        "large": _entry("U8", [100], [0, 100]),
-        "first": _entry("U8", [10], [10, 20]),
-        "second": _entry("U8", [10], [50, 60]),  # not over `first`
-    }
-    file.write_bytes(_pack(header, bytes(100)))
+def test_all_dtypes_that_torch_does_not_have_are_named(file: Path) -> None:
+    names = [f"layers.{i}.weight" for i in range(6)] + ["a\nb", "x" * 10**6]
+    header = {name: _entry("U16" if i % 2 else "F16", offsets=[2 * i, 2 * i + 2]) for i, name in enumerate(names)}
+    file.write_bytes(_pack(header, bytes(2 * len(names))))
     text = _refusal(file)
-    assert "first: its bytes overlap those of large." in text
-    assert "second: its bytes overlap those of large." in text
-
-
-def test_all_problems_at_once(file: Path) -> None:
-    header = {f"layers.{i}.weight": _entry("F33" if i % 2 else "F32", offsets=[4 * i, 4 * i + 4]) for i in range(20)}
-    header["short"] = _entry(shape=[2], offsets=[0, 4])
-    file.write_bytes(_pack(header, bytes(80)))
-    text = _refusal(file)
-    assert f"{file}: 11 problems:" in text
-    named = [line.strip().split(":")[0] for line in text.splitlines()[1:]]
-    assert named == [f"layers.{i}.weight" for i in range(1, 20, 2)] + ["short"]
-
-
-def test_not_more_problems_than_one_reads(file: Path) -> None:
-    header = {f"layers.{i}.weight": _entry("F33") for i in range(10_000)}
-    file.write_bytes(_pack(header, bytes(4)))
-    lines = _refusal(file).splitlines()
-    assert "10000 problems:" in lines[0]
-    assert len(lines) == 34
-    assert lines[-1] == "  ... and 9968 more."
+    assert f"{file}: 4 problems:" in text and text.count("dtype U16 is unknown; there are F64, ") == 4
+    assert "layers.3.weight: " in text and f"{'x' * 197}...: " in text and shown("a\nb") == r"a\nb"
 
 
 # ---- property-based ----
@@ -565,8 +330,7 @@ def _get_reference(path: Path) -> Reference | None:
 
 
 def _is_refused_on_purpose(raw: bytes) -> bool:
-    """What we refuse and safetensors reads: names twice (it keeps one of them), fields beyond the three, dtypes that
-    DTYPES lacks, entries as lists."""
+    """What we refuse and safetensors reads: names twice (it keeps one), other dtypes than ours, entries as lists."""
     twice = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -576,17 +340,9 @@ def _is_refused_on_purpose(raw: bytes) -> bool:
     length = struct.unpack("<Q", raw[:8])[0]
     table = json.loads(raw[8 : 8 + length], object_pairs_hook=unique)
     entries = [entry for key, entry in table.items() if key != "__metadata__"]
-    if any(twice) or not all(isinstance(entry, dict) and entry.keys() == FIELDS for entry in entries):
+    if any(twice) or not all(isinstance(entry, dict) for entry in entries):
         return True
     return not all(isinstance(entry["dtype"], str) and entry["dtype"] in DTYPES for entry in entries)
-
-
-def _is_read_on_purpose(raw: bytes, stored: dict[str, StoredTensor]) -> bool:
-    """What safetensors refuses and we read: -0, which is a float to it, and shapes that overflow before their 0."""
-    length = struct.unpack("<Q", raw[:8])[0]
-    return b"-0" in raw[8 : 8 + length] or any(
-        not one.nbytes and any(size >= 2**32 for size in one.shape) for one in stored.values()
-    )
 
 
 def _check_raw(path: Path, raw: bytes) -> None:
@@ -606,9 +362,7 @@ def _check_raw(path: Path, raw: bytes) -> None:
         assert 8 <= tensor.offset <= tensor.offset + tensor.nbytes <= len(raw)
     for before, after in pairwise(stored.values()):
         assert before.offset + before.nbytes == after.offset
-    if reference is None:
-        assert _is_read_on_purpose(raw, stored)
-        return
+    assert reference is not None
     assert {key: (DTYPES[dtype], shape) for key, (dtype, shape) in reference.items()} == {
         key: (tensor.dtype, tensor.shape) for key, tensor in stored.items()
     }
