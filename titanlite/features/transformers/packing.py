@@ -12,11 +12,11 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from titanlite.base.errors import ConfigError
 from titanlite.ops import IGNORE_INDEX
+from titanlite.ops.attention import find_starts
 
 _IMPLEMENTATIONS = ("sdpa", "eager")
 _documents: ContextVar[torch.Tensor | None] = ContextVar("documents", default=None)
@@ -75,11 +75,10 @@ def boundaries(document_ids_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, A
 
     Each run of padding counts as a document. Synchronization point: the number of documents.
     """
-    starts_BS = torch.ones_like(document_ids_BS, dtype=torch.bool)
-    starts_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
-    ids_1T = (starts_BS.flatten().cumsum(0) - 1).unsqueeze(0)
-    ends = F.pad(starts_BS.flatten().nonzero().flatten(), (0, 1), value=document_ids_BS.numel()).to(torch.int32)
-    longest = int(ends.diff().max())
+    ends = find_starts(document_ids_BS)
+    lengths = ends.diff()
+    longest = int(lengths.max())
+    ids_1T = torch.arange(len(lengths), device=ends.device).repeat_interleave(lengths).unsqueeze(0)
     told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return ids_1T, {**told, "seq_idx": ids_1T.to(torch.int32)}
 

@@ -84,8 +84,8 @@ class Recording(TorchFunctionMode):
         self._noting = False
 
     @contextmanager
-    def active(self, *, noting: bool = True) -> Iterator[None]:
-        """Take notes, or leave only what is on meta alone; the generators of the run are as before at the end."""
+    def active(self) -> Iterator[None]:
+        """Take notes; the generators of the run are as before at the end."""
         from transformers import initialization
 
         with ExitStack() as stack:
@@ -95,7 +95,7 @@ class Recording(TorchFunctionMode):
                 setattr(initialization, name, partial(self._initialize, function))
                 stack.callback(setattr, initialization, name, function)
             stack.enter_context(initialization.guard_torch_init_functions())  # torch's become those, too
-            self._noting = noting
+            self._noting = True
             stack.callback(setattr, self, "_noting", False)
             stack.enter_context(self)
             yield
@@ -223,7 +223,8 @@ class Replay(Recipe):
             if isinstance(value, Place):
                 if value.storage not in memory:
                     memory[value.storage] = fresh(value.size, value.dtype)
-                return memory[value.storage].as_strided(value.shape, value.stride, value.offset)
+                flat = memory[value.storage].view(value.dtype)  # another where complex numbers are seen as pairs
+                return flat.as_strided(value.shape, value.stride, value.offset)
             is_device = isinstance(value, torch.device) or (isinstance(value, str) and value == "meta")
             return torch.device("cpu") if is_device else value
 

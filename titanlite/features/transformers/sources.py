@@ -27,39 +27,29 @@ def find_sources(model: Any, recording: Recording | None = None) -> dict[str, So
     Parameters get layout-invariant `Init` recipes of the distributions that transformers uses, or a `Replay`; buffers
     a `Compute` with the values of `from_pretrained`, bit for bit; ties, from `_tied_weights_keys`, an `Alias`.
 
-    A buffer counts as written if two runs over different fillings leave the same in it: an element that they leave
-    alone, or draw at random, differs. One that they leave alone has the value that its constructor gave it.
-
     Args:
         model: a `PreTrainedModel` on meta, not yet sharded: `_init_weights` looks at class names, which sharding
-            changes. It is given back as it came. Not yet tied either: transformers draws before it ties.
+            changes. Not yet tied either: transformers draws before it ties.
         recording: of its construction.
     """
     recording = recording or Recording()
     failed: dict[nn.Module, str] = {}
-    with recording.active():
-        first = _computed_buffers(model, failed, one=False)
-    with recording.active(noting=False):
-        second = _computed_buffers(model, failed, one=True)
+    with recording.active(), torch.no_grad():
+        for module, initialize in _initializers(model):
+            try:
+                initialize(module)
+            except Exception as error:  # noqa: BLE001 - of any class; one that asks for values
+                failed.setdefault(module, f"{type(error).__name__}: {error}")
     for module, text in failed.items():
         logger.warning("%s cannot be initialized on the meta device: %s", type(module).__name__, text)
     unknown = {tensor for module in failed for tensor in (*module.parameters(), *module.buffers())}
     sources: dict[str, Source] = {}
-    for name, param in model.named_parameters():
-        if param in unknown or not param.is_meta:
-            continue
-        if (source := _source_of(name, recording.trace(param), may_draw=True)) is not None:
-            sources[name] = source
-    for name, buffer in model.named_buffers():
-        if name not in first or buffer in unknown:
-            continue
-        value = first[name]
-        if torch.equal(value, second[name]):  # False where there is NaN
-            sources[name] = Compute(_Value(value), dtype=value.dtype)
-        elif _is_same(value, _filled(buffer, one=False)) and _is_same(second[name], _filled(buffer, one=True)):
-            source = _source_of(name, recording.trace(buffer), may_draw=False)
-            if source is not None:
-                sources[name] = source
+    for kind, tensors in ((True, model.named_parameters()), (False, model.named_buffers())):
+        for name, tensor in tensors:
+            if tensor not in unknown and tensor.is_meta:
+                source = _source_of(name, recording.trace(tensor), may_draw=kind)
+                if source is not None:
+                    sources[name] = source
     return sources | {name: Alias(target) for name, target in model.all_tied_weights_keys.items()}
 
 
@@ -105,41 +95,6 @@ def _zero_row(place: Place, call: Call) -> int | None:
     if value != 0 or view is None or view.shape != place.shape[1:] or view.stride != place.stride[1:]:
         return None
     return (view.offset - place.offset) // place.stride[0]
-
-
-def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN differs from itself
-
-
-@torch.no_grad()
-def _computed_buffers(model: Any, failed: dict[nn.Module, str], *, one: bool) -> dict[str, torch.Tensor]:
-    """Real values for the buffers that are on meta, over memory filled with 1, or with NaN or 0.
-
-    `model` keeps its own. Modules whose initialization raises are added to `failed`, with the text.
-    """
-    owners = {name: m for name, m in model.named_modules() if any(b.is_meta for b in m.buffers(recurse=False))}
-    own = {name: dict(owner._buffers) for name, owner in owners.items()}
-    values: dict[str, torch.Tensor] = {}
-    try:
-        for prefix, owner in owners.items():
-            for leaf, buffer in own[prefix].items():
-                if buffer is not None and buffer.is_meta:
-                    values[f"{prefix}.{leaf}" if prefix else leaf] = owner._buffers[leaf] = _filled(buffer, one)
-        torch.default_generator.manual_seed(int(one))
-        for module, initialize in _initializers(model):
-            try:
-                initialize(module)
-            except Exception as error:  # noqa: BLE001 - of any class; one that asks for the values of parameters
-                failed.setdefault(module, f"{type(error).__name__}: {error}")
-    finally:
-        for name, owner in owners.items():
-            owner._buffers.update(own[name])
-    return values
-
-
-def _filled(buffer: torch.Tensor, one: bool) -> torch.Tensor:
-    zero = math.nan if buffer.dtype.is_floating_point or buffer.dtype.is_complex else 0
-    return torch.full_like(buffer, 1 if one else zero, device="cpu")
 
 
 class _Value:

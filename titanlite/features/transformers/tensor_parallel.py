@@ -18,7 +18,6 @@ Shapes: T tokens, k experts per token, D hidden, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanlite.base.log import logger
 from titanlite.distributed.collectives import all_gather, all_reduce, register_group
+from titanlite.distributed.context_parallel import Peers
 from titanlite.distributed.parallel_dims import ParameterPlacements, shard_parameters
 from titanlite.distributed.tensor_parallel import vocab_shard
 from titanlite.features.transformers.model import TransformersModel
@@ -39,15 +39,6 @@ from titanlite.models.layers import Linear
 from titanlite.ops import linear_cross_entropy, local_tensor
 
 _Forward = Callable[..., torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """The tp axis: name of its group, and this rank's place on it."""
-
-    group: str
-    rank: int
-    size: int
 
 
 def apply_transformers_tensor_parallel(model: TransformersModel, mesh: DeviceMesh) -> None:
@@ -70,7 +61,7 @@ def apply_transformers_tensor_parallel(model: TransformersModel, mesh: DeviceMes
     }
     placements = _placements(holders, styles)
     shard_parameters(model, mesh, placements)
-    axis = _Axis(register_group(mesh.get_group()), mesh.get_local_rank(), mesh.size())
+    axis = Peers(register_group(mesh.get_group()), mesh.size(), mesh.get_local_rank())
     for module in inner.modules():
         if module in holders or _convolutions(module):
             module.forward = _split_forward(module, styles.get(module), axis)
@@ -109,7 +100,7 @@ def _placements(holders: Iterable[nn.Module], styles: dict[nn.Module, Style]) ->
     return found
 
 
-def _split_forward(module: nn.Module, style: Style | None, axis: _Axis, forward: _Forward | None = None) -> _Forward:
+def _split_forward(module: nn.Module, style: Style | None, axis: Peers, forward: _Forward | None = None) -> _Forward:
     """Return the forward of `module` on its local parameters, with the collectives of its style."""
     forward = module.forward if forward is None else forward
     if style in ("rowwise", "rowwise_split"):
@@ -151,7 +142,7 @@ def _convolutions(module: nn.Module) -> list[nn.Module]:
     return [child for child in module.children() if isinstance(child, nn.Conv1d)]
 
 
-def _gather_output(forward: _Forward, *args: Any, width: int, axis: _Axis) -> torch.Tensor:
+def _gather_output(forward: _Forward, *args: Any, width: int, axis: Peers) -> torch.Tensor:
     """All ranks' pieces of the last dim, `width` in all; those of the last ranks may be shorter."""
     out = forward(*args)
     piece = -(-width // axis.size)
@@ -159,7 +150,7 @@ def _gather_output(forward: _Forward, *args: Any, width: int, axis: _Axis) -> to
     return _no_view(whole[..., :width])
 
 
-def _sum_output(module: nn.Module, product: _Forward, x: torch.Tensor, *, axis: _Axis, cut_input: bool) -> torch.Tensor:
+def _sum_output(module: nn.Module, product: _Forward, x: torch.Tensor, *, axis: Peers, cut_input: bool) -> torch.Tensor:
     """Return the sum of all ranks' products, plus the bias once."""
     if cut_input:
         x = x.chunk(axis.size, dim=-1)[axis.rank]
@@ -168,7 +159,7 @@ def _sum_output(module: nn.Module, product: _Forward, x: torch.Tensor, *, axis: 
     return out if bias is None else out + local_tensor(bias)
 
 
-def _split_table(module: Any, forward: _Forward, axis: _Axis) -> _Forward:
+def _split_table(module: Any, forward: _Forward, axis: Peers) -> _Forward:
     """Return a forward that looks up the tokens of this rank's rows, zeros elsewhere, and sums over the ranks."""
     region = region_of(module.weight)
     start, rows = region.starts[0], region.lengths[0]
@@ -185,7 +176,7 @@ def _split_table(module: Any, forward: _Forward, axis: _Axis) -> _Forward:
 
 
 def _own_tokens(
-    forward: _Forward, hidden_TD: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor, *, axis: _Axis
+    forward: _Forward, hidden_TD: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor, *, axis: Peers
 ) -> torch.Tensor:
     """Run the experts on this rank's share of the tokens, and return the results of all ranks.
 

@@ -52,6 +52,7 @@ class Odd(nn.Module):
         self.legacy = nn.Parameter(torch.FloatTensor(*SHAPE))
         self.register_buffer("table", torch.tensor([1.0, 2.0]))
         self.register_buffer("flag", torch.Tensor([True]))
+        self.register_buffer("rotation", torch.view_as_complex(torch.arange(8.0).view(4, 2)))  # a pair in memory
 
 
 class OddModel(PreTrainedModel):
