@@ -9,11 +9,9 @@ from typing import Any, Literal, cast
 def setting(default: Any, doc: str, **metadata: Any) -> Any:
     """Return a dataclass field with its documentation; mutable defaults are copied per instance.
 
-    Args:
-        choices: allowed values of a text that may also name an extension; others are a Literal.
-        calls: how an extension (`titanlite.base.extension`) is called that the setting may name; None: it may not.
-        is_list: text with commas, which may be given as a list.
-        ge, gt, le, lt, also: bounds of a number, and a value that it may have too; by default 0 or more.
+    `choices`: values of a text that may also name an extension; others are a Literal. `calls`: how an extension
+    (`base.extension`) is called that it may name; None: it may not. `is_list`: text with commas, which may be a list.
+    `ge, gt, le, lt, also`: bounds of a number, and a value that it may have too; by default 0 or more.
     """
     metadata["doc"] = doc
     if callable(default):
@@ -145,35 +143,24 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TransformersConfig:
-    """A model that transformers implements: what the rest of titanlite asks about it. Sizes are of the text model.
+    """A model that transformers implements: what the rest of titanlite asks about it. Sizes are of the text model."""
 
-    Attributes:
-        family: `model_type` of its config.json, whose content is `hf`.
-        attention_width: query heads * head width; where keys and values differ in width, their mean.
-        num_experts: routed experts of the largest MoE layer; 0 for a dense model.
-        num_dense_layers: always 0; which layers are MoE is the class's business.
-        has_tp_plan: its class says how it is split by tensor parallelism.
-        rope_limit: tokens from which on the rotary frequencies of all positions depend on the longest one of a forward;
-            None if they never do.
-        why: why it is not the native decoder, for the log.
-    """
-
-    family: str
+    family: str  # `model_type` of its config.json
     architecture: str
-    hf: Mapping[str, Any]
+    hf: Mapping[str, Any]  # the content of its config.json
     vocab_size: int
     hidden_size: int
     num_layers: int
-    attention_width: int
+    attention_width: int  # query heads * head width; where keys and values differ in width, their mean
     max_position_embeddings: int | None
-    num_experts: int
+    num_experts: int  # routed experts of the largest MoE layer; 0 for a dense model
     top_k: int
     tie_word_embeddings: bool
     takes_images: bool = False
-    has_tp_plan: bool = False
-    rope_limit: int | None = None
-    num_dense_layers: int = 0
-    why: str = ""
+    has_tp_plan: bool = False  # its class says how it is split by tensor parallelism
+    rope_limit: int | None = None  # from so many tokens on rotary frequencies depend on the longest one of a forward
+    num_dense_layers: int = 0  # always: which layers are MoE is the class's business
+    why: str = ""  # it is not the native decoder, for the log
 
 
 AnyModelConfig = ModelConfig | TransformersConfig

@@ -20,10 +20,6 @@ class Degrees:
     together, for cp ranks have the same parameters, and gradients of other tokens. Expert parallelism folds over
     dp_shard, cp and tp: a group of ep neighbouring ranks splits the experts, for between layers all of them hold
     different tokens.
-
-    Attributes:
-        chunks: of layers in each pipeline stage. Chunk c of stage s is part c * pp + s of the model.
-        layers: of each part of the model, as configured; empty: split evenly.
     """
 
     dp_replicate: int = 1
@@ -32,8 +28,8 @@ class Degrees:
     ep: int = 1
     cp: int = 1
     pp: int = 1
-    chunks: int = 1
-    layers: tuple[int, ...] = ()
+    chunks: int = 1  # of layers in each pipeline stage; chunk c of stage s is part c * pp + s of the model
+    layers: tuple[int, ...] = ()  # of each part of the model, as configured; empty: split evenly
 
     @property
     def dp(self) -> int:

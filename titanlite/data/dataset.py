@@ -27,21 +27,13 @@ _CHECKED_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class Batch:
-    """B sequences of L tokens; all tensors are int64 and of shape (B, L).
+    """B sequences of L tokens; all tensors are int64 and of shape (B, L)."""
 
-    Attributes:
-        tokens: input token ids.
-        labels: the token that follows, or -100 where there is nothing to predict: after an end-of-text token comes the
-            next document, which has nothing to do with this one.
-        positions: place of the token in its document as far as this row shows it: 0 at the start of the row and after
-            each end-of-text token, or where the next example starts.
-        document_ids: documents of the row, counted from 0; attention must not cross them. Padding has -1. Of a
-            preference pair, chosen has the id 2n and rejected 2n + 1, in the same row.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    positions: Tensor
+    tokens: Tensor  # input token ids
+    labels: Tensor  # the token that follows, or -100 where there is none to predict, as after an end-of-text token
+    positions: Tensor  # of the token in its document as far as this row shows it, from 0
+    # Documents of the row, counted from 0; attention must not cross them. Padding has -1. Of a preference pair, chosen
+    # has the id 2n and rejected 2n + 1, in the same row.
     document_ids: Tensor
 
     @property
@@ -145,13 +137,9 @@ class Source(NamedTuple):
 
 @runtime_checkable
 class Mixture(Protocol):
-    """A dataset that reads several sources, each with a position of its own.
+    """A dataset that reads several sources, each with a position of its own."""
 
-    Attributes:
-        offsets: sequences that a source is ahead of where its share alone would have it, by name; see `go_on`.
-    """
-
-    offsets: dict[str, int]
+    offsets: dict[str, int]  # sequences that a source is ahead of where its share alone would have it, by name
 
     @property
     def sources(self) -> list[Source]:
@@ -188,9 +176,8 @@ class ShuffledSequences:
 class PackedDataset(ShuffledSequences):
     """Sequence i is `tokens[i * L : i * L + L + 1]`: L inputs and, shifted by one, L labels.
 
-    The last sequences are held out for validation, whether or not it is enabled, so that switching it on does not
-    change the training data: as many as `get_num_held_out` says. The last label of the training part is the first input
-    of the held-out part, which is nowhere a label there: no prediction is both trained and validated.
+    The last sequences are held out, as many as `get_num_held_out` says. The last label of the training part is the
+    first input of the held-out part, which is nowhere a label there: no prediction is both trained and validated.
 
     Raises DataError: there are fewer than two sequences (one, if none is held out).
     """
@@ -273,11 +260,8 @@ class ShuffledOrder:
     """An endless order of `num_sequences` sequences, for any seed.
 
     Sample n is number n % N of epoch n // N, and each epoch is a permutation of the N sequences that depends on
-    (seed, epoch) alone.
-
-    Attributes:
-        is_keyed: the permutation is computed place by place (`permute_places`) and not held, for which 244 million
-            sequences would take 6 GB. True for many; set it before the first sample.
+    (seed, epoch) alone. If the order `is_keyed`, as that of many is, the permutation is computed place by place
+    (`permute_places`) and not held, for which 244 million sequences would take 6 GB; set it before the first sample.
     """
 
     def __init__(self, num_sequences: int) -> None:

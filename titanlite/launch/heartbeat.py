@@ -26,30 +26,18 @@ _RECORD_BYTES = 1024
 
 @dataclass(frozen=True)
 class Beat:
-    """The latest sign of life of a rank.
+    """The latest sign of life of a rank."""
 
-    Attributes:
-        rank, pid: of the rank; the number counts over all machines.
-        step: training step that it is in or has just done, counted from 1; 0 before the first.
-        phase: what it does: 'starting', 'loading', 'data', 'forward', 'backward', 'optimizer', 'validation', ...
-        time_s: when that began, on this machine's monotonic clock, in seconds.
-        limit_s: seconds after which a rank in this phase hangs; 0 if only a collective that waits for it can tell.
-        stopped_limit_s: seconds after which a rank hangs that is stopped by a signal, in any phase; 0: not known yet.
-        grace_s: seconds from SIGTERM to the end of the run; 0 if it may take as long as it needs.
-        dump_folder: of the run; empty as long as the configuration is not read.
-        trains: True once it has begun a training step in this start.
-    """
-
-    rank: int
+    rank: int  # over all machines
     pid: int
-    step: int = 0
-    phase: str = "starting"
-    time_s: float = 0.0
-    limit_s: float = 0.0
-    stopped_limit_s: float = 0.0
-    grace_s: float = 0.0
-    dump_folder: str = ""
-    trains: bool = False
+    step: int = 0  # training step that it is in or has just done, counted from 1; 0 before the first
+    phase: str = "starting"  # or 'loading', 'data', 'forward', 'backward', 'optimizer', 'validation', ...
+    time_s: float = 0.0  # when that began, on this machine's monotonic clock
+    limit_s: float = 0.0  # after which a rank in this phase hangs; 0 if only a collective that waits for it can tell
+    stopped_limit_s: float = 0.0  # after which a rank hangs that is stopped by a signal, in any phase; 0: not known yet
+    grace_s: float = 0.0  # from SIGTERM to the end of the run; 0 if it may take as long as it needs
+    dump_folder: str = ""  # of the run; empty as long as the configuration is not read
+    trains: bool = False  # True once it has begun a training step in this start
 
 
 class _Heart:

@@ -65,31 +65,15 @@ class EventWriter:
 
 
 class MetricsLogger:
-    """Writes the metrics of a run into `dump_folder`. On ranks other than 0 every call does nothing.
+    """Writes the metrics of a run into `dump_folder`, which is made if missing. Does nothing on ranks other than 0.
 
     `metrics.jsonl` holds one JSON object per point: `step`, `time` (Unix seconds) and the values under the names that
-    TensorBoard shows; of values per MoE layer it has one list, TensorBoard one name per layer. Values that are not
-    finite are null there. `expert_load.jsonl` has the tokens of every expert at about 100 points of a run. A resumed
-    run appends; where a step occurs twice, the later line counts (TensorBoard hides the earlier points by itself).
-    A context manager. docs/observability.md explains every name.
+    TensorBoard shows (docs/observability.md); of values per MoE layer it has one list, TensorBoard one name per layer.
+    Values that are not finite are null there. `expert_load.jsonl` has the tokens of every expert at about 100 points of
+    a run. A resumed run appends; where a step occurs twice, the later line counts.
 
     With `checkpoint.on_save_error = "continue"` what cannot be written is a warning, once until all is written again,
-    and waits in memory for the next point.
-
-    Args:
-        job: `[metrics]`, `training.steps`, `checkpoint.on_save_error` and the compute dtype are used.
-        dump_folder: the run's folder; made if it is missing.
-        flops_per_token: see `train_flops_per_token`.
-        num_ranks: ranks that share the work.
-        device: this rank's device.
-        start_step: steps done before this process started.
-        moe_layers: the layer's number for each row of `tokens_per_expert`; left out: 0, 1, ...
-        stage_size: ranks that have the same layers; left out: all.
-        sink: gets each point as well: the step, and the values by their names in TensorBoard.
-        measure: gives more values of a point, called on rank 0.
-
-    Raises TitanliteError: when a metrics file cannot be written and `checkpoint.on_save_error` is "stop", here and in
-    every other method.
+    and waits in memory for the next point. Otherwise it is a TitanliteError, here and in every other method.
     """
 
     def __init__(
@@ -100,11 +84,11 @@ class MetricsLogger:
         num_ranks: int,
         device: torch.device,
         *,
-        start_step: int = 0,
-        moe_layers: Sequence[int] = (),
-        stage_size: int | None = None,
-        sink: Callable[[int, Mapping[str, float]], None] | None = None,
-        measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},
+        start_step: int = 0,  # steps done before this process started
+        moe_layers: Sequence[int] = (),  # the layer's number for each row of `tokens_per_expert`; left out: 0, 1, ...
+        stage_size: int | None = None,  # ranks that have the same layers; left out: all
+        sink: Callable[[int, Mapping[str, float]], None] | None = None,  # gets each point too, as TensorBoard
+        measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},  # gives more values of a point
     ) -> None:
         self._stage_size, self._measure = stage_size, measure
         self._num_steps = job.training.steps

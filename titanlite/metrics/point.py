@@ -39,18 +39,11 @@ def find_largest(values: Sequence[float], last_step: int) -> Largest:
 
 @dataclass(frozen=True)
 class MoEState:
-    """What the MoE layers did in the latest step.
+    """What the MoE layers did in the latest step, over all ranks."""
 
-    Attributes:
-        tokens_per_expert: rows of valid tokens, (layers, E), over all ranks, any device.
-        bias_range: smallest and largest `expert_bias` of each layer, (2, layers); None for routers without.
-        row_errors: rows dropped and rows that came twice since the previous point, (2, layers), over all ranks; None
-            where no dispatcher tells.
-    """
-
-    tokens_per_expert: Tensor
-    bias_range: Tensor | None
-    row_errors: Tensor | None
+    tokens_per_expert: Tensor  # rows of valid tokens, (layers, E), any device
+    bias_range: Tensor | None  # smallest and largest `expert_bias` of each layer, (2, layers); None without
+    row_errors: Tensor | None  # rows dropped, and rows twice, since the point before, (2, layers); None: nobody tells
 
 
 def describe_moe(state: MoEState) -> dict[str, list[float]]:
@@ -74,38 +67,22 @@ def describe_moe(state: MoEState) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class StepPoint:
-    """One point of training.
+    """One point of training; "since" is since the point before."""
 
-    Attributes:
-        step: optimizer steps done.
-        loss: mean loss per token over all ranks and the steps since the previous point.
-        grad_norm, lr: total 2-norm of the gradients of this step before clipping, and its learning rate.
-        tokens: tokens in the rows of all ranks together since the previous point, padding included: what is computed.
-        seconds: wall time since the previous point, without validations and saves.
-        num_padding: how many of `tokens` are padding.
-        slowest_s: time of the longest step since the previous point on this rank; None: it was not measured.
-        largest: the largest values of single steps since the previous point, by metric name.
-        phases: seconds of `seconds` by phase on this rank, from `timers.StepTimer`.
-        ranks: values of every rank by name, from `gather_ranks`; empty: nothing is known of ranks and memory.
-        group_norms: 2-norm of the gradients by group of parameters.
-        moe: state of the MoE layers; None for dense models.
-        extra: more values, under the names that TensorBoard shall show.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
+    step: int  # optimizer steps done
+    loss: float  # mean per token over all ranks and the steps since
+    grad_norm: float  # total 2-norm of the gradients of this step, before clipping
     lr: float
-    tokens: int
-    seconds: float
-    num_padding: int = 0
-    slowest_s: float | None = None
-    largest: Mapping[str, Largest] = field(default_factory=dict)
-    phases: Mapping[str, float] = field(default_factory=dict)
-    ranks: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    group_norms: Mapping[str, float] = field(default_factory=dict)
-    moe: MoEState | None = None
-    extra: Mapping[str, float] = field(default_factory=dict)
+    tokens: int  # in the rows of all ranks together since, padding included: what is computed
+    seconds: float  # wall time since, without validations and saves
+    num_padding: int = 0  # of `tokens`
+    slowest_s: float | None = None  # time of the longest step since on this rank; None: it was not measured
+    largest: Mapping[str, Largest] = field(default_factory=dict)  # values of single steps since, by metric name
+    phases: Mapping[str, float] = field(default_factory=dict)  # parts of `seconds` on this rank: `timers.StepTimer`
+    ranks: Mapping[str, Sequence[float]] = field(default_factory=dict)  # `gather_ranks`; empty: nothing is known
+    group_norms: Mapping[str, float] = field(default_factory=dict)  # 2-norm of the gradients by group of parameters
+    moe: MoEState | None = None  # None for dense models
+    extra: Mapping[str, float] = field(default_factory=dict)  # under the names that TensorBoard shall show
 
     @property
     def unpadded_tokens(self) -> int:

@@ -33,24 +33,16 @@ class EvaluationResult:
 
 @dataclass
 class Series:
-    """Results of one kind over a run.
+    """Results of one kind over a run. Steps are optimizer steps done; -1: none yet. nan is never best."""
 
-    Attributes:
-        name: of the metric, as in the logs.
-        first, last, best: value of the first, the latest and the best result; nan is never best.
-        last_step, best_step: optimizer steps done then; -1: none yet.
-        reference: value that the next one must beat by `early_stopping_min_delta`.
-        stale: results in a row that did not.
-    """
-
-    name: str = ""
+    name: str = ""  # of the metric, as in the logs
     first: float | None = None
     last: float | None = None
     last_step: int = -1
     best: float | None = None
     best_step: int = -1
-    reference: float | None = None
-    stale: int = 0
+    reference: float | None = None  # what the next one must beat by `early_stopping_min_delta`
+    stale: int = 0  # results in a row that did not
 
 
 class Results:

@@ -164,36 +164,24 @@ def preset(
 
 @dataclass(frozen=True)
 class Family:
-    """One model family.
+    """One model family."""
 
-    Attributes:
-        name: Hugging Face `model_type`.
-        architecture: Hugging Face class, written into config.json.
-        keys: ModelConfig field -> Hugging Face config key.
-        presets: sizes by flavor.
-        fixed: ModelConfig fields that the family does not configure.
-        declared: what keys mean in transformers' class that are missing or null; others must be there.
-        partial_rotary: the same for `partial_rotary_factor`, which may stand in the rotary table; with a default of 1.0
-            the family does not support another value.
-        required: Hugging Face keys that, if present, must have one of these values: the decoder has no other. The first
-            one is written.
-        rules: what must hold for a configuration of this family, and the text of the problem if it does not.
-        mtp_key: Hugging Face key that counts the layers for multi-token prediction behind the last one; those are not
-            computed, and 0 is written unless a folder carries them. None if the architecture has none.
-        expert_bias_key: name of the router's bias buffer in checkpoints; None if the architecture has none.
-    """
-
-    name: str
-    architecture: str
-    keys: Mapping[str, str]
-    presets: Mapping[str, ModelConfig]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # Hugging Face `model_type`
+    architecture: str  # Hugging Face class, written into config.json
+    keys: Mapping[str, str]  # ModelConfig field -> Hugging Face key
+    presets: Mapping[str, ModelConfig]  # sizes by flavor
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # ModelConfig fields that the family does not configure
+    # What keys mean in transformers' class that are missing or null; others must be there.
     declared: Mapping[str, Key] = field(default_factory=lambda: COMMON_DECLARED)
+    # The same for `partial_rotary_factor`, also in the rotary table; with a default of 1 there is no other value.
     partial_rotary: Key = field(default=Key(1.0, 1.0))
+    # Keys that, if present, must have one of these values: the decoder has no other. The first one is written.
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # What must hold for a configuration of this family, and the text of the problem if it does not.
     rules: Sequence[tuple[Callable[[ModelConfig], bool], str]] = ()
+    # Key that counts layers for multi-token prediction, which are not computed: 0 is written unless a folder has them.
     mtp_key: str | None = None
-    expert_bias_key: str | None = None
+    expert_bias_key: str | None = None  # of the router's bias buffer in checkpoints, if the architecture has one
 
     def from_hf(self, hf: Mapping[str, Any], where: str) -> ModelConfig:
         """Sizes from a Hugging Face configuration; `where` names it in errors.

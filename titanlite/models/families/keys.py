@@ -19,15 +19,10 @@ _MOST_SHOWN = 80
 
 @dataclass(frozen=True)
 class Key:
-    """One key of config.json.
+    """What a key of config.json means if it is missing or null: a value, or a function of the configuration."""
 
-    Attributes:
-        default: value of a missing key, or a function of the configuration that gives it; MISSING: it must be there.
-        null: the same for null; MISSING: transformers' class refuses it, or its model cannot compute with it.
-    """
-
-    default: Any = MISSING
-    null: Any = MISSING
+    default: Any = MISSING  # it must be there
+    null: Any = MISSING  # transformers' class refuses it, or its model cannot compute with it
 
     def read(self, key: str, hf: Mapping[str, Any]) -> Any:
         """Return the value of `key` in `hf`; MISSING if there is none to compute with."""
