@@ -2,25 +2,26 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.base.agree import raise_together
-from titanlite.base.errors import CheckpointError
+from titanlite.base.agree import on_first_rank, raise_together
+from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.log import logger
-from titanlite.checkpoint.folder import Stored
+from titanlite.checkpoint.folder import OWN_FOLDER, Stored
 from titanlite.checkpoint.header import FP8, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.keys import IGNORED_SUFFIXES, MASTER_PREFIX, explain_unexpected, find_passengers, whole
 from titanlite.checkpoint.model_source import explain_untied, is_equal
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
-from titanlite.checkpoint.writer import Item
+from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.features.transformers.build import find_flag
 from titanlite.features.transformers.conversion import (
+    ConvertingReader,
     Group,
     NotTraceable,
     Traced,
@@ -30,12 +31,11 @@ from titanlite.features.transformers.conversion import (
 )
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.mxfp4 import Mxfp4Reader, find_packed
-from titanlite.materialize import Alias, ReadRequest, Region, Source, TensorEntry, TensorInfo, Unfit
+from titanlite.materialize import Alias, Plan, Region, Source, TensorEntry, TensorInfo, Unfit
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.plan import named_tensors
+from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
-
-Renaming = Callable[[str], str]
 
 
 class TransformersCheckpoint:
@@ -100,7 +100,7 @@ class TransformersCheckpoint:
                 found[name] = explain_untied(self.name, target, find_flag(self._model.config, name))
         return found
 
-    def _claim(self, group: Group, tensors: Mapping[str, TensorInfo], converting: "ConvertingReader") -> None:
+    def _claim(self, group: Group, tensors: Mapping[str, TensorInfo], converting: ConvertingReader) -> None:
         if group.first in tensors and group.keys[0] in self._packed:
             blocks, scales = self._packed[group.keys[0]]
             problem = self._unpacking.add(group.first, tensors[group.first].shape, blocks, scales)
@@ -211,54 +211,6 @@ def _block(stored: StoredTensor, part: TracedPart) -> StoredTensor:
     return stored._replace(shape=stored.shape[outer:]).rows(starts[outer], lengths[outer])._replace(shape=lengths)
 
 
-class ConvertingReader:
-    """A `TensorReader` that reads the sources of a tensor whole, converts them as transformers does, and cuts.
-
-    Memory for the sources and the result of one group at a time, on the host; each rank reads all bytes of its tensors.
-    """
-
-    proves_coverage = False
-
-    def __init__(self, folder: str, stored: Stored, model: TransformersModel, groups: Mapping[str, Group]) -> None:
-        self.name = folder
-        self._stored, self._model, self._groups = stored, model, groups
-
-    def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Write every requested region into its destination, cast to its dtype.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
-        by_group: dict[str, list[ReadRequest]] = {}
-        for request in requests:
-            by_group.setdefault(self._groups[request.name].first, []).append(request)
-        for of_group in by_group.values():
-            group = self._groups[of_group[0].name]
-            values = self._read_whole(group.keys, of_group[0].destination.dtype)
-            found = group.convert(values.__getitem__, self._model)
-            for request in of_group:
-                request.destination.copy_(found[request.name][request.region.slices])
-
-    def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
-        """Bytes of each file that a read of `region` of tensor `name` takes: all of its sources, if any."""
-        found: dict[Path, int] = {}
-        for key in self._groups[name].keys if region.numel else ():
-            stored = self._stored.tensors[key]
-            found[stored.file] = found.get(stored.file, 0) + stored.nbytes
-        return found
-
-    def _read_whole(self, keys: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Read `keys` in the dtypes of the files, FP8 in `dtype`."""
-        tensors, block = self._stored.tensors, self._stored.block
-        stored = {key: tensors[key] for key in keys}
-        regions = {key: whole(key, tensor.shape).region for key, tensor in stored.items()}
-        placed = {key: (t.shape, place(t, regions[key], tensors, block)) for key, t in stored.items()}
-        values = {key: torch.empty(t.shape, dtype=dtype if t.dtype in FP8 else t.dtype) for key, t in stored.items()}
-        reader = SafetensorsReader(self.name, placed, self._stored.file_bytes)
-        reader.read_quietly([ReadRequest(key, regions[key], values[key]) for key in keys])
-        return values
-
-
 def saved_entries(entries: Iterable[TensorEntry], model: TransformersModel) -> dict[str, TensorEntry]:
     """Return the tensors that a checkpoint of `model` has, by the names that transformers saves: tied ones once."""
     aliases = {name for name, source in model.declare_sources().items() if isinstance(source, Alias)}
@@ -291,7 +243,9 @@ class StoredForm:
     group: Group
 
 
-def stored_forms(entries: Mapping[str, TensorEntry], model: TransformersModel) -> tuple[list[StoredForm], Renaming]:
+def stored_forms(
+    entries: Mapping[str, TensorEntry], model: TransformersModel
+) -> tuple[list[StoredForm], Callable[[str], str]]:
     """List what a checkpoint of `model` holds, in the model's order, with keys and layouts of the one it came from.
 
     `entries` are from `saved_entries`. Also returns the last renaming of what conversions result in.
@@ -303,14 +257,16 @@ def stored_forms(entries: Mapping[str, TensorEntry], model: TransformersModel) -
         first = entries[group.keys[0]]
         try:
             traced = group.convert(lambda name: Traced.source(name, entries[name].info.shape), model)
-            parts = {key: _only_part(value) for key, value in traced.items()}
+            if any(len(t.parts) != 1 or t.parts[0].lengths != t.shape for t in traced.values()):
+                raise NotTraceable("a stored tensor from several")
         except NotTraceable:
             values = group.convert(lambda name: torch.empty(entries[name].info.shape, device="meta"), model)
             forms += [StoredForm(rename(key), tuple(v.shape), first, None, group) for key, v in values.items()]
             continue
-        for key, part in parts.items():
+        for key, tensor in traced.items():
+            part = tensor.parts[0]
             region = Region(part.source_starts, part.source_lengths)
-            forms.append(StoredForm(rename(key), traced[key].shape, entries[part.key], region, group))
+            forms.append(StoredForm(rename(key), tensor.shape, entries[part.key], region, group))
     return forms, rename
 
 
@@ -335,10 +291,8 @@ def transformers_items(
     names = {entry.fqn: name for name, entry in entries.items()}
     forms, rename = stored_forms(entries, model)
     converted: dict[str, torch.Tensor] = {}
-    current, problems = "", list[str]()
+    current, num_converted, problems, items = "", 0, list[str](), list[Item]()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    num_converted = 0
-    items = []
     for form in forms:
         stored = form.entry.saved_dtype(dtype)
         if form.region is not None:
@@ -385,12 +339,52 @@ def _converted(
         return {}
 
 
-def _only_part(traced: Traced) -> TracedPart:
-    """Return the one block of one tensor that a stored tensor is.
+class TransformersFormat:
+    """The `checkpoint_format` of a `TransformersModel`."""
 
-    Raises:
-        NotTraceable: it is put together from several.
-    """
-    if len(traced.parts) != 1 or traced.parts[0].lengths != traced.shape:
-        raise NotTraceable("a stored tensor from several")
-    return traced.parts[0]
+    def __init__(self, model: TransformersModel) -> None:
+        self._model = model
+
+    def sources(self, folder: str, stored: Stored) -> TransformersCheckpoint:
+        """Return the stored weights in `folder`. Collective: of tied tensors stored twice, rank 0 reads both."""
+        checkpoint = TransformersCheckpoint(folder, stored, self._model)
+        checkpoint.untied = on_first_rank(checkpoint.find_untied)
+        return checkpoint
+
+    def check(self, plan: Plan) -> None:
+        """Find out before training whether the tensors have a place in the model's files.
+
+        Raises:
+            CheckpointError: they have none. The same on all ranks.
+        """
+        architecture = self._model.config.architecture
+        try:
+            forms, _ = stored_forms(saved_entries(plan.entries, self._model), self._model)
+        except Exception as error:  # of transformers' conversions, which raise all kinds of them
+            raise CheckpointError(
+                f"checkpoint: the tensors of {architecture} cannot be saved as transformers has them in files: "
+                f"{type(error).__name__}: {error}. Install another version of transformers, or train adapters "
+                "(lora.rank)."
+            ) from error
+        counts = Counter(form.key for form in forms)
+        raise_problems(
+            CheckpointError,
+            f"checkpoint: the tensors of {architecture} cannot be saved",
+            [f"{key}: {count} tensors would have this name." for key, count in counts.items() if count > 1],
+        )
+
+    def files(self, plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:
+        """Layout of the model's files, as `checkpoint.hf_model.model_files`; its collectives: `transformers_items`."""
+        entries = saved_entries(plan.entries, self._model)
+        shares = share_out(entry.tensor for entry in entries.values())
+        mine = {name: share.mine for name, share in zip(entries, shares, strict=True)}
+        masters = []
+        for name, entry in entries.items():
+            if exact and entry.saved_dtype(dtype).itemsize < entry.dtype.itemsize:
+                piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
+                local = local_of(entry.tensor)
+                masters.append(Item(piece.key, entry.dtype, piece.region, piece.shape, local, entry.region, mine[name]))
+        return [
+            *lay_out(transformers_items(entries, mine, self._model, dtype), "model"),
+            *(lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []),
+        ]

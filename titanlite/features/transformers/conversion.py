@@ -7,14 +7,20 @@ that a rank reads its bytes only. Operations that a stand-in cannot follow (tran
 out on whole tensors instead.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from titanlite.checkpoint.folder import Stored
+from titanlite.checkpoint.header import FP8
+from titanlite.checkpoint.keys import whole
+from titanlite.checkpoint.reader import SafetensorsReader, place
 from titanlite.features.transformers.model import TransformersModel
+from titanlite.materialize import ReadRequest, Region
 
 
 class NotTraceable(Exception):  # noqa: N818 - no error: the caller has another way
@@ -273,3 +279,51 @@ def saving_groups(names: Iterable[str], model: TransformersModel) -> tuple[list[
             groups[target] = Group(target, by_pattern[pattern] if pattern is not None else WeightRenaming(name, target))
         groups[target].sources.setdefault(name if pattern is None else pattern, []).append(name)
     return list(groups.values()), lambda name: rename_source_key(name, renamings, [], reverse=True)[0]
+
+
+class ConvertingReader:
+    """A `TensorReader` that reads the sources of a tensor whole, converts them as transformers does, and cuts.
+
+    Memory for the sources and the result of one group at a time, on the host; each rank reads all bytes of its tensors.
+    """
+
+    proves_coverage = False
+
+    def __init__(self, folder: str, stored: Stored, model: TransformersModel, groups: Mapping[str, Group]) -> None:
+        self.name = folder
+        self._stored, self._model, self._groups = stored, model, groups
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Write every requested region into its destination, cast to its dtype.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        by_group: dict[str, list[ReadRequest]] = {}
+        for request in requests:
+            by_group.setdefault(self._groups[request.name].first, []).append(request)
+        for of_group in by_group.values():
+            group = self._groups[of_group[0].name]
+            values = self._read_whole(group.keys, of_group[0].destination.dtype)
+            found = group.convert(values.__getitem__, self._model)
+            for request in of_group:
+                request.destination.copy_(found[request.name][request.region.slices])
+
+    def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
+        """Bytes of each file that a read of `region` of tensor `name` takes: all of its sources, if any."""
+        found: dict[Path, int] = {}
+        for key in self._groups[name].keys if region.numel else ():
+            stored = self._stored.tensors[key]
+            found[stored.file] = found.get(stored.file, 0) + stored.nbytes
+        return found
+
+    def _read_whole(self, keys: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Read `keys` in the dtypes of the files, FP8 in `dtype`."""
+        tensors, block = self._stored.tensors, self._stored.block
+        stored = {key: tensors[key] for key in keys}
+        regions = {key: whole(key, tensor.shape).region for key, tensor in stored.items()}
+        placed = {key: (t.shape, place(t, regions[key], tensors, block)) for key, t in stored.items()}
+        values = {key: torch.empty(t.shape, dtype=dtype if t.dtype in FP8 else t.dtype) for key, t in stored.items()}
+        reader = SafetensorsReader(self.name, placed, self._stored.file_bytes)
+        reader.read_quietly([ReadRequest(key, regions[key], values[key]) for key in keys])
+        return values

@@ -21,7 +21,6 @@ from titanlite.base.log import logger
 from titanlite.config.model import TransformersConfig
 from titanlite.config.schema import MoESection
 from titanlite.features.transformers import packing, probes
-from titanlite.features.transformers.cache import CACHE_ARGUMENTS, TransformersCache
 from titanlite.features.transformers.experts import (
     DISPATCH,
     TransformersExpertCounter,
@@ -84,7 +83,7 @@ class TransformersModel(Model):
         self.is_encoder_decoder = "decoder_input_ids" in self._arguments and any(c.is_encoder_decoder for c in configs)
         self.takes_prompts = self.is_encoder_decoder and "input_ids" in self._arguments
         self._takes_positions = "position_ids" in self._arguments and not self.is_encoder_decoder
-        self._cache_argument = next((name for name in CACHE_ARGUMENTS if name in self._arguments), "")
+        self._cache_argument = next((name for name in packing.CACHE_ARGUMENTS if name in self._arguments), "")
         self._takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._can_cache: bool | None = None  # not known before `can_cache`
         packing.register_document_masks()
@@ -120,7 +119,7 @@ class TransformersModel(Model):
         positions_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
         reduction: Any = "sum",
-        cache: TransformersCache | None = None,
+        cache: packing.TransformersCache | None = None,
         **inputs: Any,
     ) -> torch.Tensor | LossSums:
         """Logits (B, S, V), with labels the `LossSums`, with a cache logits (B, V); arguments as those of `Decoder`.
@@ -257,7 +256,7 @@ class TransformersModel(Model):
         probes.check_facts(self._facts, self)
         return self._facts
 
-    def _next_logits(self, tokens: torch.Tensor, cache: TransformersCache) -> torch.Tensor:
+    def _next_logits(self, tokens: torch.Tensor, cache: packing.TransformersCache) -> torch.Tensor:
         if self.config.rope_limit is not None:
             packing.forget_longest_forward(self._transformers_model)
         inputs = cache.inputs(tokens, self._cache_argument)
@@ -267,9 +266,9 @@ class TransformersModel(Model):
             inputs["logits_to_keep"] = 1
         return self._transformers_model(**inputs).logits[:, -1]
 
-    def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> TransformersCache:
+    def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> packing.TransformersCache:
         first_position = 0 if self._facts is None else self._facts.first_position
-        return TransformersCache(self._transformers_model.config, lengths, device, first_position)
+        return packing.TransformersCache(self._transformers_model.config, lengths, device, first_position)
 
     def can_cache(self, device: torch.device) -> bool:
         """Return True if the model computes the same with its keys and values kept, also for rows of two lengths.
@@ -377,6 +376,6 @@ class TransformersModel(Model):
 
     @property
     def checkpoint_format(self) -> Any:
-        from titanlite.features.transformers.files import TransformersFormat
+        from titanlite.features.transformers.checkpoint import TransformersFormat
 
         return TransformersFormat(self)

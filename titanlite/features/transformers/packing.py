@@ -1,17 +1,18 @@
-"""Attention inside documents for models of transformers, whatever they do with positions.
+"""Rows as classes of transformers take them: of several documents, of a prompt and what is said, and with a cache.
 
 Most of transformers' models make their masks from positions that restart; some (gpt-oss, Qwen2.5-VL in 5.23) do not
 look at them and would let packed documents see each other. All of them build masks through the functions that are
 registered per attention implementation, so the condition is put in there.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from titanlite.base.errors import ConfigError
@@ -152,3 +153,43 @@ def forget_longest_forward(model: nn.Module) -> None:
             if original is not None and getattr(module, name) > module.original_max_seq_len:
                 setattr(module, f"{prefix}inv_freq", original.to(getattr(module, f"{prefix}inv_freq").device))
                 setattr(module, name, module.original_max_seq_len)
+
+
+CACHE_ARGUMENTS = ("cache", "past_key_values")  # of a class's forward; the second one before transformers 5.24
+
+
+class TransformersCache:
+    """Keys and values of a batch of prompts: transformers' own cache, which appends as many tokens to every row.
+
+    So prompts are moved to the right, behind padding that a mask hides; each row's positions count its own tokens.
+    """
+
+    def __init__(self, config: Any, lengths: Sequence[int], device: torch.device, first_position: int = 0) -> None:
+        from transformers import DynamicCache
+
+        self._past = DynamicCache(config=config)
+        self._lengths_B = torch.tensor(lengths, dtype=torch.int64, device=device)
+        self._mask_BS: torch.Tensor | None = None
+        self._first_position = first_position  # which the class gives to the first token
+
+    def inputs(self, tokens: torch.Tensor, cache_argument: str) -> dict[str, Any]:
+        """Return a forward's inputs: for prompts (B, S) padded on the right, then for new tokens and padding (1, B)."""
+        count = len(self._lengths_B)
+        if self._mask_BS is None:
+            index_S = torch.arange(tokens.shape[1], device=tokens.device)
+            shift_B1 = tokens.shape[1] - self._lengths_B.unsqueeze(1)
+            tokens = tokens.gather(1, (index_S - shift_B1) % tokens.shape[1])
+            self._mask_BS = (index_S >= shift_B1).to(torch.int64)
+            positions = (index_S - shift_B1).clamp(min=0)
+        else:
+            tokens = tokens[0, :count].unsqueeze(1)
+            positions = self._mask_BS.sum(1, keepdim=True)
+            self._mask_BS = F.pad(self._mask_BS, (0, 1), value=1)
+        return {
+            "input_ids": tokens,
+            "attention_mask": self._mask_BS,
+            "position_ids": positions + self._first_position,
+            cache_argument: self._past,
+            "use_cache": True,
+            "return_dict": True,
+        }

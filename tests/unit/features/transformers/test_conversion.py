@@ -21,8 +21,7 @@ from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint.hf_model import model_files
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.features.transformers.build import build_transformers, find_flag
-from titanlite.features.transformers.checkpoint import ConvertingReader
-from titanlite.features.transformers.conversion import Group, NotTraceable, Traced
+from titanlite.features.transformers.conversion import ConvertingReader, Group, NotTraceable, Traced
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Alias, Plan, Region, materialize
 from titanlite.models.families.hf_config import transformers_config

@@ -9,7 +9,7 @@ from torch import nn
 from titanlite.base.errors import ConfigError
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.features.transformers.tensor_parallel_plan import resolve_tensor_parallel_plan
+from titanlite.features.transformers.tensor_parallel import resolve_tensor_parallel_plan
 from titanlite.models.families.hf_config import transformers_config
 
 
