@@ -53,8 +53,7 @@ def resolve_assets(job: JobConfig, *, weights: bool = True) -> JobConfig:
     """`job` with `model.hf_assets_path`, `checkpoint.initial_load_path` and `lora.init_from` as local folders.
 
     A run that begins with a pretrained model takes sizes and tokenizer from there unless told otherwise. Repositories
-    of the hub are downloaded on first use, weights only where they are wanted, not if `weights` is False, and never as
-    pickle files.
+    of the hub are downloaded on first use, weights only if `weights`, and never as pickle files.
 
     Raises ConfigError: a repository is neither in the local cache nor can it be downloaded.
     """

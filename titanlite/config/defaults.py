@@ -106,22 +106,21 @@ def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[str]:
     """One of `training.steps` and `training.epochs`, the later; 3 epochs for pretrained weights without either."""
     training, data = job.training, job.data
     steps, epochs = given.get("training.steps"), given.get("training.epochs")
-    if steps is None and epochs is None:
+    if epochs is None:
         mixed = any(source.weight is not None for source in data.sources.values())
-        if job.checkpoint.initial_load_path and not mixed and not any(s.streaming for s in get_sources(data).values()):
+        has_end = not mixed and not any(source.streaming for source in get_sources(data).values())
+        if steps is None and job.checkpoint.initial_load_path and has_end:
             training.epochs = 3.0  # as in transformers
     elif steps is None and not training.epochs:
         return ["training.epochs = 0 trains nothing. Set it to more, or leave it out."]
-    if steps is None or epochs is None or not training.epochs:
-        return []
-    is_late = [place.startswith("override") for place in (steps, epochs)]
-    if is_late[0] == is_late[1]:
-        return [
-            f"training.steps = {training.steps} and training.epochs = {training.epochs:g} both say how long the run "
-            + "is. Leave one of them out."
-        ]
-    if is_late[0]:
-        training.epochs = 0.0
+    elif steps is not None and training.epochs:
+        is_late = [place.startswith("override") for place in (steps, epochs)]
+        if is_late[0] == is_late[1]:
+            return [
+                f"training.steps = {training.steps} and training.epochs = {training.epochs:g} both say how long the "
+                + "run is. Leave one of them out."
+            ]
+        training.epochs = 0.0 if is_late[0] else training.epochs
     return []
 
 

@@ -41,9 +41,8 @@ def get_code_digest(*folders: Path) -> str:
 def load_or_build(path: Path, load: Callable[[], T | None], build: Callable[[], None]) -> tuple[T, float]:
     """Return `load()`, after `build()` if there was nothing valid to load.
 
-    `load` returns None when the file is missing or damaged; it may run while another process builds. `build` runs
-    under an exclusive lock on `path` + '.lock' and must end with `write_atomic`. Also returned are the seconds spent on
-    building it or waiting for the process that did; 0.0 from cache.
+    `load` returns None when the file is missing or damaged; it may run while another process builds. `build` runs under
+    a lock and must end with `write_atomic`. Also returned are the seconds spent on building it or waiting for that.
 
     Raises DataError: the folder of `path` cannot be created, locked or written, or the new file is damaged.
     """
@@ -105,9 +104,7 @@ def load_or_make(
 def stamp_files(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
     """(path, inode, size, mtime, ctime) of each file, times in ns: alike for files that have not changed.
 
-    No program can set ctime, the time of the last change of anything about a file.
-
-    Raises OSError: a file is missing or cannot be read.
+    No program can set ctime, the time of the last change. Raises OSError: a file is missing or cannot be read.
     """
     stamps = []
     for file in files:

@@ -3,9 +3,8 @@
 Transformers builds the tokenizers of some models anew, with the normalization and the splitting of the model's class
 whatever tokenizer.json says. A BPE is therefore trained in the form of that class.
 
-TOKENIZERS_PARALLELISM is deliberately left alone. Unset, the library uses all cores, and turns that off by itself in a
-process forked after its thread pool has started, where the pool has no threads. Setting it to true would make such
-a process hang (seen with tokenizers 0.23); false makes first use up to twice as slow on 2 cores.
+TOKENIZERS_PARALLELISM is deliberately left alone: true would make a process hang that is forked after the library's
+thread pool has started (seen with tokenizers 0.23); false makes first use up to twice as slow on 2 cores.
 """
 
 import json
@@ -94,9 +93,8 @@ def train_bpe(corpus: Corpus, vocab_size: int, form: Tokenizer | None = None) ->
     """Train a byte-level BPE in `form`, by default GPT-2's; it encodes any text, without loss but for normalization.
 
     Token 0 is '<|endoftext|>', tokens 1 to 256 are the bytes. The result is the same for the same corpus, whatever the
-    number of threads: pair counts are sums, and ties go to the pair with the smaller ids. A corpus above 24 MiB is
-    thinned to evenly spaced pieces of 64 Ki characters of about that size in all. A small corpus may run out of pairs
-    to merge and give fewer tokens than `vocab_size`.
+    number of threads. A corpus above 24 MiB is thinned to evenly spaced pieces of about that size in all. A small one
+    may run out of pairs to merge and give fewer tokens than `vocab_size`.
     """
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -119,10 +117,9 @@ def _get_training_pieces(corpus: Corpus) -> Iterator[str]:
 def build_tokenizer(data: DataSection, corpus: Corpus, model_type: str = "") -> "PreTrainedTokenizerFast":
     """Return the tokenizer at `data.tokenizer_path`, or a byte-level BPE of `data.bpe_vocab_size` tokens for `corpus`.
 
-    The BPE has the form that transformers reads the tokenizers of `model_type` in, see `get_bpe_form`.
-    The BPE is trained once per machine, corpus and size, and cached in `data.cache_folder`; several processes may ask
-    at once. The result has an `eos_token_id`, and `save_pretrained(folder)` makes a folder that transformers'
-    `AutoTokenizer` loads. The network is never used.
+    The BPE has the form of `get_bpe_form(model_type)`; it is trained once per machine, corpus and size, and cached;
+    several processes may ask at once. The result has an `eos_token_id`, and `save_pretrained(folder)` makes a folder
+    that transformers' `AutoTokenizer` loads. The network is never used.
 
     Raises DataError: the path holds no usable tokenizer, or the tokenizer has no end-of-text token.
     """
@@ -182,9 +179,8 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     """Load a folder with tokenizer.json (and tokenizer_config.json), or one tokenizer.json; never from the network.
 
     A folder with tokenizer_config.json loads through `AutoTokenizer`, so training sees the tokens that users of the
-    exported model will see. If it names no class of its own, tokenizer.json counts, though transformers may build the
-    class of the model; a warning says so. Without tokenizer_config.json, the end-of-text token is the first known name
-    in the vocabulary.
+    exported model will see. If that names no class of its own, tokenizer.json counts; a warning says so. Without one,
+    the end-of-text token is the first known name in the vocabulary.
 
     Raises DataError: there is no tokenizer.json, transformers cannot load it (code in the folder is never run), or it
     has no end-of-text token.

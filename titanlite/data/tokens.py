@@ -71,10 +71,8 @@ def build_tokens(data: DataSection, corpus: Corpus, tokenizer: "PreTrainedTokeni
 
     Text that spells a special token is encoded as ordinary text, so no document can forge the end of a document.
     Each document begins with what the tokenizer puts in front of any text, such as Llama's begin-of-text token, and
-    ends with the end-of-text token; no other special tokens are added. Documents longer than 1 Mi characters are
-    encoded in pieces cut after a newline: bounded memory, at the price of up to one unusual token per cut. The key of
-    the cache is the digest of the corpus, of tokenizer.json, of the end-of-text id and of this code; a damaged file is
-    rebuilt.
+    ends with the end-of-text token. Documents longer than 1 Mi characters are encoded in pieces cut after a newline, at
+    the price of up to one unusual token per cut. A damaged file is rebuilt.
 
     Raises DataError: a document cannot be read, or the cache folder cannot be written.
     """

@@ -88,13 +88,10 @@ def check_shared_folder(folder: Path) -> None:
 def waiting_for_machines() -> Iterator[None]:
     """Give each machine its own time for what is inside: at the end all wait for the last, whatever `comm` says.
 
-    One may have the data in its cache where another, that took the place of a lost one, has hours of work to do. With
-    the limit of other collectives the run would end, start again, and end again.
+    One may have the data in its cache where another, that took the place of a lost one, has hours of work to do.
 
-    Raises TitanliteError: on all ranks; that of the first rank that raises one inside.
-
-    Collectives: one gather at the end, with several machines over a group made for it; every rank must call, and the
-    body must have none.
+    Raises TitanliteError: on all ranks; that of the first rank that raises one inside. Collectives: one gather at the
+    end, with several machines over a group made for it; every rank must call, and the body must have none.
     """
     group = new_host_group(_PREPARING) if _are_several() else None
     with failing_together(group):

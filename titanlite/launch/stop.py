@@ -4,7 +4,7 @@ A launcher (`titanlite.launch`) gets the signal and leaves a note in the folder 
 for it after each step. A rank without a launcher takes the signal itself. A run that has not begun to train has nothing
 to save: if it does not end by itself within a few seconds, it is ended, whatever it loads or loops in.
 
-Signals reach a thread through a pipe: Python's own handlers wait until the main thread returns from C, and a rank that
+Signals reach a thread through a pipe: Python's own handlers wait until the main thread returns from C, as a rank that
 waits in a collective for a peer that is gone never does.
 """
 

@@ -41,10 +41,8 @@ _CONFIG, _NEXT_CONFIG = "config.toml", "config.next.toml"  # of the run in a fol
 def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
     """Make the run's folder, and let no other run write there as long as the result lives; empty on other ranks than 0.
 
-    The same for the checkpoints, should they be elsewhere. On file systems without locks it is only a warning.
-
-    Raises ConfigError: on all ranks; another run holds it, and which, or rank 0 cannot write there. Collective: every
-    rank must call.
+    The same for the checkpoints, should they be elsewhere. On file systems without locks it is only a warning. Raises
+    ConfigError: on all ranks; another run holds it, or rank 0 cannot write there. Collective: every rank must call.
     """
     locks: list[FolderLock | None] = []
     wait_s = min(LOCK_WAIT_S, job.comm.timeout_seconds / 2)  # the other ranks wait in a collective
@@ -77,9 +75,8 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
 def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]:
     """Make the run's folder and save the resolved configuration in it, on rank 0. Log and events go there from now on.
 
-    It has its usual name from `record_start` on: a start that is refused before changes nothing of what is known of
-    the run that is there. Returns the settings that are others than those of that run (`find_changes`); on other ranks
-    none.
+    It has its usual name from `record_start` on: a start that is refused before changes nothing there. Returns on rank
+    0 the settings that are others than those of the run that is there (`find_changes`).
 
     Raises ConfigError: on all ranks, if rank 0 cannot write there; a full disk is only a warning if
     `checkpoint.on_save_error` is "continue". Collective: every rank must call.
@@ -119,10 +116,8 @@ def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> None
     """Check that a run resumes its own checkpoint: one of another base model, data or objective is refused.
 
     A file or folder that was moved and kept its name is the same; of a mixture the sources may change. `before` is the
-    identity that the checkpoint of `step` has.
-
-    Raises ConfigError: on all ranks; what differs, or there are fewer steps than were trained. Collective: every rank
-    must call.
+    identity in the checkpoint of `step`. Raises ConfigError: on all ranks; what differs, or there are fewer steps than
+    were trained. Collective: every rank must call.
     """
     folder, asked = job.job.dump_folder, job.training.steps
 
@@ -192,9 +187,8 @@ def open_events(dump_folder: Path | None) -> None:
 def record_event(kind: str, text: str, step: int) -> None:
     """Append one event on rank 0; other ranks, and a process without an open run, write nothing.
 
-    A line is `{"time": Unix seconds, "step": step, "kind": kind, "text": text}`. A file that cannot be written is a
-    warning, for an event often goes before a worse error, which must not be replaced; the next event brings it along.
-    `kind` is a word for events alike ("start", "save", "skip", "error", ...), `text` a sentence for people.
+    `kind` is a word for events alike ("start", "save", "skip", "error", ...), `text` a sentence for people. A file that
+    cannot be written is a warning, for an event often goes before a worse error; the next event brings it along.
     """
     file = _state.get("file")
     if get_rank() or file is None:
