@@ -25,8 +25,7 @@ _FLAG = "tie_word_embeddings"
 def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.float32) -> TransformersModel:
     """Describe the model on the meta device; parameters in `dtype`, buffers in the dtypes of `from_pretrained`.
 
-    Raises:
-        ConfigError: transformers refuses the configuration.
+    Raises ConfigError: transformers refuses the configuration.
     """
     from transformers.initialization import no_tie_weights
 

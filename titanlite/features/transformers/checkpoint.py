@@ -199,8 +199,7 @@ class TransformersCheckpoint:
 def _block(stored: StoredTensor, part: TracedPart) -> StoredTensor:
     """Return the block of a stored tensor as a stored tensor of its own.
 
-    Raises:
-        NotTraceable: its bytes do not follow one another in the file.
+    Raises NotTraceable: its bytes do not follow one another in the file.
     """
     starts, lengths = part.source_starts, part.source_lengths
     if lengths == stored.shape:
@@ -278,8 +277,7 @@ def transformers_items(
     Tensors that are stored transposed or put together from several are gathered and converted whole; the ranks take
     turns to keep and write them, in host memory.
 
-    Raises:
-        CheckpointError: on all ranks; one of them could not be converted.
+    Raises CheckpointError: on all ranks; one of them could not be converted.
 
     Args:
         entries: from `saved_entries`.
@@ -354,8 +352,7 @@ class TransformersFormat:
     def check(self, plan: Plan) -> None:
         """Find out before training whether the tensors have a place in the model's files.
 
-        Raises:
-            CheckpointError: they have none. The same on all ranks.
+        Raises CheckpointError: they have none. The same on all ranks.
         """
         architecture = self._model.config.architecture
         try:

@@ -296,8 +296,7 @@ class ConvertingReader:
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast to its dtype.
 
-        Raises:
-            CheckpointError: a file cannot be read.
+        Raises CheckpointError: a file cannot be read.
         """
         by_group: dict[str, list[ReadRequest]] = {}
         for request in requests:

@@ -32,8 +32,7 @@ SENT = "titanlite_sent"
 def use_titanlite_experts(model: Any) -> None:
     """Let the experts of a transformers model run on titanlite's grouped GEMM from the next forward on.
 
-    Raises:
-        ValueError: the model's class does not let its experts be exchanged.
+    Raises ValueError: the model's class does not let its experts be exchanged.
     """
     from transformers.integrations.moe import ExpertsInterface
 

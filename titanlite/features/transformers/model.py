@@ -129,8 +129,7 @@ class TransformersModel(Model):
         Args:
             inputs: what the model's forward takes beside, such as `pixel_values` and `image_grid_thw`.
 
-        Raises:
-            ConfigError: rows of several documents for a model that mixes them, or text for one that is not causal.
+        Raises ConfigError: rows of several documents for a model that mixes them, or text for one that is not causal.
         """
         if cache is not None:
             return self._next_logits(tokens_BS, cache)
@@ -201,8 +200,7 @@ class TransformersModel(Model):
             valid_BS: False for padding, which expert counters leave out.
             with_boundaries: also tell the class where documents begin, in one row (1, B * S) as its kernels want it.
 
-        Raises:
-            ConfigError: the class says that it does not take these inputs.
+        Raises ConfigError: the class says that it does not take these inputs.
         """
         shape = tokens_BS.shape
         if with_boundaries and document_ids_BS is not None:
@@ -241,8 +239,7 @@ class TransformersModel(Model):
     def find_facts(self, device: torch.device) -> probes.Facts:
         """Ask the probes, once. Collectives: those of a few forwards; every rank must call.
 
-        Raises:
-            ConfigError: as `check_facts`. The same on all ranks.
+        Raises ConfigError: as `check_facts`. The same on all ranks.
         """
         if self._facts is None:
             tokens = probes.plain_tokens(self._transformers_model.config, probes.PROBE_TOKENS)
@@ -273,8 +270,7 @@ class TransformersModel(Model):
     def can_cache(self, device: torch.device) -> bool:
         """Return True if the model computes the same with its keys and values kept, also for rows of two lengths.
 
-        Raises:
-            ConfigError: as `find_facts`.
+        Raises ConfigError: as `find_facts`.
 
         Collectives: those of a few forwards, on the first call; every rank must call.
         """

@@ -72,8 +72,7 @@ class Mxfp4Reader:
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast to its dtype.
 
-        Raises:
-            CheckpointError: a file is gone, has another size than when its header was read, or cannot be read.
+        Raises CheckpointError: a file is gone, has another size than when its header was read, or cannot be read.
         """
         needed = {part.file for request in requests for part in self._tensors[request.name][1]}
         total = sum(sum(self.plan_bytes(request.name, request.region).values()) for request in requests)

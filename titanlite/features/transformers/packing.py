@@ -93,8 +93,7 @@ def split_rows(
         The decoder's tokens, a first one and what follows the prompt; their labels; the place of each in the row, which
         is turned to begin there, and keeps its length; and the encoder's inputs: the prompt, padded and masked.
 
-    Raises:
-        ConfigError: there are no labels, which tell where the prompt ends, or nothing begins the decoder's text.
+    Raises ConfigError: there are no labels, which tell where the prompt ends, or nothing begins the decoder's text.
     """
     name, inner = model.config.architecture, model.transformers_model
     if labels_BS is None:
@@ -132,8 +131,7 @@ def _begins_with_last(inner: Any) -> bool:
 def check_single_documents(document_ids_BS: torch.Tensor, name: str, why: str) -> None:
     """Refuse rows where a document follows another one or padding, for a class that mixes them.
 
-    Raises:
-        ConfigError: there is one. Synchronization point.
+    Raises ConfigError: there is one. Synchronization point.
     """
     if bool(((document_ids_BS[:, 1:] != document_ids_BS[:, :-1]) & (document_ids_BS[:, 1:] >= 0)).any()):
         raise ConfigError(

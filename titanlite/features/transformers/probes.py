@@ -8,8 +8,8 @@ Shapes: S sequence; 2 rows in a batch.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,12 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
             reasons.append(_text_of(error))
             return None
 
-    with evaluation(model), _returned(model.head) as returned:
+    returned: list[tuple[Any, int | None]] = []  # by the head, with the version then
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        returned.append((output, getattr(output, "_version", None)))
+
+    with evaluation(model), nullcontext() if model.head is None else model.head.register_forward_hook(note):
         alone = run(alone_3S)
         of_alone = list(returned)
         mixed = run(both_2S)  # the control: how much a document changes what comes after it
@@ -131,9 +136,8 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
 def check_facts(facts: Facts, model: "TransformersModel", inputs: Collection[str] = ()) -> None:
     """Refuse a model that cannot be trained, or continue text; `inputs` are what its forward gets beside tokens.
 
-    Raises:
-        ConfigError: its forward raises on text alone, if it gets no more, or it is not causal, if it is not told where
-            to be (`token_type_ids` of PaliGemma).
+    Raises ConfigError: its forward raises on text alone, if it gets no more, or it is not causal, if it is not told
+    where to be (`token_type_ids` of PaliGemma).
     """
     name, config = model.config.architecture, model.transformers_model.config.get_text_config()
     if facts.failure and not inputs:
@@ -161,8 +165,7 @@ def check_rows(job: JobConfig, model: nn.Module, device: torch.device) -> None:
 
     Collectives: those of a few forwards; every rank must call.
 
-    Raises:
-        ConfigError: names the setting; or the model cannot be trained on text at all. The same on all ranks.
+    Raises ConfigError: names the setting; or the model cannot be trained on text at all. The same on all ranks.
     """
     from titanlite.features.transformers.model import TransformersModel
 
@@ -241,21 +244,6 @@ def evaluation(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-@contextmanager
-def _returned(head: nn.Module | None) -> Iterator[list[Any]]:
-    """Collect what the head returns, with its version then; the first entry is of its first forward."""
-    found: list[Any] = []
-
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        found.append((output, getattr(output, "_version", None)))
-
-    remove: Callable[[], None] = (lambda: None) if head is None else head.register_forward_hook(note).remove
-    try:
-        yield found
-    finally:
-        remove()
 
 
 # --- without a forward

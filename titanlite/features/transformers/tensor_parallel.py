@@ -70,8 +70,7 @@ def apply_transformers_tensor_parallel(model: TransformersModel, mesh: DeviceMes
     Every parameter outside of experts becomes a DTensor, replicated where the plan does not split it. Ties and
     attributes are kept. No collective is run; the model may be on meta.
 
-    Raises:
-        ConfigError: as `resolve_tensor_parallel_plan`. The same on all ranks.
+    Raises ConfigError: as `resolve_tensor_parallel_plan`. The same on all ranks.
     """
     inner = model.transformers_model
     plan = resolve_tensor_parallel_plan(model, mesh.size())
@@ -227,8 +226,7 @@ def resolve_tensor_parallel_plan(model: TransformersModel, size: int) -> dict[st
     Experts are in none: they are never split inside, also where the plan of the class splits their parameters. A module
     that shares its weight with a split one is split with it.
 
-    Raises:
-        ConfigError: the class carries no plan, or it asks for something that cannot be done; all problems at once.
+    Raises ConfigError: the class carries no plan, or it asks for something that cannot be done; all problems at once.
     """
     inner = model.transformers_model
     plan: dict[str, str] = dict(inner.tp_plan or {})
