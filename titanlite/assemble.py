@@ -115,7 +115,7 @@ def assemble(checked: Checked) -> Trainer:
         check_resumed_model(model_config, step_folder(checkpointer.folder, step))
     if job.checkpoint.enable:
         is_new = start is None and not job.checkpoint.initial_load_path
-        compared = None if job.data.dataset == "images" else loader.dataset  # which would be decoded
+        compared = None if job.data.dataset == "images" else loader.dataset  # comparing would decode every image
         check_saved_tokenizer(model_config, tokenizer, compared, is_new=is_new)
     heartbeat.beat("loading", step)
 
@@ -202,7 +202,7 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple[Any, Train
 
 
 def find_before(job: JobConfig) -> tuple[JobConfig, Progress | None]:
-    """Find the progress that a run resumes from; return it after `job`, with the same rows held out as before."""
+    """Return `job`, with the rows held out that the resumed run held out, and that run's progress, if any."""
     before = find_start(job.checkpoint, folder := job.job.dump_folder)
     return replace(job, data=resolve_held_out(job.data, before, folder, wanted=wants_held_out(job))), before
 
@@ -236,9 +236,9 @@ def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> M
 
 
 def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims, device: torch.device) -> Model:
-    """Describe the model as it will be trained on devices like `device`: sharded, without memory; no communication.
+    """Describe the model on meta, configured and sharded for training on devices like `device`. No collective.
 
-    Raises ConfigError, the same on all ranks: patterns name nothing, or transformers cannot build the model.
+    Raises ConfigError, the same on all ranks: a pattern matches nothing, or transformers cannot build the model.
     """
     use_triton(job.training.triton_kernels)
     model = describe_model(job, model_config, device.type)
@@ -249,7 +249,7 @@ def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDi
 
 
 def describe_model(job: JobConfig, model_config: AnyModelConfig, device_type: str) -> Model:
-    """Describe the whole model on meta, with its adapters and what is trained; raises as `build_on_meta`."""
+    """Describe the unsharded model on meta, with adapters and frozen parameters; raises as `build_on_meta`."""
     model = build_model(model_config, base_dtype(job.training, job.lora, device_type))
     apply_lora(model, job.lora, getattr(torch, job.training.dtype))
     if job.lora.base_dtype in BLOCK_SIZES:
@@ -262,7 +262,7 @@ def describe_model(job: JobConfig, model_config: AnyModelConfig, device_type: st
 
 def shard(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
     """Shard `model`, on meta, in place: first over pipeline stages, then as `parallelize`."""
-    if dims.degrees.pp > 1:  # first: what it leaves to other stages is never called, whatever is hooked to it
+    if dims.degrees.pp > 1:  # first: later hooks on modules of other stages are never called
         assert isinstance(model, Decoder), "pipeline parallelism of a model of transformers"
         apply_pipeline_parallel(model, dims, mixed_precision_dtypes(job.training, device_type)[0])
     parallelize(model, job, dims, device_type)
@@ -271,22 +271,22 @@ def shard(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) ->
 def fill(
     job: JobConfig, model: Model, sources: list[SourceProvider], device: torch.device, waiting: Any = None
 ) -> Plan:
-    """Give the sharded `model` its values; the group `waiting` waits for ranks that read longer. Collective."""
+    """Materialize the sharded `model`; the group `waiting` has a timeout for ranks that read longer. Collective."""
     where = torch.device("cpu") if job.training.enable_cpu_offload else device
     return materialize(model, where, sources, seed=job.training.seed, buffer_device=device, waiting=waiting)
 
 
 def build_checkpointer(job: JobConfig, folder: Path) -> Checkpointer:
-    """Build what finds, loads and saves checkpoints, of the model or of its adapters. Collective."""
-    base = job.checkpoint, job.model
-    saved_as = PeftFormat(*base, job.lora) if job.lora.rank else HFFormat(*base)
+    """Build the checkpointer, for all weights or, with LoRA, for the adapters alone. Collective."""
+    sections = job.checkpoint, job.model
+    saved_as = PeftFormat(*sections, job.lora) if job.lora.rank else HFFormat(*sections)
     return Checkpointer(job.checkpoint, saved_as, folder, record_event, all_reduce_sum, job.comm.timeout_seconds)
 
 
 def build_metrics(
     job: JobConfig, folder: Path, model: Model, loader: TrainLoader, dims: ParallelDims, device: torch.device, step: int
 ) -> MetricsLogger:
-    """Build what writes the metrics of a run that begins after `step`; rank 0 writes, to W&B too if that is on."""
+    """Build the metrics logger of a run that begins after `step`; rank 0 writes, also to W&B if that is on."""
     return MetricsLogger(
         job,
         folder,
@@ -320,10 +320,10 @@ def build_schedule(dims: ParallelDims) -> Schedule:
 
 
 def explain(error: BaseException, job: JobConfig | None) -> TitanliteError | None:
-    """Turn what torch raises because of a setting, or of memory, into an error that says so; None for other errors."""
+    """Turn an error of torch that a setting or full memory caused into one that names it; None for other errors."""
     return (job and explain_out_of_memory(job, error)) or explain_refusal(error)
 
 
 def close(exit_code: int) -> None:
-    """End what writes elsewhere than in the run's folder; the process ends with `exit_code` afterwards."""
+    """Finish the W&B run, if there is one; the process ends with `exit_code` afterwards."""
     finish_wandb(exit_code)

@@ -31,7 +31,7 @@ _assume_balanced: ContextVar[bool] = ContextVar("assume_balanced", default=False
 
 @contextmanager
 def balanced_routing() -> Iterator[None]:
-    """Let every rank get the tokens that it would on average, without a look at them: to plan a run without data."""
+    """Give every rank the average number of tokens, whatever the router chose: to plan a run without data."""
     token = _assume_balanced.set(True)
     try:
         yield
@@ -40,7 +40,7 @@ def balanced_routing() -> Iterator[None]:
 
 
 def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> None:
-    """Split the experts of every MoE layer over the one-axis `mesh`, in place, and let tokens travel.
+    """Split the experts of every MoE layer over the one-axis `mesh`, in place, and dispatch tokens by all-to-all.
 
     Attributes of parameters are kept. No collective is run; the model may be on meta.
 
@@ -57,11 +57,11 @@ def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> None:
 
 class ExpertParallelDispatcher:
     """Token dispatcher over a process group: all-to-all to the experts' ranks, grouped GEMM there, all-to-all back. A
-    token goes once to each rank that has experts of it, where their results are summed.
+    token goes once to each rank that holds any of its experts; their results are summed there.
 
-    Collectives: five per forward (counts, experts, tokens, weights, results); every rank of the group must call, with
-    the same number of experts. One copy of the split sizes to the host per call, the only synchronization point. A
-    recomputation of the layer sends the tokens alone: it takes the rest from the forward, and needs no results.
+    Collectives: five per forward (counts, expert ids, tokens, weights, results); every rank of the group must call,
+    with the same number of experts. One copy of the split sizes to the host per call, the only synchronization point. A
+    recomputation of the layer repeats the exchange of tokens only: it keeps the forward's routing and needs no results.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -70,7 +70,7 @@ class ExpertParallelDispatcher:
     def dispatch(
         self, experts: Any, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `TokenDispatcher`; `experts` is titanlite's `Experts`, or is called as that is."""
+        """Implement `TokenDispatcher`; `experts` is titanlite's `Experts`, or has the same call signature."""
         token_C, rows_Tk, is_here_Ck, order_Q, rows_Pk, offsets_e, send, receive = keep(
             lambda: self._route(topk_expert_ids_Tk, experts.num_experts)
         )
@@ -83,9 +83,9 @@ class ExpertParallelDispatcher:
         return _Return.apply(y_PD, token_C, rows_Tk, travel), offsets_e
 
     def _route(self, topk_expert_ids_Tk: torch.Tensor, num_experts: int) -> tuple[Any, ...]:
-        """Order of the copies that are sent, and which experts each is for; order of the rows that they become there.
+        """Return which token each copy sent is of and for which experts, and the order of the rows received.
 
-        `rows_Tk` are the copies of each token, `rows_Pk` the rows of each copy received; there are fewer than k.
+        `rows_Tk` are the copies of each token, `rows_Pk` the rows of each copy received: k or fewer.
         """
         size, local = self._size, num_experts // self._size
         rank_Tk = topk_expert_ids_Tk // local
@@ -118,8 +118,8 @@ class ExpertParallelDispatcher:
 
 
 class _Travel:
-    """Exchanges of one call, there and back. In backward those of the results' gradients may run while the layer is
-    computed again, and those of the tokens' while the weights' are computed: see `ops.moe_experts.Travel`.
+    """All-to-alls of one dispatch. In backward, that of the results' gradients may overlap with the recomputation of
+    the layer, and that of the tokens' gradients with the weight gradients: see `ops.moe_experts.Travel`.
     """
 
     def __init__(self, send: list[int], receive: list[int], group: str) -> None:
@@ -129,7 +129,7 @@ class _Travel:
         self._work: dist.Work | None = None
 
     def start(self, x: torch.Tensor, splits: tuple[Any, ...]) -> torch.Tensor:
-        """Return what comes for `x`, complete after `wait`."""
+        """Start an all-to-all of `x`; return its result, which is complete after `wait`."""
         out, self._work = start_all_to_all(x, *splits)
         return out
 
@@ -146,7 +146,7 @@ class _Travel:
 
 
 class _Send(torch.autograd.Function):
-    """Tokens go to the ranks of their experts. In backward the exchange may be on its way already."""
+    """All-to-all of the tokens to the ranks of their experts. In backward the exchange may be in flight already."""
 
     @staticmethod
     def forward(ctx: Any, x_CD: torch.Tensor, travel: _Travel) -> torch.Tensor:
@@ -162,9 +162,9 @@ class _Send(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """Results go back to their tokens' ranks and are summed there.
+    """All-to-all of the results back to their tokens' ranks, where they are summed.
 
-    No tensor is saved as such: a recomputation ends where the last one is, and leaves this exchange out.
+    No tensor is saved for backward: a recomputation stops after the last saved tensor, so it skips this exchange.
     """
 
     @staticmethod

@@ -37,11 +37,11 @@ def mixed_precision_dtypes(training: TrainingSection, device_type: str) -> tuple
 
 
 def base_dtype(training: TrainingSection, lora: LoRASection, device_type: str) -> torch.dtype:
-    """Dtype of the model's own weights that are not in blocks: `training.dtype`, or with adapters `lora.base_dtype`."""
+    """Return the dtype of weights that are not quantized: `training.dtype`, or with adapters `lora.base_dtype`."""
     if not lora.rank:
         return getattr(torch, training.dtype)
     if lora.base_dtype == "auto" or lora.base_dtype in BLOCK_SIZES:
-        return mixed_precision_dtypes(training, device_type)[0]  # frozen, they need no more bits than matmuls see
+        return mixed_precision_dtypes(training, device_type)[0]  # frozen weights need no more bits than the matmuls
     return getattr(torch, lora.base_dtype)
 
 
@@ -51,8 +51,8 @@ def apply_fsdp(
     """Shard `model` in place, on meta. Attributes that were set on parameters are carried over.
 
     Units: each decoder layer, its experts if they live on another mesh, the embedding, and final norm with output head.
-    Tied, the last two are in the root unit. In a model of transformers the blocks of a vision tower are layers too, and
-    what lies outside of layers is in the root unit.
+    Tied embedding and head are in the root unit. In a model of transformers the blocks of a vision tower are layers
+    too, and everything outside of layers is in the root unit.
     """
     attributes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
     param_dtype, reduce_dtype = mixed_precision_dtypes(training, device_type)
@@ -121,9 +121,9 @@ def apply_fsdp(
 def prepare_backward(model: Model, dims: ParallelDims, ending: Collection[int], *, once_per_step: bool) -> None:
     """Select the chunks of a pipeline stage whose next backwards run the once-per-step work.
 
-    A new model does so in every backward. A step selects before the backward of its last micro-batch, of one chunk
-    alone: others may have gradients open. The work is the all-reduce of gradients over `dp_replicate`, the slowest
-    links; until then this rank's gradients are in FSDP's own buffers, not in `grad`. With
+    A new model does so in every backward. `TrainStep` calls this before the last micro-batch's backward of each chunk,
+    for that chunk alone: others may have backwards to come. The work is the all-reduce of gradients over
+    `dp_replicate`, the slowest links; until then gradients are in FSDP's own buffers, not in `grad`. With
     `once_per_step` it is every reduction of gradients, and gathered parameters are kept until then.
     """
     root: Any = model  # an FSDPModule, which its static type does not show
@@ -152,7 +152,7 @@ def _layers_by_chunk(model: Model, dims: ParallelDims) -> list[list[nn.Module]]:
 def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
     """Split experts along dim 1 where there are more ranks than experts; everything else along dim 0.
 
-    Of experts of transformers the other dims need not divide: ranks beyond their number hold none.
+    Those of transformers stay on dim 0, because other dims need not be divisible: surplus ranks hold none.
     """
     if not model.splits_inside_experts:
         return lambda param: None
@@ -194,12 +194,12 @@ register_optimizer_step_post_hook(_count_optimizer_step)
 
 
 class ExpertCopies:
-    """Copies of parameters in the dtype of matmuls, made anew after an optimizer step; gradients are added to those of
-    the parameters, in their dtype and in place.
+    """Copies of expert parameters in the matmul dtype, refreshed after an optimizer step. Gradients are added to the
+    parameters' `grad`, in the parameters' dtype and in place.
 
     Attributes:
-        by_param: local copies, each with what it was made of: the version of the parameter, and the number of steps of
-            all optimizers, for fused ones change a tensor and not its version.
+        by_param: local copies, each with the state it was made at: the version of the parameter, and the number of
+            steps of all optimizers, because fused ones change a tensor without a new version.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -229,7 +229,7 @@ class _ReadCopy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
-        """Return nothing: autograd would cast the gradient first, and add it in a second pass."""
+        """Add the gradient here and return none: autograd would cast it first, and add it in a second pass."""
         param = ctx.param
         if param.grad is None:
             param.grad = sharded_like(param, grad.to(param.dtype))
@@ -239,7 +239,7 @@ class _ReadCopy(torch.autograd.Function):
 
 
 def _prefetch_nothing_in_backward(units: Iterable[nn.Module]) -> None:
-    """Prefetch nothing for what is gathered once per step, and for a pipeline stage's first units.
+    """Turn backward prefetching off, for units that are gathered once per step and a pipeline stage's first units.
 
     FSDP2 lists the units of all micro-batches together, and would gather the last one again before the first.
     """

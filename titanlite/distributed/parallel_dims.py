@@ -111,8 +111,8 @@ class ParallelDims:
 
 def _new_group(ranks: range) -> dist.ProcessGroup:
     """Make the group of `ranks`, which this rank is one of. Collective over these alone."""
-    # The other groups are none of this rank's business: making all of them takes a barrier of all ranks for each.
-    # That works while the default group is bound to no device, or NCCL would split its communicator with all ranks.
+    # Without local synchronization every rank would have to make every group, with a barrier of all ranks for each.
+    # It needs a default group that is bound to no device: otherwise NCCL splits its communicator, with all ranks.
     group = dist.new_group(list(ranks), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)  # this rank is in it
     return group
@@ -121,8 +121,8 @@ def _new_group(ranks: range) -> dist.ProcessGroup:
 def _build_mesh(device_type: str, sizes: dict[str, int], always: str) -> DeviceMesh:
     """Make the mesh over the axes of more than one rank, and over `always`. Collective."""
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == always}
-    # Tokens get a group of their own also where it has all ranks. Sharing the default one with FSDP, they would travel
-    # behind the parameters of the next layer: NCCL serves one communicator in order.
+    # Tokens get a group of their own even if it has all ranks. In the default one they would queue after FSDP's
+    # all-gather of the next layer: NCCL serves one communicator in order.
     own: Any = {"ep": dist.get_backend_config()} if "ep" in sizes else None
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own)
 
@@ -132,8 +132,8 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, placements: ParameterPl
 
     Splits are in `torch.chunk` sizes. Ties stay tied, and attributes are carried over. A plain parameter cannot become
     a DTensor in place (their slots differ), so do this before anything is keyed by parameter objects. A replicated
-    parameter must have the same value on all ranks of the axis already. What other ranks hold is left alone. No
-    collective.
+    parameter must have the same value on all ranks of the axis already. Parameters of other pipeline stages are left
+    alone. No collective.
     """
     holders: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():

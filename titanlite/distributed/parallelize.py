@@ -23,17 +23,17 @@ from titanlite.ops.attention import AttentionBackend
 from titanlite.ops.grouped_gemm import resolve_backend
 
 _MOST_GRAPHS = 64
-"""Of all layers together. Dense and MoE layers, training and evaluation, masks and shapes have graphs of their own; at
-torch's limit, 8, a layer is an error or runs uncompiled."""
+"""Graphs of all layers together. Dense and MoE layers, training and evaluation, masks and shapes have graphs of their
+own; beyond torch's limit, 8, compiling is an error or the layer runs uncompiled."""
 _CACHE, _OTHERS_WRITE = "TORCHINDUCTOR_CACHE_DIR", 0o022
 
 
 def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
     """Shard `model` in place as the configuration says. The model is, and stays, on meta; no data is moved.
 
-    Context parallelism is first, for tensor parallelism splits its pieces of sequences. Both and expert parallelism
-    come before FSDP2, which splits the shards that they leave; its hooks stay outside of what `wrap_layers` does. What
-    other pipeline stages have must have left `model` already.
+    Context parallelism comes first: tensor parallelism splits the part of a sequence that cp leaves to a rank. FSDP2
+    comes last: it splits the shards of tp and ep, and its hooks must stay outside of what `wrap_layers` does. With
+    pipeline stages, `apply_pipeline_parallel` has run already.
     """
     if dims.cp_group is not None:
         apply_context_parallel(model, dims.cp_group)
@@ -51,11 +51,10 @@ def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: s
 def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> None:
     """Put activation checkpointing and compilation around the layers' forwards; only titanlite's own can be compiled.
 
-    Parameters keep their names, and FSDP's hooks are not traced. What is checkpointed by operation is compiled with the
-    layer. A whole layer is checkpointed around its compiled code: inside of it, a graph break would leave all of the
-    layer uncompiled. With `experts_on_own_mesh`, experts are FSDP units of their own, or tokens travel to them: neither
-    is compiled, so a layer with experts becomes several graphs. Every other layer is one, or training ends with an
-    error.
+    Parameters keep their names, and FSDP's hooks are not traced. Checkpointed operations are compiled with the layer. A
+    whole layer is checkpointed around its compiled code: a graph break inside of a checkpoint would leave all of the
+    layer uncompiled. With `experts_on_own_mesh`, FSDP's hooks on experts and the exchange of tokens are not compiled,
+    so a layer with experts becomes several graphs. Every other layer is one graph, or training ends with an error.
     """
     checkpoint_operations(model, job.activation_checkpoint)
     if job.compile.enable:
@@ -133,9 +132,9 @@ def check_device(job: JobConfig, device: torch.device) -> None:
 
 
 def choose_attention(job: JobConfig, model_config: AnyModelConfig, device_type: str) -> AttentionBackend:
-    """Choose what `model.attention_backend` = "auto" stands for on devices of this type; also for a plan without one.
+    """Return `model.attention_backend`, with "auto" resolved for devices of this type, which need not be here.
 
-    FlashAttention wants CUDA from Ampere on, bfloat16, and heads of a multiple of 8 up to 256 values.
+    FlashAttention ("varlen") needs CUDA from Ampere on, bfloat16, and head widths of a multiple of 8 up to 256.
     """
     if job.model.attention_backend != "auto":
         return job.model.attention_backend

@@ -104,7 +104,7 @@ class Backbone(nn.Module):
 
 
 def is_here(module: nn.Module) -> bool:
-    """Return False for a stand-in of a module that another pipeline stage has."""
+    """Return False for a module whose parameters another pipeline stage holds."""
     return not any(map(is_elsewhere, module.parameters()))
 
 
@@ -138,19 +138,19 @@ class Decoder(Model):
         cache: Cache | None = None,
         starts_N1: torch.Tensor | None = None,
     ) -> torch.Tensor | LossSums:
-        """Logits (B, S, V), or with labels the `LossSums`, or with a cache the logits (B, V) of each row's next token.
+        """Return logits (B, S, V), with labels the `LossSums`, with a cache the logits (B, V) of each row's next token.
 
         Args:
             tokens_BS: int64 token ids.
             labels_BS: int64 target of each position (the next token), or -100 to leave it out of the loss.
             positions_BS: int64 positions, restarting in each packed document; None counts 0, 1, 2, ...
             document_ids_BS: int64 document of each token for packed rows, -1 for padding; None: one document per row.
-            reduction: "none" leaves the cross entropy of every token, (B, S), 0 where there is no label; a function, in
-                place of the cross entropy, what it makes of every token: see `linear_cross_entropy`.
-            cache: alone with tokens, without gradients. The first call takes the prompts, padded on
-                the right, (B, S). Each later one takes one new token per row, side by side in one sequence: (1, B).
-                Behind those may be any padding.
-            starts_N1: what `find_starts` found in `document_ids_BS` on the host, so that nothing waits for the device.
+            reduction: "none" returns the cross entropy of every token, (B, S), 0 where there is no label. A function
+                replaces the cross entropy of every token: see `linear_cross_entropy`.
+            cache: for generation, with tokens as the only other argument and no gradients. The first call takes the
+                prompts, (B, S), padded on the right. Each later one takes one new token per row, side by side in one
+                sequence, (1, B), which may be padded.
+            starts_N1: result of `find_starts(document_ids_BS)` on the host; without it, varlen waits for the device.
         """
         if cache is not None:
             hidden_BSD, _ = self.model(tokens_BS, cache.positions(tokens_BS), None, cache)
@@ -194,9 +194,9 @@ class Decoder(Model):
     def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         if self.config.tie_word_embeddings:
             return [], []
-        before, behind = [self.model.embed_tokens], [self.model.norm, self.lm_head]
+        before, after = [self.model.embed_tokens], [self.model.norm, self.lm_head]
         # Modules of other pipeline stages are not called here.
-        return [m for m in before if is_here(m)], [m for m in behind if is_here(m)]
+        return [m for m in before if is_here(m)], [m for m in after if is_here(m)]
 
     def embedding_and_head(self) -> tuple[nn.Module, nn.Module]:
         return self.model.embed_tokens, self.lm_head

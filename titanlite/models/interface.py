@@ -57,7 +57,7 @@ class Model(nn.Module):
     def configure(
         self, attention_backend: AttentionBackend, moe: MoESection, loss_chunk_tokens: int, device: torch.device
     ) -> None:
-        """Hand settings that are no sizes to the modules that use them on devices like `device`."""
+        """Set attention backend, MoE settings and loss chunk on the modules, in place, for devices like `device`."""
         raise NotImplementedError
 
     def all_layers(self) -> list[nn.Module]:
@@ -114,8 +114,9 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
-        """Build an empty cache of the model's own kind for prompts of these lengths, up to `max_len` tokens; None: any
-        serves.
+        """Build an empty cache of the model's own kind for prompts of these lengths, up to `max_len` tokens.
+
+        None: the model has none, and takes any `Cache`.
         """
         return None
 

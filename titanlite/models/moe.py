@@ -25,7 +25,7 @@ from titanlite.ops.moe_experts import Travel, moe_experts
 
 
 class Routing(NamedTuple):
-    """What the router decided."""
+    """The router's decision for each token."""
 
     topk_scores_Tk: torch.Tensor  # weight of each chosen expert, float32
     topk_expert_ids_Tk: torch.Tensor  # chosen experts, int64
@@ -33,16 +33,16 @@ class Routing(NamedTuple):
 
 
 class ExpertCounter(Protocol):
-    """What one layer's experts were given in the latest forward in training mode, on this rank."""
+    """Rows that one layer's experts got in the latest forward in training mode, on this rank."""
 
     @property
     def tokens_per_expert(self) -> torch.Tensor: ...  # (E,) int64, routed rows of this rank's valid tokens
     @property
-    def chosen_rows(self) -> torch.Tensor | None: ...  # (E,) int64, that its tokens chose, padding too; None: not known
+    def chosen_rows(self) -> torch.Tensor | None: ...  # (E,) int64, chosen by its tokens, with padding; None: unknown
     @property
-    def row_ends(self) -> torch.Tensor | None: ...  # int32 end of the rows that each expert here got; None: not known
+    def row_ends(self) -> torch.Tensor | None: ...  # int32 end of the rows that each expert here got; None: unknown
     @property
-    def first_expert(self) -> int: ...  # which of all experts is the first one on this rank
+    def first_expert(self) -> int: ...  # number of the first expert on this rank
 
 
 class Router(nn.Module):
@@ -64,7 +64,7 @@ class Router(nn.Module):
         self.register_buffer("tokens_per_expert", torch.empty(config.num_experts, dtype=torch.int64), persistent=False)
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
-        # They sum a (B, E) tensor, one after the other, over the ranks that hold other parts of the same sequences.
+        # Each sums a (B, E) tensor over ranks that hold other parts of the same sequences (cp, tp); applied in order.
         self.sequence_sums: list[Callable[[torch.Tensor], torch.Tensor]] = []
 
     def declare_sources(self) -> dict[str, Source]:
@@ -139,14 +139,14 @@ class Experts(nn.Module):
     """All experts of a layer, laid out as in Hugging Face's models: gate_up_proj (E, 2 I, D), down_proj (E, D, I).
 
     Attributes:
-        first_expert: which of all experts is the first one here; 0 unless expert parallelism splits them.
-        multiply: (rows, weight, offsets, backend) to the grouped rows times the transposed weights, where these are not
-            stored as above; None: they are, and one operator computes all.
-        read: parameter to the local tensor that is multiplied.
+        first_expert: number of the first expert on this rank; 0 unless expert parallelism splits them.
+        multiply: multiplies grouped rows by quantized weights, transposed: (rows, weight, offsets, backend) -> rows.
+            None: the weights are stored as above, and one fused operator computes all.
+        read: returns the local tensor of a parameter to multiply by; FSDP may set `ExpertCopies`.
     """
 
     stacked_matrices: ClassVar[dict[str, int]] = {"gate_up_proj": 2}
-    """Parameters whose rows are those of several matrices, one after the other, for optimizers that tell them apart."""
+    """Number of matrices stacked in the rows of a parameter, for optimizers that treat each by itself (Muon)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Experts(nn.Module):
 
     @property
     def num_experts(self) -> int:
-        """Experts of all ranks together."""
+        """Number of experts of all ranks together."""
         return self.gate_up_proj.shape[0]
 
     def declare_sources(self) -> dict[str, Source]:
@@ -176,7 +176,7 @@ class Experts(nn.Module):
         offsets_E: torch.Tensor,
         travel: Travel | None = None,
     ) -> torch.Tensor:
-        """Weighted sum of the experts' results per token, (T, D); arguments as in `moe_experts`."""
+        """Return the weighted sum of the experts' results per token, (T, D); arguments as in `moe_experts`."""
         if self.is_fused:
             weights, backend = (self.read(self.gate_up_proj), self.read(self.down_proj)), self.grouped_gemm_backend
             return moe_experts(x_TD, *weights, weight_R, token_R, rows_Tk, offsets_E, backend, travel)
@@ -186,7 +186,7 @@ class Experts(nn.Module):
 
     @property
     def is_fused(self) -> bool:
-        """One operator computes all; without, `project` computes each of the two projections."""
+        """True: one operator computes both projections. False: `project` computes each."""
         return self.multiply is None
 
     def project(self, name: str, x: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
@@ -208,7 +208,7 @@ def is_routed(name: str) -> bool:
 
 
 def count_rows(expert_ids_Tk: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Rows that chose each expert, (E,) int64."""
+    """Count the rows that chose each expert, (E,) int64."""
     ids_R = expert_ids_Tk.flatten()
     return ids_R.new_zeros(num_experts).scatter_add_(0, ids_R, torch.ones_like(ids_R))
 
@@ -216,7 +216,7 @@ def count_rows(expert_ids_Tk: torch.Tensor, num_experts: int) -> torch.Tensor:
 def dispatch_locally(
     experts: Experts, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token dispatcher for experts that are all on this rank (or all-gathered by FSDP)."""
+    """Implement `TokenDispatcher` for experts that are all on this rank (or all-gathered by FSDP)."""
     order_R, rows_Tk, counts_E = group_by_expert(topk_expert_ids_Tk, experts.num_experts)
     token_R = order_R // topk_expert_ids_Tk.shape[1]
     offsets_E = counts_E.cumsum(0).to(torch.int32)
@@ -246,12 +246,12 @@ class MoE(nn.Module):
 
     @property
     def tokens_per_expert(self) -> torch.Tensor:
-        """The router's."""
+        """Counts of the router."""
         return self.gate.tokens_per_expert
 
     @property
     def first_expert(self) -> int:
-        """Which of all experts is the first one on this rank."""
+        """Number of the first expert on this rank."""
         return self.experts.first_expert
 
     def forward(
@@ -259,7 +259,7 @@ class MoE(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (B, S, D) and the balance losses of this layer, summed over tokens, or None."""
         scores_Tk, expert_ids_Tk, aux_loss = self.gate(x_BSD, valid_BS)
-        # First: a recomputation of the layer then ends with the routed experts, before their results travel back.
+        # Before the routed experts, so that a recomputation can stop after these, without the all-to-all back.
         shared_BSD = None if self.shared_experts is None else self.shared_experts(x_BSD)
         out_TD, row_ends = self.dispatch(self.experts, x_BSD.flatten(0, 1), scores_Tk, expert_ids_Tk)
         if self.training:

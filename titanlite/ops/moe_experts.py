@@ -22,16 +22,16 @@ from titanlite.ops.permute import gather_sum_rows, permute_tokens, unpermute_sum
 
 
 class Travel(Protocol):
-    """Gradients on their way between ranks while the experts' backward computes something else."""
+    """Gradients in flight between ranks while the experts' backward computes something else."""
 
     is_served: bool
-    """Set by experts whose backward makes both calls."""
+    """Set by experts whose backward calls both `wait` and `begin`."""
 
     def wait(self) -> None:
         """Wait for the gradient of the results, before its first use."""
 
     def begin(self, dx_TD: Tensor) -> None:
-        """Send the gradient of x; what follows are the gradients of the weights."""
+        """Send the gradient of x; the gradients of the weights are computed meanwhile."""
 
 
 def moe_experts(
@@ -53,10 +53,10 @@ def moe_experts(
         down_proj: (E, D, I).
         row_weight_R: the router's weight of each row, float32.
         token_R: token of each row, int64; rows are grouped by expert.
-        rows_Tk: rows of each token, int64, the inverse of `token_R`; summed in this order. Those from R on are none.
-        offsets_E: int32 end of each expert's rows. Rows behind the last end belong to no expert and add nothing.
+        rows_Tk: rows of each token, int64, the inverse of `token_R`; summed in this order. R or more means no row.
+        offsets_E: int32 end of each expert's rows. Rows after the last end belong to no expert and add nothing.
         backend: as in `grouped_gemm`.
-        travel: told in backward what it may send meanwhile.
+        travel: called in backward when a gradient is needed or can be sent.
 
     Raises:
         ValueError: as `grouped_gemm`.
