@@ -219,9 +219,9 @@ def test_bad_prompts_and_templates(command, folder, tmp_path):
         assert done.code == 2 and done.out == ""
         return done.err
 
-    assert "line 2: is no JSON" in refused(b'{"prompt": "a"}\n{"prompt"\n')
+    assert "line 2: not valid JSON" in refused(b'{"prompt": "a"}\n{"prompt"\n')
     assert "line 1: has neither prompt (a string) nor messages (a list)." in refused(b'{"text": "a"}\n')
-    assert "byte 12 is not UTF-8" in refused(b'{"prompt": "\xff"}\n')
+    assert "line 1: not UTF-8. Convert it" in refused(b'{"prompt": "\xff"}\n')
     assert "messages need a chat template to become text. Add --chat." in refused(b'{"messages": [{"role": "user"}]}\n')
     tool = b'{"messages": [{"role": "tool", "content": "1"}]}\n'
     assert "the chat template refuses [{'role': 'tool'" in refused(tool, "--chat")

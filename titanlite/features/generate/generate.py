@@ -100,17 +100,13 @@ def generate(
         on_token: called with each new token of the first prompt, on rank 0 only.
 
     Raises:
-        ConfigError: an empty prompt, or a sampling parameter or size out of range; the same on all ranks.
+        ConfigError: an empty prompt; the same on all ranks. Callers check numbers, `Sampling.check` among them.
 
     Collectives: those of the forwards, one all-reduce per token, one gather at the end; every rank must call alike.
     """
     sampling = sampling or Sampling()
-    problems = sampling.check()
-    problems += [f"prompt {i} has no tokens." for i, prompt in enumerate(prompts) if not prompt]
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if value < 1:
-            problems.append(f"{name} = {value} is out of range. Set it to 1 or more.")
-    raise_problems(ConfigError, "generate", problems)
+    empty = [f"prompt {i} has no tokens." for i, prompt in enumerate(prompts) if not prompt]
+    raise_problems(ConfigError, "generate", empty)
     limit = _get_rope_limit(model)
     if limit is not None and any(len(prompt) + max_new_tokens > limit for prompt in prompts):
         batch_size = 1  # or the longest text of a batch would choose the frequencies of all

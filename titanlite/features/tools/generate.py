@@ -21,7 +21,7 @@ from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.command_line import Parser, command, one_of
 from titanlite.base.env import read_variable
 from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_problems
-from titanlite.base.files import parse_json, read_regular
+from titanlite.base.files import read_regular
 from titanlite.base.tables import format_count
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, OWN_FOLDER, read_json
 from titanlite.checkpoint.model_source import weights_of
@@ -46,7 +46,7 @@ from titanlite.features.generate.generate import (
     name_of,
 )
 from titanlite.features.lora.merge import MergedAdapters, MergedSource
-from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.readers import READERS, RowError
 from titanlite.features.sft.row_limits import run_row
 from titanlite.features.tools.chat import TextStream, chat, text_of
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
@@ -304,25 +304,23 @@ def _dtype(asked: str, folder: Path, device: torch.device) -> str:
 def _read_prompts(path: Path) -> list[Any]:
     where = f"generate: --prompts-file {path}"
     try:
-        lines = read_regular(path, 2**30).decode("utf-8").split("\n")
+        if path.suffix == ".jsonl":
+            return [_read_prompt(f"{where}, line {number}", row) for number, row in READERS[".jsonl"](path, 0)]
+        text = read_regular(path, 2**30).decode("utf-8")
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
-    numbered = [(number, line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
-    if path.suffix != ".jsonl":
-        return [line for _, line in numbered]
-    prompts = []
-    for number, line in numbered:
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            raise DataError(f"{where}, line {number}: is no JSON: {error}.") from None
-        prompt = row.get("messages", row.get("prompt")) if isinstance(row, dict) else None
-        if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
-            raise DataError(f"{where}, line {number}: has neither prompt (a string) nor messages (a list).")
-        prompts.append(prompt if isinstance(prompt, str) else row | {"messages": prompt})
-    return prompts
+    return [line.rstrip("\r") for line in text.split("\n") if line.strip()]
+
+
+def _read_prompt(where: str, row: Any) -> Any:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: {row}")  # why it is none
+    prompt = row.get("messages", row.get("prompt"))
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
+        raise DataError(f"{where}: has neither prompt (a string) nor messages (a list).")
+    return prompt if isinstance(prompt, str) else row | {"messages": prompt}
 
 
 def _encode(tokenizer: Any, prompt: Any, *, chat: bool, options: argparse.Namespace) -> list[int]:
