@@ -119,7 +119,6 @@ def assemble(checked: Checked) -> Trainer:
         check_saved_tokenizer(model_config, tokenizer, compared, is_new=is_new)
     heartbeat.beat("loading", step)
 
-    torch.manual_seed(job.training.seed + dims.dropout_rank)  # ranks with other tokens drop other elements
     model = build_on_meta(job, model_config, dims, device)
     checkpointer.prepare(
         model, tokenizer, [] if loader.dataset.form == "text" else get_end_of_turn_ids(tokenizer, loader.dataset)
@@ -129,7 +128,7 @@ def assemble(checked: Checked) -> Trainer:
     if job.checkpoint.enable and not job.lora.rank:
         check_layout(plan)
     optimizer = make_optimizer(job, model, dims)
-    checkpointer.load_state(plan, optimizer, device)
+    checkpointer.load_state(plan, optimizer)
     objective = build_objective(job, model.config.vocab_size, loader.dataset.form)
     stepper = TrainStep(job, dims, device, model, optimizer, objective, build_schedule(dims), step)
     samples, taken, order = (0, None, "") if start is None else (start.samples, start.taken, start.data)

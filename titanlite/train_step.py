@@ -1,5 +1,6 @@
 """One optimizer step on whatever mesh: forward, backward, reduction, clipping, update, and what is logged of it."""
 
+import hashlib
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -127,6 +128,7 @@ class TrainStep:
         spread. A backward follows its forward; a pipeline stage runs some forwards ahead, and maybe its layers in
         several chunks.
         """
+        seed_generators(f"{self.job.training.seed}:{self.step}:{self.dims.dropout_rank}", self.device)
         objective, count = self.objective, len(micro_batches)
         units, num_tokens = self.count_units(micro_batches)
         losses_finite = torch.ones(count, dtype=torch.bool, device=self.device)
@@ -274,6 +276,14 @@ class TrainStep:
         if self.job.moe.aux_loss_coeff or self.job.moe.z_loss_coeff:
             found["loss/aux"] = result.aux_loss.item()
         return found
+
+
+def seed_generators(name: str, device: torch.device) -> None:
+    """Seed torch's generators, of the host and of `device`, by `name`: dropout is the same in a run that resumes."""
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would format the stack for CUDA's first use
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def _count_tokens(batch: Batch) -> torch.Tensor:

@@ -259,7 +259,7 @@ class Trainer:
             identity=get_identity(self.job),
         )
         card = partial(self.render_card, progress=progress, results=self.results)
-        self.checkpointer.save(self.model, self.plan, self.stepper.optimizer, progress, self.device, card)
+        self.checkpointer.save(self.model, self.plan, self.stepper.optimizer, progress, card)
 
     def finish(self) -> None:
         """Save, show a sample, say where everything is, and upload. Collective: every rank must call."""

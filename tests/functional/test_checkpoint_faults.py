@@ -51,7 +51,7 @@ SMALL = [
 ]
 HITS = int(os.environ.get("TITANLITE_KILLS", "12"))  # kills per mode in the middle of a save; more by hand
 SECONDS = 20  # in which an error must be on all ranks; 1 on idle cores
-MODEL, OPTIMIZER, RNG = "model.safetensors", "titanlite/optimizer.safetensors", "titanlite/rng.safetensors"
+MODEL, OPTIMIZER = "model.safetensors", "titanlite/optimizer.safetensors"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,7 +72,7 @@ def build_trainer(job: Checked) -> Trainer:
 
 
 def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
-    """This rank's part of everything that a checkpoint has, but for the generators."""
+    """This rank's part of everything that a checkpoint has."""
     found = [local_of(entry.tensor) for entry in trainer.plan.entries if entry.info.persistent]
     return found + [local_of(value) for state in trainer.stepper.optimizer.state.values() for value in state.values()]
 
@@ -82,7 +82,6 @@ def save_step(trainer: Trainer, step: int) -> None:
     """Save a `step` of which every number is `step`, so that a mixture of two steps shows."""
     for tensor in tensors_of(trainer):
         tensor.fill_(step)
-    torch.manual_seed(step)
     trainer.stepper.step = step
     trainer.save()
 
@@ -97,18 +96,13 @@ def assert_holds(folder: Path, step: int) -> None:
     assert check_folder(folder, checksums=True) == []
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     listed = json.loads((folder / commit.MANIFEST_FILE).read_text())["files"].keys()
-    assert names == listed | {commit.MANIFEST_FILE} and {MODEL, OPTIMIZER, RNG, "config.json"} <= names
+    assert names == listed | {commit.MANIFEST_FILE} and {MODEL, OPTIMIZER, "config.json"} <= names
     assert json.loads((folder / train_state.STATE_FILE).read_text())["step"] == step
     for name in sorted(names):
         if not name.endswith(".safetensors"):
             continue
         for key, tensor in load_file(folder / name).items():
-            expected = generator_state(step) if name == RNG else torch.full_like(tensor, step)
-            assert torch.equal(tensor, expected), f"{folder.name}/{name}: {key}"
-
-
-def generator_state(step: int) -> torch.Tensor:
-    return torch.Generator().manual_seed(step).get_state()
+            assert torch.equal(tensor, torch.full_like(tensor, step)), f"{folder.name}/{name}: {key}"
 
 
 def hidden(folder: Path) -> list[str]:
@@ -661,7 +655,7 @@ def test_damaged_byte_is_found_by_its_checksum(start_all, saved):
     assert folder_digests(folder) == {name.replace("step-2", "step-2.damaged"): data for name, data in before.items()}
 
 
-@pytest.mark.parametrize("gone", [MODEL, RNG, "config.json", commit.MANIFEST_FILE])
+@pytest.mark.parametrize("gone", [MODEL, OPTIMIZER, "config.json", commit.MANIFEST_FILE])
 def test_checkpoint_with_a_missing_file_is_passed_over(start_all, saved, gone):
     folder = saved("run")
     (folder / "step-2" / gone).unlink()
@@ -719,7 +713,7 @@ def after_reading_headers(monkeypatch: pytest.MonkeyPatch, action: Callable[[], 
         monkeypatch.setattr(module, name, wrap(getattr(module, name)))
 
 
-@pytest.mark.parametrize("name", [MODEL, OPTIMIZER, RNG])
+@pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
 @pytest.mark.parametrize("fault", ["vanishes", "is cut off"])
 def test_file_that_changes_between_header_and_read_is_an_error_on_all_ranks(start_all, saved, monkeypatch, name, fault):
     folder = saved("run")

@@ -171,7 +171,7 @@ def test_parameters_are_counted_as_transformers_does(command, hf_model, tmp_path
 
 @pytest.mark.parametrize("saved_by", ["titanlite", "transformers"])
 def test_rows_cover_every_tensor(command, step, hf_model, saved_by):
-    """Model, masters, optimizer, biases and generators: one row per tensor with --all, else counts and sizes add up."""
+    """Model, masters, optimizer and biases: one row per tensor with --all, else counts and sizes add up."""
     folder, itemsize = (step, 2) if saved_by == "titanlite" else (hf_model(max_shard_size="100KB"), 4)
     files = list(folder.rglob("*.safetensors"))
     expected = {

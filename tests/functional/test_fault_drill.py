@@ -119,9 +119,7 @@ class Drill:
     def corrupt(self, rng: random.Random) -> None:
         """Flip one bit in the newest complete checkpoint."""
         folder = step_folder(self.checkpoints, self.complete()[-1])
-        path = folder / rng.choice(
-            ["model.safetensors", "titanlite/optimizer.safetensors", "titanlite/rng.safetensors"]
-        )
+        path = folder / rng.choice(["model.safetensors", "titanlite/optimizer.safetensors"])
         with path.open("r+b") as file:
             file.seek(rng.randrange(path.stat().st_size // 2, path.stat().st_size))
             at, byte = file.tell(), file.read(1)[0]

@@ -208,7 +208,7 @@ def test_resume(train, overrides_of, meshes, tmp_path):
         return folder
 
     same = resumed("TP2xEP2")
-    for name in ("adapter_model.safetensors", "titanlite/optimizer.safetensors", "titanlite/rng.safetensors"):
+    for name in ("adapter_model.safetensors", "titanlite/optimizer.safetensors"):
         assert file_digest(step / name) == file_digest(same / "checkpoint/step-4" / name), name
     adapters = "adapter_model.safetensors"
     assert file_digest(step / adapters) != file_digest(whole / "checkpoint/step-2" / adapters)

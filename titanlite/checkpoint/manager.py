@@ -80,9 +80,9 @@ class Checkpointer:
     def initial_sources(self, model: Model) -> list[SourceProvider]:
         return self._format.initial_sources(model)
 
-    def load_state(self, plan: Plan, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def load_state(self, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
         if self.start is not None:
-            load_state(step_folder(self.folder, self.start.step), plan, optimizer, device)
+            load_state(step_folder(self.folder, self.start.step), plan, optimizer)
 
     def _find(self) -> Progress | None:
         """Return the checkpoint to resume from; rank 0 chooses, all ranks help with checksums."""
@@ -192,7 +192,6 @@ class Checkpointer:
         plan: Plan,
         optimizer: torch.optim.Optimizer,
         progress: Progress,
-        device: torch.device,
         card: Callable[[], str],
     ) -> None:
         """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards are copied.
@@ -213,7 +212,7 @@ class Checkpointer:
             files = hf_model.unfinished_files(plan) if in_form is None else in_form
             hf_model.warn_of_sidecar(model.config, files)
             files = files if self._carried is None else self._carried.add_to(files)
-            files += parts.attempt(STATES, lambda: state_files(plan, optimizer, device)) or []
+            files += parts.attempt(STATES, lambda: state_files(plan, optimizer)) or []
             rest = self._description | hf_model.index_of(files) | {STATE_FILE: progress.to_json()}
             on_first = dist.get_rank() == 0
             readme = parts.attempt(CARD, lambda: {CARD: text.encode()} if on_first and (text := card()) else {})

@@ -1,4 +1,4 @@
-"""What a run needs besides the model to go on: optimizer states, generators, and the numbers in train_state.json."""
+"""What a run needs besides the model to go on: optimizer states, and the numbers in train_state.json."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from titanlite.base.agree import gather_objects, on_first_rank, raise_together
 from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
-from titanlite.base.log import logger
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 from titanlite.checkpoint.folder import OWN_FOLDER, read_headers, read_json
 from titanlite.checkpoint.header import StoredTensor
@@ -20,14 +18,14 @@ from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config.data import DataSection, get_sources
 from titanlite.config.schema import CheckpointSection
-from titanlite.materialize import Plan, ReadRequest, region_of
+from titanlite.materialize import Plan, region_of
 from titanlite.materialize.execute import empty, read_tensors, sharded_like
 from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
 
 STATE_FILE = f"{OWN_FOLDER}/train_state.json"
-_OPTIMIZER, _RNG = f"{OWN_FOLDER}/optimizer", f"{OWN_FOLDER}/rng"
+_OPTIMIZER = f"{OWN_FOLDER}/optimizer"
 
 
 @dataclass(frozen=True)
@@ -104,13 +102,12 @@ def resolve_held_out(data: DataSection, before: Progress | None, dump_folder: st
 
 
 def find_missing_state(folder: Path) -> list[str]:
-    """Return a problem for each file without which a run cannot resume from the checkpoint in `folder`."""
-    needed = (STATE_FILE, f"{_RNG}.safetensors")
-    return [f"{name}: missing, a run cannot resume without it." for name in needed if not (folder / name).exists()]
+    """Return the problem, if any, because of which a run cannot resume from the checkpoint in `folder`."""
+    return [] if (folder / STATE_FILE).exists() else [f"{STATE_FILE}: missing, a run cannot resume without it."]
 
 
-def state_files(plan: Plan, optimizer: torch.optim.Optimizer, device: torch.device) -> list[FileLayout]:
-    """Layout of the files with optimizer states and generators. Every rank must call alike.
+def state_files(plan: Plan, optimizer: torch.optim.Optimizer) -> list[FileLayout]:
+    """Lay out the files with optimizer states. Every rank must call alike.
 
     Collectives: with pipeline stages one gather of small objects.
     """
@@ -119,7 +116,7 @@ def state_files(plan: Plan, optimizer: torch.optim.Optimizer, device: torch.devi
     for (key, value), share in zip(states, share_out((value for _, value in states), plan.group), strict=True):
         piece = whole(key, tuple(value.shape))
         items.append(Item.of(piece, value.dtype, local_of(value), region_of(value), share.mine))
-    return [*(lay_out(items, _OPTIMIZER) if items else []), *lay_out(_rng_items(device), _RNG)]
+    return lay_out(items, _OPTIMIZER) if items else []
 
 
 def _named_states(plan: Plan, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -148,32 +145,25 @@ def _state_elsewhere(param: torch.Tensor, name: str) -> torch.Tensor:
     return state
 
 
-def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Give `optimizer` and this rank's generators the states of the checkpoint in `folder`.
+def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+    """Give `optimizer` the states of the checkpoint in `folder`.
 
     Raises CheckpointError: on all ranks; files are missing or damaged, or hold states of another model.
 
-    Collectives: a broadcast of the headers, those of `read_tensors`, and a gather; every rank must call.
+    Collectives: a broadcast of the headers, and those of `read_tensors`; every rank must call.
     """
     where = f"checkpoint {folder}"
-    files = [*sorted((folder / OWN_FOLDER).glob("optimizer*.safetensors")), folder / f"{_RNG}.safetensors"]
+    files = sorted((folder / OWN_FOLDER).glob("optimizer*.safetensors"))
     stored = on_first_rank(lambda: read_headers(files, where))
-    states = {key: tensor for key, tensor in stored.tensors.items() if not key.startswith(("cpu.", "cuda."))}
     placed = {key: (t.shape, [Placed(t, whole(key, t.shape).region)]) for key, t in stored.tensors.items()}
     reader = SafetensorsReader(f"optimizer states of {folder}", placed, stored.file_bytes)
     reads: list[tuple[torch.Tensor, Read]] = []
-    for param, name, key in _match(where, states, plan, optimizer):
+    for param, name, key in _match(where, stored.tensors, plan, optimizer):
         value = param
         if not is_elsewhere(param):
-            value = optimizer.state[param][name] = _empty_state(param, name, states[key], optimizer)
-        reads.append((value, Read(reader, key, states[key].shape)))
+            value = optimizer.state[param][name] = _empty_state(param, name, stored.tensors[key], optimizer)
+        reads.append((value, Read(reader, key, stored.tensors[key].shape)))
     read_tensors(reads, plan)
-    problems: list[str] = []
-    try:
-        _load_rng(stored.tensors, reader, device)
-    except CheckpointError as error:
-        problems.append(str(error))
-    raise_together(CheckpointError, where, problems)
 
 
 def _match(
@@ -218,31 +208,3 @@ def _empty_state(
     # torch keeps the step counter on the host unless a kernel reads it.
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
     return torch.empty(stored.shape, dtype=stored.dtype, device=local_of(param).device if on_device else "cpu")
-
-
-def _rng_items(device: torch.device) -> Iterator[Item]:
-    """Yield each rank's states of torch's generators. titanlite's own numbers come from counters and need none."""
-    for kind, state in _generators(device).items():
-        for rank in range(dist.get_world_size()):
-            piece = whole(f"{kind}.{rank:05d}", tuple(state.shape))
-            yield Item.of(piece, torch.uint8, state, piece.region, rank == dist.get_rank())
-
-
-def _generators(device: torch.device) -> dict[str, torch.Tensor]:
-    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {"cpu": torch.get_rng_state(), **cuda}
-
-
-def _load_rng(stored: Mapping[str, StoredTensor], reader: SafetensorsReader, device: torch.device) -> None:
-    """Restore this rank's generators; ranks that the checkpoint does not know keep a fresh state."""
-    for kind, state in _generators(device).items():
-        tensor = stored.get(f"{kind}.{dist.get_rank():05d}")
-        if tensor is None or tensor.shape != tuple(state.shape) or tensor.dtype != torch.uint8:
-            logger.info("checkpoint: no state of the %s generator for this rank; it keeps a fresh one", kind)
-            continue
-        saved = torch.empty(tensor.shape, dtype=torch.uint8)
-        reader.read_quietly([ReadRequest(tensor.key, whole(tensor.key, tensor.shape).region, saved)])
-        if kind == "cuda":
-            torch.cuda.set_rng_state(saved, device)
-        else:
-            torch.set_rng_state(saved)
