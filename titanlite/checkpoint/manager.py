@@ -212,8 +212,11 @@ class Checkpointer:
             files = hf_model.unfinished_files(plan) if in_form is None else in_form
             hf_model.warn_of_sidecar(model.config, files)
             files = files if self._carried is None else self._carried.add_to(files)
-            files += parts.attempt(STATES, lambda: state_files(plan, optimizer)) or []
-            rest = self._description | hf_model.index_of(files) | {STATE_FILE: progress.to_json()}
+            states = parts.attempt(STATES, lambda: state_files(plan, optimizer))
+            files += states or []
+            # Without its states a run cannot go on: nothing says that it could.
+            progress_file = {} if states is None else {STATE_FILE: progress.to_json()}
+            rest = self._description | hf_model.index_of(files) | progress_file
             on_first = dist.get_rank() == 0
             readme = parts.attempt(CARD, lambda: {CARD: text.encode()} if on_first and (text := card()) else {})
             rest |= readme or {}
