@@ -45,14 +45,16 @@ with lean_imports():
     from titanlite.launch import heartbeat, stop
     from titanlite.launch.notices import claim, first_sentence, note_error, note_lost_peer
     from titanlite.metrics import record_event
-    from titanlite.preflight import Checked, check
-    from titanlite.trainer import Trainer
+    from titanlite.preflight import check
 
 _LAUNCHER_WAIT_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the configuration and train; 0, also if asked to stop and saved, 2 or 3 for a `TitanliteError`, else 1."""
+    """Check the configuration and train; 0, also if asked to stop and saved, 2 or 3 for a `TitanliteError`, else 1.
+
+    Collective: every rank must call.
+    """
     setup_logger()
     code, job = 0, None
     try:
@@ -65,10 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         heartbeat.configure(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
         if job.job.description:
             logger.info("job: %s", job.job.description)
-        trainer = train(checked)
+        trainer = assemble(checked)
+        trainer.train()
         if trainer.stopping and not job.checkpoint.enable:
             code = 128 + signal.SIGTERM  # what was trained is lost
     except Exception as error:  # noqa: BLE001 - `_fail` raises it, or says it
+        FolderLock.remove_unused()
         refusal = error if isinstance(error, TitanliteError) else explain(error, job)
         if refusal is None:
             _fail(error)
@@ -83,17 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         end_distributed()
     close(code)
     return code
-
-
-def train(checked: Checked) -> Trainer:
-    """Build the trainer and train to the end. Collective: every rank must call."""
-    try:
-        trainer = assemble(checked)
-    except TitanliteError:
-        FolderLock.remove_unused()
-        raise
-    trainer.train()
-    return trainer
 
 
 def _fail(error: Exception) -> NoReturn:

@@ -257,7 +257,7 @@ def test_a_run_that_ends_with_an_error_has_failed_there_with_its_points(
     monkeypatch.setattr(train_module, "load_config", lambda argv: job)
     monkeypatch.setattr(train_module, "find_missing_packages", lambda job: [])
     monkeypatch.setattr(train_module, "check", lambda job, ranks: SimpleNamespace(job=job))
-    monkeypatch.setattr(train_module, "train", train)
+    monkeypatch.setattr(train_module, "assemble", train)
     monkeypatch.setattr(train_module.stop, "install", lambda: None)
     try:
         code = train_module.main([])
