@@ -7,8 +7,9 @@ import torch
 
 from titanlite.config.load import save_resolved
 from titanlite.config.schema import JobConfig
-from titanlite.metrics import Largest, MoEState, StepPoint, open_events, record_event
+from titanlite.metrics import open_events, record_event
 from titanlite.metrics.logger import MetricsLogger
+from titanlite.metrics.point import Largest, MoEState, StepPoint
 
 LAYERS, EXPERTS, RANKS = 3, 8, 4
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&\"'"

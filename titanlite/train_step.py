@@ -21,8 +21,8 @@ from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.fsdp import prepare_backward
 from titanlite.distributed.grads import clip_grad_norms, reduce_replicated_grads
 from titanlite.launch import heartbeat
-from titanlite.metrics import MoEState, StepPoint, find_largest, gather_ranks, get_busy_seconds, get_memory
 from titanlite.metrics.flops import group_parameters
+from titanlite.metrics.point import MoEState, StepPoint, find_largest, gather_ranks, get_busy_seconds, get_memory
 from titanlite.models.interface import Model
 from titanlite.objective import Objective, ObjectiveSums
 from titanlite.optim import FiniteGuard, build_lr_scheduler

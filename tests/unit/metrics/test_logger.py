@@ -16,9 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from titanlite.base.errors import TitanliteError
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
-from titanlite.metrics import Largest, MoEState, StepPoint
 from titanlite.metrics import logger as metrics_module
 from titanlite.metrics.logger import MetricsLogger
+from titanlite.metrics.point import Largest, MoEState, StepPoint
 
 CPU = torch.device("cpu")
 RANKS = {

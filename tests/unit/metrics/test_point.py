@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from titanlite.metrics import StepPoint, find_largest
+from titanlite.metrics.point import StepPoint, find_largest
 
 
 def test_the_largest_value_and_its_step():

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from titanlite.metrics import get_busy_seconds
-from titanlite.metrics.point import describe_ranks, find_slowest, get_memory
+from titanlite.metrics.point import describe_ranks, find_slowest, get_busy_seconds, get_memory
 
 
 def test_busy_time_is_the_time_outside_of_collectives():

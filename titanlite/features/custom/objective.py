@@ -17,7 +17,7 @@ from titanlite.config import JobConfig
 from titanlite.config.schema import MetricsSection
 from titanlite.config.settings import get_settings
 from titanlite.data.dataset import Batch
-from titanlite.metrics import StepPoint
+from titanlite.metrics.point import StepPoint
 from titanlite.models.interface import Model
 from titanlite.objective import NextToken, Objective, ObjectiveSums
 from titanlite.ops import IGNORE_INDEX, VocabShard

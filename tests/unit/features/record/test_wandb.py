@@ -19,8 +19,8 @@ from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.features.record import wandb as wandb_module
 from titanlite.features.record.wandb import configure_wandb, finish_wandb, open_wandb
-from titanlite.metrics import MoEState, StepPoint
 from titanlite.metrics.logger import MetricsLogger
+from titanlite.metrics.point import MoEState, StepPoint
 
 OPTIONS = ("PROJECT", "NAME", "RUN_ID", "RESUME", "DIR", "NOTES", "INIT_TIMEOUT", "SHOW_INFO", "CONSOLE", "MODE")
 
