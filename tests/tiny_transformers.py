@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 VOCAB_SIZE = 128
@@ -173,8 +174,11 @@ def save_tiny(name: str, folder: Path) -> Any:
 
 def mapping_of(kind: str) -> list[Any]:
     """How transformers would read a Llama whose feed-forward is stored transposed, or whose q, k and v are fused."""
+    from transformers import core_model_loading
     from transformers.core_model_loading import Transpose, WeightConverter
 
+    if kind != "transposed" and not hasattr(core_model_loading, "Split"):
+        pytest.skip("needs transformers 5.23")
     if kind == "transposed":
         return [WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", [Transpose(0, 1)])]
     from transformers.core_model_loading import Split

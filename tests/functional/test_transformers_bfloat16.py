@@ -72,7 +72,7 @@ def test_every_model_trains_in_bfloat16(run_ranks: Callable[..., list[Any]], tmp
             assert finite, name
 
 
-KEPT = ("deepseek_v3", "deepseek_v4", "hy_v4", "kimi_linear")  # a router; layers' and a head's own; beside a Linear
+KEPT = ("deepseek_v3", "flint", "hy_v4", "kimi_linear")  # a router; layers' and a head's own; beside a Linear
 
 
 def test_bfloat16_with_parameters_kept_in_float32(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
