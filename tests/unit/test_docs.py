@@ -86,7 +86,7 @@ def tables() -> list[tuple[str, str, str]]:
 
 def test_keys_of_other_trainers_are_what_the_pages_say():
     rows = [(page, theirs, here) for page, theirs, here in tables() if not theirs.startswith("--")]
-    assert len(rows) > 90 and {page for page, *_ in rows} == {"from_torchtitan", "from_axolotl", "from_trl"}
+    assert len(rows) > 80 and {page for page, *_ in rows} == {"from_torchtitan", "from_axolotl", "from_trl"}
     wrong, named = [], set[str]()
     for page, theirs, here in rows:
         keys = re.findall(r"`([\w.]+)`", here)
