@@ -18,9 +18,9 @@ class ObjectiveSums(NamedTuple):
 
 
 class Objective(Protocol):
-    """What is minimized: the mean of a loss over units."""
+    """Loss to minimize: a sum over units (tokens or pairs), divided by their number."""
 
-    metric_names: Sequence[str]  # as TensorBoard shows them
+    metric_names: Sequence[str]  # names in metrics.jsonl and TensorBoard
 
     def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
         """Prepare for the run: called once before the first step, with all batches to come (on the host, read only if
@@ -29,7 +29,7 @@ class Objective(Protocol):
         ...
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Units in `batch`, int64 scalar on its device; no synchronization."""
+        """Count the units in `batch`, int64 scalar on its device; no synchronization."""
         ...
 
     def __call__(self, model: Model, batch: Batch) -> ObjectiveSums:
@@ -43,7 +43,7 @@ class NextToken:
     metric_names: Sequence[str] = ()
 
     def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
-        """Nothing is needed."""
+        """Do nothing."""
 
     def count(self, batch: Batch) -> torch.Tensor:
         return (batch.labels != IGNORE_INDEX).sum()

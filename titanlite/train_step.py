@@ -32,7 +32,7 @@ from titanlite.optim.optimizer import scale_gradients, step_if_finite
 
 @dataclass
 class StepResult:
-    """What one optimizer step of the global batch leaves on the device; reading it synchronizes."""
+    """Results of one optimizer step of the global batch, on the device; reading them synchronizes."""
 
     loss: torch.Tensor  # mean over units (tokens with a label, or pairs), float32
     aux_loss: torch.Tensor  # mean of the balance losses over tokens, padding left out, float32; 0 without any
@@ -60,7 +60,7 @@ Phase = Literal["forward", "backward"]
 
 
 class Turn(NamedTuple):
-    """What a rank does next: the forward or backward of one of its chunks of layers, for one micro-batch."""
+    """The next forward or backward of a rank: of one of its chunks of layers, for one micro-batch."""
 
     phase: Phase
     micro_batch: int
@@ -92,7 +92,7 @@ class Schedule:
 
 
 class TrainStep:
-    """Makes steps on a model that is sharded over `dims`, after `step` steps; batches are on `device`."""
+    """Optimizer steps of a model that is sharded over `dims`, after `step` earlier ones; batches are on `device`."""
 
     def __init__(
         self,
@@ -121,12 +121,12 @@ class TrainStep:
         self._all_chunks = self._ending = tuple(range(dims.degrees.chunks))
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
-        """One optimizer step over this rank's micro-batches. Collective: every rank must call.
+        """Make one optimizer step over this rank's micro-batches. Collective: every rank must call.
 
         The loss of every micro-batch is divided by the number of units (tokens with a label, or pairs) in the *global*
         batch, so gradients are sums over ranks and micro-batches, whatever the mesh and however unevenly the units are
-        spread. A backward follows its forward; a pipeline stage runs some forwards ahead, and maybe its layers in
-        several chunks.
+        spread. Each backward follows its forward, except that a pipeline stage runs some forwards ahead, and may run
+        its layers in several chunks.
         """
         seed_generators(f"{self.job.training.seed}:{self.step}:{self.dims.dropout_rank}", self.device)
         objective, count = self.objective, len(micro_batches)
@@ -146,7 +146,7 @@ class TrainStep:
             if count > 1:
                 self.end_backwards_of((chunk,) if number == count - 1 else ())
             self.scaled_loss(open_losses.pop((number, chunk)), units, num_tokens).backward()
-        self.end_backwards_of(self._all_chunks)  # each backward by itself, until the next step
+        self.end_backwards_of(self._all_chunks)  # until the next step, each backward reduces its gradients
 
         self.enter("optimizer")
         sums = self.sum_over_data(sums, in_stages=True)
@@ -170,9 +170,9 @@ class TrainStep:
         return StepResult(means[0], aux_loss, *norms, *counts, means[2:])
 
     def run_forwards(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, int, ObjectiveSums]]:
-        """Losses without backward: of each batch, and each chunk of this rank's pipeline stage.
+        """Yield (batch, chunk, losses) without backward, for each batch and each chunk of this rank's stage.
 
-        Collectives: those of forwards; every rank must go through all of equally many batches.
+        Collectives: those of forwards; every rank must iterate to the end, over equally many batches.
         """
         batches = iter(batches)
         while group := [batch.to(self.device) for batch in islice(batches, self.schedule.group_size)]:
@@ -182,39 +182,39 @@ class TrainStep:
                 yield group[number], chunk, losses
 
     def end_backwards_of(self, chunks: tuple[int, ...]) -> None:
-        """Let the next backwards be a step's last ones of these chunks, and not yet of the others."""
+        """Mark the next backwards of `chunks` as the last ones of a step, and those of other chunks as not."""
         if chunks != self._ending:
             once_per_step = self.job.parallelism.fsdp_once_per_step
             prepare_backward(self.model, self.dims, chunks, once_per_step=once_per_step)
             self._ending = chunks
 
     def enter(self, phase: str, micro_batch: int | None = None) -> None:
-        """Say what this rank does from now on: for the time split, and for whoever looks after ranks that hang.
+        """Start `phase` in the step's timer and in the heartbeat, by which the launcher finds ranks that hang.
 
-        Forwards and backwards are of a micro-batch.
+        `micro_batch` is for observers that replace this method (`estimate`, tests).
         """
         self.timer.start(phase)
         heartbeat.beat(phase, self.step + 1)
 
     def count_units(self, micro_batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Units, and tokens but for padding, of the global batch. Collective: every rank must call."""
+        """Count units, and tokens without padding, of the global batch. Collective: every rank must call."""
         counts = [torch.stack([self.objective.count(batch), _count_tokens(batch)]) for batch in micro_batches]
         units, num_tokens = self.sum_over_data(torch.stack(counts).sum(dim=0)).unbind()
         return units, num_tokens
 
     def scaled_loss(self, losses: ObjectiveSums, units: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Return what backward of a micro-batch begins with: its share of the mean over the global batch.
+        """Return the loss to call backward on: a micro-batch's share of the mean over the global batch.
 
-        Routers balance all tokens, those of a prompt too: a mean over what has labels would weigh balance more, the
-        less of a chat is trained.
+        Balance losses are divided by all tokens, because routers balance prompts too. Divided by labels, they would
+        weigh more the smaller the trained part of a chat is.
         """
         return losses.loss / units + losses.aux / num_tokens
 
     def sums_here(self, losses: ObjectiveSums, chunk: int) -> torch.Tensor:
-        """Return what this rank adds to the sums of loss, balance losses and metrics, on the device.
+        """Return this rank's terms of the sums of loss, balance losses and metrics, on the device.
 
-        cp and tp ranks hold the same losses, but the balance losses of their own positions; and each chunk of a
-        pipeline stage those of its own layers, while only the last one of all has losses.
+        cp and tp ranks hold equal losses, but balance losses of their own positions. Each chunk of a pipeline stage
+        has the balance losses of its own layers; the last chunk of the last stage alone has losses.
         """
         aux_sum = losses.aux * self.dims.degrees.ranks_per_sequence
         loss, metrics = losses.loss, losses.metrics
@@ -223,9 +223,9 @@ class TrainStep:
         return torch.cat([torch.stack([loss, aux_sum]), metrics]).detach()
 
     def sum_over_data(self, value: torch.Tensor, *, in_stages: bool = False) -> torch.Tensor:
-        """Sum of `value` over the data-parallel ranks; those that share sequences hold the same and count once.
+        """Sum `value` over the data-parallel ranks; ranks that share sequences hold the same value and count once.
 
-        So do those of other pipeline stages, unless each has a part of the value (`in_stages`).
+        So do the ranks of other pipeline stages, unless each stage has a part of the value (`in_stages`).
         """
         value = value.clone()
         with timers.collective():
@@ -235,8 +235,8 @@ class TrainStep:
         return value // copies if value.dtype == torch.int64 else value / copies
 
     def describe(self, window: Window, losses: Sequence[float], learning_rate: float) -> StepPoint:
-        """Build the point of a log step, with what every rank measured since the last: of the steps in `window`, the
-        `losses`; of the latest, the `learning_rate`. Collective: every rank must call. Synchronizes.
+        """Build the point of a log step from the measurements of all ranks since the last. `losses` are those of the
+        steps in `window`, `learning_rate` that of the latest. Collective: every rank must call. Synchronizes.
         """
         result = window.results[-1]
         self.timer.start(None)
@@ -269,7 +269,7 @@ class TrainStep:
         )
 
     def _extra_metrics(self, result: StepResult) -> dict[str, float]:
-        """Return the metrics that this run has beside the loss, for the log. Synchronizes."""
+        """Return the metrics of this run in addition to the loss, for the log. Synchronizes."""
         found = dict(zip(self.objective.metric_names, result.metrics.tolist(), strict=True))
         if self.job.training.on_nonfinite == "skip":
             found["nonfinite_steps"] = float(self.finite_guard.total)

@@ -81,7 +81,7 @@ class Diagnosis:
 
 @dataclass
 class Trainer:
-    """Trains. Every rank has one, from `assemble`, and calls `train`. It can do without what `evaluator` begins."""
+    """Training loop of one rank, built by `assemble`. `evaluator` and the fields after it are optional."""
 
     job: JobConfig
     device: torch.device
@@ -130,7 +130,7 @@ class Trainer:
             while self.step < job.training.steps and not (self.stopping or self.results.exhausted):
                 self.stepper.enter("data")
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
-                learning_rate = job.optimizer.lr * lr_factor(self.step, job.training.steps, job.lr_scheduler)
+                logged_lr = job.optimizer.lr * lr_factor(self.step, job.training.steps, job.lr_scheduler)
                 window.results.append(self.stepper.train_step(micro_batches))
                 self.stepper.timer.start("other")
                 profiler.step(self.step)
@@ -141,7 +141,7 @@ class Trainer:
                     self.raise_if_not_finite()  # synchronization point: the device has finished this step
                     losses = window.read("loss")
                     self.loss = losses[-1]
-                    self.metrics.log_step(self.stepper.describe(window, losses, learning_rate))
+                    self.metrics.log_step(self.stepper.describe(window, losses, logged_lr))
                     self.watch_spikes(self.step, losses, self.loader.samples_before(self.step))
                     window = Window()
                 self.stepper.timer.start(None)
@@ -158,7 +158,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> tuple[float, dict[str, float]]:
-        """Mean loss over the held-out sequences of all sources, as in training by their shares; and of each.
+        """Return the mean loss over the held-out sequences of all sources, weighted by their shares, and of each.
 
         Collective: every rank must call.
 
@@ -215,9 +215,9 @@ class Trainer:
         return self.results.add_evaluation(self.step, result.name, result.score)
 
     def raise_if_not_finite(self) -> None:
-        """Say where a loss or gradient since the last look was not finite; end the run if it may not go on.
+        """Diagnose a loss or gradient since the last look that was not finite; end the run if it may not go on.
 
-        The state of before the first such step is saved first. Synchronizes; collective: every rank must call.
+        Before it ends, the state before the first such step is saved. Synchronizes; collective: every rank must call.
         """
         found = self.stepper.finite_guard.look()
         if found is None:

@@ -39,7 +39,7 @@ _REMEDIES = {
 
 
 class HFFormat:
-    """What the checkpoints of a run hold of its model, here a Hugging Face folder; another format overrides it."""
+    """The model's files in the checkpoints of a run: a Hugging Face folder. Another format overrides the methods."""
 
     part = MODEL  # where the weights cannot be saved
 
@@ -68,7 +68,7 @@ class HFFormat:
         return model_files(plan, model.config, self._dtype, exact=True)
 
     def describe(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int]) -> dict[str, bytes]:
-        """Build what stands beside the weights, content by file name. On one rank."""
+        """Build the files next to the weights, content by file name. On one rank."""
         return describe_model(model.config, tokenizer, self._dtype, self._assets, end_of_turn_ids)
 
 
@@ -153,7 +153,7 @@ def _refuse_encoded(plan: Plan) -> None:
 
 
 def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:
-    """Name those that are not all zeros. The ranks that hold one decide alike, and tell other stages."""
+    """Name the buffers that are not all zeros, on ranks of other pipeline stages too."""
     found = {entry.fqn for entry in buffers if bool(local_of(entry.tensor).count_nonzero())}
     return set().union(*gather_objects(found)) if in_stages else found
 
@@ -170,9 +170,9 @@ def warn_of_sidecar(config: Any, files: list[FileLayout]) -> None:
 
 
 class Parts:
-    """What is built for one save, and which parts of it failed.
+    """The parts of one save, and which of them failed.
 
-    `group` serves nothing else, for a rank that fails is out of step.
+    `group` is used for nothing else: a rank that fails skips collectives that the others wait in.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -28,7 +28,7 @@ _LAST_SAVE_PAUSES_S = (0.0, 2.0, 5.0)
 
 
 class Checkpointer:
-    """Loads and saves the checkpoints `step-N` of one run. Every rank makes one; all methods are collective.
+    """The checkpoints `step-N` of one run, to load and save. Every rank makes one; all methods are collective.
 
     A context manager: if training ends with an error, a save in the background is finished first. `start` is the
     progress of the checkpoint that the run resumes from, or None.
@@ -166,7 +166,7 @@ class Checkpointer:
         return self._saved_step == step
 
     def prepare(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int] = ()) -> None:
-        """Build all that checkpoints have beside tensors, before anything is trained. `model` may be on meta.
+        """Build the files of checkpoints without tensors, before anything is trained. `model` may be on meta.
 
         Raises CheckpointError: on all ranks; something of it cannot be built, or transformers refuses it.
         """
@@ -196,8 +196,8 @@ class Checkpointer:
     ) -> None:
         """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards are copied.
 
-        `card` renders its README.md, if any, on rank 0. What cannot be built is left out or kept in another form, and a
-        warning says how to go on.
+        `card` renders its README.md, if any, on rank 0. A part that cannot be built is left out or saved in another
+        form, and an error in the log says how to go on.
 
         Raises CheckpointError: on all ranks; this save failed, or the one before it that ran in the background, and
         `checkpoint.on_save_error` is "stop".

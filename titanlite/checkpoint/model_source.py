@@ -53,8 +53,8 @@ def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> 
 
     Raises CheckpointError: on all ranks; there is no model there, or files are missing or damaged.
 
-    Collectives: two broadcasts of what rank 0 reads; every rank must call. Of a tied head that is stored too it reads
-    both.
+    Collectives: two broadcasts of what rank 0 reads; every rank must call. A tied head that is stored too is
+    compared with the embedding.
     """
     stored = _read_stored(folder, exact)
     checkpoint = HFCheckpoint(str(folder), stored, family_of(config))
@@ -166,7 +166,7 @@ class HFCheckpoint:
 def is_equal(first: Read, second: Read) -> bool:
     """Return True if both hold the same values, whatever their dtypes. Two chunks of 32 MiB are in memory.
 
-    What can only be read whole, is: its reader converts it anyway.
+    A tensor of a reader that converts is read whole.
     """
     if first.shape != second.shape:
         return False

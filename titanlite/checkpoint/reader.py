@@ -45,7 +45,7 @@ class Placed:
 def place(
     stored: StoredTensor, region: Region, tensors: Mapping[str, StoredTensor], block: tuple[int, int] | None
 ) -> list[Placed]:
-    """Place a stored tensor, of FP8 each matrix with its factors; arguments and errors as those of `find_scale`."""
+    """Return a stored tensor with its region, in FP8 each matrix with its factors; errors as those of `find_scale`."""
     if stored.dtype not in FP8:
         return [Placed(stored, region)]
     scale, block = find_scale(stored, tensors, block)
@@ -107,7 +107,7 @@ class SafetensorsReader:
             self._read(parts)
 
     def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
-        """`read` without a word on the terminal."""
+        """Do as `read`, without a log line."""
         self._read([part for request in requests for part in self._parts(request)])
 
     def _read(self, parts: list[_Part]) -> None:
@@ -134,11 +134,11 @@ class SafetensorsReader:
             raise CheckpointError(
                 f"checkpoint {self.name}: {request.name} has a shard that is not contiguous in memory."
             )
-        missing = request.region.numel
+        left = request.region.numel
         for placed in self._tensors[request.name][1]:
             segments = overlap(placed.region, request.region)
             if segments is not None and segments.numel:
-                missing -= segments.numel
+                left -= segments.numel
                 width = request.region.lengths[-1] if request.region.lengths else 1
                 if request.encoding is not None and segments.length % width:
                     raise CheckpointError(
@@ -146,8 +146,8 @@ class SafetensorsReader:
                         f"cannot be kept as {request.encoding.name}."
                     )
                 yield _Part(placed, segments, target.view(-1), request.encoding, width)
-        if missing:
-            raise CheckpointError(f"checkpoint {self.name}: {request.name} is not all there, {missing} elements lack.")
+        if left:
+            raise CheckpointError(f"checkpoint {self.name}: {request.name} is incomplete: {left} elements are missing.")
 
 
 def io_threads() -> int:
@@ -202,7 +202,7 @@ class Files(AbstractContextManager["Files"]):
 
 
 _Job = Callable[[], None]
-_TAKES_LONG = 1 << 30  # bytes of one rank: a line before explains the silence
+_TAKES_LONG = 1 << 30  # bytes of one rank; from there on a line is logged before, too
 
 
 @contextmanager

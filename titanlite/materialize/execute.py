@@ -24,11 +24,11 @@ from titanlite.materialize.sources import Compute, Init, Keep, Read, ReadRequest
 _HUGE_PAGE_BYTES = 2 << 20
 _DRAWN_AT_ONCE = 1 << 22  # values that will be encoded
 _MADV_HUGEPAGE = 14
-# Elements; what looking at a tensor may cost in memory is a few copies of a chunk as int64. On the host they stay in
-# the cache; on a device there are eight launches for each.
+# Elements of a tensor that are checked at once, with a few int64 copies in memory. A chunk on the host stays in the
+# cache; a chunk on a device costs eight launches.
 _HOST_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 22
 
-_Digests = dict[tuple[str, Region], tuple[int, ...]]  # of what other ranks hold too
+_Digests = dict[tuple[str, Region], tuple[int, ...]]  # of shards that other ranks hold too
 
 
 @torch.no_grad()
@@ -151,12 +151,12 @@ def fill(plan: Plan, seed: int) -> None:
 
 @torch.no_grad()
 def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], plan: Plan) -> None:
-    """Read each tensor, DTensor or plain, from its source. What several ranks hold, one reads and sends.
+    """Read each tensor, DTensor or plain, from its source. One rank reads what several hold, and broadcasts it.
 
     Raises CheckpointError: on all ranks; a rank could not read.
 
     Collectives: one gather of small objects over all ranks, and broadcasts of replicas, if there is anything to read;
-    every rank must call with the same tensors in the same order, also with those that others hold.
+    every rank must call with the same tensors in the same order, including those of other pipeline stages.
     """
     shares = list(share_out((tensor for tensor, _ in reads), plan.group))
     requests: dict[int, tuple[TensorReader, list[ReadRequest]]] = {}

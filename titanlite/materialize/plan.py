@@ -37,7 +37,7 @@ from titanlite.materialize.sources import (
     Unfit,
 )
 
-# Wrappers put their own name into the path of a tensor; the plan, the random streams and checkpoints do without.
+# Names that wrappers put into the path of a tensor; the plan, the random streams and checkpoints leave them out.
 _WRAPPER_SEGMENTS = {"_checkpoint_wrapped_module", "_orig_mod", "_transformers_model"}
 
 
@@ -158,7 +158,7 @@ def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str,
     entries = []
     for found in objects.values():
         if unfit.intersection(found.names):
-            continue  # reported; "missing" would be said on top
+            continue  # reported already, it need not be reported as missing too
         source = _pick(found, declared, claimed, complete, problems)
         if source is not None:
             dtype = _final_dtype(found, source, declared, problems)

@@ -100,14 +100,14 @@ Source = Init | Compute | Alias | Keep | Read
 
 @dataclass(frozen=True)
 class Unfit:
-    """A claim that is no source: the provider has something of this name that does not fit. The plan lists `reason`."""
+    """A claim that cannot be used: the provider's tensor of this name does not fit. The plan lists `reason`."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a source may know about a tensor; `shape` is that of all values, `module` holds it."""
+    """Facts about a tensor for its source; `shape` is the global one, `module` holds the tensor."""
 
     fqn: str
     kind: Literal["parameter", "buffer"]

@@ -26,8 +26,8 @@ _LEAST_BFLOAT16_LR = 1e-3
 class LocalAdamW(torch.optim.AdamW):
     """torch's AdamW (arXiv:1711.05101) on this rank's shards; parameters and states stay DTensors.
 
-    DTensor refuses two meshes in a fused call, and finding the layout of the first results takes longer than ten
-    updates of a small model.
+    A fused call of DTensors refuses two meshes, and DTensor takes longer to find the layout of the first results than
+    ten updates of a small model take.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
@@ -61,7 +61,7 @@ def build_optimizer(
 
 
 def build_adamw(groups: list[dict[str, Any]], section: OptimizerSection) -> LocalAdamW:
-    """Build AdamW of these groups, which may be none."""
+    """Build AdamW of these parameter groups, of which there may be none."""
     return LocalAdamW(
         groups or [{"params": []}],
         lr=section.lr,
@@ -75,7 +75,7 @@ def build_adamw(groups: list[dict[str, Any]], section: OptimizerSection) -> Loca
 def group_parameters(
     model: nn.Module, section: OptimizerSection, apart: Container[nn.Parameter] = ()
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Group the trained parameters by rate and decay: those that lie in `apart`, and the rest.
+    """Group the trained parameters by rate and decay; return the groups of those in `apart`, and of the rest.
 
     Only matrices decay: not norms and other vectors, nor biases, even if those of all experts are one matrix.
 
@@ -93,7 +93,7 @@ def group_parameters(
             "never will. Set training.dtype = 'float32'.",
             section.lr,
         )
-    lies_apart, rest = (
+    in_apart, rest = (
         [
             {"params": params, "weight_decay": section.weight_decay if decay else 0.0, "lr": section.lr * multiplier}
             for (where, decay, multiplier), params in groups.items()
@@ -101,7 +101,7 @@ def group_parameters(
         ]
         for which in (True, False)
     )
-    return lies_apart, rest
+    return in_apart, rest
 
 
 def scale_gradients(optimizer: torch.optim.Optimizer, grads: list[torch.Tensor], factor: torch.Tensor) -> None:
@@ -156,13 +156,13 @@ def build_lr_scheduler(
 ) -> LambdaLR:
     """Build the scheduler that applies `lr_factor`, from `start_step` steps done; step it after each optimizer step."""
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]  # which LambdaLR wants where it does not begin at 0
+        group["initial_lr"] = group["lr"]  # LambdaLR requires it if last_epoch is not -1
     return LambdaLR(optimizer, lambda step: lr_factor(step, steps, section), last_epoch=start_step - 1)
 
 
 @dataclass(frozen=True)
 class NonFiniteSteps:
-    """What was not finite, on the host."""
+    """Steps that were not finite since the last look, on the host."""
 
     first_new: int  # first such step since the last look
     first: int  # first step of the run of such steps up to the latest; -1 if the latest was finite

@@ -201,7 +201,7 @@ def test_one_shard_from_many_stored_tensors(tmp_path, monkeypatch):
         planned = reader.plan_bytes("w", region)
         assert sum(planned.values()) == 4 * region.numel
         assert planned.keys() <= set(paths)
-    with pytest.raises(CheckpointError, match=r"checkpoint here: w is not all there, 40 elements lack\."):
+    with pytest.raises(CheckpointError, match=r"checkpoint here: w is incomplete: 40 elements are missing\."):
         SafetensorsReader("here", {"w": ((6, 8, 10), placed[:-1])}, {p: p.stat().st_size for p in paths}).read(
             [ReadRequest("w", whole((6, 8, 10)), empty((6, 8, 10), torch.float32))]
         )
