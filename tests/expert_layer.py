@@ -49,9 +49,9 @@ class ExpertLayer:
 
     def arguments(self) -> tuple[torch.Tensor, ...]:
         """Those of `moe_experts`; the weight of the rows is a function of `weight`."""
-        order, rows, counts = group_by_expert(self.ids, self.inputs[1].shape[0])
+        order, token, rows, ends = group_by_expert(self.ids, self.inputs[1].shape[0])
         weight = self.weight.flatten().index_select(0, order)
-        return *self.inputs, weight, order // self.ids.shape[1], rows, counts.cumsum(0).to(torch.int32)
+        return *self.inputs, weight, token, rows, ends
 
     def run(self, backend: str) -> torch.Tensor:
         """The operator's result."""

@@ -206,8 +206,9 @@ def build_inputs(
     rows = tokens * shape.top_k
     sizes = group_sizes(rows, shape.num_experts, exponent, tokens)
     ids = route(sizes, tokens, shape.top_k, seed, device)
-    order, rows_Tk, counts = group_by_expert(ids, shape.num_experts)
-    inputs = Inputs(shape, tokens, counts.tolist(), counts.cumsum(0).to(torch.int32), order // shape.top_k, rows_Tk)
+    _, token_R, rows_Tk, ends_E = group_by_expert(ids, shape.num_experts)
+    counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    inputs = Inputs(shape, tokens, counts, ends_E, token_R.long(), rows_Tk.long())
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*size: int, std: float = 1.0) -> torch.Tensor:

@@ -239,10 +239,9 @@ def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run():
     gate_up = torch.randn(num_experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
     down = torch.randn(num_experts, hidden, inner, device="cuda", dtype=torch.bfloat16) * inner**-0.5
     chosen = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
-    order, rows, counts = group_by_expert(chosen, num_experts)
-    offsets, token = counts.cumsum(0).int(), (order // top_k).int()
+    _, token, rows, offsets = group_by_expert(chosen, num_experts)
     weight = torch.rand(tokens * top_k, device="cuda")
-    copied_x, copied_dout = (permute_tokens(t, token.long(), rows) for t in (x, dout))
+    copied_x, copied_dout = (permute_tokens(t, token, rows) for t in (x, dout))
     _, z = kernels.row_grouped_swiglu(copied_x, gate_up.mT, offsets, None, weight, keep=True)
     assert z is not None
     swiglu = kernels.TILES["large"]["swiglu"]

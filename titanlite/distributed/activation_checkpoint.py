@@ -1,7 +1,6 @@
 """Activation checkpointing (arXiv:1604.06174): whole layers, or selected operations inside them."""
 
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.models.attention import SelfAttention
 from titanlite.models.interface import Model
-from titanlite.models.layers import FeedForward
+from titanlite.models.layers import FeedForward, kept
 from titanlite.models.moe import Experts
 from titanlite.ops import local_tensor
 from titanlite.ops.kernels import is_costly
@@ -84,39 +83,17 @@ def checkpoint_layers(model: Model, section: ActivationCheckpointSection) -> Non
         layer.forward = partial(_checkpoint, layer.forward, preserve_rng_state=keeps_rng)
 
 
-_values: ContextVar[list[Any] | Iterator[Any] | None] = ContextVar("values", default=None)
-
-
-def keep(make: Callable[[], Any]) -> Any:
-    """Return `make()`, or, while a whole layer is recomputed, what it returned in the forward: for what is small.
-
-    A tensor is kept without its history: gradients flow through what the forward returned.
-    """
-    values = _values.get()
-    if isinstance(values, Iterator):
-        return next(values)
-    made = make()
-    if values is not None:
-        values.append(made.detach().requires_grad_(made.requires_grad) if isinstance(made, torch.Tensor) else made)
-    return made
-
-
-def is_checkpointed() -> bool:
-    """Return True inside a layer that is, or will be, recomputed as a whole."""
-    return _values.get() is not None
-
-
 def _checkpoint(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return checkpoint(partial(_run, forward, []), *args, use_reentrant=False, **options)
 
 
 def _run(forward: Callable[..., Any], values: list[Any], *args: Any, **kwargs: Any) -> Any:
     """Run `forward`, in which `keep` fills `values`, and takes them in each further run."""
-    token = _values.set(iter(values) if values else values)
+    token = kept.set(iter(values) if values else values)
     try:
         return forward(*args, **kwargs)
     finally:
-        _values.reset(token)
+        kept.reset(token)
 
 
 def _is_by_operation(section: ActivationCheckpointSection) -> bool:

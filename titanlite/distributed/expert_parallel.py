@@ -1,6 +1,5 @@
-"""Expert parallelism: experts are split over a mesh axis, tokens travel to them and back.
-
-Rank r of n holds experts r * E / n to (r + 1) * E / n.
+"""Expert parallelism: experts are split over a mesh axis, tokens travel to them and back. Rank r of n holds experts
+r * E / n to (r + 1) * E / n.
 
 Shapes: T tokens, k experts per token, C copies sent, P received, which become Q rows, E experts, e = E / n local ones,
 D hidden.
@@ -14,17 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from titanlite.base import timers
-from titanlite.distributed.activation_checkpoint import is_checkpointed, keep
 from titanlite.distributed.collectives import all_to_all, register_group, start_all_to_all
 from titanlite.distributed.parallel_dims import shard_parameters
 from titanlite.models.interface import Model
-from titanlite.ops import group_by_expert, permute_tokens
-from titanlite.ops.permute import gather_sum
+from titanlite.models.layers import keep, kept
+from titanlite.ops import group_by_expert
+from titanlite.ops.permute import gather_sum, sort_rows
 
 _assume_balanced: ContextVar[bool] = ContextVar("assume_balanced", default=False)
 
@@ -44,8 +44,7 @@ def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> None:
 
     Attributes of parameters are kept. No collective is run; the model may be on meta.
 
-    Raises:
-        ConfigError: as `Model.split_experts`.
+    Raises ConfigError as `Model.split_experts`.
     """
     # Not compiled: ranks compile for different numbers of rows, and two graphs may order the same independent
     # collectives differently, which is a deadlock.
@@ -68,49 +67,51 @@ class ExpertParallelDispatcher:
         self._name, self._size = register_group(group), group.size()
 
     def dispatch(
-        self, experts: Any, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, experts: Any, x_TD: Tensor, topk_scores_Tk: Tensor, topk_expert_ids_Tk: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Implement `TokenDispatcher`; `experts` is titanlite's `Experts`, or has the same call signature."""
-        token_C, rows_Tk, is_here_Ck, order_Q, rows_Pk, offsets_e, send, receive = keep(
+        token_C, rows_Tk, order_Q, token_Q, rows_Pk, ends_e, send, receive = keep(
             lambda: self._route(topk_expert_ids_Tk, experts.num_experts)
         )
         travel = _Travel(send, receive, self._name)
-        x_PD = _Send.apply(permute_tokens(x_TD, token_C, rows_Tk), travel)
-        weight_Ck = permute_tokens(topk_scores_Tk, token_C, rows_Tk) * is_here_Ck
-        weight_Pk = keep(lambda: all_to_all(weight_Ck, receive, send, self._name))
-        token_Q = order_Q // topk_expert_ids_Tk.shape[1]
-        y_PD = experts(x_PD, weight_Pk.flatten().index_select(0, order_Q), token_Q, rows_Pk, offsets_e, travel)
-        return _Return.apply(y_PD, token_C, rows_Tk, travel), offsets_e
+        x_PD = _Send.apply(x_TD, token_C, rows_Tk, None, travel)
+        weight_Q = keep(lambda: _Send.apply(topk_scores_Tk, token_C, rows_Tk, order_Q, travel))
+        y_PD = experts(x_PD, weight_Q, token_Q, rows_Pk, ends_e, travel)
+        return _Return.apply(y_PD, token_C, rows_Tk, travel), ends_e
 
-    def _route(self, topk_expert_ids_Tk: torch.Tensor, num_experts: int) -> tuple[Any, ...]:
+    def _route(self, topk_expert_ids_Tk: Tensor, num_experts: int) -> tuple[Any, ...]:
         """Return which token each copy sent is of and for which experts, and the order of the rows received.
 
         `rows_Tk` are the copies of each token, `rows_Pk` the rows of each copy received: k or fewer.
         """
         size, local = self._size, num_experts // self._size
+        narrow = torch.uint8 if num_experts <= 2**7 else torch.int16 if num_experts <= 2**14 else torch.int64
         rank_Tk = topk_expert_ids_Tk // local
         is_again_Tk = (rank_Tk.unsqueeze(2) == rank_Tk.unsqueeze(1)).tril(-1).any(2)
-        order, rows_Tk, copies_n = group_by_expert(rank_Tk.masked_fill(is_again_Tk, size), size)
-        rows_n = torch.zeros_like(copies_n).scatter_add_(0, rank_Tk.flatten(), torch.ones_like(rank_Tk).flatten())
-        sent_n2 = torch.stack([copies_n, rows_n], 1)
-        received_n2 = all_to_all(sent_n2, [1] * size, [1] * size, self._name)
-        send, receive, num_rows = self._splits(sent_n2, received_n2, topk_expert_ids_Tk.shape, num_experts)
-        token_C = order[: sum(send)] // rank_Tk.shape[1]
-        rank_C = torch.arange(size, device=order.device).repeat_interleave(copies_n, output_size=sum(send))
-        is_here_Ck = rank_Tk.index_select(0, token_C) == rank_C.unsqueeze(1)
-        ids_Ck = (topk_expert_ids_Tk.index_select(0, token_C) % local).masked_fill_(~is_here_Ck, local)
-        ids_Ck = ids_Ck.to(torch.uint8 if local < 256 else torch.int32)
-        order_Q, rows_Pk, counts_e = group_by_expert(all_to_all(ids_Ck, receive, send, self._name).long(), local)
-        kept = (token_C.int(), rows_Tk.int(), is_here_Ck, order_Q[:num_rows].int(), rows_Pk.int())
-        return *kept, counts_e.cumsum(0).to(torch.int32), send, receive
+        # The key of a copy is its rank. A token's further choices of that rank have rank + size, only to be counted.
+        key_Tk = torch.add(rank_Tk, is_again_Tk, alpha=size, out=torch.empty_like(rank_Tk, dtype=narrow))
+        key_R, _, token_R, rows_Tk = sort_rows(key_Tk)
+        keys = torch.arange(2 * size + 1, dtype=key_R.dtype, device=key_R.device)
+        bounds = torch.searchsorted(key_R, keys, out_int32=True).unfold(0, 2, 1)  # (2 * size, 2): begin and end
+        sent_n22 = bounds.view(2, size, 2).transpose(0, 1).contiguous()
+        received_n22 = all_to_all(sent_n22, [1] * size, [1] * size, self._name)
+        send, receive, num_rows = self._splits(sent_n22, received_n22, topk_expert_ids_Tk.shape, num_experts)
+        token_C, rank_C1 = token_R[: sum(send)], key_R[: sum(send)].unsqueeze(1)
+        # Local ids; those of experts elsewhere become `local` or more.
+        ids_Ck = torch.sub(topk_expert_ids_Tk.index_select(0, token_C), rank_C1, alpha=local)
+        ids_Ck = torch.remainder(ids_Ck, 2 * num_experts, out=torch.empty_like(ids_Ck, dtype=narrow))
+        ids_Pk = all_to_all(ids_Ck, receive, send, self._name)
+        order_Q, token_Q, rows_Pk, ends_e = group_by_expert(ids_Pk, local, num_rows)
+        return token_C, rows_Tk, order_Q.int(), token_Q, rows_Pk, ends_e, send, receive
 
     def _splits(
-        self, sent_n2: torch.Tensor, received_n2: torch.Tensor, shape: torch.Size, num_experts: int
+        self, sent_n22: Tensor, received_n22: Tensor, shape: torch.Size, num_experts: int
     ) -> tuple[list[int], list[int], int]:
         """Return copies that go to each rank, copies that come from each, and how many rows those become."""
-        send, _, receive, rows = torch.cat([sent_n2, received_n2], 1).T.tolist()  # synchronization point
+        sent, received = torch.stack([sent_n22, received_n22]).tolist()  # synchronization point
         if not _assume_balanced.get():
-            return send, receive, sum(rows)
+            send, receive = ([end - begin for (begin, end), _ in bounds] for bounds in (sent, received))
+            return send, receive, sum(end - begin for bounds in received for begin, end in bounds)
         tokens, top_k = shape
         elsewhere = math.comb(num_experts - num_experts // self._size, top_k) / math.comb(num_experts, top_k)
         even = [round(tokens * (1 - elsewhere))] * self._size
@@ -123,12 +124,12 @@ class _Travel:
     """
 
     def __init__(self, send: list[int], receive: list[int], group: str) -> None:
-        self.is_served, self.is_recomputed = False, is_checkpointed()
+        self.is_served, self.is_recomputed = False, kept.get() is not None
         self.there, self.back = (receive, send, group), (send, receive, group)
-        self.sent: torch.Tensor | None = None
+        self.sent: Tensor | None = None
         self._work: dist.Work | None = None
 
-    def start(self, x: torch.Tensor, splits: tuple[Any, ...]) -> torch.Tensor:
+    def start(self, x: Tensor, splits: tuple[Any, ...]) -> Tensor:
         """Start an all-to-all of `x`; return its result, which is complete after `wait`."""
         out, self._work = start_all_to_all(x, *splits)
         return out
@@ -140,25 +141,34 @@ class _Travel:
                 self._work.wait()
             self._work = None
 
-    def begin(self, dx_TD: torch.Tensor) -> None:
+    def begin(self, dx_TD: Tensor) -> None:
         """As `ops.moe_experts.Travel`."""
         self.sent = self.start(dx_TD, self.back)
 
 
 class _Send(torch.autograd.Function):
-    """All-to-all of the tokens to the ranks of their experts. In backward the exchange may be in flight already."""
+    """All-to-all of the tokens to the ranks of their experts. In backward the exchange may be in flight already.
+
+    With `order_Q` it is of the weights of all choices, of which each row received takes its own.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_CD: torch.Tensor, travel: _Travel) -> torch.Tensor:
-        ctx.travel = travel
-        return all_to_all(x_CD, *travel.there)
+    def forward(ctx: Any, x_TD: Any, token_C: Any, rows_Tk: Any, order_Q: Any, travel: _Travel) -> Tensor:
+        x_PD = all_to_all(x_TD.index_select(0, token_C), *travel.there)
+        ctx.rows_Tk, ctx.order_Q, ctx.travel, ctx.shape = rows_Tk, order_Q, travel, x_PD.shape
+        return x_PD if order_Q is None else x_PD.flatten().index_select(0, order_Q)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx_PD: torch.Tensor):
-        sent, ctx.travel.sent = ctx.travel.sent, None
-        ctx.travel.wait()
-        return all_to_all(dx_PD, *ctx.travel.back) if sent is None else sent, None
+    def backward(ctx: Any, dx: Tensor):
+        travel, sent = ctx.travel, None
+        if ctx.order_Q is None:
+            sent, travel.sent = travel.sent, None
+            travel.wait()
+        else:
+            dx = dx.new_zeros(ctx.shape.numel()).index_add_(0, ctx.order_Q, dx).view(ctx.shape)
+        sent = all_to_all(dx, *travel.back) if sent is None else sent
+        return gather_sum(sent, ctx.rows_Tk), None, None, None, None
 
 
 class _Return(torch.autograd.Function):
@@ -168,13 +178,13 @@ class _Return(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y_PD: Any, token_C: Any, rows_Tk: Any, travel: _Travel) -> torch.Tensor:
+    def forward(ctx: Any, y_PD: Any, token_C: Any, rows_Tk: Any, travel: _Travel) -> Tensor:
         ctx.token_C, ctx.travel = token_C, travel
         return gather_sum(all_to_all(y_PD, *travel.back), rows_Tk)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_TD: torch.Tensor):
+    def backward(ctx: Any, dout_TD: Tensor):
         travel, dy_CD = ctx.travel, dout_TD.index_select(0, ctx.token_C)
         overlaps = travel.is_served and travel.is_recomputed
         dy_PD = travel.start(dy_CD, travel.there) if overlaps else all_to_all(dy_CD, *travel.there)

@@ -63,10 +63,13 @@ def clip_grad_norms(
     num_sharing = dist.get_world_size(sharing)
     # By replicas and group: kernels over many gradients at once, however many groups there are.
     found: defaultdict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    replicas_of: dict[object, int] = {}  # by layout: a mesh is slow to ask, and parameters are many
     for index, params in enumerate(groups.values()):
-        for param in params:
-            if param.grad is not None:
-                found[num_replicas(param.grad, num_sharing)].append((index, local_of(param.grad)))
+        for grad in (param.grad for param in params if param.grad is not None):
+            layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+            if layout not in replicas_of:
+                replicas_of[layout] = num_replicas(grad, num_sharing)
+            found[replicas_of[layout]].append((index, local_of(grad)))
     grads = [grad for entries in found.values() for _, grad in entries]
     if not grads and sharing is None:
         return torch.zeros(()), torch.zeros(len(groups))

@@ -212,14 +212,14 @@ class Decoder(Model):
 
     def set_dispatch(self, dispatch: TokenDispatcher, mesh: DeviceMesh) -> None:
         for moe in self._moe_by_layer().values():
-            moe.experts.first_expert = mesh.get_local_rank() * moe.experts.num_experts // mesh.size()
+            moe.gate.first_expert = mesh.get_local_rank() * moe.experts.num_experts // mesh.size()
             moe.dispatch = dispatch
 
     def draws_random(self) -> bool:
         return any(getattr(module, "dropout", 0.0) > 0.0 for module in self.modules())
 
     def expert_counters(self) -> dict[int, ExpertCounter]:
-        return dict(self._moe_by_layer())
+        return {i: moe.gate for i, moe in self._moe_by_layer().items()}
 
     def _moe_by_layer(self) -> dict[int, MoE]:
         here = ((i, layer.mlp) for i, layer in enumerate(self.model.layers) if isinstance(layer, DecoderLayer))

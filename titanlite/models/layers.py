@@ -1,4 +1,4 @@
-"""Building blocks of the decoder: linear, embedding, norm, rotary table, dense feed-forward, output head.
+"""Building blocks of the decoder: linear, embedding, norm, rotary table, dense feed-forward, output head, `keep`.
 
 They hold parameters under Hugging Face's names, declare where their values come from, and compute on local tensors, so
 that the same code runs on one device and on shards.
@@ -6,7 +6,9 @@ that the same code runs on one device and on shards.
 Shapes: B batch, S sequence, D hidden size, V vocabulary, K head width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -167,3 +169,22 @@ class OutputHead(Linear):
         )
         # Cloned: FSDP2 wants no view as a module's result.
         return losses if reduction == "sum" else losses.unflatten(0, labels_BS.shape).clone()
+
+
+# What `keep` has of the layer that runs, or now takes. None: the layer is not recomputed as a whole.
+kept: ContextVar[list[Any] | Iterator[Any] | None] = ContextVar("kept", default=None)
+
+
+def keep(make: Callable[[], Any]) -> Any:
+    """Return `make()`, or, while a whole layer is recomputed, what it returned in the forward: for what is small.
+
+    A tensor is kept without its history: gradients flow through what the forward returned. In compiled code, which
+    fuses what is small, everything is made again.
+    """
+    values = None if torch.compiler.is_compiling() else kept.get()
+    if isinstance(values, Iterator):
+        return next(values)
+    made = make()
+    if values is not None:
+        values.append(made.detach().requires_grad_(made.requires_grad) if isinstance(made, torch.Tensor) else made)
+    return made

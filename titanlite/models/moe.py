@@ -9,15 +9,16 @@ Shapes: B batch, S sequence, T = B * S tokens, D hidden, E experts, k experts pe
 """
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.recipes import Normal, Zeros
 from titanlite.materialize.sources import Init, Source
-from titanlite.models.layers import FeedForward
+from titanlite.models.layers import FeedForward, keep
 from titanlite.ops import group_by_expert, grouped_gemm, local_tensor, permute_tokens, swiglu, unpermute_sum
 from titanlite.ops.grouped_gemm import GroupedGemmBackend
 from titanlite.ops.matmul import wide_linear
@@ -27,34 +28,31 @@ from titanlite.ops.moe_experts import Travel, moe_experts
 class Routing(NamedTuple):
     """The router's decision for each token."""
 
-    topk_scores_Tk: torch.Tensor  # weight of each chosen expert, float32
-    topk_expert_ids_Tk: torch.Tensor  # chosen experts, int64
-    aux_loss: torch.Tensor | None  # balance losses, summed over the tokens; None when their coefficients are 0
+    topk_scores_Tk: Tensor  # weight of each chosen expert, float32
+    topk_expert_ids_Tk: Tensor  # chosen experts, int64
+    aux_loss: Tensor | None  # balance losses, summed over the tokens; None when their coefficients are 0
 
 
 class ExpertCounter(Protocol):
     """Rows that one layer's experts got in the latest forward in training mode, on this rank."""
 
-    @property
-    def tokens_per_expert(self) -> torch.Tensor: ...  # (E,) int64, routed rows of this rank's valid tokens
-    @property
-    def chosen_rows(self) -> torch.Tensor | None: ...  # (E,) int64, chosen by its tokens, with padding; None: unknown
-    @property
-    def row_ends(self) -> torch.Tensor | None: ...  # int32 end of the rows that each expert here got; None: unknown
-    @property
-    def first_expert(self) -> int: ...  # number of the first expert on this rank
+    tokens_per_expert: Tensor  # (E,) int64, routed rows of this rank's valid tokens
+    chosen_rows: Tensor | None  # (E,) int64, chosen by its tokens, with padding; None: unknown
+    row_ends: Tensor | None  # int32 end of the rows that each expert here got; None: unknown
+    first_expert: int  # number of the first expert on this rank
 
 
 class Router(nn.Module):
     """Scores in float32, group-limited top-k, selection biased by `expert_bias`, weights from the unbiased scores.
 
-    Softmax scores as in Qwen3-MoE, or sigmoid scores as in DeepSeek-V3 (arXiv:2412.19437, eq. 12 to 16).
+    Softmax scores as in Qwen3-MoE, or sigmoid scores as in DeepSeek-V3 (arXiv:2412.19437, eq. 12 to 16). It is an
+    `ExpertCounter`.
     """
 
-    expert_bias: torch.Tensor  # (E,) float32, saved; moved by `optim.expert_bias.ExpertBiasBalancer`, not by gradients
+    expert_bias: Tensor  # (E,) float32, saved; moved by `optim.expert_bias.ExpertBiasBalancer`, not by gradients
     # (E,) int64, not saved; routed rows of the latest forward in training mode. It is overwritten, never added to, so
     # that a second run under activation checkpointing changes nothing.
-    tokens_per_expert: torch.Tensor
+    tokens_per_expert: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -64,8 +62,11 @@ class Router(nn.Module):
         self.register_buffer("tokens_per_expert", torch.empty(config.num_experts, dtype=torch.int64), persistent=False)
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
+        self.chosen_rows: Tensor | None = None
+        self.row_ends: Tensor | None = None
+        self.first_expert = 0
         # Each sums a (B, E) tensor over ranks that hold other parts of the same sequences (cp, tp); applied in order.
-        self.sequence_sums: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        self.sequence_sums: list[Callable[[Tensor], Tensor]] = []
 
     def declare_sources(self) -> dict[str, Source]:
         return {
@@ -74,31 +75,42 @@ class Router(nn.Module):
             "tokens_per_expert": Init(Zeros()),
         }
 
-    def forward(self, x_BSD: torch.Tensor, valid_BS: torch.Tensor | None = None) -> Routing:
+    def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> Routing:
         """Route every token; tokens where `valid_BS` is False are routed, but neither counted nor balanced."""
-        config = self.config
-        logits_BSE = wide_linear(x_BSD, local_tensor(self.weight))
-        scores_BSE = logits_BSE.softmax(dim=-1) if config.score_func == "softmax" else logits_BSE.sigmoid()
-        scores_TE = scores_BSE.flatten(0, 1)
-        choice_TE = (scores_TE + self.expert_bias).detach()
+        config, logits_BSE = self.config, wide_linear(x_BSD, local_tensor(self.weight))
+        scores_BSE = logits_BSE.detach()
+        scores_BSE = scores_BSE.softmax(dim=-1) if config.score_func == "softmax" else scores_BSE.sigmoid()
+        chosen = keep(lambda: self._choose(scores_BSE, valid_BS))
+        topk_scores_Tk, aux_loss = _Weights.apply(config, logits_BSE, scores_BSE, valid_BS, *chosen)
+        if config.routed_scaling_factor != 1.0:
+            topk_scores_Tk = topk_scores_Tk * config.routed_scaling_factor
+        if self.training and self.z_loss_coeff:  # arXiv:2202.08906, eq. 5
+            squares_BS = logits_BSE.logsumexp(dim=-1).square()
+            z_loss = self.z_loss_coeff * (squares_BS if valid_BS is None else squares_BS * valid_BS).sum()
+            aux_loss = z_loss if aux_loss is None else aux_loss + z_loss
+        return Routing(topk_scores_Tk, chosen[1], aux_loss)
+
+    def _choose(self, scores_BSE: Tensor, valid_BS: Tensor | None) -> tuple[Any, ...]:
+        """Return weights and ids of the chosen experts, and factors and sums of all scores in the balance loss."""
+        config, scores_TE = self.config, scores_BSE.flatten(0, 1)
+        choice_TE = scores_TE + self.expert_bias
         if config.num_limited_groups < config.num_expert_groups:
             choice_TE = self._limit_groups(choice_TE)
-        topk_expert_ids_Tk = choice_TE.topk(config.top_k, dim=-1).indices
-        topk_scores_Tk = scores_TE.gather(-1, topk_expert_ids_Tk)
+        ids_Tk = choice_TE.topk(config.top_k, dim=-1).indices
+        weights_Tk = scores_TE.gather(-1, ids_Tk)
         if config.norm_topk_prob:
-            topk_scores_Tk = topk_scores_Tk / (topk_scores_Tk.sum(dim=-1, keepdim=True) + 1e-20)
-        topk_scores_Tk = topk_scores_Tk * config.routed_scaling_factor
+            weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + 1e-20)
+        counts_BE = self._count(ids_Tk, valid_BS, scores_BSE.shape[0]) if self.training else None
+        if counts_BE is None or not self.aux_loss_coeff:
+            return weights_Tk, ids_Tk, None, None
+        for sum_over_ranks in self.sequence_sums:
+            counts_BE = sum_over_ranks(counts_BE)
+        load_BE = counts_BE * (self.aux_loss_coeff * config.num_experts) / counts_BE.sum(-1, keepdim=True).clamp(min=1)
+        share_BSE = scores_BSE if config.score_func == "softmax" else scores_BSE / scores_BSE.sum(dim=-1, keepdim=True)
+        sums_BE = share_BSE.sum(dim=1) if valid_BS is None else valid_BS.to(share_BSE.dtype).unsqueeze(1) @ share_BSE
+        return weights_Tk, ids_Tk, load_BE, sums_BE
 
-        aux_loss = None
-        if self.training:
-            batch, seq_len = x_BSD.shape[:2]
-            counts_BE = self._count(topk_expert_ids_Tk.view(batch, seq_len, -1), valid_BS)
-            self.tokens_per_expert.copy_(counts_BE.sum(dim=0))
-            if self.aux_loss_coeff or self.z_loss_coeff:
-                aux_loss = self._aux_loss(logits_BSE, scores_BSE, counts_BE, valid_BS)
-        return Routing(topk_scores_Tk, topk_expert_ids_Tk, aux_loss)
-
-    def _limit_groups(self, choice_TE: torch.Tensor) -> torch.Tensor:
+    def _limit_groups(self, choice_TE: Tensor) -> Tensor:
         """Keep the experts of the best groups, judged by the sum of their two best scores."""
         config = self.config
         grouped_TGe = choice_TE.unflatten(-1, (config.num_expert_groups, -1))
@@ -107,43 +119,55 @@ class Router(nn.Module):
         allowed_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, kept_Tg, True)
         return grouped_TGe.masked_fill(~allowed_TG.unsqueeze(-1), float("-inf")).flatten(1)
 
-    def _count(self, ids_BSk: torch.Tensor, valid_BS: torch.Tensor | None) -> torch.Tensor:
+    def _count(self, ids_Tk: Tensor, valid_BS: Tensor | None, batch: int) -> Tensor:
         """Count each expert's valid rows per sequence, (B, E) int64: bfloat16 counts to 256 only, float32 to 16.7 M."""
-        ones_BSk = torch.ones_like(ids_BSk)
-        if valid_BS is not None:
-            ones_BSk = ones_BSk * valid_BS.unsqueeze(-1)
-        counts_BE = torch.zeros(ids_BSk.shape[0], self.config.num_experts, dtype=torch.int64, device=ids_BSk.device)
-        return counts_BE.scatter_add_(1, ids_BSk.flatten(1), ones_BSk.flatten(1))
+        ids_BR, num_experts = ids_Tk.view(batch, -1), self.config.num_experts
+        self.chosen_rows, counts_BE = self.tokens_per_expert, ids_BR.new_zeros(batch, num_experts)
+        if valid_BS is None:
+            counts_BE.scatter_(1, ids_BR, 1, reduce="add")
+        else:
+            rows_Tk = valid_BS.reshape(-1, 1).expand_as(ids_Tk).to(torch.int64, memory_format=torch.contiguous_format)
+            counts_BE.scatter_add_(1, ids_BR, rows_Tk.view_as(ids_BR))
+            self.chosen_rows = count_rows(ids_Tk, num_experts)
+        torch.sum(counts_BE, 0, out=self.tokens_per_expert)
+        return counts_BE
 
-    def _aux_loss(self, logits_BSE, scores_BSE, counts_BE, valid_BS) -> torch.Tensor:
-        """Sequence-wise balance loss (arXiv:2412.19437, eq. 17 to 20) and z-loss (arXiv:2202.08906, eq. 5).
 
-        Both are means over tokens; here they are sums over this rank's tokens, to be divided by the global number of
-        tokens together with the cross entropy.
-        """
-        weight_BS1 = 1.0 if valid_BS is None else valid_BS.unsqueeze(-1).to(scores_BSE.dtype)
-        total = scores_BSE.new_zeros(())
-        if self.aux_loss_coeff:
-            for sum_over_ranks in self.sequence_sums:
-                counts_BE = sum_over_ranks(counts_BE)
-            rows_BE = counts_BE.to(scores_BSE.dtype)
-            load_BE = rows_BE * self.config.num_experts / rows_BE.sum(dim=-1, keepdim=True).clamp(min=1)
-            share_BSE = scores_BSE / scores_BSE.sum(dim=-1, keepdim=True) * weight_BS1
-            total = total + self.aux_loss_coeff * (load_BE * share_BSE.sum(dim=1)).sum()
-        if self.z_loss_coeff:
-            total = total + self.z_loss_coeff * (logits_BSE.logsumexp(dim=-1, keepdim=True).square() * weight_BS1).sum()
-        return total
+class _Weights(torch.autograd.Function):
+    """Weights of the chosen experts, and sequence-wise balance loss (arXiv:2412.19437, eq. 17 to 20) as a sum over this
+    rank's tokens. A score y divided by a sum of scores has softmax's gradient, with sigmoid times 1 - y.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, config: ModelConfig, logits: Any, scores: Any, valid: Any, *chosen: Any) -> Any:
+        ctx.config, (weights, ids, load, sums) = config, chosen
+        ctx.save_for_backward(scores, weights, ids, valid, load)
+        return weights.view_as(weights), None if load is None else torch.dot(load.flatten(), sums.flatten())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dweights_Tk: Tensor, daux: Tensor | None) -> tuple[Any, ...]:
+        scores_BSE, weights_Tk, ids_Tk, valid_BS, load_BE = ctx.saved_tensors
+        is_softmax, softmax_backward = ctx.config.score_func == "softmax", torch.ops.aten._softmax_backward_data
+        if load_BE is None:
+            dlogits_BSE = torch.zeros_like(scores_BSE)
+        else:
+            dshare_BSE = (daux * load_BE).unsqueeze(1)
+            dshare_BSE = dshare_BSE if valid_BS is None else dshare_BSE * valid_BS.unsqueeze(-1)
+            share_BSE = scores_BSE if is_softmax else scores_BSE / scores_BSE.sum(dim=-1, keepdim=True)
+            dlogits_BSE = softmax_backward(dshare_BSE.expand_as(share_BSE), share_BSE, -1, share_BSE.dtype)
+        if ctx.config.norm_topk_prob:
+            dchosen_Tk = softmax_backward(dweights_Tk, weights_Tk, -1, weights_Tk.dtype)
+        else:
+            dchosen_Tk = dweights_Tk * weights_Tk
+            if is_softmax:
+                dlogits_BSE.addcmul_(scores_BSE, dchosen_Tk.sum(dim=-1).view(*scores_BSE.shape[:2], 1), value=-1)
+        dlogits_BSE.view(-1, scores_BSE.shape[-1]).scatter_add_(1, ids_Tk, dchosen_Tk)
+        return None, dlogits_BSE if is_softmax else dlogits_BSE.mul_(1 - scores_BSE), *[None] * 6
 
 
 class Experts(nn.Module):
-    """All experts of a layer, laid out as in Hugging Face's models: gate_up_proj (E, 2 I, D), down_proj (E, D, I).
-
-    Attributes:
-        first_expert: number of the first expert on this rank; 0 unless expert parallelism splits them.
-        multiply: multiplies grouped rows by quantized weights, transposed: (rows, weight, offsets, backend) -> rows.
-            None: the weights are stored as above, and one fused operator computes all.
-        read: returns the local tensor of a parameter to multiply by; FSDP may set `ExpertCopies`.
-    """
+    """All experts of a layer, laid out as in Hugging Face's models: gate_up_proj (E, 2 I, D), down_proj (E, D, I)."""
 
     stacked_matrices: ClassVar[dict[str, int]] = {"gate_up_proj": 2}
     """Number of matrices stacked in the rows of a parameter, for optimizers that treat each by itself (Muon)."""
@@ -155,9 +179,9 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, inner))
         self.std = config.initializer_range
         self.grouped_gemm_backend: GroupedGemmBackend = "auto"
-        self.first_expert = 0
-        self.multiply: Callable[..., torch.Tensor] | None = None
-        self.read: Callable[[nn.Parameter], torch.Tensor] = local_tensor
+        # Multiplies rows by quantized weights, transposed: (rows, weight, offsets, backend) -> rows. None: none are.
+        self.multiply: Callable[..., Tensor] | None = None
+        self.read: Callable[[nn.Parameter], Tensor] = local_tensor  # FSDP may set `ExpertCopies`
 
     @property
     def num_experts(self) -> int:
@@ -169,13 +193,13 @@ class Experts(nn.Module):
 
     def forward(
         self,
-        x_TD: torch.Tensor,
-        weight_R: torch.Tensor,
-        token_R: torch.Tensor,
-        rows_Tk: torch.Tensor,
-        offsets_E: torch.Tensor,
+        x_TD: Tensor,
+        weight_R: Tensor,
+        token_R: Tensor,
+        rows_Tk: Tensor,
+        offsets_E: Tensor,
         travel: Travel | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the weighted sum of the experts' results per token, (T, D); arguments as in `moe_experts`."""
         if self.is_fused:
             weights, backend = (self.read(self.gate_up_proj), self.read(self.down_proj)), self.grouped_gemm_backend
@@ -189,7 +213,7 @@ class Experts(nn.Module):
         """True: one operator computes both projections. False: `project` computes each."""
         return self.multiply is None
 
-    def project(self, name: str, x: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    def project(self, name: str, x: Tensor, offsets_E: Tensor) -> Tensor:
         """Return the grouped rows `x` times the weight `name`, transposed."""
         weight = self.read(getattr(self, name))
         if self.multiply is None:
@@ -199,7 +223,7 @@ class Experts(nn.Module):
 
 # Sends every token to its experts and back: (experts, x (T, D), topk_scores (T, k), topk_expert_ids (T, k)) -> the sums
 # (T, D), and the end of each expert's rows on this rank, int32.
-TokenDispatcher = Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+TokenDispatcher = Callable[[Experts, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def is_routed(name: str) -> bool:
@@ -207,30 +231,23 @@ def is_routed(name: str) -> bool:
     return ".experts." in name
 
 
-def count_rows(expert_ids_Tk: torch.Tensor, num_experts: int) -> torch.Tensor:
+def count_rows(expert_ids_Tk: Tensor, num_experts: int) -> Tensor:
     """Count the rows that chose each expert, (E,) int64."""
     ids_R = expert_ids_Tk.flatten()
-    return ids_R.new_zeros(num_experts).scatter_add_(0, ids_R, torch.ones_like(ids_R))
+    return ids_R.new_zeros(num_experts).scatter_(0, ids_R, 1, reduce="add")
 
 
 def dispatch_locally(
-    experts: Experts, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    experts: Experts, x_TD: Tensor, topk_scores_Tk: Tensor, topk_expert_ids_Tk: Tensor
+) -> tuple[Tensor, Tensor]:
     """Implement `TokenDispatcher` for experts that are all on this rank (or all-gathered by FSDP)."""
-    order_R, rows_Tk, counts_E = group_by_expert(topk_expert_ids_Tk, experts.num_experts)
-    token_R = order_R // topk_expert_ids_Tk.shape[1]
-    offsets_E = counts_E.cumsum(0).to(torch.int32)
-    weight_R = topk_scores_Tk.flatten().index_select(0, order_R)
-    return experts(x_TD, weight_R, token_R, rows_Tk, offsets_E), offsets_E
+    order_R, token_R, rows_Tk, ends_E = keep(lambda: group_by_expert(topk_expert_ids_Tk, experts.num_experts))
+    weight_R1 = permute_tokens(topk_scores_Tk.reshape(-1, 1), order_R, rows_Tk.view(-1, 1))
+    return experts(x_TD, weight_R1.flatten(), token_R, rows_Tk, ends_E), ends_E
 
 
 class MoE(nn.Module):
-    """Mixture-of-experts layer: routed experts plus optional shared experts. It is an `ExpertCounter`.
-
-    Attributes:
-        dispatch: token dispatcher; expert parallelism replaces it.
-        chosen_rows, row_ends: as in `ExpertCounter`. Overwritten, never added to, as the router's counts are.
-    """
+    """Mixture-of-experts layer: routed experts plus optional shared experts."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -240,30 +257,15 @@ class MoE(nn.Module):
         if config.num_shared_experts:
             width = config.num_shared_experts * config.moe_intermediate_size
             self.shared_experts = FeedForward(config.hidden_size, width, std=config.initializer_range)
-        self.dispatch: TokenDispatcher = dispatch_locally
-        self.chosen_rows: torch.Tensor | None = None
-        self.row_ends: torch.Tensor | None = None
+        self.dispatch: TokenDispatcher = dispatch_locally  # expert parallelism replaces it
 
-    @property
-    def tokens_per_expert(self) -> torch.Tensor:
-        """Counts of the router."""
-        return self.gate.tokens_per_expert
-
-    @property
-    def first_expert(self) -> int:
-        """Number of the first expert on this rank."""
-        return self.experts.first_expert
-
-    def forward(
-        self, x_BSD: torch.Tensor, valid_BS: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return (B, S, D) and the balance losses of this layer, summed over tokens, or None."""
         scores_Tk, expert_ids_Tk, aux_loss = self.gate(x_BSD, valid_BS)
         # Before the routed experts, so that a recomputation can stop after these, without the all-to-all back.
         shared_BSD = None if self.shared_experts is None else self.shared_experts(x_BSD)
         out_TD, row_ends = self.dispatch(self.experts, x_BSD.flatten(0, 1), scores_Tk, expert_ids_Tk)
         if self.training:
-            self.chosen_rows = count_rows(expert_ids_Tk, self.gate.config.num_experts)
-            self.row_ends = row_ends
+            self.gate.row_ends = row_ends
         out_BSD = out_TD.view_as(x_BSD)
         return out_BSD if shared_BSD is None else out_BSD + shared_BSD, aux_loss

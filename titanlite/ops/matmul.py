@@ -63,11 +63,12 @@ class _WideLinear(torch.autograd.Function):
         """Split dy into two parts of two bytes, 16 bits of bfloat16 together, and multiply both in one product."""
         x, weight_NK = ctx.saved_tensors
         dy_MN, x_MK = dy.flatten(0, -2), x.flatten(0, -2)
-        high_MN = dy_MN.to(x.dtype)
-        parts_M2N = torch.cat([high_MN, (dy_MN - high_MN).to(x.dtype)], dim=1)
+        parts_M2N = x.new_empty(dy_MN.shape[0], 2 * dy_MN.shape[1])
+        high_MN, low_MN = parts_M2N.chunk(2, dim=1)
+        torch.sub(dy_MN, high_MN.copy_(dy_MN), out=low_MN)
         dx_MK = parts_M2N @ torch.cat([weight_NK, weight_NK])
-        dweight_NK = _multiply_wide(parts_M2N.T, x_MK).unflatten(0, (2, -1)).sum(dim=0)
-        return dx_MK.view_as(x), dweight_NK.to(weight_NK.dtype)
+        dweights = _multiply_wide(parts_M2N.T, x_MK).chunk(2)
+        return dx_MK.view_as(x), torch.add(*dweights, out=torch.empty_like(weight_NK))
 
 
 def _multiply_wide(a: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:

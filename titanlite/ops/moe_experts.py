@@ -24,14 +24,10 @@ from titanlite.ops.permute import gather_sum_rows, permute_tokens, unpermute_sum
 class Travel(Protocol):
     """Gradients in flight between ranks while the experts' backward computes something else."""
 
-    is_served: bool
-    """Set by experts whose backward calls both `wait` and `begin`."""
+    is_served: bool  # set by experts whose backward calls both `wait` and `begin`
 
-    def wait(self) -> None:
-        """Wait for the gradient of the results, before its first use."""
-
-    def begin(self, dx_TD: Tensor) -> None:
-        """Send the gradient of x; the gradients of the weights are computed meanwhile."""
+    def wait(self) -> None: ...  # for the gradient of the results, before its first use
+    def begin(self, dx_TD: Tensor) -> None: ...  # send the gradient of x; meanwhile those of the weights are computed
 
 
 def moe_experts(
@@ -47,19 +43,12 @@ def moe_experts(
 ) -> Tensor:
     """out[t] = sum over the rows r of token t of row_weight[r] * expert_of(r)(x[t]), (T, D) in the dtype of x.
 
-    Args:
-        x_TD: tokens, the dtype of the weights.
-        gate_up_proj: (E, 2 I, D), gate above up.
-        down_proj: (E, D, I).
-        row_weight_R: the router's weight of each row, float32.
-        token_R: token of each row, int64; rows are grouped by expert.
-        rows_Tk: rows of each token, int64, the inverse of `token_R`; summed in this order. R or more means no row.
-        offsets_E: int32 end of each expert's rows. Rows after the last end belong to no expert and add nothing.
-        backend: as in `grouped_gemm`.
-        travel: called in backward when a gradient is needed or can be sent.
+    `gate_up_proj` is (E, 2 I, D), gate above up, `down_proj` (E, D, I); x has their dtype. `offsets_E`, int32, is the
+    end of each expert's rows; rows after the last end belong to none and add nothing. `token_R` and the float32
+    `row_weight_R` are the token of each row and the router's weight of it. `rows_Tk` are the rows of each token, summed
+    in this order; R or more means no row. `travel` is called in backward when a gradient is needed or can be sent.
 
-    Raises:
-        ValueError: as `grouped_gemm`.
+    Raises ValueError as `grouped_gemm`.
     """
     chosen = resolve_backend(backend, x_TD.device, x_TD.dtype)
     leaves = (x_TD.contiguous(), gate_up_proj, down_proj, row_weight_R)

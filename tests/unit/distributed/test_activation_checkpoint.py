@@ -2,7 +2,8 @@
 
 import torch
 
-from titanlite.distributed.activation_checkpoint import _checkpoint, keep
+from titanlite.distributed.activation_checkpoint import _checkpoint
+from titanlite.models.layers import keep
 
 
 def test_what_is_kept_is_made_once_however_often_a_layer_is_recomputed():

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titanlite.config import ModelConfig
 from titanlite.materialize import materialize
-from titanlite.models.moe import Experts, MoE, Router, dispatch_locally, group_by_expert
+from titanlite.models.moe import Experts, MoE, Router, _Weights, dispatch_locally, group_by_expert
 
 CONFIG = ModelConfig(
     hidden_size=12, num_experts=6, top_k=2, moe_intermediate_size=8, initializer_range=0.5, norm_topk_prob=False
@@ -164,6 +164,28 @@ def test_balance_loss_and_its_gradient(score_func, padded):
     torch.testing.assert_close(actual_grad, expected_grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_gradients_of_weights_and_balance_loss_by_the_logits(score_func, normalized, padded):
+    router = build(Router, score_func=score_func, norm_topk_prob=normalized)
+    valid = torch.tensor([[True] * 4 + [False], [False] * 5]) if padded else None
+    previous = torch.get_default_dtype()
+
+    def outputs(logits):
+        scores = (logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()).detach()
+        weights, aux_loss = _Weights.apply(router.config, logits, scores, valid, *router._choose(scores, valid))
+        return weights if aux_loss is None else (weights, aux_loss)
+
+    logits = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64, requires_grad=True)
+    torch.set_default_dtype(torch.float64)  # of the factors, which are made of counts
+    try:
+        for router.aux_loss_coeff in (0.0, 0.3):
+            assert torch.autograd.gradcheck(outputs, logits)
+    finally:
+        torch.set_default_dtype(previous)
+
+
 def test_balance_loss_is_coefficient_per_token_when_balanced_and_more_when_not():
     router, x = build(Router, top_k=6), make_tokens()
     router.aux_loss_coeff = 1.0
@@ -207,10 +229,11 @@ def test_no_balance_loss_without_coefficients():
 
 def test_grouping_is_stable_and_inverse():
     ids = torch.tensor([[2, 0], [0, 2], [2, 1], [0, 2]])
-    order, rows, counts = group_by_expert(ids, 4)
+    order, token, rows, ends = group_by_expert(ids, 4)
     assert order.tolist() == [1, 2, 6, 5, 0, 3, 4, 7]
-    assert counts.tolist() == [3, 1, 4, 0]
-    assert torch.equal(rows.flatten()[order], torch.arange(8))
+    assert token.tolist() == [index // 2 for index in order.tolist()]
+    assert ends.tolist() == [3, 4, 8, 8]
+    assert torch.equal(rows.flatten()[order], torch.arange(8, dtype=torch.int32))
     assert torch.equal(ids.flatten()[order], ids.flatten().sort().values)
 
 
