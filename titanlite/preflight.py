@@ -85,7 +85,7 @@ def _world_sizes(text: str) -> tuple[int, ...]:
 
 
 def check_all(job: JobConfig, world_sizes: tuple[int, ...], *, weights: bool) -> Checked:
-    """As `check`, for each of these world sizes, and look for files and packages first: see `check_arguments`."""
+    """Look for files and packages, then `check` for each of these world sizes: see `check_arguments`."""
     problems = find_missing_packages(job) + find_missing_files(job)
     raise_problems(ConfigError, "configuration", problems)  # before anything large is downloaded
     first, *others = world_sizes

@@ -124,7 +124,7 @@ def _check_held_out(job: JobConfig) -> list[str]:
 
 
 def _check_source(data: DataSection, name: str, source: DataSection) -> list[str]:
-    """Problems of one source of `data`; `name` is empty where there is but one, `[data]` itself."""
+    """List the problems of one source of `data`; `name` is empty if `[data]` itself is the only one."""
 
     def get_key(setting: str) -> str:
         return get_source_key(data, name, setting)

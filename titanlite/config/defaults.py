@@ -1,4 +1,4 @@
-"""Settings that follow from others: what a configuration means where it is silent."""
+"""Settings that follow from others: defaults that depend on the rest of the configuration."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -37,10 +37,10 @@ _SWITCHES = {
 
 
 def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[str]:
-    """Set, in place, what follows from the settings that are `given`, and return the problems that this meets.
+    """Set, in place, settings that follow from those in `given`; return the problems found.
 
-    `given` has where each setting was given, by its full key; the others have the default of the schema. `name` is that
-    of the configuration, for its folder.
+    `given` maps the full key of each given setting to where it was given; the others have the default of the schema.
+    `name` is that of the configuration, for its folder.
     """
 
     def default(key: str, value: object) -> None:

@@ -279,7 +279,7 @@ class Reader:
         return cast(JobConfig, OmegaConf.to_object(config))
 
     def finish(self, path: str | None, overrides: Sequence[tuple[str, str, str]], *, is_whole: bool) -> JobConfig:
-        """Take the overrides; ranges are checked if it `is_whole`, else what is missing may be in the unread file."""
+        """Take the overrides and build; check ranges only if it `is_whole`: the file might set what is missing."""
         for where, key, text in overrides:
             self.read_override(where, key, text)
         if path is not None:

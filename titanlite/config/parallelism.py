@@ -84,13 +84,13 @@ class Degrees:
         return [range(start, start + size) for start, size in zip(starts, sizes[stage :: self.pp], strict=True)]
 
     def turns_ahead(self, stage: int) -> int:
-        """Count the forwards, each of a chunk, that a stage is ahead of its backwards at most.
+        """Count the most forwards, each of a chunk, that a stage runs ahead of its backwards.
 
-        With several chunks a stage is twice as far ahead of the one behind, for which the forward and the backward of
-        its next turn come from different stages.
+        With several chunks a stage is twice as far ahead of the next one, because the forward and the backward of its
+        next turn come from different stages.
         """
-        behind = self.pp - 1 - stage
-        return behind if self.chunks == 1 else 2 * behind + (self.chunks - 1) * self.pp
+        later = self.pp - 1 - stage
+        return later if self.chunks == 1 else 2 * later + (self.chunks - 1) * self.pp
 
     def waiting(self, num_micro_batches: int) -> float:
         """Return the share of a step that a rank waits for other pipeline stages: (p - 1) / (v * n + p - 1)."""
@@ -219,7 +219,7 @@ def _feed_forward_widths(model: ModelConfig) -> dict[str, int]:
 
 
 def _check_blocks(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[str]:
-    """Whether tensor parallelism splits the inputs of layers between the blocks of `lora.base_dtype`."""
+    """Check that tensor parallelism splits the inputs of layers between the blocks of `lora.base_dtype`."""
     form = job.lora.base_dtype
     if form not in BLOCK_SIZES or degrees.tp == 1:
         return []
@@ -233,7 +233,7 @@ def _check_blocks(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[
 
 
 def _check_stages(model: ModelConfig, degrees: Degrees) -> list[str]:
-    """Whether the layers can be split into pipeline stages."""
+    """Check that the layers can be split into pipeline stages."""
     pp, chunks, num_layers = degrees.pp, degrees.chunks, model.num_layers
     if pp == 1:
         return []
@@ -259,7 +259,7 @@ def _check_stages(model: ModelConfig, degrees: Degrees) -> list[str]:
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, degrees: Degrees) -> list[str]:
-    """Whether cp ranks can share the heads that tp leaves each of them."""
+    """Check that cp ranks can share the heads that tp leaves each of them."""
     cp, left = degrees.cp, f" that tensor_parallel_degree ({degrees.tp}) leaves" if degrees.tp > 1 else ""
     why = ""
     if num_heads % cp:

@@ -1,4 +1,4 @@
-"""What can be set: every leaf of the schema by its dotted key, how its values are read, what other trainers call it."""
+"""All settings: every leaf of the schema by its dotted key, how its value is read, its names in other trainers."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from titanlite.config.data import SourceSection
 from titanlite.config.schema import JobConfig
 
 TABLES = ("chat_template_kwargs", "fields")  # settings with a table of the user's names, kept as JSON text
-SOURCES = "data.sources"  # tables below have names of the user's
+SOURCES = "data.sources"  # section whose tables the user names
 _INT = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _REMEDIES = {int: "Write a whole number", float: "Write a number", bool: "Write true or false", str: "Put it in quotes"}
@@ -125,7 +125,7 @@ def find_setting(key: str) -> Setting | None:
 
 
 def get_sections_of(job: JobConfig) -> dict[str, list[Setting]]:
-    """As `get_sections`, with the tables of `data.sources` that `job` has."""
+    """Return `get_sections`, with the tables of `data.sources` that `job` has."""
     return get_sections() | {f"{SOURCES}.{name}": get_source_section(name) for name in job.data.sources}
 
 
@@ -166,13 +166,13 @@ def find_nearest(key: str, candidates: Iterable[str]) -> list[str]:
 
 
 def spell_dtype(text: str) -> str:
-    """`bfloat16` for `bf16` or `torch.bfloat16`, and so on; other texts in small letters."""
+    """Return `bfloat16` for `bf16` or `torch.bfloat16`, and so on; other texts in small letters."""
     name = text.lower().removeprefix("torch.")
     return {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}.get(name, name)
 
 
 def format_value(value: object) -> str:
-    """`value` as TOML writes it: one line, strings quoted and escaped, floats that read back equal."""
+    """Return `value` as TOML writes it: one line, strings quoted and escaped, floats that read back equal."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -185,7 +185,7 @@ class BadValueError(Exception):
 
 
 def check_value(setting: Setting, value: Any) -> Any:
-    """`value` (from TOML, or an override's text converted to the setting's kind) as the setting stores it."""
+    """Check `value` (from TOML, or converted from an override's text); return it as the setting stores it."""
     shown = f"{setting.key} = {shorten(format_value(value))}"
     if setting.kind is float and type(value) is int:
         value = float(value) if abs(value) < 2**1023 else math.inf
@@ -273,5 +273,5 @@ def parse_text(setting: Setting, text: str) -> Any:
 
 
 def shorten(text: str) -> str:
-    """At most 80 characters, so that a pasted table or template does not bury the message."""
+    """Cut to at most 80 characters, so that a pasted table or template does not bury the message."""
     return text if len(text) <= 80 else f"{text[:77]}..."

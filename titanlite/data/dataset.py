@@ -38,12 +38,12 @@ class Batch:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What the model takes beside; see `ImageBatch`."""
+        """Further keyword arguments of the model's forward; see `ImageBatch`."""
         return {}
 
     @property
     def num_padding(self) -> int:
-        """Tokens that are padding, of batches without `document_ids`."""
+        """Number of padding tokens, for batches without `document_ids`."""
         return 0
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -100,12 +100,12 @@ class TrainDataset(Protocol):
 
     @property
     def form(self) -> str:
-        """'preference' for pairs, of which one side is not meant to be imitated; see `data.forms`."""
+        """Form of the rows: "text", or one of `features/sft/forms.py`, such as "preference" for pairs."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """What the sequences are made of, in words: equal for equal sequences."""
+        """Description of the sequences in words: equal for equal sequences."""
         ...
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
@@ -118,7 +118,7 @@ class TrainDataset(Protocol):
 
 
 class SequenceDataset(TrainDataset, Protocol):
-    """The same with held-out sequences: the data of one source."""
+    """A `TrainDataset` with held-out sequences: the data of one source."""
 
     num_validation_sequences: int
 
@@ -139,7 +139,7 @@ class Source(NamedTuple):
 class Mixture(Protocol):
     """A dataset that reads several sources, each with a position of its own."""
 
-    offsets: dict[str, int]  # sequences that a source is ahead of where its share alone would have it, by name
+    offsets: dict[str, int]  # by name, sequences of a source in addition to those that its share alone gives
 
     @property
     def sources(self) -> list[Source]:
@@ -147,11 +147,11 @@ class Mixture(Protocol):
         ...
 
     def get_taken(self, seed: int, samples: int) -> dict[str, int]:
-        """How many sequences of each source lie before the training samples from `samples` on."""
+        """Return the position of each source, in sequences, before training sample `samples`."""
         ...
 
     def go_on(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
-        """Let each source be, at sample `samples`, behind as many of its sequences as `taken` says; new ones begin."""
+        """Continue each source at sample `samples` after its `taken` sequences; sources that are new begin at 0."""
 
 
 def get_sources(dataset: TrainDataset) -> list[Source]:
@@ -203,7 +203,7 @@ class PackedDataset(ShuffledSequences):
         self.order = ShuffledOrder(self.num_train_sequences)
 
     def count_sequences(self, tokenized: TokenizedCorpus, seq_len: int) -> int:
-        """How many there are: the last label needs one more token."""
+        """Count the sequences: the last label needs one more token."""
         return max(0, len(tokenized.tokens) - 1) // seq_len
 
     @property
@@ -222,7 +222,7 @@ class PackedDataset(ShuffledSequences):
         )
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """As `TrainDataset.batch`; IndexError: an index is negative or not below `num_sequences`."""
+        """Implement `TrainDataset.batch`; raises IndexError for an index below 0 or not below `num_sequences`."""
         starts_B = np.asarray(indices, dtype=np.int64)
         if starts_B.size == 0 or starts_B.min() < 0 or starts_B.max() >= self.num_sequences:
             raise IndexError(f"sequence indices {list(indices)} are not all in [0, {self.num_sequences})")
@@ -247,7 +247,7 @@ class PackedDataset(ShuffledSequences):
 
 
 def get_num_held_out(total: int, share: float | None = None) -> int:
-    """How many of `total` are held out: `share` of them (0: none, else at least 1, and not all).
+    """Return how many of `total` are held out: `share` of them (0: none; otherwise at least 1, and not all).
 
     Without a share 1%, but at least 64, or 10% where 64 would be more than that; at least 1.
     """
@@ -290,7 +290,7 @@ def get_orders(dataset: TrainDataset) -> list[Any]:
 
 
 def permute_places(seed: int, epoch: int, num_sequences: int, places: np.ndarray) -> np.ndarray:
-    """Where a permutation of `num_sequences` that is keyed by (seed, epoch) puts `places` (n,), int64.
+    """Permute `places` (n,) int64 by a permutation of `num_sequences` that is keyed by (seed, epoch).
 
     A Feistel network over the next even number of bits; a result that is no sequence goes through it again until it is
     one (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), at most four times on average.

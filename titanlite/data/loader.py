@@ -17,9 +17,9 @@ _KEYED = ", order keyed"  # in the fingerprint of a run whose order is
 
 
 class ValidationSet(NamedTuple):
-    """What a validation reads of one source: micro-batches of this rank, CPU tensors.
+    """Held-out micro-batches of one source for this rank, CPU tensors.
 
-    `weight` is what a sequence counts in the validation loss, so that sources have their shares of the sequences.
+    `weight` is the weight of a sequence in the validation loss, so that each source counts by its share.
     """
 
     source: str
@@ -29,7 +29,7 @@ class ValidationSet(NamedTuple):
 
 @dataclass
 class TrainLoader:
-    """The share of one data-parallel rank in every global batch.
+    """The part of every global batch that one data-parallel rank trains on.
 
     Step s trains on the samples [s * G, (s + 1) * G) of the endless sample order of `dataset`, G being
     `global_batch_size`, on any mesh. Micro-batch m of rank r holds `local_batch_size` samples of those, starting at
@@ -53,13 +53,13 @@ class TrainLoader:
 
     @property
     def fingerprint(self) -> str:
-        """What determines the data order, in words: equal for equal orders."""
+        """Description of the data order in words: equal for equal orders."""
         keyed = _KEYED if any(order.is_keyed for order in get_orders(self.dataset)) else ""
         return f"{self.dataset.fingerprint}, seed {self.seed}{keyed}"
 
     @property
     def mixture(self) -> str:
-        """The shares of the sources in words, where there are several."""
+        """Shares of the sources in words; empty for a single source."""
         sources = get_sources(self.dataset)
         return ", ".join(f"{source.share:.2%} {source.name}" for source in sources) if sources[0].name else ""
 
@@ -68,9 +68,9 @@ class TrainLoader:
     ) -> None:
         """Start step `step` after the first `samples` samples of the data order; leave out those before `skip_to`.
 
-        A run may go on with another global batch size than the one that it began with. `taken` are the sequences that
-        the steps before took of each source of a mixture, which may have been another one. `fingerprint` is that of the
-        steps before: a run goes on in the order that it began in.
+        The global batch size may differ from that of earlier steps. `taken` are the sequences that earlier steps took
+        of each source of a mixture, which may have been another mixture. `fingerprint` is that of earlier steps: a run
+        keeps the kind of order that it began with (`ShuffledOrder.is_keyed`).
         """
         for order in get_orders(self.dataset) if fingerprint else ():
             order.is_keyed = order.is_keyed and fingerprint.endswith(_KEYED)
@@ -79,7 +79,7 @@ class TrainLoader:
         self._start = (step, max(samples, skip_to))
 
     def get_taken(self, step: int) -> dict[str, int]:
-        """How many sequences of each source of a mixture the steps before `step` took, or left out."""
+        """Return the position of each source of a mixture, in sequences, before `step`; empty for a single source."""
         if not isinstance(self.dataset, Mixture):
             return {}
         return self.dataset.get_taken(self.seed, self.samples_before(step))
@@ -105,10 +105,10 @@ class TrainLoader:
         return [self.dataset.batch(micro_batch) for micro_batch in indices[:, self.dp_rank]]
 
     def validation_sets(self, num_steps: int) -> list[ValidationSet]:
-        """Every held-out sequence of each source that has any, once; at most `num_steps` global batches, 0 for all.
+        """Return every held-out sequence of each source once, or the first `num_steps` global batches of each (0: all).
 
-        The same at every validation and on any mesh. All ranks get equally many micro-batches of equal shape: what is
-        missing are rows without labels.
+        The same at every validation and on any mesh. All ranks get equally many micro-batches of equal shape, filled up
+        with rows without labels.
         """
         held_out = self._held_out(num_steps)
         weights = [source.share / count for source, count in held_out]

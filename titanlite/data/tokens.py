@@ -58,7 +58,7 @@ class TokenizedCorpus:
 
 @dataclass(frozen=True)
 class _Header:
-    """What the json file beside the tokens says about them."""
+    """Header of a token file, kept in a JSON file next to it."""
 
     dtype: str
     num_tokens: int

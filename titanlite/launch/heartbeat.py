@@ -72,7 +72,7 @@ def start() -> None:
 
 
 def configure(timeout_s: float, grace_s: float, dump_folder: str | Path) -> None:
-    """Tell the launcher what the configuration says of the fields of a `Beat`."""
+    """Tell the launcher the limits and the folder from the configuration, in this rank's `Beat`."""
     folder = str(Path(dump_folder).absolute())
     _heart.beat = replace(_heart.beat, stopped_limit_s=timeout_s, grace_s=grace_s, dump_folder=folder)
     beat(_heart.beat.phase)
@@ -107,7 +107,7 @@ def current() -> Beat:
 
 
 def read(folder: str | Path) -> dict[int, Beat]:
-    """In the launcher: the latest beat of each rank that has one, by rank."""
+    """Return the latest beat of each rank that has one, by rank; for the launcher."""
     beats = {}
     for path in Path(folder).glob("beat-*"):
         try:

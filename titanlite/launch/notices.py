@@ -37,14 +37,14 @@ class Restart:
 
 
 def say(text: str) -> None:
-    """In the launcher: write a line to standard error."""
+    """Write a line to standard error, in the launcher."""
     sys.stderr.write(f"titanlite: {text}\n")
     sys.stderr.flush()
 
 
 @contextmanager
 def shared_folder() -> Iterator[str]:
-    """In the launcher: make a folder (mode 0700) for it and its ranks, and remove it at the end.
+    """Make a folder (mode 0700) for the launcher and its ranks, and remove it at the end.
 
     Folders of launchers of this user that were killed are removed, too: nobody holds the lock in them.
     """
@@ -94,14 +94,14 @@ def end_with_launcher() -> None:
 
 
 def forget_last_start(folder: str | Path) -> None:
-    """In the launcher, before ranks start: remove what the last ones left, but not what the user asked for."""
+    """Remove the notes of earlier ranks, but not the user's requests; the launcher calls it before ranks start."""
     for path in Path(folder).iterdir():
         if path.name not in _KEPT:
             path.unlink(missing_ok=True)
 
 
 def note_restart(folder: str | Path, restart: Restart) -> None:
-    """In the launcher: tell the next ranks why they start."""
+    """Tell the next ranks why they start; called by the launcher."""
     Path(folder, _RESTART).write_text(json.dumps(asdict(restart)))
 
 
@@ -129,14 +129,14 @@ def claim(name: str) -> bool:
 
 
 def note_error(text: str) -> None:
-    """In a rank: what ended it, for the one who asks why ranks start again. The first rank of this machine counts."""
+    """Note the error that ended this rank, to be shown at a restart. The first rank of this machine counts."""
     folder = os.environ.get(NOTICE_FOLDER)
     if folder is not None and claim("has-error"):
         Path(folder, _ERROR).write_text(text)
 
 
 def read_error(folder: str | Path) -> str:
-    """In the launcher: the first sentence of what `note_error` got; empty if there is none."""
+    """Return the first sentence of the error that `note_error` noted, in the launcher; empty without one."""
     try:
         text = Path(folder, _ERROR).read_text()
     except OSError:
@@ -145,7 +145,7 @@ def read_error(folder: str | Path) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Of a message, in one line, at most 200 characters, without its full stop."""
+    """Return the first sentence of `text` in one line, at most 200 characters, without its full stop."""
     return " ".join(text.split()).partition(". ")[0][:_SHOWN_CHARS].rstrip(".")
 
 
@@ -155,9 +155,9 @@ def lost_path(folder: str | Path, rank: int) -> Path:
 
 
 def note_lost_peer(rank: int, error: BaseException) -> None:
-    """In a rank: a collective failed because another rank is gone or does not answer; the launcher finds out which.
+    """Note that a collective of this rank failed because a peer is gone or hangs; the launcher finds out which.
 
-    The note is where the collective was called, innermost first as `faulthandler` writes stacks.
+    The note is the stack of the call, innermost frame first as `faulthandler` writes it.
     """
     folder = os.environ.get(NOTICE_FOLDER)
     if folder is None:
@@ -171,7 +171,7 @@ def note_lost_peer(rank: int, error: BaseException) -> None:
 
 
 def lost_peers(folder: str | Path) -> dict[int, float]:
-    """In the launcher: seconds since each rank noted that it has lost a peer, by rank."""
+    """Return the seconds since each rank noted that it has lost a peer, by rank; for the launcher."""
     now, found = time.time(), {}
     for path in Path(folder).glob("lost-*"):
         found[int(path.name.removeprefix("lost-"))] = now - path.stat().st_mtime

@@ -52,7 +52,7 @@ def save_stacks(folder: str | Path, beats: Mapping[int, Beat]) -> Path | None:
 
 
 def record_pipe(folder: str | Path) -> str:
-    """Return what torch puts a rank's number and ".pipe" behind: who writes to that pipe asks NCCL for its record."""
+    """Return the prefix of the pipes PREFIX<rank>.pipe: a write to one makes NCCL dump that rank's record."""
     return str(Path(folder, "nccl-"))
 
 

@@ -30,7 +30,7 @@ requested = threading.Event()
 
 
 def install() -> Callable[[], None]:
-    """Let this rank end in good order on SIGTERM and SIGINT; returns what undoes it. Call in the main thread."""
+    """Handle SIGTERM and SIGINT as requests to stop; return a function that undoes it. Call in the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -53,14 +53,14 @@ def is_requested() -> bool:
 
 
 def asked(folder: str) -> bool:
-    """In the launcher: True once `request` was called."""
+    """Return True once `request` was called; for the launcher."""
     return Path(folder, _STOP).exists()
 
 
 def request(folder: str) -> bool:
-    """In the launcher: note for all ranks that they shall stop, the second time that they shall end at once.
+    """Ask all ranks to stop, from the launcher; the second call asks them to end at once.
 
-    Returns True the first time.
+    Returns True for the first call.
     """
     first = not Path(folder, _STOP).exists()
     Path(folder, _STOP if first else _ABORT).touch()

@@ -39,11 +39,11 @@ def find_largest(values: Sequence[float], last_step: int) -> Largest:
 
 @dataclass(frozen=True)
 class MoEState:
-    """What the MoE layers did in the latest step, over all ranks."""
+    """State of the MoE layers in the latest step, over all ranks."""
 
     tokens_per_expert: Tensor  # rows of valid tokens, (layers, E), any device
     bias_range: Tensor | None  # smallest and largest `expert_bias` of each layer, (2, layers); None without
-    row_errors: Tensor | None  # rows dropped, and rows twice, since the point before, (2, layers); None: nobody tells
+    row_errors: Tensor | None  # rows dropped, and rows twice, since the last point, (2, layers); None: not counted
 
 
 def describe_moe(state: MoEState) -> dict[str, list[float]]:

@@ -80,7 +80,7 @@ def muon_matrices(model: Model, section: OptimizerSection) -> dict[nn.Parameter,
 
 
 def _get_num_stacked(module: nn.Module, name: str) -> int:
-    """Of how many matrices, one after the other, the rows of a parameter are."""
+    """Return how many matrices are stacked in the rows of a parameter."""
     if hasattr(module, "stacked_matrices"):
         return cast(dict[str, int], module.stacked_matrices).get(name, 1)
     # What transformers' experts say of themselves.

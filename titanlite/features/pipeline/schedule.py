@@ -122,7 +122,7 @@ def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dty
 
 @contextmanager
 def only_chunk(model: nn.Module, chunk: int) -> Iterator[None]:
-    """Let forwards of `model` be those of one chunk of this stage's layers; without stages there is one, all layers.
+    """Restrict forwards of `model` to one chunk of this stage's layers; without stages the one chunk is all layers.
 
     Modules, parameters and their names stay: other attributes stand before the modules that the forward would call.
     """
@@ -313,12 +313,12 @@ class _SendAndReceive(torch.autograd.Function):
 
 
 def _share_logits(module: nn.Module, args: Any, out: Any, *, link: StageLink) -> Any:
-    """Of logits tokens are chosen, and all ranks go on with the same ones. Losses are summed by who wants to."""
+    """Share the last stage's logits, so that all ranks choose the same tokens. Losses stay; the caller sums them."""
     return out if isinstance(out, LossSums) else link.share(out)
 
 
 def describe_pipeline(loader: TrainLoader, model_config: AnyModelConfig, degrees: Degrees) -> None:
-    """Say which stages there are, and how long they wait for each other; warn on rank 0 if that is most of a step."""
+    """Log the stages and how long they wait for each other; warn on rank 0 if that is most of a step."""
     if degrees.pp == 1:
         return
     stages = [degrees.stage_parts(model_config.num_layers, stage) for stage in range(degrees.pp)]

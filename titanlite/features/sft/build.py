@@ -1,4 +1,4 @@
-"""From configuration to examples, and what became of the rows, in words."""
+"""Dataset of examples from the configuration, and a report of the rows that were skipped, cut or dropped."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -94,7 +94,7 @@ def _read_template(path: str) -> str:
 
 
 def get_left_out(dataset: ExampleDataset) -> list[str]:
-    """Rows skipped and examples cut or dropped, counted by reason; empty if everything is used as it is."""
+    """List rows skipped and examples cut or dropped, counted by reason; empty if everything is used as it is."""
     found: Counter[tuple[str, str]] = Counter()
     for source in dataset.sources:
         for reason, skipped in source.examples.header.skipped.items():
@@ -107,23 +107,23 @@ def get_left_out(dataset: ExampleDataset) -> list[str]:
 
 
 def get_num_split(dataset: ExampleDataset) -> int:
-    """Documents that were split into several examples."""
+    """Count the documents that were split into several examples."""
     return sum(source.num_split for source in dataset.sources)
 
 
 def get_first_skipped(dataset: ExampleDataset) -> list[str]:
-    """For each reason to skip a row, what was said of the first such row."""
+    """Return the message about the first skipped row, for each reason."""
     headers = [source.examples.header for source in dataset.sources]
     return [skipped.first for header in headers for skipped in header.skipped.values()]
 
 
 def get_trained_share(dataset: ExampleDataset) -> float:
-    """Share of the training tokens, without padding, that the loss is taken on."""
+    """Return the share of the training tokens, without padding, that are in the loss."""
     return dataset.train.num_trained / dataset.train.num_tokens
 
 
 def describe(dataset: ExampleDataset) -> str:
-    """One line for the log of a run."""
+    """Return one line for the log of a run."""
     train = dataset.train
     kind = "pairs" if dataset.form == "preference" else "examples"
     left_out = "; ".join(get_left_out(dataset))
@@ -137,13 +137,13 @@ def describe(dataset: ExampleDataset) -> str:
 
 
 def get_warnings(dataset: ExampleDataset) -> list[str]:
-    """Return warnings about what is no error but most likely not meant."""
+    """Return warnings about the chats that are most likely not meant, with the file that they are in."""
     headers = [source.examples.header for source in dataset.sources]
     return [f"{header.names[0]}: {text}" for header in headers for text in get_chat_warnings(header.counts)]
 
 
 def get_chat_warnings(counts: Mapping[str, int]) -> list[str]:
-    """Return warnings about what in `ExampleHeader.counts` is no error but most likely not meant."""
+    """Return warnings about `ExampleHeader.counts` that are no error but most likely not meant."""
     remedies = {
         NO_END: "the model will not learn to stop. Use a chat template that closes the assistant's turn with a token.",
         SPELLED: "they are trained as letters. Give such chats as messages, or as prompt and completion.",

@@ -178,7 +178,7 @@ class ChatRenderer:
         return replace(chat, arguments_as_text=True)
 
     def _needs_text(self, chat: Chat) -> bool:
-        """Whether the template fails with objects as arguments, or writes one as Python would, and takes JSON text."""
+        """Return True if the template fails on objects as arguments, or prints them as Python, and takes JSON text."""
         calls = [call["function"]["arguments"] for message in chat.messages for call in message.get("tool_calls", ())]
         try:
             text = self._apply(chat, chat.messages)
@@ -190,7 +190,7 @@ class ChatRenderer:
             other = self._apply(replace(chat, arguments_as_text=True), chat.messages)
         except RowError:
             return False
-        # Of a template that takes objects, each argument by itself, text may show nothing.
+        # A template that prints each argument by itself may show nothing of JSON text.
         return not text or all(json.dumps(arguments, ensure_ascii=False) in other for arguments in calls if arguments)
 
     def _find_turn(self, chat: Chat, i: int, key: object, prompt: str, done: str, marks: Marks | None) -> Turn:
@@ -226,7 +226,7 @@ class ChatRenderer:
         return Turn(prompt, body, frame.end, inside)
 
     def _check_parts(self, chat: Chat, keys: list[object], answers: list[int]) -> None:
-        """Refuse or count what the row says and the text does not show: templates ignore what they do not know."""
+        """Refuse or count parts of the chat that the text does not show: templates ignore fields they do not know."""
         if not chat.tools and not any(map(self._lost.get, keys, repeat((0,)))):
             return
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
@@ -245,8 +245,8 @@ class ChatRenderer:
             self.counts[f"{DROPPED}{_INDEX.sub('', name)}"] += 1
 
     def _find_lost(self, chat: Chat, i: int, stop: int, *, trained: bool) -> tuple[int, ...]:
-        """Numbers of the parts of messages[i] that the first `stop` messages do not show; thoughts of turns that are
-        not trained may be dropped, as at inference.
+        """Return the numbers of the parts of messages[i] that the text of the first `stop` messages does not show;
+        thoughts of turns that are not trained may be dropped, as at inference.
         """
 
         def show(message: dict[str, Any]) -> str:
@@ -315,9 +315,9 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _list_keys(chat: Chat, answers: list[int]) -> list[object]:
-    """List what decides on how the template shows each message: its kind, its neighbours' and the roles around.
+    """List a key for each message, of all that decides how the template shows it: its kind, neighbours and roles.
 
-    An answer is shown as the last message.
+    An answer is rendered as the last message.
     """
     shapes = [get_shape(message) for message in chat.messages]
     roles = [shape[0] for shape in shapes]

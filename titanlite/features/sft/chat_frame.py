@@ -31,12 +31,12 @@ _CLOSED_THOUGHT, _ENDING_THOUGHT = (re.compile(pattern, re.IGNORECASE) for patte
 
 @dataclass(frozen=True)
 class Frame:
-    """What the template writes around an answer of one kind.
+    """Text that the template writes around an answer of one kind.
 
     Attributes:
-        more: what the end of the prompt has, and the finished turn does not show: a closed empty thought.
-        left: what is left of that in the finished turn.
-        tail: what the finished turn ends with, from the end-of-turn token on.
+        more: end of the prompt that the finished turn does not show: a closed empty thought.
+        left: the part of `more` that the finished turn does show.
+        tail: end of the finished turn, from the end-of-turn token on.
         glue: white space between answer and end where the finished turn itself shows no end.
         end: the token that ends the turn; empty if there is none.
     """
@@ -48,7 +48,7 @@ class Frame:
     end: str = ""
 
     def get_start(self, prompt: str, done: str) -> int | None:
-        """Where the answer starts in `done`, or None if the frame is not that of these texts."""
+        """Return where the answer starts in `done`; None if these texts have another frame."""
         if not done.endswith(self.tail):
             return None
         if done.startswith(prompt):

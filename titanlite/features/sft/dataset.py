@@ -81,7 +81,7 @@ class ExampleSet:
 
 
 def _count_trained(examples: TokenizedExamples, example: int, document: int, lengths: np.ndarray) -> int:
-    """Trained labels of one document in its first `lengths[document]` tokens."""
+    """Count the trained labels of one document in its first `lengths[document]` tokens."""
     start = int(examples.offsets[example * examples.header.documents_per_example + document])
     return int(np.count_nonzero(examples.flags[start + 1 : start + int(lengths[document])] & TRAINED))
 
@@ -163,7 +163,7 @@ def _is_equal(examples: TokenizedExamples, pair: int, lengths: np.ndarray) -> bo
 
 
 def _split(examples: TokenizedExamples, lengths: np.ndarray, seq_len: int) -> ExampleSet:
-    """Pieces of documents of `lengths` (n,), at most `seq_len` tokens long and one token into each other."""
+    """Split documents of `lengths` (n,) into pieces of at most `seq_len` tokens that overlap by one token."""
     step = seq_len - 1
     num_pieces = np.maximum(-(-(lengths - 1) // step), 1)
     selected = np.repeat(np.arange(len(lengths)), num_pieces)
@@ -183,9 +183,9 @@ def _cut_lengths(lengths: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def hold_out(whole: ExampleSet, share: float | None = None) -> tuple[ExampleSet, ExampleSet]:
-    """(training set, held-out set): a fixed random choice of rows, as many as `get_num_held_out` says.
+    """Return (training set, held-out set): a fixed random choice of rows, as many as `get_num_held_out` says.
 
-    By rows, for the answers of one conversation share its text; and not the last ones, for files are often sorted.
+    By rows, because answers of one conversation share its text; not the last rows, because files are often sorted.
 
     Raises:
         DataError: there are fewer than two rows, and some are to be held out.
@@ -321,7 +321,7 @@ def pack_examples(part: ExampleSet, seq_len: int, *, packing: bool) -> list[np.n
 
 
 def get_documents(part: ExampleSet, members: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    """(ids, flags) of all documents of `members`, in order: of a pair first chosen, then rejected."""
+    """Yield (ids, flags) of all documents of `members`, in order: of a pair first chosen, then rejected."""
     for member in members.tolist():
         for used in part.get_documents(member):
             yield part.examples.tokens[used], part.examples.flags[used]

@@ -53,11 +53,11 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class _Draft:
-    """What becomes one document: pieces of text, with ids in front and behind.
+    """A document before tokenization: pieces of text, with token ids before (`prefix`) and after (`suffix`) them.
 
-    Of several turns in one document, the tokens before the last answer must be those of its prompt as one text, as at
-    inference: each of `seams` has the same tokens as one text as in its parts. Otherwise each turn becomes a document,
-    as in `apart`.
+    At inference the prompt of the last answer is tokenized as one text. So several turns share a document only if
+    every tuple in `seams`, joined to one text, has the tokens of its parts. Otherwise each turn in `apart` becomes a
+    document.
     """
 
     pieces: list[_Piece]
@@ -178,7 +178,7 @@ class ExampleEncoder:
         return _Draft(pieces, seams=seams, apart=tuple(turns))
 
     def _list_seams(self, pieces: list[_Piece], prompt: str) -> tuple[tuple[str, ...], ...]:
-        """Texts of `prompt`, the last one, that `pieces` cut; each between two tokens that end tokenization anyway."""
+        """List the stretches of `prompt` between special tokens that borders of `pieces` cut, each as its parts."""
         cuts = list(accumulate(len(piece.text) for piece in pieces))
         seams: list[tuple[str, ...]] = []
         start = 0

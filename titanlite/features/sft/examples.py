@@ -46,7 +46,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class ExampleHeader:
-    """What the json file beside the tokens says about them.
+    """Header of a file of tokenized examples, kept in a JSON file next to it.
 
     `documents_per_example` is 2 for preference pairs. `vocab_size` is one more than the largest id among the tokens.
     `counts` are as in `ChatRenderer`; `stop_token_ids` the tokens that answers end with.
@@ -91,7 +91,7 @@ class TokenizedExamples:
         return describe_place(self.header.names, place >> _FILE_SHIFT, place & (1 << _FILE_SHIFT) - 1)
 
     def get_documents(self, example: int) -> Iterator[slice]:
-        """Where the documents of an example are in `tokens` and `flags`."""
+        """Yield the place in `tokens` and `flags` of each document of an example."""
         size = self.header.documents_per_example
         for document in range(example * size, (example + 1) * size):
             yield slice(int(self.offsets[document]), int(self.offsets[document + 1]))
@@ -185,8 +185,8 @@ def _nothing(names: tuple[str, ...], num_rows: int, skipped: dict[str, Skipped])
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """The examples of some rows, in memory, None if no row can be used; (reason, place and what is wrong) of each bad
-    row.
+    """The examples of some rows, in memory, None if no row can be used; `problems` are (reason, place and text) of each
+    bad row.
     """
 
     examples: TokenizedExamples | None
@@ -238,7 +238,7 @@ def refuse_rows(problems: list[str]) -> None:
 
 
 def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch: list[Row]) -> ExampleEncoder | None:
-    """For the configured form, or that of the first row of `batch` that has one; None if no row has.
+    """Build the encoder for the configured form, or that of the first row of `batch` with a known one; None without.
 
     Raises:
         DataError: `data.train_on` is 'all' for preference pairs, or `data.text_field` is set and the rows are no text.
@@ -273,7 +273,7 @@ def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch:
 def encode_rows(
     encoder: ExampleEncoder | None, batch: list[Row]
 ) -> Iterator[tuple[Row, list[tuple[Document, ...]] | RowError]]:
-    """Each row of `batch` with its examples or what is wrong with it. Without an encoder, no row has a known form."""
+    """Yield each row of `batch` with its examples or its error. Without an encoder, no row has a known form."""
     good: list[dict[str, Any]] = [row.content for row in batch if isinstance(row.content, dict)]
     encoded = iter(encoder.encode(good)) if encoder is not None else (_unknown_form(content) for content in good)
     for row in batch:
@@ -290,7 +290,7 @@ def _unknown_form(content: dict[str, Any]) -> RowError:
 
 
 def read_header(table: dict[str, Any]) -> ExampleHeader:
-    """Return the header that `asdict` made this table of, and JSON kept."""
+    """Return the header from `table`, its `asdict` after a round trip through JSON."""
     table["skipped"] = {reason: Skipped(**entry) for reason, entry in table["skipped"].items()}
     table |= {name: tuple(table[name]) for name in ("names", "stop_token_ids")}
     return ExampleHeader(**table)

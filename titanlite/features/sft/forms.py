@@ -1,4 +1,4 @@
-"""From a row, in one of the forms that people have, to chats and plain texts.
+"""Chats and plain texts, parsed from rows in the forms that public data sets have.
 
 | form | fields |
 |---|---|
@@ -9,8 +9,8 @@
 
 Chats may also bring `tools`, `chat_template_kwargs` and ShareGPT's `system`.
 
-What a row says is checked here, so that a template never has to guess: every message has a known role, content that is
-text, and tool calls whose arguments are objects.
+Rows are checked here, so that a template never has to guess: every message has a known role, content that is text, and
+tool calls whose arguments are objects.
 """
 
 import json
@@ -78,8 +78,8 @@ class Plain:
 
 
 def rename_fields(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
-    """`row` with its columns under the names of `fields`, which gives the column of each field, or of `COLUMNS`; a
-    missing one is a RowError.
+    """Return `row` with its columns renamed: those that `fields` gives, to their fields; others to the spelling in
+    `COLUMNS`. Raises RowError: a column of `fields` is missing.
     """
     others = (name for name in row if name not in COLUMNS and name not in fields.values())
     plain = {name: known for name in others if (known := name.strip().lower()) in COLUMNS and known not in row}
@@ -109,7 +109,7 @@ def detect_form(row: Mapping[str, Any]) -> Form | None:
 
 
 def parse_row(row: dict[str, Any], form: Form) -> tuple[Chat | Plain, ...]:
-    """One document; for preference pairs two, chosen and rejected.
+    """Return one document; for preference pairs two, chosen and rejected.
 
     Raises:
         RowError: a field is missing, empty or of the wrong type, or a role is unknown.
@@ -146,7 +146,7 @@ def _add_contexts(row: dict[str, Any], question: str) -> str:
 
 
 def _get_system(row: dict[str, Any], turns: Messages) -> Messages:
-    """Return the system message that a row has beside its turns, unless these begin with one."""
+    """Return the system message from a row's own field, unless its turns begin with one."""
     texts = [text for name in ("system", "system_prompt") if isinstance(text := row.get(name), str) and text]
     has_one = turns and turns[0]["role"] == "system"
     return [{"role": "system", "content": text} for text in texts[:1] if not has_one]
@@ -215,7 +215,7 @@ def _get_asked(row: dict[str, Any], prompt: Any) -> Messages:
 
 
 def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[Messages]]:
-    """Prompt and answers of a pair of message lists, wherever the prompt is: in its field, in the lists, or in both."""
+    """Return prompt and answers of a pair of message lists; the prompt is in its field, in the lists, or in both."""
     lists = [_get_messages(row, name)[0] for name in ("chosen", "rejected")]
     shared = 0
     while shared < min(map(len, lists)) and lists[0][shared] == lists[1][shared]:
@@ -280,7 +280,7 @@ def _unpack(row: dict[str, Any], name: str) -> Any:
 
 
 def _from_json(value: Any, where: str, remedy: str, passed: type[ValueError] | tuple[()] = ()) -> Any:
-    """`value`, out of JSON where it is text. An error is a RowError, except those `passed` on."""
+    """Return `value`, parsed as JSON if it is text. An error is a RowError, except those `passed` on."""
     try:
         return parse_json(value) if isinstance(value, str) else value
     except passed:
@@ -350,7 +350,7 @@ def _check_message(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _flatten(content: Any, where: str) -> str:
-    """Content as text: templates for text print a list of parts as Python would."""
+    """Return the content as text: templates for text would print a list of parts as Python does."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -385,7 +385,7 @@ def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def parse_object(value: Any, where: str) -> dict[str, Any]:
-    """`value`, out of JSON where it is text; a RowError names `where` if it is no object."""
+    """Return `value`, parsed as JSON if it is text; a RowError names `where` if it is no object."""
     value = _from_json(value, where, "Write an object.")
     if not isinstance(value, dict):
         raise _wrong_type(f"{where} is {_describe_type(value)}, not an object", "Write an object.")

@@ -47,7 +47,7 @@ class Rows(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What `Row.file` counts: paths, or the id of a dataset."""
+        """Paths, or the id of a dataset; `Row.file` is an index into them."""
         ...
 
     def get_digest(self, cache_folder: Path) -> str:
@@ -59,7 +59,7 @@ class Rows(Protocol):
         ...
 
     def get_identity(self) -> tuple[str, ...]:
-        """As the stamp, but the same wherever the files are; a name and more for each."""
+        """Return name and size, or revision, of each file or dataset: the same wherever the files are."""
         ...
 
     def iterate_from(self, start: int) -> Iterator[Row]:
@@ -125,14 +125,14 @@ class ShapedRows(Rows):
 
 
 def describe_place(names: tuple[str, ...], file: int, number: int) -> str:
-    """Where a row is, in words: 'chats.jsonl, line 7'."""
+    """Return the place of a row in words: 'chats.jsonl, line 7'."""
     if number == 0:
         return names[file]
     return f"{names[file]}, {'line' if names[file].endswith(_OF_LINES) else 'row'} {number}"
 
 
 def merge_row_problems(problems: Sequence[str]) -> list[str]:
-    """Problems of rows, as "place: text", with one line for all rows of a file that have the same."""
+    """Merge problems of rows, "place: text", into one line for all rows of a file that have the same."""
     found: dict[tuple[str, str], list[int]] = {}
     for problem in problems:
         match = _PROBLEM.fullmatch(problem)

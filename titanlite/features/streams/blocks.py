@@ -81,7 +81,7 @@ def _load(path: Path) -> EncodedBlock | None:
 
 
 class Block(Protocol):
-    """What is known of a block when it is made: how many sequences it has, and the first row of the next one."""
+    """Facts about a block that are known once it is made: its number of sequences, the first row of the next one."""
 
     @property
     def num_sequences(self) -> int: ...

@@ -89,12 +89,12 @@ class MixtureDataset:
         return [Source(*item) for item in zip(self.names, shares, self.parts, strict=True)]
 
     def get_taken(self, seed: int, samples: int) -> dict[str, int]:
-        """How many sequences of each source lie before the training samples from `samples` on."""
+        """Return the position of each source, in sequences, before training sample `samples`."""
         counts = self.order.count_before(seed, samples).tolist()
         return {name: self.offsets.get(name, 0) + n for name, n in zip(self.names, counts, strict=True)}
 
     def go_on(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
-        """Let each source be, at sample `samples`, behind as many of its sequences as `taken` says; new ones begin."""
+        """Continue each source at sample `samples` after its `taken` sequences; sources that are new begin at 0."""
         self.offsets = {}
         here = self.get_taken(seed, samples)
         self.offsets = {name: n for name in self.names if (n := taken.get(name, 0) - here[name])}
@@ -204,7 +204,7 @@ class _Order:
         return counts + np.clip(places - counts.sum() - np.cumsum(due) + due, 0, due)
 
     def count_before(self, seed: int, sample: int) -> np.ndarray:
-        """How many samples before `sample` are of each source, (S,) int64."""
+        """Count the samples of each source before `sample`, (S,) int64."""
         number, start, length, place = self._find_piece(sample)
         before = sample // self.length * self.quotas + self._count_first(start)
         if place == start:

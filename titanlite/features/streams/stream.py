@@ -178,7 +178,7 @@ class StreamDataset:
         return self._blocks[number]
 
     def _get_next_start(self, start: int, num_rows: int) -> int:
-        """Return the first row of the block behind that of `num_rows` rows from `start` on: a short one ends a pass."""
+        """Return the first row of the block after that of `num_rows` rows from `start`: a short one ends a pass."""
         return start + num_rows if num_rows == self.data.streaming_block_rows else 0
 
     def _add(self, block: _Block) -> None:
