@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 
 class TrainResult(NamedTuple):
-    """What a run came to: `loss` is of its last step, None if nothing was left to train."""
+    """Result of a run: `loss` is of its last step, None if nothing was left to train."""
 
     step: int
     loss: float | None

@@ -113,7 +113,7 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def _record_error(text: str) -> None:
-    """How this run ended, for its report; rank 0 writes, what only others have is on the console."""
+    """Record how this run ended, for its report; rank 0 writes, errors of other ranks are on the console only."""
     record_event("error", first_sentence(text), heartbeat.steps_done())
 
 

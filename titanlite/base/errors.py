@@ -57,7 +57,7 @@ class TransientError(TrainingError):
 
 
 class DivergenceError(TransientError):
-    """Ranks that must hold or do the same no longer do."""
+    """Replicas or the data order differ between ranks."""
 
 
 def raise_problems(error: type[TitanliteError], where: str, problems: Iterable[str]) -> None:

@@ -100,7 +100,7 @@ def read_json(path: str | Path) -> Any:
 
 
 class AppendedFile:
-    """Appends records to a file. Those that cannot be written wait for the next call, and the file has no half one.
+    """A file that records are appended to, whole or not at all. Those that cannot be written wait for the next call.
 
     It is opened anew each time, its folder made if it is missing: nothing is lost if the process is killed, nor if
     the disk was full when the run began. At most 16 MiB wait; of more, the oldest records are given up.
@@ -144,7 +144,7 @@ class AppendedFile:
 
 @contextmanager
 def write_atomic(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file beside `path`; on success it replaces `path`, on an error it is removed."""
+    """Open a temporary file next to `path`; on success it replaces `path`, on an error it is removed."""
     # Host, process, thread: on some network file systems flock does not reach other hosts, and two may write at once.
     writer = f"{socket.gethostname()}-{os.getpid()}-{threading.get_native_id()}"
     temporary = path.with_name(f"{path.name}.{writer}.tmp")

@@ -1,7 +1,7 @@
 """One logger for the package, and the console that it and everything else writes to.
 
-Rank 0 speaks; other ranks speak only from WARNING up, with their rank in front. What rank 0 says goes to `log.txt` in
-the run's folder too.
+Rank 0 logs from INFO up, also to `log.txt` in the run's folder. Other ranks log from WARNING up, with their rank in
+front.
 """
 
 import errno

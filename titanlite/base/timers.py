@@ -17,7 +17,7 @@ import torch
 COMMUNICATION = "communication"
 """Waiting for collectives that the compute stream, or the CPU, stands still for."""
 FSDP_COLLECTIVES = "fsdp_collectives"
-"""Duration of FSDP's collectives on CUDA, beside computation or not."""
+"""Duration of FSDP's collectives on CUDA, overlapped with computation or not."""
 
 # A reading of the clock, or an event of CUDA.
 _Mark = Any
@@ -133,7 +133,7 @@ _active: list[StepTimer] = []
 
 
 def activate(timer: StepTimer) -> None:
-    """Let `collective` of this process count for `timer`. Collectives know no trainer, so this is one per process."""
+    """Make `collective` count for `timer`, in all of this process: collectives have no reference to a trainer."""
     _active[:] = [timer]
 
 

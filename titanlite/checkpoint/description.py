@@ -1,4 +1,4 @@
-"""Everything of a saved model beside its tensors: configuration, generation settings and tokenizer.
+"""Files of a saved model without tensors: configuration, generation settings and tokenizer.
 
 It is built and checked once, before anything is trained; saving only writes it.
 """
@@ -70,10 +70,10 @@ _STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pa
 def describe_model(
     config: AnyModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None, end_of_turn_ids: Sequence[int] = ()
 ) -> dict[str, bytes]:
-    """Build what stands beside the weights, and check that transformers takes it: content by file name. On one rank.
+    """Build the files next to the weights, and check that transformers reads them: content by file name. On one rank.
 
     `dtype` is that of the parameters on disk. What `assets`, the folder of the model that training began with, says
-    beyond the architecture is kept. `end_of_turn_ids` end a text, too, beside what generation_config.json there says.
+    beyond the architecture is kept. `end_of_turn_ids` end a text, too, next to those in generation_config.json there.
 
     Raises CheckpointError: transformers refuses something; names it, its value, and the file that it is from.
     """

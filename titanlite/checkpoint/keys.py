@@ -62,10 +62,10 @@ def checkpoint_pieces(name: str, shape: tuple[int, ...], family: Family) -> Iter
 
 
 def find_passengers(keys: Iterable[str], used: Collection[str], patterns: Iterable[str] = ()) -> list[str]:
-    """Return the stored `keys` that a model, which has `used` of them, does not compute, and that are no mistake.
+    """Return the passengers among the stored `keys`: those that a model, which uses `used`, leaves out on purpose.
 
-    Transformers' class passes them over (`patterns`), or they are in a part with a name, or in a layer for multi-token
-    prediction beyond the last layer, of which nothing is used.
+    Transformers' class passes them over (`patterns`), or they are in a part that `_PART` names, or in a layer for
+    multi-token prediction after the last layer; nothing of such a part or layer is used.
     """
     rest = [key for key in keys if key not in used and not key.endswith(IGNORED_SUFFIXES)]
     found = [(key, match) for key in rest if (match := _PART.match(key))]

@@ -1,4 +1,4 @@
-"""Where a stored tensor and a shard in memory overlap: segments of elements that are contiguous in both."""
+"""Overlap of a stored tensor and a shard in memory: segments of elements that are contiguous in both."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a run needs besides the model to go on: optimizer states, and the numbers in train_state.json."""
+"""State of a run in addition to the model: optimizer states, and the numbers in train_state.json."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ _OPTIMIZER = f"{OWN_FOLDER}/optimizer"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands; the whole of train_state.json."""
+    """Position and results of a run; the content of train_state.json."""
 
     step: int  # optimizer steps done
     samples: int  # sequences of the data order that were trained on, by all ranks together, or left out

@@ -1,4 +1,4 @@
-"""What a run shows on the console: one plain line per log step, or a progress bar on a terminal."""
+"""Console output of a run: one plain line per log step, and a progress bar on a terminal."""
 
 import sys
 import time

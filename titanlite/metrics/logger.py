@@ -208,7 +208,7 @@ class MetricsLogger:
         layers: Mapping[str, Sequence[float]] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """One line of `metrics.jsonl`, and the same in TensorBoard and W&B but for `extra`."""
+        """Write one line of `metrics.jsonl`, and its values except `extra` to TensorBoard and W&B."""
         line: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         line.update({name: _or_none(value) for name, value in values.items()})
         line.update({name: [_or_none(value) for value in column] for name, column in (layers or {}).items()})

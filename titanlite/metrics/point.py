@@ -47,7 +47,7 @@ class MoEState:
 
 
 def describe_moe(state: MoEState) -> dict[str, list[float]]:
-    """Values per layer by metric name. Synchronizes. A layer without tokens has nan for its load."""
+    """Return values per layer by metric name. Synchronizes. A layer without tokens has nan for its load."""
     counts = state.tokens_per_expert.detach().to("cpu", torch.float64)
     share = counts / counts.sum(dim=1, keepdim=True)
     # Entropy over that of an even load: 1 is balanced, 0 is one expert that gets all.
@@ -131,7 +131,7 @@ def get_busy_seconds(seconds: Mapping[str, float]) -> float:
     """Time outside of collectives, from the phases of a `StepTimer`; wall time is the same on ranks in lockstep.
 
     On CUDA the whole duration of FSDP's collectives counts as not busy, also where computation hides it. That is alike
-    on all ranks but for the wait for a late peer, which is what tells them apart.
+    on all ranks, except for the wait for a late peer, which is what tells them apart.
     """
     phases = sum(value for name, value in seconds.items() if name not in (COMMUNICATION, FSDP_COLLECTIVES))
     return max(phases - seconds.get(FSDP_COLLECTIVES, 0.0), 0.0)

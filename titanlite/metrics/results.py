@@ -1,4 +1,4 @@
-"""What validations and evaluations have found: the best step, when to stop early, and what a resumed run must know."""
+"""Results of validations and evaluations: the best step, when to stop early, and their state for a resumed run."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Example:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What one evaluation found, the same on all ranks."""
+    """Result of one evaluation, the same on all ranks."""
 
     name: str  # of the scorer
     score: float  # mean over the prompts

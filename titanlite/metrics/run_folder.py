@@ -1,4 +1,4 @@
-"""The run's folder: locked against other runs, made, and told what begins and what happens beside steps."""
+"""The run's folder: locked against other runs, made, with the run's start and the events between steps."""
 
 import json
 import time
@@ -178,7 +178,7 @@ def record_start(folder: Path, step: int, where: str, *, resumed: bool, changes:
 
 
 def open_events(dump_folder: Path | None) -> None:
-    """Let `record_event` write into `dump_folder`, which exists; None: nowhere. A resumed run appends."""
+    """Make `record_event` write into `dump_folder`, which exists; None: nowhere. A resumed run appends."""
     _state.clear()
     if dump_folder is not None:
         _state["file"] = AppendedFile(dump_folder / EVENTS_FILE)

@@ -18,7 +18,7 @@ from titanlite.ops.attention import AttentionMask, attention
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 _LATENT_EPS = 1e-6
-"""Of the norms on latents, whatever the model's: DeepSeek's code and transformers' take their norm's default."""
+"""Epsilon of the norms on latents, whatever the model's own: DeepSeek's code and transformers use a default."""
 
 
 class CoreAttention(nn.Module):
@@ -135,9 +135,7 @@ class LatentAttention(SelfAttention):
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
 
     def _rotate(self, x_BSHR: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        """Rotate pairs of neighbours, if the checkpoint has them so, otherwise those of `apply_rope`, whose order the
-        result has.
-        """
+        """Apply rotary positions; interleaved pairs of the checkpoint are put into the order of `apply_rope` first."""
         if self.interleaved:
             x_BSHR = x_BSHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return apply_rope(x_BSHR, *cos_sin)

@@ -21,7 +21,7 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signa
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What every layer needs to mask scores; made once per forward by `build_attention_mask`."""
+    """The mask of all layers; made once per forward by `build_attention_mask`."""
 
     backend: AttentionBackend
     # `sdpa`: bool, True where query s may see key t; on CUDA what is added to scores, 0 or -inf. None: plain causal.
@@ -90,7 +90,7 @@ def attention(
     no_flash = mask.allowed_B1SS is not None or q_BHSK.dtype == torch.float32
     if grouped and no_flash and kernel_device(q_BHSK.device) == "cuda":
         # On CUDA a mask, or float32, rules out the flash kernel, and grouped heads the memory-efficient one: what is
-        # left keeps the float32 scores of every layer. Repeated heads cost little beside that.
+        # left keeps the float32 scores of every layer. Repeated heads cost little in comparison.
         repeats = q_BHSK.shape[1] // k_BGSK.shape[1]
         k_BGSK, v_BGSV = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSK, v_BGSV))
         grouped = False
@@ -116,7 +116,7 @@ def varlen_attention(
     width, missing = v_BSGV.shape[-1], q_BSHK.shape[-1] - v_BSGV.shape[-1]  # it knows one width
     v_BSGK = F.pad(v_BSGV, (0, missing)) if missing else v_BSGV
     q_THK, k_TGK, v_TGK = (x.flatten(0, 1) for x in (q_BSHK, k_BSGK, v_BSGK))
-    # The longest document would have to be waited for, too: blocks of the kernel behind a document's end stop at once.
+    # The longest document's length would cost a wait for the device; blocks after a document's end stop at once anyway.
     bound = q_BSHK.shape[1]
     out_THK = varlen_attn(
         q_THK, k_TGK, v_TGK, starts_N1, starts_N1, bound, bound, scale=scale, window_size=(-1, 0), **_GROUPED

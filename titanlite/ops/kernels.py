@@ -76,7 +76,7 @@ def kernel_device(device: torch.device) -> str:
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a DTensor, or `param` itself when it is a plain tensor; differentiable.
+    """Return the local shard of a DTensor, or `param` itself if it is a plain tensor; differentiable.
 
     All arithmetic of titanlite's models runs on local tensors: DTensor dispatch costs 50 to 200 us per operation, and
     between FSDP2's all-gather and the kernel a DTensor's spec may claim another dtype than its data (up to torch 2.12).

@@ -39,7 +39,7 @@ _ROUNDS_AMONG_RANKS = 4
 
 
 class Tile(NamedTuple):
-    """How a kernel cuts its work: `rows` and `cols` of the output, `depth` of the reduction, `per_sm` programs."""
+    """Tile of a kernel: `rows` and `cols` of the output, `depth` of the reduction, `per_sm` programs."""
 
     rows: int
     cols: int

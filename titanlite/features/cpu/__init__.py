@@ -32,7 +32,7 @@ def install_kernels() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the host memory that it frees, for its next tensors, as CUDA's allocator does on GPUs.
+    """Make this process keep the host memory that it frees, for its next tensors, as CUDA's allocator does on GPUs.
 
     By default glibc gives blocks back to the kernel, and getting them again costs page faults in each step: a tenth of
     a small model's CPU time. The peak stays what it was. Nothing is changed where the C library is not glibc.

@@ -1,1 +1,1 @@
-"""What a run does when something goes wrong while it trains: find the cause, or refuse to go on."""
+"""Diagnosis of faults during training: find the cause, or refuse to go on."""

@@ -1,4 +1,4 @@
-"""Where NaN or infinity came from: the step is computed again with a look at every module's output and gradient."""
+"""Origin of NaN or infinity: the step is computed again, and every module's output and gradient is checked."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ _SHOWN = 3
 
 @dataclass
 class _Found:
-    """What one rank sees."""
+    """Findings of one rank."""
 
     stage: int  # of the pipeline
     losses: tuple[int, ...]  # micro-batches whose loss was not finite when the step was trained on

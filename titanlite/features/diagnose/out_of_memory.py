@@ -52,7 +52,7 @@ def start_memory_history(job: JobConfig, device: torch.device) -> None:
 
 
 def warn_of_large_mask(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
-    """Say on rank 0 what the dense mask of long packed sequences takes on a GPU, where there is attention without."""
+    """Warn on rank 0 of the memory of a dense mask for long packed sequences, where varlen attention could do."""
     training = job.training
     if device.type != "cuda" or not isinstance(model_config, ModelConfig) or get_rank() != 0:
         return

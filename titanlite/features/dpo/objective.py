@@ -1,6 +1,6 @@
 """Direct preference optimization (arXiv:2305.18290) on packed rows of pairs.
 
-In each row document 2 n is the chosen answer of a pair and document 2 n + 1 the rejected one, each behind its own copy
+In each row document 2 n is the chosen answer of a pair and document 2 n + 1 the rejected one, each after its own copy
 of the prompt; prompts and padding have no labels.
 
 Shapes: B rows, S tokens, N documents of the fullest row (even), P = N / 2 pairs.
@@ -104,7 +104,7 @@ def build_dpo(job: JobConfig, form: str) -> DPO | None:
 
 
 def turn_off_dropout(model: torch.nn.Module) -> None:
-    """Let all layers keep everything: DPO compares with a reference without dropout, whose noise would be reward."""
+    """Set dropout to 0 in all layers: the reference has none, so its noise would count as reward."""
     found = set()
     for module in model.modules():
         is_dropout = isinstance(module, torch.nn.Dropout)

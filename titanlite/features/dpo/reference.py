@@ -1,4 +1,4 @@
-"""Log-probabilities of the reference model for preference optimization: computed beside training, or once before it."""
+"""Log-probabilities of the reference model for preference optimization: computed in each step, or once before."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ def num_documents(ids_BS: torch.Tensor) -> int:
 
 
 def present_documents(ids_BS: torch.Tensor, num: int) -> torch.Tensor:
-    """Which of documents 0 to num - 1 a row has, (B, num) bool."""
+    """Return which of documents 0 to num - 1 a row has, (B, num) bool."""
     return _membership(ids_BS, num).any(dim=-1)
 
 
@@ -130,7 +130,7 @@ class CachedReference:
 
 
 def describe_weights(folder: str, seed: int, dtype: str) -> str:
-    """Which weights a run begins with: those of the files in `folder` (by name, size and time), or of the seed."""
+    """Name the weights that a run begins with: those of the files in `folder` (name, size, time), or of the seed."""
     if not folder:
         return f"random weights, seed {seed}, {dtype}"
     files = sorted(Path(folder).glob("*.safetensors"))

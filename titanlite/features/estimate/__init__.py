@@ -1,1 +1,1 @@
-"""What a run will take, before it is started: memory, bytes read, communication, time. Needs no GPU and no weights."""
+"""Estimate of a run before its start: memory, bytes read, communication, time. Needs no GPU and no weights."""

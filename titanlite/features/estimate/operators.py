@@ -46,7 +46,7 @@ class Work:
 
 
 class Call(NamedTuple):
-    """What the time of one call depends on."""
+    """All that the time of one call depends on."""
 
     rate: str  # key of `hardware.RATES`
     # Of a product, which takes as long as the slower of the two; the time of other calls follows from all their bytes.
@@ -116,7 +116,7 @@ def _of_host(formula: Callable[..., int], tensors: int) -> Callable[..., int]:
 
 
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
-    """As if each document were as long as the longest may be: tokens x longest x (width + width of values)."""
+    """Assume that each document is as long as the longest may be: tokens x longest x (width + width of values)."""
     return 2 * q.shape[0] * rest[2] * q.shape[1] * (q.shape[2] + v.shape[2])
 
 

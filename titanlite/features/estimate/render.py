@@ -24,7 +24,7 @@ _EXPLAINED = {
 def render_verdict(
     base: Planned, weights: str, sizes: str, tokens: float | None, proposals: Sequence[Planned] | None
 ) -> str:
-    """Whether it fits, what bounds it, how fast it is, how long it takes, and what to change."""
+    """Render whether it fits, what bounds it, how fast it is, how long it takes, and what to change."""
     estimate, job = base.estimate, base.checked.job
     hardware, time, training = estimate.hardware, estimate.time, job.training
     what = f"adapters of rank {job.lora.rank}" if job.lora.rank else "all weights"
@@ -175,7 +175,7 @@ def render_collectives(estimate: Estimate, rank: int) -> str:
 
 
 def render_parts(estimate: Estimate) -> str:
-    """Where the time of an average micro-batch of this rank goes, with its share of what is done once per step."""
+    """Render the time of an average micro-batch of this rank by parts, with its share of once-per-step work."""
     time, trace, peak = estimate.time, estimate.trace, estimate.hardware.flops / 1e12
     count = trace.micro_batches
     rows = [("per micro-batch", "TFLOP", "GB", "launches", "syncs", "exposed ms", "hidden ms")]

@@ -53,7 +53,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What one optimizer step on this rank takes."""
+    """Cost of one optimizer step on this rank."""
 
     peaks: dict[Moment, dict[str, int]]  # live bytes by category (`tracker.CATEGORIES`) when each stretch is fullest
     # Of one of each traced micro-batch, and of what is done once per step, recomputation included; the group of a

@@ -159,7 +159,7 @@ class StepRecorder(TorchDispatchMode):
         self._events.append(self._segment)
 
     def mark(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """Say what the storages of `tensors` hold; persistent ones are left alone."""
+        """Set the category of the storages of `tensors`, except persistent ones."""
         for tensor in tensors:
             serial = self._serials.get(_local(tensor).untyped_storage()._cdata)
             if serial is not None:
@@ -277,7 +277,7 @@ class StepRecorder(TorchDispatchMode):
             self.mark([out], EXCHANGED)
 
     def peaks(self) -> dict[Segment, dict[str, int]]:
-        """Of each stretch, live bytes by category at the moment when they were most; persistent tensors not counted."""
+        """Return live bytes by category at the fullest moment of each stretch, without persistent tensors."""
         category = self._kinds()
         live: dict[int, int] = {}
         totals: dict[str, int] = dict.fromkeys((*CATEGORIES, _PERSISTENT), 0)
@@ -329,7 +329,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FixedScalars(TorchDispatchMode):
-    """Let tensors without data read as 1 or True where the host looks at one: a finite norm, a count, a flag."""
+    """Make tensors without data read as 1 or True where the host looks at one: a finite norm, a count, a flag."""
 
     def __enter__(self) -> "FixedScalars":
         def tolist(tensor: torch.Tensor) -> Any:  # one read, where by itself it would be one of each element

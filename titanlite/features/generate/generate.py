@@ -40,7 +40,7 @@ _SAMPLE_TOKENS = 48
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; see `choose_tokens`.
+    """Settings for choosing the next token; see `choose_tokens`.
 
     Each prompt draws from a stream of its own, keyed by (seed, number of the prompt): the same on any mesh and in any
     batch, up to the rounding of the logits.
@@ -65,7 +65,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a prompt was continued with, without the end-of-text token."""
+    """Continuation of a prompt, without the end-of-text token."""
 
     tokens: list[int]
     ended: bool  # by the model; otherwise at the limit of new tokens
@@ -203,7 +203,7 @@ class _Batch:
             chosen_B = yield self.model(self._padded([chosen_B.tolist()]), cache=cache)
 
     def _full_steps(self, rows: list[Sequence[int]]) -> Generator[torch.Tensor, torch.Tensor, None]:
-        """As above with a forward over the whole text each time. Causal: no token sees the padding on its right."""
+        """Do the same with a forward over the whole text each time. Causal: no token sees the padding on its right."""
         texts = [list(row) for row in rows]
         while True:
             last_B = torch.tensor([len(text) - 1 for text in texts], device=self.device)

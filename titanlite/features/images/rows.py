@@ -39,7 +39,7 @@ _MOST_PIXELS = 2**26  # 200 MB decoded; processors take several times that, and 
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """B sequences of L tokens, and what the model takes beside; the same fields as `Batch`.
+    """B sequences of L tokens, and further inputs of the model; the same fields as `Batch`.
 
     Attributes:
         tokens, labels: int64 (B, L), padded at the end; a label is the token that follows, or -100.
@@ -137,7 +137,7 @@ class ImageDataset(ShuffledSequences):
         return ImageBatch(tokens, labels, {n: _join(values) for n, values in inputs.items()}, num_padding=num_padding)
 
     def get_document(self, index: int) -> tuple[ImageRow, list[int], list[bool]]:
-        """Row `index`, its token ids without padding, and which of them are trained."""
+        """Return the token ids of row `index`, without padding, and which of them are trained."""
         ids, trained, _ = self._process(self._rows[index])
         return self._rows[index], ids.tolist(), trained.tolist()
 
@@ -206,7 +206,7 @@ class ImageDataset(ShuffledSequences):
 
 
 def _join(values: list[Tensor]) -> Tensor:
-    """Join along the first dim; smaller images get zeros behind, as processors have it for images of a batch."""
+    """Join along the first dim; smaller images are padded with zeros at the end, as processors do in a batch."""
     shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
     padded = []
     for value in values:

@@ -70,13 +70,13 @@ def adapter_place(name: str, shape: tuple[int, ...], names: Iterable[str]) -> Ad
 
 
 def name_of_base(folder: str) -> str:
-    """How adapters name the model in `folder`: its repository `owner/model@revision` if it is a local copy of one."""
+    """Return the name of the model in `folder` for adapters: `owner/model@revision` if it is a local copy of one."""
     hub = HUB_SNAPSHOT.search(folder)
     return f"{hub[1]}/{hub[2]}@{hub[3]}" if hub else str(Path(folder).absolute())
 
 
 def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "", *, key: str = "") -> "AdapterCheckpoint":
-    """Return the adapters in `folder` as a source for `materialize`, beside the one of the model in the folder `base`.
+    """Return the adapters in `folder` as a source for `materialize`, next to the one of the model in the folder `base`.
 
     Warns if they were trained on a model of another name. `key` is the setting that asks for them; without one they are
     of the run to resume.
@@ -116,7 +116,7 @@ def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "", *, ke
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What is needed of an adapter_config.json to apply the adapters; `base` as in `MergedAdapters`."""
+    """Settings of an adapter_config.json that applying the adapters needs; `base` as in `MergedAdapters`."""
 
     rank: int
     scaling: float

@@ -96,7 +96,7 @@ def _join(codes: torch.Tensor, factor_Nn1: torch.Tensor) -> torch.Tensor:
 
 
 def count_not_finite(records: torch.Tensor, layout: BlockFormat) -> int:
-    """How many records (..., n, record_bytes in any dtype) stand for a value that is NaN or infinite."""
+    """Count the records (..., n, record_bytes in any dtype) with a value that is NaN or infinite."""
     total = 0
     if not records.numel():  # of shape (0, 0, 0) where other pipeline stages hold it
         return 0

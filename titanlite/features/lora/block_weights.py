@@ -4,7 +4,7 @@
 (out, n, r) afterwards and says so (`materialize.layout.Encoding`). Its name stays, and so does what a checkpoint, a
 recipe or a plan know of it. Sharding splits rows, or columns in whole records.
 
-Records are stored in the matmul dtype, so that FSDP all-gathers them without a cast; r is the size of a record in it.
+Records are stored in the matmul dtype, so that FSDP all-gathers them without a cast; r is their size in its elements.
 Products decode them where they are used, and again in backward: autograd keeps the records alone.
 
 Shapes: M rows, E groups, K reduction, N columns, n records per row.
@@ -38,7 +38,7 @@ from titanlite.ops.matmul import linear
 
 @dataclass(frozen=True)
 class BlockEncoding:
-    """An `Encoding`: each row of a weight is `num_records` records."""
+    """An `Encoding` that keeps each row of a weight as `num_records` records."""
 
     layout: BlockFormat
     shape: tuple[int, ...]

@@ -59,7 +59,7 @@ class PeftFormat(HFFormat):
         return adapter_files(plan)
 
     def describe(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int]) -> dict[str, bytes]:
-        """Build what stands beside the adapters, and check the description of the model to merge them into, too."""
+        """Build the files next to the adapters, and check the description of the model to merge them into, too."""
         assets = Path(self.base) if (Path(self.base) / "config.json").is_file() else None
         render(lambda folder: write_config(folder, model.config, None, torch.float32, assets))
 
@@ -120,8 +120,8 @@ def write_adapter_config(folder: Path, model: Model, section: LoRASection, base:
 
 
 def write_model_config(folder: Path, config: ModelConfig) -> None:
-    """Write the model that adapters were trained on beside them, on one rank: peft's file has no place for what a run
-    overrides. `families.model_config_from_hf(folder / OWN_FOLDER)` reads it.
+    """Write the configuration of the base model next to its adapters, on one rank: peft's file has no place for what a
+    run overrides. `families.model_config_from_hf(folder / OWN_FOLDER)` reads it.
     """
     table = {**family_of(config).to_hf(config), "model_type": config.family}
     (folder / OWN_FOLDER).mkdir(exist_ok=True)
@@ -163,7 +163,7 @@ def _shorten(targeted: Mapping[str, bool], short_of: Mapping[str, str]) -> list[
 
 
 def warn_of_changed_base(job: JobConfig, model_config: AnyModelConfig) -> None:
-    """Say on rank 0 if adapters are trained on another model than the one that peft would load them onto."""
+    """Warn on rank 0 if adapters are trained on another model than the one that peft would load them onto."""
     folder = Path(job.checkpoint.initial_load_path)
     is_native = isinstance(model_config, ModelConfig)
     if not job.lora.rank or not is_native or get_rank() != 0 or not (folder / "config.json").is_file():

@@ -43,7 +43,7 @@ _CHUNK_BYTES = 4 << 20
 def carry_passengers(
     job: JobConfig, config: AnyModelConfig, sources: Iterable[SourceProvider], checkpointer: Checkpointer
 ) -> None:
-    """Let the checkpoints of a run, whose weights came from `sources`, carry the passengers; adapters do not.
+    """Make the checkpoints of a run, whose weights came from `sources`, carry the passengers; adapters do not.
 
     Raises:
         CheckpointError: as `find_carried`. Collective: every rank must call.
@@ -56,7 +56,7 @@ def carry_passengers(
 def find_carried(
     sources: Iterable[SourceProvider], config: AnyModelConfig, dtype: torch.dtype
 ) -> "CarriedTensors | None":
-    """Return the passengers of the folder behind `sources`, which a plan was built of, and say what they are.
+    """Return the passengers of the folder that `sources` read, from which a plan was built, and log what they are.
 
     What is dequantized becomes `dtype`.
 
@@ -126,7 +126,7 @@ class CarriedTensors:
         return {"config.json": (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()}
 
     def add_to(self, files: Sequence[FileLayout]) -> list[FileLayout]:
-        """Lay out the model's `files` anew, with the passengers behind its own tensors. The same on all ranks."""
+        """Lay out the model's `files` anew, with the passengers after its own tensors. The same on all ranks."""
         in_own_form = any("/" not in file.name for file in files)
         # The other form is that in which a part of a save that failed is kept.
         stem = "model" if in_own_form else f"{OWN_FOLDER}/model"

@@ -1,4 +1,4 @@
-"""What a run leaves for people beside checkpoints: plan.json, environment.json, the model card, the upload."""
+"""Records of a run next to its checkpoints: plan.json, environment.json, the model card, the upload."""
 
 import json
 from pathlib import Path

@@ -58,7 +58,7 @@ def _describe_device(device: torch.device) -> str:
 
 
 def _describe_commit(root: Path) -> str | None:
-    """Commit of the checkout that this package runs from, with a + behind it if files differ; None without one."""
+    """Return the commit of the checkout that this package runs from, followed by + if files differ; None without."""
     try:
         shown = _git(root, "rev-parse", "--show-toplevel")
         if Path(shown).resolve() != root.resolve():  # installed somewhere inside of another project's checkout

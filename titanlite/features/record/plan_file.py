@@ -155,7 +155,7 @@ def _describe_source(entry: TensorEntry) -> str:
 
 
 def count_moments(param: torch.Tensor, muon: Container[torch.Tensor]) -> int:
-    """How many moments the optimizer keeps of a trained parameter, in its dtype; `muon` are those that Muon steps."""
+    """Count the moments that the optimizer keeps of a parameter, in its dtype; `muon` are those that Muon steps."""
     return 1 if param in muon else 2
 
 
@@ -195,7 +195,7 @@ def count_coming(job: JobConfig, present: int, step: int) -> int:
 def check_space(
     job: JobConfig, plan: Plan, muon: Container[torch.Tensor], folder: Path, step: int, carried_bytes: int = 0
 ) -> None:
-    """Say on rank 0 how large a checkpoint will be, and warn if those that will be kept have no room in `folder`."""
+    """Log the size of a checkpoint, and warn if those that will be kept have no room in `folder`. On rank 0."""
     if not job.checkpoint.enable or dist.get_rank() != 0:
         return
     size, coming = count_bytes(plan, job, muon) + carried_bytes, count_coming(job, len(list_steps(folder)), step)

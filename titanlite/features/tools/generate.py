@@ -60,7 +60,7 @@ _SHOWN_CHARS = 60
 
 
 class _Request(NamedTuple):
-    """What is to be generated, checked, and the same on all ranks; without prompts, a chat."""
+    """Arguments of a generation, checked, and the same on all ranks; without prompts, a chat."""
 
     folder: Path  # of the weights
     adapters: Path | None  # folder of adapters to merge into them

@@ -159,7 +159,7 @@ class TransformersCheckpoint:
         return [Placed(cut, region, factors, (rows, _))]
 
     def _drop_tied(self, tensors: Mapping[str, TensorInfo]) -> None:
-        """Of a tied tensor that is stored under two names, the one that the model ties to the other is not read."""
+        """Leave out the second name of a tied tensor that is stored under both."""
         for name, source in self._model.declare_sources().items():
             if isinstance(source, Alias) and name in self._claims and source.target in self._claims:
                 del self._claims[name]

@@ -30,7 +30,7 @@ SENT = "titanlite_sent"
 
 
 def use_titanlite_experts(model: Any) -> None:
-    """Let the experts of a transformers model run on titanlite's grouped GEMM from the next forward on.
+    """Run the experts of a transformers model on titanlite's grouped GEMM from the next forward on.
 
     Raises ValueError: the model's class does not let its experts be exchanged.
     """
@@ -222,7 +222,7 @@ class TransformersExpertCounter(nn.Module):
 
     @property
     def row_ends(self) -> torch.Tensor | None:
-        """What this rank's experts got of them; None without a dispatcher."""
+        """End of the rows of each expert on this rank; None without a dispatcher."""
         return getattr(self._experts[0], SENT, (None, None))[1]
 
 

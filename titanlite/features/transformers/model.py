@@ -1,4 +1,4 @@
-"""Any model of transformers behind the interface of the native decoder.
+"""Any model of transformers with the interface of the native decoder.
 
 The class of transformers is described on meta, and its tensors keep their names; this module adds the sources of
 its tensors, packed documents, and the loss.
@@ -127,7 +127,7 @@ class TransformersModel(Model):
         The first forward with labels or documents looks at how the model works: see `probes`.
 
         Args:
-            inputs: what the model's forward takes beside, such as `pixel_values` and `image_grid_thw`.
+            inputs: further arguments of the model's forward, such as `pixel_values` and `image_grid_thw`.
 
         Raises ConfigError: rows of several documents for a model that mixes them, or text for one that is not causal.
         """

@@ -34,7 +34,7 @@ def inside_documents(document_ids_BS: torch.Tensor | None) -> Iterator[None]:
 
 
 def register_document_masks() -> None:
-    """Let transformers' mask functions know documents. Outside of `inside_documents` they do what they did."""
+    """Make transformers' mask functions respect documents. Outside of `inside_documents` they are unchanged."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     for name in _IMPLEMENTATIONS:
@@ -141,7 +141,7 @@ def check_single_documents(document_ids_BS: torch.Tensor, name: str, why: str) -
 
 
 def forget_longest_forward(model: nn.Module) -> None:
-    """Let `dynamic` rotary embeddings of transformers begin anew: they keep the frequencies of the longest forward."""
+    """Reset `dynamic` rotary embeddings of transformers, which keep the frequencies of the longest forward."""
     for module in model.modules():
         if not hasattr(module, "original_max_seq_len"):
             continue
@@ -159,7 +159,7 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")  # of a class's forward; the seco
 class TransformersCache:
     """Keys and values of a batch of prompts: transformers' own cache, which appends as many tokens to every row.
 
-    So prompts are moved to the right, behind padding that a mask hides; each row's positions count its own tokens.
+    So prompts are moved to the right, after padding that a mask hides; each row's positions count its own tokens.
     """
 
     def __init__(self, config: Any, lengths: Sequence[int], device: torch.device, first_position: int = 0) -> None:

@@ -1,7 +1,7 @@
 """Tensor parallelism for models of transformers, by the plan that their class carries.
 
 Between modules every tp rank holds all positions, for the code of transformers reads lengths and masks from what it
-gets. So the split layers gather nothing before and sum up behind; norms, routers and whatever the plan leaves alone
+gets. So the split layers gather nothing before and sum up after; norms, routers and whatever the plan leaves alone
 are computed on every rank.
 
 Gradients follow one rule: **what a rank has as the gradient of something replicated is its part of a sum over tp.** The

@@ -124,7 +124,7 @@ def find_other_model(job: JobConfig, config: AnyModelConfig) -> list[str]:
 
 
 def describe_differences(ours: ModelConfig, theirs: ModelConfig, meant: Collection[str] = ()) -> str:
-    """Describe what `theirs` makes of the same weights otherwise, but for the fields in `meant`; empty: nothing."""
+    """Describe how `theirs` computes differently from the same weights, except for the fields in `meant`; or ""."""
     here, there, left_out = _flatten(ours), _flatten(theirs), {*meant, *_WITHOUT_EFFECT_ON_WEIGHTS}
     return "; ".join(
         f"{key} is {value!r}, there {there[key]!r}"
@@ -208,7 +208,7 @@ def model_config_from_hf(folder: Path, where: str = "model.hf_assets_path") -> M
 
     Raises:
         NotNativeError: it describes something that the decoder cannot express.
-        ConfigError: the file is missing or no JSON, or lacks a key.
+        ConfigError: the file is missing or not JSON, or a key is missing.
     """
     hf = _read_config(folder, where)
     model_type = hf.get("model_type")

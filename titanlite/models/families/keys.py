@@ -19,7 +19,7 @@ _MOST_SHOWN = 80
 
 @dataclass(frozen=True)
 class Key:
-    """What a key of config.json means if it is missing or null: a value, or a function of the configuration."""
+    """Meaning of a key of config.json that is missing or null: a value, or a function of the configuration."""
 
     default: Any = MISSING  # it must be there
     null: Any = MISSING  # transformers' class refuses it, or its model cannot compute with it
