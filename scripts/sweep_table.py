@@ -31,7 +31,7 @@ _STAGES: Mapping[str, tuple[str, str]] = {
     "scratch": ("means and deviations of drawn parameters; buffers bit for bit", "equal"),
 }
 # Reasons for which a class is not trained, and how a message tells. For the first two it cannot be.
-_NOT_CAUSAL, _NO_TEXT = "sees later tokens, so it predicts nothing", "no text: audio codes, a robot's state, a canvas"
+_NOT_CAUSAL, _NO_TEXT = "sees later tokens, so it predicts nothing", "no text alone: sound, a robot's state, a canvas"
 _REASONS: Mapping[str, str] = {
     _NOT_CAUSAL: r"is not causal",
     _NO_TEXT: r"does not run on text alone",
@@ -92,8 +92,9 @@ def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
     possible = sum(result.why_untrained not in (_NOT_CAUSAL, _NO_TEXT) for result in built)
     yield from (_BEGINNING, "")
     yield from _filled(
-        f"`scripts/sweep_transformers.py` builds each class of transformers' auto mappings for text and images with "
-        f"text, tiny and random, and compares it with transformers, in float32. Of {len(results)} entries {len(built)} "
+        "`scripts/sweep_transformers.py` builds each class of transformers' auto mappings for text, images with text, "
+        "and text to text, tiny and random, and compares it with transformers, in float32. Of "
+        f"{len(results)} entries {len(built)} "
         f"are built, and {len(trained)} of those trained: {len(trained) / len(built):.1%}, and of those that can "
         f"predict tokens after text or images {len(trained) / possible:.1%}; {wrong or 'none'} ended in a traceback, "
         "in a difference or after 60 s."
@@ -101,6 +102,8 @@ def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
     yield from ("", "| stage | compared | as in transformers |", "|---|---|---|")
     for stage, (text, good) in _STAGES.items():
         of = trained if stage in ("exports", "generates") else built
+        if stage == "generates":  # encoder-decoders do not, here
+            of = [result for result in trained if not _is("prompts")(result)]
         count = sum(bool(re.match(good, result.words.get(stage, ""))) for result in of)
         yield f"| {stage} | {text} | {count} of {len(of)} |"
     yield ""
