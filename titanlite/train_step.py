@@ -83,7 +83,7 @@ class Schedule:
             yield Turn("backward", number, 0)
 
     def forwards(self, num_micro_batches: int) -> Iterable[tuple[int, int]]:
-        """Yield (micro-batch, chunk) of the forwards without backward, in order."""
+        """Return (micro-batch, chunk) of the forwards without backward, in order."""
         return ((number, 0) for number in range(num_micro_batches))
 
     def chunk(self, model: nn.Module, chunk: int) -> AbstractContextManager[None]:

@@ -65,7 +65,7 @@ def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """At most eight numbers."""
+    """Format at most eight numbers."""
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 

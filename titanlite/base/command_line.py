@@ -23,7 +23,7 @@ def suggest(word: str, words: Iterable[str]) -> str:
 
 
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
-    """Let `main` return the exit code: its own, 0 for None, or 2 after printing a `TitanliteError`."""
+    """Make `main` return the exit code: its own, 0 for None, or 2 after printing a `TitanliteError`."""
 
     @wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(f"python -m titanlite {name}", None, description, add_help=add_help, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's; `--model X` is the positional `model`, and what is near to an option is an error."""
+        """Parse as argparse does; `--model X` is the positional `model`, and a misspelt option is an error."""
         options = [option for action in self._actions for option in action.option_strings]
         takes_model = any(action.dest == "model" and not action.option_strings for action in self._actions)
         model, words, queue = [], [], list(sys.argv[1:] if args is None else args)

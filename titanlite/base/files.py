@@ -46,7 +46,7 @@ def _check_status(status: os.stat_result, path: str | Path) -> os.stat_result:
 
 
 def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
-    """`open`, of a regular file only: neither waits for the other end of a pipe, nor touches a device.
+    """Open a regular file only: neither waits for the other end of a pipe, nor touches a device.
 
     Raises OSError: as `check_regular`, or it cannot be opened.
     """
@@ -75,7 +75,7 @@ def read_regular(path: str | Path, most_bytes: int | None = None) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, where nesting that is too deep, and a name that an object has twice, are ValueErrors."""
+    """Parse JSON; nesting that is too deep, and a name that an object has twice, are ValueErrors."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:

@@ -25,7 +25,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 
 
 def escape_controls(text: str) -> str:
-    """`text` with its control characters spelled out, `\\x1b` for an escape."""
+    """Return `text` with its control characters spelled out, `\\x1b` for an escape."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 

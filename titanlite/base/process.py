@@ -26,7 +26,7 @@ def allow_many_files() -> None:
 
 
 def end_on_interrupt() -> None:
-    """Let Ctrl-C end this process without a traceback, as long as nothing else is installed: torch imports for long."""
+    """Make Ctrl-C end this process without a traceback until another handler is installed: importing torch is slow."""
     signal.signal(signal.SIGINT, lambda *_: _end_now(128 + signal.SIGINT))
 
 

@@ -7,14 +7,14 @@ _NUMBER = re.compile(r"(?<=\.)(\d{1,18})(?=\.|$)")
 
 
 def format_table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
-    """`rows`, the first one the head, in columns as wide as their widest cell; one line each."""
+    """Format `rows`, the first one the head, in columns as wide as their widest cell; one line each."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join((indent + line).rstrip() for line in lines)
 
 
 def format_count(number: float, noun: str) -> str:
-    """`1 file`, `2,000 files`, `0.5 epochs`."""
+    """Format a count: `1 file`, `2,000 files`, `0.5 epochs`."""
     return f"{number:{',' if isinstance(number, int) else 'g'}} {noun}{'' if number == 1 else 's'}"
 
 
@@ -39,7 +39,7 @@ def texts_between_numbers(name: str) -> tuple[str, ...]:
 
 
 def fold_names(names: Sequence[str]) -> str:
-    """`layers.{0-10,47-58}.mlp` for names that differ only in the numbers of layers and experts."""
+    """Return `layers.{0-10,47-58}.mlp` for names that differ only in the numbers of layers and experts."""
     between = texts_between_numbers(names[0])
     folded = between[0]
     if len(between) > 1:

@@ -32,7 +32,7 @@ from titanlite.checkpoint.header import shown
 from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, merge_crcs, write_items
 
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
-BEST = "best"  # link beside the checkpoints that leads to the best of them
+BEST = "best"  # link next to the checkpoints that leads to the best of them
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 # A hidden folder of a process that writes, replaces or removes a checkpoint; those of older versions have no token.
 _HIDDEN = re.compile(r"\.(step-\d+)(?:\.[^.]+)?\.(tmp|old|gone)")

@@ -27,7 +27,7 @@ from titanlite.models.families import family_of
 from titanlite.models.interface import Model, is_adapter
 
 _T = TypeVar("_T")
-# The parts of a save; one that fails leaves the rest: the state of a run is worth more than a file beside it.
+# The parts of a save; one that fails leaves the rest: the state of a run is worth more than a file next to it.
 MODEL, ADAPTERS, STATES = "the model's own form", ADAPTER_FILE, "optimizer states"
 CARD = "README.md"
 _REMEDIES = {

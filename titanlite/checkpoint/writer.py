@@ -220,7 +220,7 @@ def _write_parts(descriptor: int, parts: Sequence[tuple[_Part, torch.Tensor, np.
 
 
 def _write_all(descriptor: int, views: list[memoryview], offset: int) -> None:
-    """`pwritev` until everything is written; one call takes 1024 views and 2 GiB on Linux."""
+    """Call `pwritev` until everything is written; one call takes 1024 views and 2 GiB on Linux."""
     views = list(views)
     while views:
         count = os.pwritev(descriptor, views[:1024], offset)

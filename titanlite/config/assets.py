@@ -50,7 +50,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def resolve_assets(job: JobConfig, *, weights: bool = True) -> JobConfig:
-    """`job` with `model.hf_assets_path`, `checkpoint.initial_load_path` and `lora.init_from` as local folders.
+    """Return `job` with `model.hf_assets_path`, `checkpoint.initial_load_path` and `lora.init_from` as local folders.
 
     A run that begins with a pretrained model takes sizes and tokenizer from there unless told otherwise. Repositories
     of the hub are downloaded on first use, weights only if `weights`, and never as pickle files.
@@ -203,7 +203,7 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
 
 
 def public_name(text: str) -> str:
-    """`text`, but of a path on this machine the last part, and of the hub's cache the id: what may be published."""
+    """Return `text` fit to publish: of a path on this machine the last part, of the hub's cache the id."""
     base = base_model_of(text)
     if base is not None and base.on_hub:
         return f"{base.name}@{base.revision}"

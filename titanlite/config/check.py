@@ -84,7 +84,7 @@ def _check_sources(data: DataSection) -> list[str]:
     misplaced = [key for key in ("path", "validation_path") if getattr(data, key)]
     if misplaced:
         first = next(iter(data.sources))
-        return [f"data.{key} has no effect beside data.sources. Set data.sources.{first}.{key}." for key in misplaced]
+        return [f"data.{key} has no effect next to data.sources. Set data.sources.{first}.{key}." for key in misplaced]
     weights = {f"data.sources.{name}.weight": source.weight for name, source in data.sources.items()}
     problems = []
     unset = [key for key, weight in weights.items() if weight is None]

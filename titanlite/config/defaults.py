@@ -74,7 +74,7 @@ def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[str]:
 
 
 def _fill_in_model(job: JobConfig) -> list[str]:
-    """`model.path` and `model.init` as `model.hf_assets_path` and `checkpoint.initial_load_path`."""
+    """Turn `model.path` and `model.init` into `model.hf_assets_path` and `checkpoint.initial_load_path`."""
     model, checkpoint = job.model, job.checkpoint
     problems = [
         f"model.path = {format_value(model.path)} and {key} = {format_value(other)} both name the model. Leave {key} "
@@ -103,7 +103,7 @@ def _fill_in_model(job: JobConfig) -> list[str]:
 
 
 def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[str]:
-    """One of `training.steps` and `training.epochs`, the later; 3 epochs for pretrained weights without either."""
+    """Keep the later of `training.steps` and `training.epochs`; 3 epochs for pretrained weights without either."""
     training, data = job.training, job.data
     steps, epochs = given.get("training.steps"), given.get("training.epochs")
     if epochs is None:
@@ -154,7 +154,7 @@ def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixe
 
 
 def _find_no_text(file: Path) -> str:
-    """Say what `file` is, and what to do, if it is not for people to read: "" if it may be a document."""
+    """Return what `file` is, and what to do, if it is no document; "" if it may be one."""
     if file.suffix in (".zip", ".tar", ".tgz", ".gz", ".xz", ".bz2", ".zst", ".7z"):
         return "packed. Unpack it"
     if file.suffix in (".tsv", ".xlsx", ".xls", ".yaml", ".yml", ".xml", ".pdf", ".docx", ".npy", ".pt", ".pkl"):

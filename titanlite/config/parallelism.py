@@ -147,7 +147,7 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
 
 
 def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
-    """`pipeline_parallel_layers` as numbers. ConfigError: not one for each chunk of each stage, or one stage only."""
+    """Parse `pipeline_parallel_layers`. ConfigError: not one for each chunk of each stage, or one stage only."""
     text, pp = section.pipeline_parallel_layers, section.pipeline_parallel_degree
     chunks = section.pipeline_parallel_chunks
     words = [word.strip() for word in text.split(",")] if text else []

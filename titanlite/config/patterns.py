@@ -43,7 +43,7 @@ def parse_multipliers(key: str, text: str) -> dict[str, float]:
 
 
 def match_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Those of the dotted `names` that `pattern` matches as a whole, or from one of their segments on.
+    """Return those of the dotted `names` that `pattern` matches as a whole, or from one of their segments on.
 
     So `q_proj` and `self_attn.q_proj` match `model.layers.0.self_attn.q_proj`, as in PEFT's target_modules.
     """

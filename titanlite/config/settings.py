@@ -89,7 +89,7 @@ def walk_schema(schema: type, section: str = "") -> Iterable[Setting]:
 
 @cache
 def get_settings() -> dict[str, Setting]:
-    """All settings by dotted key, in the order of the schema."""
+    """Return all settings by dotted key, in the order of the schema."""
     return {setting.key: setting for setting in walk_schema(JobConfig)}
 
 
@@ -150,7 +150,7 @@ def get_value(job: JobConfig, key: str) -> Any:
 
 
 def find_nearest(key: str, candidates: Iterable[str]) -> list[str]:
-    """Up to three dotted candidates that `key` may have meant, all equally near; empty if none is near."""
+    """Return up to three dotted candidates that `key` may have meant, all equally near; empty if none is near."""
     section, _, name = key.rpartition(".")
     scores: dict[str, float] = {}
     for candidate in candidates:

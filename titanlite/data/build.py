@@ -87,7 +87,7 @@ def build_text(job: JobConfig, make: Maker = PackedDataset) -> tuple["PreTrained
 
 
 def resolve_tokenizer_path(job: JobConfig) -> DataSection:
-    """`job.data`, with the tokenizer of `model.hf_assets_path` where no other is configured."""
+    """Return `job.data`, with the tokenizer of `model.hf_assets_path` where no other is configured."""
     data = job.data
     assets = Path(job.model.hf_assets_path).expanduser()
     if job.model.hf_assets_path and not data.tokenizer_path and (assets / "tokenizer.json").is_file():

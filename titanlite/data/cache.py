@@ -25,7 +25,7 @@ _FINE_NS, _COARSE_NS = 50_000_000, 2_000_000_000  # clock ticks of file systems 
 
 
 def get_cache_folder(data: DataSection) -> Path:
-    """`data.cache_folder`, or `$XDG_CACHE_HOME/titanlite`, or `~/.cache/titanlite`. It need not exist."""
+    """Return `data.cache_folder`, or `$XDG_CACHE_HOME/titanlite`, or `~/.cache/titanlite`. It need not exist."""
     return Path(data.cache_folder).expanduser() if data.cache_folder else get_cache_home()
 
 
@@ -102,7 +102,7 @@ def load_or_make(
 
 
 def stamp_files(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
-    """(path, inode, size, mtime, ctime) of each file, times in ns: alike for files that have not changed.
+    """Return (path, inode, size, mtime, ctime) of each file, times in ns: alike for files that have not changed.
 
     No program can set ctime, the time of the last change. Raises OSError: a file is missing or cannot be read.
     """
@@ -115,7 +115,7 @@ def stamp_files(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
 
 
 def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[[], T]) -> T:
-    """`compute()`, or what it returned when it last read the same files: a value for JSON, not None.
+    """Return `compute()`, or its cached result for the same files: a value for JSON, not None.
 
     A digest of a terabyte would otherwise take each rank a quarter of an hour at each start. `files` are the same if
     their stamps are; `what` says which value it is, with all else that it depends on. Where the cache `folder` cannot

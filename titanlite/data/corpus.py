@@ -108,7 +108,7 @@ def _get_size(path: Path) -> int:
 
 
 def find_files(root: Path, pattern: str, skipped_folders: frozenset[str] = frozenset()) -> tuple[tuple[str, Path], ...]:
-    """All files below `root` whose name or relative path matches `pattern`, sorted by relative path."""
+    """Return all files below `root` whose name or relative path matches `pattern`, sorted by relative path."""
     found: list[tuple[str, Path]] = []
     for folder, subfolders, filenames in os.walk(root):
         # Pruned in place so that os.walk never enters site-packages, which can hold 100 times more files than the rest.
@@ -141,7 +141,7 @@ def _find_split(path: Path) -> str | None:
 
 
 def describe_left_out(data: DataSection, read: Iterable[str | Path]) -> str:
-    """Say which files of the folder `data.path` are not `read`: "; not read: 2 *.md, test.txt"; "" for none."""
+    """Describe the files of the folder `data.path` that are not `read`: "; not read: 2 *.md, test.txt"; "" for none."""
     known = {Path(file) for file in read}
     same = {file.suffix for file in known}
     files = find_files(Path(data.path), "*") if os.path.isdir(data.path) and not data.pattern else ()
@@ -166,7 +166,7 @@ def build_stdlib_corpus(root: str | Path | None = None) -> Corpus:
 
 
 def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
-    """One file, or all files in a folder and its subfolders whose name or relative path matches `pattern`.
+    """Build the corpus of a file, or of all files below a folder whose name or relative path matches `pattern`.
 
     Without a pattern all .txt files; where each is of a split (train.txt, test.txt), those for training.
 

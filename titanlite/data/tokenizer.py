@@ -51,7 +51,7 @@ def serialize(tokenizer: "PreTrainedTokenizerFast") -> str:
 
 
 def count_ids(tokenizer: "PreTrainedTokenizerFast") -> int:
-    """One more than the largest token id; `len(tokenizer)` is less where ids have holes."""
+    """Return one more than the largest token id; `len(tokenizer)` is less where ids have holes."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -90,7 +90,7 @@ def get_bpe_form(model_type: str) -> Tokenizer:
 
 
 def train_bpe(corpus: Corpus, vocab_size: int, form: Tokenizer | None = None) -> Tokenizer:
-    """Train a byte-level BPE in `form`, by default GPT-2's; it encodes any text, without loss but for normalization.
+    """Train a byte-level BPE in `form`, by default GPT-2's; it encodes any text, without loss except for normalization.
 
     Token 0 is '<|endoftext|>', tokens 1 to 256 are the bytes. The result is the same for the same corpus, whatever the
     number of threads. A corpus above 24 MiB is thinned to evenly spaced pieces of about that size in all. A small one
@@ -261,7 +261,7 @@ def describe_other_ids(ours: "PreTrainedTokenizerFast", theirs: "PreTrainedToken
 
 
 def describe_resizing(job: JobConfig, vocab_size: int, model_config: AnyModelConfig) -> str:
-    """How the embedding gets `vocab_size` rows: by a setting, or in the files that its weights come from."""
+    """Return how the embedding gets `vocab_size` rows: by a setting, or in the files that its weights come from."""
     folder = job.checkpoint.initial_load_path
     if not folder and isinstance(model_config, ModelConfig):
         others = "lower data.bpe_vocab_size" if not job.data.tokenizer_path else "use the model's own tokenizer"
@@ -279,7 +279,7 @@ def describe_resizing(job: JobConfig, vocab_size: int, model_config: AnyModelCon
 
 
 def check_vocabulary(job: JobConfig, vocab_size: int, num_ids: int, model_config: AnyModelConfig) -> None:
-    """Every token id of the data, below `vocab_size`, must have a row in the embedding.
+    """Check that every token id of the data, below `vocab_size`, has a row in the embedding.
 
     Ids of the tokenizer, below `num_ids`, without one are a warning; so are many more rows.
 

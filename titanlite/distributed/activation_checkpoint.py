@@ -32,7 +32,7 @@ _KEPT_OPS = {
 
 
 def checkpoint_operations(model: Model, section: ActivationCheckpointSection) -> None:
-    """Let regions of a layer keep the results of costly operators alone, if `section` says so.
+    """Make regions of a layer keep the results of costly operators alone, if `section` says so.
 
     Regions, not whole layers: selective checkpointing replays a region operation by operation, and the hooks of an FSDP
     unit inside it would do other operations the second time. A region also keeps its own result if a product makes it,

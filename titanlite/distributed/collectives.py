@@ -72,7 +72,7 @@ def forget_groups() -> None:
 def all_gather_single(
     out: torch.Tensor, x: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """`torch.distributed.all_gather_single`; on the host see `host_all_gather`."""
+    """Call `torch.distributed.all_gather_single`; on the host see `host_all_gather`."""
     if async_op or not _is_on_gloo(out, x, group):
         return _all_gather(out, x, group=group, async_op=async_op)
     host_all_gather(out, x, register_group(group))
@@ -82,7 +82,7 @@ def all_gather_single(
 def reduce_scatter_single(
     out: torch.Tensor, x: torch.Tensor, *, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM, async_op: bool = False
 ) -> dist.Work | None:
-    """`torch.distributed.reduce_scatter_single`; sums on the host see `host_reduce_scatter`."""
+    """Call `torch.distributed.reduce_scatter_single`; sums on the host see `host_reduce_scatter`."""
     if async_op or op != dist.ReduceOp.SUM or not _is_on_gloo(out, x, group):
         return _reduce_scatter(out, x, op=op, group=group, async_op=async_op)
     host_reduce_scatter(out, x, register_group(group))
@@ -129,7 +129,7 @@ def all_to_all_single(
     *,
     group: dist.ProcessGroup,
 ) -> None:
-    """`torch.distributed.all_to_all_single` of contiguous tensors; through a `Transport` where there is one."""
+    """Call `torch.distributed.all_to_all_single` on contiguous tensors; through a `Transport` where there is one."""
     transport = _transport(group) if _is_on_gloo(out, x, group) else None
     if transport is None:
         dist.all_to_all_single(out, x, list(output_splits), list(input_splits), group=group)
@@ -239,7 +239,7 @@ def all_to_all(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequ
 def start_all_to_all(
     x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """`all_to_all` next to kernels: the result may be read after `wait` of the second, if there is one."""
+    """Start an `all_to_all` that overlaps with kernels: read the result after `wait` of the second, if there is one."""
     out, x = x.new_empty(sum(output_splits), *x.shape[1:]), x.contiguous()
     if _is_on_gloo(out, x, _groups[group]):
         return all_to_all(x, output_splits, input_splits, group), None

@@ -31,7 +31,7 @@ _PREPARING = timedelta(days=1)
 
 
 def check_same_settings(job: JobConfig) -> None:
-    """All ranks must run with the same settings: those that do not would wait in different collectives.
+    """Check that all ranks have the same settings: otherwise they would wait in different collectives.
 
     Raises ConfigError: on all ranks; names the settings and the ranks. Collective: every rank must call.
     """
@@ -49,7 +49,7 @@ def check_same_settings(job: JobConfig) -> None:
 
 
 def check_shared_folder(folder: Path) -> None:
-    """All ranks must see the same `folder` and be able to write there: each writes its part of every checkpoint.
+    """Check that all ranks see the same `folder` and can write there: each writes its part of every checkpoint.
 
     Rank 0 puts a file there for a moment. On one machine there is nothing to check.
 

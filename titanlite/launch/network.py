@@ -123,7 +123,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """(interface, address) of every interface that is up: its first IPv4 address, and its IPv6 ones."""
+    """Return (interface, address) of every interface that is up: its first IPv4 address, and its IPv6 ones."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -79,7 +79,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def end_with_launcher() -> None:
-    """In a rank, before anything that takes time: let the kernel kill this process when its launcher ends.
+    """Ask the kernel to kill this rank when its launcher ends; call before anything that takes time.
 
     Does nothing in a process that no launcher has started. It must be the main thread of the launcher that starts
     ranks: the signal comes when the thread ends that has.
@@ -106,7 +106,7 @@ def note_restart(folder: str | Path, restart: Restart) -> None:
 
 
 def read_restart() -> Restart | None:
-    """In a rank: why it starts again, or None if it does not."""
+    """Return why this rank starts again, or None if it does not."""
     folder = os.environ.get(NOTICE_FOLDER)
     try:
         return None if folder is None else Restart(**json.loads(Path(folder, _RESTART).read_text()))

@@ -112,7 +112,7 @@ def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def get_endpoint(options: argparse.Namespace) -> tuple[str, int]:
-    """(host, port) where the machines meet."""
+    """Return (host, port) where the machines meet."""
     if options.rdzv_backend != "c10d":
         return options.master_addr, options.master_port
     host, colon, port = options.rdzv_endpoint.rpartition(":")

@@ -54,7 +54,7 @@ class Region:
         if len(shape) < 2:
             yield (self.starts[0], self.lengths[0]) if shape else (0, 1)
             return
-        last = len(shape) - 2  # the rows of all dims behind it follow one another
+        last = len(shape) - 2  # the rows of all later dims follow one another
         while last and self.lengths[last] == shape[last]:
             last -= 1
         rows = math.prod(shape[last + 1 : -1])

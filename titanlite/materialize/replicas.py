@@ -103,7 +103,7 @@ def _hops(
     coordinate: tuple[int, ...],
     group: dist.ProcessGroup | None,
 ) -> Iterator[Hop]:
-    """One hop per axis. The first reaches the ranks that differ from the chosen one in that axis only, and so on."""
+    """Yield a hop per axis. The first reaches ranks that differ from the chosen one in that axis only, and so on."""
     if not isinstance(tensor, DTensor):
         yield Hop(group, _global_rank(group, chosen[0]), True)
         return

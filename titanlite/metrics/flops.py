@@ -61,7 +61,7 @@ def train_flops_per_token(model: Model, seq_len: int) -> int:
             flops += count(name, param)
         reached = reached or param.requires_grad
     if config.tie_word_embeddings:
-        flops += sum(count("", param) for param in embedding)  # as the head, behind all others
+        flops += sum(count("", param) for param in embedding)  # as the head, after all others
     # A vision tower's layers come first; their attention is not counted.
     num_unreached = max(len(unreached_layers) - (len(layers) - config.num_layers), 0)
     return flops + config.attention_width * seq_len * (6 * config.num_layers - 4 * num_unreached)
@@ -99,7 +99,7 @@ def group_parameters(model: Model, *, whole: bool = False) -> dict[str, list[nn.
 
 
 def outer_parameters(model: Model) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
-    """Those of the embedding and of the head; a tied weight is in both."""
+    """Return the parameters of the embedding and of the head; a tied weight is in both."""
     found = [set() if module is None else set(module.parameters()) for module in model.embedding_and_head()]
     return found[0], found[1]
 

@@ -238,7 +238,7 @@ class MetricsLogger:
         self._append(self._load_file, _to_json(line))
 
     def _layer_numbers(self) -> dict[str, Any]:
-        """Which layers the rows are: the first one and, if others lie between them, all."""
+        """Return which layers the rows are: the first one and, if others lie between them, all."""
         layers = self._moe_layers
         first = layers[0] if layers else 0
         has_gaps = layers != list(range(first, first + len(layers)))

@@ -31,7 +31,7 @@ def softmax_statistics_kernel(logits_ptr, column_ptr, max_ptr, sum_ptr, target_p
 
 @triton.jit
 def softmax_gradient_kernel(logits_ptr, shift_ptr, scale_ptr, hit_ptr, column_ptr, V, stride_c, BLOCK: tl.constexpr):
-    """In place of a part of a row: exp(logit - shift) * scale, less `hit` in the row's column."""
+    """Overwrite a part of a row by exp(logit - shift) * scale, less `hit` in the row's column."""
     row = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pointers = logits_ptr + row * stride_c + v

@@ -108,7 +108,7 @@ def is_blackwell() -> bool:
 
 @torch.library.custom_op("titanlite::grouped_mm", mutates_args=())
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
-    """`grouped_gemm` without argument checks, as a torch operator."""
+    """Compute `grouped_gemm` without argument checks, as a torch operator."""
     if backend == "triton":
         return _kernels().row_grouped_gemm(x, weight, offsets)
     if _use_torch_kernel(x, weight, backend):

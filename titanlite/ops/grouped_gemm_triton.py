@@ -26,7 +26,7 @@ PLAIN, SWIGLU, SWIGLU_BACKWARD = 0, 1, 2
 
 @triton.jit
 def _row_tiles(offsets_ptr, M, E, E_CEIL: tl.constexpr, BM: tl.constexpr):
-    """Row tiles of each group, the rows behind the last one included, and their inclusive cumsum."""
+    """Row tiles of each group, the rows after the last one included, and their inclusive cumsum."""
     e = tl.arange(0, E_CEIL)
     end = tl.load(offsets_ptr + e, mask=e < E, other=M)
     start = tl.load(offsets_ptr + e - 1, mask=(e > 0) & (e <= E), other=0)
@@ -47,7 +47,7 @@ def _find_rows(tiles, cumulated, offsets_ptr, tile, M, E, BM: tl.constexpr):
 
 @triton.jit
 def _swizzle(tile, row_tiles, col_tiles, BAND: tl.constexpr):
-    """(row tile, column tile) of a tile number: bands of BAND row tiles, rows fastest inside a band."""
+    """Return (row tile, column tile) of a tile number: bands of BAND row tiles, rows fastest inside a band."""
     first = tile // (BAND * col_tiles) * BAND
     height = tl.minimum(row_tiles - first, BAND)
     inside = tile % (BAND * col_tiles)
@@ -115,7 +115,7 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
         row_tile, col_tile = _swizzle(tile, row_tiles, col_tiles, BAND)
         group, first, end = _find_rows(tiles, cumulated, offsets_ptr, row_tile, M, E, BM)
         m, n, k = first + tl.arange(0, BM), col_tile * BN + tl.arange(0, BN), tl.arange(0, BK)
-        # Rows behind the last group may hold anything, NaN included, and so may what belongs to them.
+        # Rows after the last group may hold anything, NaN included, and so may what belongs to them.
         real = m < tl.where(group < E, end, 0)
         source = m
         if rows_ptr is not None:
@@ -217,7 +217,7 @@ def wgrad_kernel(
         end = tl.load(offsets_ptr + group)
         k, n, i = k_tile * BK + tl.arange(0, BK), col_tile * BN + tl.arange(0, BN), tl.arange(0, BM)
         acc = tl.zeros((BK, BN), tl.float32)
-        if TMA:  # whole blocks need no masks; rows behind the last whole one belong to the next group
+        if TMA:  # whole blocks need no masks; rows after the last whole one belong to the next group
             whole = start + (end - start) // BM * BM
             for m0 in range(start, whole, BM):
                 acc = tl.dot(x.load([m0, k_tile * BK]).T, dy.load([m0, col_tile * BN]), acc, input_precision=PRECISION)

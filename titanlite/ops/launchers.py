@@ -27,7 +27,7 @@ from titanlite.ops.grouped_gemm_triton import (
     wgrad_kernel,
 )
 
-# `kernel[grid](...)` takes options beside the kernel's own arguments, which its static type does not know.
+# `kernel[grid](...)` takes options in addition to the kernel's own arguments, which its static type does not know.
 _row_gemm: Any = row_gemm_kernel
 _wgrad: Any = wgrad_kernel
 _gather_sum: Any = gather_sum_kernel
@@ -102,7 +102,7 @@ class How(TypedDict, total=False):
 def row_grouped_gemm(
     x: Tensor, weight_EKN: Tensor, offsets_E: Tensor, rows_M: Tensor | None = None, **how: Unpack[How]
 ) -> Tensor:
-    """y[m] = x[m or rows[m]] @ weight[group of m], (M, N); rows behind the last group are zero.
+    """y[m] = x[m or rows[m]] @ weight[group of m], (M, N); rows after the last group are zero.
 
     Args:
         x: (M, K), or (T, K) with `rows_M`; K has stride 1.
@@ -265,7 +265,7 @@ def _is_unfenced(x: Tensor) -> bool:
 
 
 def without_tma(kernel: str, tile: Tile) -> Tile:
-    """`tile`, or a smaller one: with pointers to the weight, which take registers, this one spills with Triton 3.8."""
+    """Return `tile`, or a smaller one where pointers to the weight, which take registers, spill with Triton 3.8."""
     return TILES["blackwell"][kernel] if kernel == "swiglu_backward" and tile == TILES["large"][kernel] else tile
 
 

@@ -32,7 +32,7 @@ def gather_sum(y_RD: Tensor, rows_Tk: Tensor) -> Tensor:
 
 @torch.library.custom_op("titanlite::gather_sum", mutates_args=())
 def gather_sum_rows(y: Tensor, rows: Tensor) -> Tensor:
-    """`gather_sum` by titanlite's kernel."""
+    """Compute `gather_sum` by titanlite's kernel."""
     from titanlite.ops import launchers as kernels
 
     return kernels.gather_sum(y.contiguous(), rows)

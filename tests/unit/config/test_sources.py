@@ -98,7 +98,7 @@ def test_the_resolved_file_gives_the_same_job(load: Load, tmp_path: Path) -> Non
         ("weight = 3|weight = 3\nformat = 'preference'", 'data.train_on = "all" does not go with data.sources.math.f'),
         (
             'train_on = "all"|path = "a.jsonl"',
-            "data.path has no effect beside data.sources. Set data.sources.math.path.",
+            "data.path has no effect next to data.sources. Set data.sources.math.path.",
         ),
         (
             'dataset = "examples"|dataset = "images"',

@@ -67,7 +67,7 @@ def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any])
 
 
 def make_config(config: Config, overrides: Sequence[str] = (), **sections: Any) -> JobConfig:
-    """As `load_config`, from a file, a dictionary of sections, or a configuration; `sections` go before it, and the
+    """Load from a file, a dictionary of sections, or a configuration; `sections` go before it, and the
     arguments `overrides` before both.
     """
     reader, path = Reader(), None
@@ -87,7 +87,7 @@ def make_config(config: Config, overrides: Sequence[str] = (), **sections: Any) 
 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
-    """`table` as a TOML file could have it: paths are text, and what is None is left out."""
+    """Return `table` as a TOML file could have it: paths are text, and what is None is left out."""
     values = {key: os.fspath(value) if isinstance(value, Path) else value for key, value in table.items()}
     return {
         str(key): _plain(value) if isinstance(value, Mapping) else value
@@ -98,7 +98,7 @@ def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _deferred() -> Iterator[None]:
-    """In a program of the user's: SIGTERM and SIGINT end training after its step, and are delivered when this is left.
+    """Make SIGTERM and SIGINT of a user's program end training after its step, and are delivered when this is left.
 
     The second one, and one before the first step, is delivered at once. Only in the main thread.
     """

@@ -97,7 +97,7 @@ def _by_token(x_BGRSK: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(q_BGRSK: torch.Tensor, allowed_B1SS: torch.Tensor | None) -> Iterator[tuple[_Block, torch.Tensor]]:
-    """Every block, with what is added to the scores of its last keys: -inf where a query may not see one."""
+    """Yield every block, with what is added to the scores of its last keys: -inf where a query may not see one."""
     batch, num_kv_heads, shared, length, _ = q_BGRSK.shape
     heads_at_once = max(1, _SCORE_BYTES // (shared * min(_QUERIES, length) * length * q_BGRSK.itemsize))
     above = q_BGRSK.new_full((_QUERIES, _QUERIES), float("-inf")).triu_(1)

@@ -41,7 +41,7 @@ def forward(
     offsets: torch.Tensor,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, z) of `moe_experts`; z (R, 2 I) is empty unless `keep`."""
+    """Return (out, z) of `moe_experts`; z (R, 2 I) is empty unless `keep`."""
     compute = get_compute_dtype(x)
     y_RD = _PerRow(x, token, rows)
     z = x.new_empty(token.shape[0] if keep else 0, gate_up.shape[1])
@@ -140,7 +140,7 @@ class _Slice:
 def _slices(
     token_R: torch.Tensor, offsets: torch.Tensor, width: int, compute: torch.dtype
 ) -> Iterator[tuple[int, Iterator[_Slice]]]:
-    """Each expert that has rows, with slices of them, alike in size; z has `width` columns."""
+    """Yield each expert that has rows, with slices of them, alike in size; z has `width` columns."""
     multiple = ROWS if compute == torch.float32 and prefers_onednn() else 1
     most = max(1, _SLICE_BYTES // (width * compute.itemsize))
     most = min(most, MOST_ROWS) if multiple > 1 else most
@@ -172,7 +172,7 @@ class _PerRow:
             part.write(self._values, y_CD)
 
     def sum_by_token(self, offsets: torch.Tensor) -> torch.Tensor:
-        """(T, D); rows that belong to no expert add nothing."""
+        """Return (T, D); rows that belong to no expert add nothing."""
         tail = slice(int(offsets[-1]), None)
         if self._is_single:
             return self._values.index_fill_(0, self._token_R[tail], 0.0)

@@ -108,14 +108,14 @@ class TokenValues:
         chunk_tokens: int,
         shard: VocabShard | None,
     ) -> torch.Tensor:
-        """(T, M) float32; as `linear_cross_entropy` with `reduction` = "none".
+        """Return (T, M) float32; as `linear_cross_entropy` with `reduction` = "none".
 
         Collectives: with `shard` a sum of (C, V) per chunk, in forward and in backward; all ranks hold the same tokens.
         """
         return _InChunks.apply(hidden_TD, weight_vD, labels_T, chunk_tokens, shard, self.of_logits)  # type: ignore[no-any-return]
 
     def of_logits(self, logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
-        """(C, M), 0 where there is no label."""
+        """Return (C, M), 0 where there is no label."""
         loss_C, metrics = _split(self._function(logits_CV, labels_C), tuple(labels_C.shape))
         columns = [loss_C, *(metrics[name].detach() for name in self._names)]
         return torch.stack([x.to(logits_CV.dtype) for x in columns], dim=-1).where(

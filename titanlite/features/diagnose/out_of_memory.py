@@ -32,7 +32,7 @@ _OF_DEVICE = ("CUDA error: out of memory", "[CUDA]: out of memory", "CUBLAS_STAT
 
 
 def start_memory_history(job: JobConfig, device: torch.device) -> None:
-    """With `profiling.enable_memory_snapshot`, record allocations from now on. Call once the device is set.
+    """Record allocations from now on, with `profiling.enable_memory_snapshot`. Call once the device is set.
 
     Raises:
         ConfigError: without a CUDA device, or with a torch that cannot record. The same on all ranks.

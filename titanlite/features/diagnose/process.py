@@ -136,7 +136,7 @@ _FLASH_3, _FLASH_3_PACKAGE = "FA3", "flash_attn_interface"
 
 
 def use_flash_attention_3(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
-    """Let FlashAttention 3 compute `model.attention_backend` = "auto" on Hopper, if its package is there for all ranks.
+    """Use FlashAttention 3 for `model.attention_backend` = "auto" on Hopper, if all ranks have its package.
 
     torch activates it in the whole process. It is tried with heads of this model, forward and backward; where that
     fails, torch's own FlashAttention 2 stays. So it does with `training.deterministic`, which needs its backward.

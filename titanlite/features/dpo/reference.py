@@ -24,7 +24,7 @@ _Pairs = dict[bytes, tuple[float, float]]
 
 
 def document_log_probs(model: Model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probability of each document's labels (B, N) float64, the model's balance losses).
+    """Return (log-probability of each document's labels (B, N) float64, the model's balance losses).
 
     Summed in float64 by a matrix product with the documents' masks: in fixed order, where an `index_add` on CUDA would
     use atomics. The number of documents is copied to the host, a synchronization point.
@@ -139,7 +139,7 @@ def describe_weights(folder: str, seed: int, dtype: str) -> str:
 
 
 def _keys(batch: Batch) -> Iterator[tuple[int, int, bytes]]:
-    """(row, pair, hash) of every pair in `batch`."""
+    """Yield (row, pair, hash) of every pair in `batch`."""
     tokens, labels, ids = (tensor.cpu().numpy() for tensor in (batch.tokens, batch.labels, batch.document_ids))
     for row in range(ids.shape[0]):
         for pair in range(-(-(int(ids[row].max()) + 1) // 2)):

@@ -246,7 +246,7 @@ class _Planner:
             print(f"\r{text[:100]:<100}\r", end="", file=sys.stderr, flush=True)
 
     def describe(self) -> str:
-        """`planned 9 times in 4.1 s, 3.9 s of processor time`; the latter is the same on a busy machine."""
+        """Return `planned 9 times in 4.1 s, 3.9 s of processor time`; the latter is the same on a busy machine."""
         wall, processor = time.perf_counter() - self._started[0], time.process_time() - self._started[1]
         return f"planned {self._count} times in {wall:.1f} s, {processor:.1f} s of processor time"
 
@@ -355,7 +355,7 @@ def _may_be_absent(info: TensorInfo) -> bool:
 
 
 def planned_sources(checked: Checked, weights: str) -> list[SourceProvider]:
-    """Where weights are read from: the folder if it is there, or what the model named `weights` is assumed to hold."""
+    """Return the source of weights: the folder if it is there, or what the model named `weights` is assumed to hold."""
     folder = checked.job.checkpoint.initial_load_path
     if not weights:
         return []
@@ -373,7 +373,7 @@ def exact_plan(
     fold: bool,
     device: torch.device = torch.device("cuda"),  # noqa: B008 - immutable
 ) -> RunPlan:
-    """Every tensor of `rank`; the model is described and sharded as in a run on devices like `device`."""
+    """Plan every tensor of `rank`; the model is described and sharded as in a run on devices like `device`."""
     with fake_ranks(checked.degrees.world_size, rank):
         dims = ParallelDims.build(checked.degrees, "cpu")
         model = build_on_meta(checked.job, checked.model_config, dims, device)

@@ -68,7 +68,7 @@ class StepTime:
 
     @property
     def expected_s(self) -> float:
-        """What is exposed of all parts."""
+        """Sum of the exposed times of all parts."""
         return sum(part.exposed_s for part in self.parts.values()) / (1 - self.waiting)
 
 

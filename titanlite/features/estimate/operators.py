@@ -60,7 +60,7 @@ def _rows_through(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> dict[str
 
 
 def _weights_of_rows(x: torch.Tensor, dy: torch.Tensor, *rest: Any) -> dict[str, int]:
-    """(M, R) times (R, N), group by group, where one may be gathered of fewer rows."""
+    """Count (M, R) times (R, N), group by group, where one may be gathered of fewer rows."""
     rows = max(x.shape[0], dy.shape[0])
     return {f"{_grouped(x.shape[1], dy.shape[1])} weights": 2 * rows * x.shape[1] * dy.shape[1]}
 

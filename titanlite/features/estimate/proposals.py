@@ -68,7 +68,7 @@ _Candidate = tuple[tuple[str, ...], str]
 
 
 def propose(base: Planned, plan: Plan) -> list[Planned]:
-    """At most five: what makes it fit, or faster by more than 2 %; the best first, then what trains something else.
+    """Return up to 5: what makes it fit, or faster by more than 2 %; the best first, then what trains something else.
 
     The first is built up: of all single settings the best is taken, then the best of each other kind is added to it, as
     long as that helps.
@@ -220,7 +220,7 @@ def sweep(job: JobConfig, hardware: Hardware, world_size: int, plan: Plan) -> tu
 
 
 def _combinations(ranks: int, replicas: set[int]) -> Iterator[tuple[int, int, int, int]]:
-    """(replicate, cp, tp, ep) that may be legal, few replicas first; all ep that divide what they fold over."""
+    """Yield (replicate, cp, tp, ep) that may be legal, few replicas first; all ep that divide what they fold over."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for replicate, cp, tp in product(sorted(replicas.intersection(divisors)), divisors, divisors):
         if ranks % (replicate * cp * tp) == 0:

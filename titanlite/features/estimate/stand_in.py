@@ -66,14 +66,14 @@ class StandInTrainer(TrainStep):
                 self._make_optimizer_states()
 
     def _make_optimizer_states(self) -> None:
-        """As a first step makes them; DTensor then works on tensors of global size, which are no memory of a run."""
+        """Make states as a first step does; tensors of global size that DTensor makes for it are no memory of a run."""
         for param in filterfalse(is_elsewhere, self.model.parameters()):
             param.grad = torch.zeros_like(param) if param.requires_grad else None
         step_if_finite(self.optimizer, torch.ones((), dtype=torch.bool))
         self.optimizer.zero_grad()
 
     def persistent(self) -> Iterator[torch.Tensor]:
-        """Every tensor that lives from step to step."""
+        """Yield every tensor that lives from step to step."""
         yield from filterfalse(is_elsewhere, self.model.parameters())
         yield from filterfalse(is_elsewhere, self.model.buffers())
         yield from self.optimizer_states()
@@ -86,7 +86,7 @@ class StandInTrainer(TrainStep):
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def make_batches(self, count: int, *, documents: bool = True) -> list[Batch]:
-        """`count` micro-batches of the configured size, without content; without `documents` a row is one document."""
+        """Make `count` micro-batches of the configured size, without content; one document a row unless `documents`."""
         training = self.job.training
 
         def ids() -> torch.Tensor:

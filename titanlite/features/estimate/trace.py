@@ -163,7 +163,7 @@ def trace_step(
 def layers_to_trace(
     job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, stage: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """(layers by kind, how many of them are traced, period with which they repeat); None: they are not all alike."""
+    """Return (layers by kind, how many of them are traced, period of their repetition); None: they are not alike."""
     named = (job.optimizer.freeze, job.optimizer.lr_multipliers, job.lora.targets)
     if not isinstance(model_config, ModelConfig) or any(re.search(r"\.[\d\[]", patterns) for patterns in named):
         return None
@@ -190,7 +190,7 @@ def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -
 
 
 def layers_of_chunks(model_config: AnyModelConfig, degrees: Degrees, stage: int) -> list[tuple[int, int]]:
-    """As `layers_by_kind`, for each chunk of that stage."""
+    """Return `layers_by_kind` for each chunk of that stage."""
     if not isinstance(model_config, ModelConfig):
         return [(model_config.num_layers, 0)]
     num_dense = model_config.num_dense_layers if model_config.num_experts else model_config.num_layers

@@ -67,7 +67,7 @@ def evaluation_prompts(dataset: TrainDataset, tokenizer: Any) -> list[Evaluation
 
 
 def read_evaluation_prompts(data: DataSection, path: str, split: str, tokenizer: Any) -> list[EvaluationPrompt]:
-    """As `evaluation_prompts`, of all rows at `path`: what `data.path` may be; `split` is that of a dataset of the hub.
+    """Read prompts of all rows at `path`: what `data.path` may be; `split` is that of a dataset of the hub.
 
     Rows are converted and rendered as `data` says for training, but may be of another form; all of them must be usable.
 
@@ -129,7 +129,7 @@ def contains(prediction: str, reference: str) -> float:
 
 
 def get_scorer(name: str) -> tuple[str, Scorer]:
-    """(name of the score, function) for `evaluation.scorer`; raises as `load_extension`."""
+    """Return (name of the score, function) for `evaluation.scorer`; raises as `load_extension`."""
     if name in ("exact_match", "contains"):
         return name, {"exact_match": exact_match, "contains": contains}[name]
     return name.partition(":")[2], load_extension("evaluation.scorer", name, ["prediction, reference"])

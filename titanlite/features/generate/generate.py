@@ -213,7 +213,7 @@ class _Batch:
                 text.append(token)
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """(B, S) int64, zeros on the right; S is a multiple of the ranks over which the sequence is split."""
+        """Return (B, S) int64, zeros on the right; S is a multiple of the ranks over which the sequence is split."""
         pieces = 1 if self.dims is None else self.dims.degrees.ranks_per_sequence
         length = -(-max(map(len, rows)) // pieces) * pieces
         return torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device)

@@ -59,7 +59,7 @@ class KVCache:
         return hidden[0, : len(self.lengths_B)]
 
     def visible(self) -> torch.Tensor:
-        """(B, slots in use) bool: the slots that the row's new token sees, its own included."""
+        """Return (B, slots in use) bool: the slots that the row's new token sees, its own included."""
         return self._slots_T[: self._longest + 1] <= self.lengths_B.unsqueeze(1)
 
     def advance(self) -> None:

@@ -99,7 +99,7 @@ def _encoded(weight: nn.Parameter, layout: BlockFormat) -> nn.Parameter:
 def frozen_linear(
     layout: BlockFormat, x: torch.Tensor, records_Nnr: torch.Tensor, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, (..., N), of x (..., K) and the weight (N, K) in the records; differentiable in x."""
+    """Return `x @ weight.T + bias`, (..., N), of x (..., K) and the records of weight (N, K); differentiable in x."""
     return _FrozenLinear.apply(x, records_Nnr, layout, bias_N)
 
 

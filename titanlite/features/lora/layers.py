@@ -1,7 +1,7 @@
 """LoRA (arXiv:2106.09685): frozen layers with a trained correction of low rank, `W x + alpha / rank * B (A x)`.
 
 `apply_lora` exchanges layers of a model on meta for the classes below, which hold the same weights under the same names
-and adapters beside them. So the rest of titanlite needs no case for it. In a model of transformers these are the linear
+with adapters next to them. So the rest of titanlite needs no case for it. In a model of transformers these are linear
 layers inside its repeated layers, and the experts that transformers' experts interface serves.
 
 Shapes: R routed rows, E experts, D hidden, I expert width, r rank.

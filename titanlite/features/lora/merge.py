@@ -96,7 +96,7 @@ class MergedAdapters:
         return name in self._pairs
 
     def add(self, name: str, region: Region, values: torch.Tensor) -> torch.Tensor:
-        """`values` (float64), the `region` of the weight `name`, with its correction added."""
+        """Return `values` (float64), the `region` of the weight `name`, with its correction added."""
         a, b = self._pair(name)
         rows, columns = region.slices[-2:]
         if name in self._transposed:

@@ -170,7 +170,7 @@ class MatrixExchange:
         self._send(like, list(theirs.values()), mine)
 
     def _send(self, like: torch.Tensor, pieces: list[list[torch.Tensor]], places: list[list[torch.Tensor]]) -> None:
-        """`pieces`, by the rank that they go to, into `places`, by the rank that they come from."""
+        """Send `pieces`, by the rank that they go to, into `places`, by the rank that they come from."""
         sent, received = ([sum(x.numel() for x in of_rank) for of_rank in by_rank] for by_rank in (pieces, places))
         flat = [piece.reshape(-1) for of_rank in pieces for piece in of_rank]
         out, packed = like.new_empty(sum(received)), torch.cat([like.new_empty(0), *flat])

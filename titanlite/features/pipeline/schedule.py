@@ -6,7 +6,7 @@ meta, under its name (`Elsewhere`), so the calls of its modules are those of a w
 its place receives, sends, or does nothing.
 
 The order is 1F1B (PipeDream-Flush, arXiv:2006.09503): a stage runs at most as many micro-batches ahead as there are
-stages behind it, and then one backward after every forward. With n micro-batches and p stages a rank waits for (p - 1)
+stages after it, and then one backward after every forward. With n micro-batches and p stages a rank waits for (p - 1)
 / (n + p - 1) of the time. With v chunks of layers in each stage (interleaved 1F1B, arXiv:2104.04473) micro-batches go
 round the stages v times, and a rank waits for (p - 1) / (v n + p - 1). While `only_chunk` is open, the model is that
 chunk alone; else a forward runs all of them, and waits for the others between.
@@ -70,7 +70,7 @@ def order_turns(num_micro_batches: int, degrees: Degrees, stage: int) -> Iterato
 
 
 def order_forwards(num_micro_batches: int, degrees: Degrees) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) of all forwards, in the order in which every stage runs them."""
+    """Return (micro-batch, chunk) of all forwards, in the order in which every stage runs them."""
     return [
         (micro_batch, chunk)
         for start in range(0, num_micro_batches, degrees.pp)
@@ -87,7 +87,7 @@ def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dty
     balance losses are those of the layers that were run. Logits are those of the last stage on all of them. `dtype` is
     that of hidden states.
 
-    Collectives: a forward receives from the stage before and sends to the stage behind; backward the other way round.
+    Collectives: a forward receives from the stage before and sends to the next stage; backward the other way round.
     Forwards and backwards must be run in the order of `order_turns`, with the same micro-batches on all stages.
     """
     backbone, stage = model.model, dims.stage
@@ -167,7 +167,7 @@ class Elsewhere(nn.Module):
 
 
 class StageLink:
-    """Channels to and from the ranks at this one's place in the stages before and behind, which are a ring."""
+    """Channels to and from the ranks at this one's place in the previous and the next stage, which form a ring."""
 
     def __init__(self, dims: ParallelDims, width: int, dtype: torch.dtype) -> None:
         # Two groups: NCCL serves one in order, and a hidden state that waits for its receiver would hold up a gradient.
@@ -188,7 +188,7 @@ class StageLink:
         return tokens_BS.shape[0], tokens_BS.shape[1] // self._pieces, self._width
 
     def share(self, logits: torch.Tensor) -> torch.Tensor:
-        """Those of the last stage on all stages, which may not know their shape."""
+        """Broadcast those of the last stage to all stages, which may not know their shape."""
         sizes = [*logits.shape, *(-1 for _ in range(_MOST_DIMS - logits.dim()))]
         header = torch.tensor(sizes, dtype=torch.int64, device=logits.device)
         with timers.collective():
@@ -229,13 +229,13 @@ class _Channel:
 
 def _anchor(x: torch.Tensor) -> torch.Tensor:
     """Something that requires a gradient, or autograd would not ask for that of what is received. Also where all of a
-    stage is frozen: the stage behind sends a gradient, and waits for its receiver.
+    stage is frozen: the next stage sends a gradient, and waits for its receiver.
     """
     return torch.empty(0, device=x.device, requires_grad=torch.is_grad_enabled())
 
 
 def _receive(tokens_BS: torch.Tensor, *, link: StageLink) -> torch.Tensor:
-    """In place of the embedding: the hidden states of the stage before."""
+    """Receive, in place of the embedding, the hidden states of the stage before."""
     return _Receive.apply(_anchor(tokens_BS), link, link.shape_of(tokens_BS))  # type: ignore[no-any-return]
 
 
@@ -247,7 +247,7 @@ def _send(
     *,
     link: StageLink,
 ) -> torch.Tensor:
-    """In place of the output head: hands the hidden states on. Its losses are zeros, its logits of no meaning."""
+    """Send the hidden states, in place of the output head. Its losses are zeros, its logits of no meaning."""
     if labels_BS is None:
         link.hidden_out.send(hidden_BsD)
         return hidden_BsD
@@ -261,12 +261,12 @@ def _hand_on(hidden_BsD: torch.Tensor) -> torch.Tensor:
 
 
 def _skip(hidden_BsD: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """In place of a decoder layer: the hidden states as they are, without balance losses."""
+    """Return the hidden states as they are, in place of a decoder layer, without balance losses."""
     return hidden_BsD, None
 
 
 def _go_round(hidden_BsD: torch.Tensor, *args: Any, link: StageLink, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """In place of all layers between two chunks: hidden states go through the other stages."""
+    """Send hidden states through the other stages, in place of all layers between two chunks."""
     return _SendAndReceive.apply(hidden_BsD, _anchor(hidden_BsD), link), None
 
 
@@ -283,7 +283,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Zeros of `shape`; hidden states go to the stage behind, and their gradient comes from there."""
+    """Zeros of `shape`; hidden states go to the next stage, and their gradient comes from there."""
 
     @staticmethod
     def forward(

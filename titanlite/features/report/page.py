@@ -203,7 +203,7 @@ def describe_end(run: Run) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`42 s`, `3 min 5 s`, `2 h 4 min`, `3 d 2 h`."""
+    """Format `42 s`, `3 min 5 s`, `2 h 4 min`, `3 d 2 h`."""
     whole = round(seconds)
     for unit, size, smaller, step in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if whole >= size:
@@ -213,7 +213,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """`12,345`, `1.23 M`: three or four digits that count."""
+    """Format `12,345`, `1.23 M`: three or four digits that count."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if value >= size:
             return f"{value / size:.2f} {unit}"

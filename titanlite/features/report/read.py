@@ -219,7 +219,7 @@ def _is_event(event: Mapping[str, Any]) -> bool:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether `value` can be a step or a number of tokens."""
+    """Return whether `value` can be a step or a number of tokens."""
     return type(value) is int and 0 <= value < _LARGEST
 
 

@@ -303,7 +303,7 @@ class ChatRenderer:
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """`message` with the arguments of its calls as JSON text, for templates that take nothing else."""
+    """Return `message` with the arguments of its calls as JSON text, for templates that take nothing else."""
     if "tool_calls" not in message:
         return message
     calls = [

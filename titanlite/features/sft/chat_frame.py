@@ -103,7 +103,7 @@ class FrameFinder:
         return Frame(more, left, tail[alike:], glue, self._get_first_token(rest.lstrip())), start
 
     def _find_start(self, show: Show, messages: Messages, prompt: str, done: list[str]) -> tuple[str, str, int] | None:
-        """`more` and `left` of a frame, and the start of the answer in `done`; None if the turn shows another prompt,
+        """Find `more` and `left` of a frame, and the answer's start in `done`; None if the turn shows another prompt,
         and not only in its history.
         """
         if done[0].startswith(prompt):
@@ -150,7 +150,7 @@ class FrameFinder:
         return next((text[start:stop] for start, stop in encoding.offsets if stop > start), "")
 
     def cut_mark(self, length: int, *texts: str) -> int:
-        """`length`, or less where that is inside of a mark in one of `texts`."""
+        """Return `length`, or less where that is inside of a mark in one of `texts`."""
         for text in texts:
             window = max(0, length - 80)
             for match in self.mark.finditer(text, window):
@@ -176,7 +176,7 @@ def _get_following(show: Show, finished: list[Messages]) -> str | None:
 
 
 def _begins_with_thought(show: Show, messages: Messages, start: int, done: list[str]) -> bool:
-    """Whether the thought of the last message follows at `start`, behind what the prompt opens."""
+    """Return whether the thought of the last message follows at `start`, after what the prompt opens."""
     place = get_common_start(*done)
     thought = next((part for part in get_parts(messages[-1]) if part.is_thought), None)
     if thought is None or done[0][start:place].strip():
@@ -213,7 +213,7 @@ def get_shape(message: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def list_python_texts(value: Any) -> list[str]:
-    """How Python writes the objects and lists in `value`, itself included, as far as JSON writes them otherwise."""
+    """List how Python prints the objects and lists in `value`, itself included, where JSON differs."""
     if not isinstance(value, dict | list) or not value:
         return []
     text = str(value)
@@ -266,7 +266,7 @@ def get_tool_parts(tool: dict[str, Any]) -> Iterator[Part]:
 
 
 def probe_message(message: dict[str, Any], probe: str) -> dict[str, Any]:
-    """`message` with `probe` in place of everything that it says."""
+    """Return `message` with `probe` in place of everything that it says."""
     other = dict(message)
     content = message.get("content", "")
     if isinstance(content, list):

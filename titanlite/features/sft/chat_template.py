@@ -49,7 +49,7 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> list[tuple[str, Marks | None]]:
-        """Each conversation as text, with the generation prompt if `prompt`; and the marks of a template that has any.
+        """Render each conversation, with the generation prompt if `prompt`; and the marks of a template that has any.
 
         Raises:
             DataError: the tokenizer has no chat template.
@@ -105,7 +105,7 @@ class ChatTemplate:
 
 
 def set_date(template: Any, date: str) -> Any:
-    """`template`, or each of several by name, with `date` written out where it asks for today's."""
+    """Return `template`, or each of several by name, with `date` written out where it asks for today's."""
     if isinstance(template, dict):
         return {name: set_date(text, date) for name, text in template.items()}
     if not date or not template:
@@ -142,7 +142,7 @@ def _list_arguments(template: str) -> frozenset[str]:
 
 
 def with_chat_date(job: JobConfig) -> JobConfig:
-    """`job` with what chat templates take for today: as set, as in the checkpoint to resume from, or today."""
+    """Return `job` with the date that chat templates show: as set, as in the checkpoint to resume from, or today."""
     if job.data.dataset not in ("examples", "images") or job.data.chat_date:
         return job
     start = find_start(job.checkpoint, job.job.dump_folder)

@@ -283,7 +283,7 @@ def _convert(batch: Any) -> list[dict[str, Any] | RowError]:
 
 
 def drop_none(value: Any) -> Any:
-    """`value` without the None entries of its dicts: a column store writes None where a row has no such key."""
+    """Return `value` without None entries of dicts: a column store writes None where a row has no such key."""
     if isinstance(value, dict):
         return {key: drop_none(item) for key, item in value.items() if item is not None}
     return [drop_none(item) for item in value] if isinstance(value, list) else value

@@ -122,7 +122,7 @@ def run_row(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def render_chat(owner: Any, messages: list[Any], *, add_generation_prompt: bool = False, **options: Any) -> str:
-    """One chat as text, by the template of a tokenizer or a processor; `options` are those of `apply_chat_template`.
+    """Render one chat, by the template of a tokenizer or a processor; `options` are those of `apply_chat_template`.
 
     Raises:
         RowError: as `run_row` and `check_template`.

@@ -24,7 +24,7 @@ _ARRAYS = ("tokens", "flags", "offsets", "num_trained", "places")
 
 
 def name_folder(key: str, files: Sequence[str]) -> str:
-    """Where the blocks of a stream lie: its key tells what they are made of, but not how, and of files not enough."""
+    """Name the folder of a stream's blocks: its key alone does not tell how they are made, nor enough of the files."""
     try:
         stamps = stamp_files([Path(file) for file in files])
     except OSError:
@@ -112,7 +112,7 @@ class StreamAhead(Generic[B]):
     def take(self, number: int, start: int) -> B:
         """Block `number`, whose first row is `start`, as soon as it is made; those before it are dropped.
 
-        What `make` raised for it is raised here, as often as it is asked for, and nothing is made behind it.
+        What `make` raised for it is raised here, as often as it is asked for, and nothing is made after it.
         """
         if number not in self._futures:
             for future in self._futures.values():

@@ -190,7 +190,7 @@ class _Order:
         return sources, np.cumsum([np.zeros_like(quotas), *counts[:-1]], axis=0)
 
     def _count_first(self, places: int) -> np.ndarray:
-        """How many of the first `places` of a period are of each source, (S,) int64, where they are spread evenly:
+        """Count the first `places` of a period by source, (S,) int64, where they are spread evenly:
         place k of the q of a source is due at (2k + 1) / 2q of the period; of those due at once, first sources go
         first.
         """
@@ -215,7 +215,7 @@ class _Order:
         return before + counts[part] + np.bincount(rest, minlength=len(self.quotas))
 
     def get_runs(self, seed: int, start: int, stop: int) -> Iterator[tuple[np.ndarray, int, int]]:
-        """Where each source is in samples [start, stop): (samples (n,) int64, source, number of the first there)."""
+        """Yield each source in samples [start, stop): (samples (n,) int64, source, number of the first there)."""
         while start < stop:
             number, first, length, place = self._find_piece(start)
             here = self._shuffled(seed, number, first, length)[0][place - first :][: stop - start]

@@ -120,7 +120,7 @@ class StreamDataset:
 
     @property
     def form(self) -> str:
-        """As configured: what 'auto' finds is not known before the first row, and must not be pairs."""
+        """Form as configured: what 'auto' finds is not known before the first row, and must not be pairs."""
         return self.data.format
 
     @property

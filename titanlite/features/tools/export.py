@@ -174,7 +174,7 @@ def _lay_out(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> tuple[list[
 def _lay_out_transformers(
     plan: Plan, model: TransformersModel, dtype: torch.dtype
 ) -> tuple[list[FileLayout], dict[str, _Values]]:
-    """As `_lay_out`, with the keys and layouts that the checkpoint has."""
+    """Lay out as `_lay_out`, with the keys and layouts that the checkpoint has."""
     entries = {
         name: entry for name, entry in saved_entries(plan.entries, model).items() if isinstance(entry.source, Read)
     }
@@ -229,7 +229,7 @@ def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, _Values], ou
 
 
 def _copy_rest(folder: Path, out: Path, but: Collection[str] = ()) -> None:
-    """Tokenizer, chat template, licence: everything beside the weights that is not there yet, links resolved."""
+    """Copy tokenizer, chat template, licence: all files without weights that are not there yet, links resolved."""
     for path in folder.iterdir():
         is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and path.name not in but and not (out / path.name).exists():

@@ -131,7 +131,7 @@ def _describe_model(folder: Path, model: Stored) -> str:
 
 
 def _rows(folder: Path, tensors: Iterable[StoredTensor], every: bool, starred: set[str]) -> list[tuple[str, ...]]:
-    """One row per tensor, or per name, dtype and shape that differ only in the numbers of layers and experts."""
+    """Return one row per tensor, or per name, dtype and shape that differ only in the numbers of layers and experts."""
     groups: defaultdict[tuple[tuple[str, ...], str, tuple[int, ...]], list[StoredTensor]] = defaultdict(list)
     for tensor in tensors:
         between = (tensor.key,) if every else texts_between_numbers(tensor.key)

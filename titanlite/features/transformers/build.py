@@ -107,7 +107,7 @@ def _move_to_meta(model: Any) -> None:
 
 
 def _tie(model: Any, target: str, source: str) -> None:
-    """One object under both names, by assignment."""
+    """Tie by assignment: one object under both names."""
     prefix, _, leaf = target.rpartition(".")
     tensor = model.get_parameter_or_buffer(source)
     if model.get_parameter_or_buffer(target) is not tensor:

@@ -167,7 +167,7 @@ class TransformersCheckpoint:
                     self._claims[name] = Unfit(self.untied[name])
 
     def _allow_absent(self, tensors: Mapping[str, TensorInfo]) -> None:
-        """Claim the class's own initialization for what it says a checkpoint may lack."""
+        """Claim the class's own initialization for tensors that it allows to be missing."""
         patterns = self._model.transformers_model._keys_to_ignore_on_load_missing or ()
         declared = self._model.declare_sources()
         for name, info in tensors.items():

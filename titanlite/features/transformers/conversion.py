@@ -223,7 +223,7 @@ class _Shapes:
 
 
 def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[Group], list[str]]:
-    """How the stored `keys` become the tensors of `model`, and the keys that have no place in it.
+    """Return how the stored `keys` become the tensors of `model`, and the keys that have no place in it.
 
     Notes in `model.conversions` which entries of the mapping were used; saving reverts those.
     """
@@ -251,7 +251,7 @@ def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[
 
 
 def saving_groups(names: Iterable[str], model: TransformersModel) -> tuple[list[Group], Callable[[str], str]]:
-    """How the tensors `names` of `model` become stored ones, and the last renaming of those.
+    """Return how the tensors `names` of `model` become stored ones, and the last renaming of those.
 
     It reverts what was used for loading; for a model that was not loaded, the mapping of its class, so that the names
     are those of the hub's checkpoints.

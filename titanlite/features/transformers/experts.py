@@ -2,7 +2,7 @@
 
 transformers' experts interface calls a registered function with the module that holds the fused weights, the tokens,
 and what the router chose. Everything that the interface describes is served: gated or not, biases, transposed weights,
-expert parallelism's ids beyond the last expert, and a norm behind the experts. The load of the experts is counted where
+expert parallelism's ids beyond the last expert, and a norm after the experts. The load of the experts is counted where
 layers call them, whatever computes them.
 
 Shapes: B batch, S sequence, T tokens, k experts per token, E experts.
@@ -50,7 +50,7 @@ def find_experts(model: Any) -> dict[str, nn.Module]:
 
 
 def give_all_gradients(model: Any) -> None:
-    """Let experts that are modules, each called if a token chose it (Switch), have a gradient on every rank.
+    """Give experts that are modules, each called if a token chose it (Switch), a gradient on every rank.
 
     Where one has none, FSDP would reduce fewer bytes than on other ranks.
     """
@@ -65,7 +65,7 @@ def give_all_gradients(model: Any) -> None:
 
 
 def replace_unaligned_experts(model: Any, experts: Iterable[Any]) -> None:
-    """Let `experts` run on titanlite's grouped GEMM if a width is no multiple of 8 elements, 16 bytes in bfloat16.
+    """Run `experts` on titanlite's grouped GEMM if a width is no multiple of 8 elements, 16 bytes in bfloat16.
 
     torch's, which transformers calls, wants rows of so many bytes.
     """

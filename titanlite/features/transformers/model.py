@@ -229,7 +229,7 @@ class TransformersModel(Model):
         return found.view(*shape, -1) if found.shape[:-1] == (1, shape.numel()) != shape else found  # or it is a loss
 
     def document_options(self) -> list[tuple[int, bool]]:
-        """How the class may keep documents apart: (position of their first token, whether boundaries are passed)."""
+        """Find how the class keeps documents apart: (position of their first token, whether boundaries are passed)."""
         padding = getattr(self._transformers_model.config.get_text_config(), "pad_token_id", None)
         # RoBERTa and its kin count from after the padding's id.
         starts = [0, padding + 1] if self._takes_positions and isinstance(padding, int) else [0]
@@ -282,7 +282,7 @@ class TransformersModel(Model):
         return self._can_cache
 
     def head_forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
-        """In place of the head's own forward: the logits, or with labels the loss without any logits."""
+        """Return the logits, or with labels the loss without logits, in place of the head's own forward."""
         assert self.head_project is not None
         if self._labels is None:
             return self.head_project(hidden_BSD)

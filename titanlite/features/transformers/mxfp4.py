@@ -57,7 +57,7 @@ class Mxfp4Reader:
         self._tensors: dict[str, tuple[tuple[int, ...], Packed]] = {}
 
     def add(self, name: str, shape: tuple[int, ...], blocks: StoredTensor, scales: StoredTensor) -> str:
-        """Let `blocks` and `scales` be the tensor `name` of `shape` (E, C, R); or return what is wrong with them."""
+        """Add the tensor `name` of `shape` (E, C, R), from `blocks` and `scales`; or return what is wrong."""
         expected = (shape[0], shape[2], shape[1] // _BLOCK) if len(shape) == 3 and not shape[1] % _BLOCK else ()
         if not expected or (blocks.shape, scales.shape) != ((*expected, _BYTES), expected):
             return (

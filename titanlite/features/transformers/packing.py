@@ -124,7 +124,7 @@ def _begins_with_last(inner: Any) -> bool:
     make = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
     try:
         return make is not None and int(make(labels=torch.tensor([[3, 4, 5]]))[0, 0]) == 5
-    except ValueError:  # its configuration lacks a token
+    except ValueError:  # its configuration has no such token
         return False
 
 

@@ -134,7 +134,7 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
 
 
 def check_facts(facts: Facts, model: "TransformersModel", inputs: Collection[str] = ()) -> None:
-    """Refuse a model that cannot be trained, or continue text; `inputs` are what its forward gets beside tokens.
+    """Refuse a model that cannot be trained, or continue text; `inputs` are further arguments of its forward.
 
     Raises ConfigError: its forward raises on text alone, if it gets no more, or it is not causal, if it is not told
     where to be (`token_type_ids` of PaliGemma).

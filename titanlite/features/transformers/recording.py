@@ -182,7 +182,7 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def leaves(value: Any, kind: type) -> list[Any]:
-    """All instances of `kind` in nested tuples, lists and dictionaries, in order."""
+    """List all instances of `kind` in nested tuples, lists and dictionaries, in order."""
     found: list[Any] = []
     _map(lambda leaf: found.append(leaf) if isinstance(leaf, kind) else None, value)
     return found

@@ -106,7 +106,7 @@ def _value(value: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _initializers(model: Any) -> Iterator[tuple[nn.Module, Callable[[nn.Module], None]]]:
-    """Every module once with `_init_weights` of the nearest model around it, in transformers' order: children first."""
+    """Yield every module once, with `_init_weights` of the nearest model around it, children first as transformers."""
     from transformers import PreTrainedModel
 
     seen: set[nn.Module] = set()

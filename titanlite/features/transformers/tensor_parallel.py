@@ -165,7 +165,7 @@ def _convolutions(module: nn.Module) -> list[nn.Module]:
 
 
 def _gather_output(forward: _Forward, *args: Any, width: int, axis: Peers) -> torch.Tensor:
-    """All ranks' pieces of the last dim, `width` in all; those of the last ranks may be shorter."""
+    """Gather all ranks' pieces of the last dim, `width` in all; those of the last ranks may be shorter."""
     out = forward(*args)
     piece = -(-width // axis.size)
     whole = all_gather(F.pad(out, (0, piece - out.shape[-1])), out.dim() - 1, axis.group)

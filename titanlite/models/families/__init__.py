@@ -31,7 +31,7 @@ _WITHOUT_EFFECT_ON_WEIGHTS = {"initializer_range", "max_position_embeddings", "p
 
 @cache
 def families() -> Mapping[str, Family]:
-    """All families by name (the `model_type` of their Hugging Face config), from the files in this folder."""
+    """Return all families by name (the `model_type` of their Hugging Face config), from the files in this folder."""
     found = {}
     for module in pkgutil.iter_modules(__path__):
         family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)

@@ -1,7 +1,7 @@
 """DeepSeek-V3, V3.1 and R1 (arXiv:2412.19437), and Moonlight (arXiv:2502.16982), which is built like them.
 
 Latent attention; sigmoid scores, a selection bias per expert, group-limited top-k, shared experts, leading dense
-layers. The layer for multi-token prediction behind the last one is neither trained nor saved.
+layers. The layer for multi-token prediction after the last one is neither trained nor saved.
 """
 
 from dataclasses import replace

@@ -146,7 +146,7 @@ def format_refusal(error: Exception) -> str:
 
 
 def format_json(value: Any) -> str:
-    """`value` as a JSON file has it, at most a line."""
+    """Return `value` as a JSON file has it, at most a line."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
@@ -169,7 +169,7 @@ def save_config(config: Any, folder: Path, original: Mapping[str, Any] | None = 
 
 
 def _with_older_keys(table: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
-    """`table` with the keys that transformers 4.57 reads; its nested configurations likewise."""
+    """Return `table` with the keys that transformers 4.57 reads; its nested configurations likewise."""
     derived: dict[str, Any] = {}
     rope = table.get("rope_parameters")
     if isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()):  # one for all layers

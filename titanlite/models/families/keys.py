@@ -32,7 +32,7 @@ class Key:
 
 
 def show(value: Any) -> str:
-    """`value` of a config.json as it may stand in a message: printable, and not long."""
+    """Return `value` of a config.json as it may stand in a message: printable, and not long."""
     text = "null" if value is None else ascii(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 

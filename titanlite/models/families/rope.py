@@ -18,7 +18,7 @@ _LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "lin
 
 
 class NotNativeError(ConfigError):
-    """A sound config.json that asks for something that the native decoder lacks; transformers may have it."""
+    """A sound config.json that asks for something that the native decoder does not have; transformers may have it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def read_rope(hf: Mapping[str, Any], partial: Key, *, is_latent: bool) -> Rope:
     `partial` is what the family says of `partial_rotary_factor`: only one with another default than 1 supports it. If
     it `is_latent`, YaRN changes the softmax scale.
 
-    Raises NotNativeError, for what the decoder lacks, or ConfigError: a value of a wrong kind, or a contradiction.
+    Raises NotNativeError: the decoder does not have it. Raises ConfigError: a wrong value, or a contradiction.
     """
     table = rope_table(hf)
     rope = _read_table(hf, table, partial, is_latent)
