@@ -33,14 +33,14 @@ from titanlite.train_step import TrainStep, Window
 
 
 class Evaluator(Protocol):
-    """Evaluates the model by what it generates; `run` is collective."""
+    """Evaluation of the model by what it generates; `run` is collective."""
 
     def is_due(self, step: int, last: bool) -> bool: ...
     def run(self, model: Model) -> EvaluationResult: ...
 
 
 class DivergenceCheck(Protocol):
-    """Compares what ranks must have in common; they raise together. `check` is collective."""
+    """Comparison of what ranks must have in common; they raise together. `check` is collective."""
 
     def is_due(self, step: int) -> bool: ...
     def check(self, step: int, data: str, samples: int, batches: Sequence[Batch]) -> None: ...

@@ -112,13 +112,13 @@ class _RankFormatter(logging.Formatter):
 
 
 class _OutputHandler(logging.StreamHandler[TextIO]):
-    """Writes to standard output as it is now: a progress bar may be in between."""
+    """Handler that writes to `sys.stdout` at the time of the line: a progress bar may have replaced it."""
 
     stream = property(lambda self: sys.stdout, lambda self, stream: None)  # type: ignore[assignment]
 
 
 class _FileHandler(logging.Handler):
-    """Keeps lines until it knows its file, then appends each to it. Where it cannot write, they wait."""
+    """Handler that keeps lines until it knows its file, then appends each to it. Lines that it cannot write wait."""
 
     def __init__(self) -> None:
         super().__init__()

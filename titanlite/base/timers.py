@@ -32,7 +32,7 @@ class _Span(NamedTuple):
 
 
 class StepTimer:
-    """Adds up seconds per phase until they are read. Costs one clock reading, or one event, per change of phase."""
+    """Seconds per phase, added up until they are read. Costs one clock reading, or one event, per change of phase."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"

@@ -112,7 +112,7 @@ def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 class Reader:
-    """Collects values, where each came from, and all problems."""
+    """Values read so far, where each came from, and all problems."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}

@@ -84,7 +84,7 @@ def copy_to(device: torch.device | str, tensor: Tensor) -> Tensor:
 
 
 class TrainDataset(Protocol):
-    """What a loader needs: numbered sequences, and an order that is a function of (seed, sample) and nothing else."""
+    """Data for a loader: numbered sequences, and an order that is a function of (seed, sample) and nothing else."""
 
     seq_len: int
 

@@ -282,7 +282,7 @@ class _TimedAllGather(_Allocator):
 
 
 class _TimedReduceScatter(_Allocator):
-    """Its time includes the all-reduce over replicas, which follows on the same or a later stream.
+    """Reduce-scatter whose time includes the all-reduce over replicas, on the same or a later stream.
 
     There is a hook only after that; the time begins where FSDP allocated the result, or where the reduce-scatter ended.
     """

@@ -39,7 +39,7 @@ class Failure:
 
 
 class Guard:
-    """Watches the local ranks of one launcher. One object lives through all restarts."""
+    """Watch over the local ranks of one launcher. One object lives through all restarts."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

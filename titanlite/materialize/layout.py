@@ -65,7 +65,7 @@ class Region:
 
 
 class Encoding(Protocol):
-    """How the rows of one tensor are kept."""
+    """The form in which the rows of one tensor are kept."""
 
     @property
     def name(self) -> str:

@@ -21,7 +21,7 @@ _TILE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to draw one tensor, tile by tile."""
+    """A distribution to draw one tensor from, tile by tile."""
 
     zero_row: int | None = None  # index along dim 0 that is zero instead (`padding_idx`), from the end if negative
 

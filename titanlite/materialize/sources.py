@@ -23,7 +23,7 @@ from titanlite.materialize.recipes import Recipe
 
 @dataclass(frozen=True)
 class Init:
-    """Drawn by a recipe from the layout-invariant generator."""
+    """A draw by a recipe from the layout-invariant generator."""
 
     recipe: Recipe
     may_be_absent: bool = False  # a checkpoint need not have the tensor; then the recipe is used
@@ -56,7 +56,7 @@ class Alias:
 
 @dataclass(frozen=True)
 class Keep:
-    """Was never on meta; its value is preserved bit for bit."""
+    """A tensor that was never on meta; its value is preserved bit for bit."""
 
     def __str__(self) -> str:
         return "keep"
@@ -118,7 +118,7 @@ class TensorInfo:
 
 
 class SourceProvider(Protocol):
-    """Claims sources for tensors by name; `name` is for messages."""
+    """A claimant of sources for tensors, by their names; `name` is for messages."""
 
     name: str
     complete: bool  # it must cover every persistent tensor that does not declare `may_be_absent`

@@ -29,7 +29,7 @@ _SHOWN_CHARS = 80
 
 
 class EventWriter:
-    """Collects scalars; `take` has them as the bytes of TensorBoard's event file, to be appended to `file`.
+    """Scalars collected so far; `take` has them as the bytes of TensorBoard's event file, to be appended to `file`.
 
     torch's `SummaryWriter` writes in a thread that ends with a traceback at the first error, and with it every later
     point. Each process writes a file of its own in `folder`; TensorBoard hides points after `start_step` in the others.
@@ -65,7 +65,7 @@ class EventWriter:
 
 
 class MetricsLogger:
-    """Writes the metrics of a run into `dump_folder`, which is made if missing. Does nothing on ranks other than 0.
+    """Writer of the metrics of a run into `dump_folder`, which is made if missing. A no-op on ranks other than 0.
 
     `metrics.jsonl` holds one JSON object per point: `step`, `time` (Unix seconds) and the values under the names that
     TensorBoard shows (docs/observability.md); of values per MoE layer it has one list, TensorBoard one name per layer.

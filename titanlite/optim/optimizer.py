@@ -173,7 +173,7 @@ class NonFiniteSteps:
 
 
 class FiniteGuard:
-    """Decides on the device which steps are applied; the host waits for it only in `look`.
+    """Decision on the device which steps are applied; the host waits for it only in `look`.
 
     After `limit` steps in a row that are not finite no step is applied any more, so that weights, optimizer states and
     biases are those before the first of them when the host finds out. All ranks feed it the same reduced values, which

@@ -53,7 +53,7 @@ def host_attention(
 ) -> torch.Tensor:
     """Causal attention of q (B, S, H, K) over k and v (B, S, G, K), (B, S, H, K); float32 or float64, on the CPU.
 
-    `allowed` (B, 1, S, S) says which keys a query may see, at least one and none behind itself; None: all up to itself.
+    `allowed` (B, 1, S, S) says which keys a query may see, at least one and none after itself; None: all up to itself.
     """
     q_BGRSK, k_BGSK, v_BGSK = _by_head(q, k.shape[2]).mul_(scale), _by_head(k), _by_head(v)
     out_BGRSK = torch.empty_like(q_BGRSK)

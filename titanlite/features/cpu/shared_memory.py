@@ -45,7 +45,7 @@ _SETUP_TIMEOUT_S = 60.0  # ranks that have just met in a collective
 
 
 class _Message(NamedTuple):
-    """What a rank tells one peer in a round, whose `number` it has.
+    """Message of a rank to one peer in the round `number`.
 
     Attributes:
         kind, dtype: indices in `_KINDS` and `_DTYPES`.

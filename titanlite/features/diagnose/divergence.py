@@ -26,7 +26,7 @@ _Place = tuple[tuple[str, int], ...]
 
 
 class DivergenceCheck:
-    """Compares what ranks must have in common, every `training.divergence_check_freq` steps.
+    """Comparison of what ranks must have in common, every `training.divergence_check_freq` steps.
 
     Ranks with the same `dims.dp_rank` must read the same batches, and those of a stage may hold the same tensors. The
     comparison is with `step` and later ones. That ranks have the same configuration is seen to at the start.

@@ -35,7 +35,7 @@ class Spike(NamedTuple):
 
 
 class SpikeDetector:
-    """Compares each loss with the median of the last `spike.window` ones, in units of their median absolute deviation.
+    """Comparison of losses to the median of the last `spike.window` ones, in units of their median absolute deviation.
 
     Neither median nor deviation is moved by single large losses, as a mean would be. Nothing is a spike before half a
     window (at least 8 losses) is known; a resumed run fills its window again. `folder` has the run's checkpoints.

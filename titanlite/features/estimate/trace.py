@@ -29,7 +29,7 @@ from titanlite.models.interface import Model
 from titanlite.models.moe import Experts
 
 _FEWEST = 3  # layers of a kind: the first and the last two
-_FEWEST_WITH_SUMS = 4  # where gradients add up over micro-batches beside FSDP, the last but one is the fullest
+_FEWEST_WITH_SUMS = 4  # where gradients add up over micro-batches outside of FSDP, the last but one is the fullest
 
 
 class Moment(NamedTuple):

@@ -94,7 +94,7 @@ def _ask_autograd(owner: Any, name: str) -> Any:
 
 
 class StepRecorder(TorchDispatchMode):
-    """Records one training step. Enter it around the step; call `begin` where a stretch of it begins.
+    """Recording of one training step. Enter it around the step; call `begin` where a stretch of it begins.
 
     Args:
         persistent: tensors that exist before and after: weights, optimizer states, buffers, the batch. Not counted.

@@ -136,7 +136,7 @@ def get_scorer(name: str) -> tuple[str, Scorer]:
 
 
 class Evaluator:
-    """Evaluates a model on one set of prompts, whenever it is asked to; made by `build_evaluator`."""
+    """Evaluation of a model on one set of prompts, at any step; made by `build_evaluator`."""
 
     def __init__(
         self,

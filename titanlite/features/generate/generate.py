@@ -152,7 +152,7 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Generates for one batch of prompts."""
+    """Generation for one batch of prompts."""
 
     model: Any
     cached: bool

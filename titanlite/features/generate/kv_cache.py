@@ -1,7 +1,7 @@
 """Keys and values of the tokens so far, so that generating one more token costs one token's work.
 
 A token's slot in the cache is its position. Rows may have different lengths: prompts are padded on the right, what the
-padding has written lies behind the row's last token, where no query sees it, and is overwritten as the row grows.
+padding has written lies after the row's last token, where no query sees it, and is overwritten as the row grows.
 
 After the prompts, the new tokens of all rows lie side by side in one sequence (1, B). Context and sequence parallelism
 split the sequence over cp * tp ranks, so that a step of one token per row needs B to be a multiple of that, and not

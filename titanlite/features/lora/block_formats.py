@@ -5,7 +5,7 @@
 - `nf4`: codes are 4-bit NormalFloat (arXiv:2305.14314, section 3 and appendix E), 64 values share their largest
   magnitude. Two codes are in a byte, the first one in the upper half, as in bitsandbytes.
 
-A record holds the codes of one run and behind them its factor, float32 in the byte order of the machine. Records lie
+A record holds the codes of one run and after them its factor, float32 in the byte order of the machine. Records lie
 along the last dim of a weight and know nothing of their neighbours, so that rows, and columns in whole records, may be
 cut anywhere.
 

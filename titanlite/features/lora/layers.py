@@ -149,7 +149,7 @@ class LoRAExperts(ExpertAdapters, Experts):
 
 
 class LoRATransformersExperts(ExpertAdapters):
-    """What experts of transformers become in addition to their own class; `transformers.experts` computes them."""
+    """Mixin for the class of transformers' experts with adapters; `transformers.experts` computes them."""
 
     def declare_sources(self) -> dict[str, Source]:
         return self.adapter_sources()

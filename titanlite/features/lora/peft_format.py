@@ -103,7 +103,7 @@ def write_adapter_config(folder: Path, model: Model, section: LoRASection, base:
         "revision": revision or None,
         "r": section.rank,
         "lora_alpha": int(section.alpha) if section.alpha == int(section.alpha) else section.alpha,
-        # peft refuses dropout beside adapters of parameters; for using the adapter it makes no difference.
+        # peft refuses dropout next to adapters of parameters; for using the adapter it makes no difference.
         "lora_dropout": 0.0 if parameters else section.dropout,
         "use_rslora": section.use_rslora,
         "target_modules": modules,

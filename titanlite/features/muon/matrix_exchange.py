@@ -47,14 +47,14 @@ class _Owned:
 
 @dataclass
 class _Route:
-    """What this rank sends, (param, outer index) by rank, and puts together, for the split parameters of a bucket."""
+    """Pieces that this rank sends, (param, outer index) by rank, and joins, for the split parameters of a bucket."""
 
     sent: defaultdict[int, list[tuple[int, tuple[int, ...]]]] = field(default_factory=lambda: defaultdict(list))
     owned: list[_Owned] = field(default_factory=list)
 
 
 class MatrixExchange:
-    """Applies a function to every matrix of `params`, plain tensors or DTensors, whatever part of it this rank holds.
+    """Application of a function to every matrix of `params`, plain or DTensors, whatever part this rank holds.
 
     A parameter (..., R, C) is a stack of matrices (R, C); with `stacked` = s, of s matrices (R / s, C) each.
     Collectives are over the ranks of `group` (None: all): each makes one of the same parameters in the same order, and

@@ -139,7 +139,7 @@ def only_chunk(model: nn.Module, chunk: int) -> Iterator[None]:
 
 
 class Elsewhere(nn.Module):
-    """Stands for `module`, of which another stage has the values; its parameters and buffers stay on meta.
+    """Stand-in for `module`, of which another stage has the values; its parameters and buffers stay on meta.
 
     All keep their names, and their modules say as before where values come from: the plan, checkpoints and optimizer
     know of the whole model on every rank.

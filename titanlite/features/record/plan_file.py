@@ -177,7 +177,7 @@ def count_bytes(plan: Plan, job: JobConfig, muon: Container[torch.Tensor]) -> in
 
 
 def count_coming(job: JobConfig, present: int, step: int) -> int:
-    """Count the most checkpoints that exist at once beside the `present` ones, from `step` to the end of the run.
+    """Count the most checkpoints that exist at once next to the `present` ones, from `step` to the end of the run.
 
     One is removed only when the next is complete.
     """

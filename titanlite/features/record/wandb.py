@@ -50,7 +50,7 @@ def finish_wandb(exit_code: int) -> None:
 
 
 class WandbRun:
-    """Hands points to wandb. The first error is one warning, and the end of that.
+    """Writer of points to wandb. The first error is one warning, and nothing is written after it.
 
     A folder is one run of W&B, whose id is in `wandb_id` there: a resumed run goes on in it. wandb keeps its files in
     `wandb/` there, and gets the configuration, of local paths only their last part.

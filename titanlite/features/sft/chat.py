@@ -80,7 +80,7 @@ class Conversation:
 
 
 class ChatRenderer:
-    """Renders chats with the template of `tokenizer`; `date` is its today, as ISO text (empty: the real one).
+    """Renderer of chats with the template of `tokenizer`; `date` is its today, as ISO text (empty: the real one).
 
     With `train_all` every token is trained; with `warn_of_dropped` parts that the template drops are counted, not
     refused. `counts` are numbers of chats or answers by what is worth saying about them.

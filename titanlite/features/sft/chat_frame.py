@@ -60,7 +60,7 @@ class Frame:
 
 
 class FrameFinder:
-    """Finds the frames of answers in the template's text, with the special tokens of `tokenizer`."""
+    """Finder of the frames of answers in the template's text, with the special tokens of `tokenizer`."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._tokenizer = tokenizer

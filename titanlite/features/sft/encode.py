@@ -85,7 +85,7 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerFast", row: dict[str, Any]) -> 
 
 
 class ExampleEncoder:
-    """Encodes rows of one form; one row can become several examples, an example is one document or a pair of them."""
+    """Encoder of rows of one form; a row can become several examples, an example is one document or a pair of them."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ def text_of(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
 
 
 class TextStream:
-    """Prints a text as its tokens arrive; a character is held back until its last token is there."""
+    """Printer of a text as its tokens arrive; a character is held back until its last token is there."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer, self._prompt, self._printed = tokenizer, prompt, 0

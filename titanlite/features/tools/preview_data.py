@@ -107,7 +107,7 @@ def _get_from_examples(part: ExampleSet, members: np.ndarray) -> Iterator[ShownD
 
 
 class Painter:
-    """Decodes tokens, with marks around the runs of trained ones.
+    """Decoder of tokens, with marks around the runs of trained ones.
 
     Marks are colours, or `[[ ]]` without `color`. Of documents of more than `max_tokens` (0: no limit) only the first
     and the last tokens are shown, so many in all.

@@ -212,7 +212,7 @@ class Group:
 
 
 class _Shapes:
-    """What operations may ask of a model: shapes. The model itself is sharded by now."""
+    """The shapes of a model, which is all that operations may ask: the model itself is sharded by now."""
 
     def __init__(self, model: TransformersModel) -> None:
         self._model = model

@@ -195,7 +195,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replay(Recipe):
-    """What calls of torch make, repeated on the CPU by every rank that holds a part, and then cut.
+    """Results of calls of torch, repeated on the CPU by every rank that holds a part, and then cut.
 
     The generator is seeded with the seed of the run and the name of the tensor, so all ranks have the same bits.
     """
