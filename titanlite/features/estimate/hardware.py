@@ -10,25 +10,27 @@ from titanlite.base.errors import ConfigError
 
 _GIB = 2**30
 
-# What calls reach, as a share of a peak: of products in bfloat16 ("flops"), in float32, or of the memory. docs/plan.md
-# says which are published and which are assumed.
+# What calls reach, as a share of a peak: of products in bfloat16 ("flops"), in float32, or of the memory. Measured on
+# an H200 by scripts/bench/step_gpu.py (docs/benchmarks.md), but for what is called assumed.
 RATES = {
-    "dense": ("flops", 0.65),  # cuBLAS on H100, all dims of 512 or more
-    "thin": ("flops", 0.30),  # products with a smaller dim
-    "grouped": ("flops", 0.45),  # rows through small experts
-    "grouped weights": ("flops", 0.32),  # their weight gradients, in tiles of 128 x 128
-    "grouped wide": ("flops", 0.55),  # rows through experts of 1024 or wider: 564 to 628 published
-    "grouped wide weights": ("flops", 0.40),
-    "flash": ("flops", 0.35),  # FlashAttention-2, causal
-    "flash backward": ("flops", 0.27),
+    "dense": ("flops", 0.72),  # cuBLAS, all dims of 512 or more; 0.82 alone: a whole step is at the GPU's power limit
+    "thin": ("flops", 0.40),  # products with a smaller dim
+    "grouped": ("flops", 0.54),  # rows through small experts
+    "grouped weights": ("flops", 0.40),  # their weight gradients
+    "grouped wide": ("flops", 0.59),  # rows through experts of 1024 or wider
+    "grouped wide weights": ("flops", 0.48),
+    "flash": ("flops", 0.33),  # FlashAttention-2, causal
+    "flash backward": ("flops", 0.28),
     "masked": ("flops", 0.115),  # the memory-efficient kernel, which takes a mask and computes what is masked
-    "float32": ("float32_flops", 0.80),  # without tensor cores
-    "memory": ("memory_bytes_s", 0.80),  # elementwise kernels, norms, permutations, optimizer
-    "sum of rows": ("memory_bytes_s", 0.30),  # torch's embedding_bag: about 1 TB/s
+    "float32": ("float32_flops", 0.80),  # without tensor cores; assumed
+    "memory": ("memory_bytes_s", 0.70),  # copies, casts, permutations, float32
+    "elementwise": ("memory_bytes_s", 0.40),  # norms, rope and activations of two bytes
+    "optimizer": ("memory_bytes_s", 0.58),  # fused AdamW
+    "sum of rows": ("memory_bytes_s", 0.30),  # torch's embedding_bag; assumed
 }
 LINKS = 0.65  # NCCL, of the links' rates
 KERNEL_S = 2e-6  # from the end of one kernel to the start of the next
-LAUNCH_S = 15e-6  # of the host, per kernel, with autograd and FSDP2: 2 ms per layer and micro-batch of 130 kernels
+LAUNCH_S = 45e-6  # of the host, per kernel, with autograd and FSDP2: 43 to 55 us measured
 COLLECTIVE_S = 20e-6  # latency
 SYNC_S = 100e-6  # the GPU is idle from the end of its queue until the host has launched again
 
