@@ -55,7 +55,9 @@ class Call(NamedTuple):
 
 
 def _rows_through(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> dict[str, int]:
-    """Rows (R, K) through matrices (E, K, N), group by group."""
+    """Rows (R, K) through matrices (E, K, N), or as in their gradient (M, R) and (R, N), group by group."""
+    if weight.dim() == 2:
+        return {f"{_grouped(x.shape[0], weight.shape[1])} weights": 2 * x.shape[0] * x.shape[1] * weight.shape[1]}
     return {_grouped(*weight.shape[1:]): 2 * x.shape[0] * x.shape[1] * weight.shape[-1]}
 
 
@@ -217,6 +219,7 @@ def _written(func: Any) -> dict[str, bool]:
 # Kernels of operators that launch several. One over many tensors counts as one.
 _KERNELS = {
     "titanlite::gather_swiglu_backward": 2,  # and its sum over columns
+    "titanlite::grouped_mm_wgrad": 2,  # and a copy of rows
     "titanlite::planned_rms_norm_backward": 2,
     "torch_attn::_varlen_attn_backward": 3,
 }
@@ -367,7 +370,14 @@ def _efficient_backward_inside(args: tuple[Any, ...], out: Any) -> int:
     return batch * heads * queries * 4 + sums
 
 
+def _copied_rows(args: tuple[Any, ...], out: Any) -> int:
+    """Count the bytes of operands whose rows are copied, as Hopper does."""
+    operands, rows = args[:2], (*args[5:7], None, None)
+    return sum(r.numel() * t.shape[1] * t.element_size() for t, r in zip(operands, rows, strict=False) if r is not None)
+
+
 _INSIDE = {
+    _own.grouped_mm_wgrad.default: _copied_rows,
     _own.all_gather.default: _pieces,
     _own.reduce_scatter.default: _pieces,
     _FLASH_BACKWARD: _flash_backward_inside,
