@@ -85,7 +85,8 @@ class ExpertParallelDispatcher:
         `rows_Tk` are the copies of each token, `rows_Pk` the rows of each copy received: k or fewer.
         """
         size, local = self._size, num_experts // self._size
-        narrow = torch.uint8 if num_experts <= 2**7 else torch.int16 if num_experts <= 2**14 else torch.int64
+        largest = 2 * max(num_experts, size + 1)  # ids, and the ends of keys
+        narrow = torch.uint8 if largest <= 2**8 else torch.int16 if largest <= 2**15 else torch.int64
         rank_Tk = topk_expert_ids_Tk // local
         is_again_Tk = (rank_Tk.unsqueeze(2) == rank_Tk.unsqueeze(1)).tril(-1).any(2)
         # The key of a copy is its rank. A token's further choices of that rank have rank + size, only to be counted.

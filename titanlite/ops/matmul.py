@@ -65,7 +65,7 @@ class _WideLinear(torch.autograd.Function):
         dy_MN, x_MK = dy.flatten(0, -2), x.flatten(0, -2)
         parts_M2N = x.new_empty(dy_MN.shape[0], 2 * dy_MN.shape[1])
         high_MN, low_MN = parts_M2N.chunk(2, dim=1)
-        torch.sub(dy_MN, high_MN.copy_(dy_MN), out=low_MN)
+        low_MN.copy_(dy_MN - high_MN.copy_(dy_MN))
         dx_MK = parts_M2N @ torch.cat([weight_NK, weight_NK])
         dweights = _multiply_wide(parts_M2N.T, x_MK).chunk(2)
         return dx_MK.view_as(x), torch.add(*dweights, out=torch.empty_like(weight_NK))

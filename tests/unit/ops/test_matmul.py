@@ -44,6 +44,19 @@ def test_the_router_follows_float64() -> None:
         assert (actual == wanted.to(BF16)).double().mean() > 0.98
 
 
+def test_the_router_compiles() -> None:
+    """On CUDA it is part of a layer's graph, which must not break."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(6, 16).to(BF16).requires_grad_(), torch.randn(4, 16).to(BF16).requires_grad_()
+
+    def grads(function: Any) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(function(x, weight).sin().sum(), (x, weight))
+
+    compiled = torch.compile(_WideLinear.apply, fullgraph=True, backend="aot_eager")
+    for actual, wanted in zip(grads(compiled), grads(_WideLinear.apply), strict=True):
+        assert torch.equal(actual, wanted)
+
+
 def test_the_router_multiplies_two_bytes_on_cuda_and_keeps_them() -> None:
     with FakeTensorMode(), plan_for_device("cuda"):
         x, weight = (torch.zeros(2, 40, 64, dtype=BF16), torch.zeros(16, 64, dtype=BF16))
