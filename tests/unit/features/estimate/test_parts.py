@@ -67,8 +67,8 @@ def test_products_and_collectives_are_those_of_the_layers(mode):
     assert parts[tracker.GROUPED].flops == (9 + 2 * again) * 2 * ROWS * INNER * D * LAYERS
     assert parts[tracker.GROUPED].launches == (2 + again + 5 + 2) * LAYERS
     assert parts[tracker.HEAD].flops == 3 * 2 * T * D * V
-    # Backward multiplies the two halves of a float32 gradient.
-    assert parts[tracker.ROUTING].flops == (5 + again) * 2 * T * D * E * LAYERS
+    # Backward multiplies the two halves of a float32 gradient. The balance loss sums scores over tokens by a product.
+    assert parts[tracker.ROUTING].flops == ((5 + again) * D + 1) * 2 * T * E * LAYERS
     # Tokens and results there and back, of which a recomputation needs tokens. The gradient of the tokens is
     # overlapped, and where the layer is computed again that of the results too. Small: counts of copies and rows, a
     # byte for each expert, and the routers' weights with their gradients.
