@@ -31,14 +31,17 @@ _STAGES: Mapping[str, tuple[str, str]] = {
     "scratch": ("means and deviations of drawn parameters; buffers bit for bit", "equal"),
 }
 # Reasons for which a class is not trained, and how a message tells. For the first two it cannot be.
-_NOT_CAUSAL, _NO_TEXT = "sees later tokens, so it predicts nothing", "no text alone: sound, a robot's state, a canvas"
+_NOT_CAUSAL, _NO_TEXT = (
+    "sees later tokens, so it predicts nothing",
+    "no text alone: sound, images, a robot's state, a canvas",
+)
 _REASONS: Mapping[str, str] = {
     _NOT_CAUSAL: r"is not causal",
     _NO_TEXT: r"does not run on text alone",
     "what it predicts depends on the length of the row": r"length of the row",
     "transformers does not read what it saves of it": r"^lost",
     "not built: a package is missing here": r"ImportError|ModuleNotFoundError",
-    "not built: it drafts for another model, with that one's cache": r"^not built",
+    "not built: no small configuration of it was found": r"^not built",
     "other": r"refused|WRONG|TRACEBACK|LIMIT",
 }
 
