@@ -9,6 +9,7 @@ thread pool has started (seen with tokenizers 0.23); false makes first use up to
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from titanlite.base.agree import get_rank
 from titanlite.base.errors import DataError
-from titanlite.base.files import write_atomic
+from titanlite.base.files import read_json, write_atomic
 from titanlite.base.hf_objects import load_from_folder, load_tokenizer_file
 from titanlite.base.log import logger
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
@@ -27,6 +28,7 @@ from titanlite.config.assets import weights_key
 from titanlite.config.data import DataSection
 from titanlite.data.cache import get_cache_folder, load_or_build
 from titanlite.data.corpus import Corpus, split_text
+from titanlite.models.families.hf_config import load_config_and_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -199,6 +201,9 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
             tokenizer = load_tokenizer_file(file)
         _try_out(tokenizer)
     except Exception as error:  # the tokenizers library raises nothing more specific for a malformed file
+        if path.is_dir() and (path / "config.json").is_file():  # which transformers reads too, and may be to blame
+            with suppress(OSError, ValueError):  # then it is no JSON, which transformers has said
+                load_config_and_class(read_json(path / "config.json"), f"{path / 'config.json'}")
         raise DataError(
             f"data: tokenizer_path {path}: transformers cannot load it ({type(error).__name__}: {error}). "
             "Check the files, or empty data.tokenizer_path to train a byte-level BPE."
