@@ -97,7 +97,7 @@ def hidden_folder(folder: Path) -> Generator[Path]:
 
     Leftovers of killed processes that wrote `folder` are removed first.
     """
-    for path in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
+    for path in folder.parent.glob(f".{glob.escape(folder.name)}.{'[0-9a-f]' * 16}.tmp"):
         shutil.rmtree(path, ignore_errors=True)
     temporary = _hidden(folder, _new_token(), "tmp")
     temporary.mkdir(parents=True)
