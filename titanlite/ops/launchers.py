@@ -223,14 +223,15 @@ def _launch_rows(
         return
     if (unfenced := _is_unfenced(x)) and rows is not None:
         x, rows = x.index_select(0, rows), None
-    if tile is None:
-        few = M // E <= _FEW_ROWS
-        plain = "gemm_gather" if rows is not None else "gemm_few_rows" if few else "gemm"
-        tile = _tile_of({PLAIN: plain, SWIGLU: "swiglu", SWIGLU_BACKWARD: "swiglu_backward"}[epilogue], x)
     k_major = weight.stride(1) == 1
     stored = weight.mT if k_major else weight
     operands: list[Any] = [x, weight]
     use_tma = _tma_fits(stored) if tma is None else tma
+    if tile is None:
+        few = M // E <= _FEW_ROWS
+        plain = "gemm_gather" if rows is not None else "gemm_few_rows" if few else "gemm"
+        kernel = {PLAIN: plain, SWIGLU: "swiglu", SWIGLU_BACKWARD: "swiglu_backward"}[epilogue]
+        tile = _tile_of(kernel, x) if use_tma else without_tma(kernel, _tile_of(kernel, x))
     if use_tma:
         operands[1] = TensorDescriptor.from_tensor(
             stored, [1, tile.cols, tile.depth] if k_major else [1, tile.depth, tile.cols]
@@ -265,8 +266,9 @@ def _is_unfenced(x: Tensor) -> bool:
 
 
 def without_tma(kernel: str, tile: Tile) -> Tile:
-    """Return `tile`, or a smaller one where pointers to the weight, which take registers, spill with Triton 3.8."""
-    return TILES["blackwell"][kernel] if kernel == "swiglu_backward" and tile == TILES["large"][kernel] else tile
+    """`tile`, or a smaller one: with pointers to the weight, which take registers, these spill with Triton 3.8."""
+    smaller = {"gemm": Tile(128, 128, 64, 8, 4, 1), "swiglu_backward": Tile(128, 64, 64, 8, 4, 1)}
+    return smaller.get(kernel, tile) if tile == TILES["large"][kernel] else tile
 
 
 _bound = threading.local()
