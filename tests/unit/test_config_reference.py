@@ -69,7 +69,7 @@ def test_reference_has_one_row_per_setting() -> None:
     )
     assert "\n## [model.overrides]\n" in text
     assert "\n| `steps` | int | `1000` | Optimizer steps to run, unless epochs is set. |\n" in text
-    assert '\n| `dtype` | `"float32"` or `"bfloat16"` | `"float32"` | Dtype of the stored' in text
+    assert '\n| `dtype` | `"float32"` or `"bfloat16"` | `"float32"` | Dtype of stored' in text
     assert "\n| `decay_ratio` | float or none | unset | Share of all steps" in text
 
 
