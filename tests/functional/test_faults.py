@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-import titanlite.train
 from titanlite.assemble import assemble
 from titanlite.base.errors import DivergenceError, TitanliteError
 from titanlite.checkpoint import manager
@@ -241,7 +240,7 @@ def test_spike_says_how_to_restart_without_its_data(run_ranks, checked, tmp_path
         return result
 
     monkeypatch.setattr(TrainStep, "train_step", train_step)
-    run_ranks(2, lambda: titanlite.train.train(job).step)
+    run_ranks(2, lambda: assemble(job).train())
     folder = tmp_path / "run/checkpoint"
     lines = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     (text,) = [line["text"] for line in lines if line["kind"] == "spike"]

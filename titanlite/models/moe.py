@@ -124,7 +124,7 @@ class Router(nn.Module):
         ids_BR, num_experts = ids_Tk.view(batch, -1), self.config.num_experts
         self.chosen_rows, counts_BE = self.tokens_per_expert, ids_BR.new_zeros(batch, num_experts)
         if valid_BS is None:
-            counts_BE.scatter_(1, ids_BR, 1, reduce="add")
+            counts_BE.scatter_add_(1, ids_BR, ids_BR.new_ones(1).expand_as(ids_BR))
         else:
             rows_Tk = valid_BS.reshape(-1, 1).expand_as(ids_Tk).to(torch.int64, memory_format=torch.contiguous_format)
             counts_BE.scatter_add_(1, ids_BR, rows_Tk.view_as(ids_BR))
@@ -234,7 +234,7 @@ def is_routed(name: str) -> bool:
 def count_rows(expert_ids_Tk: Tensor, num_experts: int) -> Tensor:
     """Count the rows that chose each expert, (E,) int64."""
     ids_R = expert_ids_Tk.flatten()
-    return ids_R.new_zeros(num_experts).scatter_(0, ids_R, 1, reduce="add")
+    return ids_R.new_zeros(num_experts).scatter_add_(0, ids_R, ids_R.new_ones(1).expand_as(ids_R))
 
 
 def dispatch_locally(
