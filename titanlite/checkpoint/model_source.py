@@ -68,6 +68,7 @@ def _read_stored(folder: Path, exact: bool) -> Stored:
         unfinished = sorted((folder / OWN_FOLDER).glob(UNFINISHED_FILES)) if exact else []
         stored = read_headers(unfinished, f"checkpoint {folder}") if unfinished else read_model_headers(folder)
         wide = {key: t.nbytes for key, t in stored.tensors.items() if t.dtype in (torch.float32, torch.float64)}
+        # A minority of the bytes is in float32 on purpose, as routers are; a majority is a folder in float32.
         kept = frozenset(wide if 2 * sum(wide.values()) < sum(t.nbytes for t in stored.tensors.values()) else ())
         own = [folder / OWN_FOLDER / SIDECAR_FILE, *sorted((folder / OWN_FOLDER).glob("weights*.safetensors"))]
         own = [path for path in own if path.exists() and (exact or path.name == SIDECAR_FILE)]
