@@ -145,9 +145,8 @@ def row_grouped_swiglu_backward(
     """Return (dz, h, drow_weight) from the gradient of h / row_weight, `dy[rows] @ weight`; weight (E, D, I)."""
     M, inner = _num_rows(dy, rows_M), weight_EKN.shape[2]
     tma = how.get("tma")
-    if (tile := how.get("tile")) is None:
-        tile = _tile_of("swiglu_backward", dy)
-        tile = tile if (_tma_fits(weight_EKN) if tma is None else tma) else without_tma("swiglu_backward", tile)
+    by_tma = _tma_fits(weight_EKN) if tma is None else tma
+    tile = how.get("tile") or _tile_of("swiglu_backward", dy, tma=by_tma)
     dz, h = dy.new_empty(M, 2 * inner), dy.new_empty(M, inner)
     parts = torch.empty(M, -(-inner // tile.cols), dtype=torch.float32, device=dy.device)
     out = {"y": dz, "z": z_M2I, "h": h, "row_weight": row_weight_M, "drow_weight": parts}
@@ -230,8 +229,7 @@ def _launch_rows(
     if tile is None:
         few = M // E <= _FEW_ROWS
         plain = "gemm_gather" if rows is not None else "gemm_few_rows" if few else "gemm"
-        kernel = {PLAIN: plain, SWIGLU: "swiglu", SWIGLU_BACKWARD: "swiglu_backward"}[epilogue]
-        tile = _tile_of(kernel, x) if use_tma else without_tma(kernel, _tile_of(kernel, x))
+        tile = _tile_of("swiglu" if epilogue == SWIGLU else plain, x, tma=use_tma)
     if use_tma:
         operands[1] = TensorDescriptor.from_tensor(
             stored, [1, tile.cols, tile.depth] if k_major else [1, tile.depth, tile.cols]
@@ -307,13 +305,14 @@ def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32" else "tf32"
 
 
-def _tile_of(kernel: str, x: Tensor) -> Tile:
+def _tile_of(kernel: str, x: Tensor, *, tma: bool = True) -> Tile:
     if INTERPRETED:
         return _INTERPRETED_TILE
     if x.element_size() != 2:
         return TILES["float32"][kernel]
     properties = _properties(x.device)
-    return TILES[table_of(properties.major, properties.shared_memory_per_block_optin)][kernel]
+    tile = TILES[table_of(properties.major, properties.shared_memory_per_block_optin)][kernel]
+    return tile if tma else without_tma(kernel, tile)
 
 
 def table_of(major: int, shared_bytes: int) -> str:
