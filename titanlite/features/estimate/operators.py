@@ -135,14 +135,14 @@ _HOST_FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _HOST_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _VARLEN = torch.ops.torch_attn._varlen_attn.default
 _VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn_backward.default
-GROUPED_OPS: dict[Any, tuple[str, Callable[..., int | dict[str, int]]]] = {
-    _own.grouped_mm.default: ("grouped", _rows_through),
-    _own.grouped_mm_wgrad.default: ("grouped weights", _weights_of_rows),
-    _own.gather_swiglu.default: ("grouped", _gather_swiglu),
-    _own.gather_swiglu_backward.default: ("grouped", _gather_swiglu_backward),
-    _own.moe_experts_forward.default: ("grouped", _moe_experts_forward),  # on the host
-    _own.moe_experts_backward.default: ("grouped", _moe_experts_backward),
-    _aten._grouped_mm.default: ("grouped", _rows_through),
+GROUPED_OPS: dict[Any, Callable[..., dict[str, int]]] = {
+    _own.grouped_mm.default: _rows_through,
+    _own.grouped_mm_wgrad.default: _weights_of_rows,
+    _own.gather_swiglu.default: _gather_swiglu,
+    _own.gather_swiglu_backward.default: _gather_swiglu_backward,
+    _own.moe_experts_forward.default: _moe_experts_forward,  # on the host
+    _own.moe_experts_backward.default: _moe_experts_backward,
+    _aten._grouped_mm.default: _rows_through,
 }
 ATTENTION_OPS: dict[Any, tuple[str, Callable[..., int]]] = {
     _own.host_attention.default: ("flash", _of_host(_sdpa, 3)),
@@ -157,8 +157,7 @@ ATTENTION_OPS: dict[Any, tuple[str, Callable[..., int]]] = {
     _EFFICIENT_BACKWARD: ("masked", _sdpa_backward),
 }
 # For the others torch has formulas of its own.
-_FORMULAS: dict[Any, tuple[str, Callable[..., int | dict[str, int]]]] = {
-    **GROUPED_OPS,
+_FORMULAS: dict[Any, tuple[str, Callable[..., int]]] = {
     **ATTENTION_OPS,
     get_onednn_op(): ("dense", lambda x, weight, *rest: 2 * x.numel() * weight.shape[0]),
 }
@@ -172,10 +171,11 @@ _THIN = 512  # a product with a dim of fewer elements fills no tensor cores
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> dict[str, Work]:
     """FLOPs of one call by rate, forward or backward; nothing for operators that multiply no matrices."""
     packet = getattr(func, "_overloadpacket", None)
-    if func in _FORMULAS:
+    if func in GROUPED_OPS:
+        counts = GROUPED_OPS[func](*args)
+    elif func in _FORMULAS:
         rate, formula = _FORMULAS[func]
-        found = formula(*args)
-        counts = found if isinstance(found, dict) else {rate: found}
+        counts = {rate: formula(*args)}
     elif packet in (_aten.mm, _aten.addmm, _aten.addmm_):  # with or without a wider result
         a, b = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:] if packet is _aten.mm else args[1:3]
         sizes = (*a.shape, b.shape[1])
@@ -372,8 +372,8 @@ def _efficient_backward_inside(args: tuple[Any, ...], out: Any) -> int:
 
 def _copied_rows(args: tuple[Any, ...], out: Any) -> int:
     """Count the bytes of operands whose rows are copied, as Hopper does."""
-    operands, rows = args[:2], (*args[5:7], None, None)
-    return sum(r.numel() * t.shape[1] * t.element_size() for t, r in zip(operands, rows, strict=False) if r is not None)
+    gathered = zip(args[:2], args[5:], strict=False)  # rows may be left out
+    return sum(rows.numel() * t.shape[1] * t.element_size() for t, rows in gathered if rows is not None)
 
 
 _INSIDE = {
