@@ -39,7 +39,7 @@ from gpu_common import (
     say,
     write_report,
 )
-from train_gpu import BenchTrainer, Variant, build_job, make_batches, measure_steps
+from train_gpu import BenchTrainer, Variant, make_batches, measure_steps, plan_job
 
 from titanlite.config import ModelConfig
 from titanlite.config.parallelism import Degrees
@@ -48,7 +48,7 @@ from titanlite.distributed.process_group import init_distributed
 from titanlite.features.cpu import install
 from titanlite.features.estimate.estimate import kernel_s, step_time
 from titanlite.features.estimate.hardware import RATES, Hardware, get_hardware
-from titanlite.features.estimate.operators import Call, Work, cuda_workspace
+from titanlite.features.estimate.operators import Work, cuda_workspace
 from titanlite.features.estimate.stand_in import observed
 from titanlite.features.estimate.trace import trace_step
 from titanlite.features.estimate.tracker import PARTS, Kind, StepRecorder
@@ -81,35 +81,31 @@ class TimedRecorder(StepRecorder):
     """Also times the device's work of each operator.
 
     Attributes:
-        timed: of each operator that does something: its name, begin and end, and what it does.
+        timed: of each operator its name, begin and end, and what it does.
     """
 
     def __init__(self, persistent: Sequence[torch.Tensor]) -> None:
         super().__init__(persistent, cuda_workspace)
         self.timed: list[tuple[str, Any, Any, list[tuple[Kind, Work]]]] = []
-        self._now: tuple[str, Any, Any] = ("", 0.0, 0.0)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator between two events."""
         if not torch.cuda.is_available():
             begin = time.perf_counter()
             out = super().call(func, args, kwargs)
-            self._now = func.name(), begin, time.perf_counter()
+            self.timed.append((func.name(), begin, time.perf_counter(), []))
             return out
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(_SLEEP_CYCLES)
         begin.record()
         out = super().call(func, args, kwargs)
         end.record()
-        self._now = func.name(), begin, end
+        self.timed.append((func.name(), begin, end, []))
         return out
 
-    def add(self, part: str, group: str, call: Call, work: Work) -> None:
+    def add(self, kind: Kind, work: Work) -> None:
         """Note what the latest operator does beside its time."""
-        super().add(part, group, call, work)
-        kind = Kind(self._segment.micro_batch, self._segment.phase, part, group, call)
-        if not self.timed or self.timed[-1][1] is not self._now[1]:
-            self.timed.append((*self._now, []))
+        super().add(kind, work)
         self.timed[-1][3].append((kind, work))
 
     def seconds(self, hardware: Hardware) -> list[tuple[str, Kind, Work, float]]:
@@ -140,9 +136,7 @@ def make_rows(case: Case, device: torch.device) -> list[Batch]:
 
 def expect(case: Case, hardware: Hardware) -> dict[str, float]:
     """Expected milliseconds of each part, by a trace without data; there must be no process group."""
-    job = build_job(case.seq_len, case.sequences, "cuda")
-    job.moe.grouped_gemm, job.model.attention_backend = "triton", "varlen"
-    job.activation_checkpoint.mode = "none"
+    job = plan_job(VARIANT, case.seq_len, case.sequences)
     trace = trace_step(job, case.config, Degrees(), every_layer=True)
     parts = step_time(trace, Degrees(), hardware).parts
     return {name: part.exposed_s * 1e3 for name, part in parts.items()}

@@ -201,15 +201,21 @@ def build_job(seq_len: int, sequences: int, device_type: str) -> JobConfig:
     return job
 
 
+def plan_job(variant: Variant, seq_len: int, sequences: int) -> JobConfig:
+    """The settings that a run of `variant` on a GPU is planned with."""
+    job = build_job(seq_len, sequences, "cuda")
+    job.moe.grouped_gemm = variant.backend  # type: ignore[assignment]
+    job.activation_checkpoint.mode = variant.checkpointing  # type: ignore[assignment]
+    job.model.attention_backend = variant.attention_backend
+    return job
+
+
 def plan_peaks(variants: Sequence[Variant], config: ModelConfig, seq_len: int, sequences: int) -> dict[str, int]:
     """Peak bytes of each variant that is not compiled, as planned without a GPU; there must be no process group."""
     found = {}
     for variant in variants:
         if not variant.compiled:
-            job = build_job(seq_len, sequences, "cuda")
-            job.moe.grouped_gemm = variant.backend  # type: ignore[assignment]
-            job.activation_checkpoint.mode = variant.checkpointing  # type: ignore[assignment]
-            job.model.attention_backend = variant.attention_backend
+            job = plan_job(variant, seq_len, sequences)
             documents = variant.attention != "causal"
             found[str(variant)] = get_memory(trace_step(job, config, Degrees(), documents=documents)).total
     return found

@@ -186,19 +186,19 @@ class StepRecorder(TorchDispatchMode):
             self._events.append((_INSIDE_KERNEL, inside))
         self._classify(func, args, out, kwargs)
         moved, asked_by = moved_by(func, args, out), self._asked_by()
+        where = self._segment.micro_batch, self._segment.phase
         for kind, group, tensor in moved:
-            self.add("", group, Call(kind), Work(nbytes=tensor.nbytes, launches=1))
+            self.add(Kind(*where, "", group, Call(kind)), Work(nbytes=tensor.nbytes, launches=1))
         for call, work in measure(func, args, kwargs, out, moves=bool(moved), inside=inside).items():
-            self.add(self._part_of(func, asked_by, call), "", call, work)
+            self.add(Kind(*where, self._part_of(func, asked_by, call), "", call), work)
         return out
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator."""
         return func(*args, **kwargs)
 
-    def add(self, part: str, group: str, call: Call, work: Work) -> None:
+    def add(self, kind: Kind, work: Work) -> None:
         """Count what the latest operator does."""
-        kind = Kind(self._segment.micro_batch, self._segment.phase, part, group, call)
         self.work[kind] = self.work.get(kind, Work()) + work
 
     def _asked_by(self) -> str:
