@@ -49,7 +49,7 @@ from titanlite.features.images.rows import build_images
 from titanlite.features.lora.block_weights import encode_weights
 from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lora.peft_format import PeftFormat, warn_of_changed_base
-from titanlite.features.muon.muon import build_muon, muon_matrices
+from titanlite.features.muon import build_muon, muon_matrices
 from titanlite.features.passengers import carry_passengers
 from titanlite.features.pipeline.schedule import PipelineSchedule, apply_pipeline_parallel, describe_pipeline
 from titanlite.features.record.environment import save_environment

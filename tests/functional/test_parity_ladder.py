@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-import titanlite.features.muon.matrix_exchange
+import titanlite.features.muon
 from tests.functional.conftest import full_tensors
 from titanlite.assemble import assemble, build_data
 from titanlite.config.parallelism import Degrees
@@ -237,9 +237,7 @@ def test_matrices_are_put_together_for_muon(compare, mesh, family):
 
 
 def test_muon_takes_a_few_matrices_at_a_time(compare, monkeypatch):
-    monkeypatch.setattr(
-        titanlite.features.muon.matrix_exchange, "_ELEMENTS_AT_ONCE", 1000
-    )  # before the ranks are forked
+    monkeypatch.setattr(titanlite.features.muon, "_ELEMENTS_AT_ONCE", 1000)  # before the ranks are forked
     compare("TP2xEP2", "muon_qwen3_moe")
 
 

@@ -17,7 +17,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FEATURES = ROOT / "titanlite" / "features"
-NAMES = sorted(path.parent.name for path in FEATURES.glob("*/__init__.py"))
+# A feature is a folder, or one file.
+NAMES = sorted(
+    {path.relative_to(FEATURES).parts[0].removesuffix(".py") for path in FEATURES.rglob("*.py")} - {"__init__"}
+)
 USED = [name for name in NAMES if f"titanlite.features.{name}" in (ROOT / "titanlite/assemble.py").read_text()]
 # A process that forks for each copy of the package, after the first with all else imported that it needed.
 TRAIN = """
@@ -61,7 +64,8 @@ def with_dependents(name: str) -> set[str]:
     gone = {name}
     while True:
         pattern = re.compile(rf"^\s*(?:from|import) titanlite\.features\.(?:{'|'.join(gone)})\b", re.MULTILINE)
-        found = {path.parent.name for path in FEATURES.glob("*/*.py") if pattern.search(path.read_text())}
+        users = (path for path in FEATURES.rglob("*.py") if pattern.search(path.read_text()))
+        found = {path.relative_to(FEATURES).parts[0].removesuffix(".py") for path in users}
         if found <= gone:
             return gone
         gone |= found
@@ -118,7 +122,10 @@ def copy_without(gone: set[str], tree: Path) -> None:
     package = tree / "titanlite"
     shutil.copytree(ROOT / "titanlite", package)
     for name in gone:
-        shutil.rmtree(package / "features" / name)
+        if (folder := package / "features" / name).is_dir():
+            shutil.rmtree(folder)
+        else:
+            folder.with_suffix(".py").unlink()
     module = package / "assemble.py"
     module.write_text(ast.unparse(Cut(gone).visit(ast.parse(module.read_text()))))
 

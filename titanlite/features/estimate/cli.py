@@ -29,7 +29,7 @@ from titanlite.features.estimate.estimate import estimate_stages, merge_stages
 from titanlite.features.estimate.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
 from titanlite.features.estimate.proposals import Planned, propose, sweep
 from titanlite.features.estimate.trace import layers_to_trace
-from titanlite.features.muon.muon import muon_matrices
+from titanlite.features.muon import muon_matrices
 from titanlite.features.record.plan_file import RunPlan, build_run_plan
 from titanlite.materialize import Init, ReadRequest, Region, Source, SourceProvider, TensorInfo, build_plan
 from titanlite.materialize.sources import Read

@@ -14,8 +14,7 @@ from titanlite.config import JobConfig
 from titanlite.config.check import check_values
 from titanlite.config.schema import OptimizerSection
 from titanlite.distributed.process_group import fake_ranks
-from titanlite.features.muon.matrix_exchange import MatrixExchange
-from titanlite.features.muon.muon import Muon, _get_num_stacked, build_muon, muon_matrices, orthogonalize
+from titanlite.features.muon import MatrixExchange, Muon, _get_num_stacked, build_muon, muon_matrices, orthogonalize
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import local_of
 from titanlite.models.decoder import build_decoder
@@ -237,9 +236,7 @@ def test_what_lies_whole_does_not_travel():
 
 
 def test_buckets_are_filled_by_what_a_rank_holds(monkeypatch):
-    monkeypatch.setattr(
-        "titanlite.features.muon.matrix_exchange._ELEMENTS_AT_ONCE", 64 * 32 / 2
-    )  # of four ranks: two matrices
+    monkeypatch.setattr("titanlite.features.muon._ELEMENTS_AT_ONCE", 64 * 32 / 2)  # of four ranks: two matrices
     for buckets in split_like(lambda exchange: exchange.buckets, 4):
         assert buckets == [[5], [0, 1], [2, 3], [4]]
 

@@ -1,1 +1,0 @@
-"""Muon for the matrices of layers and experts."""
