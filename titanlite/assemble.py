@@ -51,7 +51,7 @@ from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lora.peft_format import PeftFormat, warn_of_changed_base
 from titanlite.features.muon import build_muon, muon_matrices
 from titanlite.features.passengers import carry_passengers
-from titanlite.features.pipeline.schedule import PipelineSchedule, apply_pipeline_parallel, describe_pipeline
+from titanlite.features.pipeline import PipelineSchedule, apply_pipeline_parallel, describe_pipeline
 from titanlite.features.record.environment import save_environment
 from titanlite.features.record.hub import push_to_hub, render_model_card
 from titanlite.features.record.plan_file import check_space, save_run_plan

@@ -19,7 +19,7 @@ from titanlite.base.errors import TitanliteError, VerifyError
 from titanlite.base.log import logger
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
-from titanlite.features.pipeline.schedule import Elsewhere, only_chunk
+from titanlite.features.pipeline import Elsewhere, only_chunk
 from titanlite.materialize import Plan, build_plan, materialize
 from titanlite.materialize.execute import exchange, verify
 from titanlite.materialize.layout import get_sharing_group, is_elsewhere, local_of

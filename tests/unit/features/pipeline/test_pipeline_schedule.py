@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlite.config.parallelism import Degrees
-from titanlite.features.pipeline.schedule import MOST_SENT, order_forwards, order_turns
+from titanlite.features.pipeline import MOST_SENT, order_forwards, order_turns
 
 
 def text_of(num_micro_batches: int, degrees: Degrees, stage: int) -> str:

@@ -1,1 +1,0 @@
-"""Pipeline parallelism: 1F1B and interleaved 1F1B."""
