@@ -35,8 +35,7 @@ from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
 from titanlite.distributed.parallelize import check_device, choose_attention, parallelize
 from titanlite.distributed.process_group import init_distributed
 from titanlite.features.cpu import install as install_cpu
-from titanlite.features.custom.objective import build_custom_objective, build_metric
-from titanlite.features.custom.optimizer import build_custom_optimizer
+from titanlite.features.custom import build_custom_objective, build_custom_optimizer, build_metric
 from titanlite.features.diagnose.divergence import DivergenceCheck
 from titanlite.features.diagnose.nonfinite import diagnose
 from titanlite.features.diagnose.out_of_memory import explain_out_of_memory, start_memory_history, warn_of_large_mask

@@ -25,8 +25,7 @@ from titanlite.config import JobConfig, load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import OptimizerSection
 from titanlite.features.api import make_config
-from titanlite.features.custom.objective import build_custom_objective
-from titanlite.features.custom.optimizer import build_custom_optimizer
+from titanlite.features.custom import build_custom_objective, build_custom_optimizer
 from titanlite.features.sft.rows import _digest_code
 from titanlite.models.families import families, resolve_model_config
 from titanlite.preflight import check

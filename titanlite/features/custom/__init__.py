@@ -1,1 +1,0 @@
-"""Objectives, optimizers and metrics of the user's, which settings name as "package.module:name"."""
