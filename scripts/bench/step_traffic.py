@@ -13,8 +13,17 @@ import sys
 
 from titanlite.base.errors import TitanliteError
 from titanlite.features.estimate.cli import read_request
-from titanlite.features.estimate.estimate import estimate_stages, merge_stages
-from titanlite.features.estimate.hardware import COLLECTIVE_S, KERNEL_S, LAUNCH_S, LINKS, RATES, SYNC_S, Hardware
+from titanlite.features.estimate.estimate import (
+    COLLECTIVE_S,
+    KERNEL_S,
+    LAUNCH_S,
+    LINKS,
+    RATES,
+    SYNC_S,
+    Hardware,
+    estimate_stages,
+    merge_stages,
+)
 from titanlite.features.estimate.render import render_parts
 
 

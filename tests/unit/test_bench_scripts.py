@@ -27,7 +27,7 @@ import moe_gpu_sweep  # noqa: E402
 import step_gpu  # noqa: E402
 import train_gpu  # noqa: E402
 
-from titanlite.features.estimate.hardware import get_hardware  # noqa: E402
+from titanlite.features.estimate.estimate import get_hardware  # noqa: E402
 from titanlite.features.estimate.tracker import PARTS  # noqa: E402
 from titanlite.models.decoder import build_decoder  # noqa: E402
 from titanlite.models.families import families  # noqa: E402

@@ -25,8 +25,14 @@ from titanlite.config.load import CODE, Reader
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.estimate import render
-from titanlite.features.estimate.estimate import estimate_stages, merge_stages
-from titanlite.features.estimate.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
+from titanlite.features.estimate.estimate import (
+    DEFAULT_GPU,
+    GPUS,
+    Hardware,
+    estimate_stages,
+    get_hardware,
+    merge_stages,
+)
 from titanlite.features.estimate.proposals import Planned, propose, sweep
 from titanlite.features.estimate.trace import layers_to_trace
 from titanlite.features.muon import muon_matrices

@@ -13,8 +13,7 @@ from titanlite.base.log import logger
 from titanlite.config import JobConfig, ModelConfig
 from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.config.schema import BLOCK_SIZES
-from titanlite.features.estimate.estimate import Estimate
-from titanlite.features.estimate.hardware import Hardware
+from titanlite.features.estimate.estimate import Estimate, Hardware
 from titanlite.preflight import Checked
 
 MODES = ("none", "selective", "full")

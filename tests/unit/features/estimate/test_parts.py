@@ -10,10 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
-from titanlite.features.estimate import hardware, tracker
+from titanlite.features.estimate import estimate, tracker
 from titanlite.features.estimate.cli import read_request
-from titanlite.features.estimate.estimate import step_time
-from titanlite.features.estimate.hardware import get_hardware
+from titanlite.features.estimate.estimate import get_hardware, step_time
 from titanlite.features.estimate.operators import Call, Work
 from titanlite.features.estimate.stand_in import _FusedRMSNorm
 from titanlite.features.estimate.trace import StepTrace, trace_step
@@ -150,7 +149,7 @@ def test_adapters_make_no_host_wait(option):
 def test_collectives_of_fsdp_are_exposed_where_they_take_longer_than_the_kernels_next_to_them():
     h100 = get_hardware("h100")
     millisecond = int(h100.rate("memory") * 1e-3)
-    gathered = int(8 / 7 * h100.intra_node_bytes_s * hardware.LINKS * 1e-3)
+    gathered = int(8 / 7 * h100.intra_node_bytes_s * estimate.LINKS * 1e-3)
 
     def kind(phase: str, group: str, call: str, part: str = "") -> Kind:
         return Kind(0, phase, part, group, Call(call))

@@ -8,8 +8,7 @@ import torch
 
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
-from titanlite.features.estimate.estimate import axis_ranks
-from titanlite.features.estimate.hardware import GPUS, get_hardware
+from titanlite.features.estimate.estimate import GPUS, axis_ranks, get_hardware
 from titanlite.metrics.flops import peak_flops
 
 H100 = get_hardware("h100-80gb")
