@@ -41,10 +41,10 @@ from titanlite.features.diagnose.nonfinite import diagnose
 from titanlite.features.diagnose.out_of_memory import explain_out_of_memory, start_memory_history, warn_of_large_mask
 from titanlite.features.diagnose.process import explain_refusal, make_deterministic, start_flight_recorder, try_kernels
 from titanlite.features.diagnose.spike import SpikeDetector
-from titanlite.features.dpo.objective import build_dpo, turn_off_dropout
+from titanlite.features.dpo import build_dpo, turn_off_dropout
 from titanlite.features.generate.evaluate import build_evaluator
 from titanlite.features.generate.generate import get_end_of_turn_ids, log_sample
-from titanlite.features.images.rows import build_images
+from titanlite.features.images import build_images
 from titanlite.features.lora.block_weights import encode_weights
 from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lora.peft_format import PeftFormat, warn_of_changed_base

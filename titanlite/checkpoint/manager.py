@@ -178,7 +178,7 @@ class Checkpointer:
             on_first_rank(build, self.group)
 
     def carry(self, carried: Any) -> None:
-        """Make every checkpoint hold tensors that the model does not compute, too: `features/passengers`.
+        """Make every checkpoint hold tensors that the model does not compute, too: `features/passengers.py`.
 
         Raises CheckpointError on all ranks: the model's description cannot be changed to say so.
         """

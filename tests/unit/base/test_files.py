@@ -18,7 +18,7 @@ from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import build_text_corpus
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.features.images.rows import load_image, read_image_rows
+from titanlite.features.images import load_image, read_image_rows
 from titanlite.features.report.read import read_run
 from titanlite.features.sft.build import _read_template
 from titanlite.features.sft.readers import READERS

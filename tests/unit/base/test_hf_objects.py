@@ -16,7 +16,7 @@ import titanlite
 from titanlite.base.errors import DataError
 from titanlite.base.hf_objects import build_from_config
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.features.images.rows import load_processor
+from titanlite.features.images import load_processor
 from titanlite.models.families.hf_config import load_config_and_class
 
 PACKAGE = Path(titanlite.__file__).parent

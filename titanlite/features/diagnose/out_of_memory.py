@@ -24,7 +24,9 @@ _LONG = 8192  # tokens of a sequence on a rank
 _ENTRIES = 100_000
 # A private part of torch: looked up, so that a version without it is one clear error and not an AttributeError.
 _RECORD, _DUMP = "_record_memory_history", "_dump_snapshot"
-_DATA_ROOMS = tuple(f"titanlite/{room}/" for room in ("data", "features/images", "features/sft", "features/streams"))
+_DATA_ROOMS = tuple(
+    f"titanlite/{room}" for room in ("data/", "features/images.py", "features/sft/", "features/streams/")
+)
 _DATA_REMEDY = "Give data in smaller rows and files (data.path), or start fewer ranks on this machine."
 # Errors that have no class of their own: torch's allocator of the host; cudaHostAlloc, for one, and Triton; cuBLAS.
 _OF_HOST = "DefaultCPUAllocator"

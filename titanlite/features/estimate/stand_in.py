@@ -23,10 +23,9 @@ from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.expert_parallel import balanced_routing
 from titanlite.features.cpu import install_kernels
-from titanlite.features.dpo.objective import DPO
-from titanlite.features.dpo.reference import AdaptersOff
+from titanlite.features.dpo import DPO, AdaptersOff
 from titanlite.features.estimate.tracker import GRADIENTS, FixedScalars, StepRecorder
-from titanlite.features.images.rows import ImageBatch
+from titanlite.features.images import ImageBatch
 from titanlite.materialize import Plan, build_plan
 from titanlite.materialize.execute import exchange, sharded_like
 from titanlite.materialize.layout import is_elsewhere

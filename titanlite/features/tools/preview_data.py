@@ -20,7 +20,7 @@ from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
 from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
-from titanlite.features.images.rows import ImageDataset
+from titanlite.features.images import ImageDataset
 from titanlite.features.sft import build as report
 from titanlite.features.sft.chat import TRAINED
 from titanlite.features.sft.chat_template import with_chat_date

@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_transformers import TEXT_SIZES, word_tokenizer
 
 from titanlite.checkpoint.model_source import weights_of
-from titanlite.features.images.rows import ImageDataset, load_processor, read_image_rows
+from titanlite.features.images import ImageDataset, load_processor, read_image_rows
 from titanlite.features.transformers.build import build_transformers
 from titanlite.materialize import materialize
 from titanlite.models.families.hf_config import transformers_config

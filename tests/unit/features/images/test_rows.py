@@ -20,7 +20,7 @@ from tiny_transformers import save_tiny_processor
 from transformers.image_utils import load_image as transformers_load_image
 
 from titanlite.base.errors import DataError
-from titanlite.features.images.rows import ImageDataset, load_image, load_processor, read_image_rows
+from titanlite.features.images import ImageDataset, load_image, load_processor, read_image_rows
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, sid
 
 
 def test_a_large_jpeg_is_decoded_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlite.features.images.rows._MOST_PIXELS", 1000)
+    monkeypatch.setattr("titanlite.features.images._MOST_PIXELS", 1000)
     path = save(tmp_path, "x.jpg")(Image.new("RGB", (128, 64), "red"))
     assert load_image("row", path).size == (32, 16)
     with pytest.raises(DataError, match="256 x 512 pixels, more than 1000; shrink it"):

@@ -15,7 +15,7 @@ from tiny_transformers import save_tiny_processor
 from titanlite.base.errors import DataError
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.generate.generate import get_end_of_turn_ids
-from titanlite.features.images.rows import ImageDataset, ImageRow, load_processor
+from titanlite.features.images import ImageDataset, ImageRow, load_processor
 from titanlite.features.sft import row_limits
 from titanlite.features.sft.encode import ExampleEncoder
 from titanlite.features.sft.readers import RowError

@@ -119,7 +119,7 @@ def test_images(tmp_path: Path) -> None:
     from PIL import Image
     from tiny_transformers import save_tiny_processor
 
-    from titanlite.features.images.rows import ImageDataset, ImageRow, load_processor
+    from titanlite.features.images import ImageDataset, ImageRow, load_processor
 
     save_tiny_processor(tmp_path)
     Image.new("RGB", (10, 12), "red").save(tmp_path / "red.png")

@@ -7,8 +7,7 @@ from preference_pairs import direct_dpo, log_prob, pack, random_pairs
 from titanlite.base.errors import CheckpointError, TrainingError
 from titanlite.config.schema import LoRASection
 from titanlite.data.dataset import IGNORE_INDEX
-from titanlite.features.dpo.objective import DPO
-from titanlite.features.dpo.reference import AdaptersOff, CachedReference, describe_weights, document_log_probs
+from titanlite.features.dpo import DPO, AdaptersOff, CachedReference, describe_weights, document_log_probs
 from titanlite.features.lora.layers import apply_lora
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder

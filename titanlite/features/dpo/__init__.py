@@ -1,1 +1,0 @@
-"""Direct preference optimization (arXiv:2305.18290)."""
