@@ -21,7 +21,7 @@ from titanlite.ops import group_by_expert, linear_cross_entropy, permute_tokens
 from titanlite.ops import launchers as kernels
 from titanlite.ops.attention import build_attention_mask
 from titanlite.ops.matmul import sum_over_rows, wide_linear
-from titanlite.ops.permute import gather_sum
+from titanlite.ops.moe_experts import gather_sum
 from titanlite.optim.optimizer import build_optimizer, scale_gradients, step_if_finite
 
 # torch looks at it once in a process, at the first product, which is that of a test without determinism.

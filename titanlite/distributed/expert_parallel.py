@@ -24,7 +24,7 @@ from titanlite.distributed.parallel_dims import shard_parameters
 from titanlite.models.interface import Model
 from titanlite.models.layers import keep, kept
 from titanlite.ops import group_by_expert
-from titanlite.ops.permute import gather_sum, sort_rows
+from titanlite.ops.moe_experts import gather_sum, sort_rows
 
 _assume_balanced: ContextVar[bool] = ContextVar("assume_balanced", default=False)
 

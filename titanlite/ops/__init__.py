@@ -8,4 +8,4 @@ from titanlite.ops.elementwise import apply_rope, inverse_frequencies, rms_norm,
 from titanlite.ops.grouped_gemm import grouped_gemm
 from titanlite.ops.kernels import local_tensor
 from titanlite.ops.matmul import linear
-from titanlite.ops.permute import group_by_expert, permute_tokens, unpermute_sum
+from titanlite.ops.moe_experts import group_by_expert, permute_tokens, unpermute_sum

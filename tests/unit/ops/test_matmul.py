@@ -12,7 +12,7 @@ from titanlite.features.estimate.tracker import FixedScalars  # torch 2.11 compu
 from titanlite.ops import linear_cross_entropy
 from titanlite.ops.kernels import plan_for_device
 from titanlite.ops.matmul import _WideLinear, wide_linear
-from titanlite.ops.permute import permute_tokens, unpermute_sum
+from titanlite.ops.moe_experts import permute_tokens, unpermute_sum
 
 BF16 = torch.bfloat16
 

@@ -19,7 +19,7 @@ from titanlite.features.cpu.onednn import MOST_ROWS, ROWS, prefers_onednn
 from titanlite.ops.elementwise import apply_swiglu
 from titanlite.ops.grouped_gemm import get_compute_dtype, get_groups
 from titanlite.ops.matmul import multiply, sum_over_rows
-from titanlite.ops.permute import gather_sum
+from titanlite.ops.moe_experts import gather_sum
 
 _SLICE_BYTES = 1 << 20
 """Of a slice of z; what else is there of its rows takes as much again, and twice in backward."""

@@ -59,7 +59,7 @@ PARTS = (ATTENTION, DENSE, GROUPED, ROUTING, ELEMENTWISE, HEAD, FSDP, CLIPPING, 
 _PLACES = {
     "/titanlite/ops/attention": ATTENTION,
     "/titanlite/features/cpu/attention": ATTENTION,
-    "/titanlite/ops/permute.py": ROUTING,
+    "/titanlite/ops/moe_experts.py": ROUTING,
     "/titanlite/models/moe.py": ROUTING,
     "/titanlite/distributed/expert_parallel.py": ROUTING,
     "/titanlite/ops/cross_entropy": HEAD,
