@@ -45,7 +45,7 @@ from titanlite.features.dpo import build_dpo, turn_off_dropout
 from titanlite.features.generate.evaluate import build_evaluator
 from titanlite.features.generate.generate import get_end_of_turn_ids, log_sample
 from titanlite.features.images import build_images
-from titanlite.features.lora.block_weights import encode_weights
+from titanlite.features.lora.block_formats import encode_weights
 from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lora.peft_format import PeftFormat, warn_of_changed_base
 from titanlite.features.muon import build_muon, muon_matrices

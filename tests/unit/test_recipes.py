@@ -14,8 +14,7 @@ from titanlite.config import assets, load_config
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import base_dtype
 from titanlite.distributed.process_group import fake_ranks
-from titanlite.features.lora.block_formats import BLOCK_FORMATS
-from titanlite.features.lora.block_weights import encode_weights
+from titanlite.features.lora.block_formats import BLOCK_FORMATS, encode_weights
 from titanlite.features.lora.layers import apply_lora
 from titanlite.materialize import build_plan
 from titanlite.materialize.layout import encoding_of, num_values

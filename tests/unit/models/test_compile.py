@@ -15,7 +15,7 @@ from traced_layers import TORCH_COMPILE_WARNINGS, Graphs
 from titanlite.config import JobConfig
 from titanlite.config.schema import LoRASection
 from titanlite.distributed.parallelize import wrap_layers
-from titanlite.features.lora.block_weights import encode_weights
+from titanlite.features.lora.block_formats import encode_weights
 from titanlite.features.lora.layers import apply_lora
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder

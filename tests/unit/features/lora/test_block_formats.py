@@ -17,9 +17,10 @@ from titanlite.features.lora.block_formats import (
     count_not_finite,
     decode_blocks,
     encode_blocks,
+    frozen_grouped_gemm,
+    frozen_linear,
     keep_fp8,
 )
-from titanlite.features.lora.block_weights import frozen_grouped_gemm, frozen_linear
 from titanlite.ops import grouped_gemm
 from titanlite.ops import launchers as kernels
 

@@ -15,8 +15,15 @@ from titanlite.checkpoint.header import read_header
 from titanlite.checkpoint.keys import checkpoint_pieces
 from titanlite.checkpoint.model_source import hf_checkpoint
 from titanlite.config.schema import LoRASection
-from titanlite.features.lora.block_formats import BLOCK_FORMATS, FP8, NF4, decode_blocks, encode_blocks
-from titanlite.features.lora.block_weights import BlockEncoding, encode_weights
+from titanlite.features.lora.block_formats import (
+    BLOCK_FORMATS,
+    FP8,
+    NF4,
+    BlockEncoding,
+    decode_blocks,
+    encode_blocks,
+    encode_weights,
+)
 from titanlite.features.lora.layers import adapters_disabled, apply_lora
 from titanlite.materialize import Init, Normal, ReadRequest, Region, build_plan, materialize
 from titanlite.materialize import execute as execute_module
