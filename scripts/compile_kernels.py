@@ -33,7 +33,7 @@ from titanlite.features.lora.block_formats import BLOCK_FORMATS
 from titanlite.ops import cross_entropy_triton
 from titanlite.ops import grouped_gemm_triton as kernels
 from titanlite.ops import launchers as launch
-from titanlite.ops.grouped_gemm import has_fences
+from titanlite.ops.matmul import has_fences
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Shared memory that one block can have, in bytes: sm_80 is A100's; the `small` tiles must also fit sm_86 and sm_89.

@@ -20,7 +20,7 @@ from titanlite.distributed.tensor_parallel import apply_tensor_parallel
 from titanlite.models.decoder import Decoder
 from titanlite.models.interface import Model
 from titanlite.ops.attention import AttentionBackend
-from titanlite.ops.grouped_gemm import resolve_backend
+from titanlite.ops.matmul import resolve_backend
 
 _MOST_GRAPHS = 64
 """Graphs of all layers together. Dense and MoE layers, training and evaluation, masks and shapes have graphs of their

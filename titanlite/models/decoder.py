@@ -23,7 +23,7 @@ from titanlite.models.interface import Cache, LayerCache, Model
 from titanlite.models.layers import Embedding, FeedForward, OutputHead, RMSNorm, RotaryEmbedding
 from titanlite.models.moe import ExpertCounter, Experts, MoE, TokenDispatcher
 from titanlite.ops.attention import AttentionBackend, AttentionMask, build_attention_mask
-from titanlite.ops.grouped_gemm import resolve_backend
+from titanlite.ops.matmul import resolve_backend
 
 
 class LossSums(NamedTuple):

@@ -20,8 +20,7 @@ from titanlite.materialize.recipes import Normal, Zeros
 from titanlite.materialize.sources import Init, Source
 from titanlite.models.layers import FeedForward, keep
 from titanlite.ops import group_by_expert, grouped_gemm, local_tensor, permute_tokens, swiglu, unpermute_sum
-from titanlite.ops.grouped_gemm import GroupedGemmBackend
-from titanlite.ops.matmul import wide_linear
+from titanlite.ops.matmul import GroupedGemmBackend, wide_linear
 from titanlite.ops.moe_experts import Travel, moe_experts
 
 

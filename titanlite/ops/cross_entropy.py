@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titanlite.ops.grouped_gemm import resolve_backend
-from titanlite.ops.matmul import multiply, sum_over_rows
+from titanlite.ops.matmul import multiply, resolve_backend, sum_over_rows
 
 IGNORE_INDEX = -100
 

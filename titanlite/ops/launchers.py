@@ -17,7 +17,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titanlite.ops.cross_entropy_triton import softmax_gradient_kernel, softmax_statistics_kernel
-from titanlite.ops.grouped_gemm import has_fences
 from titanlite.ops.grouped_gemm_triton import (
     PLAIN,
     SWIGLU,
@@ -26,6 +25,7 @@ from titanlite.ops.grouped_gemm_triton import (
     row_gemm_kernel,
     wgrad_kernel,
 )
+from titanlite.ops.matmul import has_fences
 
 # `kernel[grid](...)` takes options in addition to the kernel's own arguments, which its static type does not know.
 _row_gemm: Any = row_gemm_kernel

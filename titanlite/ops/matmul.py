@@ -1,15 +1,32 @@
-"""Products of matrices: torch's, or those of a kernel (`linear`, `product`) that is faster on the tensors' device.
+"""Products of matrices: single ones, and one per expert over consecutive groups of rows (grouped GEMM).
 
-Shapes: M rows (tokens), K reduction, N columns.
+Single products are torch's, or those of a kernel (`linear`, `product`) that is faster on the tensors' device.
+
+A grouped GEMM is `y[m] = x[m] @ weight[e]` for the rows m of group e, where group e owns rows offsets[e - 1] to
+offsets[e]. It is one `torch.library` operator, differentiable once, with fake kernels, so that meta tensors,
+torch.compile and selective activation checkpointing know it. Backends:
+
+- `triton`: titanlite's own kernels (`grouped_gemm_triton.py`), two-byte floats and float32, no synchronization.
+- `torch`: `F.grouped_mm` on CUDA for what it serves; else a loop of matmuls that write into the output. `F.grouped_mm`
+  on CPU leaves rows beyond offsets[-1] uninitialized, wants 16-byte strides, has no float64, and refuses float32 under
+  compile; on Blackwell experts without rows get gradients (pytorch #172439, open with torch 2.13).
+- `reference`: a plain loop, any device and dtype; what the tests compare with.
+- `auto`: `triton` on CUDA, unless there is a `triton_problem` or `use_triton(False)`; `torch` elsewhere.
+
+Shapes: M rows (tokens), E experts, K reduction, N columns. Weights of experts are usually kept as (E, N, K) and passed
+as `weight.mT`.
 """
 
-from typing import Any
+import re
+from functools import cache
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from titanlite.ops.kernels import find_kernel, kernel_device
+from titanlite.base.env import read_variable
+from titanlite.ops.kernels import find_kernel, has_triton, kernel_device
 
 
 def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,3 +99,189 @@ def _multiply_by_kernel(a: torch.Tensor, b_KN: torch.Tensor, rows: int) -> torch
     """Return `a @ b` by the kernel `product`, which is also told the number of tokens, `rows`: the size that varies."""
     kernel = find_kernel("product", a.device)
     return None if kernel is None else kernel(a, b_KN, rows)
+
+
+GroupedGemmBackend = Literal["auto", "triton", "torch", "reference"]
+
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_BLACKWELL = (10, 11)  # major compute capabilities
+_TRITON_WITH_FENCES = (3, 7, 1)
+
+
+def grouped_gemm(
+    x_MK: torch.Tensor, weight_EKN: torch.Tensor, offsets_E: torch.Tensor, backend: GroupedGemmBackend = "auto"
+) -> torch.Tensor:
+    """Multiply each group of rows with its own matrix; returns (M, N) in the dtype of x.
+
+    Rows from offsets[-1] on are zero, whatever x holds there, and get zero gradient.
+
+    Args:
+        x_MK: (M, K) rows, grouped by expert.
+        weight_EKN: (E, K, N), same dtype; K or N has stride 1. Its gradient has the same memory layout.
+        offsets_E: (E,) int32 end of each group, non-decreasing, on the device of x; offsets[-1] <= M.
+        backend: see the module's docstring.
+
+    Raises ValueError: shapes, dtypes or layout do not fit, or the backend does not run here.
+    """
+    rows_fit = x_MK.dim() == 2 and (x_MK.shape[1] <= 1 or x_MK.stride(1) == 1)
+    weight_fits = weight_EKN.dim() == 3 and weight_EKN.shape[1] == x_MK.shape[-1] and 1 in weight_EKN.stride()[1:]
+    offsets_fit = offsets_E.shape == weight_EKN.shape[:1] and offsets_E.dtype == torch.int32
+    if not (rows_fit and weight_fits and offsets_fit and x_MK.dtype == weight_EKN.dtype):
+        tensors = {"x": x_MK, "weight": weight_EKN, "offsets": offsets_E}
+        found = (f"{name} {tuple(t.shape)} {t.dtype} with strides {t.stride()}" for name, t in tensors.items())
+        raise ValueError(
+            f"grouped_gemm: {', '.join(found)} do not fit. Wanted: (M, K) with stride 1 in K, (E, K, N) of the same "
+            "dtype with stride 1 in K or N, and (E,) int32."
+        )
+    return grouped_mm(x_MK, weight_EKN, offsets_E, resolve_backend(backend, x_MK.device, x_MK.dtype))
+
+
+def resolve_backend(backend: GroupedGemmBackend, device: torch.device, dtype: torch.dtype) -> GroupedGemmBackend:
+    """Return the backend that serves tensors of `dtype` on `device`.
+
+    Raises ValueError: `triton` was asked for and cannot run there.
+    """
+    where = kernel_device(device)
+    if backend == "auto":
+        return "triton" if has_triton(device) and dtype in _TRITON_DTYPES and triton_problem() is None else "torch"
+    if backend == "triton":
+        interpreted = read_variable("TRITON_INTERPRET") == "1"
+        if where not in ("cuda", "meta") and not interpreted:
+            raise ValueError(
+                f"grouped_gemm: backend 'triton' needs a CUDA device, the tensors are on {where}. Use 'auto' or, "
+                "to test the kernels slowly on the CPU, set TRITON_INTERPRET=1 before the program starts."
+            )
+        if dtype not in _TRITON_DTYPES:
+            raise ValueError(f"grouped_gemm: backend 'triton' has no {dtype}. Use 'auto' or 'reference'.")
+        if where == "cuda" and (problem := triton_problem()) is not None:
+            raise ValueError(f"grouped_gemm: backend 'triton': {problem} Install a newer torch, or use 'torch'.")
+    return backend
+
+
+@torch.compiler.assume_constant_result  # a compiled graph would break at it
+def triton_problem() -> str | None:
+    """Return why Triton's code for this machine's GPU cannot be trusted, a sentence; None: it can, or there is none."""
+    if not is_blackwell():
+        return None
+    import triton
+
+    if has_fences(version := triton.__version__):
+        return None
+    wanted = ".".join(map(str, _TRITON_WITH_FENCES))
+    return f"Triton {version} leaves out fences between memory accesses on this GPU, {wanted} does not (triton #9610)."
+
+
+def has_fences(version: str) -> bool:
+    """Return True if that Triton has the tensor cores wait for what `cp.async` writes (scripts/compile_kernels.py)."""
+    return tuple(map(int, re.findall(r"\d+", version.split("+")[0])[:3])) >= _TRITON_WITH_FENCES
+
+
+@cache
+def is_blackwell() -> bool:
+    """Return True if there is a data-centre Blackwell GPU: with tensor cores that read memory asynchronously."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in _BLACKWELL
+
+
+@torch.library.custom_op("titanlite::grouped_mm", mutates_args=())
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
+    """Compute `grouped_gemm` without argument checks, as a torch operator."""
+    if backend == "triton":
+        return _kernels().row_grouped_gemm(x, weight, offsets)
+    if _use_torch_kernel(x, weight, backend):
+        is_tail_M = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
+        return F.grouped_mm(x, weight, offs=offsets).masked_fill_(is_tail_M.unsqueeze(-1), 0.0)
+    y = x.new_empty(x.shape[0], weight.shape[2])
+    compute, groups = get_compute_dtype(x), get_groups(offsets)
+    y[groups[-1][1] if groups else 0 :] = 0
+    for expert, (start, end) in enumerate(groups):
+        if compute == x.dtype:
+            torch.mm(x[start:end], weight[expert], out=y[start:end])
+        else:
+            y[start:end] = x[start:end].to(compute) @ weight[expert].to(compute)
+    return y
+
+
+@torch.library.custom_op("titanlite::grouped_mm_wgrad", mutates_args=())
+def grouped_mm_wgrad(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    offsets: torch.Tensor,
+    k_major: bool,
+    backend: str,
+    x_rows: torch.Tensor | None = None,
+    dy_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return dweight[e] = x_e^T @ dy_e, (E, K, N); stored as (E, N, K) when `k_major`, as the weight is.
+
+    With rows, int32, `triton` multiplies those of x or dy.
+    """
+    num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
+    if backend == "triton":
+        return _kernels().reduction_grouped_gemm(x, dy, offsets, x_rows, dy_rows, k_major=k_major)
+    if _use_torch_kernel(x, dy, backend):
+        left, right = (dy, x) if k_major else (x, dy)
+        dw = F.grouped_mm(left.mT, right, offs=offsets)
+        return dw.mT if k_major else dw
+    dw = x.new_empty((num_experts, n, k) if k_major else (num_experts, k, n))  # a product over no rows is zeros
+    compute = get_compute_dtype(x)
+    for expert, (start, end) in enumerate(get_groups(offsets)):
+        left, right = (dy, x) if k_major else (x, dy)
+        if compute == x.dtype:
+            torch.mm(left[start:end].T, right[start:end], out=dw[expert])
+        else:
+            dw[expert] = left[start:end].to(compute).T @ right[start:end].to(compute)
+    return dw.mT if k_major else dw
+
+
+def _kernels() -> Any:
+    """Import the Triton kernels where they are used: nothing else needs triton, and importing it takes a while."""
+    from titanlite.ops import launchers
+
+    return launchers
+
+
+def _use_torch_kernel(x: torch.Tensor, other: torch.Tensor, backend: str) -> bool:
+    """Return True for what F.grouped_mm serves: bfloat16 on CUDA with 16-byte rows and at least one row."""
+    if backend == "reference" or not x.is_cuda or is_blackwell():
+        return False
+    return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and other.shape[-1] % 8 == 0 and x.shape[0] > 0
+
+
+def get_compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return float32 for two-byte floats on CPUs, which multiply those 16 to 50 times slower; else x.dtype."""
+    return torch.float32 if not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+
+def get_groups(offsets: torch.Tensor) -> list[tuple[int, int]]:
+    """Return (start, end) of each group. Copies the offsets to the host: a synchronization point on CUDA."""
+    ends = offsets.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+@grouped_mm.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@grouped_mm_wgrad.register_fake
+def _(x: Any, dy: Any, offsets: Any, k_major: bool, backend: str, x_rows: Any = None, dy_rows: Any = None) -> Any:
+    num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
+    return x.new_empty(num_experts, n, k).mT if k_major else x.new_empty(num_experts, k, n)
+
+
+def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, offsets, backend = inputs
+    need_x, need_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if need_weight else None, weight if need_x else None, offsets)
+    ctx.k_major, ctx.backend = weight.stride(1) == 1, backend
+
+
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    x, weight, offsets = ctx.saved_tensors
+    dy = dy.contiguous()  # an expanded gradient (stride 0, from a sum) is no legal matmul operand
+    dx = grouped_mm(dy, weight.mT, offsets, ctx.backend) if ctx.needs_input_grad[0] else None
+    dw = grouped_mm_wgrad(x, dy, offsets, ctx.k_major, ctx.backend) if ctx.needs_input_grad[1] else None
+    return dx, dw, None, None
+
+
+grouped_mm.register_autograd(_backward, setup_context=_save_for_backward)

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanlite.ops.elementwise import swiglu
-from titanlite.ops.grouped_gemm import GroupedGemmBackend, grouped_gemm, grouped_mm, grouped_mm_wgrad, resolve_backend
 from titanlite.ops.kernels import find_kernel
+from titanlite.ops.matmul import GroupedGemmBackend, grouped_gemm, grouped_mm, grouped_mm_wgrad, resolve_backend
 
 
 def gather_sum(y_RD: Tensor, rows_Tk: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlite.ops import cross_entropy, grouped_gemm
-from titanlite.ops.grouped_gemm import grouped_mm, grouped_mm_wgrad, is_blackwell, resolve_backend, triton_problem
 from titanlite.ops.kernels import plan_for_device, use_triton
+from titanlite.ops.matmul import grouped_mm, grouped_mm_wgrad, is_blackwell, resolve_backend, triton_problem
 
 # Relative Frobenius error against float64 of the same rounded inputs. float32: 1.8e-8 * sqrt(K) was measured for a
 # sequential sum; bfloat16: rounding of the result alone gives 1.7e-3.

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 
 from titanlite.features.cpu.onednn import MOST_ROWS, ROWS, prefers_onednn
 from titanlite.ops.elementwise import apply_swiglu
-from titanlite.ops.grouped_gemm import get_compute_dtype, get_groups
-from titanlite.ops.matmul import multiply, sum_over_rows
+from titanlite.ops.matmul import get_compute_dtype, get_groups, multiply, sum_over_rows
 from titanlite.ops.moe_experts import gather_sum
 
 _SLICE_BYTES = 1 << 20

@@ -23,7 +23,7 @@ from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.distributed.parallelize import choose_attention
 from titanlite.launch.stacks import record_pipe
 from titanlite.ops.attention import varlen_attention
-from titanlite.ops.grouped_gemm import triton_problem
+from titanlite.ops.matmul import triton_problem
 
 _CODE = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>\S+)', re.MULTILINE)
 # Read by cuBLAS and NCCL when they start: a workspace of fixed size, and sums over ranks in a fixed order, whatever the

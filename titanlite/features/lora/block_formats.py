@@ -33,9 +33,8 @@ from titanlite.materialize.layout import Region, set_encoding
 from titanlite.models.interface import Model
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
-from titanlite.ops.grouped_gemm import GroupedGemmBackend, grouped_gemm
 from titanlite.ops.kernels import has_triton
-from titanlite.ops.matmul import linear
+from titanlite.ops.matmul import GroupedGemmBackend, grouped_gemm, linear
 
 _FACTOR_BYTES = 4
 _LARGEST_FP8 = 448.0
