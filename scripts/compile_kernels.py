@@ -30,8 +30,7 @@ from triton.compiler import ASTSource
 
 from titanlite.features.lora import block_formats_triton as blocks
 from titanlite.features.lora.block_formats import BLOCK_FORMATS
-from titanlite.ops import cross_entropy_triton
-from titanlite.ops import grouped_gemm_triton as kernels
+from titanlite.ops import kernels_triton as kernels
 from titanlite.ops import launchers as launch
 from titanlite.ops.matmul import has_fences
 
@@ -115,8 +114,8 @@ def _softmax(dtype: str) -> Iterator[Case]:
     pointers = {"logits_ptr": f"*{dtype}", "column_ptr": "*i64"}
     sizes = {"V": "i32", "stride_c": "i32"}
     for kernel, floats in (
-        (cross_entropy_triton.softmax_statistics_kernel, ("max_ptr", "sum_ptr", "target_ptr")),
-        (cross_entropy_triton.softmax_gradient_kernel, ("shift_ptr", "scale_ptr", "hit_ptr")),
+        (kernels.softmax_statistics_kernel, ("max_ptr", "sum_ptr", "target_ptr")),
+        (kernels.softmax_gradient_kernel, ("shift_ptr", "scale_ptr", "hit_ptr")),
     ):
         name = kernel.__name__.removesuffix("_kernel")
         types = pointers | dict.fromkeys(floats, "*fp32") | sizes

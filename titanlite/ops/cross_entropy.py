@@ -2,7 +2,7 @@
 
 For Qwen3 (V = 151,936) and 16,384 tokens, float32 logits and their gradient would take 20 GB. Here a chunk of tokens is
 projected, its loss and its gradients are computed at once, and the logits are dropped. On CUDA two kernels
-(`cross_entropy_triton.py`) do what comes between the products, on logits in the model's dtype.
+(`kernels_triton.py`) do what comes between the products, on logits in the model's dtype.
 
 Losses per token (`reduction="none"`) have an upstream gradient each, which is not known in forward: of those only the
 logarithm of the softmax's denominator is kept, and backward projects every chunk a second time.

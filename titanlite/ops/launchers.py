@@ -16,13 +16,14 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titanlite.ops.cross_entropy_triton import softmax_gradient_kernel, softmax_statistics_kernel
-from titanlite.ops.grouped_gemm_triton import (
+from titanlite.ops.kernels_triton import (
     PLAIN,
     SWIGLU,
     SWIGLU_BACKWARD,
     gather_sum_kernel,
     row_gemm_kernel,
+    softmax_gradient_kernel,
+    softmax_statistics_kernel,
     wgrad_kernel,
 )
 from titanlite.ops.matmul import has_fences

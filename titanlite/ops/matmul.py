@@ -6,7 +6,7 @@ A grouped GEMM is `y[m] = x[m] @ weight[e]` for the rows m of group e, where gro
 offsets[e]. It is one `torch.library` operator, differentiable once, with fake kernels, so that meta tensors,
 torch.compile and selective activation checkpointing know it. Backends:
 
-- `triton`: titanlite's own kernels (`grouped_gemm_triton.py`), two-byte floats and float32, no synchronization.
+- `triton`: titanlite's own kernels (`kernels_triton.py`), two-byte floats and float32, no synchronization.
 - `torch`: `F.grouped_mm` on CUDA for what it serves; else a loop of matmuls that write into the output. `F.grouped_mm`
   on CPU leaves rows beyond offsets[-1] uninitialized, wants 16-byte strides, has no float64, and refuses float32 under
   compile; on Blackwell experts without rows get gradients (pytorch #172439, open with torch 2.13).

@@ -1,9 +1,11 @@
-"""Triton kernels for mixture of experts: grouped GEMMs without padding and without a word to the host; a gather-sum.
+"""Triton kernels: grouped GEMMs of experts, without padding and without a word to the host; softmax over a vocabulary.
 
 - `row_gemm_kernel`: `y[m] = x[rows[m]] @ w[group of m]`. Forward, and with a transposed weight the gradient of the
   input. Epilogues: SwiGLU times the router's weight, and its backward.
 - `wgrad_kernel`: `dw[e] = x_e^T @ dy_e`, the gradient of the weight; an empty group gets zeros.
 - `gather_sum_kernel`: `out[t] = sum over j of y[rows[t, j]]` in float32, in order of j.
+- `softmax_statistics_kernel`, `softmax_gradient_kernel`: logits, in the model's dtype, are read once for the loss, and
+  once more when the gradient takes their place; torch's operators move them a dozen times, most in float32.
 
 Group e owns rows offsets[e - 1] to offsets[e]. Offsets stay on the device: each program loads all of them as one
 vector; a cumsum over the row tiles of all groups turns a tile number into (group, first row). The grid is fixed, as
@@ -14,7 +16,7 @@ nothing is multiplied, zeros are stored.
 Deterministic: one program owns each output element and adds in a fixed order; no atomics. Blackwell miscompiles two
 dots into one accumulator in a loop trip (triton #10821), so there are none.
 
-Shapes: M rows, E groups, K reduction, N columns.
+Shapes: M rows, E groups, K reduction, N columns; C rows of logits, V columns.
 """
 
 import triton
@@ -261,3 +263,33 @@ def gather_sum_kernel(y_ptr, rows_ptr, out_ptr, M, N, stride_ym, stride_om, TOP_
         row = tl.load(rows_ptr + t * TOP_K + j).to(tl.int64)
         acc += tl.load(y_ptr + row * stride_ym + n, mask=(n < N) & (row < M), other=0.0).to(tl.float32)
     tl.store(out_ptr + t * stride_om + n, acc.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def softmax_statistics_kernel(logits_ptr, column_ptr, max_ptr, sum_ptr, target_ptr, V, stride_c, BLOCK: tl.constexpr):
+    """Maximum of a row, sum of exp(logit - maximum), and the logit in its column (arXiv:1805.02867, algorithm 3)."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_c
+    v = tl.arange(0, BLOCK)
+    most = tl.full((), -3.0e38, tl.float32)  # finite: a block of -inf is no NaN
+    total = tl.zeros((), tl.float32)
+    for start in range(0, V, BLOCK):
+        x = tl.load(logits_ptr + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(most, tl.max(x, 0))
+        total = total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher), 0)
+        most = higher
+    tl.store(max_ptr + row, most)
+    tl.store(sum_ptr + row, total)
+    tl.store(target_ptr + row, tl.load(logits_ptr + tl.load(column_ptr + row)).to(tl.float32))
+
+
+@triton.jit
+def softmax_gradient_kernel(logits_ptr, shift_ptr, scale_ptr, hit_ptr, column_ptr, V, stride_c, BLOCK: tl.constexpr):
+    """Overwrite a part of a row by exp(logit - shift) * scale, less `hit` in the row's column."""
+    row = tl.program_id(0).to(tl.int64)
+    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pointers = logits_ptr + row * stride_c + v
+    x = tl.load(pointers, mask=v < V, other=0.0).to(tl.float32)
+    grad = tl.exp(x - tl.load(shift_ptr + row)) * tl.load(scale_ptr + row)
+    grad -= tl.where(v == tl.load(column_ptr + row), tl.load(hit_ptr + row), 0.0)
+    tl.store(pointers, grad.to(logits_ptr.dtype.element_ty), mask=v < V)
