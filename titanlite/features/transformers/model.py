@@ -29,7 +29,6 @@ from titanlite.features.transformers.experts import (
     give_all_gradients,
     use_titanlite_experts,
 )
-from titanlite.features.transformers.sources import find_sources
 from titanlite.materialize.sources import Source
 from titanlite.models.decoder import LossSums
 from titanlite.models.interface import Model
@@ -58,15 +57,15 @@ class TransformersModel(Model):
 
     splits_inside_experts = False  # their dims need not divide
 
-    def __init__(self, model: Any, config: TransformersConfig, sources: dict[str, Source] | None = None) -> None:
+    def __init__(self, model: Any, config: TransformersConfig, sources: dict[str, Source]) -> None:
         super().__init__()
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         # The name of this attribute is left out of the names of tensors, see `materialize.plan.clean_name`.
         self._transformers_model = model
+        self._sources = sources
         self.loss_chunk_tokens = 1024
         # All of these look at class names, which sharding changes, so they are asked now.
-        self._sources = find_sources(model) if sources is None else sources
         self._layers = tuple(probes.repeated_layers(model))  # no containers: the modules are registered below `model`
         self.expert_modules = find_experts(model)
         give_all_gradients(model)

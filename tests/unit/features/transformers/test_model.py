@@ -13,8 +13,9 @@ from transformers import initialization
 from titanlite.base.errors import ConfigError, PlanError
 from titanlite.config import load_config
 from titanlite.config.model import TransformersConfig
-from titanlite.features.transformers.build import build_transformers
+from titanlite.features.transformers.build import build_transformers, find_sources
 from titanlite.features.transformers.model import TransformersModel
+from titanlite.features.transformers.recording import Recording
 from titanlite.materialize import Alias, Init, build_plan, materialize
 from titanlite.models.families.hf_config import transformers_config
 from titanlite.preflight import Checked, check
@@ -88,11 +89,11 @@ def spoil_buffer(model: Any) -> str:
 def test_a_tensor_that_nobody_fills_makes_the_plan_fail_with_its_name(spoil: Any, late: bool) -> None:
     inner = build_transformers(config_of("llama")).transformers_model
     if late:
-        model = TransformersModel(inner, config_of("llama"))
+        model = TransformersModel(inner, config_of("llama"), find_sources(inner, Recording()))
         name = spoil(inner)
     else:
         name = spoil(inner)
-        model = TransformersModel(inner, config_of("llama"))
+        model = TransformersModel(inner, config_of("llama"), find_sources(inner, Recording()))
     with pytest.raises(PlanError, match=rf"{name}: .*no source"):
         materialize(model, "cpu")
     assert all(param.is_meta for param in model.parameters()), "nothing was allocated"
@@ -106,7 +107,7 @@ def test_reading_sources_moves_no_generator(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seed_all)
     before = torch.get_rng_state()
-    TransformersModel(build_transformers(config_of("llama")).transformers_model, config_of("llama"))
+    build_transformers(config_of("llama"))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -123,7 +124,7 @@ def test_a_buffer_that_is_drawn_at_random_has_no_source() -> None:
     inner._init_weights = draw.__get__(inner)
     inner.model._init_weights = draw.__get__(inner.model)
     with pytest.raises(PlanError, match=r"model\.norm\.noise: .*no source"):
-        materialize(TransformersModel(inner, config_of("llama")), "cpu")
+        materialize(TransformersModel(inner, config_of("llama"), find_sources(inner, Recording())), "cpu")
 
 
 # --- what a model shows at its first forward

@@ -39,7 +39,7 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 9 + [2] * 6])
 def build(config: Any) -> TransformersModel:
     """A model in evaluation mode whose documents would show in each other, if they saw each other."""
     found = transformers_config(config.to_dict(), "test")
-    model = TransformersModel(getattr(transformers, found.architecture)(config), found).eval()
+    model = TransformersModel(getattr(transformers, found.architecture)(config), found, {}).eval()
     generator = torch.Generator().manual_seed(1)
     for param in model.parameters():
         param.data.normal_(std=0.3, generator=generator)
