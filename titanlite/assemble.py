@@ -62,8 +62,8 @@ from titanlite.features.streams.mixture import build_mixture
 from titanlite.features.streams.stream import build_stream
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.probes import check_rows
-from titanlite.launch import heartbeat
 from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
+from titanlite.launch.protocol import beat
 from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.metrics import record_event
 from titanlite.metrics.flops import train_flops_per_token
@@ -116,7 +116,7 @@ def assemble(checked: Checked) -> Trainer:
         is_new = start is None and not job.checkpoint.initial_load_path
         compared = None if job.data.dataset == "images" else loader.dataset  # comparing would decode every image
         check_saved_tokenizer(model_config, tokenizer, compared, is_new=is_new)
-    heartbeat.beat("loading", step)
+    beat("loading", step)
 
     model = build_on_meta(job, model_config, dims, device)
     checkpointer.prepare(
@@ -180,7 +180,7 @@ def assemble(checked: Checked) -> Trainer:
 
 def _join(job: JobConfig, folder: Path) -> torch.device:
     """Join the other ranks; return the device of this one, with the kernels for it."""
-    heartbeat.beat("loading", 0)
+    beat("loading", 0)
     make_deterministic(job)
     start_flight_recorder(folder)
     device = init_distributed(job.comm.timeout_seconds)

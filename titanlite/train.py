@@ -13,7 +13,7 @@ import titanlite
 from titanlite.base.env import read_variable, read_world_size, set_defaults
 from titanlite.base.log import logger, open_console, setup_logger
 from titanlite.base.process import allow_many_files, end_on_interrupt, lean_imports, leave
-from titanlite.launch.notices import end_with_launcher
+from titanlite.launch import protocol
 
 
 def set_gpu_defaults() -> None:
@@ -26,7 +26,7 @@ def set_gpu_defaults() -> None:
 
 
 if __name__ == "__main__":
-    end_with_launcher()
+    protocol.end_with_launcher()
     end_on_interrupt()
     open_console(goes_on=True)
     allow_many_files()
@@ -42,8 +42,6 @@ with lean_imports():
     from titanlite.config import load_config
     from titanlite.config.assets import find_missing_packages
     from titanlite.distributed.process_group import end_distributed
-    from titanlite.launch import heartbeat, stop
-    from titanlite.launch.notices import claim, first_sentence, note_error, note_lost_peer
     from titanlite.metrics import record_event
     from titanlite.preflight import check
 
@@ -58,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logger()
     code, job = 0, None
     try:
-        stop.install()
-        heartbeat.start()
+        protocol.catch_signals()
+        protocol.start_heartbeat()
         job = load_config(sys.argv[1:] if argv is None else argv)
         raise_problems(ConfigError, "configuration", find_missing_packages(job))
         checked = check(job, read_world_size())
         job = checked.job
-        heartbeat.configure(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
+        protocol.configure_heartbeat(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
         if job.job.description:
             logger.info("job: %s", job.job.description)
         trainer = assemble(checked)
@@ -77,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if refusal is None:
             _fail(error)
         # On the first rank of this machine that has this error; without a launcher to agree through, on all.
-        if claim(hashlib.sha256(str(refusal).encode()).hexdigest()):
+        if protocol.claim(hashlib.sha256(str(refusal).encode()).hexdigest()):
             print(f"titanlite: error: {refusal}", file=sys.stderr, flush=True)
-        note_error(str(refusal))
+        protocol.note_error(str(refusal))
         _record_error(str(refusal))
         code = refusal.exit_code
     # Not after an error: others may be in collectives, for whose timeout it would wait.
@@ -99,12 +97,12 @@ def _fail(error: Exception) -> NoReturn:
     if lost_peer:
         # Another rank is gone or hangs. The launcher says which and ends this one, before a traceback of the collective
         # that was waiting would bury that line.
-        note_lost_peer(heartbeat.current().rank, error)
+        protocol.note_lost_peer(protocol.current_beat().rank, error)
         close(1)
         time.sleep(_LAUNCHER_WAIT_S)
-    if claim("traceback"):
-        note_error(f"{type(error).__name__}: {error}")
-        beat = heartbeat.current()
+    if protocol.claim("traceback"):
+        protocol.note_error(f"{type(error).__name__}: {error}")
+        beat = protocol.current_beat()
         where = f"in step {beat.step} ({beat.phase})" if beat.step else f"while {beat.phase}"
         text = "".join(traceback.format_exception(error))
         print(f"titanlite: rank {beat.rank} failed {where}:\n{text}", file=sys.stderr, end="", flush=True)
@@ -114,7 +112,7 @@ def _fail(error: Exception) -> NoReturn:
 
 def _record_error(text: str) -> None:
     """Record how this run ended, for its report; rank 0 writes, errors of other ranks are on the console only."""
-    record_event("error", first_sentence(text), heartbeat.steps_done())
+    record_event("error", protocol.first_sentence(text), protocol.steps_done())
 
 
 class _Callable(ModuleType):

@@ -20,7 +20,7 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.fsdp import prepare_backward
 from titanlite.distributed.grads import clip_grad_norms, reduce_replicated_grads
-from titanlite.launch import heartbeat
+from titanlite.launch.protocol import beat
 from titanlite.metrics.flops import group_parameters
 from titanlite.metrics.point import MoEState, StepPoint, find_largest, gather_ranks, get_busy_seconds, get_memory
 from titanlite.models.interface import Model
@@ -194,7 +194,7 @@ class TrainStep:
         `micro_batch` is for observers that replace this method (`estimate`, tests).
         """
         self.timer.start(phase)
-        heartbeat.beat(phase, self.step + 1)
+        beat(phase, self.step + 1)
 
     def count_units(self, micro_batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Count units, and tokens without padding, of the global batch. Collective: every rank must call."""

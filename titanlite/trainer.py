@@ -20,7 +20,7 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.config import JobConfig
 from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader
-from titanlite.launch import heartbeat, stop
+from titanlite.launch.protocol import beat, is_stop_requested
 from titanlite.materialize import Plan
 from titanlite.metrics import Profiler, record_event
 from titanlite.metrics.logger import MetricsLogger
@@ -123,7 +123,7 @@ class Trainer:
         """
         job = self.job
         with self.checkpointer, self.metrics, Profiler(job.profiling, self.dump_folder) as profiler:
-            self.stopping = self.checkpointer.agree(stop.is_requested())  # while everything was loaded
+            self.stopping = self.checkpointer.agree(is_stop_requested())  # while everything was loaded
             if self.step == 0 and not self.stopping:
                 self.assess(last=False)  # what the model could do before
             window = Window()
@@ -150,7 +150,7 @@ class Trainer:
                     samples = self.loader.samples_before(self.step)
                     self.divergence.check(self.step, self.loader.fingerprint, samples, micro_batches)
                 is_best = self.assess(last=last)
-                self.stopping = self.checkpointer.agree(stop.is_requested())
+                self.stopping = self.checkpointer.agree(is_stop_requested())
                 if self.checkpointer.is_due(self.step) or is_best:
                     self.save()
                 window.start += time.perf_counter() - pause  # no training time
@@ -172,7 +172,7 @@ class Trainer:
             loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
             units = torch.zeros((), dtype=torch.int64, device=self.device)
             for batch, chunk, of_batch in self.stepper.run_forwards(batches):
-                heartbeat.beat("validation")
+                beat("validation")
                 loss_sum += self.stepper.sums_here(of_batch, chunk)[0]
                 units += self.stepper.objective.count(batch) if chunk == 0 else 0
             loss_sum, units = self.stepper.sum_over_data(loss_sum, in_stages=True), self.stepper.sum_over_data(units)
@@ -208,7 +208,7 @@ class Trainer:
         if self.evaluator is None:
             return False
         self.raise_if_not_finite()
-        heartbeat.beat("evaluation")
+        beat("evaluation")
         result = self.evaluator.run(self.model)
         values = {f"eval/{result.name}": result.score, "eval/ended": result.ended, "eval/seconds": result.seconds}
         self.metrics.log_evaluation(self.step, values, [asdict(example) for example in result.examples])
@@ -222,7 +222,7 @@ class Trainer:
         found = self.stepper.finite_guard.look()
         if found is None:
             return
-        heartbeat.beat("diagnosing")
+        beat("diagnosing")
         step = found.first if found.fatal else found.first_new
         batches = [batch.to(self.device) for batch in self.loader.micro_batches(step - 1)]
         stepper = self.stepper
@@ -246,7 +246,7 @@ class Trainer:
     def save(self) -> None:
         """Save a checkpoint of this step, unless it was saved already. Collective: every rank must call."""
         self.raise_if_not_finite()
-        heartbeat.beat("saving")
+        beat("saving")
         progress = Progress(
             step=self.step,
             samples=self.loader.samples_before(self.step),
@@ -266,7 +266,7 @@ class Trainer:
         job = self.job
         if self.step > 0 or not self.stopping:  # asked to stop before anything was trained
             self.checkpointer.save_last(self.save)
-        heartbeat.beat("finishing")
+        beat("finishing")
         if self.stopping and self.step == 0:
             logger.info("stopped before the first step of %d", job.training.steps)
             return

@@ -48,13 +48,13 @@ TrainStep.scaled_loss = scaled_loss
 GATHER_FAILS_ON_1 = """
 from torch.distributed.tensor import DTensor
 from titanlite.features.transformers import checkpoint
-from titanlite.launch import heartbeat
+from titanlite.launch.protocol import current_beat
 def source(key, shape):
     raise checkpoint.NotTraceable("so that tensors are gathered")
 checkpoint.Traced.source = source
 original = DTensor.full_tensor
 def full_tensor(self, **options):
-    if rank == 1 and heartbeat.current().step >= 4:
+    if rank == 1 and current_beat().step >= 4:
         raise ValueError("a bug in saving")
     return original(self, **options)
 DTensor.full_tensor = full_tensor

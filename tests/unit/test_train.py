@@ -16,7 +16,7 @@ def failing(monkeypatch, tmp_path):
     """`failing(error)`: `main` raises it while groups of ranks are there; returns what main calls of torch."""
     destroyed: list[bool] = []
     monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
-    monkeypatch.setattr(titanlite.train.stop, "install", lambda: None)
+    monkeypatch.setattr(titanlite.train.protocol, "catch_signals", lambda: None)
     monkeypatch.setitem(_state, "path", tmp_path)
     open_events(tmp_path)
 

@@ -25,8 +25,7 @@ from titanlite.config.defaults import follows
 from titanlite.config.load import CODE, Reader
 from titanlite.config.settings import get_sections_of, get_value
 from titanlite.distributed.process_group import end_distributed
-from titanlite.launch import heartbeat, stop
-from titanlite.launch.notices import first_sentence, note_error
+from titanlite.launch import protocol
 from titanlite.metrics import open_events, record_event
 from titanlite.preflight import check_all, prepare
 
@@ -40,13 +39,13 @@ def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any])
         if job.job.prepare:
             prepare(job)
             job = make_config(config, overrides, **sections)
-        heartbeat.start()
+        protocol.start_heartbeat()
         code = 1
         try:
             ranks = dist.get_world_size() if dist.is_initialized() else read_world_size()
             checked = check_all(job, (ranks,), weights=True)
             job = checked.job
-            heartbeat.configure(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
+            protocol.configure_heartbeat(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
             trainer = assemble(checked)
             trainer.train()
             code = 0
@@ -54,8 +53,8 @@ def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any])
             FolderLock.remove_unused()
             refusal = error if isinstance(error, TitanliteError) else explain(error, job)
             text = f"{type(error).__name__}: {error}" if refusal is None else str(refusal)
-            note_error(text)
-            record_event("error", first_sentence(text), heartbeat.steps_done())
+            protocol.note_error(text)
+            record_event("error", protocol.first_sentence(text), protocol.steps_done())
             if refusal is None or refusal is error:
                 raise
             raise refusal from error
@@ -102,7 +101,7 @@ def _deferred() -> Iterator[None]:
 
     The second one, and one before the first step, is delivered at once. Only in the main thread.
     """
-    stop.requested.clear()
+    protocol.stop_requested.clear()
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -110,15 +109,15 @@ def _deferred() -> Iterator[None]:
 
     def catch(number: int, frame: object) -> None:
         caught.append(number)
-        stop.requested.set()
-        if len(caught) > 1 or not heartbeat.current().trains:
+        protocol.stop_requested.set()
+        if len(caught) > 1 or not protocol.current_beat().trains:
             signal.signal(number, handlers[number])
             signal.raise_signal(number)
 
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in stop.SIGNALS}
-    undo = stop.install() if read_variable(NOTICE_FOLDER) is not None else lambda: None
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in protocol.STOP_SIGNALS}
+    undo = protocol.catch_signals() if read_variable(NOTICE_FOLDER) is not None else lambda: None
     try:
-        for number in stop.SIGNALS if read_variable(NOTICE_FOLDER) is None else ():
+        for number in protocol.STOP_SIGNALS if read_variable(NOTICE_FOLDER) is None else ():
             signal.signal(number, catch)
         yield
     finally:

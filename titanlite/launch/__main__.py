@@ -30,10 +30,16 @@ with lean_imports():
     from torch.distributed.run import parse_args, run
 
     from titanlite.base.errors import NOTICE_FOLDER, RENDEZVOUS
-    from titanlite.launch import heartbeat, stop
     from titanlite.launch.guard import Agent, Guard
     from titanlite.launch.network import STORE_FILE, find_free_port
-    from titanlite.launch.notices import TORCH_LOGS, shared_folder
+    from titanlite.launch.protocol import (
+        BEFORE_TRAINING_S,
+        STOP_SIGNALS,
+        TORCH_LOGS,
+        read_beats,
+        request_stop,
+        shared_folder,
+    )
     from titanlite.launch.rendezvous import RENDEZVOUS_ERRORS, describe_failure, prepare_rendezvous
 
 
@@ -60,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rendezvous_api.get_free_port = find_free_port  # type: ignore[attr-defined]
             guard = Guard(folder)
             api.LocalElasticAgent = partial(Agent, guard, folder)  # type: ignore[misc]  what `run` makes its agent with
-            for number in stop.SIGNALS:
+            for number in STOP_SIGNALS:
                 signal.signal(number, partial(_stop, folder))
             for name in (STORE_FILE, RENDEZVOUS):  # of a run that has started this one
                 os.environ.pop(name, None)
@@ -87,10 +93,10 @@ def _stop(folder: str, number: int, frame: FrameType | None) -> None:
     """
     name = signal.Signals(number)
     has_ranks = any(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
-    if not stop.request(folder) or not has_ranks:
+    if not request_stop(folder) or not has_ranks:
         raise SignalException(name.name, sigval=name)
-    what = f"ending within {stop.BEFORE_TRAINING_S:g} s, for training has not begun"
-    if any(beat.trains for beat in heartbeat.read(folder).values()):
+    what = f"ending within {BEFORE_TRAINING_S:g} s, for training has not begun"
+    if any(beat.trains for beat in read_beats(folder).values()):
         what = "finishing this step and saving"
     # The line of a terminal may have a progress bar.
     sys.stderr.write("\n" * sys.stderr.isatty() + f"titanlite: {name.name}: {what}; send it again to end at once.\n")

@@ -16,9 +16,19 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from titanlite.base.errors import NEVER_RESTARTED
-from titanlite.launch import heartbeat, stop
-from titanlite.launch.heartbeat import Beat
-from titanlite.launch.notices import ENDING, Restart, forget_last_start, lost_peers, note_restart, read_error, say
+from titanlite.launch.protocol import (
+    BEFORE_TRAINING_S,
+    ENDING,
+    Beat,
+    Restart,
+    forget_last_start,
+    lost_peers,
+    note_restart,
+    read_beats,
+    read_error,
+    say,
+    was_asked_to_stop,
+)
 from titanlite.launch.stacks import describe, is_stopped, save_records, save_stacks
 
 _HANG = 124  # exit code, as of timeout(1)
@@ -66,7 +76,7 @@ class Guard:
         if time.monotonic() - self._looked < _LOOK_EVERY_S:
             return
         self._looked = time.monotonic()
-        beats = {rank: beat for rank, beat in heartbeat.read(self._folder).items() if rank in pids}
+        beats = {rank: beat for rank, beat in read_beats(self._folder).items() if rank in pids}
         running = {rank: pid for rank, pid in pids.items() if rank not in ended}
         if self._is_hanging(beats, running):
             self._end_hanging({rank: beats[rank] for rank in running if rank in beats}, running, len(pids))
@@ -83,7 +93,7 @@ class Guard:
         Not after an error that a new start would find again, nor once the user asked the run to stop.
         """
         failure = self.failure
-        if failure is None or restarts >= most or failure.code in NEVER_RESTARTED or stop.asked(self._folder):
+        if failure is None or restarts >= most or failure.code in NEVER_RESTARTED or was_asked_to_stop(self._folder):
             return False
         text = "" if failure.said else f"{failure.text}; all ranks were stopped. "
         say(f"{text}Starting all ranks again: restart {restarts + 1} of {most}.")
@@ -130,13 +140,13 @@ class Guard:
 
         Training has the time that the configuration gives it. Before, there is nothing to save.
         """
-        if not stop.asked(self._folder):
+        if not was_asked_to_stop(self._folder):
             return False
         if self._stop_seen is None:
             self._stop_seen = time.monotonic()
         waited_s = time.monotonic() - self._stop_seen
         if not any(beat.trains for beat in beats.values()):
-            if waited_s < stop.BEFORE_TRAINING_S:
+            if waited_s < BEFORE_TRAINING_S:
                 return False
             text = "the run was asked to stop before the first step of training; it was ended, and nothing is lost."
         else:

@@ -32,7 +32,7 @@ from titanlite.launch.network import (
     is_free,
     is_this_machine,
 )
-from titanlite.launch.notices import say
+from titanlite.launch.protocol import say
 
 DEFAULT_PORT = 29400
 _JOIN_TIMEOUT_S = 600  # torchrun's own

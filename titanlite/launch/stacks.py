@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from titanlite.launch.heartbeat import STACK_SIGNAL, Beat, stack_path
-from titanlite.launch.notices import lost_path
+from titanlite.launch.protocol import STACK_SIGNAL, Beat, lost_path, stack_path
 
 _ANSWER_S, _RECORDS_S = 2.0, 5.0  # NCCL's thread that writes a record looks for a wish every second
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)')

@@ -18,7 +18,7 @@ from titanlite.config import JobConfig, find_changes, format_changes, save_resol
 from titanlite.config.assets import base_model_of, is_hub_id
 from titanlite.config.data import holds_rows
 from titanlite.config.settings import get_settings, get_value
-from titanlite.launch.notices import read_restart
+from titanlite.launch.protocol import read_restart
 
 _WRITTEN = (".jsonl", ".json", ".toml", ".txt")  # files of the run
 # A run that differs in one of these is another one.

@@ -18,25 +18,39 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from titanlite.base.errors import NOTICE_FOLDER
-from titanlite.launch import heartbeat, stacks, stop
+from titanlite.launch import guard as guard_module
+from titanlite.launch import protocol, stacks
 from titanlite.launch.guard import Agent, Failure, Guard
-from titanlite.launch.heartbeat import Beat
-from titanlite.launch.notices import Restart, claim, forget_last_start, note_error, note_restart, read_restart
+from titanlite.launch.protocol import (
+    Beat,
+    Restart,
+    beat,
+    claim,
+    configure_heartbeat,
+    forget_last_start,
+    note_error,
+    note_restart,
+    read_beats,
+    read_restart,
+    request_stop,
+    start_heartbeat,
+    steps_done,
+)
 
 ROOT = Path(__file__).parents[3]
 # A rank that beats once and then does what it is told.
 RANK = """
 import sys, time
-from titanlite.launch import heartbeat
-heartbeat.start()
-heartbeat.configure(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
-heartbeat.beat("data", 1)
-heartbeat.beat("data", 2)
-heartbeat.beat("forward")
+from titanlite.launch.protocol import beat, configure_heartbeat, start_heartbeat
+start_heartbeat()
+configure_heartbeat(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
+beat("data", 1)
+beat("data", 2)
+beat("forward")
 print("ready", flush=True)
 def all_reduce(): time.sleep(100)
 def compute(): time.sleep(100)
-def save(): heartbeat.beat("saving"), time.sleep(100)
+def save(): beat("saving"), time.sleep(100)
 {"wait": all_reduce, "loop": compute, "save": save, "end": lambda: sys.exit(int(sys.argv[5]))}[sys.argv[4]]()
 """
 
@@ -197,7 +211,7 @@ def test_run_that_does_not_stop_in_its_grace_is_ended(start, tmp_path, capfd):
     guard = Guard(folder)
     guard.began()
     guard.watch(pids)
-    stop.request(folder)
+    request_stop(folder)
     failure = watch(guard, pids)
     assert failure.code == 128 + signal.SIGTERM and is_gone(pids[0])
     assert "job.stop_grace_seconds (1 s) are over and the ranks are still in step 2 (forward)" in capfd.readouterr().err
@@ -206,14 +220,14 @@ def test_run_that_does_not_stop_in_its_grace_is_ended(start, tmp_path, capfd):
 
 def test_run_that_was_asked_to_stop_before_it_trains_is_ended(start, tmp_path, capfd, monkeypatch):
     """Also while it is in a loop, or has not come far enough to say what it does."""
-    monkeypatch.setattr(stop, "BEFORE_TRAINING_S", 0.5)
+    monkeypatch.setattr(guard_module, "BEFORE_TRAINING_S", 0.5)
     for beats in (True, False):
         guard, folder = Guard(str(tmp_path / "notices")), tmp_path / "notices"
         pids = {0: start(0, "loop", timeout_s=100)}
         Path(folder, "beat-0").unlink()
         if beats:
             Path(folder, "beat-0").write_text(json.dumps(asdict(Beat(0, pids[0], 7, "loading"))))
-        stop.request(str(folder))
+        request_stop(str(folder))
         failure = watch(guard, pids)
         assert failure.code == 128 + signal.SIGTERM and is_gone(pids[0])
         assert "asked to stop before the first step of training; it was ended" in capfd.readouterr().err
@@ -236,7 +250,7 @@ def test_restarts_only_where_they_may_help(tmp_path, monkeypatch, failure, resta
     guard = Guard(str(tmp_path))
     guard.failure = failure
     if stopped:
-        stop.request(str(tmp_path))
+        request_stop(str(tmp_path))
     assert guard.wants_restart(restarts, 3) == expected
     assert read_restart() == (Restart(failure.text, restarts + 1, 3) if expected else None)
 
@@ -254,7 +268,7 @@ def test_reason_of_a_restart_is_the_first_sentence_of_the_first_error(tmp_path, 
 
 def test_notes_of_the_last_start_go_but_not_those_of_the_user(tmp_path, monkeypatch):
     monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))
-    stop.request(str(tmp_path))
+    request_stop(str(tmp_path))
     note_restart(tmp_path, Restart("why", 1, 2))
     assert claim("traceback") and not claim("traceback")
     forget_last_start(tmp_path)
@@ -265,25 +279,25 @@ def test_notes_of_the_last_start_go_but_not_those_of_the_user(tmp_path, monkeypa
 def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step_after_loading(tmp_path, monkeypatch):
     monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))
     monkeypatch.setenv("RANK", "7")
-    heartbeat.start()
+    start_heartbeat()
     try:
-        heartbeat.configure(30, 0, "run")
+        configure_heartbeat(30, 0, "run")
         limits, done, trains = [], [], []
         for phase, step in (
             *(("loading", 0), ("data", 1), ("forward", None), ("data", 2), ("forward", None), ("saving", None)),
             *(("data", 3), ("diagnosing", None), ("loading", 1), ("data", 2), ("data", 3)),  # a resume of step 1
         ):
-            heartbeat.beat(phase, step)
-            beat = heartbeat.read(tmp_path)[7]
-            limits.append((beat.step, beat.phase, beat.limit_s))
-            trains.append(beat.trains)
-            done.append(heartbeat.steps_done())
+            beat(phase, step)
+            latest = read_beats(tmp_path)[7]
+            limits.append((latest.step, latest.phase, latest.limit_s))
+            trains.append(latest.trains)
+            done.append(steps_done())
     finally:
-        faulthandler.unregister(heartbeat.STACK_SIGNAL)
+        faulthandler.unregister(protocol.STACK_SIGNAL)
         monkeypatch.delenv(NOTICE_FOLDER)
-        heartbeat._heart.stacks.close()
-        os.close(heartbeat._heart.file)
-        heartbeat.start()
+        protocol._heart.stacks.close()
+        os.close(protocol._heart.file)
+        start_heartbeat()
     assert limits == [
         *((0, "loading", 0), (1, "data", 0), (1, "forward", 0), (2, "data", 30), (2, "forward", 30), (2, "saving", 0)),
         *((3, "data", 30), (3, "diagnosing", 0), (1, "loading", 0), (2, "data", 0), (3, "data", 30)),

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from titanlite.base.errors import NOTICE_FOLDER
-from titanlite.launch import stop
+from titanlite.launch import protocol
+from titanlite.launch.protocol import is_stop_requested, request_stop, was_asked_to_stop
 
 ROOT = Path(__file__).parents[3]
 # A rank that stops in good order says so; a stuck one waits for something that never comes, as for a peer that is gone.
 RANK = """
 import _thread, sys, threading, time
-from titanlite.launch import heartbeat, stop
-stop.BEFORE_TRAINING_S = 0.3
-stop.install()
-heartbeat.beat("forward" if sys.argv[1] == "trains" else "loading", 1)
+from titanlite.launch import protocol
+protocol.BEFORE_TRAINING_S = 0.3
+protocol.catch_signals()
+protocol.beat("forward" if sys.argv[1] == "trains" else "loading", 1)
 print("ready", flush=True)
 if sys.argv[1] == "trains":
     time.sleep(1)
@@ -27,7 +28,7 @@ if sys.argv[1] == "interrupts itself":  # as W&B's "Stop run" does
     threading.Thread(target=_thread.interrupt_main).start()
 if sys.argv[1] == "stuck":
     threading.Event().wait()
-while not stop.is_requested():
+while not protocol.is_stop_requested():
     time.sleep(0.01)
 print("stops", flush=True)
 time.sleep(float(sys.argv[2]))
@@ -38,34 +39,34 @@ time.sleep(float(sys.argv[2]))
 def requested(monkeypatch):
     monkeypatch.delenv(NOTICE_FOLDER, raising=False)
     event = threading.Event()
-    monkeypatch.setattr(stop, "requested", event)
+    monkeypatch.setattr(protocol, "stop_requested", event)
     return event
 
 
 def test_without_a_launcher_the_signal_decides(requested):
-    assert not stop.is_requested()
+    assert not is_stop_requested()
     requested.set()
-    assert stop.is_requested()
+    assert is_stop_requested()
 
 
 def test_with_a_launcher_its_note_decides(requested, tmp_path, monkeypatch):
     monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))
-    assert not stop.is_requested()
+    assert not is_stop_requested()
     requested.set()
-    assert not stop.is_requested()
-    stop.request(str(tmp_path))
-    assert stop.is_requested()
+    assert not is_stop_requested()
+    request_stop(str(tmp_path))
+    assert is_stop_requested()
     monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path / "gone"))
-    assert not stop.is_requested()
+    assert not is_stop_requested()
 
 
 def test_first_request_stops_and_the_next_ones_abort(tmp_path):
     folder = str(tmp_path)
-    assert stop.request(folder)
+    assert request_stop(folder)
     assert [path.name for path in tmp_path.iterdir()] == ["stop"]
-    assert not stop.request(folder)
+    assert not request_stop(folder)
     assert {path.name for path in tmp_path.iterdir()} == {"stop", "abort"}
-    assert not stop.request(folder)
+    assert not request_stop(folder)
 
 
 def start_rank(kind: str = "free", linger_s: float = 0, folder: Path | None = None) -> subprocess.Popen[str]:
@@ -106,21 +107,21 @@ def test_second_signal_ends_it_at_once():
 def test_rank_of_a_launcher_stops_for_a_note_and_not_for_the_signal(tmp_path):
     process = start_rank(folder=tmp_path)
     process.send_signal(signal.SIGTERM)  # the launcher's, or that of the terminal, which goes to all
-    stop.request(str(tmp_path))  # after it, or the rank could end before the signal comes
+    request_stop(str(tmp_path))  # after it, or the rank could end before the signal comes
     assert end_of(process) == ("stops\n", 0)
 
 
 def test_an_interrupt_of_one_rank_alone_stops_all(tmp_path):
     process = start_rank("interrupts itself", folder=tmp_path)
     assert end_of(process) == ("stops\n", 0)
-    assert stop.asked(str(tmp_path)), "the other ranks look there"
+    assert was_asked_to_stop(str(tmp_path)), "the other ranks look there"
 
 
 @pytest.mark.parametrize("requests", [0, 2])
 def test_rank_of_a_launcher_ends_at_once_without_a_note_or_when_told_so(requests, tmp_path):
     process = start_rank("stuck", folder=tmp_path)
     for _ in range(requests):
-        stop.request(str(tmp_path))
+        request_stop(str(tmp_path))
     process.send_signal(signal.SIGTERM)
     assert end_of(process) == ("", 128 + signal.SIGTERM)
 

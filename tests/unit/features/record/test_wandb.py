@@ -258,7 +258,7 @@ def test_a_run_that_ends_with_an_error_has_failed_there_with_its_points(
     monkeypatch.setattr(train_module, "find_missing_packages", lambda job: [])
     monkeypatch.setattr(train_module, "check", lambda job, ranks: SimpleNamespace(job=job))
     monkeypatch.setattr(train_module, "assemble", train)
-    monkeypatch.setattr(train_module.stop, "install", lambda: None)
+    monkeypatch.setattr(train_module.protocol, "catch_signals", lambda: None)
     try:
         code = train_module.main([])
     except ValueError:

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from titanlite.base.errors import NOTICE_FOLDER
-from titanlite.launch.notices import forget_last_start, shared_folder
+from titanlite.launch.protocol import forget_last_start, shared_folder
 
 ROOT = Path(__file__).parents[3]
 RANK = """
 import os, sys, time
-from titanlite.launch.notices import end_with_launcher
+from titanlite.launch.protocol import end_with_launcher
 time.sleep(float(sys.argv[1]))
 end_with_launcher()
 print(os.getpid(), flush=True)
@@ -27,7 +27,7 @@ time.sleep(100)
 # A launcher with one rank, which begins to follow it after argv[1] seconds.
 LAUNCHER = f"""
 import os, subprocess, sys
-from titanlite.launch.notices import shared_folder
+from titanlite.launch.protocol import shared_folder
 with shared_folder() as folder:
     os.environ.update({NOTICE_FOLDER}=folder, TORCHELASTIC_RUN_ID="run")
     rank = subprocess.Popen([sys.executable, "-c", {RANK!r}, sys.argv[1]])
@@ -82,7 +82,7 @@ def test_a_rank_that_begins_after_the_launcher_was_killed_ends_at_once(launcher)
 
 
 def test_a_rank_of_a_launcher_that_has_removed_its_folder_ends_and_other_processes_go_on(tmp_path):
-    script = "from titanlite.launch.notices import end_with_launcher; end_with_launcher(); print('goes on')"
+    script = "from titanlite.launch.protocol import end_with_launcher; end_with_launcher(); print('goes on')"
     for variables, expected in (
         ({NOTICE_FOLDER: str(tmp_path / "gone"), "TORCHELASTIC_RUN_ID": "run"}, (128 + signal.SIGKILL, "")),
         ({NOTICE_FOLDER: str(tmp_path), "TORCHELASTIC_RUN_ID": "run"}, (0, "goes on\n")),  # nothing is known of locks

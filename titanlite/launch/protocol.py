@@ -1,0 +1,371 @@
+"""Protocol between a launcher and its ranks, in a folder that they share: notes, signs of life, requests to stop.
+
+Notes say why ranks ended, and why they start again.
+
+A rank writes step, phase and time whenever it begins something new (2 us, no synchronization). The launcher compares
+the times, asks the ranks for their stacks with SIGUSR1, and says who waits for whom: `titanlite.launch.guard`.
+
+SIGTERM and SIGINT end a run after the step that it is in, with a checkpoint. A launcher gets the signal and leaves a
+note; ranks look for it after each step. A rank without a launcher takes the signal itself. A run that has not begun to
+train has nothing to save: if it does not end by itself within a few seconds, it is ended, whatever it does.
+Signals reach a thread through a pipe: handlers of Python wait until the main thread returns from C, as a rank that
+waits in a collective for a peer that is gone never does.
+"""
+
+import ctypes
+import faulthandler
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from titanlite.base.env import read_rank
+from titanlite.base.errors import NOTICE_FOLDER
+
+ENDING = "ending"  # the launcher ends all ranks: nobody shall wait for anything
+_RESTART, _ERROR, _STOP, _ABORT = "restart", "error", "stop", "abort"
+_SHOWN_CHARS = 200
+TORCH_LOGS = "torchelastic"  # folder for what torchrun writes about each start
+_LAUNCHER = "launcher"  # locked as long as the launcher lives
+_KEPT = (_STOP, _ABORT, _RESTART, _LAUNCHER, TORCH_LOGS)  # the others are about one start of the ranks
+_FOLDER_PREFIX = "titanlite-launch-"
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+STACK_SIGNAL = signal.SIGUSR1
+# What takes no longer than a collective may wait. Loading, saving, generating and looking for the cause of a NaN may,
+# and the first step after loading compiles.
+_LIMITED = ("data", "forward", "backward", "optimizer", "validation")
+_OF_A_STEP = _LIMITED[:4]
+_RECORD_BYTES = 1024
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+BEFORE_TRAINING_S = 8.0  # from the first signal to the end of a run that has not begun to train
+# The launcher ends the other ranks with SIGTERM when one has failed; then there is no note within this time.
+_NOTE_WAIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Why the ranks start again: what ended them, in words, restarts with this one, and how many are allowed."""
+
+    why: str
+    count: int
+    most: int
+
+
+def say(text: str) -> None:
+    """Write a line to standard error, in the launcher."""
+    sys.stderr.write(f"titanlite: {text}\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """Make a folder (mode 0700) for the launcher and its ranks, and remove it at the end.
+
+    Folders of launchers of this user that were killed are removed, too: nobody holds the lock in them.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        if _is_abandoned(path):
+            shutil.rmtree(path, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
+    lock = os.open(Path(folder, f".{_LAUNCHER}"), os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        with suppress(OSError):  # no locks there: such folders are left
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        Path(folder, f".{_LAUNCHER}").rename(Path(folder, _LAUNCHER))  # locked from when it can be found
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Return True if `folder` is of a launcher of this user that is gone."""
+    try:
+        lock = os.open(folder / _LAUNCHER, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False  # another user's, or not one that a launcher has finished making
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(lock).st_uid == os.getuid()
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+
+
+def end_with_launcher() -> None:
+    """Ask the kernel to kill this rank when its launcher ends; call before anything that takes time.
+
+    Does nothing in a process that no launcher has started. It must be the main thread of the launcher that starts
+    ranks: the signal comes when the thread ends that has.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    folder = os.environ.get(NOTICE_FOLDER)
+    # A launcher that was killed before has let go of its lock by now, and one that ended has removed its folder.
+    if folder is not None and (_is_abandoned(Path(folder)) or not Path(folder).is_dir()):
+        os._exit(128 + signal.SIGKILL)
+
+
+def forget_last_start(folder: str | Path) -> None:
+    """Remove the notes of earlier ranks, but not the user's requests; the launcher calls it before ranks start."""
+    for path in Path(folder).iterdir():
+        if path.name not in _KEPT:
+            path.unlink(missing_ok=True)
+
+
+def note_restart(folder: str | Path, restart: Restart) -> None:
+    """Tell the next ranks why they start; called by the launcher."""
+    Path(folder, _RESTART).write_text(json.dumps(asdict(restart)))
+
+
+def read_restart() -> Restart | None:
+    """Return why this rank starts again, or None if it does not."""
+    folder = os.environ.get(NOTICE_FOLDER)
+    try:
+        return None if folder is None else Restart(**json.loads(Path(folder, _RESTART).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def claim(name: str) -> bool:
+    """Return True on the first rank of this machine that asks for `name`, and on every rank without a launcher."""
+    folder = os.environ.get(NOTICE_FOLDER)
+    if folder is None:
+        return True
+    try:
+        os.close(os.open(Path(folder, name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # better said twice than not at all
+    return True
+
+
+def note_error(text: str) -> None:
+    """Note the error that ended this rank, to be shown at a restart. The first rank of this machine counts."""
+    folder = os.environ.get(NOTICE_FOLDER)
+    if folder is not None and claim("has-error"):
+        Path(folder, _ERROR).write_text(text)
+
+
+def read_error(folder: str | Path) -> str:
+    """Return the first sentence of the error that `note_error` noted, in the launcher; empty without one."""
+    try:
+        text = Path(folder, _ERROR).read_text()
+    except OSError:
+        return ""
+    return first_sentence(text)
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of `text` in one line, at most 200 characters, without its full stop."""
+    return " ".join(text.split()).partition(". ")[0][:_SHOWN_CHARS].rstrip(".")
+
+
+def lost_path(folder: str | Path, rank: int) -> Path:
+    """File with the stack of a rank in a collective that failed."""
+    return Path(folder, f"lost-{rank}")
+
+
+def note_lost_peer(rank: int, error: BaseException) -> None:
+    """Note that a collective of this rank failed because a peer is gone or hangs; the launcher finds out which.
+
+    The note is the stack of the call, innermost frame first as `faulthandler` writes it.
+    """
+    folder = os.environ.get(NOTICE_FOLDER)
+    if folder is None:
+        return
+    frames = [
+        f'  File "{f.filename}", line {f.lineno} in {f.name}\n' for f in traceback.extract_tb(error.__traceback__)
+    ]
+    temporary = lost_path(folder, rank).with_name(f".lost-{rank}")
+    temporary.write_text(f"Failed collective: {error}\nThread (most recent call first):\n" + "".join(reversed(frames)))
+    temporary.rename(lost_path(folder, rank))
+
+
+def lost_peers(folder: str | Path) -> dict[int, float]:
+    """Return the seconds since each rank noted that it has lost a peer, by rank; for the launcher."""
+    now, found = time.time(), {}
+    for path in Path(folder).glob("lost-*"):
+        found[int(path.name.removeprefix("lost-"))] = now - path.stat().st_mtime
+    return found
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The latest sign of life of a rank."""
+
+    rank: int  # over all machines
+    pid: int
+    step: int = 0  # training step that it is in or has just done, counted from 1; 0 before the first
+    phase: str = "starting"  # or 'loading', 'data', 'forward', 'backward', 'optimizer', 'validation', ...
+    time_s: float = 0.0  # when that began, on this machine's monotonic clock
+    limit_s: float = 0.0  # after which a rank in this phase hangs; 0 if only a collective that waits for it can tell
+    stopped_limit_s: float = 0.0  # after which a rank hangs that is stopped by a signal, in any phase; 0: not known yet
+    grace_s: float = 0.0  # from SIGTERM to the end of the run; 0 if it may take as long as it needs
+    dump_folder: str = ""  # of the run; empty as long as the configuration is not read
+    trains: bool = False  # True once it has begun a training step in this start
+
+
+class _Heart:
+    """This rank's file, open; there is none without a launcher."""
+
+    def __init__(self) -> None:
+        self.file: int | None = None
+        self.stacks: IO[str] | None = None
+        self.beat = Beat(read_rank(), os.getpid())
+        self.rounds = 0
+
+
+_heart = _Heart()
+
+
+def stack_path(folder: str | Path, rank: int) -> Path:
+    """File that a rank writes the stacks of its threads to on `STACK_SIGNAL`."""
+    return Path(folder, f"stack-{rank}")
+
+
+def start_heartbeat() -> None:
+    """Begin to write; does nothing without a launcher. Call once per process."""
+    global _heart
+    _heart = heart = _Heart()
+    folder = os.environ.get(NOTICE_FOLDER)
+    if folder is None or not Path(folder).is_dir():
+        return
+    heart.stacks = stack_path(folder, heart.beat.rank).open("w")
+    faulthandler.register(STACK_SIGNAL, heart.stacks, all_threads=True)
+    heart.file = os.open(Path(folder, f"beat-{heart.beat.rank}"), os.O_CREAT | os.O_WRONLY, 0o600)
+    beat("starting")
+
+
+def configure_heartbeat(timeout_s: float, grace_s: float, dump_folder: str | Path) -> None:
+    """Tell the launcher the limits and the folder from the configuration, in this rank's `Beat`."""
+    folder = str(Path(dump_folder).absolute())
+    _heart.beat = replace(_heart.beat, stopped_limit_s=timeout_s, grace_s=grace_s, dump_folder=folder)
+    beat(_heart.beat.phase)
+
+
+def beat(phase: str, step: int | None = None) -> None:
+    """Note that this rank begins `phase`, in step `step` if that is new. The step after 'loading' is a first one."""
+    heart = _heart
+    heart.rounds = 0 if phase == "loading" else heart.rounds + (phase == "data")
+    limited = heart.rounds > 1 and phase in _LIMITED
+    heart.beat = replace(
+        heart.beat,
+        phase=phase,
+        step=heart.beat.step if step is None else step,
+        time_s=time.monotonic(),
+        limit_s=heart.beat.stopped_limit_s if limited else 0.0,
+        trains=heart.beat.trains or phase in _OF_A_STEP,
+    )
+    if heart.file is not None:
+        os.pwrite(heart.file, json.dumps(asdict(heart.beat)).encode().ljust(_RECORD_BYTES), 0)
+
+
+def steps_done() -> int:
+    """Optimizer steps that this rank has done, as far as its beats say."""
+    beat = _heart.beat
+    return beat.step - (beat.phase in _OF_A_STEP) if beat.step else 0
+
+
+def current_beat() -> Beat:
+    """Return this rank's latest beat, with a launcher or without."""
+    return _heart.beat
+
+
+def read_beats(folder: str | Path) -> dict[int, Beat]:
+    """Return the latest beat of each rank that has one, by rank; for the launcher."""
+    beats = {}
+    for path in Path(folder).glob("beat-*"):
+        try:
+            found = Beat(**json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError):  # being written; the next look has it
+            continue
+        beats[found.rank] = found
+    return beats
+
+
+stop_requested = threading.Event()
+
+
+def catch_signals() -> Callable[[], None]:
+    """Handle SIGTERM and SIGINT as requests to stop; return a function that undoes it. Call in the main thread."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}  # the pipe has it
+    threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True).start()
+
+    def undo() -> None:
+        signal.set_wakeup_fd(descriptor)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(writer)  # ends the thread
+
+    return undo
+
+
+def is_stop_requested() -> bool:
+    """Return True once this run was asked to stop. Ranks may learn it at different steps; let them agree."""
+    folder = os.environ.get(NOTICE_FOLDER)
+    return stop_requested.is_set() if folder is None else Path(folder, _STOP).exists()
+
+
+def was_asked_to_stop(folder: str) -> bool:
+    """Return True once `request_stop` was called; for the launcher."""
+    return Path(folder, _STOP).exists()
+
+
+def request_stop(folder: str) -> bool:
+    """Ask all ranks to stop, from the launcher; the second call asks them to end at once.
+
+    Returns True for the first call.
+    """
+    first = not Path(folder, _STOP).exists()
+    Path(folder, _STOP if first else _ABORT).touch()
+    return first
+
+
+def _watch(reader: int) -> None:
+    while data := os.read(reader, 1):  # until `undo`
+        number = data[0]
+        if number not in STOP_SIGNALS:
+            continue
+        folder = os.environ.get(NOTICE_FOLDER)
+        if folder is None:
+            if stop_requested.is_set():
+                os._exit(128 + number)
+            stop_requested.set()
+            if not current_beat().trains:
+                _end_before_training(reader, number)
+            continue
+        end = time.monotonic() + _NOTE_WAIT_S
+        while not any(Path(folder, note).exists() for note in (_STOP, ENDING)) and time.monotonic() < end:
+            time.sleep(0.02)
+        if number == signal.SIGINT and not Path(folder, ENDING).exists():
+            Path(folder, _STOP).touch()  # to this rank alone: from W&B's "Stop run"
+        if Path(folder, ENDING).exists() or not Path(folder, _STOP).exists() or Path(folder, _ABORT).exists():
+            os._exit(128 + number)
+
+
+def _end_before_training(reader: int, number: int) -> None:
+    """Return if training begins meanwhile, or with the next signal."""
+    if select.select([reader], [], [], BEFORE_TRAINING_S)[0] or current_beat().trains:
+        return
+    sys.stderr.write(f"titanlite: {signal.Signals(number).name} before the first step: ended, nothing was trained.\n")
+    sys.stderr.flush()
+    os._exit(128 + number)
