@@ -14,8 +14,8 @@ from titanlite.base.errors import CheckpointError, TransientError
 from titanlite.base.log import logger
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_FILE, INDEX_FILE, OWN_FOLDER, UNFINISHED_FILES
-from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.pieces import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config.assets import assets_folder
 from titanlite.config.model import ModelSection

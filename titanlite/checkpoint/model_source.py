@@ -9,7 +9,6 @@ import torch
 
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint import keys
 from titanlite.checkpoint.folder import (
     OWN_FOLDER,
     UNFINISHED_FILES,
@@ -19,7 +18,17 @@ from titanlite.checkpoint.folder import (
     read_model_headers,
 )
 from titanlite.checkpoint.header import FP8, companions, shown
-from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, Piece, checkpoint_pieces, whole
+from titanlite.checkpoint.pieces import (
+    IGNORED_SUFFIXES,
+    MASTER_PREFIX,
+    SIDECAR_FILE,
+    Piece,
+    checkpoint_pieces,
+    explain_unexpected,
+    find_passengers,
+    is_sidecar,
+    whole,
+)
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
 from titanlite.config import ModelConfig
 from titanlite.materialize import ReadRequest, Region, Source, TensorInfo, Unfit
@@ -124,12 +133,12 @@ class HFCheckpoint:
             kept = not self.stored.in_float32.isdisjoint(piece.key for piece in found)
             claims.append((name, Read(self.reader, name, info.shape, kept)))
         claims += [(name, Unfit(problem)) for name, problem in self.untied.items()]
-        self.passengers = keys.find_passengers(self.stored.tensors, used)
+        self.passengers = find_passengers(self.stored.tensors, used)
         known = used.union(self.passengers)
         claims += [
-            (shown(key), Unfit(keys.explain_unexpected(self.name)))
+            (shown(key), Unfit(explain_unexpected(self.name)))
             for key in self.stored.tensors
-            if key not in known and not key.endswith(keys.IGNORED_SUFFIXES)
+            if key not in known and not key.endswith(IGNORED_SUFFIXES)
         ]
         return claims
 
@@ -146,7 +155,7 @@ class HFCheckpoint:
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         if MASTER_PREFIX + name in self.stored.tensors:
             return [whole(MASTER_PREFIX + name, shape)]
-        if keys.is_sidecar(name, self._family) or name in self.stored.tensors:
+        if is_sidecar(name, self._family) or name in self.stored.tensors:
             return [whole(name, shape)]  # also fused experts, as transformers has them in memory
         return list(checkpoint_pieces(name, shape, self._family))
 

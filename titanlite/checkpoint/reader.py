@@ -23,7 +23,7 @@ from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
 from titanlite.base.tables import format_size
 from titanlite.checkpoint.header import FP8, StoredTensor, find_scale
-from titanlite.checkpoint.segments import Segments, bytes_of, overlap
+from titanlite.checkpoint.pieces import Segments, bytes_of, overlap
 from titanlite.materialize import ReadRequest, Region
 from titanlite.materialize.layout import Encoding, rows_of
 

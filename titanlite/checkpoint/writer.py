@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 from titanlite.base.log import logger
 from titanlite.checkpoint.header import encode_header
-from titanlite.checkpoint.keys import Piece
+from titanlite.checkpoint.pieces import Piece, Segments, bytes_of, overlap
 from titanlite.checkpoint.reader import io_threads, timed
-from titanlite.checkpoint.segments import Segments, bytes_of, overlap
 from titanlite.materialize import Region
 
 FILE_BYTES = 4 * 1024**3

@@ -27,10 +27,9 @@ from titanlite.base.tables import format_size
 from titanlite.checkpoint.description import render
 from titanlite.checkpoint.folder import OWN_FOLDER
 from titanlite.checkpoint.header import FP8, StoredTensor, companions, find_scale, shown
-from titanlite.checkpoint.keys import MASTER_PREFIX, PREDICTION_KEY, part_of, whole
 from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.pieces import MASTER_PREFIX, PREDICTION_KEY, bytes_of, part_of, whole
 from titanlite.checkpoint.reader import Files, SafetensorsReader, place
-from titanlite.checkpoint.segments import bytes_of
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.materialize import ReadRequest, Region, SourceProvider

@@ -28,7 +28,7 @@ from titanlite.checkpoint.folder import (
     read_headers,
     read_json,
 )
-from titanlite.checkpoint.keys import MASTER_PREFIX
+from titanlite.checkpoint.pieces import MASTER_PREFIX
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import scaling_of

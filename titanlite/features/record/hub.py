@@ -14,7 +14,7 @@ from titanlite.base.log import logger
 from titanlite.base.tables import format_count
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.folder import OWN_FOLDER, how_to_finish
-from titanlite.checkpoint.keys import SIDECAR_FILE
+from titanlite.checkpoint.pieces import SIDECAR_FILE
 from titanlite.config import JobConfig
 from titanlite.config.assets import BaseModel, base_model_of, is_hub_id, public_name
 from titanlite.config.data import get_sources

@@ -12,8 +12,8 @@ from titanlite.checkpoint import Progress
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
 from titanlite.checkpoint.header import DTYPES, FP8, StoredTensor, companions, shown
-from titanlite.checkpoint.keys import find_passengers
 from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.pieces import find_passengers
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.features.lora.adapter import read_adapter
 from titanlite.features.tools.models import MODEL_HELP, find_model

@@ -15,8 +15,8 @@ from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import OWN_FOLDER, Stored
 from titanlite.checkpoint.header import FP8, StoredTensor, companions, find_scale, shown
-from titanlite.checkpoint.keys import IGNORED_SUFFIXES, MASTER_PREFIX, explain_unexpected, find_passengers, whole
 from titanlite.checkpoint.model_source import explain_untied, is_equal
+from titanlite.checkpoint.pieces import IGNORED_SUFFIXES, MASTER_PREFIX, explain_unexpected, find_passengers, whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.features.transformers.build import find_flag

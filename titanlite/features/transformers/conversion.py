@@ -17,7 +17,7 @@ import torch
 
 from titanlite.checkpoint.folder import Stored
 from titanlite.checkpoint.header import FP8
-from titanlite.checkpoint.keys import whole
+from titanlite.checkpoint.pieces import whole
 from titanlite.checkpoint.reader import SafetensorsReader, place
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import ReadRequest, Region

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from titanlite.checkpoint.header import StoredTensor, shown
+from titanlite.checkpoint.pieces import bytes_of
 from titanlite.checkpoint.reader import Files, io_threads, run_jobs, timed
-from titanlite.checkpoint.segments import bytes_of
 from titanlite.materialize import ReadRequest, Region
 
 _BLOCK, _BYTES = 32, 16

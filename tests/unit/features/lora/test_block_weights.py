@@ -12,8 +12,8 @@ from tests.saving import save_hf_model
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import reader as reader_module
 from titanlite.checkpoint.header import read_header
-from titanlite.checkpoint.keys import checkpoint_pieces
 from titanlite.checkpoint.model_source import hf_checkpoint
+from titanlite.checkpoint.pieces import checkpoint_pieces
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.block_formats import (
     BLOCK_FORMATS,

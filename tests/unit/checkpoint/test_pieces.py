@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.checkpoint.segments import Segments, bytes_of, overlap
+from titanlite.checkpoint.pieces import Segments, bytes_of, overlap
 from titanlite.materialize import Region
 
 
