@@ -27,8 +27,7 @@ from titanlite.base.agree import gather_objects, on_first_rank, raise_together
 from titanlite.base.errors import CheckpointError, TitanliteError, TransientError, raise_problems
 from titanlite.base.files import is_full, open_regular, sync
 from titanlite.base.log import logger
-from titanlite.checkpoint.folder import OWN_FOLDER, read_json
-from titanlite.checkpoint.header import shown
+from titanlite.checkpoint.folder import OWN_FOLDER, read_json, shown
 from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, merge_crcs, write_items
 
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"

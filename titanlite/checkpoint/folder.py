@@ -1,13 +1,165 @@
-"""A folder of safetensors files: what is in it, found from the headers alone."""
+"""A folder of safetensors files: which bytes of which file are which tensor, found from the headers alone.
 
-from collections.abc import Iterable
+Format: the length of the header as 8 little-endian bytes, the header as JSON, then the data. The header maps each name
+to `dtype`, `shape` and `data_offsets`, the half-open byte range of the tensor in the data.
+https://huggingface.co/docs/safetensors
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
 
 from titanlite.base import files
 from titanlite.base.errors import CheckpointError, raise_problems
-from titanlite.checkpoint.header import StoredTensor, read_header, shown
+from titanlite.base.files import open_regular, parse_json
+
+_PAGE_BYTES = 4096
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a safetensors file: dtype and shape are those on disk, `offset` is that of its first byte in the
+    file.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+    def rows(self, start: int, length: int) -> "StoredTensor":
+        """Return `length` indices of the first dim, from `start` on, as a stored tensor of its own."""
+        size = self.nbytes // max(self.shape[0], 1)
+        return self._replace(shape=(length, *self.shape[1:]), offset=self.offset + start * size, nbytes=length * size)
+
+    def index(self, i: int) -> "StoredTensor":
+        """Return index `i` of the first dim, without that dim."""
+        return self.rows(i, 1)._replace(shape=self.shape[1:])
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of the safetensors file `path` by key, in the order of their bytes. Reads the header only.
+
+    Raises CheckpointError: `path` cannot be read, is no regular file, has a name twice or dtypes that are not in
+    `DTYPES`, or the safetensors library refuses it: it is cut off, not JSON, or its offsets are out of range, overlap,
+    leave a gap, or contradict dtype and shape.
+    """
+    where = f"checkpoint {path}"
+    try:
+        with open_regular(path) as file, safe_open(path, "numpy"):  # which looks at all that the header says
+            (length,) = struct.unpack("<Q", file.read(8))
+            table = parse_json(file.read(length).decode("utf-8"))
+        table.pop("__metadata__", None)
+        entries = [(key, v["dtype"], tuple(v["shape"]), *v["data_offsets"]) for key, v in table.items()]
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{where}: there is no such file. Copy it again from where the checkpoint came."
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read: {error.strerror}.") from None
+    except (SafetensorError, ValueError, TypeError, struct.error) as error:
+        raise CheckpointError(
+            f"{where}: is cut off, damaged, or no safetensors file: {shown(error)}. Copy it again from where it came."
+        ) from None
+    unknown = [
+        f"{shown(key)}: dtype {dtype} is unknown; there are {', '.join(DTYPES)}."
+        for key, dtype, *_ in entries
+        if dtype not in DTYPES
+    ]
+    raise_problems(CheckpointError, where, unknown)
+    return {
+        key: StoredTensor(key, DTYPES[dtype], shape, path, 8 + length + begin, end - begin)
+        for key, dtype, shape, begin, end in sorted(entries, key=lambda entry: entry[3:])
+    }
+
+
+def encode_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], int]]) -> bytes:
+    """Return the header of a file with the given (key, dtype, shape, first byte in the data), padded to a page."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for key, dtype, shape, start in tensors:
+        end = start + math.prod(shape) * dtype.itemsize
+        table[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    # No other rank writes to a page of the header.
+    text += b" " * (-(len(text) + 8) % _PAGE_BYTES)
+    return struct.pack("<Q", len(text)) + text
+
+
+def shown(text: object) -> str:
+    """Return `text` from a file fit for a message: printable, and not long."""
+    safe = str(text).encode("unicode_escape").decode("ascii")
+    return safe if len(safe) <= 200 else f"{safe[:197]}..."
+
+
+# FP8 weights with factors, as DeepSeek-V3's (arXiv:2412.19437, section 3.3), are dequantized while they are read.
+# `name.weight` (R, C) is float8_e4m3fn; `name.weight_scale_inv` (ceil(R / 128), ceil(C / 128)) has one factor per block
+# of 128 x 128. The weight is the product of both. A factor may also serve a part of a row, a row, or the whole tensor.
+
+
+def companions(key: str) -> list[str]:
+    """Return the keys that the factors of an FP8 weight may have, and those for activations, which are not used."""
+    module = key.removesuffix(".weight")
+    own = (".scale", ".qscale_weight", ".activation_scale", ".input_scale") if module != key else ()
+    return [f"{key}_scale_inv", f"{key}_scale", *(module + suffix for suffix in own)]
+
+
+def find_scale(
+    stored: StoredTensor, tensors: Mapping[str, StoredTensor], declared: tuple[int, int] | None
+) -> tuple[StoredTensor, tuple[int, int]]:
+    """Return the factors (r, c) of an FP8 weight (R, C), of (E, R, C) (E, r, c), and what (rows, columns) one serves.
+
+    `tensors` is all that is stored. `declared` are the rows and columns of a block in config.json; edges may cut
+    blocks.
+
+    Raises ValueError: there are none, or they do not fit.
+    """
+    scale = next((tensors[key] for key in companions(stored.key)[:4] if key in tensors), None)
+    if scale is None:
+        raise ValueError(f"{shown(stored.key)} is {stored.dtype} without factors ({shown(stored.key)}_scale_inv)")
+    shape, grid = stored.shape, scale.shape
+    if grid in ((), (1,)):  # one for all
+        scale, grid = scale._replace(shape=(1, 1)), (1, 1)
+    if len(shape) in (2, 3) and len(grid) == len(shape) and grid[:-2] == shape[:-2] and all((*shape, *grid)):
+        if declared is not None and grid[-2:] == scale_shape(shape[-2:], declared):
+            return scale, declared
+        (r, c), block = grid[-2:], (shape[-2] // grid[-2], shape[-1] // grid[-1])
+        # Rows, parts of rows, and all of it speak for themselves; other blocks only where config.json has none.
+        if scale_shape(shape[-2:], (r, c)) == block and (declared is None or block[0] == 1 or (r, c) == (1, 1)):
+            return scale, block
+    raise ValueError(
+        f"{shown(scale.key)} has shape {scale.shape}, which does not fit {shape} in blocks of {declared or 'any size'}"
+    )
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Return the shape of the factors of a weight of `shape`."""
+    return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
+
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -10,14 +10,16 @@ import torch
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.folder import (
+    FP8,
     OWN_FOLDER,
     UNFINISHED_FILES,
     Stored,
+    companions,
     read_headers,
     read_json,
     read_model_headers,
+    shown,
 )
-from titanlite.checkpoint.header import FP8, companions, shown
 from titanlite.checkpoint.pieces import (
     IGNORED_SUFFIXES,
     MASTER_PREFIX,

@@ -22,7 +22,7 @@ from titanlite.base.env import read_ranks_here
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
 from titanlite.base.tables import format_size
-from titanlite.checkpoint.header import FP8, StoredTensor, find_scale
+from titanlite.checkpoint.folder import FP8, StoredTensor, find_scale
 from titanlite.checkpoint.pieces import Segments, bytes_of, overlap
 from titanlite.materialize import ReadRequest, Region
 from titanlite.materialize.layout import Encoding, rows_of

@@ -11,8 +11,7 @@ import torch
 from titanlite.base.agree import gather_objects, on_first_rank, raise_together
 from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
-from titanlite.checkpoint.folder import OWN_FOLDER, read_headers, read_json
-from titanlite.checkpoint.header import StoredTensor
+from titanlite.checkpoint.folder import OWN_FOLDER, StoredTensor, read_headers, read_json
 from titanlite.checkpoint.pieces import whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.base.log import logger
-from titanlite.checkpoint.header import encode_header
+from titanlite.checkpoint.folder import encode_header
 from titanlite.checkpoint.pieces import Piece, Segments, bytes_of, overlap
 from titanlite.checkpoint.reader import io_threads, timed
 from titanlite.materialize import Region

@@ -25,8 +25,7 @@ from titanlite.base.hf_objects import build_config
 from titanlite.base.log import logger
 from titanlite.base.tables import format_size
 from titanlite.checkpoint.description import render
-from titanlite.checkpoint.folder import OWN_FOLDER
-from titanlite.checkpoint.header import FP8, StoredTensor, companions, find_scale, shown
+from titanlite.checkpoint.folder import FP8, OWN_FOLDER, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.pieces import MASTER_PREFIX, PREDICTION_KEY, bytes_of, part_of, whole
 from titanlite.checkpoint.reader import Files, SafetensorsReader, place

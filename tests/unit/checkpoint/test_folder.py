@@ -16,8 +16,14 @@ from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import folder as folder_module
-from titanlite.checkpoint.folder import INDEX_FILE, SINGLE_FILE, read_headers, read_json, read_model_headers
-from titanlite.checkpoint.header import read_header
+from titanlite.checkpoint.folder import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    read_header,
+    read_headers,
+    read_json,
+    read_model_headers,
+)
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint.header import DTYPES, StoredTensor, encode_header, read_header, shown
+from titanlite.checkpoint.folder import DTYPES, StoredTensor, encode_header, read_header, shown
 
 FIELDS = {"dtype", "shape", "data_offsets"}
 

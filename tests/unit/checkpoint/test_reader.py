@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import reader as reader_module
-from titanlite.checkpoint.header import DTYPES, StoredTensor, read_header
+from titanlite.checkpoint.folder import DTYPES, StoredTensor, read_header
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, format_transfer, io_threads, timed
 from titanlite.materialize import ReadRequest, Region
 

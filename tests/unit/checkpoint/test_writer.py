@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from titanlite.checkpoint import writer
-from titanlite.checkpoint.header import DTYPES, read_header
+from titanlite.checkpoint.folder import DTYPES, read_header
 from titanlite.checkpoint.writer import (
     Item,
     combine,

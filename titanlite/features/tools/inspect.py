@@ -10,8 +10,19 @@ from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.base.tables import fold_names, format_count, format_size, format_table, texts_between_numbers
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
-from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
-from titanlite.checkpoint.header import DTYPES, FP8, StoredTensor, companions, shown
+from titanlite.checkpoint.folder import (
+    ADAPTER_FILE,
+    DTYPES,
+    FP8,
+    OWN_FOLDER,
+    Stored,
+    StoredTensor,
+    companions,
+    read_headers,
+    read_json,
+    read_model_headers,
+    shown,
+)
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.checkpoint.pieces import find_passengers
 from titanlite.checkpoint.train_state import STATE_FILE

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint.folder import Stored
-from titanlite.checkpoint.header import FP8
+from titanlite.checkpoint.folder import FP8, Stored
 from titanlite.checkpoint.pieces import whole
 from titanlite.checkpoint.reader import SafetensorsReader, place
 from titanlite.features.transformers.model import TransformersModel

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from titanlite.checkpoint.header import StoredTensor, shown
+from titanlite.checkpoint.folder import StoredTensor, shown
 from titanlite.checkpoint.pieces import bytes_of
 from titanlite.checkpoint.reader import Files, io_threads, run_jobs, timed
 from titanlite.materialize import ReadRequest, Region

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tests.saving import save_hf_model
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import reader as reader_module
-from titanlite.checkpoint.header import read_header
+from titanlite.checkpoint.folder import read_header
 from titanlite.checkpoint.model_source import hf_checkpoint
 from titanlite.checkpoint.pieces import checkpoint_pieces
 from titanlite.config.schema import LoRASection
