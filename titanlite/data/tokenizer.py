@@ -26,8 +26,7 @@ from titanlite.base.log import logger
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
 from titanlite.config.assets import weights_key
 from titanlite.config.data import DataSection
-from titanlite.data.cache import get_cache_folder, load_or_build
-from titanlite.data.corpus import Corpus, split_text
+from titanlite.data.corpus import Corpus, get_cache_folder, load_or_build, split_text
 from titanlite.models.families.hf_config import load_config_and_class
 
 if TYPE_CHECKING:

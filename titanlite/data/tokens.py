@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 from titanlite.base.files import write_atomic
 from titanlite.base.log import logger
 from titanlite.config.data import DataSection
-from titanlite.data.cache import get_cache_folder, get_code_digest, load_or_build
-from titanlite.data.corpus import Corpus, split_text
+from titanlite.data.corpus import Corpus, get_cache_folder, get_code_digest, load_or_build, split_text
 from titanlite.data.tokenizer import count_ids, get_prefix, serialize
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import pytest
 from titanlite.base.errors import DataError
 from titanlite.base.files import write_atomic
 from titanlite.config.data import DataSection
-from titanlite.data import cache
-from titanlite.data.cache import get_cache_folder, load_or_build, read_once
+from titanlite.data import corpus
+from titanlite.data.corpus import get_cache_folder, load_or_build, read_once
 
 
 def _load(path: Path) -> str | None:
@@ -137,7 +137,7 @@ def test_a_cache_that_cannot_be_used_costs_no_run(tmp_path: Path, monkeypatch: p
         folder.write_text("no folder")
     elif fault == "lock":
         (folder / "read").mkdir(parents=True)
-        monkeypatch.setattr(cache, "_lock", lambda path: (folder / "missing/lock").open("a"))
+        monkeypatch.setattr(corpus, "_lock", lambda path: (folder / "missing/lock").open("a"))
     else:
 
         def fail(fd: int) -> None:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from titanlite.base.errors import DataError, raise_problems
+from titanlite.base.files import write_atomic
 from titanlite.base.log import logger
 from titanlite.config.data import DataSection, get_fields
-from titanlite.data import cache
-from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
+from titanlite.data.corpus import get_cache_folder, get_code_digest, load_or_build
 from titanlite.data.tokenizer import count_ids, serialize
 from titanlite.features.sft.chat import ChatRenderer
 from titanlite.features.sft.chat_template import set_date
@@ -30,7 +30,7 @@ from titanlite.features.sft.rows import Row, Rows, describe_place, merge_row_pro
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-CODE = Path(__file__).parent, Path(cache.__file__).parent  # that makes tokens of rows
+CODE = Path(__file__).parent, Path(__file__).parents[2] / "data"  # that makes tokens of rows
 _BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
 _FILE_SHIFT = 40  # a place is file << 40 | number
 _SKIP_REMEDY = 'To leave such rows out and count them, set data.bad_rows = "skip".'
@@ -106,7 +106,7 @@ def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenize
     """
     content = make_key(data, tokenizer, [rows.get_digest(get_cache_folder(data))])
     # Names of files are part of the key, because errors are reported by them.
-    key = sha256(json.dumps([content, rows.names, cache.get_code_digest(*CODE)]).encode()).hexdigest()[:32]
+    key = sha256(json.dumps([content, rows.names, get_code_digest(*CODE)]).encode()).hexdigest()[:32]
     path = get_cache_folder(data) / "examples" / f"{key}.tokens"
     load, build = partial(_load, path, content), partial(_write, data, rows, tokenizer, path)
     examples, elapsed_s = load_or_build(path, load, build)

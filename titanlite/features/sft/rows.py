@@ -18,8 +18,7 @@ from titanlite.base.files import check_regular, open_regular
 from titanlite.base.tables import format_runs
 from titanlite.config.assets import is_hub_id
 from titanlite.config.data import DataSection, get_fields
-from titanlite.data.cache import read_once
-from titanlite.data.corpus import choose_split, find_files
+from titanlite.data.corpus import choose_split, find_files, read_once
 from titanlite.features.sft.forms import rename_fields
 from titanlite.features.sft.readers import READERS, RowError, drop_none, first_line, get_suffix
 

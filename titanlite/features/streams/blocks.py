@@ -17,7 +17,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from titanlite.base.env import read_ranks_here
-from titanlite.data.cache import get_code_digest, load_or_make, stamp_files
+from titanlite.data.corpus import get_code_digest, load_or_make, stamp_files
 from titanlite.features.sft.examples import CODE, EncodedBlock, TokenizedExamples, read_header
 
 _ARRAYS = ("tokens", "flags", "offsets", "num_trained", "places")

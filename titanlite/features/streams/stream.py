@@ -26,7 +26,7 @@ from titanlite.base.log import logger
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
 from titanlite.data.build import resolve_tokenizer_path
-from titanlite.data.cache import get_cache_folder, write_atomic
+from titanlite.data.corpus import get_cache_folder, write_atomic
 from titanlite.data.dataset import Batch, get_permutation
 from titanlite.data.tokenizer import count_ids
 from titanlite.features.sft.build import build_held_out, get_chat_warnings, get_padding, load_example_tokenizer

@@ -17,7 +17,7 @@ from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
-from titanlite.data import cache
+from titanlite.data import corpus
 from titanlite.data.loader import TrainLoader
 from titanlite.features.generate.evaluate import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
 from titanlite.features.sft import examples as examples_module
@@ -429,7 +429,7 @@ def test_other_code_makes_other_tokens(make_job: MakeJob, monkeypatch: pytest.Mo
     job = make_job([{"prompt": "a", "completion": "b"}] * 4)
     found = []
     for digest in ("1", "1", "2"):
-        monkeypatch.setattr(examples_module.cache, "get_code_digest", lambda *_, digest=digest: digest)
+        monkeypatch.setattr(examples_module, "get_code_digest", lambda *_, digest=digest: digest)
         found.append(build_data(job, 0, 1)[1].fingerprint)
     assert len([*Path(job.data.cache_folder).glob("examples/*.tokens")]) == 2
     assert len({*found}) == 1
@@ -439,5 +439,5 @@ def test_the_digest_of_code_follows_its_files(tmp_path: Path) -> None:
     digests = []
     for text in ("a = 1\n", "a = 2\n"):
         (tmp_path / "a.py").write_text(text)
-        digests.append(cache.get_code_digest.__wrapped__(tmp_path))
+        digests.append(corpus.get_code_digest.__wrapped__(tmp_path))
     assert digests[0] != digests[1]
