@@ -25,9 +25,8 @@ from titanlite.checkpoint.train_state import Progress, find_start, resolve_held_
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.defaults import wants_held_out
 from titanlite.config.schema import BLOCK_SIZES
-from titanlite.data.build import build_loader, build_text, check_form, describe_sources, resolve_steps
 from titanlite.data.dataset import Batch
-from titanlite.data.loader import TrainLoader
+from titanlite.data.loader import TrainLoader, build_loader, build_text, check_form, describe_sources, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary, count_ids
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single

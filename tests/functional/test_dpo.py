@@ -21,9 +21,8 @@ import titanlite.train_step
 from tests.saving import save_hf_model
 from titanlite.assemble import assemble, build_data
 from titanlite.config.parallelism import Degrees
-from titanlite.data.build import build_loader
 from titanlite.data.dataset import Batch
-from titanlite.data.loader import ValidationSet
+from titanlite.data.loader import ValidationSet, build_loader
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.plan import clean_name

@@ -22,9 +22,8 @@ from titanlite.base.log import logger
 from titanlite.base.tables import format_count
 from titanlite.checkpoint.description import check_saved_tokenizer
 from titanlite.config import JobConfig
-from titanlite.data.build import describe_sources, resolve_steps
 from titanlite.data.dataset import PackedDataset
-from titanlite.data.loader import TrainLoader
+from titanlite.data.loader import TrainLoader, describe_sources, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary
 from titanlite.data.tokens import TokenizedCorpus
 from titanlite.distributed.parallelize import check_device, choose_attention

@@ -1,19 +1,46 @@
-"""Batches of a step as a pure function of (seed, step): the data position of a run is its step, and nothing else.
+"""Batches of a step as a pure function of (seed, step), and how they are built from the configuration.
 
-There is no background thread. A micro-batch of 16 Ki tokens takes under 1 ms from the page cache, and a step
-starts its GPU work before the next step asks for data.
+The data position of a run is its step, and nothing else. There is no background thread: a micro-batch of 16 Ki tokens
+takes under 1 ms from the page cache, and a step starts its GPU work before the next step asks for data.
 """
 
+import math
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from titanlite.base.agree import get_rank
+from titanlite.base.errors import ConfigError, DataError
 from titanlite.base.log import logger
-from titanlite.data.dataset import Batch, Mixture, SequenceDataset, Source, TrainDataset, get_orders, get_sources
+from titanlite.base.tables import format_count
+from titanlite.config.data import DataSection
+from titanlite.config.parallelism import BATCHES, resolve_global_batch_size
+from titanlite.config.schema import JobConfig
+from titanlite.data.corpus import build_corpus, describe_left_out
+from titanlite.data.dataset import (
+    Batch,
+    Mixture,
+    PackedDataset,
+    SequenceDataset,
+    Source,
+    TrainDataset,
+    get_orders,
+    get_sources,
+)
+from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
+from titanlite.data.tokens import build_tokens
+from titanlite.models.families import get_model_type
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Maker = type[PackedDataset]
+DatasetBuilder = Callable[[JobConfig], tuple["PreTrainedTokenizerFast", TrainDataset]]
 _KEYED = ", order keyed"  # in the fingerprint of a run whose order is
+_MANY_EPOCHS = 10  # of a pretrained model's new data
 
 
 class ValidationSet(NamedTuple):
@@ -150,3 +177,162 @@ class TrainLoader:
         for start in range(self.dp_rank * size, count + self.dp_rank * size, self.dp_degree * size):
             indices = dataset.get_validation_indices(start, start + size)
             yield dataset.batch(indices).with_rows(max(0, count - start))
+
+
+def build_loader(
+    job: JobConfig, dp_rank: int, dp_degree: int, builders: Mapping[str, DatasetBuilder], before: int | None = None
+) -> tuple["PreTrainedTokenizerFast", TrainLoader]:
+    """Return the tokenizer and the batches of one data-parallel rank; every process may call it at any time.
+
+    No collectives: processes of one machine share the work through the cache folder. The vocabulary that the model
+    must have at least is `loader.dataset.vocab_size`. With `data.tokenizer_path` empty, a tokenizer.json in
+    `model.hf_assets_path` is used before a BPE is trained. `builders` make the datasets, by `get_kind`;
+    `before` is the batch size of the run that is resumed.
+
+    Raises DataError: the text, a row or the tokenizer is missing or unusable, or there is too little for `seq_len`.
+    """
+    training = job.training
+    tokenizer, dataset = builders[get_kind(job.data)](job)
+    # For streams this reads rows, so only where it counts. A document of plain text, or an image, is one example.
+    sources = get_sources(dataset) if training.global_batch_size is None and before is None else []
+    examples = sum(source.share * getattr(source.dataset, "examples_per_sequence", 1.0) for source in sources)
+    sizes = [source.dataset.num_train_sequences or 0 for source in sources]
+    loader = TrainLoader(
+        dataset,
+        seed=training.seed,
+        global_batch_size=resolve_global_batch_size(
+            job, dp_degree, examples, sum(sizes) if all(sizes) else None, before
+        ),
+        local_batch_size=training.local_batch_size,
+        dp_rank=dp_rank,
+        dp_degree=dp_degree,
+    )
+    if loader.mixture:
+        logger.info("data: %s", loader.mixture)
+    if job.validation.enable:
+        loader.log_validation_size(job.validation.steps, job.validation.freq)
+    return tokenizer, loader
+
+
+def get_kind(data: DataSection) -> str:
+    """Return the configured kind of data: "text", "documents", "examples", "stream", "mixture" or "images".
+
+    Raises DataError: it asks for none.
+    """
+    if data.dataset == "none":
+        raise DataError(
+            "data: nothing says on which data the pretrained model is to be trained. Set data.path to a file, folder "
+            'or hub id; or data.dataset = "stdlib" for the Python files of the standard library.'
+        )
+    if data.sources and data.dataset != "images":
+        return "mixture"
+    if data.dataset in ("text", "stdlib"):
+        return "text" if data.packing else "documents"
+    return "stream" if data.dataset == "examples" and data.streaming else data.dataset
+
+
+def build_text(job: JobConfig, make: Maker = PackedDataset) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
+    """Return the tokenizer and the sequences of plain text; the tokenizer of a run that goes on is its own."""
+    data = resolve_tokenizer_path(job)
+    tokenizer = None if data.tokenizer_path else _load_own_tokenizer(job)
+    return build_packed(data, job.training.seq_len, "data", tokenizer, get_model_type(job.model), make)
+
+
+def resolve_tokenizer_path(job: JobConfig) -> DataSection:
+    """Return `job.data`, with the tokenizer of `model.hf_assets_path` where no other is configured."""
+    data = job.data
+    assets = Path(job.model.hf_assets_path).expanduser()
+    if job.model.hf_assets_path and not data.tokenizer_path and (assets / "tokenizer.json").is_file():
+        # Pretrained weights mean nothing with the ids of another tokenizer.
+        data = replace(data, tokenizer_path=str(assets))
+        logger.info("data: using the tokenizer in %s", assets)
+    return data
+
+
+def _load_own_tokenizer(job: JobConfig) -> "PreTrainedTokenizerFast | None":
+    """Return the BPE that this run was begun with, from the checkpoint that it resumes; None for a new run.
+
+    Another version of titanlite or of transformers would train another one.
+    """
+    section = job.checkpoint
+    if not section.enable or section.load_step == 0:
+        return None
+    folder = Path(job.job.dump_folder) / section.folder
+    steps = {path.parent: path.parent.name.removeprefix("step-") for path in folder.glob("step-*/tokenizer.json")}
+    found = {int(step): path for path, step in steps.items() if step.isdecimal()}  # others were set aside
+    for step in sorted(found if section.load_step < 0 else found.keys() & {section.load_step}, reverse=True):
+        try:
+            tokenizer = load_tokenizer(found[step] / "tokenizer.json")
+        except DataError as error:  # the checkpoint is damaged, and the run goes on with one before
+            logger.warning("%s", error)
+            continue
+        logger.info("data: the tokenizer is that of the checkpoint %s", found[step])
+        return tokenizer
+    return None
+
+
+def build_packed(
+    data: DataSection, seq_len: int, where: str, tokenizer: Any, model_type: str = "", make: Maker = PackedDataset
+) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
+    """Return the tokenizer, trained on the text unless it is given, and the sequences of `data.path`."""
+    corpus = build_corpus(data)
+    tokenizer = build_tokenizer(data, corpus, model_type) if tokenizer is None else tokenizer
+    dataset = make(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)
+    logger.info(
+        "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out%s",
+        *(where, len(dataset.tokenized.tokens), dataset.tokenized.vocab_size, dataset.tokenized.num_documents),
+        *(dataset.seq_len, dataset.num_train_sequences, dataset.num_validation_sequences),
+        describe_left_out(data, [path for _, path in corpus.files]),
+    )
+    return tokenizer, dataset
+
+
+def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> JobConfig:
+    """Return `job` with its batch, and the steps that its epochs are, counted on from `before`, a `Progress`."""
+    size, num_sequences = loader.global_batch_size, loader.dataset.num_train_sequences
+    if job.training.global_batch_size is None:
+        kept, guide = before is None or before.batch_size in (-1, size), BATCHES[job.training.objective == "dpo"]
+        how = "for {} {}: {}; at most 1/32 of all".format(*guide) if before is None else f"before: {before.batch_size}"
+        log, text = logger.info if kept or get_rank() else logger.warning, format_count(size, "sequence")
+        log("training: training.global_batch_size is not set, so a step has %s (%s)", text, how)
+        job = replace(job, training=replace(job.training, global_batch_size=size))
+    steps, taken, done = job.training.steps, 0, 0
+    if before is not None and not job.data.skip_to_sample:  # otherwise what was left out would count
+        taken, done = before.samples, before.step
+    if job.training.epochs and num_sequences is not None:
+        steps = done + math.ceil((job.training.epochs * num_sequences - taken) / size)
+        job = replace(job, training=replace(job.training, steps=steps))
+    taken += (steps - done) * size
+    tokens = f"{taken * job.training.seq_len:,} tokens with padding"
+    epochs = 0.0 if num_sequences is None else float(f"{taken / num_sequences:.3g}")
+    shown = "" if num_sequences is None else f", {format_count(epochs, 'epoch')}"
+    logger.info("training: %s of %s, %s%s", format_count(steps, "step"), format_count(size, "sequence"), tokens, shown)
+    _warn_of_many_epochs(job, epochs, "", "training.epochs")
+    return job
+
+
+def check_form(job: JobConfig, form: str) -> None:
+    """Refuse rows of a `form` for trained models where random weights were not asked for: a ConfigError."""
+    if form == "text" or job.checkpoint.initial_load_path or job.model.init == "random":
+        return
+    raise ConfigError(
+        f"model: the run would begin with random weights, and its data are rows of form '{form}', for "
+        'fine-tuning. Set model.path to the model to fine-tune; or model.init = "random", if random weights are meant.'
+    )
+
+
+def describe_sources(job: JobConfig, loader: TrainLoader, step: int = 0) -> None:
+    """Log how much of each source of a mixture a run takes to its end, with what it took before it began at `step`."""
+    sizes = {source.name: source.dataset.num_train_sequences for source in get_sources(loader.dataset)}
+    for name, count in loader.get_taken(max(step, job.training.steps)).items():
+        size = sizes[name]
+        epochs = "" if size is None else f", {count / size:.3g} epochs"
+        logger.info("training: of %s %s sequences%s", name, f"{count:,}", epochs)
+        if size is not None and loader.dataset.num_train_sequences is None:  # else all have the same epochs
+            _warn_of_many_epochs(job, count / size, f" of {name}", f"data.sources.{name}.weight to less")
+
+
+def _warn_of_many_epochs(job: JobConfig, epochs: float, source: str, remedy: str) -> None:
+    if job.checkpoint.initial_load_path and epochs > _MANY_EPOCHS and get_rank() == 0:
+        text = "training: a pretrained model sees the data%s %.0f times, which it learns by heart. Set %s, or lower "
+        logger.warning(text + "training.steps, if that is not meant.", source, epochs, remedy)

@@ -12,8 +12,8 @@ from titanlite.base.log import logger
 from titanlite.config.data import DataSection
 from titanlite.config.patterns import parse_object
 from titanlite.config.schema import JobConfig
-from titanlite.data.build import resolve_tokenizer_path
 from titanlite.data.corpus import describe_left_out
+from titanlite.data.loader import resolve_tokenizer_path
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.sft.chat import DROPPED, NO_END, SPELLED
 from titanlite.features.sft.chat_template import set_arguments

@@ -22,7 +22,6 @@ from titanlite.base.errors import DataError
 from titanlite.config import data as data_config
 from titanlite.config.data import SourceSection
 from titanlite.config.schema import JobConfig
-from titanlite.data.build import build_packed, resolve_tokenizer_path
 from titanlite.data.dataset import (
     Batch,
     PackedDataset,
@@ -33,6 +32,7 @@ from titanlite.data.dataset import (
     get_permutation,
     get_sources,
 )
+from titanlite.data.loader import build_packed, resolve_tokenizer_path
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.sft.build import build_example_dataset, load_example_tokenizer
 from titanlite.features.sft.dataset import DocumentRows

@@ -25,9 +25,9 @@ from titanlite.base.errors import DataError
 from titanlite.base.log import logger
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
-from titanlite.data.build import resolve_tokenizer_path
 from titanlite.data.corpus import get_cache_folder, write_atomic
 from titanlite.data.dataset import Batch, get_permutation
+from titanlite.data.loader import resolve_tokenizer_path
 from titanlite.data.tokenizer import count_ids
 from titanlite.features.sft.build import build_held_out, get_chat_warnings, get_padding, load_example_tokenizer
 from titanlite.features.sft.dataset import ExampleSet, fit_examples, get_documents, make_batch, pack_examples

@@ -18,9 +18,9 @@ from titanlite.config.assets import base_model_of
 from titanlite.config.data import DataSection, get_sources
 from titanlite.config.defaults import wants_held_out
 from titanlite.config.parallelism import BATCHES, resolve_global_batch_size
-from titanlite.data.build import check_form, get_kind, resolve_tokenizer_path
 from titanlite.data.corpus import build_corpus, describe_left_out
 from titanlite.data.dataset import get_num_held_out
+from titanlite.data.loader import check_form, get_kind, resolve_tokenizer_path
 from titanlite.features.dpo import build_dpo
 from titanlite.features.sft.build import load_example_tokenizer
 from titanlite.features.sft.dataset import pack_best_fit
