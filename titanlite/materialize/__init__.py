@@ -22,18 +22,24 @@ from torch import nn
 from titanlite.materialize.execute import allocate, fill, verify
 from titanlite.materialize.layout import Region, region_of
 from titanlite.materialize.plan import Plan, TensorEntry, build_plan
-from titanlite.materialize.recipes import Constant, Normal, Ones, Recipe, TruncatedNormal, Uniform, Zeros
 from titanlite.materialize.sources import (
     Alias,
     Compute,
+    Constant,
     Init,
     Keep,
+    Normal,
+    Ones,
     ReadRequest,
+    Recipe,
     Source,
     SourceProvider,
     TensorInfo,
     TensorReader,
+    TruncatedNormal,
     Unfit,
+    Uniform,
+    Zeros,
 )
 
 

@@ -17,9 +17,8 @@ from titanlite.base.env import read_ranks_here
 from titanlite.base.errors import CheckpointError, PlanError, VerifyError, raise_problems
 from titanlite.materialize.layout import Region, encoding_of, local_of, num_replicas, region_of, write_rows
 from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
-from titanlite.materialize.recipes import Recipe
 from titanlite.materialize.replicas import broadcast, group_size, share_out
-from titanlite.materialize.sources import Compute, Init, Keep, Read, ReadRequest, TensorReader
+from titanlite.materialize.sources import Compute, Init, Keep, Read, ReadRequest, Recipe, TensorReader
 
 _HUGE_PAGE_BYTES = 2 << 20
 _DRAWN_AT_ONCE = 1 << 22  # values that will be encoded

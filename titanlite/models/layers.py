@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlite.config.model import ModelConfig
-from titanlite.materialize.recipes import Normal, Ones, Zeros
-from titanlite.materialize.sources import Compute, Init, Source
+from titanlite.materialize.sources import Compute, Init, Normal, Ones, Source, Zeros
 from titanlite.ops import (
     inverse_frequencies,
     linear,

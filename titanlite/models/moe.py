@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from titanlite.config.model import ModelConfig
-from titanlite.materialize.recipes import Normal, Zeros
-from titanlite.materialize.sources import Init, Source
+from titanlite.materialize.sources import Init, Normal, Source, Zeros
 from titanlite.models.layers import FeedForward, keep
 from titanlite.ops import group_by_expert, grouped_gemm, local_tensor, permute_tokens, swiglu, unpermute_sum
 from titanlite.ops.matmul import GroupedGemmBackend, wide_linear

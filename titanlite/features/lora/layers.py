@@ -22,8 +22,7 @@ from titanlite.config.patterns import match_names, split_patterns
 from titanlite.config.schema import LoRASection
 from titanlite.features.transformers.experts import use_titanlite_experts
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize.recipes import Uniform, Zeros
-from titanlite.materialize.sources import Init, Source
+from titanlite.materialize.sources import Init, Source, Uniform, Zeros
 from titanlite.models.interface import Model
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titanlite.materialize.recipes import Zeros
-from titanlite.materialize.sources import Init, Source
+from titanlite.materialize.sources import Init, Source, Zeros
 from titanlite.models.moe import count_rows, dispatch_locally
 from titanlite.ops import grouped_gemm, local_tensor, permute_tokens, unpermute_sum
 from titanlite.ops.moe_experts import Travel, moe_experts

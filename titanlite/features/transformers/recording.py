@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from titanlite.materialize.execute import poison_of
 from titanlite.materialize.layout import Region
-from titanlite.materialize.recipes import Recipe
+from titanlite.materialize.sources import Recipe
 
 _MOST_TRIED = 1 << 22  # elements; a replay of more calls is not tried before it is needed
 _GENERATOR = Lock()  # torch's own is one for all threads
