@@ -1,6 +1,6 @@
 """Passengers: tensors of a model's folder that the model does not compute, in every checkpoint and exported folder.
 
-Such are layers for multi-token prediction and, in a run on text, the vision tower; `checkpoint.keys.find_passengers`
+Such are layers for multi-token prediction and, in a run on text, the vision tower; `checkpoint.pieces.find_passengers`
 has the rule. They stay in their files, and saving copies their bytes from there, 1 MiB at a time. Two kinds change:
 
 - Copies of the embedding or of the output head, recognized by their bytes, are written from the trained tensor.
