@@ -20,9 +20,7 @@ from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config.assets import assets_folder
 from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection
-from titanlite.materialize import Plan, SourceProvider, TensorEntry
-from titanlite.materialize.layout import local_of
-from titanlite.materialize.replicas import share_out
+from titanlite.materialize import Plan, SourceProvider, TensorEntry, local_of, share_out
 from titanlite.models.families import family_of
 from titanlite.models.interface import Model, is_adapter
 

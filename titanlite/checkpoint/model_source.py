@@ -33,8 +33,7 @@ from titanlite.checkpoint.pieces import (
 )
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
 from titanlite.config import ModelConfig
-from titanlite.materialize import ReadRequest, Region, Source, TensorInfo, Unfit
-from titanlite.materialize.sources import Read
+from titanlite.materialize import Read, ReadRequest, Region, Source, TensorInfo, Unfit
 from titanlite.models.families import Family, family_of
 from titanlite.models.families.keys import describe_unreadable, find_quantization
 from titanlite.models.interface import Model

@@ -17,11 +17,9 @@ from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config.data import DataSection, get_sources
 from titanlite.config.schema import CheckpointSection
-from titanlite.materialize import Plan, region_of
+from titanlite.materialize import Plan, Read, region_of, share_out
 from titanlite.materialize.execute import empty, read_tensors, sharded_like
 from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
-from titanlite.materialize.replicas import share_out
-from titanlite.materialize.sources import Read
 
 STATE_FILE = f"{OWN_FOLDER}/train_state.json"
 _OPTIMIZER = f"{OWN_FOLDER}/optimizer"

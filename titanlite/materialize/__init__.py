@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.materialize.execute import allocate, fill, verify
-from titanlite.materialize.layout import Region, region_of
+from titanlite.materialize.layout import Region, local_of, region_of
 from titanlite.materialize.plan import Plan, TensorEntry, build_plan
+from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import (
     Alias,
     Compute,
@@ -30,6 +31,7 @@ from titanlite.materialize.sources import (
     Keep,
     Normal,
     Ones,
+    Read,
     ReadRequest,
     Recipe,
     Source,

@@ -32,8 +32,7 @@ from titanlite.checkpoint.pieces import MASTER_PREFIX
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import scaling_of
-from titanlite.materialize import ReadRequest, Region, Source, TensorInfo, Unfit
-from titanlite.materialize.sources import Read
+from titanlite.materialize import Read, ReadRequest, Region, Source, TensorInfo, Unfit
 from titanlite.models.interface import is_adapter
 
 PREFIX = "base_model.model."

@@ -13,8 +13,7 @@ from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.features.lora.adapter import PREFIX, read_adapter
 from titanlite.features.lora.layers import adaptable_experts
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize import ReadRequest, Region, Source, SourceProvider, TensorInfo, Unfit
-from titanlite.materialize.sources import Read, TensorReader
+from titanlite.materialize import Read, ReadRequest, Region, Source, SourceProvider, TensorInfo, TensorReader, Unfit
 from titanlite.models.interface import Model
 
 _CHUNK_ELEMENTS = 4 << 20

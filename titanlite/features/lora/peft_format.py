@@ -26,9 +26,7 @@ from titanlite.features.lora.layers import (
     adapted_modules,
     other_modules,
 )
-from titanlite.materialize import Plan, Region, SourceProvider
-from titanlite.materialize.layout import local_of
-from titanlite.materialize.replicas import share_out
+from titanlite.materialize import Plan, Region, SourceProvider, local_of, share_out
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
 from titanlite.models.interface import Model, is_adapter
 

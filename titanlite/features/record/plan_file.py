@@ -21,10 +21,8 @@ from titanlite.base.tables import fold_names, format_memory, format_size, texts_
 from titanlite.checkpoint.commit import list_steps
 from titanlite.config import JobConfig
 from titanlite.features.record import write_json
-from titanlite.materialize import Plan, TensorEntry
+from titanlite.materialize import Plan, Read, TensorEntry, share_out
 from titanlite.materialize.layout import is_elsewhere
-from titanlite.materialize.replicas import share_out
-from titanlite.materialize.sources import Read
 from titanlite.models.interface import is_adapter
 
 PLAN_FILE = "plan.json"

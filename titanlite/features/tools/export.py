@@ -32,8 +32,7 @@ from titanlite.features.passengers import find_carried
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
 from titanlite.features.transformers.checkpoint import saved_entries, stored_forms
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize import Plan, ReadRequest, Region, TensorEntry, build_plan
-from titanlite.materialize.sources import Read
+from titanlite.materialize import Plan, Read, ReadRequest, Region, TensorEntry, build_plan
 from titanlite.models.families import any_model_config_from_hf, family_of
 
 _CHUNK_ELEMENTS = 4 << 20

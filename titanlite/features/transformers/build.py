@@ -24,17 +24,7 @@ from titanlite.config.model import TransformersConfig
 from titanlite.features.transformers.experts import find_experts, replace_unaligned_experts
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.recording import UNWRITTEN, Call, Place, Recording, Replay, leaves
-from titanlite.materialize.sources import (
-    Alias,
-    Compute,
-    Constant,
-    Init,
-    Normal,
-    Recipe,
-    Source,
-    TruncatedNormal,
-    Uniform,
-)
+from titanlite.materialize import Alias, Compute, Constant, Init, Normal, Recipe, Source, TruncatedNormal, Uniform
 from titanlite.models.families.hf_config import load_config_and_class
 from titanlite.models.families.keys import MOST_PARAMETERS
 

@@ -30,11 +30,8 @@ from titanlite.features.transformers.conversion import (
 )
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.mxfp4 import Mxfp4Reader, find_packed
-from titanlite.materialize import Alias, Plan, Region, Source, TensorEntry, TensorInfo, Unfit
-from titanlite.materialize.layout import local_of
+from titanlite.materialize import Alias, Plan, Read, Region, Source, TensorEntry, TensorInfo, Unfit, local_of, share_out
 from titanlite.materialize.plan import named_tensors
-from titanlite.materialize.replicas import share_out
-from titanlite.materialize.sources import Read
 
 
 class TransformersCheckpoint:
