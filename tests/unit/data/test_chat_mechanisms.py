@@ -219,10 +219,18 @@ def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer: MakeToken
     assert not off.decode(encode_prompt(off, row)).endswith("<think></think>")
 
 
-def test_an_error_names_the_arguments_that_the_template_reads(make_tokenizer: MakeTokenizer) -> None:
-    template = TURN + ASK.replace("%s", "{{ '<think>' if thinking }}")
-    with pytest.raises(RowError, match=r"The template reads thinking: set them with data\.chat_template_kwargs"):
-        encode(make_tokenizer(template), chat("a", "b"), chat_template_kwargs={"thinking": True})
+@pytest.mark.parametrize(
+    "template",
+    ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 'a' * 99999999999999999 }}", "{{ m[0].x|tojson }}"],
+)
+def test_what_is_too_much_for_python_is_an_error_of_its_row(make_tokenizer: MakeTokenizer, template: str) -> None:
+    deep: Any = "a"
+    for _ in range(5000):
+        deep = [deep]
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": deep}}}]}
+    for messages in ([*chat("a"), {"role": "assistant", "content": "b", "x": deep}], [*chat("a"), call]):
+        with pytest.raises(RowError):
+            encode(make_tokenizer(template.replace("m[0]", "messages[-1]")), messages)
 
 
 def test_a_run_has_one_date(make_tokenizer: MakeTokenizer) -> None:

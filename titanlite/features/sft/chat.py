@@ -38,7 +38,6 @@ from titanlite.features.sft.chat_frame import (
 from titanlite.features.sft.chat_template import REMEDY, ChatTemplate, Marks
 from titanlite.features.sft.forms import Chat, Messages
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.row_limits import run_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -239,7 +238,7 @@ class ChatRenderer:
                 parts = list(get_parts(chat.messages[i]))
                 lost += [f"messages[{i}]{parts[k].name}" for k in self._lost[key]]
         if lost and not self.warn_of_dropped:
-            text = f"the chat template drops {lost[0]}. {REMEDY}{self._template.describe_arguments(chat.tools)}"
+            text = f"the chat template drops {lost[0]}. {REMEDY}"
             raise RowError("dropped by the template", text)
         for name in lost:
             self.counts[f"{DROPPED}{_INDEX.sub('', name)}"] += 1
@@ -296,8 +295,7 @@ class ChatRenderer:
         text = (
             f"the chat template shows messages[{index}] after another prompt than at inference: "
             f"{prompt[same:][:40]!r} there, {done[same:][:40]!r} here. Give the answer the thought that the prompt "
-            f"opens, or set data.chat_template to a template that shows both alike."
-            f"{self._template.describe_arguments(chat.tools)}"
+            f"opens, or a template that shows both alike (data.chat_template_kwargs, data.chat_template)."
         )
         return RowError("prompt differs", text)
 
@@ -333,7 +331,7 @@ def get_end_token(tokenizer: "PreTrainedTokenizerFast") -> int | None:
     """Return the special token that ends an answer of the tokenizer's chat template; None if there is none."""
     chat = Chat([{"role": "user", "content": PROBES[0]}, {"role": "assistant", "content": PROBES[1]}])
     try:
-        turn = run_row(ChatRenderer(tokenizer).render, chat).turns[0]
+        turn = ChatRenderer(tokenizer).render(chat).turns[0]
     except (DataError, RowError):
         return None  # it has no template, or one that wants more than every chat has
     ids: list[int] = tokenizer.encode(turn.end, add_special_tokens=False)

@@ -4,7 +4,7 @@ JSON lines and CSV are read with the standard library: line numbers are exact, "
 has and another has not stays absent, where a columnar reader would merge the schemas and fill in None.
 
 A stream that resumes skips rows by the million: lines of JSON and row groups of Parquet are counted without being
-parsed. Bad rows are counted too.
+parsed. Bad rows are counted too; a file that is damaged is an error of the run.
 """
 
 import csv
@@ -15,22 +15,29 @@ from contextlib import contextmanager
 from io import BufferedReader
 from itertools import repeat
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from titanlite.base.errors import DataError
 from titanlite.base.files import check_regular, open_regular, parse_json
-from titanlite.features.sft import row_limits
-from titanlite.features.sft.row_limits import RowError, skip_line, too_long
-
-if TYPE_CHECKING:
-    from pyarrow.parquet import ParquetFile
 
 _BUFFER_BYTES = 2**16  # with the default of 8 KiB, skipping lines of 3 KB takes twice as long
 _BATCH_ROWS = 256  # of Parquet, in memory at once as Python objects
+_MOST_LINE_BYTES = 2**26  # 30 books; more would be a bomb, or no lines of JSON
+_PART = 2**16  # what of a longer line is in memory
 _MOST_ARRAY_BYTES = 2**30  # of a .json file with an array, which is read at once
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # as some editors write
+
+
+class RowError(Exception):
+    """One row cannot be used. `reason` is a few words to count by, the text says what is wrong and what to do."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
 # (number, row) pairs; None stands for a row that was to be skipped, and has not been parsed.
 _Numbered = Iterator[tuple[int, dict[str, Any] | RowError | None]]
 
@@ -43,7 +50,8 @@ def _read_jsonl(file: Path, start: int) -> _Numbered:
             continue
         num_rows += 1
         if isinstance(line, int):
-            yield number, too_long("line", line)
+            text = f"the line has {line} bytes, more than the {_MOST_LINE_BYTES} of a row. Split it, or take it out."
+            yield number, RowError("too long", text)
         elif number == 1 and line.startswith(_UTF_16):
             yield 0, _not_utf8(file, "UTF-16")
             return
@@ -72,8 +80,11 @@ def _read_lines(file: Path) -> Iterator[bytes | int]:
     number = 0
     with _open(file) as stream:
         try:
-            while line := stream.readline(row_limits.MOST_LINE_BYTES + 1):
-                yield line if len(line) <= row_limits.MOST_LINE_BYTES else len(line) + skip_line(stream, line)
+            while line := stream.readline(_MOST_LINE_BYTES + 1):
+                length, end = len(line), line[-1:]
+                while length > _MOST_LINE_BYTES and end != b"\n" and (part := stream.readline(_PART)):
+                    length, end = length + len(part), part[-1:]
+                yield line if length <= _MOST_LINE_BYTES else length
                 number += 1
         except OSError as error:
             if getattr(error, "errno", None) is not None or not _is_compressed(file):
@@ -136,13 +147,9 @@ def _load_json(content: bytes) -> Any:
         value = parse_json(content.decode("utf-8"))
     except UnicodeDecodeError:
         raise
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        place = f", {line}column {error.colno}" if error.msg != "Extra data" else ""  # where each row ends
-        text = f"not valid JSON ({error.msg}{place}). Write one JSON object per line."
-        raise RowError("invalid JSON", text) from None
     except ValueError as error:
-        text = f"not valid JSON ({error}). Write one JSON object per line, with each name once."
+        what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        text = f"not valid JSON ({what}). Write one JSON object per line, with each name once."
         raise RowError("invalid JSON", text) from None
     except MemoryError:
         text = f"there is no memory for what its {len(content)} bytes stand for. Split it, or take it out."
@@ -157,15 +164,12 @@ def _load_json(content: bytes) -> Any:
 
 
 def _not_an_object(row: Any) -> RowError:
-    names = {str: "string", bool: "boolean", int: "number", float: "number", list: "array"}
-    has_messages = isinstance(row, list) and row and isinstance(row[0], dict)
-    example = '{"messages": [...]}' if has_messages else '{"prompt": "...", "completion": "..."}'
-    kind = names.get(type(row), "null")
-    return RowError("wrong type", f"the row is a JSON {kind}, not an object. Write rows such as {example}.")
+    text = f'the row is of type {type(row).__name__}, not an object. Write rows such as {{"messages": [...]}}.'
+    return RowError("wrong type", text)
 
 
 def _read_csv(file: Path, _: int) -> _Numbered:
-    csv.field_size_limit(row_limits.MOST_LINE_BYTES)  # the default of 128 KiB is less than a long document
+    csv.field_size_limit(_MOST_LINE_BYTES)  # the default of 128 KiB is less than a long document
     with open_regular(file, "r", encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         reader = csv.reader(stream, strict=True)
         header: list[str] | None = None
@@ -178,14 +182,9 @@ def _read_csv(file: Path, _: int) -> _Numbered:
             except csv.Error as error:
                 yield number, RowError("invalid CSV", f"not valid CSV ({error}). Quote fields that hold quotes.")
                 continue
-            if not cells:
-                continue
             if header is None:
-                header = cells
-                if len(cells) == 1 and (sign := next((sign for sign in ";\t|" if sign in cells[0]), "")):
-                    yield number, RowError("invalid CSV", f"columns are separated by {sign!r}. Write ',' between them.")
-                    return
-            else:
+                header = cells or None
+            elif cells:
                 yield number, _csv_row(file, header, cells)
 
 
@@ -198,88 +197,47 @@ def _csv_row(file: Path, header: list[str], cells: list[str]) -> dict[str, Any] 
     return dict(zip(header, cells, strict=True))
 
 
-def _open_parquet(file: Path) -> "ParquetFile":
-    from datasets import Features
+@contextmanager
+def _reading_columns(file: Path) -> Iterator[None]:
+    """Name the file where pyarrow or `datasets` cannot read it: nobody knows which rows are missing."""
     from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
 
     check_regular(file)
     try:
-        parquet = ParquetFile(file)
-        Features.from_arrow_schema(parquet.schema_arrow)
-    except (ArrowException, ValueError) as error:
-        text = f"not a readable Parquet file ({first_line(error)}). Write it again."
-        raise RowError("invalid Parquet", text) from None
-    return parquet
+        yield
+    except (ArrowException, ValueError, TypeError) as error:
+        raise DataError(f"data: {file} is damaged ({first_line(error)}). Write or copy it again.") from None
 
 
 def _read_parquet(file: Path, start: int) -> _Numbered:
-    """Row groups before `start` are not read. A row group that cannot be read is a bad row for each of its rows."""
-    from pyarrow import ArrowException
+    """Rows as `datasets` gives them: what it wrote as JSON, for one, is objects again. Row groups before `start` are
+    not read.
+    """
+    from datasets import Dataset
+    from pyarrow import Table
+    from pyarrow.parquet import ParquetFile
 
-    try:
-        parquet = _open_parquet(file)
-    except RowError as error:
-        yield 0, error
-        return
-    with parquet:
-        stop = 0
+    number = 0
+    with _reading_columns(file), ParquetFile(file) as parquet:
         for group in range(parquet.num_row_groups):
-            number, stop = stop, stop + parquet.metadata.row_group(group).num_rows
-            if stop <= start:
-                yield from repeat((0, None), stop - number)
+            size = parquet.metadata.row_group(group).num_rows
+            if number + size <= start:
+                yield from repeat((0, None), size)
+                number += size
                 continue
-            try:
-                for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group]):
-                    skipped = min(max(start - number, 0), batch.num_rows)
-                    yield from repeat((0, None), skipped)
-                    number += skipped
-                    for row in _convert(batch.slice(skipped)):
-                        number += 1
-                        yield number, row
-            except (ArrowException, ValueError) as error:
-                text = f"row group {group + 1} of the file cannot be read ({first_line(error)}). Write the file again."
-                for lost in range(number, stop):
-                    yield lost + 1, RowError("invalid Parquet", text)
+            for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group]):
+                for row in Dataset(Table.from_batches([batch]), fingerprint="rows"):
+                    number += 1
+                    yield number, drop_none(row)
 
 
 def _read_arrow(file: Path, _: int) -> _Numbered:
     """Yield the rows of a file of a folder that `datasets` saved."""
     from datasets import Dataset
-    from pyarrow import ArrowException
 
-    check_regular(file)
-    try:
-        rows = Dataset.from_file(str(file))
-    except (ArrowException, ValueError, TypeError) as error:
-        yield 0, RowError("invalid Arrow", f"not a readable Arrow file ({first_line(error)}). Save the dataset again.")
-        return
-    for number, row in enumerate(rows, 1):
-        yield number, drop_none(row)
-
-
-def _convert(batch: Any) -> list[dict[str, Any] | RowError]:
-    """Return the rows of a batch as `datasets` gives them: what it wrote as JSON, for one, is objects again."""
-    from datasets import Features
-    from datasets.table import table_cast
-    from pyarrow import ArrowException, Table
-
-    if batch.nbytes > row_limits.MOST_LINE_BYTES:
-        if batch.num_rows == 1:
-            return [too_long("row", batch.nbytes)]
-        return [row for i in range(batch.num_rows) for row in _convert(batch.slice(i, 1))]
-    features = Features.from_arrow_schema(batch.schema)
-    try:
-        table = table_cast(Table.from_batches([batch]), features.arrow_schema)
-        columns = features.decode_batch(table.to_pydict())
-        return [drop_none({name: column[i] for name, column in columns.items()}) for i in range(batch.num_rows)]
-    except (ArrowException, ValueError, RecursionError) as error:
-        if batch.num_rows > 1:  # the others of the batch may be good
-            return [row for i in range(batch.num_rows) for row in _convert(batch.slice(i, 1))]
-        if isinstance(error, UnicodeDecodeError):
-            text = f"a text of the row is not UTF-8 ({error.reason}). Write the file again."
-            return [RowError("not UTF-8", text)]
-        return [RowError("invalid Parquet", f"the row cannot be read ({first_line(error)}). Write the file again.")]
+    with _reading_columns(file):
+        for number, row in enumerate(Dataset.from_file(str(file)), 1):
+            yield number, drop_none(row)
 
 
 def drop_none(value: Any) -> Any:

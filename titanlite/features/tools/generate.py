@@ -47,7 +47,6 @@ from titanlite.features.generate.generate import (
 )
 from titanlite.features.lora.merge import MergedAdapters, MergedSource
 from titanlite.features.sft.readers import READERS, RowError
-from titanlite.features.sft.row_limits import run_row
 from titanlite.features.tools.chat import TextStream, chat, text_of
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
 from titanlite.materialize import SourceProvider, materialize
@@ -337,7 +336,7 @@ def _encode(tokenizer: Any, prompt: Any, *, chat: bool, options: argparse.Namesp
     if options.system is not None:
         row["messages"] = [{"role": "system", "content": options.system}, *row["messages"]]
     try:
-        return run_row(encode_prompt, tokenizer, row)
+        return encode_prompt(tokenizer, row)
     except RowError as error:
         shown = _shorten(str(row["messages"]))
         raise DataError(f"generate: --chat: the chat template refuses {shown}: {error}") from None

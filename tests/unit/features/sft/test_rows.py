@@ -36,7 +36,7 @@ BAD_ROWS = {
         '{"prompt": "a"',
         r"not valid JSON \(Expecting ',' delimiter, column 15\)\. Write one JSON object per",
     ),
-    "array": ("[1, 2]", r"the row is a JSON array, not an object\. Write rows such as"),
+    "array": ("[1, 2]", r"the row is of type list, not an object\. Write rows such as"),
     "surrogate": ('{"prompt": "\\ud800", "completion": "b"}', r"\\ud800 to \\udfff stands alone"),
     "nested": ("[" * 100_000, "not valid JSON .*nested too deeply"),
     "name twice": ('{"prompt": "a", "prompt": "c", "completion": "b"}', "it has 'prompt' twice.*each name once"),
@@ -173,7 +173,7 @@ def test_json_array(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text('[{"a": 1}, 2]')
     (first, (number, error)) = read(file)
-    assert first == (1, {"a": 1}) and number == 2 and "JSON number" in str(error)
+    assert first == (1, {"a": 1}) and number == 2 and "of type int, not an object" in str(error)
     file.write_text('{"a": 1}\n{"a": 2}\n')
     assert read(file) == [(1, {"a": 1}), (2, {"a": 2})]
 
@@ -199,8 +199,8 @@ def test_parquet(tmp_path: Path) -> None:
     Dataset.from_list(rows).to_parquet(str(file))
     assert read(file) == [(1, rows[0])]
     file.write_bytes(b"PAR1 nonsense")
-    ((number, error),) = read(file)
-    assert number == 0 and "not a readable Parquet file" in str(error)
+    with pytest.raises(DataError, match=rf"^data: {file} is damaged \(.*\)\. Write or copy it again\."):
+        read(file)
 
 
 def test_folder(tmp_path: Path) -> None:
