@@ -35,11 +35,8 @@ from titanlite.distributed.parallelize import check_device, choose_attention, pa
 from titanlite.distributed.process_group import init_distributed
 from titanlite.features.cpu import install as install_cpu
 from titanlite.features.custom import build_custom_objective, build_custom_optimizer, build_metric
-from titanlite.features.diagnose.divergence import DivergenceCheck
-from titanlite.features.diagnose.nonfinite import diagnose
-from titanlite.features.diagnose.out_of_memory import explain_out_of_memory, start_memory_history, warn_of_large_mask
-from titanlite.features.diagnose.process import explain_refusal, make_deterministic, start_flight_recorder, try_kernels
-from titanlite.features.diagnose.spike import SpikeDetector
+from titanlite.features.diagnose.process import explain_failure, prepare_device, prepare_process, warn_of_large_mask
+from titanlite.features.diagnose.values import DivergenceCheck, SpikeDetector, diagnose
 from titanlite.features.dpo import build_dpo, turn_off_dropout
 from titanlite.features.generate.evaluate import build_evaluator
 from titanlite.features.generate.generate import get_end_of_turn_ids, log_sample
@@ -91,8 +88,7 @@ def assemble(checked: Checked) -> Trainer:
     check_same_settings(job)
     locks = hold_folders(job, folder)  # before anything there is read or cleaned
     check_device(job, device)
-    try_kernels(job, model_config, device)
-    start_memory_history(job, device)
+    prepare_device(job, model_config, device)
     dims = ParallelDims.build(degrees, device.type)
     where = f"{degrees}, {format_count(degrees.world_size, 'rank')} on {device.type}"
     logger.info("mesh: %s", where)
@@ -180,8 +176,7 @@ def assemble(checked: Checked) -> Trainer:
 def _join(job: JobConfig, folder: Path) -> torch.device:
     """Join the other ranks; return the device of this one, with the kernels for it."""
     beat("loading", 0)
-    make_deterministic(job)
-    start_flight_recorder(folder)
+    prepare_process(job, folder)
     device = init_distributed(job.comm.timeout_seconds)
     install_cpu(device)
     return device
@@ -318,7 +313,7 @@ def build_schedule(dims: ParallelDims) -> Schedule:
 
 def explain(error: BaseException, job: JobConfig | None) -> TitanliteError | None:
     """Turn an error of torch that a setting or full memory caused into one that names it; None for other errors."""
-    return (job and explain_out_of_memory(job, error)) or explain_refusal(error)
+    return explain_failure(error, job)
 
 
 def close(exit_code: int) -> None:

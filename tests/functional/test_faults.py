@@ -21,7 +21,7 @@ from titanlite.base.errors import DivergenceError, TitanliteError
 from titanlite.checkpoint import manager
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
-from titanlite.features.diagnose.divergence import DivergenceCheck
+from titanlite.features.diagnose.values import DivergenceCheck
 from titanlite.materialize.layout import local_of
 from titanlite.train_step import StepResult, TrainStep
 from titanlite.trainer import Trainer

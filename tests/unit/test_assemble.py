@@ -27,7 +27,7 @@ from titanlite.data.loader import TrainLoader, describe_sources, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary
 from titanlite.data.tokens import TokenizedCorpus
 from titanlite.distributed.parallelize import check_device, choose_attention
-from titanlite.features.diagnose.out_of_memory import warn_of_large_mask
+from titanlite.features.diagnose.process import warn_of_large_mask
 from titanlite.features.dpo import turn_off_dropout
 from titanlite.features.lora.peft_format import warn_of_changed_base
 from titanlite.features.sft import chat_template

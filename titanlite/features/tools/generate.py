@@ -36,7 +36,7 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.process_group import end_distributed, init_distributed
 from titanlite.features.cpu import install as install_cpu
-from titanlite.features.diagnose.out_of_memory import is_out_of_memory
+from titanlite.features.diagnose.process import is_out_of_memory
 from titanlite.features.generate.generate import (
     Continuation,
     Sampling,

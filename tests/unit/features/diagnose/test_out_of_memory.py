@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from titanlite.base.errors import ConfigError, TrainingError
 from titanlite.config.schema import JobConfig
-from titanlite.features.diagnose import out_of_memory
-from titanlite.features.diagnose.out_of_memory import start_memory_history
+from titanlite.features.diagnose import process
+from titanlite.features.diagnose.process import start_memory_history
 from titanlite.features.sft import readers
 
 
@@ -49,7 +49,7 @@ def explain_out_of_memory(job: JobConfig) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (found := out_of_memory.explain_out_of_memory(job, error)) is None:
+        if (found := process.explain_out_of_memory(job, error)) is None:
             raise
         raise found from error
 

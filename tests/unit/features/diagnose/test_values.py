@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.schema import SpikeSection
-from titanlite.features.diagnose.spike import SpikeDetector
+from titanlite.features.diagnose.values import SpikeDetector
 
 
 def noisy(count: int, level: float = 3.0, noise: float = 0.05, seed: int = 0) -> list[float]:
