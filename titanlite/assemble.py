@@ -47,10 +47,8 @@ from titanlite.features.lora.peft_format import PeftFormat, warn_of_changed_base
 from titanlite.features.muon import build_muon, muon_matrices
 from titanlite.features.passengers import carry_passengers
 from titanlite.features.pipeline import PipelineSchedule, apply_pipeline_parallel, describe_pipeline
-from titanlite.features.record.environment import save_environment
-from titanlite.features.record.hub import push_to_hub, render_model_card
-from titanlite.features.record.plan_file import check_space, save_run_plan
-from titanlite.features.record.wandb import configure_wandb, finish_wandb, open_wandb
+from titanlite.features.record.publish import configure_wandb, finish_wandb, open_wandb, push_to_hub, render_model_card
+from titanlite.features.record.run_files import check_space, save_environment, save_run_plan
 from titanlite.features.sft.build import build_sft
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.sft.dataset import DocumentRows

@@ -23,7 +23,7 @@ from titanlite.features.estimate.estimate import axis_ranks
 from titanlite.features.estimate.stand_in import observed
 from titanlite.features.estimate.trace import StepTrace, axis_names, trace_step
 from titanlite.features.estimate.tracker import StepRecorder
-from titanlite.features.record.plan_file import PLAN_FILE
+from titanlite.features.record.run_files import PLAN_FILE
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.models.decoder import build_decoder

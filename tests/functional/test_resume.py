@@ -15,7 +15,7 @@ from titanlite.assemble import assemble
 from titanlite.checkpoint.commit import check_folder
 from titanlite.config.parallelism import Degrees
 from titanlite.features.muon import muon_matrices
-from titanlite.features.record.plan_file import count_bytes
+from titanlite.features.record.run_files import count_bytes
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 

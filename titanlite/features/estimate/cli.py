@@ -36,7 +36,7 @@ from titanlite.features.estimate.estimate import (
 from titanlite.features.estimate.proposals import Planned, propose, sweep
 from titanlite.features.estimate.trace import layers_to_trace
 from titanlite.features.muon import muon_matrices
-from titanlite.features.record.plan_file import RunPlan, build_run_plan
+from titanlite.features.record.run_files import RunPlan, build_run_plan
 from titanlite.materialize import Init, Read, ReadRequest, Region, Source, SourceProvider, TensorInfo, build_plan
 from titanlite.models.families import families
 from titanlite.preflight import Checked, check

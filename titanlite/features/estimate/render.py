@@ -7,7 +7,7 @@ from titanlite.base.tables import format_memory, format_size, format_table
 from titanlite.features.estimate.estimate import STAGING_BYTES, Estimate, axis_ranks
 from titanlite.features.estimate.proposals import Planned
 from titanlite.features.estimate.tracker import EXCHANGED, GATHERED, GRADIENTS, LOGITS, PARTS, TEMPORARIES, UNREDUCED
-from titanlite.features.record.plan_file import RunPlan
+from titanlite.features.record.run_files import RunPlan
 
 _MOST_SWEPT = 15
 _EXPLAINED = {

@@ -4,7 +4,7 @@ import huggingface_hub
 import pytest
 
 from titanlite.base.errors import CheckpointError
-from titanlite.features.record.hub import push_to_hub
+from titanlite.features.record.publish import push_to_hub
 
 
 class FakeApi:

@@ -17,8 +17,8 @@ import titanlite.train as train_module
 from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
-from titanlite.features.record import wandb as wandb_module
-from titanlite.features.record.wandb import configure_wandb, finish_wandb, open_wandb
+from titanlite.features.record import publish
+from titanlite.features.record.publish import configure_wandb, finish_wandb, open_wandb
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.point import MoEState, StepPoint
 
@@ -91,11 +91,11 @@ def no_variables(monkeypatch) -> None:
 def wandb(monkeypatch) -> Iterator[StandIn]:
     standin = StandIn()
     monkeypatch.setitem(sys.modules, "wandb", standin)
-    monkeypatch.setattr(wandb_module, "_FINISH_S", 0.5)
+    monkeypatch.setattr(publish, "_FINISH_S", 0.5)
     yield standin
     standin.held.clear()
     standin.gate.set()
-    wandb_module._opened.clear()
+    publish._opened.clear()
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def leaves(monkeypatch) -> list:
     def register(function, *values, **options) -> None:
         registered.append((*values, options))
 
-    monkeypatch.setattr(wandb_module, "atexit", SimpleNamespace(register=register))
+    monkeypatch.setattr(publish, "atexit", SimpleNamespace(register=register))
     return registered
 
 
@@ -280,13 +280,13 @@ def test_a_process_whose_upload_hangs_leaves_with_its_exit_code(tmp_path: Path):
     program = (
         "from pathlib import Path\n"
         "from titanlite.config.schema import JobConfig\n"
-        "from titanlite.features.record import wandb\n"
-        "wandb._FINISH_S = 0.5\n"
+        "from titanlite.features.record import publish\n"
+        "publish._FINISH_S = 0.5\n"
         "job = JobConfig()\njob.metrics.enable_wandb = True\n"
-        "wandb.open_wandb(job, Path('.'))\n"
-        "wandb.finish_wandb(7)\n"
+        "publish.open_wandb(job, Path('.'))\n"
+        "publish.finish_wandb(7)\n"
     )
-    environment = {"PYTHONPATH": f"{tmp_path}:{Path(wandb_module.__file__).parents[3]}"}
+    environment = {"PYTHONPATH": f"{tmp_path}:{Path(publish.__file__).parents[3]}"}
     command = [sys.executable, "-c", program]
     assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=300, check=False).returncode == 7
 

@@ -9,7 +9,7 @@ from report_run import write_run
 from titanlite import metrics
 from titanlite.base import log as logger
 from titanlite.base.errors import TitanliteError
-from titanlite.features.record import environment
+from titanlite.features.record import run_files
 from titanlite.features.report import read
 from titanlite.features.report.read import read_run
 from titanlite.metrics import logger as metrics_logger
@@ -35,7 +35,7 @@ def test_file_names_are_those_that_a_run_writes():
     assert read.METRICS == "metrics.jsonl" and read.CONFIG == "config.toml" and read.PLAN == "plan.json"
     assert metrics_logger.EXPERT_LOAD_FILE == read.EXPERT_LOAD
     assert metrics.run_folder.EVENTS_FILE == read.EVENTS
-    assert environment.FILE_NAME == read.ENVIRONMENT
+    assert run_files.ENVIRONMENT_FILE == read.ENVIRONMENT
     assert logger.LOG_FILE == read.LOG
 
 

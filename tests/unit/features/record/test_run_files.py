@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from titanlite.config import JobConfig
-from titanlite.features.record import plan_file
-from titanlite.features.record.plan_file import check_space, count_coming
+from titanlite.features.record import run_files
+from titanlite.features.record.run_files import check_space, count_coming
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -44,10 +44,10 @@ def test_too_little_room_is_a_warning(monkeypatch, tmp_path: Path, free, warned)
     said: list[str] = []
     for level in ("info", "warning"):
         monkeypatch.setattr(
-            plan_file.logger, level, lambda text, *values, level=level: said.append(f"{level} {text % values}")
+            run_files.logger, level, lambda text, *values, level=level: said.append(f"{level} {text % values}")
         )
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100e9, 0, free))
-    monkeypatch.setattr(plan_file, "count_bytes", lambda plan, job, muon: int(10e9))
+    monkeypatch.setattr(run_files, "count_bytes", lambda plan, job, muon: int(10e9))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     job, folder = job_of(100, 10, 3), tmp_path / "not/there/yet"
     check_space(job, None, (), folder, 0)  # type: ignore[arg-type]

@@ -1,13 +1,19 @@
-"""Sizes that follow from shapes alone: every tensor of a rank with placement, source and bytes, and the checkpoints.
-
-A real run writes the former to `plan.json` in its folder; `python -m titanlite plan` shows it, with what has to be
-traced. Whether there is room for its checkpoints a run says before the first is written.
+"""Files that describe a run, in its folder: what it runs on (environment.json), every tensor of a rank with placement,
+source and bytes (plan.json); and the room that its checkpoints take.
 """
 
+import json
 import math
+import os
+import platform
+import shlex
 import shutil
+import socket
+import subprocess
+import sys
+import time
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +22,84 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from titanlite.base.agree import gather_objects
+from titanlite.base.files import replace_file
 from titanlite.base.log import logger
 from titanlite.base.tables import fold_names, format_memory, format_size, texts_between_numbers
 from titanlite.checkpoint.commit import list_steps
+from titanlite.checkpoint.description import describe_versions
 from titanlite.config import JobConfig
-from titanlite.features.record import write_json
 from titanlite.materialize import Plan, Read, TensorEntry, share_out
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.models.interface import is_adapter
 
-PLAN_FILE = "plan.json"
+ENVIRONMENT_FILE, PLAN_FILE = "environment.json", "plan.json"
+_GIT_TIMEOUT_S = 5.0
+
+
+def save_environment(folder: Path, device: torch.device, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Write `environment.json` into the run's folder, on rank 0; a resumed run overwrites it. A full disk is a warning.
+
+    Returns what is in it, `facts` that only the caller knows included; on other ranks nothing.
+
+    Collectives: one all-gather of small objects over the default process group; every rank must call.
+    """
+    here = (socket.gethostname(), _describe_device(device))
+    ranks = gather_objects(here)
+    if dist.get_rank() > 0:
+        return {}
+    machines: dict[str, dict[str, Any]] = {}
+    for rank, (host, name) in enumerate(ranks):
+        machine = machines.setdefault(host, {"ranks": [], "devices": {}})
+        machine["ranks"].append(rank)
+        machine["devices"][name] = machine["devices"].get(name, 0) + 1
+    found = {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "command": shlex.join(sys.argv),
+        "commit": _describe_commit(Path(__file__).parents[3]),
+        "world_size": len(ranks),
+        **facts,
+        "versions": {"python": platform.python_version(), **describe_versions(), "cuda": torch.version.cuda},
+        "platform": platform.platform(),
+        "processor": f"{_describe_processor()}, {os.cpu_count()} logical cores",
+        "machines": machines,
+    }
+    write_json(folder / ENVIRONMENT_FILE, found)
+    return found
+
+
+def _describe_device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
+
+
+def _describe_commit(root: Path) -> str | None:
+    """Return the commit of the checkout that this package runs from, followed by + if files differ; None without."""
+    try:
+        shown = _git(root, "rev-parse", "--show-toplevel")
+        if Path(shown).resolve() != root.resolve():  # installed somewhere inside of another project's checkout
+            return None
+        return _git(root, "rev-parse", "HEAD") + ("+" if _git(root, "status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S
+    )
+    return done.stdout.strip()
+
+
+def _describe_processor() -> str:
+    """Return the processor's model name, which `platform.processor` does not know on Linux."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 _STEP_BYTES = 4  # AdamW's count of steps, one float32 per parameter
 
 
@@ -209,3 +283,11 @@ def check_space(
             "checkpoint.keep_latest_k, or set another job.dump_folder.",
             *(coming, each, room, folder),
         )
+
+
+def write_json(path: Path, found: dict[str, Any]) -> None:
+    """Write a file that only describes the run: what cannot be written is a warning."""
+    try:
+        replace_file(path, json.dumps(found, indent=1) + "\n")
+    except OSError as error:
+        logger.warning("cannot write %s: %s.", path, error.strerror or error)
