@@ -62,7 +62,7 @@ from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.metrics import record_event
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.metrics.logger import MetricsLogger
-from titanlite.metrics.results import Results
+from titanlite.metrics.point import Results
 from titanlite.metrics.run_folder import check_same_run, hold_folders, make_dump_folder, record_start
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.interface import Model

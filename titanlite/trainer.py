@@ -24,7 +24,7 @@ from titanlite.launch.protocol import beat, is_stop_requested
 from titanlite.materialize import Plan
 from titanlite.metrics import Profiler, record_event
 from titanlite.metrics.logger import MetricsLogger
-from titanlite.metrics.results import EvaluationResult, Results
+from titanlite.metrics.point import EvaluationResult, Results
 from titanlite.metrics.run_folder import get_identity
 from titanlite.models.interface import Model
 from titanlite.optim import lr_factor

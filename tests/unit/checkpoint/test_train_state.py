@@ -9,7 +9,7 @@ from titanlite.checkpoint import Progress
 from titanlite.checkpoint.train_state import STATE_FILE, resolve_held_out
 from titanlite.config import JobConfig
 from titanlite.config.data import DataSection
-from titanlite.metrics.results import Results
+from titanlite.metrics.point import Results
 
 
 def write(progress, folder):

@@ -7,7 +7,7 @@ import pytest
 
 from titanlite.config import JobConfig
 from titanlite.config.schema import CheckpointSection, ValidationSection
-from titanlite.metrics.results import Results
+from titanlite.metrics.point import Results
 
 
 def make(saved=None, *, patience=0, min_delta=0.0, save_best="none"):

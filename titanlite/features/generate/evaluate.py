@@ -29,7 +29,7 @@ from titanlite.features.generate.generate import generate, get_end_of_turn_ids, 
 from titanlite.features.sft.chat import ANSWER, END
 from titanlite.features.sft.dataset import ExampleDataset
 from titanlite.features.streams.stream import StreamDataset
-from titanlite.metrics.results import EvaluationResult, Example
+from titanlite.metrics.point import EvaluationResult, Example
 
 if TYPE_CHECKING:
     from titanlite.features.sft.examples import TokenizedExamples

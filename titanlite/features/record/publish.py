@@ -27,7 +27,7 @@ from titanlite.config import JobConfig
 from titanlite.config.assets import BaseModel, base_model_of, is_hub_id, public_name
 from titanlite.config.data import get_sources
 from titanlite.config.settings import format_value, get_sections_of, get_value
-from titanlite.metrics.results import Results
+from titanlite.metrics.point import Results
 
 # These say where and how a run took place, not what the model is.
 _LEFT_OUT = ("job", "metrics", "profiling", "comm")

@@ -9,7 +9,7 @@ from titanlite.config.assets import base_model_of
 from titanlite.config.data import DataSection
 from titanlite.config.schema import CheckpointSection, OptimizerSection, TrainingSection
 from titanlite.features.record.publish import render_model_card
-from titanlite.metrics.results import Results
+from titanlite.metrics.point import Results
 
 HUB = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289a04d12100db370d81485cdf75e47ca"
 
