@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config import load_config
 from titanlite.config.parallelism import resolve_degrees
-from titanlite.launch import network
+from titanlite.launch import rendezvous
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
@@ -170,7 +170,7 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_the_same_command_goes_on
     assert f"resuming from {folder / f'step-{saved}'}" in run.out
     before = sorted(path.name for path in folder.iterdir())
     for pid in run.rank_pids():  # no connection could take it before rank 0 opened it
-        assert int(variables_of(pid)["MASTER_PORT"]) in network.PORTS
+        assert int(variables_of(pid)["MASTER_PORT"]) in rendezvous.PORTS
     os.kill(run.rank_pids()[1], signal.SIGKILL)
     assert run.end(15) != 0
     assert run.errors == ["titanlite: rank 1 was ended by SIGKILL (often: out of memory); all ranks were stopped."]

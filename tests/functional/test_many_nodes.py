@@ -25,7 +25,7 @@ from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
 from titanlite.launch import machines
 from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
-from titanlite.launch.network import find_free_port
+from titanlite.launch.rendezvous import find_free_port
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240  # 40 s on 2 idle cores

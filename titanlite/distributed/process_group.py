@@ -15,7 +15,7 @@ from torch.distributed.tensor import debug
 from titanlite.base.errors import ConfigError, TransientError
 from titanlite.base.process import allow_many_files
 from titanlite.distributed.collectives import forget_groups, limit_waiting
-from titanlite.launch.network import PORT_TAKEN, STORE_FILE, find_interface
+from titanlite.launch.rendezvous import PORT_TAKEN, STORE_FILE, find_interface
 from titanlite.ops.attention import leave_out_cudnn
 
 _meetings = count()  # of the ranks, in this process

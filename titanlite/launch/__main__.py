@@ -31,7 +31,6 @@ with lean_imports():
 
     from titanlite.base.errors import NOTICE_FOLDER, RENDEZVOUS
     from titanlite.launch.guard import Agent, Guard
-    from titanlite.launch.network import STORE_FILE, find_free_port
     from titanlite.launch.protocol import (
         BEFORE_TRAINING_S,
         STOP_SIGNALS,
@@ -40,7 +39,13 @@ with lean_imports():
         request_stop,
         shared_folder,
     )
-    from titanlite.launch.rendezvous import RENDEZVOUS_ERRORS, describe_failure, prepare_rendezvous
+    from titanlite.launch.rendezvous import (
+        RENDEZVOUS_ERRORS,
+        STORE_FILE,
+        describe_failure,
+        find_free_port,
+        prepare_rendezvous,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

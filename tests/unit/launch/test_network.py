@@ -16,15 +16,22 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from titanlite.base.errors import NOTICE_FOLDER, ConfigError
-from titanlite.launch import network, rendezvous
-from titanlite.launch.network import find_free_port, find_interface, find_local_address, is_this_machine
-from titanlite.launch.rendezvous import describe_failure, get_endpoint, prepare_rendezvous
+from titanlite.launch import rendezvous
+from titanlite.launch.rendezvous import (
+    describe_failure,
+    find_free_port,
+    find_interface,
+    find_local_address,
+    get_endpoint,
+    is_this_machine,
+    prepare_rendezvous,
+)
 
 
 def test_a_loopback_rendezvous_stays_on_this_machine():
     assert find_local_address("127.0.0.1") == "127.0.0.1"
     assert find_interface("127.0.0.1") == "lo"
-    assert network.find_local_address("localhost") in ("127.0.0.1", "::1")
+    assert rendezvous.find_local_address("localhost") in ("127.0.0.1", "::1")
     assert is_this_machine("localhost") and is_this_machine("127.0.0.1")
 
 
@@ -38,12 +45,12 @@ def test_the_route_to_another_machine_says_which_address(monkeypatch):
 
 def test_the_own_name_that_resolves_to_loopback_as_on_debian(monkeypatch):
     """The machine of the rendezvous: it takes the address of its default route, or else of its first interface."""
-    routes = {"127.0.1.1": "127.0.0.1", network._SOMEWHERE: "10.1.0.1"}
+    routes = {"127.0.1.1": "127.0.0.1", rendezvous._SOMEWHERE: "10.1.0.1"}
     monkeypatch.setattr(network, "resolve", lambda host: ["127.0.1.1"])
     monkeypatch.setattr(network, "_source_towards", routes.get)
     monkeypatch.setattr(network, "_addresses", lambda: [("lo", "127.0.0.1"), ("ib0", "10.9.0.1"), ("eth0", "10.1.0.1")])
     assert (find_local_address("node0"), find_interface("node0")) == ("10.1.0.1", "eth0")
-    del routes[network._SOMEWHERE]
+    del routes[rendezvous._SOMEWHERE]
     assert (find_local_address("node0"), find_interface("node0")) == ("10.9.0.1", "ib0")
     monkeypatch.setattr(network, "_addresses", lambda: [("lo", "127.0.0.1")])
     assert (find_local_address("node0"), find_interface("node0")) == ("127.0.0.1", "lo")
@@ -61,7 +68,7 @@ def test_an_unknown_host_is_named():
 
 
 def test_addresses_are_those_of_the_kernel():
-    found = network._addresses()
+    found = rendezvous._addresses()
     assert ("lo", "127.0.0.1") in found
     assert all(socket.if_nametoindex(name) for name, _ in found)
 
@@ -107,7 +114,7 @@ def test_one_machine_meets_without_a_port_and_each_start_of_its_ranks_in_a_new_f
         info = handler.next_rendezvous()
         assert (info.rank, info.world_size, type(info.store)) == (0, 1, HashStore)
         assert not is_listening(info.bootstrap_store_info.master_port)
-        files.append(os.environ[network.STORE_FILE])
+        files.append(os.environ[rendezvous.STORE_FILE])
     assert len(set(files)) == 2 and {Path(file).parent for file in files} == {tmp_path}
     assert handler.num_nodes_waiting() == 0 and not handler.is_closed() and handler.shutdown()
 
@@ -195,7 +202,7 @@ def test_the_innermost_cause_is_shown():
 
 def test_free_ports_are_none_that_connections_get():
     ports = [find_free_port() for _ in range(50)]
-    assert set(ports) <= set(network.PORTS) and len(set(ports)) > 25
+    assert set(ports) <= set(rendezvous.PORTS) and len(set(ports)) > 25
     for port in ports:
         with socket.create_server(("", port)):
             pass
