@@ -181,6 +181,11 @@ def lost_path(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"lost-{rank}")
 
 
+def record_pipe(folder: str | Path) -> str:
+    """Return the prefix of the pipes PREFIX<rank>.pipe: a write to one makes NCCL dump that rank's record."""
+    return str(Path(folder, "nccl-"))
+
+
 def note_lost_peer(rank: int, error: BaseException) -> None:
     """Note that a collective of this rank failed because a peer is gone or hangs; the launcher finds out which.
 

@@ -18,8 +18,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from titanlite.base.errors import NOTICE_FOLDER
+from titanlite.launch import guard, protocol
 from titanlite.launch import guard as guard_module
-from titanlite.launch import protocol, stacks
 from titanlite.launch.guard import Agent, Failure, Guard
 from titanlite.launch.protocol import (
     Beat,
@@ -163,7 +163,7 @@ def test_hang_names_who_waits_for_whom(start, tmp_path, capfd):
 def test_records_of_nccl_are_asked_for_before_ranks_end(start, tmp_path, capfd):
     """A thread of NCCL reads the pipe, and writes; here one of this process does."""
     pid, record = start(0, "loop"), tmp_path / "run/flight_recorder/rank_0"
-    os.mkfifo(pipe := f"{stacks.record_pipe(tmp_path / 'notices')}0.pipe")
+    os.mkfifo(pipe := f"{guard.record_pipe(tmp_path / 'notices')}0.pipe")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     alive = []
 
@@ -308,7 +308,7 @@ def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step_after_lo
 
 def test_a_collective_made_of_others_keeps_its_name(tmp_path):
     for rank, (name, inner) in enumerate([("reduce_scatter", "all_to_all_single"), ("all_gather", "wait")]):
-        stacks.stack_path(tmp_path, rank).write_text(
+        guard.stack_path(tmp_path, rank).write_text(
             "Current thread 0x2 (most recent call first):\n"
             f'  File "/x/torch/distributed/distributed_c10d.py", line 10 in {inner}\n'
             f'  File "/x/titanlite/distributed/collectives.py", line 90 in host_{name}\n'
@@ -317,7 +317,7 @@ def test_a_collective_made_of_others_keeps_its_name(tmp_path):
             '  File "/x/titanlite/distributed/fsdp.py", line 60 in __call__\n'
         )
     beats = {rank: Beat(rank, os.getpid(), 4, "backward", time.monotonic()) for rank in (0, 1)}
-    text = stacks.describe(tmp_path, beats, silent=[])
+    text = guard.describe(tmp_path, beats, silent=[])
     assert "rank 0 in reduce_scatter_single (step 4, backward); rank 1 in all_gather_single" in text
 
 
@@ -329,19 +329,19 @@ def test_a_sum_is_named_whatever_it_is_made_of(tmp_path):
         ('  File "/x/titanlite/features/cpu/shared_memory.py", line 130 in all_reduce\n', "_host_all_reduce"),
     ]
     for rank, (waiting, name) in enumerate(inner):
-        stacks.stack_path(tmp_path, rank).write_text(
+        guard.stack_path(tmp_path, rank).write_text(
             f"Current thread 0x2 (most recent call first):\n{waiting}"
             '  File "/x/torch/_library/custom_ops.py", line 3 in backend_impl\n'
             f'  File "{collectives}", line 100 in {name}\n  File "{collectives}", line 90 in all_reduce_sum\n'
             '  File "/x/titanlite/train_step.py", line 60 in sum_over_data\n'
         )
     beats = {rank: Beat(rank, os.getpid(), 4, "forward", time.monotonic()) for rank in range(3)}
-    assert "ranks 0, 1, 2 in all_reduce (step 4, forward)" in stacks.describe(tmp_path, beats, silent=[])
+    assert "ranks 0, 1, 2 in all_reduce (step 4, forward)" in guard.describe(tmp_path, beats, silent=[])
 
 
 def test_a_collective_through_shared_memory_is_named(tmp_path):
     for rank, name in enumerate(["all_gather", "all_to_all"]):
-        stacks.stack_path(tmp_path, rank).write_text(
+        guard.stack_path(tmp_path, rank).write_text(
             "Current thread 0x2 (most recent call first):\n"
             '  File "/x/titanlite/features/cpu/shared_memory.py", line 160 in _meet\n'
             f'  File "/x/titanlite/features/cpu/shared_memory.py", line 90 in {name}\n'
@@ -349,13 +349,13 @@ def test_a_collective_through_shared_memory_is_named(tmp_path):
             '  File "/x/titanlite/distributed/expert_parallel.py", line 100 in dispatch\n'
         )
     beats = {rank: Beat(rank, os.getpid(), 4, "forward", time.monotonic()) for rank in (0, 1)}
-    text = stacks.describe(tmp_path, beats, silent=[])
+    text = guard.describe(tmp_path, beats, silent=[])
     assert "rank 0 in all_gather (step 4, forward); rank 1 in all_to_all (step 4, forward)" in text
 
 
 def test_all_ranks_in_collectives_is_said_as_it_is(tmp_path):
     for rank, name in ((0, "all_reduce"), (1, "all_to_all_single")):
-        stacks.stack_path(tmp_path, rank).write_text(
+        guard.stack_path(tmp_path, rank).write_text(
             'Thread 0x1 (most recent call first):\n  File "/x/threading.py", line 1 in wait\n\n'
             "Current thread 0x2 (most recent call first):\n"
             f'  File "/x/torch/distributed/distributed_c10d.py", line 10 in {name}\n'
@@ -363,17 +363,17 @@ def test_all_ranks_in_collectives_is_said_as_it_is(tmp_path):
         )
     now = time.monotonic()
     beats = {rank: Beat(rank, os.getpid(), 4, "forward", now) for rank in (0, 1)}
-    text = stacks.describe(tmp_path, beats, silent=[])
+    text = guard.describe(tmp_path, beats, silent=[])
     assert "rank 0 in all_reduce (step 4, forward); rank 1 in all_to_all_single (step 4, forward)" in text
     assert "collectives that do not belong together" in text
     assert "Failed collective" not in text
     for rank in beats:  # both have left it, for the same reason
         frame = 'File "/x/torch/distributed/distributed_c10d.py", line 10 in all_reduce'
         note = "Failed collective: NCCL error, system error.\nLast error: No space left on device (28)"
-        stacks.lost_path(tmp_path, rank).write_text(f"{note}\nThread (most recent call first):\n  {frame}\n")
+        guard.lost_path(tmp_path, rank).write_text(f"{note}\nThread (most recent call first):\n  {frame}\n")
     reason = "\n  Rank 0: Failed collective: NCCL error, system error. Last error: No space left on device (28)"
-    assert stacks.describe(tmp_path, beats, silent=[]).endswith(reason)
-    assert stacks.describe(tmp_path, beats, silent=[2]).startswith("rank 2 has not started.\n  The others wait for it")
+    assert guard.describe(tmp_path, beats, silent=[]).endswith(reason)
+    assert guard.describe(tmp_path, beats, silent=[2]).startswith("rank 2 has not started.\n  The others wait for it")
 
 
 def test_torchrun_still_has_what_the_agent_uses():

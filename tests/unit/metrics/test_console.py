@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from titanlite.base.log import _OutputHandler, logger
-from titanlite.metrics import logger
+from titanlite.metrics import logger as metrics_logger
 from titanlite.metrics.logger import ProgressBar, format_line, format_rate
 
 VALUES = {
@@ -78,7 +78,7 @@ def test_bar_fits_the_terminal_and_lines_above_it_are_not_wrapped(monkeypatch, w
     """It begins at the resumed step, and moves with every step, but not more often than can be seen."""
     stream, seconds = io.StringIO(), [0.0]
     monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(logger.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(metrics_logger.time, "monotonic", lambda: seconds[0])
     handler = _OutputHandler()
     logger.addHandler(handler)
     long = f"a line of the log {'and more of it ' * 20}"

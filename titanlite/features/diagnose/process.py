@@ -26,7 +26,7 @@ from titanlite.base.tables import format_memory
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.distributed.fsdp import mixed_precision_dtypes
 from titanlite.distributed.parallelize import choose_attention
-from titanlite.launch.stacks import record_pipe
+from titanlite.launch.protocol import record_pipe
 from titanlite.ops.attention import varlen_attention
 from titanlite.ops.matmul import triton_problem
 

@@ -5,7 +5,7 @@ import torch
 
 from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.features.diagnose.process import start_flight_recorder
-from titanlite.launch.stacks import record_pipe
+from titanlite.launch.protocol import record_pipe
 
 
 @pytest.fixture(autouse=True)

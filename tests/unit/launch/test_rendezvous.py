@@ -36,9 +36,9 @@ def test_a_loopback_rendezvous_stays_on_this_machine():
 
 
 def test_the_route_to_another_machine_says_which_address(monkeypatch):
-    monkeypatch.setattr(network, "resolve", lambda host: ["10.1.2.3"])
-    monkeypatch.setattr(network, "_source_towards", {"10.1.2.3": "10.1.0.9"}.get)
-    monkeypatch.setattr(network, "_addresses", lambda: [("lo", "127.0.0.1"), ("eth1", "10.1.0.9")])
+    monkeypatch.setattr(rendezvous, "resolve", lambda host: ["10.1.2.3"])
+    monkeypatch.setattr(rendezvous, "_source_towards", {"10.1.2.3": "10.1.0.9"}.get)
+    monkeypatch.setattr(rendezvous, "_addresses", lambda: [("lo", "127.0.0.1"), ("eth1", "10.1.0.9")])
     assert find_local_address("node7") == "10.1.0.9"
     assert find_interface("node7") == "eth1"
 
@@ -46,18 +46,20 @@ def test_the_route_to_another_machine_says_which_address(monkeypatch):
 def test_the_own_name_that_resolves_to_loopback_as_on_debian(monkeypatch):
     """The machine of the rendezvous: it takes the address of its default route, or else of its first interface."""
     routes = {"127.0.1.1": "127.0.0.1", rendezvous._SOMEWHERE: "10.1.0.1"}
-    monkeypatch.setattr(network, "resolve", lambda host: ["127.0.1.1"])
-    monkeypatch.setattr(network, "_source_towards", routes.get)
-    monkeypatch.setattr(network, "_addresses", lambda: [("lo", "127.0.0.1"), ("ib0", "10.9.0.1"), ("eth0", "10.1.0.1")])
+    monkeypatch.setattr(rendezvous, "resolve", lambda host: ["127.0.1.1"])
+    monkeypatch.setattr(rendezvous, "_source_towards", routes.get)
+    monkeypatch.setattr(
+        rendezvous, "_addresses", lambda: [("lo", "127.0.0.1"), ("ib0", "10.9.0.1"), ("eth0", "10.1.0.1")]
+    )
     assert (find_local_address("node0"), find_interface("node0")) == ("10.1.0.1", "eth0")
     del routes[rendezvous._SOMEWHERE]
     assert (find_local_address("node0"), find_interface("node0")) == ("10.9.0.1", "ib0")
-    monkeypatch.setattr(network, "_addresses", lambda: [("lo", "127.0.0.1")])
+    monkeypatch.setattr(rendezvous, "_addresses", lambda: [("lo", "127.0.0.1")])
     assert (find_local_address("node0"), find_interface("node0")) == ("127.0.0.1", "lo")
 
 
 def test_an_address_without_an_interface_is_an_error_with_a_remedy(monkeypatch):
-    monkeypatch.setattr(network, "find_local_address", lambda host: "10.5.5.5")
+    monkeypatch.setattr(rendezvous, "find_local_address", lambda host: "10.5.5.5")
     with pytest.raises(ConfigError, match=r"no interface has 10\.5\.5\.5, .* Set GLOO_SOCKET_IFNAME to the interface"):
         find_interface("node0")
 
@@ -105,8 +107,9 @@ def test_endpoint(endpoint, expected):
 @pytest.mark.parametrize("changed", [{"standalone": True}, {"nnodes": "1"}, {"nnodes": "1:1"}])
 def test_one_machine_meets_without_a_port_and_each_start_of_its_ranks_in_a_new_file(changed, tmp_path, monkeypatch):
     os.environ[NOTICE_FOLDER] = str(tmp_path)
-    monkeypatch.setattr(rendezvous, "is_free", pytest.fail)
-    ready = prepare_rendezvous(options(**changed))
+    with monkeypatch.context() as patched:
+        patched.setattr(rendezvous, "is_free", pytest.fail)
+        ready = prepare_rendezvous(options(**changed))
     assert not ready.standalone, "or torchrun would take its own"
     handler = get_rendezvous_handler(RendezvousParameters(ready.rdzv_backend, ready.rdzv_endpoint, ready.rdzv_id, 1, 1))
     files = []
@@ -212,5 +215,5 @@ def test_a_port_on_which_somebody_listens_is_not_free(monkeypatch):
     with socket.create_server(("", 0)) as taken, socket.create_server(("", 0)) as other:
         ports = [server.getsockname()[1] for server in (taken, other)]
         other.close()
-        monkeypatch.setattr(network, "PORTS", ports)
+        monkeypatch.setattr(rendezvous, "PORTS", ports)
         assert {find_free_port() for _ in range(20)} == {ports[1]}
