@@ -22,7 +22,7 @@ _MODULES = {
     "inspect": "titanlite.features.tools.inspect",
     "export": "titanlite.features.tools.export",
     "generate": "titanlite.features.tools.generate",
-    "report": "titanlite.features.report",
+    "report": "titanlite.features.report.page",
 }
 # What the commands import first: without one of them, this Python is not the one that titanlite was installed for.
 _PACKAGES = ("omegaconf", "torch", "numpy", "safetensors", "transformers")

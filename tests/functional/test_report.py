@@ -11,7 +11,7 @@ import pytest
 from processes import run_to_end
 from report_run import write_run
 
-from titanlite.features.report import main
+from titanlite.features.report.page import main
 
 STEPS = 60
 TIMEOUT_S = 120  # 4 s on 2 idle cores

@@ -1,27 +1,32 @@
-"""One self-contained HTML page: style, scripts, plots and tables inside, nothing loaded from anywhere.
+"""`python -m titanlite report RUN`: one self-contained HTML page on a run, from the files in its folder.
 
-A content security policy holds the browser to that: no connection is allowed, and no script except the page's own, by
-digest. Whatever comes from a run is escaped as well: a name or a generated text must not become markup.
+Style, scripts, plots and tables are inside, and nothing is loaded from anywhere: a content security policy allows no
+connection, and no script except the page's own, by digest. Whatever comes from a run is escaped as well.
 """
 
 import base64
 import hashlib
+import importlib.util
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bokeh.embed import components
-from bokeh.resources import Resources
-
+from titanlite.base.command_line import Parser, command
+from titanlite.base.errors import TitanliteError
+from titanlite.base.files import replace_file
 from titanlite.base.tables import format_memory
 from titanlite.config.settings import find_setting, format_value
-from titanlite.features.report.plots import THEME, Plot, build_plots
-from titanlite.features.report.read import CONFIG, ENVIRONMENT, PLAN, Run, Series
+from titanlite.features.report.read import CONFIG, ENVIRONMENT, PLAN, Run, Series, read_run
+
+if TYPE_CHECKING:
+    from titanlite.features.report.plots import Plot
 
 # Section -> its plots; those whose names start with other_ follow in the first one.
 _SECTIONS = {
@@ -46,8 +51,44 @@ const touched = matchMedia("(pointer: coarse)").matches && setInterval(() => {
 """
 
 
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page; exit code 0, or 2 after one clear error."""
+    parser = Parser(
+        "report",
+        "Write one HTML page on a run: plots, expert load, ranks, plan, configuration, environment, "
+        "events. It loads nothing from a network, so it can be mailed or kept with the run. Needs bokeh: "
+        "pip install 'bokeh>=3.9'.",
+    )
+    parser.add_argument("run", type=Path, help="folder of the run (job.dump_folder)")
+    parser.add_argument("--output", type=Path, help="file to write (default: report.html in the run's folder)")
+    known = parser.parse_args(argv)
+    output = known.output or known.run / "report.html"
+    if importlib.util.find_spec("bokeh") is None:
+        raise TitanliteError(
+            f"report: the plots need bokeh, and {sys.executable} has no package 'bokeh'. Install it, the extra "
+            f"titanlite[report]: `{sys.executable} -m pip install 'bokeh>=3.9'`."
+        )
+    run = read_run(known.run)
+    page = render_page(run)
+    try:
+        replace_file(output, page)
+    except OSError as error:
+        raise TitanliteError(
+            f"report: cannot write {output}: {error.strerror or error}. Choose another file with --output."
+        ) from error
+    for problem in run.problems:
+        print(f"titanlite: warning: {run.name}: {problem}", file=sys.stderr)
+    print(f"{output} ({len(page.encode()) / 1024:,.0f} KiB)")
+
+
 def render_page(run: Run) -> str:
     """Return the page of a run."""
+    from bokeh.embed import components  # after `main` has found the package
+    from bokeh.resources import Resources
+
+    from titanlite.features.report.plots import THEME, build_plots
+
     plots = build_plots(run)
     scripts = [*Resources(mode="inline", components=["bokeh"], log_level="error").js_raw]
     places: dict[str, str] = {}
@@ -93,7 +134,7 @@ def render_page(run: Run) -> str:
 """
 
 
-def _figure(name: str, plot: Plot, place: str) -> str:
+def _figure(name: str, plot: "Plot", place: str) -> str:
     note = plot.note and f"<p>{escape(plot.note)}</p>"
     wide = ' class="wide"' if name == "expert_load" else ""
     figure = f'<figure id="plot-{name}"{wide}><figcaption>{escape(plot.title)}{note}</figcaption>{place}'
