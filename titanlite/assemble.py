@@ -31,8 +31,8 @@ from titanlite.data.tokenizer import check_vocabulary, count_ids
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single
 from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
+from titanlite.distributed.parallel_dims import init_distributed
 from titanlite.distributed.parallelize import check_device, choose_attention, parallelize
-from titanlite.distributed.process_group import init_distributed
 from titanlite.features.cpu import install as install_cpu
 from titanlite.features.custom import build_custom_objective, build_custom_optimizer, build_metric
 from titanlite.features.diagnose.process import explain_failure, prepare_device, prepare_process, warn_of_large_mask

@@ -41,7 +41,7 @@ with lean_imports():
     from titanlite.base.files import FolderLock
     from titanlite.config import load_config
     from titanlite.config.assets import find_missing_packages
-    from titanlite.distributed.process_group import end_distributed
+    from titanlite.distributed.parallel_dims import end_distributed
     from titanlite.metrics import record_event
     from titanlite.preflight import check
 

@@ -44,7 +44,7 @@ from train_gpu import BenchTrainer, Variant, make_batches, measure_steps, plan_j
 from titanlite.config import ModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
-from titanlite.distributed.process_group import init_distributed
+from titanlite.distributed.parallel_dims import init_distributed
 from titanlite.features.cpu import install
 from titanlite.features.estimate.estimate import RATES, Hardware, get_hardware, kernel_s, step_time
 from titanlite.features.estimate.operators import Work, cuda_workspace

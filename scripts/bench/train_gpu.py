@@ -58,8 +58,8 @@ from titanlite.config import JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
+from titanlite.distributed.parallel_dims import init_distributed
 from titanlite.distributed.parallelize import parallelize, wrap_layers
-from titanlite.distributed.process_group import init_distributed
 from titanlite.features.cpu import install
 from titanlite.features.estimate.estimate import get_memory
 from titanlite.features.estimate.trace import trace_step

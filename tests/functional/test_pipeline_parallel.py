@@ -421,7 +421,7 @@ def test_stages_and_waiting_are_said(run_ranks, checked):
 
 def test_a_plan_of_any_rank_is_that_of_its_stage(checked):
     """Without the other ranks; a checkpoint is read by name, whoever has the tensor."""
-    from titanlite.distributed.process_group import fake_ranks
+    from titanlite.distributed.parallel_dims import fake_ranks
 
     job = checked(Degrees(pp=2, dp_shard=2), FIVE)
     for rank in range(4):

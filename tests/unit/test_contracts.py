@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "titanlite"
 # The process group joins ranks by torchrun's variables, and names gloo and NCCL an interface.
-READS_ENVIRONMENT = ("base/", "launch/", "distributed/process_group.py")
+READS_ENVIRONMENT = ("base/", "launch/", "distributed/parallel_dims.py")
 # The configuration as a whole: where it is made and checked; the build order, with the loop and the step that it
 # builds, and the order of sharding; features and datasets, whose builders get it; and what saves or compares all of it.
 KNOWS_JOB = (

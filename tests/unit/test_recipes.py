@@ -13,7 +13,7 @@ from titanlite.assemble import build_model, shard
 from titanlite.config import assets, load_config
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import base_dtype
-from titanlite.distributed.process_group import fake_ranks
+from titanlite.distributed.parallel_dims import fake_ranks
 from titanlite.features.lora.block_formats import BLOCK_FORMATS, encode_weights
 from titanlite.features.lora.layers import apply_lora
 from titanlite.materialize import build_plan

@@ -24,7 +24,7 @@ from titanlite.config import JobConfig
 from titanlite.config.defaults import follows
 from titanlite.config.load import CODE, Reader
 from titanlite.config.settings import get_sections_of, get_value
-from titanlite.distributed.process_group import end_distributed
+from titanlite.distributed.parallel_dims import end_distributed
 from titanlite.launch import protocol
 from titanlite.metrics import open_events, record_event
 from titanlite.preflight import check_all, prepare

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.base.errors import NEVER_RESTARTED, ConfigError, TransientError
-from titanlite.distributed import process_group
+from titanlite.distributed import parallel_dims
 
 REFUSED = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused\nframe #0"
 
@@ -21,13 +21,13 @@ def _rank(monkeypatch):
 
 
 def test_an_interface_that_is_not_there_is_a_mistake_of_the_settings():
-    error = process_group._explain(RuntimeError("ifa != nullptr. Unable to find address for: eth7"))
+    error = parallel_dims._explain(RuntimeError("ifa != nullptr. Unable to find address for: eth7"))
     assert isinstance(error, ConfigError) and error.exit_code in NEVER_RESTARTED
     assert "GLOO_SOCKET_IFNAME is 'eth7', which has no address here." in str(error)
 
 
 def test_ranks_that_cannot_be_reached_may_be_there_after_a_new_start():
-    error = process_group._explain(RuntimeError(REFUSED))
+    error = parallel_dims._explain(RuntimeError(REFUSED))
     assert isinstance(error, TransientError) and error.exit_code not in NEVER_RESTARTED
     assert "rank 3 on " in str(error) and "by the interface eth7: Gloo connectFullMesh" in str(error)
     assert "frame" not in str(error)
@@ -39,29 +39,29 @@ def test_a_port_that_is_taken_may_be_another_one_at_the_next_start(monkeypatch):
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(dist.DistNetworkError) as caught:
             dist.TCPStore("127.0.0.1", port, is_master=True)
-    error = process_group._explain(caught.value)
+    error = parallel_dims._explain(caught.value)
     assert isinstance(error, TransientError) and error.exit_code not in NEVER_RESTARTED
     assert f"cannot open port {port}, where the ranks of this run meet: another process has it." in str(error)
 
 
 def test_other_errors_stay_what_they_are():
     error = RuntimeError("out of file descriptors")
-    assert process_group._explain(error) is error
+    assert parallel_dims._explain(error) is error
 
 
 def test_the_interface_is_chosen_for_several_machines_only_and_not_against_the_user(monkeypatch):
-    monkeypatch.setattr(process_group, "find_interface", lambda host: f"towards-{host}")
+    monkeypatch.setattr(parallel_dims, "find_interface", lambda host: f"towards-{host}")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    process_group._choose_interface()
-    assert process_group.os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    parallel_dims._choose_interface()
+    assert parallel_dims.os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    process_group._choose_interface()
-    assert "GLOO_SOCKET_IFNAME" not in process_group.os.environ
+    parallel_dims._choose_interface()
+    assert "GLOO_SOCKET_IFNAME" not in parallel_dims.os.environ
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    process_group._choose_interface()
-    assert process_group.os.environ["GLOO_SOCKET_IFNAME"] == "towards-node0"
-    process_group.os.environ.pop("GLOO_SOCKET_IFNAME")
+    parallel_dims._choose_interface()
+    assert parallel_dims.os.environ["GLOO_SOCKET_IFNAME"] == "towards-node0"
+    parallel_dims.os.environ.pop("GLOO_SOCKET_IFNAME")
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_ranks_that_are_all_on_one_machine_listen_on_the_loopback_interface(
     for before, after in ((None, expected), ("lo", expected), ("eth7", "eth7")):
         variables = {name: value for name, value in environment.items() if value is not None}
         variables |= dict.fromkeys(names, before) if before else {}
-        monkeypatch.setattr(process_group.os, "environ", variables)
-        process_group._stay_on_this_machine()
+        monkeypatch.setattr(parallel_dims.os, "environ", variables)
+        parallel_dims._stay_on_this_machine()
         assert [variables.get(name) for name in names] == [after, after]
 
 
@@ -87,7 +87,7 @@ def test_gpus_that_torch_cannot_use_are_an_error_and_not_a_run_on_the_cpu(monkey
     monkeypatch.setenv("TITANLITE_GPUS", "8")
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ConfigError, match=r"nvidia-smi lists 8 .* it was built without CUDA\. Install"):
-        process_group.init_distributed(60)
+        parallel_dims.init_distributed(60)
 
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
@@ -95,4 +95,4 @@ def test_gpus_that_torch_cannot_use_are_an_error_and_not_a_run_on_the_cpu(monkey
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
     with pytest.raises(ConfigError, match=r"driver on your system is too old \(found version 11040\)\. Install"):
-        process_group.init_distributed(60)
+        parallel_dims.init_distributed(60)

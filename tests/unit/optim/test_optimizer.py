@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import OptimizerSection
-from titanlite.distributed.process_group import fake_ranks
+from titanlite.distributed.parallel_dims import fake_ranks
 from titanlite.ops.kernels import plan_for_device
 from titanlite.optim.optimizer import build_optimizer, scale_gradients, step_if_finite
 

@@ -23,7 +23,7 @@ from titanlite.config import JobConfig, load_config
 from titanlite.config.assets import is_hub_id
 from titanlite.config.load import CODE, Reader
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.process_group import fake_ranks
+from titanlite.distributed.parallel_dims import fake_ranks
 from titanlite.features.estimate import render
 from titanlite.features.estimate.estimate import (
     DEFAULT_GPU,

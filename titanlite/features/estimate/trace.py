@@ -18,7 +18,7 @@ from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, count_micro_batches
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import ExpertCopies
-from titanlite.distributed.process_group import fake_ranks
+from titanlite.distributed.parallel_dims import fake_ranks
 from titanlite.features.estimate.operators import Work, cuda_workspace
 from titanlite.features.estimate.stand_in import DeviceType, StandInTrainer, observed, without_data
 from titanlite.features.estimate.tracker import GATHERED, Kind, Segment, StepRecorder

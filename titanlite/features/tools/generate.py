@@ -33,8 +33,8 @@ from titanlite.config.schema import ParallelismSection, TrainingSection
 from titanlite.config.settings import spell_dtype
 from titanlite.data.tokenizer import count_ids, load_tokenizer
 from titanlite.distributed import ParallelDims
+from titanlite.distributed.parallel_dims import end_distributed, init_distributed
 from titanlite.distributed.parallelize import parallelize
-from titanlite.distributed.process_group import end_distributed, init_distributed
 from titanlite.features.cpu import install as install_cpu
 from titanlite.features.diagnose.process import is_out_of_memory
 from titanlite.features.generate.generate import (

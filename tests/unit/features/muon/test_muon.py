@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titanlite.config import JobConfig
 from titanlite.config.check import check_values
 from titanlite.config.schema import OptimizerSection
-from titanlite.distributed.process_group import fake_ranks
+from titanlite.distributed.parallel_dims import fake_ranks
 from titanlite.features.muon import MatrixExchange, Muon, _get_num_stacked, build_muon, muon_matrices, orthogonalize
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import local_of
