@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from titanlite import __version__
-from titanlite.base.command_line import suggest
 from titanlite.base.log import open_console
 from titanlite.base.process import allow_many_files, end_on_interrupt, lean_imports, leave
+from titanlite.base.text import suggest
 from titanlite.launch.protocol import end_with_launcher
 
 # The module of each command, whose `main` runs it. Some need no torch, and shall not wait for it.

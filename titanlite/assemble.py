@@ -16,7 +16,7 @@ from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import TitanliteError
 from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
-from titanlite.base.tables import format_count, format_size
+from titanlite.base.text import format_count, format_size
 from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.description import check_data_order, check_resumed_model, check_saved_tokenizer
 from titanlite.checkpoint.hf_model import HFFormat, check_layout

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.base.command_line import Parser, command
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import open_console
+from titanlite.base.text import Parser, command
 from titanlite.config import AnyModelConfig, JobConfig, load_config
 from titanlite.config.assets import assets_key, find_missing_files, find_missing_packages, resolve_assets
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees, resolve_seq_len

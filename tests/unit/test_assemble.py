@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.base.log import logger
-from titanlite.base.tables import format_count
+from titanlite.base.text import format_count
 from titanlite.checkpoint.description import check_saved_tokenizer
 from titanlite.config import JobConfig
 from titanlite.data.dataset import PackedDataset

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlite.base.command_line import suggest
 from titanlite.base.errors import ConfigError
+from titanlite.base.text import suggest
 
 FORM = "package.module:name"
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

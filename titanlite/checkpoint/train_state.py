@@ -34,7 +34,7 @@ class Progress:
     data: str  # description of the data order; a resumed run with another one trains on other data
     world_size: int  # ranks that wrote the checkpoint
     versions: Mapping[str, str]  # of titanlite and torch, for people
-    results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # see `metrics.results`
+    results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # see `metrics.point`
     taken: Mapping[str, int] = field(default_factory=dict)  # sequences that each source of a mixture gave, by name
     chat_date: str = ""  # what chat templates take for today, as ISO text
     identity: Mapping[str, str] = field(default_factory=dict)  # what tells the run from others: `metrics.run_folder`

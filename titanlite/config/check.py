@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from titanlite.base.command_line import find_near
 from titanlite.base.errors import ConfigError
+from titanlite.base.text import find_near, parse_date, parse_multipliers, parse_object, split_patterns
 from titanlite.config.assets import is_hub_id
 from titanlite.config.data import DataSection, get_fields, get_source_key, get_sources
-from titanlite.config.patterns import parse_date, parse_multipliers, parse_object, split_patterns
 from titanlite.config.schema import JobConfig, OptimizerSection
 from titanlite.config.settings import format_value, get_sections_of, get_value
 

@@ -4,10 +4,9 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from titanlite.base.command_line import suggest
 from titanlite.base.errors import ConfigError
+from titanlite.base.text import parse_object, suggest
 from titanlite.config.model import setting
-from titanlite.config.patterns import parse_object
 
 Format = Literal["auto", "messages", "prompt_completion", "text", "preference"]
 TrainOn = Literal["assistant", "all"]

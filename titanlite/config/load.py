@@ -14,14 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from titanlite.base.command_line import find_near
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.extension import import_from
 from titanlite.base.files import read_regular, replace_file
+from titanlite.base.text import find_near, parse_object
 from titanlite.config.check import check_values
 from titanlite.config.data import SourceSection
 from titanlite.config.defaults import fill_in, follows
-from titanlite.config.patterns import parse_object
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import (
     NAMES,

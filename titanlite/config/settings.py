@@ -14,9 +14,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
-from titanlite.base.command_line import find_near
 from titanlite.base.errors import ConfigError
 from titanlite.base.extension import FORM, is_extension, load_extension
+from titanlite.base.text import find_near
 from titanlite.config.data import SourceSection
 from titanlite.config.schema import JobConfig
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from titanlite.base.agree import get_rank
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.base.log import logger
-from titanlite.base.tables import format_count
+from titanlite.base.text import format_count
 from titanlite.config.data import DataSection
 from titanlite.config.parallelism import BATCHES, resolve_global_batch_size
 from titanlite.config.schema import JobConfig

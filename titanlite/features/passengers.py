@@ -23,7 +23,7 @@ from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.hf_objects import build_config
 from titanlite.base.log import logger
-from titanlite.base.tables import format_size
+from titanlite.base.text import format_size
 from titanlite.checkpoint.description import render
 from titanlite.checkpoint.folder import FP8, OWN_FOLDER, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.manager import Checkpointer

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
-from titanlite.config.patterns import parse_multipliers, split_patterns
+from titanlite.base.text import parse_multipliers, split_patterns
 from titanlite.config.schema import LRSchedulerSection, OptimizerSection
 from titanlite.materialize.layout import local_of, num_values
 from titanlite.materialize.plan import clean_name

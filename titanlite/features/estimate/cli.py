@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from titanlite.assemble import build_model, build_on_meta
-from titanlite.base.command_line import Parser, one_of
 from titanlite.base.errors import CheckpointError, ConfigError, TitanliteError
 from titanlite.base.log import logger
+from titanlite.base.text import Parser, one_of
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.config import JobConfig, load_config
 from titanlite.config.assets import is_hub_id

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from titanlite.base.command_line import find_near
 from titanlite.base.errors import ConfigError
+from titanlite.base.text import find_near
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.features.estimate.operators import BESIDE, Work

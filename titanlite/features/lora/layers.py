@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.text import match_names, split_patterns
 from titanlite.config.model import ModelConfig
-from titanlite.config.patterns import match_names, split_patterns
 from titanlite.config.schema import LoRASection
 from titanlite.features.transformers.experts import use_titanlite_experts
 from titanlite.features.transformers.model import TransformersModel

@@ -19,7 +19,7 @@ from titanlite.base.errors import CheckpointError
 from titanlite.base.files import read_regular, replace_file
 from titanlite.base.log import logger
 from titanlite.base.process import leave
-from titanlite.base.tables import format_count
+from titanlite.base.text import format_count
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.folder import OWN_FOLDER, how_to_finish
 from titanlite.checkpoint.pieces import SIDECAR_FILE

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.base.agree import gather_objects
 from titanlite.base.files import replace_file
 from titanlite.base.log import logger
-from titanlite.base.tables import fold_names, format_memory, format_size, texts_between_numbers
+from titanlite.base.text import fold_key, fold_names, format_memory, format_size
 from titanlite.checkpoint.commit import list_steps
 from titanlite.checkpoint.description import describe_versions
 from titanlite.config import JobConfig
@@ -197,7 +197,7 @@ def _bytes_of(entries: Iterable[TensorEntry]) -> int:
 def _group(entries: Iterable[TensorEntry], fold: bool) -> Iterable[PlannedTensor]:
     groups: defaultdict[Any, list[TensorEntry]] = defaultdict(list)
     for entry in entries:
-        name = texts_between_numbers(entry.fqn) if fold else entry.fqn
+        name = fold_key(entry.fqn) if fold else entry.fqn
         alike = (entry.info.shape, entry.form, describe_placement(entry.tensor), _describe_source(entry))
         groups[name, alike, entry.tensor.requires_grad].append(entry)
     for (_, (shape, form, placement, source), trained), held in groups.items():

@@ -18,10 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from titanlite.base.command_line import Parser, command
 from titanlite.base.errors import TitanliteError
 from titanlite.base.files import replace_file
-from titanlite.base.tables import format_memory
+from titanlite.base.text import Parser, command, format_memory
 from titanlite.config.settings import find_setting, format_value
 from titanlite.features.report.read import CONFIG, ENVIRONMENT, PLAN, Run, Series, read_run
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 from titanlite.base.errors import DataError
 from titanlite.base.files import read_regular
 from titanlite.base.log import logger
+from titanlite.base.text import parse_object
 from titanlite.config.data import DataSection
-from titanlite.config.patterns import parse_object
 from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import describe_left_out
 from titanlite.data.loader import resolve_tokenizer_path

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 from titanlite.base.errors import DataError
 from titanlite.base.extension import load_extension
 from titanlite.base.files import check_regular, open_regular
-from titanlite.base.tables import format_runs
+from titanlite.base.text import format_runs
 from titanlite.config.assets import is_hub_id
 from titanlite.config.data import DataSection, get_fields
 from titanlite.data.corpus import choose_split, find_files, read_once

@@ -6,8 +6,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from titanlite.base.command_line import suggest
 from titanlite.base.errors import TitanliteError
+from titanlite.base.text import suggest
 from titanlite.features.generate.generate import Continuation, Sampling
 
 _COMMANDS = ("/exit", "/reset")

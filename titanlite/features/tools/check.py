@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from titanlite.assemble import describe_model, find_before
-from titanlite.base.command_line import command
 from titanlite.base.errors import DataError, raise_problems
-from titanlite.base.tables import format_count
+from titanlite.base.text import command, format_count
 from titanlite.checkpoint.train_state import Progress
 from titanlite.config import JobConfig, TransformersConfig
 from titanlite.config.assets import base_model_of

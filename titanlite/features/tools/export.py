@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from titanlite.assemble import build_model
-from titanlite.base.command_line import Parser, command, one_of
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.log import setup_logger
+from titanlite.base.text import Parser, command, one_of
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, hidden_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER, how_to_finish

@@ -18,17 +18,15 @@ import torch.distributed as dist
 
 from titanlite.assemble import build_model
 from titanlite.base.agree import get_rank, on_first_rank
-from titanlite.base.command_line import Parser, command, one_of
 from titanlite.base.env import read_variable
 from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.base.files import read_regular
-from titanlite.base.tables import format_count
+from titanlite.base.text import Parser, command, format_count, one_of, parse_object
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, OWN_FOLDER, read_json
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import local_folder
 from titanlite.config.parallelism import check_parallelism, resolve_degrees
-from titanlite.config.patterns import parse_object
 from titanlite.config.schema import ParallelismSection, TrainingSection
 from titanlite.config.settings import spell_dtype
 from titanlite.data.tokenizer import count_ids, load_tokenizer

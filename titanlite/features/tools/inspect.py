@@ -5,9 +5,8 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from titanlite.assemble import build_model
-from titanlite.base.command_line import Parser, command
 from titanlite.base.errors import CheckpointError, ConfigError
-from titanlite.base.tables import fold_names, format_count, format_size, format_table, texts_between_numbers
+from titanlite.base.text import Parser, command, fold_key, fold_names, format_count, format_size, format_table
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.folder import (
@@ -145,7 +144,7 @@ def _rows(folder: Path, tensors: Iterable[StoredTensor], every: bool, starred: s
     """Return one row per tensor, or per name, dtype and shape that differ only in the numbers of layers and experts."""
     groups: defaultdict[tuple[tuple[str, ...], str, tuple[int, ...]], list[StoredTensor]] = defaultdict(list)
     for tensor in tensors:
-        between = (tensor.key,) if every else texts_between_numbers(tensor.key)
+        between = (tensor.key,) if every else fold_key(tensor.key)
         star = " *" if tensor.key in starred else ""
         groups[(*between, star), _DTYPE_NAMES[tensor.dtype], tensor.shape].append(tensor)
     rows = [("tensor", "count", "dtype", "shape", "size", "file")]

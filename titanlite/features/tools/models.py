@@ -6,9 +6,9 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 
-from titanlite.base.command_line import suggest
 from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.base.log import logger
+from titanlite.base.text import suggest
 from titanlite.checkpoint.commit import check_folder, find_complete_before, list_steps, step_folder
 from titanlite.checkpoint.folder import ADAPTER_CONFIG
 from titanlite.config.assets import local_folder

@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from titanlite.base.command_line import suggest
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.extension import is_extension, load_extension
 from titanlite.base.files import read_json
+from titanlite.base.text import suggest
 from titanlite.config.assets import suggest_path, weights_key
 from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, ModelSection, RopeScaling
 from titanlite.config.schema import JobConfig

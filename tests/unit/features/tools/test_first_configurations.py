@@ -11,7 +11,7 @@ import datasets
 import pytest
 
 from titanlite.assemble import build_data
-from titanlite.base.tables import format_count
+from titanlite.base.text import format_count
 from titanlite.config import load_config
 from titanlite.config.parallelism import count_micro_batches
 from titanlite.features.tools import check

@@ -1,0 +1,197 @@
+"""Text for people and from people: tables, sizes, folded names; near words, patterns, dates; command lines."""
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import wraps
+from typing import Any, NoReturn
+
+from titanlite.base.errors import ConfigError, TitanliteError, raise_problems
+
+_NUMBER = re.compile(r"(?<=\.)(\d{1,18})(?=\.|$)")
+
+
+def format_table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
+    """Format `rows`, the first one the head, in columns as wide as their widest cell; one line each."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join((indent + line).rstrip() for line in lines)
+
+
+def format_count(number: float, noun: str) -> str:
+    """Format a count: `1 file`, `2,000 files`, `0.5 epochs`."""
+    return f"{number:{',' if isinstance(number, int) else 'g'}} {noun}{'' if number == 1 else 's'}"
+
+
+def format_size(nbytes: int) -> str:
+    """Bytes as files are counted: powers of 1000."""
+    return _scale(nbytes, ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def format_memory(nbytes: float) -> str:
+    """Bytes as memory is counted: powers of 1024."""
+    return _scale(nbytes, ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def _scale(number: float, *units: tuple[str, float]) -> str:
+    unit, scale = next(((unit, scale) for unit, scale in units if abs(number) >= scale), ("B", 1))
+    return f"{number:.0f} B" if scale == 1 else f"{number / scale:.2f} {unit}"
+
+
+def fold_key(name: str) -> tuple[str, ...]:
+    """Return what names of the same tensor in different layers and experts have in common; the key to fold them by."""
+    return tuple(_NUMBER.split(name)[::2])
+
+
+def fold_names(names: Sequence[str]) -> str:
+    """Return `layers.{0-10,47-58}.mlp` for names that differ only in the numbers of layers and experts."""
+    between = fold_key(names[0])
+    folded = between[0]
+    if len(between) > 1:
+        columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
+        for column, text in zip(columns, between[1:], strict=True):
+            # A number that all share stays as it is written: `cpu.00000` is the name of a tensor.
+            folded += (column[0] if len(set(column)) == 1 else f"{{{format_runs(map(int, column))}}}") + text
+    return folded
+
+
+def format_runs(numbers: Iterable[int]) -> str:
+    """Return `0-10,47` for numbers in any order."""
+    found = set(numbers)
+    starts = sorted(number for number in found if number - 1 not in found)
+    ends = sorted(number for number in found if number + 1 not in found)
+    return ",".join(f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+
+
+def split_patterns(key: str, text: str) -> list[str]:
+    """Return the comma-separated patterns of the setting `key` = `text`. ConfigError: nothing between two commas."""
+    patterns = [part.strip() for part in text.split(",")] if text.strip() else []
+    if "" in patterns:
+        raise ConfigError(f"{key} = {text!r} has nothing between two commas. Remove one of them.")
+    return patterns
+
+
+def parse_multipliers(key: str, text: str) -> dict[str, float]:
+    """Return the comma-separated `pattern=factor` of the setting `key` = `text`, in order.
+
+    Raises ConfigError: an entry is not of this form, its factor is not positive and finite, or a pattern is there
+    twice. All problems at once.
+    """
+    found: dict[str, float] = {}
+    problems: list[str] = []
+    for part in split_patterns(key, text):
+        pattern, _, factor = (side.strip() for side in part.rpartition("="))
+        try:
+            value = float(factor)
+        except ValueError:
+            value = math.nan
+        if not pattern or not 0 < value < math.inf:
+            problems.append(f"'{part}' is not pattern=factor with a positive factor. Write for example 'lm_head*=2'.")
+        elif pattern in found:
+            problems.append(f"'{pattern}' is there twice. Keep one.")
+        else:
+            found[pattern] = value
+    raise_problems(ConfigError, f"{key} = {text!r}", problems)
+    return found
+
+
+def match_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return those of the dotted `names` that `pattern` matches as a whole, or from one of their segments on.
+
+    So `q_proj` and `self_attn.q_proj` match `model.layers.0.self_attn.q_proj`, as in PEFT's target_modules.
+    """
+    return [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
+
+
+def parse_object(key: str, text: Any) -> dict[str, Any]:
+    """Return the JSON object that setting `key` has as text, which may be empty. ConfigError: it is something else."""
+    try:
+        found = json.loads(text or "{}") if isinstance(text, str) else text
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        example = '"question": "problem"' if key.endswith("fields") else '"enable_thinking": false'
+        raise ConfigError(f'{key} = "{text}" is no JSON object. Write one, for example {{{example}}}.')
+    return found
+
+
+def parse_date(key: str, text: str) -> date | None:
+    """Return the date that setting `key` has as ISO text, which may be empty. ConfigError: it is something else."""
+    try:
+        return date.fromisoformat(text) if text else None
+    except ValueError:
+        raise ConfigError(f'{key} = "{text}" is no date. Write it as YYYY-MM-DD.') from None
+
+
+def find_near(word: str, words: Iterable[str]) -> str:
+    """Return the nearest of `words`, in small or large letters; "" if none is near."""
+    lowered = {each.lower(): each for each in words}
+    return next((lowered[near] for near in get_close_matches(word.lower(), lowered, 1)), "")
+
+
+def suggest(word: str, words: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` with the nearest of `words`; "" if none is near."""
+    near = find_near(word, words)
+    return f" Did you mean '{near}'?" if near else ""
+
+
+def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
+    """Make `main` return the exit code: its own, 0 for None, or 2 after printing a `TitanliteError`."""
+
+    @wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv) or 0
+        except TitanliteError as error:
+            sys.stderr.write(f"titanlite: error: {error}\n")
+            return 2
+
+    return run
+
+
+def one_of(*choices: str, spell: Callable[[str], str] = str) -> Callable[[str], str]:
+    """Make the type of an argument that is one of `choices`, after `spell` has unified its spellings."""
+
+    def read(text: str) -> str:
+        if spell(text) not in choices:
+            raise argparse.ArgumentTypeError(
+                f"'{text}' is not one of {', '.join(choices)}.{suggest(spell(text), choices)}"
+            )
+        return spell(text)
+
+    return read
+
+
+class Parser(argparse.ArgumentParser):
+    """Arguments of `python -m titanlite NAME`: `--like-this`, or `--like_this`; what is wrong is a `ConfigError`."""
+
+    def __init__(self, name: str, description: str = "", *, add_help: bool = True) -> None:
+        super().__init__(f"python -m titanlite {name}", None, description, add_help=add_help, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does; `--model X` is the positional `model`, and a misspelt option is an error."""
+        options = [option for action in self._actions for option in action.option_strings]
+        takes_model = any(action.dest == "model" and not action.option_strings for action in self._actions)
+        model, words, queue = [], [], list(sys.argv[1:] if args is None else args)
+        while queue:
+            name, has_value, value = queue.pop(0).partition("=")
+            if name == "--model" and takes_model:
+                model = [value] if has_value else [queue.pop(0)] if queue else []
+                continue
+            spelled = name.replace("_", "-")
+            words.append((spelled if name.startswith("--") and spelled in options else name) + has_value + value)
+        known, rest = super().parse_known_args([*model, *words], namespace)
+        for name in (word.partition("=")[0] for word in rest if word.startswith("--")):
+            if "." not in name and name != "--config" and (hint := suggest(name, options)):
+                self.error(f"there is no argument '{name}'.{hint}")
+        return known, rest
+
+    def error(self, message: str) -> NoReturn:
+        end = "" if message.endswith((".", "?")) else f". `{self.prog} --help` lists the arguments."
+        raise ConfigError(f"{self.prog.rpartition(' ')[2]}: {message}{end}")
