@@ -291,4 +291,4 @@ def test_a_run_begins_with_trained_adapters(train, run_ranks, checked, overrides
     assert f"lora.init_from: the adapters in {start} have rank 4, but lora.rank is 8. Set it to 4" in rank
     assert "scaled by 2, but lora.alpha = 3" in alpha and "or leave lora.init_from out" in alpha
     assert "q_proj.lora_A: missing" in targets and "experts.lora_A.weight: unexpected" in targets
-    assert "lora.init_from: /nowhere has no adapter_model.safetensors. Give a folder of adapters" in nowhere
+    assert "lora.init_from: checkpoint /nowhere: has no adapter_model.safetensors" in nowhere

@@ -10,8 +10,8 @@ import torch
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import Stored
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
-from titanlite.features.lora.adapter import PREFIX, read_adapter
 from titanlite.features.lora.layers import adaptable_experts
+from titanlite.features.lora.peft_format import PREFIX, read_adapter
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Read, ReadRequest, Region, Source, SourceProvider, TensorInfo, TensorReader, Unfit
 from titanlite.models.interface import Model

@@ -25,7 +25,7 @@ from titanlite.checkpoint.folder import (
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.checkpoint.pieces import find_passengers
 from titanlite.checkpoint.train_state import STATE_FILE
-from titanlite.features.lora.adapter import read_adapter
+from titanlite.features.lora.peft_format import read_adapter
 from titanlite.features.tools.models import MODEL_HELP, find_model
 from titanlite.features.transformers.mxfp4 import find_packed
 from titanlite.materialize.plan import named_tensors

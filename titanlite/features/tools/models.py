@@ -12,7 +12,7 @@ from titanlite.base.text import suggest
 from titanlite.checkpoint.commit import check_folder, find_complete_before, list_steps, step_folder
 from titanlite.checkpoint.folder import ADAPTER_CONFIG
 from titanlite.config.assets import local_folder
-from titanlite.features.lora.adapter import read_adapter
+from titanlite.features.lora.peft_format import read_adapter
 
 MODEL_HELP = "run's folder (its newest complete checkpoint), step-N folder, Hugging Face folder, or hub id"
 

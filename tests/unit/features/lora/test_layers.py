@@ -11,9 +11,8 @@ from titanlite.base.errors import CheckpointError, ConfigError, PlanError
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
 from titanlite.config.schema import LoRASection
-from titanlite.features.lora.adapter import adapter_checkpoint
 from titanlite.features.lora.layers import adapted_modules, adapters_disabled, apply_lora
-from titanlite.features.lora.peft_format import adapter_files, write_adapter_config
+from titanlite.features.lora.peft_format import adapter_checkpoint, adapter_files, write_adapter_config
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import model_config_from_hf
@@ -286,12 +285,12 @@ def test_another_base_is_noticed(tiny, tmp_path, one_rank, monkeypatch):
     assert (table["base_model_name_or_path"], table["revision"]) == ("Qwen/Qwen3-0.6B", "0a1b2c")
     said = []
     monkeypatch.setattr(
-        "titanlite.features.lora.adapter.logger.warning", lambda text, *values: said.append(text % values)
+        "titanlite.features.lora.peft_format.logger.warning", lambda text, *values: said.append(text % values)
     )
     adapter_checkpoint(folder, SECTION, snapshot)
     assert said == []
     adapter_checkpoint(folder, SECTION, str(tmp_path))
-    assert f"were trained on Qwen/Qwen3-0.6B@0a1b2c, this run puts them on {tmp_path}" in said[0]
+    assert f"were trained on Qwen/Qwen3-0.6B@0a1b2c, and are put on {tmp_path}" in said[0]
 
 
 def test_adapters_of_another_kind_are_refused(tiny, tmp_path, one_rank):

@@ -14,9 +14,8 @@ from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.config.schema import LoRASection
-from titanlite.features.lora.adapter import adapter_checkpoint
 from titanlite.features.lora.layers import adapted_modules, adapters_disabled, apply_lora
-from titanlite.features.lora.peft_format import adapter_files, write_adapter_config
+from titanlite.features.lora.peft_format import adapter_checkpoint, adapter_files, write_adapter_config
 from titanlite.features.tools.export import export_merged
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel

@@ -19,9 +19,8 @@ from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection, LoRASection
-from titanlite.features.lora.adapter import adapter_checkpoint, read_adapter
 from titanlite.features.lora.layers import apply_lora
-from titanlite.features.lora.peft_format import PeftFormat
+from titanlite.features.lora.peft_format import PeftFormat, adapter_checkpoint, read_adapter
 from titanlite.features.tools.export import main
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
