@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-from titanlite.base.env import environment_kept
+from titanlite.base.process import environment_kept
 
 # Read when Triton decorates a kernel. Without a GPU, kernels run in its interpreter.
 if not torch.cuda.is_available():

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from titanlite import __version__
-from titanlite.base.log import open_console
-from titanlite.base.process import allow_many_files, end_on_interrupt, lean_imports, leave
+from titanlite.base.process import begin_process, lean_imports, leave
 from titanlite.base.text import suggest
 from titanlite.launch.protocol import end_with_launcher
 
@@ -86,9 +85,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 def run() -> NoReturn:
     """Run the command of this process's arguments, and end it."""
-    open_console(goes_on=sys.argv[1:2] == ["train"])
-    end_on_interrupt()
-    allow_many_files()
+    begin_process(goes_on=sys.argv[1:2] == ["train"])
     leave(main())
 
 

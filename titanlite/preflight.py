@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.base.errors import ConfigError, raise_problems
-from titanlite.base.log import open_console
+from titanlite.base.process import begin_process
 from titanlite.base.text import Parser, command
 from titanlite.config import AnyModelConfig, JobConfig, load_config
 from titanlite.config.assets import assets_key, find_missing_files, find_missing_packages, resolve_assets
@@ -132,5 +132,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    open_console(goes_on=True)
+    begin_process(goes_on=True)
     sys.exit(main())

@@ -10,9 +10,8 @@ from types import ModuleType
 from typing import NoReturn
 
 import titanlite
-from titanlite.base.env import read_variable, read_world_size, set_defaults
-from titanlite.base.log import logger, open_console, setup_logger
-from titanlite.base.process import allow_many_files, end_on_interrupt, lean_imports, leave
+from titanlite.base.log import logger, setup_logger
+from titanlite.base.process import begin_process, lean_imports, leave, read_variable, read_world_size, set_defaults
 from titanlite.launch import protocol
 
 
@@ -27,9 +26,7 @@ def set_gpu_defaults() -> None:
 
 if __name__ == "__main__":
     protocol.end_with_launcher()
-    end_on_interrupt()
-    open_console(goes_on=True)
-    allow_many_files()
+    begin_process(goes_on=True)
     set_gpu_defaults()
 
 with lean_imports():

@@ -66,7 +66,7 @@ def test_what_may_not_stand_everywhere_is_found(find: Callable[[str], list[int]]
 @pytest.mark.parametrize(
     ("find", "places", "remedy"),
     [
-        (find_environment, READS_ENVIRONMENT, "base/env.py is asked"),
+        (find_environment, READS_ENVIRONMENT, "base/process.py is asked"),
         (find_job, KNOWS_JOB, "a function takes the section or the values that it uses"),
         (find_kinds, TELLS_KINDS, "the model's interface, or an attribute that both kinds have, is asked"),
     ],

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from titanlite.base.env import read_rank
 from titanlite.base.errors import TitanliteError, raise_problems
+from titanlite.base.process import read_rank
 
 _T = TypeVar("_T")
 # "remote process" is of ncclRemoteError: "... a remote process exiting prematurely", "... remote process exited".

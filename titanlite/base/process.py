@@ -1,19 +1,153 @@
-"""How entry points import torch, and how they end: Python's own ways with so many objects are slow, and may abort."""
+"""The process: its environment, read and set in `base` and `launch` alone; its console, its imports, its end.
+
+Without a launcher it is rank 0 of 1.
+"""
 
 import atexit
+import errno
 import gc
+import io
 import os
+import re
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+
+def read_rank() -> int:
+    """Return RANK: the number of this process among all ranks."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def read_world_size() -> int:
+    """Return WORLD_SIZE: the number of ranks."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def read_ranks_here() -> int:
+    """Return LOCAL_WORLD_SIZE: the number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def read_variable(name: str) -> str | None:
+    """Return the text of the variable `name`, or None if it is not set."""
+    return os.environ.get(name)
+
+
+def set_defaults(values: Mapping[str, str]) -> dict[str, str]:
+    """Set the variables that are not set; return what each is now."""
+    return {name: os.environ.setdefault(name, value) for name, value in values.items()}
+
+
+def get_cache_home() -> Path:
+    """Return titanlite's folder in `$XDG_CACHE_HOME`, or in `~/.cache`. It need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titanlite"
+
+
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """Put all variables back as they were."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
 
 # Set by tools that record a process, and write what they have when it is torn down: Nsight Systems, others on CUPTI.
 _RECORDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
 _WANTED_FILES = 65_536  # the usual limit of 1024 ends runs of 400 ranks
 _exit_code: int | None = None
+# All of C0 and C1 but tab and newline, and what changes the direction of text: names in a stranger's files must neither
+# steer the terminal nor look like others.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def escape_controls(text: str) -> str:
+    """Return `text` with its control characters spelled out, `\\x1b` for an escape."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+class Console:
+    """Standard output or error: no control character of a text gets through, and any character can be written.
+
+    What draws on a terminal writes to `raw_stream`. Other attributes are those of the stream. With `goes_on`, text that
+    cannot be written is dropped, for a run is worth more than its console; otherwise the OSError is raised.
+    """
+
+    def __init__(self, stream: TextIO, *, goes_on: bool) -> None:
+        self.raw_stream, self._goes_on = stream, goes_on
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an ASCII terminal, or bytes of a path that are no UTF-8
+
+    def write(self, text: str) -> int:
+        """Write `text`; a carriage return at its beginning or end, as bars write it, stays on standard error."""
+        safe = _CONTROLS.search(text) is None
+        shown = text if safe else escape_controls(text)
+        if not safe and self.raw_stream is sys.__stderr__:
+            bare = text.removeprefix("\r")
+            inner = bare.removesuffix("\r")
+            shown = "\r" * (bare != text) + escape_controls(inner) + "\r" * (inner != bare)
+        try:
+            self.raw_stream.write(shown)
+        except OSError:
+            if not self._goes_on:
+                raise
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self.raw_stream.flush()
+        except OSError:
+            if not self._goes_on:
+                raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw_stream, name)
+
+
+def open_console(*, goes_on: bool) -> None:
+    """Put a `Console` in place of standard output and error, for as long as this process lives; call once, early.
+
+    Descriptors that are closed are opened on nothing, or the next file that is opened would get what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+        if getattr(sys, name) is None:
+            stream = open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+    sys.stdout, sys.stderr = Console(sys.stdout, goes_on=goes_on), Console(sys.stderr, goes_on=True)  # type: ignore[assignment]
+
+
+def raw_output() -> TextIO:
+    """Return standard output for what draws on the terminal: colors and bars, and no text that was not escaped."""
+    stream = sys.stdout
+    while (inner := getattr(stream, "raw_stream", None)) is not None:  # a bar may be in between
+        stream = inner
+    return stream
+
+
+def begin_process(*, goes_on: bool) -> None:
+    """Open the console, let Ctrl-C end this process without a traceback (importing torch is slow), allow many files."""
+    signal.signal(signal.SIGINT, lambda *_: _end_now(128 + signal.SIGINT))
+    open_console(goes_on=goes_on)
+    allow_many_files()
 
 
 def allow_many_files() -> None:
@@ -23,11 +157,6 @@ def allow_many_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def end_on_interrupt() -> None:
-    """Make Ctrl-C end this process without a traceback until another handler is installed: importing torch is slow."""
-    signal.signal(signal.SIGINT, lambda *_: _end_now(128 + signal.SIGINT))
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from titanlite.base.env import read_ranks_here
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
+from titanlite.base.process import read_ranks_here
 from titanlite.base.text import format_size
 from titanlite.checkpoint.folder import FP8, StoredTensor, find_scale
 from titanlite.checkpoint.pieces import Segments, bytes_of, overlap

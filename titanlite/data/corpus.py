@@ -20,9 +20,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, TypeVar
 
-from titanlite.base.env import get_cache_home
 from titanlite.base.errors import DataError
 from titanlite.base.files import check_regular, open_regular, read_regular, write_atomic
+from titanlite.base.process import get_cache_home
 from titanlite.config.data import DataSection
 
 T = TypeVar("T")

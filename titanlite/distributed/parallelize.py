@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from titanlite.base.env import get_cache_home, set_defaults
 from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
+from titanlite.base.process import get_cache_home, set_defaults
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.distributed.activation_checkpoint import checkpoint_layers, checkpoint_operations
 from titanlite.distributed.context_parallel import apply_context_parallel

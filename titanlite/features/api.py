@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from titanlite import TrainResult
 from titanlite.assemble import assemble, close, explain
-from titanlite.base.env import environment_kept, read_variable, read_world_size
 from titanlite.base.errors import NOTICE_FOLDER, TitanliteError
 from titanlite.base.files import FolderLock
 from titanlite.base.log import logger, setup_logger, warn_once
+from titanlite.base.process import environment_kept, read_variable, read_world_size
 from titanlite.config import JobConfig
 from titanlite.config.defaults import follows
 from titanlite.config.load import CODE, Reader

@@ -15,12 +15,10 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from titanlite.base.log import open_console
-from titanlite.base.process import allow_many_files, lean_imports, leave
+from titanlite.base.process import begin_process, lean_imports, leave
 
 if __name__ == "__main__":
-    open_console(goes_on=True)
-    allow_many_files()
+    begin_process(goes_on=True)
 
 with lean_imports():
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -31,8 +31,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from titanlite.base.env import read_rank
 from titanlite.base.errors import NOTICE_FOLDER
+from titanlite.base.process import read_rank
 
 ENDING = "ending"  # the launcher ends all ranks: nobody shall wait for anything
 _RESTART, _ERROR, _STOP, _ABORT = "restart", "error", "stop", "abort"

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.base.agree import gather_objects, list_ranks, merge_problems, raise_together
-from titanlite.base.env import read_ranks_here
 from titanlite.base.errors import CheckpointError, PlanError, VerifyError, raise_problems
+from titanlite.base.process import read_ranks_here
 from titanlite.materialize.layout import Region, encoding_of, local_of, num_replicas, region_of, write_rows
 from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
 from titanlite.materialize.replicas import broadcast, group_size, share_out

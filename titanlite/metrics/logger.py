@@ -20,8 +20,9 @@ from torch import Tensor
 from titanlite.base.agree import get_rank
 from titanlite.base.errors import TitanliteError
 from titanlite.base.files import AppendedFile, is_full
-from titanlite.base.log import Console as EscapingConsole
-from titanlite.base.log import logger, raw_output
+from titanlite.base.log import logger
+from titanlite.base.process import Console as EscapingConsole
+from titanlite.base.process import raw_output
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.flops import peak_flops
 from titanlite.metrics.point import StepPoint, describe_moe, describe_ranks

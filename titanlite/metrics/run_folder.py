@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from titanlite.base.agree import get_rank, on_first_rank
-from titanlite.base.env import read_variable
 from titanlite.base.errors import RENDEZVOUS, ConfigError
 from titanlite.base.files import LOCK_WAIT_S, AppendedFile, FolderLock, check_regular, is_full
 from titanlite.base.log import log_to_folder, logger
+from titanlite.base.process import read_variable
 from titanlite.base.text import format_count
 from titanlite.config import JobConfig, find_changes, format_changes, save_resolved
 from titanlite.config.assets import base_model_of, is_hub_id

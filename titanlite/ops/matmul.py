@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from titanlite.base.env import read_variable
+from titanlite.base.process import read_variable
 from titanlite.ops.kernels import find_kernel, has_triton, kernel_device
 
 

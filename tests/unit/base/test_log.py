@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.base.log import escape_controls, log_to_folder, logger, setup_logger
+from titanlite.base.log import log_to_folder, logger, setup_logger
+from titanlite.base.process import escape_controls
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ SPEAKERS = {
 
 
 def run(code: str, *, stdout: str = "", **environment: str) -> subprocess.CompletedProcess[bytes]:
-    script = f"from titanlite.base.log import open_console\nopen_console(goes_on={bool(stdout)})\n{code}"
+    script = f"from titanlite.base.process import open_console\nopen_console(goes_on={bool(stdout)})\n{code}"
     command = [sys.executable, "-c", script]
     if stdout:
         command = ["bash", "-c", f'exec "$@" {stdout}', "bash", *command]
@@ -94,7 +95,7 @@ def test_text_in_any_script_is_left_as_it_is() -> None:
 def test_progress_bars_still_draw_over_their_line() -> None:
     code = "import sys\nfor i in range(3): sys.stderr.write(f'\\r{i} %'); sys.stderr.write('\\r    \\r')"
     assert run(code).stderr == b"\r0 %\r    \r\r1 %\r    \r\r2 %\r    \r"
-    code = "import sys; from titanlite.base.log import raw_output; raw_output().write('\\x1b[1mbold')"
+    code = "import sys; from titanlite.base.process import raw_output; raw_output().write('\\x1b[1mbold')"
     assert run(code).stdout == b"\x1b[1mbold"
 
 

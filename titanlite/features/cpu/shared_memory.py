@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from titanlite.base.env import read_variable
 from titanlite.base.log import logger
+from titanlite.base.process import read_variable
 from titanlite.distributed.collectives import DEFAULT_TIMEOUT_S, sum_pieces
 
 _REGION_BYTES = 4 << 20

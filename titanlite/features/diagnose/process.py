@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.nn.attention
 
 from titanlite.base.agree import gather_objects, get_rank, raise_together
-from titanlite.base.env import read_rank, read_variable, set_defaults
 from titanlite.base.errors import NOTICE_FOLDER, ConfigError, TitanliteError, TrainingError, raise_problems
 from titanlite.base.log import logger
+from titanlite.base.process import read_rank, read_variable, set_defaults
 from titanlite.base.text import format_memory
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.distributed.fsdp import mixed_precision_dtypes

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.base.agree import get_rank
-from titanlite.base.env import read_variable
 from titanlite.base.errors import CheckpointError
 from titanlite.base.files import read_regular, replace_file
 from titanlite.base.log import logger
-from titanlite.base.process import leave
+from titanlite.base.process import leave, read_variable
 from titanlite.base.text import format_count
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.folder import OWN_FOLDER, how_to_finish

@@ -16,7 +16,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from titanlite.base.env import read_ranks_here
+from titanlite.base.process import read_ranks_here
 from titanlite.data.corpus import get_code_digest, load_or_make, stamp_files
 from titanlite.features.sft.examples import CODE, EncodedBlock, TokenizedExamples, read_header
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from titanlite.assemble import build_model
 from titanlite.base.agree import get_rank, on_first_rank
-from titanlite.base.env import read_variable
 from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.base.files import read_regular
+from titanlite.base.process import read_variable
 from titanlite.base.text import Parser, command, format_count, one_of, parse_object
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, OWN_FOLDER, read_json
 from titanlite.checkpoint.model_source import weights_of

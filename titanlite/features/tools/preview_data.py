@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from titanlite.assemble import build_data
-from titanlite.base.env import read_variable
 from titanlite.base.errors import ConfigError, DataError, raise_problems
-from titanlite.base.log import escape_controls, logger, raw_output
+from titanlite.base.log import logger
+from titanlite.base.process import escape_controls, raw_output, read_variable
 from titanlite.base.text import Parser, command, format_count
 from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
