@@ -1,6 +1,6 @@
 """Model families: preset sizes, and how a family's Hugging Face config.json and checkpoint keys map to titanlite's.
 
-Each file in this folder defines `FAMILY`; that one file is all it takes to add a model that the decoder can express.
+Each `Family` in a file of this folder is found; one file is all it takes to add a model that the decoder can express.
 Nothing here imports torch, except through transformers for a model that transformers implements.
 """
 
@@ -32,12 +32,9 @@ _WITHOUT_EFFECT_ON_WEIGHTS = {"initializer_range", "max_position_embeddings", "p
 @cache
 def families() -> Mapping[str, Family]:
     """Return all families by name (the `model_type` of their Hugging Face config), from the files in this folder."""
-    found = {}
-    for module in pkgutil.iter_modules(__path__):
-        family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)
-        if family is not None:
-            found[family.name] = family
-    return dict(sorted(found.items()))
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
+    return {family.name: family for family in sorted(found, key=lambda family: family.name)}
 
 
 def use_family(name: str) -> str:

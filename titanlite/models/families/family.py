@@ -57,7 +57,7 @@ DEBUG_SIZES: Mapping[str, Any] = {
     "intermediate_size": 128,
     "max_position_embeddings": 2048,
 }
-DEBUG_EXPERTS: Mapping[str, Any] = {**DEBUG_SIZES, "num_experts": 8, "top_k": 2, "moe_intermediate_size": 32}
+DEBUG_EXPERTS = {**DEBUG_SIZES, "num_experts": 8, "top_k": 2, "moe_intermediate_size": 32}
 # Other names under which transformers versions write the same key.
 KEY_ALIASES: Mapping[str, str] = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
 _KINDS = {item.name: item.type for item in fields(ModelConfig)} | {"pad_token_id": int}
@@ -71,18 +71,6 @@ UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "per_layer_config": (None,),
 }
-# Of families whose router chooses groups first, by the best two scores of each, even where there is one group.
-GROUP_RULES: Sequence[tuple[Callable[[ModelConfig], bool], str]] = (
-    (
-        lambda config: config.num_experts >= 2 * config.num_expert_groups,
-        "num_experts ({num_experts}) is less than 2 for each of num_expert_groups ({num_expert_groups}), which "
-        "transformers' router needs.",
-    ),
-    (
-        lambda config: config.num_shared_experts > 0,
-        "num_shared_experts ({num_shared_experts}) is not positive, which transformers' class demands.",
-    ),
-)
 
 
 # The norm of nothing: hidden states would vanish beside the epsilon.
@@ -154,12 +142,10 @@ def check_model_config(config: ModelConfig) -> list[str]:
     return problems
 
 
-def preset(
-    base: ModelConfig, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, **more: Any
-) -> ModelConfig:
-    """Return the sizes of a flavor: what `base` has, and these in the order of a model card."""
-    sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "num_kv_heads": kv_heads}
-    return replace(base, **sizes, intermediate_size=inner, **more)
+def preset(base: ModelConfig, sizes: tuple[int, int, int, int, int], **more: Any) -> ModelConfig:
+    """Return a flavor: `base` with sizes in the order of a model card: hidden, layers, heads, kv heads, inner."""
+    names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size")
+    return replace(base, **dict(zip(names, sizes, strict=True)), **more)
 
 
 @dataclass(frozen=True)

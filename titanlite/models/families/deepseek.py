@@ -1,0 +1,217 @@
+"""DeepSeek-V3 and models with its mixture of experts: sigmoid scores, a selection bias per expert, shared experts.
+
+The first layers are dense. dots.llm1 (arXiv:2506.05767) has grouped-query attention. GLM-4.5 and 4.6
+(arXiv:2508.06471), too, with half of each head rotated and biases on q, k and v; their router has no groups.
+DeepSeek-V3, V3.1 and R1 (arXiv:2412.19437), and Moonlight (arXiv:2502.16982), which is built like them, have latent
+attention. Layers for multi-token prediction after the last one are neither trained nor saved, as in transformers.
+"""
+
+from dataclasses import replace
+
+from titanlite.config.model import ModelConfig, RopeScaling
+from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, MOE_KEYS, Family, preset
+from titanlite.models.families.keys import COMMON_DECLARED, HEADS, Key
+
+# Routers choose groups first, by the best two scores of each, even where there is one group.
+_RULES = (
+    (
+        lambda config: config.num_experts >= 2 * config.num_expert_groups,
+        "num_experts ({num_experts}) is less than 2 for each of num_expert_groups ({num_expert_groups}), which "
+        "transformers' router needs.",
+    ),
+    (
+        lambda config: config.num_shared_experts > 0,
+        "num_shared_experts ({num_shared_experts}) is not positive, which transformers' class demands.",
+    ),
+)
+
+_DOTS = ModelConfig(family="dots1", num_dense_layers=1, score_func="sigmoid", routed_scaling_factor=2.5)
+
+DOTS1 = Family(
+    name="dots1",
+    architecture="Dots1ForCausalLM",
+    keys={
+        **COMMON_KEYS,
+        **MOE_KEYS,
+        "num_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "num_dense_layers": "first_k_dense_replace",
+        "num_expert_groups": "n_group",
+        "num_limited_groups": "topk_group",
+        "routed_scaling_factor": "routed_scaling_factor",
+    },
+    fixed={"qk_norm": True, "score_func": "sigmoid"},
+    declared={
+        **COMMON_DECLARED,
+        "first_k_dense_replace": Key(0),
+        **dict.fromkeys(("n_group", "topk_group"), Key(1)),
+        "norm_topk_prob": Key(False, False),
+        "routed_scaling_factor": Key(1.0),
+        "sliding_window": Key(4096),
+        "max_window_layers": Key(62),
+    },
+    rules=_RULES,
+    required={
+        "sliding_window": (None,),
+        # Serving engines and llama.cpp look at these; transformers' class has no other. Early folders name the method.
+        "scoring_func": ("sigmoid", "noaux_tc"),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+    },
+    expert_bias_key="e_score_correction_bias",
+    presets={
+        "debug": replace(_DOTS, **DEBUG_EXPERTS, num_shared_experts=1, num_expert_groups=4, num_limited_groups=2),
+        "142B-A14B": preset(
+            _DOTS,
+            (4096, 62, 32, 32, 10944),
+            vocab_size=152064,
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-5,
+            rope_theta=10000000.0,
+            num_experts=128,
+            top_k=6,
+            moe_intermediate_size=1408,
+            num_shared_experts=2,
+        ),
+    },
+)
+
+_GLM = ModelConfig(
+    family="glm4_moe",
+    vocab_size=151552,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    partial_rotary_factor=0.5,
+    attention_bias=True,
+    attention_output_bias=False,
+    num_dense_layers=1,
+    num_shared_experts=1,
+    score_func="sigmoid",
+)
+
+GLM4_MOE = Family(
+    name="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    keys={**DOTS1.keys, "qk_norm": "use_qk_norm"},
+    fixed={"score_func": "sigmoid", "attention_output_bias": False},
+    declared={
+        **COMMON_DECLARED,
+        "num_key_value_heads": Key(8),
+        **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"), Key(1)),
+        "norm_topk_prob": Key(True),
+        "routed_scaling_factor": Key(1.0),
+        "use_qk_norm": Key(False),
+    },
+    partial_rotary=Key(0.5, 1.0),
+    rules=_RULES,
+    mtp_key="num_nextn_predict_layers",
+    expert_bias_key="e_score_correction_bias",
+    presets={
+        "debug": replace(_GLM, **DEBUG_EXPERTS, routed_scaling_factor=2.5),
+        "4.5-Air-106B-A12B": preset(
+            _GLM, (4096, 46, 96, 8, 10944), qk_norm=False, num_experts=128, moe_intermediate_size=1408
+        ),
+        "4.5-355B-A32B": preset(
+            _GLM,
+            (5120, 92, 96, 8, 12288),
+            num_experts=160,
+            moe_intermediate_size=1536,
+            num_dense_layers=3,
+            routed_scaling_factor=2.5,
+        ),
+    },
+)
+
+_DEEPSEEK = ModelConfig(
+    family="deepseek_v3",
+    head_dim=64,
+    rope_theta=10000.0,
+    qk_norm=False,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    v_head_dim=128,
+    rope_interleave=True,
+    num_dense_layers=1,
+    num_shared_experts=1,
+    score_func="sigmoid",
+)
+
+
+def _yarn(factor: float, original: int, mscale_all_dim: float) -> RopeScaling:
+    return RopeScaling(
+        "yarn", factor, original_max_position_embeddings=original, mscale=1.0, mscale_all_dim=mscale_all_dim
+    )
+
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    keys={
+        **DOTS1.keys,
+        "head_dim": "qk_rope_head_dim",
+        "kv_lora_rank": "kv_lora_rank",
+        "q_lora_rank": "q_lora_rank",
+        "qk_nope_head_dim": "qk_nope_head_dim",
+        "v_head_dim": "v_head_dim",
+        "rope_interleave": "rope_interleave",
+    },
+    fixed={"qk_norm": False, "score_func": "sigmoid"},
+    declared={
+        **COMMON_DECLARED,
+        "num_key_value_heads": Key(128, HEADS),
+        "n_shared_experts": Key(1),
+        **dict.fromkeys(("num_experts_per_tok", "n_group"), Key(8)),
+        "first_k_dense_replace": Key(3),
+        "topk_group": Key(4),
+        "norm_topk_prob": Key(True, False),
+        "routed_scaling_factor": Key(2.5),
+        "q_lora_rank": Key(null=None),
+        "rope_interleave": Key(True, False),
+    },
+    rules=_RULES,
+    # DeepSeek's own code and serving engines look at these; the decoder has no other.
+    required={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
+    mtp_key="num_nextn_predict_layers",
+    expert_bias_key="e_score_correction_bias",
+    presets={
+        "debug": replace(
+            _DEEPSEEK,
+            **DEBUG_EXPERTS | {"num_kv_heads": 4, "head_dim": 8},
+            rope_scaling=_yarn(4.0, 512, 0.5),
+            kv_lora_rank=24,
+            q_lora_rank=32,
+            qk_nope_head_dim=16,
+            v_head_dim=12,
+            routed_scaling_factor=2.5,
+            num_expert_groups=4,
+            num_limited_groups=2,
+        ),
+        "V3-671B-A37B": preset(
+            _DEEPSEEK,
+            (7168, 61, 128, 128, 18432),
+            vocab_size=129280,
+            max_position_embeddings=163840,
+            rope_scaling=_yarn(40.0, 4096, 1.0),
+            q_lora_rank=1536,
+            num_experts=256,
+            moe_intermediate_size=2048,
+            num_dense_layers=3,
+            routed_scaling_factor=2.5,
+            num_expert_groups=8,
+            num_limited_groups=4,
+        ),
+        "Moonlight-16B-A3B": preset(
+            _DEEPSEEK,
+            (2048, 27, 16, 16, 11264),
+            vocab_size=163840,
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-5,
+            rope_theta=50000.0,
+            num_experts=64,
+            top_k=6,
+            moe_intermediate_size=1408,
+            num_shared_experts=2,
+            routed_scaling_factor=2.446,
+        ),
+    },
+)
