@@ -18,7 +18,7 @@ _MODULES = {
     "check": "titanlite.features.tools.check",
     "plan": "titanlite.features.estimate.cli",
     "data": "titanlite.features.tools.preview_data",
-    "inspect": "titanlite.features.tools.inspect",
+    "inspect": "titanlite.features.tools.models",
     "export": "titanlite.features.tools.export",
     "generate": "titanlite.features.tools.generate",
     "report": "titanlite.features.report.page",

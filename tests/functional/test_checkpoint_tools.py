@@ -24,7 +24,7 @@ from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.features.estimate.cli import exact_plan, planned_sources
 from titanlite.features.tools import export as export_checkpoint
-from titanlite.features.tools import inspect as inspect_checkpoint
+from titanlite.features.tools import models as inspect_checkpoint
 from titanlite.models.families import family_of
 from titanlite.preflight import check
 

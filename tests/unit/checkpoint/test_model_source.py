@@ -15,7 +15,7 @@ from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint import model_source
 from titanlite.checkpoint.model_source import hf_checkpoint
 from titanlite.features.tools import export as export_checkpoint
-from titanlite.features.tools import inspect as inspect_checkpoint
+from titanlite.features.tools import models as inspect_checkpoint
 from titanlite.features.tools.generate import load_model
 from titanlite.materialize import Init, ReadRequest, Region, build_plan, materialize
 from titanlite.materialize.sources import Read

@@ -23,7 +23,7 @@ from titanlite.checkpoint.pieces import find_passengers
 from titanlite.checkpoint.writer import create_files, snapshot, write_items
 from titanlite.features.passengers import find_carried
 from titanlite.features.tools.export import export_checkpoint
-from titanlite.features.tools.inspect import main as inspect
+from titanlite.features.tools.models import main as inspect
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families

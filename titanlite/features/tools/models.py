@@ -1,19 +1,45 @@
-"""The model that a command is given: a run, a step, a Hugging Face folder, or a hub id; and the one of adapters."""
+"""The model that a command is given: where it is (a run, a step, a Hugging Face folder, or a hub id), and `inspect`:
 
-import os
+`python -m titanlite inspect MODEL` says what is in a checkpoint, and whether it is whole.
+"""
+
 import sys
 import tomllib
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from titanlite.assemble import build_model
 from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.base.log import logger
-from titanlite.base.text import suggest
-from titanlite.checkpoint.commit import check_folder, find_complete_before, list_steps, step_folder
-from titanlite.checkpoint.folder import ADAPTER_CONFIG
+from titanlite.base.text import Parser, command, fold_key, fold_names, format_count, format_size, format_table
+from titanlite.checkpoint import Progress
+from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, find_complete_before, list_steps, step_folder
+from titanlite.checkpoint.folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    DTYPES,
+    FP8,
+    OWN_FOLDER,
+    Stored,
+    StoredTensor,
+    companions,
+    read_headers,
+    read_json,
+    read_model_headers,
+    shown,
+)
+from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.pieces import find_passengers
+from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config.assets import local_folder
 from titanlite.features.lora.peft_format import read_adapter
+from titanlite.features.transformers.mxfp4 import find_packed
+from titanlite.materialize.plan import named_tensors
+from titanlite.models.families import any_model_config_from_hf
 
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MODEL_HELP = "run's folder (its newest complete checkpoint), step-N folder, Hugging Face folder, or hub id"
 
 
@@ -24,14 +50,9 @@ def find_model(command: str, name: str) -> Path:
         CheckpointError: the run has no complete checkpoint.
         ConfigError: there is no such folder, and no such model on the hub.
     """
-    path = Path(os.path.expanduser(name))
-    near = suggest(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else [])
-    try:
-        folder = Path(local_folder(f"{command}: MODEL", name, weights=True))
-    except ConfigError as error:
-        raise ConfigError(f"{error}{near}") from None
+    folder = Path(local_folder(f"{command}: MODEL", name, weights=True))
     if not folder.is_dir():
-        raise ConfigError(f"{command}: {name} is no folder.{near or f' Give a {MODEL_HELP}.'}")
+        raise ConfigError(f"{command}: {name} is no folder. Give a {MODEL_HELP}.")
     if any((folder / file).exists() for file in ("config.json", ADAPTER_CONFIG)):
         return folder
     inner = next((path for path in (folder, folder / "checkpoint", *folder.iterdir()) if list_steps(path)), None)
@@ -84,3 +105,126 @@ def _names_of_base(adapter: Path) -> dict[str, str]:
             name = table.get("model", {}).get("path") or table.get("checkpoint", {}).get("initial_load_path")
             return names | {str(parent / "config.toml"): str(name or "")}
     return names
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; exit code 0, 1 if the checkpoint is damaged, 2 if it cannot be inspected."""
+    parser = Parser(
+        "inspect",
+        "Show what is in a checkpoint or Hugging Face model, and check it against its manifest.",
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--checksums", action="store_true", help="read every byte and compare with the manifest")
+    parser.add_argument("--all", action="store_true", help="one line per tensor, layers and experts not summed up")
+    known = parser.parse_args(argv)
+    try:
+        folder = find_model("inspect", known.model)
+        damaged = show_folder(folder, checksums=known.checksums, every=known.all)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a name that no file can have, or a folder that may not be looked into
+        raise CheckpointError(f"{known.model}: {error.strerror}.") from None
+    return 1 if damaged else 0
+
+
+def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
+    """Print tensors, sizes and the manifest check of `folder`; return True if it is damaged, or ties other values."""
+    has_manifest = (folder / MANIFEST_FILE).exists()
+    problems = check_folder(folder, checksums=checksums) if has_manifest else []
+    untied, carried = list[str](), set[str]()
+    try:
+        lines, tensors = _describe(folder)
+        try:
+            untied, carried = _compare_with_class(folder, {tensor.key for tensor in tensors})
+        except ConfigError as error:  # tensors are shown whatever the model is
+            lines.append(f"  ties       not looked at: {error}")
+    except CheckpointError as error:
+        if not problems:
+            raise
+        lines, tensors = [f"  model      {error}"], []  # damage that the manifest knows of
+    if carried:
+        size = format_size(sum(tensor.nbytes for tensor in tensors if tensor.key in carried))
+        lines.append(f"  carried    {format_count(len(carried), 'tensor')} ({size}) with *, not computed or trained")
+    print("\n".join([str(folder), *lines]))
+    if has_manifest:
+        looked_at = "sizes and checksums" if checksums else "sizes"
+        verdict = format_count(len(problems), "problem") if problems else f"whole ({looked_at} match)"
+        print("\n    ".join([f"  manifest   {verdict}", *problems]))
+    else:
+        print(f"  manifest   none; {MANIFEST_FILE} is written by titanlite only")
+    if untied:
+        print("\n    ".join(["  ties       broken", *untied]))
+    if tensors:
+        print()
+        print(format_table(_rows(folder, tensors, every, carried)))
+    return bool(problems or untied)
+
+
+def _compare_with_class(folder: Path, keys: Collection[str]) -> tuple[list[str], set[str]]:
+    """Return a problem for each tied tensor that is stored with other values, and the keys that are not computed."""
+    of_parts = find_passengers(keys, ())  # which of them are computed, the class knows
+    if not (of_parts or "lm_head.weight" in keys) or not (folder / "config.json").is_file():
+        return [], set()
+    config = any_model_config_from_hf(folder, "inspect")
+    if not (of_parts or config.tie_word_embeddings):
+        return [], set()
+    source = weights_of(folder, model := build_model(config))
+    list(source({name: info for name, _, info in named_tensors(model)}))  # then it knows its passengers
+    return [f"{name}: {text}" for name, text in source.untied.items()], set(source.passengers)
+
+
+def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:
+    own_files = sorted((folder / OWN_FOLDER).glob("*.safetensors"))
+    own = read_headers(own_files, f"checkpoint {folder}") if own_files else Stored({}, {})
+    if (folder / ADAPTER_FILE).exists() and not list(folder.glob("model*.safetensors*")):
+        model, adapter = read_adapter(folder)
+        size = format_size(sum(tensor.nbytes for tensor in model.tensors.values()))
+        scaled = f"scaled by {adapter.scaling:g}, {size}, of {shown(adapter.base)}"
+        lines = [f"  adapter    LoRA of rank {adapter.rank}, {scaled}"]
+    else:
+        model = read_model_headers(folder)
+        lines = [f"  model      {_describe_model(folder, model)}"]
+    if (folder / STATE_FILE).exists():
+        progress = Progress.read(folder)
+        versions = ", ".join(f"{shown(name)} {shown(version)}" for name, version in progress.versions.items())
+        ranks = format_count(progress.world_size, "rank")
+        state = f"step {progress.step}, {progress.samples} samples, {ranks}, {versions}"
+        lines += [f"  training   {state}", f"  data       {shown(progress.data)}"]
+    return lines, [*model.tensors.values(), *own.tensors.values()]
+
+
+def _describe_model(folder: Path, model: Stored) -> str:
+    try:
+        config = read_json(folder / "config.json", str(folder))
+    except CheckpointError:
+        there = (folder / "config.json").exists()
+        config = {"model_type": "config.json cannot be read" if there else "no config.json"}
+    packed = find_packed(model.tensors)
+    factors = {scales.key for _, scales in packed.values()}
+    factors.update(*(companions(key) for key, tensor in model.tensors.items() if tensor.dtype in FP8))
+    weights = [tensor for key, tensor in model.tensors.items() if key not in factors]
+    numel = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in weights)
+    numel += sum(blocks.nbytes for blocks, _ in packed.values())  # two in a byte
+    dtypes = ", ".join(sorted({_DTYPE_NAMES[tensor.dtype] for tensor in weights}))
+    size = sum(tensor.nbytes for tensor in model.tensors.values())
+    name = shown(config.get("model_type", "no model_type"))
+    files = format_count(len(model.file_bytes), "file")
+    return f"{name}, {numel / 1e6:,.1f} M parameters, {dtypes}, {format_size(size)} in {files}"
+
+
+def _rows(folder: Path, tensors: Iterable[StoredTensor], every: bool, starred: set[str]) -> list[tuple[str, ...]]:
+    """Return one row per tensor, or per name, dtype and shape that differ only in the numbers of layers and experts."""
+    groups: defaultdict[tuple[tuple[str, ...], str, tuple[int, ...]], list[StoredTensor]] = defaultdict(list)
+    for tensor in tensors:
+        between = (tensor.key,) if every else fold_key(tensor.key)
+        star = " *" if tensor.key in starred else ""
+        groups[(*between, star), _DTYPE_NAMES[tensor.dtype], tensor.shape].append(tensor)
+    rows = [("tensor", "count", "dtype", "shape", "size", "file")]
+    for ((*_, star), dtype, shape), held in groups.items():
+        files = sorted({str(tensor.file.relative_to(folder)) for tensor in held})
+        where = files[0] if len(files) == 1 else f"{len(files)} files"
+        size = format_size(sum(tensor.nbytes for tensor in held))
+        name = shown(fold_names([tensor.key for tensor in held])) + star
+        rows.append((name, str(len(held)), dtype, str(shape), size, where))
+    return rows

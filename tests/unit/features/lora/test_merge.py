@@ -15,7 +15,7 @@ from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import LoRAExperts, LoRALinear, adapted_modules, apply_lora
 from titanlite.features.lora.peft_format import adapter_files, write_adapter_config
 from titanlite.features.tools.export import main
-from titanlite.features.tools.inspect import main as inspect
+from titanlite.features.tools.models import main as inspect
 from titanlite.materialize import Init, Normal, materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
