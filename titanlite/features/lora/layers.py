@@ -2,7 +2,7 @@
 
 `apply_lora` exchanges layers of a model on meta for the classes below, which hold the same weights under the same names
 with adapters next to them. So the rest of titanlite needs no case for it. In a model of transformers these are linear
-layers inside its repeated layers, and the experts that transformers' experts interface serves.
+layers inside its repeated layers; the experts that transformers' experts interface serves get parameters.
 
 Shapes: R routed rows, E experts, D hidden, I expert width, r rank.
 """
@@ -57,8 +57,8 @@ class LoRALinear(Linear):
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         for name in ("weight", "bias"):
             self.register_parameter(name, getattr(base, name))
-        if isinstance(base, Linear):
-            self.std, self.bias_scale = base.std, base.bias_scale
+        # Those of a model of transformers are declared by the model.
+        self._base_sources = base.declare_sources() if isinstance(base, Linear) else {}
         like: dict[str, Any] = {"dtype": dtype, "device": base.weight.device}
         self.lora_A = nn.Parameter(torch.empty(section.rank, base.in_features, **like))
         self.lora_B = nn.Parameter(torch.empty(base.out_features, section.rank, **like))
@@ -68,7 +68,7 @@ class LoRALinear(Linear):
         return [*super().split_parameters(dim), self.lora_B if dim == 0 else self.lora_A]
 
     def declare_sources(self) -> dict[str, Source]:
-        return super().declare_sources() | _adapter_sources("", self.in_features)
+        return self._base_sources | _adapter_sources("", self.in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
@@ -79,56 +79,50 @@ class LoRALinear(Linear):
         return y + linear(down, local_tensor(self.lora_B).to(x.dtype)) * self.scaling
 
 
-class LoRATransformersLinear(LoRALinear):
-    """`LoRALinear` in a model of transformers, which declares the sources of its own weights itself."""
+def _add_expert_adapters(
+    experts: Any, adapted: frozenset[str], section: LoRASection, dtype: torch.dtype
+) -> dict[str, Source]:
+    """Give `experts` adapters for its weights `adapted`, whichever way round these are, and return their sources.
 
-    def declare_sources(self) -> dict[str, Source]:
-        return _adapter_sources("", self.in_features)
-
-
-class ExpertAdapters(nn.Module):
-    """Adapters of each of E experts: `gate_up_lora_A` (E, r, D) and `gate_up_lora_B` (E, 2 I, r), `down_lora_A`
-    (E, r, I) and `down_lora_B` (E, D, r), both pairs or one.
-
-    Attributes:
-        adapted: which weights of the experts have adapters.
-        scaling, adapter_enabled, dropout: as in `LoRALinear`.
+    `gate_up_lora_A` (E, r, D) and `gate_up_lora_B` (E, 2 I, r), `down_lora_A` (E, r, I) and `down_lora_B` (E, D, r);
+    the attributes `scaling`, `dropout` and `adapter_enabled` are as in `LoRALinear`.
     """
-
-    def add_adapters(self, adapted: frozenset[str], section: LoRASection, dtype: torch.dtype) -> None:
-        """Add parameters of `dtype` for the weights `adapted`, on their device, whichever way round these are."""
-        for name in sorted(adapted):
-            weight, prefix = getattr(self, name), name.removesuffix("proj")
-            num_experts, out_features, in_features = weight.shape
-            if getattr(self, "is_transposed", False):
-                out_features, in_features = in_features, out_features
-            like: dict[str, Any] = {"dtype": dtype, "device": weight.device}
-            setattr(self, f"{prefix}lora_A", nn.Parameter(torch.empty(num_experts, section.rank, in_features, **like)))
-            setattr(self, f"{prefix}lora_B", nn.Parameter(torch.empty(num_experts, out_features, section.rank, **like)))
-        self.adapted, self.scaling, self.dropout = adapted, scaling_of(section), section.dropout
-        self.adapter_enabled = True
-
-    def adapter_sources(self) -> dict[str, Source]:
-        sources: dict[str, Source] = {}
-        for name in sorted(self.adapted):
-            prefix = name.removesuffix("proj")
-            sources |= _adapter_sources(prefix, getattr(self, f"{prefix}lora_A").shape[-1])
-        return sources
+    sources: dict[str, Source] = {}
+    for name in sorted(adapted):
+        weight, prefix = getattr(experts, name), name.removesuffix("proj")
+        num_experts, out_features, in_features = (
+            weight.mT if getattr(experts, "is_transposed", False) else weight
+        ).shape
+        like: dict[str, Any] = {"dtype": dtype, "device": weight.device}
+        setattr(experts, f"{prefix}lora_A", nn.Parameter(torch.empty(num_experts, section.rank, in_features, **like)))
+        setattr(experts, f"{prefix}lora_B", nn.Parameter(torch.empty(num_experts, out_features, section.rank, **like)))
+        sources |= _adapter_sources(prefix, in_features)
+    experts.adapted, experts.scaling, experts.dropout = adapted, scaling_of(section), section.dropout
+    experts.adapter_enabled = True
+    return sources
 
 
-class LoRAExperts(ExpertAdapters, Experts):
+class LoRAExperts(Experts):
     """Frozen `Experts` with adapters.
 
     The experts are computed by single grouped GEMMs instead of the fused operator, for the adapters of the first
     projection act before its SwiGLU.
     """
 
-    def __init__(self, base: Experts, config: ModelConfig) -> None:
+    adapted: frozenset[str]
+    scaling: float
+    dropout: float
+    adapter_enabled: bool
+
+    def __init__(
+        self, base: Experts, config: ModelConfig, adapted: frozenset[str], section: LoRASection, dtype: torch.dtype
+    ) -> None:
         super().__init__(config)
         self.gate_up_proj, self.down_proj = base.gate_up_proj, base.down_proj
+        self._adapter_sources = _add_expert_adapters(self, adapted, section, dtype)
 
     def declare_sources(self) -> dict[str, Source]:
-        return super().declare_sources() | self.adapter_sources()
+        return super().declare_sources() | self._adapter_sources
 
     @property
     def is_fused(self) -> bool:
@@ -147,13 +141,6 @@ class LoRAExperts(ExpertAdapters, Experts):
         return y + x * self.scaling
 
 
-class LoRATransformersExperts(ExpertAdapters):
-    """Mixin for the class of transformers' experts with adapters; `transformers.experts` computes them."""
-
-    def declare_sources(self) -> dict[str, Source]:
-        return self.adapter_sources()
-
-
 def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
     """Freeze `model` and give the layers that `section.targets` names adapters of `dtype`, in place. Before sharding.
 
@@ -164,35 +151,24 @@ def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
         return
     for param in model.parameters():
         param.requires_grad_(False)
-    targets = _targets(model, section)
-    root = _root(model)
+    targets, root = _targets(model, section), _root(model)
     with torch.device("meta"):
-        for name, module in list(root.named_modules()):
-            adapted = targets.get(name)
-            if adapted is None:
-                continue
-            if isinstance(model, TransformersModel):
-                if isinstance(module, nn.Linear):
-                    root.set_submodule(name, LoRATransformersLinear(module, section, dtype))
-                else:  # their class is transformers', so they get a subclass
-                    bases = (LoRATransformersExperts, type(module))
-                    module.__class__ = type(f"LoRA{type(module).__name__}", bases, {})
-                    cast(LoRATransformersExperts, module).add_adapters(adapted, section, dtype)
-            elif isinstance(module, Experts):
-                experts = LoRAExperts(module, model.config)
-                experts.add_adapters(adapted, section, dtype)
-                root.set_submodule(name, experts)
-            elif isinstance(module, Linear):
+        for name, adapted in targets.items():
+            module = root.get_submodule(name)
+            if isinstance(module, nn.Linear):
                 root.set_submodule(name, LoRALinear(module, section, dtype))
+            elif isinstance(module, Experts):
+                root.set_submodule(name, LoRAExperts(module, model.config, adapted, section, dtype))
+            else:  # transformers' own class stays, and titanlite's forward of it looks for adapters
+                sources = _add_expert_adapters(module, adapted, section, dtype)
+                cast(TransformersModel, model).sources |= {f"{name}.{leaf}": s for leaf, s in sources.items()}
     if isinstance(model, TransformersModel) and any(targets.values()):
         use_titanlite_experts(model.transformers_model)
 
 
-def adapted_modules(model: nn.Module) -> dict[str, LoRALinear | ExpertAdapters]:
-    """Return the modules with adapters, by name; none without LoRA."""
-    return {
-        name: module for name, module in _root(model).named_modules() if isinstance(module, LoRALinear | ExpertAdapters)
-    }
+def adapted_modules(model: nn.Module) -> dict[str, Any]:
+    """Return the modules with adapters, `LoRALinear` or experts, by name; none without LoRA."""
+    return {name: module for name, module in _root(model).named_modules() if hasattr(module, "adapter_enabled")}
 
 
 def _root(model: nn.Module) -> nn.Module:

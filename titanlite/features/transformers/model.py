@@ -52,6 +52,7 @@ class TransformersModel(Model):
         counters: of the rows that each layer's experts are given; none where they cannot be counted.
         expert_modules: those with fused experts that transformers' experts interface computes, by name.
         is_encoder_decoder: an encoder reads a row's prompt, as tokens if it `takes_prompts`; a decoder says the rest.
+        sources: of all its tensors, by name; adapters are added.
         state_shapes: global shape of every tensor of a checkpoint, by name, as transformers has them in memory.
     """
 
@@ -63,7 +64,7 @@ class TransformersModel(Model):
 
         # The name of this attribute is left out of the names of tensors, see `materialize.plan.clean_name`.
         self._transformers_model = model
-        self._sources = sources
+        self.sources = sources
         self.loss_chunk_tokens = 1024
         # All of these look at class names, which sharding changes, so they are asked now.
         self._layers = tuple(probes.repeated_layers(model))  # no containers: the modules are registered below `model`
@@ -109,7 +110,7 @@ class TransformersModel(Model):
         return self._transformers_model
 
     def declare_sources(self) -> dict[str, Source]:
-        return dict(self._sources)
+        return dict(self.sources)
 
     def forward(
         self,
