@@ -35,7 +35,7 @@ from titanlite.checkpoint.pieces import find_passengers
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config.assets import local_folder
 from titanlite.features.lora.peft_format import read_adapter
-from titanlite.features.transformers.mxfp4 import find_packed
+from titanlite.features.transformers.conversion import find_packed
 from titanlite.materialize.plan import named_tensors
 from titanlite.models.families import any_model_config_from_hf
 

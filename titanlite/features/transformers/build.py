@@ -8,7 +8,7 @@ source, and the plan fails with its name.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,8 +27,6 @@ from titanlite.features.transformers.recording import UNWRITTEN, Call, Place, Re
 from titanlite.materialize import Alias, Compute, Constant, Init, Normal, Recipe, Source, TruncatedNormal, Uniform
 from titanlite.models.families.hf_config import load_config_and_class
 from titanlite.models.families.keys import MOST_PARAMETERS
-
-_FLAG = "tie_word_embeddings"
 
 
 def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.float32) -> TransformersModel:
@@ -60,23 +58,6 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
         _tie(model, target, source)
     replace_unaligned_experts(model, find_experts(model).values())
     return TransformersModel(model, config, sources)
-
-
-def find_flag(config: TransformersConfig, name: str) -> str:
-    """Return the keys of config.json with which the tensor `name` is not tied, found by building the model; or none."""
-    for places in (("",), ("text_config",), ("", "text_config")):  # of some classes either of both ties
-        hf = dict(config.hf)
-        if "text_config" in places and not isinstance(hf.get("text_config"), Mapping):
-            continue
-        for place in places:
-            hf |= {place: {**hf[place], _FLAG: False}} if place else {_FLAG: False}
-        try:
-            model = build_transformers(replace(config, hf=hf), torch.float32)
-        except ConfigError:
-            continue
-        if not isinstance(model.declare_sources().get(name), Alias):
-            return " and ".join(f"{place}.{_FLAG}" if place else _FLAG for place in places)
-    return ""
 
 
 @contextmanager

@@ -12,26 +12,27 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.base.agree import on_first_rank, raise_together
 from titanlite.base.errors import CheckpointError, raise_problems
-from titanlite.base.log import logger
 from titanlite.checkpoint.folder import FP8, OWN_FOLDER, Stored, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.model_source import explain_untied, is_equal
 from titanlite.checkpoint.pieces import IGNORED_SUFFIXES, MASTER_PREFIX, explain_unexpected, find_passengers, whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.features.transformers.build import find_flag
 from titanlite.features.transformers.conversion import (
     ConvertingReader,
     Group,
+    Mxfp4Reader,
     NotTraceable,
     Traced,
     TracedPart,
+    find_packed,
     loading_groups,
     saving_groups,
 )
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.features.transformers.mxfp4 import Mxfp4Reader, find_packed
 from titanlite.materialize import Alias, Plan, Read, Region, Source, TensorEntry, TensorInfo, Unfit, local_of, share_out
 from titanlite.materialize.plan import named_tensors
+
+_UNTIE = ", and in its text_config if it has one; if both stay tied, correct the file"
 
 
 class TransformersCheckpoint:
@@ -56,7 +57,6 @@ class TransformersCheckpoint:
                 self._claim_parts(name, info, [Placed(master, whole(name, info.shape).region)], master.shape)
         self._drop_tied(tensors)
         self._allow_absent(tensors)
-        self._say_whole(tensors)
         claims = [*self._claims.items(), *self._unexpected(unexpected)]
         masters = (key for key in self.stored.tensors if key.startswith(MASTER_PREFIX))
         unknown = [key for key in masters if key.removeprefix(MASTER_PREFIX) not in tensors]
@@ -70,7 +70,7 @@ class TransformersCheckpoint:
         self.reader = SafetensorsReader(self._folder, self._placed, self.stored.file_bytes)
         converting = ConvertingReader(self._folder, self.stored, self._model, self._whole)
         self._packed = find_packed(self.stored.tensors)
-        self._unpacking = Mxfp4Reader(self._folder, self.stored.file_bytes)
+        self._unpacking = Mxfp4Reader(self._folder, self.stored)
         parts = {part.key for packed in self._packed.values() for part in packed}
         parts.update(*(companions(key) for key, stored in self.stored.tensors.items() if stored.dtype in FP8))
         found = [key for key in self.stored.tensors if key not in parts and not key.startswith(MASTER_PREFIX)]
@@ -93,13 +93,12 @@ class TransformersCheckpoint:
         for name, target in ties.items():
             both = self._claims.get(name), self._claims.get(target)
             if isinstance(both[0], Read) and isinstance(both[1], Read) and not is_equal(both[0], both[1]):
-                found[name] = explain_untied(self.name, target, find_flag(self._model.config, name))
+                found[name] = explain_untied(self.name, target, "tie_word_embeddings", _UNTIE)
         return found
 
     def _claim(self, group: Group, tensors: Mapping[str, TensorInfo], converting: ConvertingReader) -> None:
         if group.first in tensors and group.keys[0] in self._packed:
-            blocks, scales = self._packed[group.keys[0]]
-            problem = self._unpacking.add(group.first, tensors[group.first].shape, blocks, scales)
+            problem = self._unpacking.add(group.first, tensors[group.first].shape, group.keys[0])
             read = Read(self._unpacking, group.first, tensors[group.first].shape)
             self._claims[group.first] = Unfit(f"{self.name}: {problem}.") if problem else read
             return
@@ -181,15 +180,6 @@ class TransformersCheckpoint:
             first = self._packed[key][0].key if key in self._packed else key
             if first not in known and not key.endswith(IGNORED_SUFFIXES):
                 yield shown(key), Unfit(explain_unexpected(self.name))
-
-    def _say_whole(self, tensors: Mapping[str, TensorInfo]) -> None:
-        if self._whole:
-            nbytes = sum(tensors[name].dtype.itemsize * math.prod(tensors[name].shape) for name in self._whole)
-            logger.warning(
-                "%s: %d tensors (%.1f MiB) are stored transposed or permuted; every rank reads them whole, among them "
-                "%s. A checkpoint that this run saves has the same layout.",
-                *(self.name, len(self._whole), nbytes / 2**20, next(iter(self._whole))),
-            )
 
 
 def _block(stored: StoredTensor, part: TracedPart) -> StoredTensor:

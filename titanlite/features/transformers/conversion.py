@@ -1,12 +1,13 @@
 """Between the tensors of a checkpoint and those that a class of transformers has in memory.
 
 transformers describes the difference as renamings and as operations on whole tensors (stack the experts, concatenate
-gate and up, cut a fused projection). Here its own operations run on `Traced` stand-ins, which hold no values but know
-which part of which stored tensor each of their elements is. What comes out says where a shard lies in the files, so
-that a rank reads its bytes only. Operations that a stand-in cannot follow (transpositions, permutations) are carried
-out on whole tensors instead.
+gate and up, cut a fused projection). Here its own operations run on `Traced` stand-ins, which know which part of which
+stored tensor each of their elements is, and so where a shard lies in the files. Operations that a stand-in cannot
+follow (transpositions, permutations) are carried out on whole tensors, and MXFP4 is dequantized while it is read.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from titanlite.checkpoint.folder import FP8, Stored
+from titanlite.checkpoint.folder import FP8, Stored, StoredTensor, shown
 from titanlite.checkpoint.pieces import whole
-from titanlite.checkpoint.reader import SafetensorsReader, place
+from titanlite.checkpoint.reader import Placed, SafetensorsReader, place, timed
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import ReadRequest, Region
 
@@ -226,27 +228,22 @@ def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[
 
     Notes in `model.conversions` which entries of the mapping were used; saving reverts those.
     """
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
 
-    mapping = deepcopy(model.all_conversions)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    prefix = model.transformers_model.base_model_prefix
-    groups: dict[str, Group] = {}
-    unexpected = []
-    for key in sorted(keys, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, model.state_shapes)
-        if name not in model.state_shapes and key in model.state_shapes:
+    mapping, shapes = deepcopy(model.all_conversions), model.state_shapes
+    renamings, converters = _by_kind(mapping)
+    prefix, unexpected, places = model.transformers_model.base_model_prefix, list[str](), dict[str, Any]()
+    for key in sorted(keys, key=dot_natural_key):  # in transformers' order: some renamings wait for a key
+        name, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
+        if name not in shapes and key in shapes:
             name, pattern = key, None  # it has the name of the tensor in memory already
-        if name not in model.state_shapes:
+        if name in shapes:
+            places[key] = name, pattern
+        else:
             unexpected.append(key)
-            continue
-        if name not in groups:
-            groups[name] = Group(name, by_pattern[pattern] if pattern is not None else WeightRenaming(key, name))
-        groups[name].sources.setdefault(key if pattern is None else pattern, []).append(key)
+    groups = _group(places, converters)
     model.conversions = [entry for entry in mapping if entry.was_used()]
-    return list(groups.values()), unexpected
+    return groups, unexpected
 
 
 def saving_groups(names: Iterable[str], model: TransformersModel) -> tuple[list[Group], Callable[[str], str]]:
@@ -255,29 +252,37 @@ def saving_groups(names: Iterable[str], model: TransformersModel) -> tuple[list[
     It reverts what was used for loading; for a model that was not loaded, the mapping of its class, so that the names
     are those of the hub's checkpoints.
     """
-    from transformers.core_model_loading import (
-        PrefixChange,
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import PrefixChange, dot_natural_key, rename_source_key
 
     used = model.conversions
     if used is None:
         # Whether a prefix was there cannot be known, and old names are not written anew.
         used = [entry for entry in model.own_conversions if not isinstance(entry, PrefixChange)]
-    reverse = [deepcopy(entry).reverse_transform() for entry in reversed(used)]
-    renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
+    renamings, converters = _by_kind([deepcopy(entry).reverse_transform() for entry in reversed(used)])
+    ordered = sorted(names, key=dot_natural_key)
+    groups = _group({name: rename_source_key(name, [], converters, reverse=True) for name in ordered}, converters)
+    return groups, lambda name: rename_source_key(name, renamings, [], reverse=True)[0]
+
+
+def _by_kind(mapping: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Part a mapping of transformers into renamings and conversions."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    return [x for x in mapping if isinstance(x, WeightRenaming)], [x for x in mapping if isinstance(x, WeightConverter)]
+
+
+def _group(places: Mapping[str, tuple[str, str | None]], converters: Sequence[Any]) -> list[Group]:
+    """Group sources by where they go: `places` has the first target of each, and the pattern of a conversion."""
+    from transformers.core_model_loading import WeightRenaming
+
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     groups: dict[str, Group] = {}
-    for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, [], converters, reverse=True)
+    for source, (target, pattern) in places.items():
         if target not in groups:
-            groups[target] = Group(target, by_pattern[pattern] if pattern is not None else WeightRenaming(name, target))
-        groups[target].sources.setdefault(name if pattern is None else pattern, []).append(name)
-    return list(groups.values()), lambda name: rename_source_key(name, renamings, [], reverse=True)[0]
+            entry = by_pattern[pattern] if pattern is not None else WeightRenaming(source, target)
+            groups[target] = Group(target, entry)
+        groups[target].sources.setdefault(source if pattern is None else pattern, []).append(source)
+    return list(groups.values())
 
 
 class ConvertingReader:
@@ -293,10 +298,7 @@ class ConvertingReader:
         self._stored, self._model, self._groups = stored, model, groups
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Write every requested region into its destination, cast to its dtype.
-
-        Raises CheckpointError: a file cannot be read.
-        """
+        """Write every requested region into its destination, cast; errors are those of `SafetensorsReader`."""
         by_group: dict[str, list[ReadRequest]] = {}
         for request in requests:
             by_group.setdefault(self._groups[request.name].first, []).append(request)
@@ -309,10 +311,9 @@ class ConvertingReader:
 
     def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
         """Bytes of each file that a read of `region` of tensor `name` takes: all of its sources, if any."""
-        found: dict[Path, int] = {}
+        found = Counter[Path]()
         for key in self._groups[name].keys if region.numel else ():
-            stored = self._stored.tensors[key]
-            found[stored.file] = found.get(stored.file, 0) + stored.nbytes
+            found[self._stored.tensors[key].file] += self._stored.tensors[key].nbytes
         return found
 
     def _read_whole(self, keys: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -325,3 +326,75 @@ class ConvertingReader:
         reader = SafetensorsReader(self.name, placed, self._stored.file_bytes)
         reader.read_quietly([ReadRequest(key, regions[key], values[key]) for key in keys])
         return values
+
+
+# --- MXFP4 of gpt-oss (OCP Microscaling Formats 1.0, sections 5.3 and 6): dequantized while it is read. `*_blocks`
+# (E, R, C / 32, 16) has two values of 4 bits (e2m1) in a byte, the first one in the lower half; `*_scales`
+# (E, R, C / 32) an exponent (e8m0) for each 32 values of a row. The class has the matrix transposed: (E, C, R).
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def find_packed(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[StoredTensor, StoredTensor]]:
+    """Return blocks and scales of the MXFP4 weights among `tensors`, by the name without `_blocks` and `_scales`."""
+    names = [key.removesuffix("_blocks") for key in tensors if key.endswith("_blocks")]
+    return {n: (tensors[f"{n}_blocks"], tensors[f"{n}_scales"]) for n in names if f"{n}_scales" in tensors}
+
+
+def _unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the values (R, 32 G), float32, of blocks (R, G, 16) and scales (R, G), both uint8; 255 stands for NaN."""
+    table = torch.tensor(_E2M1, device=blocks.device)
+    pairs = torch.cartesian_prod(table, table).flip(-1).contiguous()  # of the 256 bytes
+    values = F.embedding(blocks.to(torch.int32), pairs).flatten(-2)
+    return values.mul_(scales.view(torch.float8_e8m0fnu).to(torch.float32).unsqueeze(-1)).flatten(1)
+
+
+class Mxfp4Reader:
+    """A `TensorReader` of MXFP4 weights: of each expert it reads the stored rows that a region touches."""
+
+    proves_coverage = True  # a region is written as a whole
+
+    def __init__(self, folder: str, stored: Stored) -> None:
+        self.name, self._packed = folder, find_packed(stored.tensors)
+        self._sources: dict[str, tuple[StoredTensor, StoredTensor]] = {}  # by name in the model
+        parts = {part.key: part for packed in self._packed.values() for part in packed}
+        placed = {key: (part.shape, [Placed(part, whole(key, part.shape).region)]) for key, part in parts.items()}
+        self._reader = SafetensorsReader(folder, placed, stored.file_bytes)
+        self._folder_bytes = sum(stored.file_bytes.values())
+
+    def add(self, name: str, shape: tuple[int, ...], key: str) -> str:
+        """Add the tensor `name` of `shape` (E, C, R), stored as the MXFP4 weight `key`; or return what is wrong."""
+        blocks, scales = self._sources[name] = self._packed[key]
+        expected = (shape[0], shape[2], shape[1] // 32) if len(shape) == 3 and not shape[1] % 32 else ()
+        wanted = [((*expected, 16), torch.uint8), (expected, torch.uint8)]
+        if expected and [(part.shape, part.dtype) for part in (blocks, scales)] == wanted:
+            return ""
+        found = " and ".join(f"{shown(part.key)} {part.dtype} {part.shape}" for part in (blocks, scales))
+        return f"{found} are not {shape} in MXFP4, which is uint8"
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Write every requested region into its destination, cast; errors are those of `SafetensorsReader`."""
+        nbytes = sum(sum(self.plan_bytes(request.name, request.region).values()) for request in requests)
+        with timed(f"reading MXFP4 of {self.name}", nbytes, self._folder_bytes):
+            for request in requests:
+                for expert in range(request.region.lengths[0] if request.region.numel else 0):
+                    self._read_expert(request, expert)
+
+    def _read_expert(self, request: ReadRequest, expert: int) -> None:
+        (first, _, row), (_, _, rows) = request.region.starts, request.region.lengths
+        reads = []
+        for part in self._sources[request.name]:
+            lengths = (1, rows, *part.shape[2:])
+            region = Region((first + expert, row, *(0 for _ in part.shape[2:])), lengths)
+            values = torch.empty(lengths, dtype=torch.uint8, device=request.destination.device)
+            reads.append(ReadRequest(part.key, region, values))
+        self._reader.read_quietly(reads)
+        values = _unpack(*(read.destination.squeeze(0) for read in reads))
+        request.destination[expert].copy_(values[:, request.region.slices[1]].mT)
+
+    def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
+        """Bytes of each file that a read of `region` of tensor `name` takes; reads nothing."""
+        found = Counter[Path]()
+        for part in self._sources[name] if region.numel else ():
+            found[part.file] += region.lengths[0] * region.lengths[2] * math.prod(part.shape[2:])
+        return found

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_transformers import ALL_MODELS, mapping_of, save_tiny
+from tiny_transformers import mapping_of, save_tiny
 from torch.distributed.fsdp import fully_shard
 from transformers import core_model_loading
 
@@ -20,10 +20,10 @@ from tests.saving import save_hf_model
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint.hf_model import model_files
 from titanlite.checkpoint.model_source import weights_of
-from titanlite.features.transformers.build import build_transformers, find_flag
+from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.conversion import ConvertingReader, Group, NotTraceable, Traced
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize import Alias, Plan, Region, materialize
+from titanlite.materialize import Plan, Region, materialize
 from titanlite.models.families.hf_config import transformers_config
 
 
@@ -265,25 +265,9 @@ def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kin
     assert [name for name in stored if not torch.equal(stored[name], saved[name])] == []
 
 
-@pytest.mark.parametrize(("top", "inner"), [(True, True), (False, True), (True, False), (None, True)])
-def test_the_flags_that_tie_are_found_in_nested_configurations(top, inner):
-    """Either of both ties; with all that are named set to false, nothing does."""
-    hf = json.loads(ALL_MODELS["qwen2_5_vl"]().to_json_string())
-    hf["text_config"]["tie_word_embeddings"] = inner
-    hf |= {"tie_word_embeddings": top}
-    if top is None:
-        del hf["tie_word_embeddings"]
-    named = find_flag(transformers_config(hf, "config.json"), "lm_head.weight")
-    assert named, "the message would have no remedy"
-    for flag in named.split(" and "):
-        (hf["text_config"] if flag.startswith("text_config.") else hf)["tie_word_embeddings"] = False
-    untied = build_transformers(transformers_config(hf, "config.json"))
-    assert not isinstance(untied.declare_sources()["lm_head.weight"], Alias)
-
-
 def test_a_tied_tensor_that_is_stored_twice_is_read_once(tmp_path, caplog, monkeypatch):
     """Without a word, if both are equal, whatever their dtypes."""
-    monkeypatch.setattr("titanlite.features.transformers.checkpoint.logger.propagate", True)
+    monkeypatch.setattr("titanlite.base.log.logger.propagate", True)
     save_tiny("qwen3", tmp_path / "qwen3")
     embedding = "model.embed_tokens.weight"
     folder = edited(
@@ -309,7 +293,8 @@ def test_tied_tensors_that_are_stored_with_other_values_are_refused(tmp_path, na
     assert str(raised.value) == (
         f"materialize: lm_head.weight: checkpoint {folder} has it with other values than {embedding}, to which "
         "config.json ties it; transformers takes the values, and one of them would be lost here. Set "
-        "tie_word_embeddings = false in its config.json."
+        "tie_word_embeddings = false in its config.json, and in its text_config if it has one; if both stay tied, "
+        "correct the file."
     )
     assert all(param.is_meta for param in model.parameters()), "nothing was allocated"
     table = {**json.loads((folder / "config.json").read_text()), "tie_word_embeddings": False}

@@ -145,8 +145,7 @@ def test_fp8_is_cut_and_converted(tmp_path: Path, kind: str, edit: Any, block: t
         assert torch.equal(value, expected[key].bfloat16()), key
 
 
-def test_a_region_of_mxfp4_takes_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlite.features.transformers.mxfp4._JOB_BYTES", 64)
+def test_a_region_of_mxfp4_takes_its_own_rows(tmp_path: Path) -> None:
     folder = save("gpt_oss", tmp_path / "gpt_oss")
     expected = write_mxfp4(folder)
     model = build(folder)
@@ -156,7 +155,7 @@ def test_a_region_of_mxfp4_takes_its_own_bytes(tmp_path: Path, monkeypatch: pyte
         (Region((0, 0, 0), (4, 64, 128)), 4 * 128 * 2 * 17),
         (Region((2, 0, 0), (1, 64, 128)), 128 * 2 * 17),  # expert parallel
         (Region((0, 0, 64), (4, 64, 64)), 4 * 64 * 2 * 17),  # tensor parallel
-        (Region((1, 32, 0), (2, 32, 128)), 2 * 128 * 17),
+        (Region((1, 32, 0), (2, 32, 128)), 2 * 128 * 2 * 17),
         (Region((3, 17, 5), (1, 20, 3)), 3 * 2 * 17),  # blocks cut
         (Region((4, 0, 0), (0, 64, 128)), 0),
     ]:
@@ -232,7 +231,7 @@ def cut_scales(tensors: dict[str, torch.Tensor]) -> None:
     [
         (change_scale, r"layers\.0\.mlp\.experts\.down_proj: not filled, or NaN, in 32 of"),
         (drop_scales, r"down_proj: missing"),
-        (cut_scales, r"down_proj_scales \(4, 63, 2\), which is not \(4, 64, 64\) in MXFP4"),
+        (cut_scales, r"down_proj_scales torch.uint8 \(4, 63, 2\) are not \(4, 64, 64\) in MXFP4"),
     ],
 )
 def test_damaged_mxfp4_is_refused(tmp_path: Path, edit: Any, message: str) -> None:
