@@ -21,7 +21,7 @@ from transformers.utils import logging
 from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.checkpoint.description import describe_model
 from titanlite.models.families import any_model_config_from_hf, families, model_config_from_hf
-from titanlite.models.families.rope import NotNativeError
+from titanlite.models.families.keys import NotNativeError
 
 DRAWS, SEED = int(os.environ.get("TITANLITE_MUTATIONS", "6")), int(os.environ.get("TITANLITE_SEED", "0"))
 KINDS = ("rope", "missing", "null", "infinity", "number", "flag", "length", "type", "repeated")

@@ -17,8 +17,7 @@ from titanlite.features.transformers.build import build_transformers
 from titanlite.models.families import families, model_config_from_hf
 from titanlite.models.families.family import _KINDS
 from titanlite.models.families.hf_config import transformers_config
-from titanlite.models.families.keys import HEADS, MISSING, SHARE, Key
-from titanlite.models.families.rope import NotNativeError
+from titanlite.models.families.keys import HEADS, MISSING, SHARE, Key, NotNativeError
 
 FAMILIES = sorted(families())
 # Looked at in another way (rotary tables, `required`), or without effect on what the model computes: those are refused

@@ -21,7 +21,7 @@ from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, Mod
 from titanlite.config.schema import JobConfig
 from titanlite.models.families.family import Family, check_model_config
 from titanlite.models.families.hf_config import transformers_config
-from titanlite.models.families.rope import NotNativeError
+from titanlite.models.families.keys import NotNativeError
 
 # Torchtitan's names of families and flavors.
 _TORCHTITAN = {"llama3": "llama", "debugmodel": "debug"}

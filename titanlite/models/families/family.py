@@ -10,20 +10,18 @@ from titanlite.models.families.keys import (
     COMMON_DECLARED,
     MISSING,
     MOST_PARAMETERS,
-    Key,
-    describe_unreadable,
-    find_absurd,
-    find_quantization,
-    show,
-)
-from titanlite.models.families.rope import (
     PARTIAL,
+    Key,
     NotNativeError,
     Rope,
     check_rope_scaling,
+    describe_unreadable,
+    find_absurd,
+    find_quantization,
     read_rope,
     rope_table,
     rope_to_hf,
+    show,
 )
 
 # ModelConfig field -> Hugging Face key, where all families agree.
