@@ -180,9 +180,9 @@ def test_plan_of_tensor_and_expert_parallel_with_uneven_shards(checked, run_rank
     assert traces[0].padding != traces[-1].padding  # 155 rows of vocabulary over two ranks
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_plan_of_pieces_of_sequences(checked, run_ranks, mode):
-    job = checked(Degrees(dp_shard=1, cp=2, tp=2, ep=2), f"--activation_checkpoint.mode={mode}")
+def test_plan_of_pieces_of_sequences(checked, run_ranks):
+    overrides = ["--activation_checkpoint.mode=selective", "--training.global_batch_size=2"]
+    job = checked(Degrees(dp_shard=1, cp=2, tp=2, ep=2), *overrides)
     ranks = run_ranks(4, lambda: measure(job))
     compare(job, "", ranks, balanced=False)
 
@@ -191,11 +191,9 @@ def test_plan_of_pieces_of_sequences(checked, run_ranks, mode):
     ("degrees", "overrides"),
     [
         (Degrees(dp_shard=2, pp=2), []),
-        (Degrees(tp=2, ep=2, pp=2), ["--activation_checkpoint.mode=full"]),
-        (Degrees(dp_shard=2, pp=2), ["--parallelism.fsdp_once_per_step=true"]),
-        (Degrees(dp_shard=2, pp=2), [CHUNKS]),
+        (Degrees(dp_shard=2, pp=2), [CHUNKS, "--parallelism.fsdp_once_per_step=true"]),
         (Degrees(dp_replicate=2, pp=2), [CHUNKS, "--activation_checkpoint.mode=full"]),
-        (Degrees(tp=2, ep=2, pp=2), [CHUNKS, "--parallelism.fsdp_once_per_step=true"]),
+        (Degrees(tp=2, ep=2, pp=2), [CHUNKS]),
         (Degrees(pp=4), [CHUNKS, "--model.overrides.num_layers=8"]),
         (Degrees(dp_replicate=2, dp_shard=2), []),
         (Degrees(dp_shard=4), ["--parallelism.fsdp_once_per_step=true"]),
@@ -204,7 +202,8 @@ def test_plan_of_pieces_of_sequences(checked, run_ranks, mode):
 )
 def test_plan_of_several_micro_batches(checked, run_ranks, degrees, overrides):
     """Of 4 or 8 sequences one by one; what the last of them does for all, and what pipeline stages hold open."""
-    job = checked(degrees, "--model.overrides.num_layers=6", "--training.local_batch_size=1", *overrides)
+    layers = 4 if degrees.pp > 1 else 2
+    job = checked(degrees, f"--model.overrides.num_layers={layers}", "--training.local_batch_size=1", *overrides)
     assert job.job.training.global_batch_size // degrees.dp > 3 or degrees.dp == 4
     ranks = run_ranks(4, lambda: measure(job))
     compare(job, "", ranks, balanced=degrees.ep == 1)
@@ -227,7 +226,7 @@ def test_plan_of_bfloat16_states_with_a_frozen_tied_embedding(checked, run_ranks
     assert traces[0].micro_batches == 2
 
 
-@pytest.mark.parametrize("form", ["float32", "fp8", "nf4"])
+@pytest.mark.parametrize("form", ["float32", "nf4"])
 def test_plan_of_adapters_on_a_checkpoint(checked, run_ranks, tmp_path, form):
     base = checked(Degrees())
 

@@ -343,14 +343,20 @@ def test_another_seed_is_another_run(train_run):
 class TestCompile:
     pytestmark = TORCH_COMPILE_WARNINGS
 
+    @pytest.fixture(autouse=True)
+    def imports(self) -> None:
+        """What every forked rank would import for the first graph: seconds."""
+        import networkx  # noqa: F401
+        import torch._functorch.partitioners
+        import torch._inductor.compile_fx  # noqa: F401
+
     @pytest.mark.parametrize(
         ("degrees", "checkpointing"),
         [
             (Degrees(), "full"),
             (Degrees(dp_shard=2, tp=2, ep=2), "selective"),
-            (Degrees(cp=2), "selective"),
-            (Degrees(tp=2, ep=4, cp=2), "full"),
-            (Degrees(tp=2, ep=2, pp=2), "selective"),
+            (Degrees(cp=2, ep=2), "full"),
+            (Degrees(pp=2), "selective"),
         ],
         ids=str,
     )
@@ -383,12 +389,11 @@ class TestCompile:
 
     @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="the inductor needs a C++ compiler")
     @pytest.mark.slow
-    @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
-    def test_compiled_layers_give_the_same_loss(self, train_run, monkeypatch, tmp_path, model):
+    def test_compiled_layers_give_the_same_loss(self, train_run, monkeypatch, tmp_path):
         """The inductor fuses and reorders float32 arithmetic: 1e-5 relative."""
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
         monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a forked rank cannot start a pool of compilers
-        small = ["--training.local_batch_size=8", f"--model.name={model}", "--model.overrides.num_layers=1"]
+        small = ["--training.local_batch_size=8", "--model.overrides.num_layers=1"]
         (plain,) = train_run(Degrees(), *small, steps=2)
         (compiled,) = train_run(Degrees(), *small, "--compile.enable=true", steps=2)
         assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)
