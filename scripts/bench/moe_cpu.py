@@ -11,7 +11,7 @@ own, which are all there from the beginning and take turns, step by step: a mach
 as a rented one does, changes it for all ways alike.
 
 titanlite              the trainer's step with the experts split over the ranks (EP), the rest by FSDP2, gathered once
-titanlite_mkl          the same without oneDNN: what machines do whose products MKL makes (`features/cpu/onednn.py`)
+titanlite_mkl          the same without oneDNN: what machines do whose products MKL makes (`features/cpu/experts.py`)
 titanlite_fsdp         as titanlite, but all parameters sharded by FSDP2, as in the ways below
 titanlite_fsdp_packed  the same with document ids, as titanlite's own data has them, and so with an attention mask
 fsdp2                  transformers' model, `fully_shard` on each layer and the root, `clip_grad_norm_`, fused AdamW
@@ -71,7 +71,7 @@ from moe_cpu_ways import (
 )
 from torch import nn
 
-from titanlite.features.cpu.onednn import prefers_onednn
+from titanlite.features.cpu.experts import prefers_onednn
 
 _LAYER_REPEATS = 5  # runs per way and round
 _LAYER_TOLERANCE = 1e-5  # of the largest element: float32 sums in another order; seen: 1e-6

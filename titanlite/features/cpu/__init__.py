@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from titanlite.features.cpu import attention, experts, onednn
+from titanlite.features.cpu import attention, experts
 from titanlite.features.cpu.shared_memory import open_shared_memory
 from titanlite.ops.kernels import install_kernel
 
@@ -26,9 +26,9 @@ def install_kernels() -> None:
     install_kernel("attention", "cpu", attention.attend, costly=[torch.ops.titanlite.host_attention.default])
     install_kernel("moe_experts", "cpu", experts.experts)
     install_kernel("transport", "cpu", open_shared_memory)
-    if (op := onednn.get_onednn_op()) is not None:
-        install_kernel("linear", "cpu", onednn.multiply_linear, costly=[op])
-        install_kernel("product", "cpu", onednn.multiply)
+    if (op := experts.get_onednn_op()) is not None:
+        install_kernel("linear", "cpu", experts.multiply_linear, costly=[op])
+        install_kernel("product", "cpu", experts.multiply_product)
 
 
 def keep_freed_memory() -> None:

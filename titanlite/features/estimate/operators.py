@@ -17,7 +17,7 @@ import titanlite.features.cpu.experts
 import titanlite.ops.attention
 import titanlite.ops.moe_experts  # noqa: F401
 from titanlite.distributed import collectives  # noqa: F401 - defines torch.ops.titanlite.all_gather and others
-from titanlite.features.cpu.onednn import get_onednn_op
+from titanlite.features.cpu.experts import get_onednn_op
 
 _aten, _own = torch.ops.aten, torch.ops.titanlite
 _c10d, _functional = torch.ops.c10d, torch.ops._c10d_functional

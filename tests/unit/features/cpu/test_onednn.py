@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.distributed.activation_checkpoint import checkpoint_operations
-from titanlite.features.cpu import experts as moe_experts_cpu
-from titanlite.features.cpu import onednn
-from titanlite.features.cpu.onednn import get_onednn_op, prefers_onednn
+from titanlite.features.cpu import experts
+from titanlite.features.cpu.experts import get_onednn_op, prefers_onednn
 from titanlite.features.estimate.operators import count_flops
 from titanlite.models.interface import Model
 from titanlite.models.layers import FeedForward
@@ -38,11 +37,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         shapes.append((a.numel() // a.shape[-1], a.shape[-1], b_KN.shape[1]))
         return original(a, b_KN)
 
-    original = onednn._multiply
-    monkeypatch.setattr(onednn, "_multiply", multiply_and_note)
-    for module in (onednn, moe_experts_cpu):
-        monkeypatch.setattr(module, "prefers_onednn", lambda: True)
-    monkeypatch.setattr(onednn, "_WORTHWHILE", 1)
+    original = experts._multiply_by_onednn
+    monkeypatch.setattr(experts, "_multiply_by_onednn", multiply_and_note)
+    monkeypatch.setattr(experts, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(experts, "_WORTHWHILE", 1)
     return shapes
 
 
@@ -175,10 +173,10 @@ def test_left_to_torch_where_it_is_not_worth_it_or_not_wanted(seen, monkeypatch)
     linear(x.to("meta"), weight.to("meta"))
     linear(x[:0], weight)
     linear(x[:, :0], weight[:, :0])
-    monkeypatch.setattr(onednn, "_WORTHWHILE", 64 * 32 * 96 + 1)
+    monkeypatch.setattr(experts, "_WORTHWHILE", 64 * 32 * 96 + 1)
     linear(x, weight)
-    monkeypatch.setattr(onednn, "_WORTHWHILE", 1)
-    monkeypatch.setattr(onednn, "prefers_onednn", lambda: False)
+    monkeypatch.setattr(experts, "_WORTHWHILE", 1)
+    monkeypatch.setattr(experts, "prefers_onednn", lambda: False)
     linear(x, weight)
     assert seen == []
 
@@ -186,7 +184,8 @@ def test_left_to_torch_where_it_is_not_worth_it_or_not_wanted(seen, monkeypatch)
 @pytest.mark.usefixtures("seen")
 def test_compiled_graphs_have_torchs_own_product(monkeypatch):
     x, weight = draw(64, 32).requires_grad_(), draw(96, 32).requires_grad_()
-    monkeypatch.setattr(onednn, "_multiply", None)  # no dispatch mode may be active while something is compiled
+    # No dispatch mode may be active while something is compiled.
+    monkeypatch.setattr(experts, "_multiply_by_onednn", None)
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, weight), F.linear(x, weight))
 
@@ -210,7 +209,7 @@ def test_which_machines(monkeypatch, capability, cpuinfo, expected):
 
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(Path, "read_text", read)
-    monkeypatch.setattr(onednn, "_is_onednn_faster", onednn._is_onednn_faster.__wrapped__)
+    monkeypatch.setattr(experts, "_is_onednn_faster", experts._is_onednn_faster.__wrapped__)
     assert prefers_onednn() is expected
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     assert not prefers_onednn()
@@ -220,7 +219,7 @@ def test_which_machines(monkeypatch, capability, cpuinfo, expected):
 @pytest.mark.parametrize("top_k", [1, 4])
 @pytest.mark.parametrize("sizes", [[5, 0, 117, 1, 64], [33, 200, 31, 32]], ids=str)
 def test_experts_fill_slices_up_with_zeros(seen, monkeypatch, sizes, top_k, slice_bytes):
-    monkeypatch.setattr(moe_experts_cpu, "_SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(experts, "_SLICE_BYTES", slice_bytes)
     torch.use_deterministic_algorithms(True)  # fresh memory is NaN, so that what is not written shows
     try:
         layer = ExpertLayer(sizes, top_k, hidden=64, inner=32, spare_tokens=1)
