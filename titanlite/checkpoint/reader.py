@@ -1,8 +1,8 @@
 """Read shards out of safetensors files: exactly the bytes of this rank, straight into the tensors they belong to.
 
-The requests of a rank are sorted by file and offset, cut into jobs of a few MiB, and carried out by a few threads with
-positioned reads. Where dtype and device allow it, the kernel copies from the page cache into the shard; otherwise a job
-passes through a staging buffer of 1 MiB, pinned if it goes to a GPU, and is cast on the way.
+The requests of a rank are sorted by file and offset, cut into jobs of a MiB, and carried out by a few threads with
+positioned reads. Where dtype, device and layout allow it, the kernel copies from the page cache into the shard;
+otherwise a job passes through a buffer, pinned if it goes to a GPU, and is cast on the way.
 """
 
 import os
@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
 import torch
 
 from titanlite.base.errors import CheckpointError
@@ -23,13 +23,11 @@ from titanlite.base.log import logger
 from titanlite.base.process import read_ranks_here
 from titanlite.base.text import format_size
 from titanlite.checkpoint.folder import FP8, StoredTensor, find_scale
-from titanlite.checkpoint.pieces import Segments, bytes_of, overlap
+from titanlite.checkpoint.pieces import bytes_of
 from titanlite.materialize import ReadRequest, Region
 from titanlite.materialize.layout import Encoding, rows_of
 
-_DIRECT_BYTES = 8 << 20  # per job; nothing is buffered
-_STAGED_BYTES = 1 << 20
-_MOST_VECTORS = 1024  # IOV_MAX on Linux
+_JOB_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,23 +57,11 @@ def place(
 
 @dataclass(frozen=True)
 class _Part:
-    """Segments of one stored tensor that go into one flat shard, whose rows have `width` values; if encoded, whole
-    rows.
-    """
+    """A part `box` of the run-time tensor that one stored tensor has for one request."""
 
     placed: Placed
-    segments: Segments
-    target: torch.Tensor
-    encoding: Encoding | None = None
-    width: int = 1
-
-    @property
-    def offset(self) -> int:
-        return self.placed.stored.offset + int(self.segments.stored[0]) * self.placed.stored.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self.segments.numel * self.placed.stored.dtype.itemsize
+    request: ReadRequest
+    box: Region
 
 
 class SafetensorsReader:
@@ -101,53 +87,43 @@ class SafetensorsReader:
 
         Raises CheckpointError: a file is gone, has another size than when its header was read, or cannot be read.
         """
-        parts = [part for request in requests for part in self._parts(request)]
         folder_bytes = sum(self._file_bytes.values())
-        with timed(f"reading {self.name}", sum(part.nbytes for part in parts), folder_bytes):
-            self._read(parts)
+        with timed(f"reading {self.name}", sum(request.destination.nbytes for request in requests), folder_bytes):
+            self.read_quietly(requests)
 
     def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
         """Do as `read`, without a log line."""
-        self._read([part for request in requests for part in self._parts(request)])
-
-    def _read(self, parts: list[_Part]) -> None:
-        parts.sort(key=lambda part: (str(part.placed.stored.file), part.offset))
-        if parts:
-            needed = {part.placed.stored.file for part in parts}
-            needed |= {part.placed.scale.file for part in parts if part.placed.scale is not None}
-            with Files(self._file_bytes, needed) as files:
-                run_jobs(_jobs(parts, files), self._threads)
+        parts = [part for request in requests for part in self._parts(request)]
+        parts.sort(key=lambda part: (str(part.placed.stored.file), part.placed.stored.offset, part.box.starts))
+        stored = [tensor for part in parts for tensor in (part.placed.stored, part.placed.scale) if tensor is not None]
+        with Files(self._file_bytes, {tensor.file for tensor in stored}) as files:
+            run_jobs(_jobs(parts, files), self._threads)
 
     def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
         """Return the bytes of each file that a read of `region` of tensor `name` takes; reads nothing."""
         found: dict[Path, int] = {}
         for placed in self._tensors[name][1]:
-            segments = overlap(placed.region, region)
-            if segments is not None:
-                file = placed.stored.file
-                found[file] = found.get(file, 0) + segments.numel * placed.stored.dtype.itemsize
+            if box := placed.region.overlap(region):
+                stored = placed.stored
+                found[stored.file] = found.get(stored.file, 0) + box.numel * stored.dtype.itemsize
         return found
 
     def _parts(self, request: ReadRequest) -> Iterator[_Part]:
-        target = request.destination
-        if not target.is_contiguous():
-            raise CheckpointError(
-                f"checkpoint {self.name}: {request.name} has a shard that is not contiguous in memory."
-            )
-        left = request.region.numel
+        where, region = f"checkpoint {self.name}", request.region
+        if not request.destination.is_contiguous():
+            raise CheckpointError(f"{where}: {request.name} has a shard that is not contiguous in memory.")
+        left = region.numel
         for placed in self._tensors[request.name][1]:
-            segments = overlap(placed.region, request.region)
-            if segments is not None and segments.numel:
-                left -= segments.numel
-                width = request.region.lengths[-1] if request.region.lengths else 1
-                if request.encoding is not None and segments.length % width:
+            if box := placed.region.overlap(region):
+                left -= box.numel
+                if request.encoding is not None and box.lengths[-1] < region.lengths[-1]:
                     raise CheckpointError(
-                        f"checkpoint {self.name}: {placed.stored.key} has parts of rows of {request.name}, which "
-                        f"cannot be kept as {request.encoding.name}."
+                        f"{where}: {placed.stored.key} has parts of rows of {request.name}, which cannot be kept as "
+                        f"{request.encoding.name}."
                     )
-                yield _Part(placed, segments, target.view(-1), request.encoding, width)
+                yield _Part(placed, request, box)
         if left:
-            raise CheckpointError(f"checkpoint {self.name}: {request.name} is incomplete: {left} elements are missing.")
+            raise CheckpointError(f"{where}: {request.name} is incomplete: {left} elements are missing.")
 
 
 def io_threads() -> int:
@@ -183,25 +159,23 @@ class Files(AbstractContextManager["Files"]):
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
-    def read(self, file: Path, views: list[memoryview], offset: int) -> None:
-        """Fill `views`, one after the other, with the bytes of `file` from `offset` on."""
-        while views:
+    def read(self, file: Path, view: memoryview, offset: int) -> None:
+        """Fill `view` with the bytes of `file` from `offset` on."""
+        while True:
             try:
-                count = os.preadv(self._descriptors[file], views[:_MOST_VECTORS], offset)
+                count = os.preadv(self._descriptors[file], [view], offset)
             except OSError as error:
                 raise CheckpointError(
                     f"checkpoint {file}: cannot be read at byte {offset}: {error.strerror}."
                 ) from None
-            if not count and any(len(view) for view in views):
+            if count == len(view):
+                return
+            if not count:
                 raise CheckpointError(f"checkpoint {file}: ended at byte {offset} while it was read; it was cut off.")
-            offset += count
-            while views and count >= len(views[0]):
-                count -= len(views.pop(0))
-            if count:
-                views[0] = views[0][count:]
+            view, offset = view[count:], offset + count
 
 
-_Job = Callable[[], None]
+_T = TypeVar("_T")
 _TAKES_LONG = 1 << 30  # bytes of one rank; from there on a line is logged before, too
 
 
@@ -222,77 +196,28 @@ def format_transfer(nbytes: int, seconds: float) -> str:
     return f"{format_size(nbytes)} in {seconds:.1f} s" + (f", {rate:.2f} GB/s" if rate >= 0.01 else "")
 
 
-def run_jobs(jobs: Generator[_Job, None, None], threads: int) -> None:
-    """Carry out `jobs`; the first error ends the rest."""
-    lock = threading.Lock()
-
-    def work() -> None:
-        while True:
-            with lock:
-                job = next(jobs, None)
-            if job is None:
-                return
-            try:
-                job()
-            except BaseException:
-                with lock:
-                    jobs.close()
-                raise
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
-        for worker in [pool.submit(work) for _ in range(threads)]:
-            worker.result()
+def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
+    """Carry out `jobs` and return their results; the first error ends the rest."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint")
+    try:
+        return [future.result() for future in [pool.submit(job) for job in jobs]]
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _jobs(parts: Sequence[_Part], files: Files) -> Generator[_Job, None, None]:
+def _jobs(parts: Sequence[_Part], files: Files) -> Iterator[Callable[[], None]]:
     """Yield work for one thread at a time: reads that follow one another in a file."""
-    staging = _Staging()
-    batch: list[_Part] = []
-    batch_bytes = 0
-    for whole in parts:
-        direct = whole.target.device.type == "cpu" and whole.target.dtype == whole.placed.stored.dtype
-        direct &= whole.placed.scale is None and whole.encoding is None
-        itemsize = whole.placed.stored.dtype.itemsize
-        row = 1
-        nbytes = _DIRECT_BYTES if direct else _STAGED_BYTES
-        if whole.placed.scale is not None:
-            row = whole.placed.stored.shape[-1]
-            nbytes //= 8  # a byte on disk is four of its float32 value, and as many of its factor
-        elif whole.encoding is not None and whole.target.device.type == "cpu":
-            nbytes //= 4  # likewise, where encoding is not done on a GPU
-        if whole.encoding is not None:
-            row = whole.width
-        for segments in whole.segments.split(nbytes // itemsize, max(row, 1)):
-            part = replace(whole, segments=segments)
-            if not direct:
-                yield partial(staging.read, files, part)
-                continue
-            if batch and (
-                batch_bytes + part.nbytes > _DIRECT_BYTES or batch[0].placed.stored.file is not part.placed.stored.file
-            ):
-                yield partial(_read_direct, files, batch)
-                batch, batch_bytes = [], 0
-            batch.append(part)
-            batch_bytes += part.nbytes
-    if batch:
-        yield partial(_read_direct, files, batch)
-
-
-def _read_direct(files: Files, parts: Sequence[_Part]) -> None:
-    """Read into the shards; what is contiguous in the file takes one system call, wherever it goes."""
-    views: list[memoryview] = []
-    start = end = 0
+    buffers = threading.local()
     for part in parts:
-        memory, itemsize = bytes_of(part.target), part.target.dtype.itemsize
-        base, length = part.placed.stored.offset, part.segments.length * itemsize
-        for stored, local in zip(part.segments.stored.tolist(), part.segments.local.tolist(), strict=True):
-            offset = base + stored * itemsize
-            if offset != end:
-                files.read(part.placed.stored.file, views, start)
-                views, start = [], offset
-            views.append(memory[local * itemsize : local * itemsize + length])
-            end = offset + length
-    files.read(parts[0].placed.stored.file, views, start)
+        request, elements = part.request, _JOB_BYTES // part.placed.stored.dtype.itemsize
+        if part.placed.scale is not None:
+            elements //= 8  # a byte on disk is four of its float32 value, and as many of its factor
+        elif request.encoding is not None and request.destination.device.type == "cpu":
+            elements //= 4  # likewise, where encoding is not done on a GPU
+        if request.encoding is not None:  # whole rows
+            elements = max(elements, part.box.lengths[-1])
+        for box in part.box.slabs(elements):
+            yield partial(_read, files, replace(part, box=box), buffers)
 
 
 @dataclass
@@ -301,76 +226,74 @@ class _Buffer:
     stream: "torch.cuda.Stream | None" = None
 
 
-@dataclass
-class _Staging:
-    """Reads that are cast, dequantized, encoded, or sent to a GPU."""
-
-    _local: threading.local = field(default_factory=threading.local)
-
-    def _buffer(self, device: torch.device, nbytes: int) -> _Buffer:
-        buffer: _Buffer | None = getattr(self._local, "buffer", None)
-        if buffer is None or buffer.memory.numel() < nbytes:
-            on_gpu = device.type == "cuda"
-            buffer = _Buffer(torch.empty(max(nbytes, _STAGED_BYTES), dtype=torch.uint8, pin_memory=on_gpu))
-            if on_gpu:
-                # Leaving a stream's context makes the thread's device current, and so makes a CUDA context there: half
-                # a GiB on GPU 0 from every rank, unless this thread has the rank's device.
-                torch.cuda.set_device(device)
-                buffer.stream = torch.cuda.Stream(device)
-                buffer.stream.wait_stream(torch.cuda.default_stream(device))  # which allocated the shards
-            self._local.buffer = buffer
-        return buffer
-
-    @torch.no_grad()
-    def read(self, files: Files, part: _Part) -> None:
-        buffer = self._buffer(part.target.device, part.nbytes)
-        stored, itemsize = part.placed.stored, part.placed.stored.dtype.itemsize
-        raw = buffer.memory[: part.nbytes]
-        memory, length = bytes_of(raw), part.segments.length * itemsize
-        for i, first in enumerate(part.segments.stored.tolist()):
-            files.read(stored.file, [memory[i * length : (i + 1) * length]], stored.offset + first * itemsize)
-        values = raw.view(stored.dtype).view(len(part.segments.stored), part.segments.length)
-        scaled, encoding = part.placed.scale is not None, part.encoding
-        is_kept = scaled and encoding is not None and encoding.keeps(stored.dtype, part.placed.block)
-        if scaled:
-            values = self._dequantize(files, part, values, encoding if is_kept else None)
-        if buffer.stream is None:
-            _scatter(values, part, is_encoded=is_kept)
-        else:
-            with torch.cuda.stream(buffer.stream):
-                # Cast there, where it is free. The buffer is used again at once, so wait; other threads go on.
-                _scatter(values.to(part.target.device, non_blocking=True), part, is_encoded=is_kept)
-            buffer.stream.synchronize()
-
-    def _dequantize(self, files: Files, part: _Part, codes: torch.Tensor, kept_by: Encoding | None) -> torch.Tensor:
-        """Read the factors; return the values, float32, or codes and factors encoded as they are."""
-        scale, block, cols = part.placed.scale, part.placed.block, part.placed.stored.shape[-1]
-        assert scale is not None
-        first = part.segments.stored
-        if part.segments.length > cols:  # whole rows: look at them one by one
-            first = (first[:, None] + cols * np.arange(part.segments.length // cols)).reshape(-1)
-            codes = codes.view(-1, cols)
-        top = int(first.min()) // cols // block[0]
-        needed = scale.rows(top, int(first.max()) // cols // block[0] + 1 - top)
-        dtype = torch.float8_e8m0fnu if needed.dtype == torch.uint8 else needed.dtype  # exponents
-        factors = torch.empty(needed.shape, dtype=dtype)
-        files.read(needed.file, [bytes_of(factors.view(-1))], needed.offset)
-        columns = torch.arange(codes.shape[1]) if kept_by is None else torch.arange(0, part.width, block[1])
-        rows, columns = torch.from_numpy(first // cols // block[0] - top), (int(first[0]) % cols + columns) // block[1]
-        factors = factors.to(torch.float32)[rows][:, columns]
-        return codes.to(torch.float32).mul_(factors) if kept_by is None else kept_by.keep(codes, factors)
+def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buffer:
+    """Return the memory of this thread for what is cast, dequantized, encoded, or sent to a GPU."""
+    buffer: _Buffer | None = getattr(buffers, "buffer", None)
+    if buffer is None or buffer.memory.numel() < nbytes:
+        on_gpu = device.type == "cuda"
+        buffer = _Buffer(torch.empty(max(nbytes, _JOB_BYTES), dtype=torch.uint8, pin_memory=on_gpu))
+        if on_gpu:
+            # Leaving a stream's context makes the thread's device current, and so makes a CUDA context there: half a
+            # GiB on GPU 0 from every rank, unless this thread has the rank's device.
+            torch.cuda.set_device(device)
+            buffer.stream = torch.cuda.Stream(device)
+            buffer.stream.wait_stream(torch.cuda.default_stream(device))  # which allocated the shards
+        buffers.buffer = buffer
+    return buffer
 
 
-def _scatter(values: torch.Tensor, part: _Part, *, is_encoded: bool) -> None:
-    """Copy `values`, segments end to end, to their places in the shard; if encoded, as rows of its encoding."""
-    segments, target = part.segments, part.target
-    if part.encoding is not None:
-        rows = values if is_encoded else part.encoding.encode(values.reshape(-1, part.width))
-        places, per_run = rows_of(target, rows.shape[-1]), segments.length // part.width
-        for run, local in zip(rows.split(per_run), (segments.local // part.width).tolist(), strict=True):
-            places[local : local + per_run] = run
-    elif segments.is_local_contiguous:
-        target[int(segments.local[0]) : int(segments.local[0]) + segments.numel].copy_(values.reshape(-1))
-    else:
-        for row, local in zip(values.reshape(-1, segments.length), segments.local.tolist(), strict=True):
-            target[local : local + segments.length].copy_(row)
+@torch.no_grad()
+def _read(files: Files, part: _Part, buffers: threading.local) -> None:
+    """Read one part straight into its place in the shard, or into the memory of this thread and from there."""
+    request, placed, encoding = part.request, part.placed, part.request.encoding
+    stored, device, box = placed.stored, request.destination.device, part.box.within(placed.region)
+    place, size = None, stored.dtype.itemsize
+    if encoding is None:
+        place = request.destination.view(request.region.lengths)[part.box.within(request.region).slices]
+        if (device.type, place.dtype, placed.scale) == ("cpu", stored.dtype, None) and place.is_contiguous():
+            _read_bytes(files, placed, box, place.view(-1).view(torch.uint8))
+            return
+    buffer = _buffer(buffers, device, box.numel * size)
+    raw = buffer.memory[: box.numel * size]
+    _read_bytes(files, placed, box, raw)
+    values, is_kept = raw.view(stored.dtype).view(box.lengths), False
+    if placed.scale is not None:
+        is_kept = encoding is not None and encoding.keeps(stored.dtype, placed.block)
+        values = _dequantize(files, placed, box, values, encoding if is_kept else None)
+    with nullcontext() if buffer.stream is None else torch.cuda.stream(buffer.stream):
+        values = values.to(device, non_blocking=True)  # cast there, where it is free
+        if place is not None:
+            place.copy_(values)
+        elif encoding is not None:
+            rows = values if is_kept else encoding.encode(values.reshape(-1, box.lengths[-1]))
+            places = rows_of(request.destination, rows.shape[-1])
+            for first, count in part.box.within(request.region).row_runs(request.region.lengths):
+                places[first : first + count] = rows[:count]
+                rows = rows[count:]
+    if buffer.stream is not None:
+        buffer.stream.synchronize()  # the buffer is used again at once; other threads go on
+
+
+def _read_bytes(files: Files, placed: Placed, box: Region, raw: torch.Tensor) -> None:
+    """Read `box` of the stored tensor, whose starts are counted from its first element, into `raw`."""
+    memory, size, at = bytes_of(raw), placed.stored.dtype.itemsize, 0
+    for first, length in box.runs(placed.region.lengths):
+        files.read(placed.stored.file, memory[at : (at := at + length * size)], placed.stored.offset + first * size)
+
+
+def _dequantize(
+    files: Files, placed: Placed, box: Region, codes: torch.Tensor, kept_by: Encoding | None
+) -> torch.Tensor:
+    """Read the factors; return the values, float32, or codes and factors encoded as they are."""
+    assert placed.scale is not None
+    (top, left), (height, width), block = box.starts[-2:], box.lengths[-2:], placed.block
+    rows = torch.arange(top, top + height) // block[0]
+    columns = torch.arange(left, left + width, 1 if kept_by is None else block[1]) // block[1]
+    needed = placed.scale.rows(int(rows[0]), int(rows[-1] - rows[0]) + 1)
+    dtype = torch.float8_e8m0fnu if needed.dtype == torch.uint8 else needed.dtype  # exponents
+    factors = torch.empty(needed.shape, dtype=dtype)
+    files.read(needed.file, bytes_of(factors.view(-1)), needed.offset)
+    factors, codes = factors.to(torch.float32)[(rows - rows[0])[:, None], columns], codes.view(height, width)
+    if kept_by is not None:
+        return kept_by.keep(codes, factors)
+    return codes.to(torch.float32).mul_(factors).view(box.lengths)

@@ -1,17 +1,16 @@
 """Write shards into safetensors files in place: every rank its own bytes, at their final offsets.
 
 Headers follow from names, shapes and dtypes, so every rank knows the layout of every file without asking. Nothing is
-gathered. A shard that must be cast, or is on a GPU, takes a staging buffer of 1 MiB per thread.
+gathered. A shard that must be cast, or is on a GPU, is copied a MiB at a time.
 """
 
 import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,12 @@ import torch.distributed as dist
 
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import encode_header
-from titanlite.checkpoint.pieces import Piece, Segments, bytes_of, overlap
-from titanlite.checkpoint.reader import io_threads, timed
+from titanlite.checkpoint.pieces import Piece, bytes_of
+from titanlite.checkpoint.reader import io_threads, run_jobs, timed
 from titanlite.materialize import Region
 
 FILE_BYTES = 4 * 1024**3
-_DIRECT_BYTES = 8 << 20
-_STAGED_BYTES = 1 << 20
+_JOB_BYTES = 1 << 20
 _ALIGN = 64  # bytes
 _POLYNOMIAL = np.uint32(0xEDB88320)  # of CRC-32, reflected, as zlib has it: the highest bit is x^0
 
@@ -107,22 +105,46 @@ def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[st
     shares: dict[str, int] = {}
     total = sum(item.nbytes for file in files for item, _ in file.items if item.mine)
     folder_bytes, threads = sum(file.nbytes for file in files), io_threads()
-    with timed(text, total, folder_bytes), ThreadPoolExecutor(threads, "save") as pool:
+    with timed(text, total, folder_bytes):
         first = dist.get_rank() * len(files) // dist.get_world_size() if dist.is_initialized() else 0
         for file in [*files[first:], *files[:first]]:  # not all ranks in the same file at once
-            jobs = list(_jobs(file))
-            if not jobs:
+            parts = [(item, base, box) for item, base in file.items if item.mine for box in _boxes(item)]
+            if not parts:
                 continue
             # Not O_RDWR: NFS would read the rest of a page and write it back, over what another machine wrote there.
             descriptor = os.open(folder / file.name, os.O_WRONLY)
             try:
-                written = list(pool.map(lambda job, fd=descriptor: job(fd), jobs))
+                written = run_jobs((partial(_write, descriptor, *part) for part in parts), threads)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            ends, crcs = (np.concatenate(arrays) for arrays in zip(*written, strict=True))
-            shares[file.name] = combine(crcs, file.nbytes - ends)
+            ends, crcs = zip(*chain.from_iterable(written), strict=True)
+            shares[file.name] = combine(np.array(crcs, dtype=np.uint32), file.nbytes - np.array(ends))
     return shares
+
+
+def _boxes(item: Item) -> Iterator[Region]:
+    """Yield this rank's part of an item in parts that one thread writes at a time."""
+    held = item.region if item.read is not None else item.region.overlap(item.local_region)
+    return iter(()) if held is None else held.slabs(_JOB_BYTES // item.dtype.itemsize)
+
+
+@torch.no_grad()
+def _write(descriptor: int, item: Item, base: int, box: Region) -> list[tuple[int, int]]:
+    """Write one part of an item; return the first byte after each write, and its CRC-32."""
+    if item.read is not None:
+        values = item.read(box)
+    else:  # cast where it is
+        local = item.local.reshape(item.local_region.lengths)
+        values = local[box.within(item.local_region).slices].to(item.dtype).to("cpu")
+    memory, size, written = bytes_of(values.contiguous().view(-1)), item.dtype.itemsize, []
+    for first, length in box.within(item.region).runs(item.region.lengths):
+        view, end = memory[: length * size], base + (first + length) * size
+        memory = memory[length * size :]
+        written.append((end, zlib.crc32(view)))
+        while view:
+            view = view[os.pwritev(descriptor, [view], end - len(view)) :]
+    return written
 
 
 def header_crcs(files: Iterable[FileLayout]) -> dict[str, int]:
@@ -133,101 +155,6 @@ def header_crcs(files: Iterable[FileLayout]) -> dict[str, int]:
         )
         for file in files
     }
-
-
-_Written = tuple[np.ndarray, np.ndarray]  # first byte after each write, and its CRC-32
-
-
-@dataclass(frozen=True)
-class _Part:
-    item: Item
-    base: int
-    segments: Segments
-
-
-def _jobs(file: FileLayout) -> Iterator[partial[_Written]]:
-    """Yield work for one thread at a time; takes the file's descriptor."""
-    batch: list[tuple[_Part, torch.Tensor, np.ndarray]] = []
-    batch_bytes = 0
-    for item, base in file.items:
-        if item.read is not None:
-            start = 0
-            for region in item.region.slabs(_STAGED_BYTES // item.dtype.itemsize) if item.mine else ():
-                part = _Part(item, base, Segments(np.array([start]), np.array([0]), region.numel))
-                yield partial(_write_staged, part=part, values=partial(item.read, region))
-                start += region.numel
-            continue
-        whole = overlap(item.region, item.local_region) if item.mine else None
-        if whole is None or not whole.numel:
-            continue
-        direct = item.local.device.type == "cpu" and item.local.dtype == item.dtype and item.local.is_contiguous()
-        for segments in whole.split((_DIRECT_BYTES if direct else _STAGED_BYTES) // item.dtype.itemsize):
-            part = _Part(item, base, segments)
-            if not direct:
-                yield partial(_write_staged, part=part, values=partial(_gather, item, segments))
-                continue
-            nbytes = segments.numel * item.dtype.itemsize
-            if batch and batch_bytes + nbytes > _DIRECT_BYTES:
-                yield partial(_write_parts, parts=batch)
-                batch, batch_bytes = [], 0
-            batch.append((part, item.local, segments.local))
-            batch_bytes += nbytes
-    if batch:
-        yield partial(_write_parts, parts=batch)
-
-
-def _write_staged(descriptor: int, part: _Part, values: Callable[[], torch.Tensor]) -> _Written:
-    """Write `values()`, the segments of `part` end to end."""
-    places = np.arange(len(part.segments.stored)) * part.segments.length
-    return _write_parts(descriptor, [(part, values().contiguous(), places)])
-
-
-@torch.no_grad()
-def _gather(item: Item, segments: Segments) -> torch.Tensor:
-    """Gather the segments, cast them where they are, and copy them to the host."""
-    local = item.local.reshape(-1)
-    if segments.is_local_contiguous:
-        values = local[int(segments.local[0]) : int(segments.local[0]) + segments.numel]
-    else:
-        values = torch.stack([local[start : start + segments.length] for start in segments.local.tolist()])
-    return values.to(item.dtype).to("cpu")
-
-
-def _write_parts(descriptor: int, parts: Sequence[tuple[_Part, torch.Tensor, np.ndarray]]) -> _Written:
-    """Write segments from where they are in memory; what follows one another in the file takes one system call."""
-    writes: list[tuple[int, list[memoryview]]] = []
-    end = -1
-    for part, values, places in parts:
-        memory = bytes_of(values.view(-1))
-        itemsize = part.item.dtype.itemsize
-        length = part.segments.length * itemsize
-        for stored, local in zip(part.segments.stored.tolist(), places.tolist(), strict=True):
-            offset = part.base + stored * itemsize
-            if offset != end:
-                writes.append((offset, []))
-            writes[-1][1].append(memory[local * itemsize : local * itemsize + length])
-            end = offset + length
-    ends, crcs = [], []
-    for offset, views in writes:
-        crc = 0
-        for view in views:
-            crc = zlib.crc32(view, crc)
-        ends.append(offset + sum(len(view) for view in views))
-        crcs.append(crc)
-        _write_all(descriptor, views, offset)
-    return np.array(ends, dtype=np.int64), np.array(crcs, dtype=np.uint32)
-
-
-def _write_all(descriptor: int, views: list[memoryview], offset: int) -> None:
-    """Call `pwritev` until everything is written; one call takes 1024 views and 2 GiB on Linux."""
-    views = list(views)
-    while views:
-        count = os.pwritev(descriptor, views[:1024], offset)
-        offset += count
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if count:
-            views[0] = views[0][count:]
 
 
 def merge_crcs(shares: Iterable[Mapping[str, int]]) -> dict[str, int]:

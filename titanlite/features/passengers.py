@@ -217,7 +217,7 @@ def _read_bytes(tensor: StoredTensor, file_bytes: Mapping[Path, int], start: int
     found = torch.empty(nbytes, dtype=torch.uint8)
     try:
         with Files(file_bytes, [tensor.file]) as files:
-            files.read(tensor.file, [bytes_of(found)], tensor.offset + start)
+            files.read(tensor.file, bytes_of(found), tensor.offset + start)
     except CheckpointError as error:
         raise CheckpointError(f"{error} It has tensors that every save copies. Put it back as it was.") from None
     return found

@@ -198,8 +198,7 @@ def _draw_encoded(entry: TensorEntry, recipe: Recipe, seed: int) -> None:
     region, local = entry.region, local_of(entry.tensor)
     assert entry.encoding is not None
     done = 0
-    for part in region.slabs(_DRAWN_AT_ONCE):
-        assert part.lengths[-1] == region.lengths[-1], "a part of a row"
+    for part in region.slabs(max(_DRAWN_AT_ONCE, region.lengths[-1])):  # whole rows
         values = torch.empty(part.lengths, dtype=torch.float32, device=local.device)
         recipe.fill(values, part, entry.info.shape, seed, entry.fqn)
         write_rows(entry.encoding, values, local, done)

@@ -6,6 +6,7 @@ the values. The encoding alone writes the tensor's memory, in whole rows of valu
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,36 +33,52 @@ class Region:
     def numel(self) -> int:
         return math.prod(self.lengths)
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(map(operator.add, self.starts, self.lengths))
+
+    def overlap(self, other: "Region") -> "Region | None":
+        """Return what both have in common; None for nothing."""
+        starts = tuple(map(max, self.starts, other.starts))
+        lengths = tuple(min(ends) - start for start, *ends in zip(starts, self.ends, other.ends, strict=True))
+        return Region(starts, lengths) if min(lengths, default=1) > 0 else None
+
+    def within(self, outer: "Region") -> "Region":
+        """Return the region with its starts counted from those of `outer`, which contains it."""
+        return Region(tuple(map(operator.sub, self.starts, outer.starts)), self.lengths)
+
     def slabs(self, elements: int) -> Iterator["Region"]:
-        """Yield the region in parts of about so many elements, cut along its first dim that has more than one."""
-        if not self.lengths:
+        """Yield the region in parts of at most so many elements, which follow one another in its row-major order."""
+        if self.numel <= max(elements, 1):
             yield self
             return
-        dim = next((i for i, length in enumerate(self.lengths) if length > 1), len(self.lengths) - 1)
+        dim = next(i for i, length in enumerate(self.lengths) if length > 1)
         length = self.lengths[dim]
-        step = max(elements * length // max(self.numel, 1), 1)
+        step = max(elements * length // self.numel, 1)
         for start in range(0, length, step):
             starts, lengths = list(self.starts), list(self.lengths)
             starts[dim] += start
             lengths[dim] = min(step, length - start)
-            yield Region(tuple(starts), tuple(lengths))
+            yield from Region(tuple(starts), tuple(lengths)).slabs(elements)
+
+    def runs(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+        """Yield (first element, number of elements) of the stretches that are contiguous in a tensor of `shape`.
+
+        Laid end to end, the runs are the elements of the region in its own row-major order.
+        """
+        dim, length = len(shape), 1
+        while dim and length == math.prod(shape[dim:]):
+            dim -= 1
+            length *= self.lengths[dim]
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        base = sum(start * stride for start, stride in zip(self.starts[dim:], strides[dim:], strict=True))
+        held = (range(s, s + n) for s, n in zip(self.starts[:dim], self.lengths[:dim], strict=True))
+        for indices in itertools.product(*held):
+            yield base + sum(map(operator.mul, indices, strides)), length
 
     def row_runs(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        """Yield runs (first row, number of rows) of the region in the (rows, shape[-1]) view of a tensor of `shape`.
-
-        Laid end to end, the runs are the rows of the region's own (rows, lengths[-1]) view, in order.
-        """
-        if len(shape) < 2:
-            yield (self.starts[0], self.lengths[0]) if shape else (0, 1)
-            return
-        last = len(shape) - 2  # the rows of all later dims follow one another
-        while last and self.lengths[last] == shape[last]:
-            last -= 1
-        rows = math.prod(shape[last + 1 : -1])
-        held = (range(s, s + n) for s, n in zip(self.starts[:last], self.lengths[:last], strict=True))
-        for indices in itertools.product(*held):
-            base = sum(index * math.prod(shape[dim + 1 : last + 1]) for dim, index in enumerate(indices))
-            yield (base + self.starts[last]) * rows, self.lengths[last] * rows
+        """Yield the `runs` in rows of the last dim; a tensor of one dim has a row per element."""
+        return self.runs(shape) if len(shape) < 2 else Region(self.starts[:-1], self.lengths[:-1]).runs(shape[:-1])
 
 
 class Encoding(Protocol):

@@ -161,19 +161,7 @@ def test_tensors_larger_than_a_block(tmp_path, shape, region, dtype, monkeypatch
     assert torch.equal(shard, tensor[region.slices].to(dtype))
     assert calls.nbytes == 4 * region.numel
     calls.assert_disjoint()
-    assert max(end - start for _, start, end, _ in calls.made) <= (8 * MIB if dtype == torch.float32 else MIB)
-
-
-def test_many_small_tensors_share_system_calls(tmp_path, monkeypatch):
-    tensors = {f"{i:05d}": torch.full((3,), float(i)) for i in range(5000)}
-    reader, _ = open_reader(write_files(tmp_path, tensors), 8)
-    requests = [ReadRequest(key, Region((0,), (3,)), empty((3,), torch.float32)) for key in tensors]
-    calls = Calls(monkeypatch)
-    reader.read(requests)
-    assert all(torch.equal(request.destination, tensors[request.name]) for request in requests)
-    assert max(count for *_, count in calls.made) == 1024  # the most that Linux takes
-    assert len(calls.made) == 5  # ceil(5000 / 1024)
-    calls.assert_disjoint()
+    assert max(end - start for _, start, end, _ in calls.made) <= MIB
 
 
 def test_one_shard_from_many_stored_tensors(tmp_path, monkeypatch):
@@ -236,7 +224,7 @@ def test_memory_beyond_the_shards_is_a_mebibyte_per_thread(tmp_path, dtype, monk
     before = anonymous_bytes()
     reader.read(requests)
     assert all(bool((request.destination == 1).all()) for request in requests)
-    assert len(seen) >= 12  # samples all the way
+    assert len(seen) >= 96  # samples all the way
     # Stacks, arenas and small objects of the threads take some; the smallest tensor here is 24 MiB.
     assert max(seen) - before < (threads + 6) * MIB
 
@@ -292,7 +280,7 @@ def test_file_that_is_cut_off_while_it_is_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize("threads", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["direct", "staged"])
 def test_an_error_in_one_thread_ends_all(tmp_path, dtype, threads, monkeypatch):
-    (path,) = write_files(tmp_path, {"a": torch.ones(10, 2 * MIB)})  # 80 MiB: 10 jobs at least
+    (path,) = write_files(tmp_path, {"a": torch.ones(10, 2 * MIB)})  # 80 MiB: 80 jobs
     reader, _ = open_reader([path], threads)
     made, original, running = [], os.preadv, threading.active_count()
 
@@ -311,7 +299,7 @@ def test_an_error_in_one_thread_ends_all(tmp_path, dtype, threads, monkeypatch):
     assert threading.active_count() == running
     assert len(os.listdir("/proc/self/fd")) == descriptors
     if threads == 1:
-        assert len(made) < 6  # of 10 or 80; the rest was not even tried
+        assert len(made) < 6  # of 80; the rest was not even tried
 
 
 def test_shard_that_is_not_contiguous_is_refused(tmp_path):

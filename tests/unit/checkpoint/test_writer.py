@@ -297,16 +297,6 @@ def test_short_writes_are_continued(tmp_path, dtype, monkeypatch):
     assert all(same_bits(loaded[key], tensor.to(dtype)) for key, tensor in tensors.items())
 
 
-def test_more_small_tensors_than_one_system_call_takes(tmp_path, monkeypatch):
-    calls, original = [], os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: calls.append(len(views)) or original(fd, views, at))
-    tensors = {f"{i:04d}": torch.full((3,), float(i)) for i in range(3000)}
-    (name,) = write(tmp_path, [item(key, tensor) for key, tensor in tensors.items()])
-    assert calls == [1024, 1024, 952]
-    loaded = load_file(tmp_path / name)
-    assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items())
-
-
 def test_error_of_the_disk_reaches_the_caller(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

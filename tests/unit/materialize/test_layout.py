@@ -1,4 +1,4 @@
-"""Regions and their runs of rows against numpy indexing."""
+"""Regions, what they have in common, their parts and runs, against numbered elements."""
 
 import math
 
@@ -19,19 +19,76 @@ def shape_and_region(draw, min_dims=0, max_dims=4, max_size=6):
     return shape, Region(starts, lengths)
 
 
+@st.composite
+def two_regions(draw):
+    shape, first = draw(shape_and_region())
+    kinds = [draw(st.sampled_from(["whole", "one", "any"])) for _ in shape]  # as shards and experts are
+    starts = tuple(0 if kind == "whole" else draw(st.integers(0, n - 1)) for kind, n in zip(kinds, shape, strict=True))
+    lengths = tuple(
+        {"whole": n, "one": 1}.get(kind) or draw(st.integers(0, n - start))
+        for kind, n, start in zip(kinds, shape, starts, strict=True)
+    )
+    return shape, first, Region(starts, lengths)
+
+
+def numbers_in(shape, region):
+    """Numbers of a region's elements in a tensor of `shape`, in order."""
+    return np.arange(math.prod(shape)).reshape(shape)[region.slices].ravel().tolist()
+
+
+def listed(runs):
+    return [first + i for first, length in runs for i in range(length)]
+
+
 @settings(max_examples=300)
 @given(case=shape_and_region())
-def test_row_runs_are_the_rows_of_the_region(case):
+def test_runs_are_the_elements_and_rows_of_the_region(case):
     shape, region = case
+    assert listed(region.runs(shape)) == numbers_in(shape, region)
     if len(shape) < 2:
-        runs = list(region.row_runs(shape))
-        assert runs == ([(region.starts[0], region.lengths[0])] if shape else [(0, 1)])
+        assert listed(region.row_runs(shape)) == numbers_in(shape, region)
+    else:
+        rows = Region(region.starts[:-1], region.lengths[:-1])
+        assert listed(region.row_runs(shape)) == numbers_in(shape[:-1], rows)
+
+
+@settings(max_examples=300)
+@given(case=two_regions())
+def test_overlap_and_where_it_is_in_each(case):
+    shape, first, second = case
+    common = sorted(set(numbers_in(shape, first)) & set(numbers_in(shape, second)))
+    both = first.overlap(second)
+    if both is None:
+        assert not common
         return
-    # Number the rows of the (rows, last dim) view, cut the region out of them, and read the numbers in order.
-    numbers = np.arange(math.prod(shape[:-1])).reshape(shape[:-1])
-    expected = numbers[region.slices[:-1]].flatten().tolist()
-    listed = [row + i for row, count in region.row_runs(shape) for i in range(count)]
-    assert listed == expected
+    assert numbers_in(shape, both) == common
+    for region in (first, second):
+        numbers = np.array(numbers_in(shape, region))
+        assert numbers[listed(both.within(region).runs(region.lengths))].tolist() == common
+
+
+@settings(max_examples=300)
+@given(case=shape_and_region(), elements=st.integers(0, 40))
+def test_slabs_follow_one_another_and_keep_to_the_limit(case, elements):
+    shape, region = case
+    slabs = list(region.slabs(elements))
+    assert [number for slab in slabs for number in numbers_in(shape, slab)] == numbers_in(shape, region)
+    assert all(slab.numel <= max(elements, 1) for slab in slabs)
+
+
+@pytest.mark.parametrize(
+    ("region", "shape", "expected"),
+    [
+        (((0, 0), (7, 5)), (7, 5), [(0, 35)]),  # a matrix that is all there: one run, however many rows
+        (((2, 0), (3, 5)), (7, 5), [(10, 15)]),
+        (((0, 2), (3, 2)), (3, 5), [(2, 2), (7, 2), (12, 2)]),  # columns: a run per row
+        (((1, 5, 0), (2, 2, 5)), (9, 8, 5), [(65, 10), (105, 10)]),
+        (((2**20 - 2, 5), (2, 3)), (2**20, 2**17), [(2**37 - 2**18 + 5, 3), (2**37 - 2**17 + 5, 3)]),
+        (((), ()), (), [(0, 1)]),
+    ],
+)
+def test_runs_are_as_long_as_they_can_be(region, shape, expected):
+    assert list(Region(*region).runs(shape)) == expected
 
 
 @given(case=shape_and_region())
