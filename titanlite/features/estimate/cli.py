@@ -5,7 +5,6 @@ import json
 import logging
 import re
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +57,6 @@ _OBJECTIVES = {
     "dpo": ("--data.dataset=examples", "--training.objective=dpo"),
 }
 _SOME_DATA = {"sft": "train.jsonl", "pretrain": "corpus", "dpo": "pairs.jsonl"}  # which need not be there
-_LONG_S = 15.0
 _STORED_BYTES = 2  # per element: models are published in bfloat16
 # What names of models on the hub have behind the sizes.
 _VARIANT = re.compile(r"([-_.](instruct|base|chat|thinking|hf|\d{4}))+$")
@@ -91,9 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = logger.level
     logger.setLevel(logging.ERROR)  # what a run would log is not what is asked
     planner = _Planner(given)
-    waiting = threading.Timer(_LONG_S, planner.say_that_it_takes_long)
-    waiting.daemon = True
-    waiting.start()
     try:
         request = read_request(given)
         return _sweep(request, planner) if request.known.sweep else _plan(request, planner)
@@ -102,7 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2
     finally:
-        waiting.cancel()
         logger.setLevel(level)
 
 
@@ -124,7 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--sweep", action="store_true", help="try all degrees instead")
     add("--proposals", action=argparse.BooleanOptionalAction, help="say what to change (default: if that is quick)")
     add("--tensors", action="store_true", help="show every tensor of a rank, layers folded")
-    add("--all", action="store_true", help="the same, one line per tensor")
     add("--rank", type=int, default=0, help="rank to look at (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write the plan there, too")
     add("--every-layer", action="store_true", help="trace all layers, not few of each kind; slower")
@@ -224,7 +217,7 @@ class _Planner:
         self._argv, self._count = argv, 0
         self._started = time.perf_counter(), time.process_time()
 
-    def plan(self, more: Sequence[str] = (), note: str = "") -> Planned:
+    def plan(self, more: Sequence[str] = ()) -> Planned:
         request = read_request([*self._argv, *more])
         checked, known = request.check(), request.known
         self._count += 1
@@ -238,12 +231,7 @@ class _Planner:
             # Which rank owns which of Muon's matrices does not repeat from layer to layer.
             every_layer=known.every_layer or checked.job.optimizer.name == "Muon",
         )
-        return Planned(tuple(more), checked, merge_stages(stages), note, stages)
-
-    def say_that_it_takes_long(self) -> None:
-        """Print one line where no line of progress is shown."""
-        if not sys.stderr.isatty():
-            print("plan: traces a step for each setting that it tries, which may take minutes", file=sys.stderr)
+        return Planned(tuple(more), checked, merge_stages(stages), stages)
 
     def show(self, text: str = "") -> None:
         """Replace the line of progress; without `text` clear it."""
@@ -266,19 +254,18 @@ def _plan(request: Request, planner: _Planner) -> int:
     proposals = propose(base, planner.plan) if wanted else None
     planner.show()
     print(render.render_verdict(base, request.weights, request.sizes, known.tokens, proposals) + "\n", flush=True)
-    run_plan = exact_plan(checked, planned_sources(checked, request.weights), known.rank, fold=not known.all)
+    run_plan = exact_plan(checked, planned_sources(checked, request.weights), known.rank)
     estimate = stages[checked.degrees.stage_of(known.rank)]
     parts = [render.render_memory(run_plan, estimate)]
     if checked.degrees.pp > 1:
         parts.append(render.render_stages(stages))
     parts += [
         render.render_reads(run_plan, request.weights, bool(checked.job.checkpoint.initial_load_path)),
-        render.render_collectives(estimate, known.rank),
         render.render_parts(base.estimate),
     ]
-    if known.tensors or known.all:
+    if known.tensors:
         parts.append(render.render_tensors(run_plan))
-    print("\n\n".join([*parts, "\n".join(["assumed:", *_assumptions(checked, base)])]))
+    print("\n\n".join([*parts, "\n".join(["assumed:", *_assumptions(checked)])]))
     print(f"{planner.describe()}, {estimate.trace.traced_layers} layers traced each time")
     if known.json is not None:
         _write(known.json, render.to_json(run_plan, base, estimate, proposals or []))
@@ -295,29 +282,23 @@ def _sweep(request: Request, planner: _Planner) -> int:
     print(planner.describe())
     if known.json is not None:
         data = {"world_size": known.world_size, "hardware": vars(request.hardware)}
-        _write(known.json, {**data, "planned": [render.planned_to_json(one) for one in found]})
+        _write(known.json, {**data, "planned": [render.planned_to_json(one, one) for one in found]})
     return 0 if found[0].fits else 1
 
 
-def _assumptions(checked: Checked, base: Planned) -> Iterator[str]:
+def _assumptions(checked: Checked) -> Iterator[str]:
     """Yield the assumptions behind the figures."""
-    job, trace = checked.job, base.estimate.trace
+    job = checked.job
     if checked.model_config.num_experts:
         yield "  routing is balanced: each expert gets equally many tokens, each rank sends equally many rows"
-    if job.optimizer.name == "Muon":
-        yield "  Muon: FLOPs and exchange are this rank's; another may own a few matrices more"
     if job.compile.enable:
         yield "  compile.enable: traced uncompiled, which keeps as much or more, and is slower"
     if job.training.enable_cpu_offload:
         yield "  training.enable_cpu_offload: weights, gradients and states taken off; no time to copy them added"
     if job.data.dataset == "images":
         yield "  images are not traced: add the vision tower's activations, which depend on their sizes"
-    if job.training.objective == "dpo":
-        yield "  one pair per row; cached log-probabilities are there already"
     if job.training.global_batch_size is None:
         yield "  training.global_batch_size is not set: one example in a sequence; packed, a step has fewer"
-    if trace.micro_batches > trace.traced_micro_batches:
-        yield f"  {trace.micro_batches} micro-batches: {trace.traced_micro_batches} are traced, others are like them"
     yield "  expected: published and assumed efficiencies, not measured here (docs/plan.md); no validation, no saving"
 
 
@@ -374,12 +355,10 @@ def exact_plan(
     checked: Checked,
     sources: list[SourceProvider],
     rank: int,
-    *,
-    fold: bool,
     device: torch.device = torch.device("cuda"),  # noqa: B008 - immutable
 ) -> RunPlan:
     """Plan every tensor of `rank`; the model is described and sharded as in a run on devices like `device`."""
     with fake_ranks(checked.degrees.world_size, rank):
         dims = ParallelDims.build(checked.degrees, "cpu")
         model = build_on_meta(checked.job, checked.model_config, dims, device)
-        return build_run_plan(build_plan(model, sources), muon_matrices(model, checked.job.optimizer), fold=fold)
+        return build_run_plan(build_plan(model, sources), muon_matrices(model, checked.job.optimizer))

@@ -27,8 +27,7 @@ _c10d, _functional = torch.ops.c10d, torch.ops._c10d_functional
 class Work:
     """Work of calls."""
 
-    flops: int = 0  # multiplications and additions of matrix products, as kernels do them
-    skipped: int = 0  # those above the diagonal, which causal kernels leave out and torch's FlopCounterMode counts
+    flops: int = 0  # multiplications and additions of matrix products, as kernels do them: causal ones half
     nbytes: int = 0  # read from and written to memory; of collectives, the bytes of their tensors
     launches: int = 0  # kernels
     syncs: int = 0  # how often the host waits for the device
@@ -38,11 +37,6 @@ class Work:
 
     def __mul__(self, factor: int) -> "Work":
         return Work(*(factor * count for count in vars(self).values()))
-
-    @property
-    def counted(self) -> int:
-        """FLOPs as torch's FlopCounterMode counts."""
-        return self.flops + self.skipped
 
 
 class Call(NamedTuple):
@@ -113,7 +107,7 @@ def _sdpa_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
 
 
 def _of_host(formula: Callable[..., int], tensors: int) -> Callable[..., int]:
-    """For the CPU's attention, whose heads are dim 2; with the scores above the diagonal, as torch counts its own."""
+    """For the CPU's attention, whose heads are dim 2; with those above the diagonal."""
     return lambda *args: formula(*(tensor.transpose(1, 2) for tensor in args[:tensors]))
 
 
@@ -168,7 +162,7 @@ _CAUSAL |= {_EFFICIENT: 6, _EFFICIENT_BACKWARD: 11}
 _THIN = 512  # a product with a dim of fewer elements fills no tensor cores
 
 
-def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> dict[str, Work]:
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> dict[str, int]:
     """FLOPs of one call by rate, forward or backward; nothing for operators that multiply no matrices."""
     packet = getattr(func, "_overloadpacket", None)
     if func in GROUPED_OPS:
@@ -190,12 +184,12 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
         place is not None and (args[place] if len(args) > place else kwargs.get("is_causal", False))
     )
     if causal:  # the memory-efficient kernel skips blocks above the diagonal, too
-        return {rate: Work(flops=count - count // 2, skipped=count // 2) for rate, count in counts.items()}
+        return {rate: count - count // 2 for rate, count in counts.items()}
     added = packet in (_aten.addmm, _aten.addmm_)  # to the first, which may be wider than the factors
     first = next(arg for arg in args[added:] if isinstance(arg, torch.Tensor))
     if first.dtype.itemsize > 2:
-        return {"float32": Work(flops=sum(counts.values()))}
-    return {rate: Work(flops=count) for rate, count in counts.items()}
+        return {"float32": sum(counts.values())}
+    return counts
 
 
 # Those that read as much as they write, whatever the size of what they read from.
@@ -259,8 +253,8 @@ def measure(
         rate = "optimizer" if func is _aten._fused_adamw_.default else rate
         return {Call(rate): Work(nbytes=nbytes, launches=launches)}
     found = {}
-    for rate, work in flops.items():
-        found[Call(rate, work.flops, nbytes)] = work + Work(nbytes=nbytes, launches=launches)
+    for rate, count in flops.items():
+        found[Call(rate, count, nbytes)] = Work(flops=count, nbytes=nbytes, launches=launches)
         nbytes = launches = 0  # with the first of several products
     return found
 
@@ -312,14 +306,6 @@ _COLLECTIVES: dict[Any, tuple[str, int, int]] = {
     _own.all_to_all.default: ("all_to_all", 3, 0),
 }
 _WITHOUT_BYTES = {_functional.wait_tensor.default, _c10d.barrier.default, _c10d.recv_.default}  # sent by others
-EXCHANGES = {
-    op.default
-    for op in (
-        *(_own.all_gather, _own.reduce_scatter, _own.all_reduce, _own.all_to_all, _own.gather_parts),
-        *(_functional.all_gather_into_tensor, _functional.reduce_scatter_tensor, _functional.all_to_all_single),
-    )
-}
-"""Operators whose results are activations that came from other ranks."""
 
 
 def moved_by(func: Any, args: tuple[Any, ...], out: Any) -> list[Moved]:

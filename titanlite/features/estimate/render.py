@@ -4,20 +4,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from titanlite.base.text import format_memory, format_size, format_table
-from titanlite.features.estimate.estimate import STAGING_BYTES, Estimate, axis_ranks
+from titanlite.features.estimate.estimate import STAGING_BYTES, Estimate
 from titanlite.features.estimate.proposals import Planned
-from titanlite.features.estimate.tracker import EXCHANGED, GATHERED, GRADIENTS, LOGITS, PARTS, TEMPORARIES, UNREDUCED
+from titanlite.features.estimate.tracker import ACTIVATIONS, GRADIENTS, PARTS, TEMPORARIES, UNITS
 from titanlite.features.record.run_files import RunPlan
 
 _MOST_SWEPT = 15
 _EXPLAINED = {
     GRADIENTS: "sharded, as many as are there at that moment",
-    EXCHANGED: "all-to-all and sequence gathers, kept for backward or in use",
-    LOGITS: "a chunk of logits, gradients of the head and of its input",
-    GATHERED: "by FSDP2: units in use or prefetched, and its all-gather buffers",
-    UNREDUCED: "of whole units before the reduce-scatter, and its buffers",
-    "activations": "kept for backward",
-    TEMPORARIES: "inside a layer or kernel at work",
+    ACTIVATIONS: "kept for backward",
+    UNITS: "gathered weights, gradients before the reduce-scatter, and buffers of both",
+    TEMPORARIES: "inside a layer, the output head or a kernel at work",
 }
 
 
@@ -54,7 +51,8 @@ def render_verdict(
     rows = [("memory", "expected", "", "to change")]
     for one in proposals:
         faster = f"{one.rate / estimate.expected_rate - 1:+.0%}" if estimate.fits else "fits"
-        settings = " ".join(one.arguments) + (f"  ({one.note})" if one.note else "")
+        note = one.describe_changes(base)
+        settings = " ".join(one.arguments) + (f"  ({note})" if note else "")
         rows.append((format_memory(one.estimate.memory.total), _rate(one.rate), faster, settings))
     return "\n".join([*lines, format_table(rows, "")])
 
@@ -155,25 +153,6 @@ def render_reads(plan: RunPlan, weights: str, is_here: bool) -> str:
     return f"checkpoint: rank {plan.rank} reads {format_size(plan.read_bytes)} of {weights}{assumed}; {staging}"
 
 
-def render_collectives(estimate: Estimate, rank: int) -> str:
-    """Return a table of the collectives of an optimizer step, by axis and kind."""
-    rows = [("axis", "ranks", "links", "collective", "count", "bytes", "at least")]
-    for traffic, work in sorted(estimate.trace.traffic.items(), key=lambda item: (item[0].axis, item[0].kind)):
-        ranks = axis_ranks(estimate.degrees, traffic.axis, rank)
-        count, nbytes = work.launches, work.nbytes
-        if len(ranks) < 2:
-            continue
-        seconds = sum(estimate.hardware.collective_s(traffic.kind, ranks, nbytes))
-        nodes = len({r // estimate.hardware.gpus_per_node for r in ranks})
-        links = "inside a node" if nodes == 1 else f"{nodes} nodes"
-        often = f"{count}" + (" per step" if traffic.per_step else "")
-        rows.append(
-            (traffic.axis, str(len(ranks)), links, traffic.kind, often, format_size(nbytes), f"{seconds * 1e3:.1f} ms")
-        )
-    title = "collectives of a rank per optimizer step; bytes of whole tensors, of an all-to-all those sent"
-    return title + "\n" + (format_table(rows) if len(rows) > 1 else "  none")
-
-
 def render_parts(estimate: Estimate) -> str:
     """Render the time of an average micro-batch of this rank by parts, with its share of once-per-step work."""
     time, trace, peak = estimate.time, estimate.trace, estimate.hardware.flops / 1e12
@@ -225,49 +204,36 @@ def to_json(plan: RunPlan, base: Planned, estimate: Estimate, proposals: Iterabl
     """Everything, bytes and seconds. Begins like `plan.json` of a real run; `run`, `stages` and `proposals` are of the
     run, all else of one rank.
     """
-    memory, time, trace, hardware = estimate.memory, estimate.time, estimate.trace, estimate.hardware
-    data = plan.to_json()
+    memory, data = estimate.memory, plan.to_json()
     data["memory"] |= {
-        "padding": trace.padding,
+        "padding": estimate.trace.padding,
         "at_peak": {**memory.working, "where": memory.where},
         "on_host": memory.on_host,
         "total": memory.total,
-        "usable": hardware.usable_bytes,
+        "usable": estimate.hardware.usable_bytes,
         "fits": estimate.fits,
     }
-    data["collectives"] = [
-        {**traffic._asdict(), "count": work.launches, "bytes": work.nbytes} for traffic, work in trace.traffic.items()
-    ]
-    data["flops"] = {
-        "per_step": trace.total.flops,
-        "per_step_as_torch_counts": trace.total.counted,
-        "model_per_token": trace.model_flops_per_token,
-    }
-    parts = {name: {**vars(part), "work": vars(part.work)} for name, part in time.parts.items()}
-    times = {**vars(time), "parts": parts, "at_best_s": time.best_s, "expected_s": time.expected_s}
-    data["step"] = {"tokens": estimate.tokens, "micro_batches": trace.micro_batches, **times}
+    data["parts"] = {name: {**vars(part), "work": vars(part.work)} for name, part in estimate.time.parts.items()}
     data["stages"] = [
         {
             "stage": stage,
             "layers": sum(one.trace.num_layers),
-            "chunks": [[part.start, part.stop] for part in one.trace.layers],
             "total": one.memory.total,
             "fits": one.fits,
             "expected_s": one.time.expected_s,
         }
         for stage, one in sorted(base.stages.items())
     ]
-    data["run"] = planned_to_json(base)
-    data["proposals"] = [planned_to_json(one) for one in proposals]
-    data["hardware"] = vars(hardware)
+    data["run"] = planned_to_json(base, base)
+    data["proposals"] = [planned_to_json(one, base) for one in proposals]
     return data
 
 
-def planned_to_json(one: Planned) -> dict[str, Any]:
+def planned_to_json(one: Planned, base: Planned) -> dict[str, Any]:
     """Return the figures of one command line."""
     return {
         "arguments": list(one.arguments),
-        "note": one.note,
+        "note": one.describe_changes(base),
         "degrees": vars(one.estimate.degrees),
         "activation_checkpoint": one.checked.job.activation_checkpoint.mode,
         "total": one.estimate.memory.total,

@@ -21,7 +21,7 @@ from titanlite.distributed.fsdp import ExpertCopies
 from titanlite.distributed.parallel_dims import fake_ranks
 from titanlite.features.estimate.operators import Work, cuda_workspace
 from titanlite.features.estimate.stand_in import DeviceType, StandInTrainer, observed, without_data
-from titanlite.features.estimate.tracker import GATHERED, Kind, Segment, StepRecorder
+from titanlite.features.estimate.tracker import UNITS, Kind, Segment, StepRecorder
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.metrics.flops import train_flops_per_token
@@ -232,7 +232,7 @@ def _trace(
             with observed(trainer, recorder):
                 trainer.train_step(batches)
             recorder.leave_out(trainer.persistent())
-            recorder.mark(_expert_copies(trainer.model), GATHERED)
+            recorder.mark(_expert_copies(trainer.model), UNITS)
             num_layers = layers_by_kind(model_config, degrees, degrees.stage_of(rank))
             if not isinstance(model_config, ModelConfig):
                 num_layers = (len(trainer.model.decoder_layers()), 0)

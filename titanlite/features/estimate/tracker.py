@@ -19,13 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from titanlite.base.errors import ConfigError
-from titanlite.features.estimate.operators import ATTENTION_OPS, EXCHANGES, GROUPED_OPS, Call, Work, measure, moved_by
+from titanlite.features.estimate.operators import ATTENTION_OPS, GROUPED_OPS, Call, Work, measure, moved_by
 
-GATHERED, UNREDUCED, EXCHANGED = "gathered parameters", "unreduced gradients", "exchanged activations"
-GRADIENTS, ACTIVATIONS, LOGITS, TEMPORARIES = "gradients", "activations", "logits and loss", "temporaries"
+GRADIENTS, ACTIVATIONS, UNITS, TEMPORARIES = "gradients", "activations", "FSDP units", "temporaries"
 _PERSISTENT = "persistent"  # came into being in this step, to stay
 _INSIDE_KERNEL = 0  # in place of the serial number of a storage
-CATEGORIES = (GRADIENTS, ACTIVATIONS, EXCHANGED, LOGITS, GATHERED, UNREDUCED, TEMPORARIES)
+CATEGORIES = (GRADIENTS, ACTIVATIONS, UNITS, TEMPORARIES)
 
 _aten, _c10d, _fsdp, _own = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp, torch.ops.titanlite
 _PROPAGATE = "_propagate_tensor_meta_non_cached"
@@ -184,7 +183,7 @@ class StepRecorder(TorchDispatchMode):
         inside = self._workspace(func, args, out)
         if inside:
             self._events.append((_INSIDE_KERNEL, inside))
-        self._classify(func, args, out, kwargs)
+        self._classify(func, args, kwargs)
         moved, asked_by = moved_by(func, args, out), self._asked_by()
         where = self._segment.micro_batch, self._segment.phase
         for kind, group, tensor in moved:
@@ -259,22 +258,18 @@ class StepRecorder(TorchDispatchMode):
         serial = self._serials[storage._cdata]
         if serial is not None:
             self._events.append((serial, storage.nbytes()))
-            self._category[serial] = GATHERED
+            self._category[serial] = UNITS
 
-    def _classify(self, func: Any, args: Any, out: Any, kwargs: Any) -> None:
-        """Note what the buffers of FSDP2 and of the exchanges between ranks are."""
+    def _classify(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note the buffers of FSDP2. Some of them become gradients, which is known later."""
         if func is _fsdp.all_gather_copy_in.default:
-            self.mark([*args[0], args[1]], GATHERED)
+            self.mark([*args[0], args[1]], UNITS)
         elif func is _fsdp.split_with_sizes_copy.default:
-            self.mark(kwargs["out"], GATHERED)
+            self.mark(kwargs["out"], UNITS)
         elif func is _fsdp.chunk_cat.default:
-            self.mark([*args[0], kwargs["out"] if "out" in kwargs else args[3]], UNREDUCED)
+            self.mark([*args[0], kwargs["out"] if "out" in kwargs else args[3]], UNITS)
         elif func in (_c10d._reduce_scatter_base_.default, _own.host_reduce_scatter.default):
-            self.mark(args[:1], UNREDUCED)  # some become gradients, which is known later
-        elif func is _c10d.alltoall_base_.default:
-            self.mark(args[:1], EXCHANGED)
-        elif func in EXCHANGES:
-            self.mark([out], EXCHANGED)
+            self.mark(args[:1], UNITS)
 
     def peaks(self) -> dict[Segment, dict[str, int]]:
         """Return live bytes by category at the fullest moment of each stretch, without persistent tensors."""
@@ -313,8 +308,6 @@ class StepRecorder(TorchDispatchMode):
                 segment = event
             elif event[1]:
                 born.setdefault(event[0], segment)
-                if segment.phase == "head":
-                    kinds.setdefault(event[0], LOGITS)
             elif born.pop(event[0], None) is not None:  # or it was resized, and is known to be gathered
                 kinds.setdefault(event[0], TEMPORARIES)
         return {serial: kinds.get(serial, TEMPORARIES) for serial in range(1, self._count + 1)}

@@ -141,7 +141,7 @@ class RunPlan:
         }
 
 
-def build_run_plan(plan: Plan, muon: Container[torch.Tensor] = (), *, fold: bool = True) -> RunPlan:
+def build_run_plan(plan: Plan, muon: Container[torch.Tensor] = ()) -> RunPlan:
     """Return the figures of this rank. No communication; what lies in files is taken from their headers, read already.
 
     `muon` are the parameters that Muon steps, and not AdamW, which counts its steps.
@@ -153,7 +153,7 @@ def build_run_plan(plan: Plan, muon: Container[torch.Tensor] = (), *, fold: bool
     return RunPlan(
         rank=rank,
         world_size=dist.get_world_size(),
-        tensors=tuple(_group(plan.entries, fold)),
+        tensors=tuple(_group(plan.entries)),
         weights=_bytes_of(params),
         gradients=_bytes_of(trained),
         optimizer=moments + _STEP_BYTES * sum(entry.tensor not in muon for entry in trained),
@@ -194,10 +194,10 @@ def _bytes_of(entries: Iterable[TensorEntry]) -> int:
     return sum(entry.local_bytes for entry in entries)
 
 
-def _group(entries: Iterable[TensorEntry], fold: bool) -> Iterable[PlannedTensor]:
+def _group(entries: Iterable[TensorEntry]) -> Iterable[PlannedTensor]:
     groups: defaultdict[Any, list[TensorEntry]] = defaultdict(list)
     for entry in entries:
-        name = fold_key(entry.fqn) if fold else entry.fqn
+        name = fold_key(entry.fqn)
         alike = (entry.info.shape, entry.form, describe_placement(entry.tensor), _describe_source(entry))
         groups[name, alike, entry.tensor.requires_grad].append(entry)
     for (_, (shape, form, placement, source), trained), held in groups.items():
