@@ -1,7 +1,6 @@
 """Rows of examples from files or from the Hugging Face hub, each with the place that an error can name."""
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from functools import cached_property
 from hashlib import sha256
 from modulefinder import ModuleFinder
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from titanlite.base.errors import DataError
 from titanlite.base.extension import load_extension
@@ -18,10 +17,11 @@ from titanlite.base.files import check_regular, open_regular
 from titanlite.base.text import format_runs
 from titanlite.config.assets import is_hub_id
 from titanlite.config.data import DataSection, get_fields
-from titanlite.data.corpus import choose_split, find_files, read_once
+from titanlite.data.corpus import choose_split, find_files, read_once, stamp_files
 from titanlite.features.sft.forms import rename_fields
 from titanlite.features.sft.readers import READERS, RowError, drop_none, first_line, get_suffix
 
+T = TypeVar("T")
 _SUFFIXES = tuple(READERS)
 _OF_LINES = (".jsonl", ".gz", ".zst", ".csv")
 _CHUNK_BYTES = 2**22
@@ -176,14 +176,14 @@ class LocalRows(Rows):
         return digest.hexdigest()
 
     def get_stamp(self) -> str:
-        return str([(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in self._get_stats()])
+        return self._look(lambda: str(stamp_files(self.files)))
 
     def get_identity(self) -> tuple[str, ...]:
-        return tuple(f"{file.name} of {stat.st_size} bytes" for file, stat in self._get_stats())
+        return self._look(lambda: tuple(f"{file.name} of {check_regular(file).st_size} bytes" for file in self.files))
 
-    def _get_stats(self) -> list[tuple[Path, os.stat_result]]:
+    def _look(self, find: Callable[[], T]) -> T:
         try:
-            return [(file, check_regular(file)) for file in self.files]
+            return find()
         except OSError as error:
             raise DataError(f"data: cannot read the files: {error}. Check data.path and its permissions.") from None
 

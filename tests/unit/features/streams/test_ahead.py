@@ -7,7 +7,7 @@ from threading import Event
 
 import pytest
 
-from titanlite.features.streams.blocks import StreamAhead
+from titanlite.features.streams.stream import StreamAhead
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Maker:
         return Made(start, self.sizes.get(start, 4))
 
 
-def wait(ahead: StreamAhead[Made]) -> None:
+def wait(ahead: StreamAhead) -> None:
     """Until the thread has nothing more to do."""
     while any(not future.done() for future in list(ahead._futures.values())):
         time.sleep(0.001)

@@ -22,10 +22,8 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.loader import TrainLoader
 from titanlite.features.sft.chat import NO_END
 from titanlite.features.sft.rows import Row
-from titanlite.features.streams import blocks as stream_blocks
 from titanlite.features.streams import stream
-from titanlite.features.streams.blocks import EncodedBlock
-from titanlite.features.streams.stream import StreamDataset
+from titanlite.features.streams.stream import EncodedBlock, StreamDataset
 
 MakeJob = Callable[..., JobConfig]
 
@@ -233,7 +231,7 @@ def test_blocks_of_rows_that_have_changed_are_not_taken(make_job: MakeJob, monke
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     after = take(build(job), 0, 1)
     assert after != before
-    monkeypatch.setattr(stream_blocks, "get_code_digest", lambda *_: "other code")
+    monkeypatch.setattr(stream, "get_code_digest", lambda *_: "other code")
     monkeypatch.setattr(stream, "encode_block", lambda *_: EncodedBlock(None, []))
     with pytest.raises(DataError, match="gave 1 before"):
         take(build(job), 0, 1)
