@@ -38,8 +38,8 @@ from titanlite.features.custom import build_custom_objective, build_custom_optim
 from titanlite.features.diagnose.process import explain_failure, prepare_device, prepare_process, warn_of_large_mask
 from titanlite.features.diagnose.values import DivergenceCheck, SpikeDetector, diagnose
 from titanlite.features.dpo import build_dpo, turn_off_dropout
-from titanlite.features.generate.evaluate import build_evaluator
-from titanlite.features.generate.generate import get_end_of_turn_ids, log_sample
+from titanlite.features.generate.evaluate import build_evaluator, log_sample
+from titanlite.features.generate.generate import get_end_of_turn_ids
 from titanlite.features.images import build_images
 from titanlite.features.lora.block_formats import encode_weights
 from titanlite.features.lora.layers import apply_lora

@@ -25,7 +25,7 @@ from traced_layers import Graphs
 # Saving imports these; here it costs 2 s once, in every forked rank it would cost them again.
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
-import titanlite.features.generate.generate
+import titanlite.features.generate.evaluate
 from tests.saving import save_hf_model
 from titanlite.assemble import assemble, build_data
 from titanlite.base.agree import gather_objects
@@ -148,7 +148,7 @@ def degree_overrides(degrees: Degrees) -> list[str]:
 def short_samples() -> Iterator[None]:
     """Cut the sample at the end of a run of plain text: 48 forwards would cost every rank half a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(titanlite.features.generate.generate, "_SAMPLE_TOKENS", 2)
+        patch.setattr(titanlite.features.generate.evaluate, "_SAMPLE_TOKENS", 2)
         yield
 
 

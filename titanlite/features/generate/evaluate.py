@@ -18,6 +18,7 @@ from torch import nn
 from titanlite.base.agree import failing_together, raise_together
 from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.base.extension import load_extension
+from titanlite.base.log import logger
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import assets_folder
 from titanlite.config.data import DataSection, get_fields
@@ -25,7 +26,7 @@ from titanlite.data.dataset import TrainDataset, get_sources
 from titanlite.data.tokenizer import count_ids
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum
-from titanlite.features.generate.generate import generate, get_end_of_turn_ids, get_eos_token_ids
+from titanlite.features.generate.generate import Sampling, generate, get_end_of_turn_ids, get_eos_token_ids
 from titanlite.features.sft.chat import ANSWER, END
 from titanlite.features.sft.dataset import ExampleDataset
 from titanlite.features.streams.stream import StreamDataset
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 Scorer = Callable[[str, str], float]
 _EXAMPLES = 2
+_SAMPLE_TOKENS = 48
 
 
 class EvaluationPrompt(NamedTuple):
@@ -258,3 +260,25 @@ def build_evaluator(
         return None
     with failing_together():  # each rank reads the prompts and imports the scorer
         return Evaluator(job, dataset, tokenizer, model_config, dims, device)
+
+
+def log_sample(job: JobConfig, model: nn.Module, tokenizer: Any, device: torch.device, dims: ParallelDims) -> None:
+    """Log a sample of a model of plain text, at temperature 0.7; what a fine-tuned model can do, evaluations show.
+
+    Collectives: as in `generate`; every rank must call.
+    """
+    if job.data.dataset not in ("stdlib", "text"):
+        return
+    ids: list[int] = tokenizer.encode("def __init__(self" if job.data.dataset == "stdlib" else "The")
+    (continuation,) = generate(
+        model,
+        [ids],
+        max_new_tokens=_SAMPLE_TOKENS,
+        device=device,
+        dims=dims,
+        eos_token_ids=get_eos_token_ids(tokenizer),
+        vocab_size=len(tokenizer),
+        sampling=Sampling(temperature=0.7, top_k=40),
+    )
+    sample = tokenizer.decode(ids + continuation.tokens)
+    logger.info("sample (temperature 0.7):\n\n    %s\n", sample.replace("\n", "\n    "))

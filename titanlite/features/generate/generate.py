@@ -4,38 +4,43 @@ A model that keeps keys and values (`Model.can_cache`: the native decoder, most 
 once. Any other one that maps tokens (B, S) to logits (B, S, V) runs over the whole text again for every token, and the
 log says so.
 
-Collectives: FSDP and expert parallelism need every rank in every forward. Prompts are shared out over the data-parallel
-ranks, and all ranks run the same number of batches and, by one small all-reduce per token, of steps.
+**Cache.** A token's slot is its position. Rows may have different lengths: prompts are padded on the right, what the
+padding has written lies after the row's last token, where no query sees it, and is overwritten as the row grows. After
+the prompts, the new tokens of all rows lie side by side in one sequence (1, B). Context and sequence parallelism split
+the sequence over cp * tp ranks, so that a step of one token per row needs B to be a multiple of that, and not that many
+tokens per row.
 
-Shapes: B rows, S sequence, V vocabulary, k tokens to choose from.
+**Collectives.** FSDP and expert parallelism need every rank in every forward. Prompts are shared out over the
+data-parallel ranks, and all ranks run the same number of batches and, by one small all-reduce per token, of steps.
+
+Shapes: B rows, S sequence, V vocabulary, k tokens to choose from; of the cache T = max_len slots, H query heads, G
+key/value heads, K and V head widths, D hidden.
 """
 
 import math
 import random
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from titanlite.base.agree import gather_objects
 from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_json
-from titanlite.config import JobConfig
 from titanlite.data.dataset import TrainDataset
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum
-from titanlite.features.generate.kv_cache import build_cache
 from titanlite.features.streams.mixture import get_stop_token_ids
 from titanlite.features.transformers.model import TransformersModel
+from titanlite.features.transformers.probes import evaluation
 from titanlite.models.interface import Model
-
-_SAMPLE_TOKENS = 48
+from titanlite.ops.attention import AttentionMask, attention
 
 
 @dataclass(frozen=True)
@@ -53,14 +58,12 @@ class Sampling:
 
     def check(self) -> list[str]:
         """Return a message for each value that is out of range; nan is."""
-        problems = []
-        if not 0 <= self.temperature < math.inf:
-            problems.append(f"temperature = {self.temperature} is out of range. Set it to 0 or more.")
-        if self.top_k < 0:
-            problems.append(f"top_k = {self.top_k} is out of range. Set it to 0 (all tokens) or more.")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"top_p = {self.top_p} is out of range. Set it to more than 0 and at most 1.")
-        return problems
+        values = [
+            ("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more"),
+            ("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1"),
+        ]
+        return [f"{name} = {value} is out of range. Set it to {to}." for name, value, fits, to in values if not fits]
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def generate(
     mine = order[dp_rank::dp]
     num_batches = -(-len(order) // (dp * batch_size))  # that of the rank with the most prompts
     found: dict[int, Continuation] = {}
-    with _evaluation(model):
+    with evaluation(model), torch.compiler.set_stance("force_eager"):
         cached = isinstance(model, Model) and model.can_cache(device)
         if not cached:
             logger.info("generate: %s keeps no keys and values: every token costs a full forward", name_of(model))
@@ -137,17 +140,6 @@ def _get_rope_limit(model: nn.Module) -> int | None:
 def name_of(model: nn.Module) -> str:
     """Return the class of `model`, or of the model of transformers in it."""
     return model.config.architecture if isinstance(model, TransformersModel) else type(model).__name__
-
-
-@contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        model.train(was_training)
 
 
 @dataclass(frozen=True)
@@ -314,23 +306,92 @@ def get_end_of_turn_ids(tokenizer: Any, dataset: TrainDataset | None = None) -> 
     return sorted({*collected, *([] if token is None else [token])})
 
 
-def log_sample(job: JobConfig, model: nn.Module, tokenizer: Any, device: torch.device, dims: ParallelDims) -> None:
-    """Log a sample of a model of plain text, at temperature 0.7; what a fine-tuned model can do, evaluations show.
+def build_cache(model: Model, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
+    """Make an empty cache, of the model's own kind if it has one, for prompts that grow to at most `max_len` tokens."""
+    own = model.build_cache(lengths, max_len, device)
+    return KVCache(len(model.all_layers()), lengths, max_len, device) if own is None else own
 
-    Collectives: as in `generate`; every rank must call.
+
+class KVCache:
+    """A `Cache`: of a whole model for one batch of rows; made by `build_cache`, held by the caller.
+
+    A rank holds the key/value heads that it computes, in the dtype of its activations: heads / (cp * tp), and the rows
+    of its own data-parallel share. Memory: layers * B * G * T * (K + V) elements, allocated at once in the first
+    forward. `lengths_B` are tokens in the cache, by row; also the position of the next token.
     """
-    if job.data.dataset not in ("stdlib", "text"):
-        return
-    ids: list[int] = tokenizer.encode("def __init__(self" if job.data.dataset == "stdlib" else "The")
-    (continuation,) = generate(
-        model,
-        [ids],
-        max_new_tokens=_SAMPLE_TOKENS,
-        device=device,
-        dims=dims,
-        eos_token_ids=get_eos_token_ids(tokenizer),
-        vocab_size=len(tokenizer),
-        sampling=Sampling(temperature=0.7, top_k=40),
+
+    def __init__(self, num_layers: int, lengths: Sequence[int], max_len: int, device: torch.device) -> None:
+        self.lengths_B = torch.tensor(lengths, dtype=torch.int64, device=device)
+        self.max_len = max_len
+        self.rows_B = torch.arange(len(lengths), device=device)
+        self._longest = max(lengths)  # on the host: slicing the cache must not wait for the device
+        self._slots_T = torch.arange(max_len, device=device)
+        self._has_prompts = False
+        self.layers = [LayerCache(self) for _ in range(num_layers)]
+
+    def positions(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        if not self._has_prompts:
+            return None
+        return F.pad(self.lengths_B, (0, tokens.shape[1] - len(self.lengths_B))).unsqueeze(0)
+
+    def newest(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self._has_prompts:
+            return hidden[self.rows_B, self.lengths_B - 1]
+        return hidden[0, : len(self.lengths_B)]
+
+    def visible(self) -> torch.Tensor:
+        """Return (B, slots in use) bool: the slots that the row's new token sees, its own included."""
+        return self._slots_T[: self._longest + 1] <= self.lengths_B.unsqueeze(1)
+
+    def advance(self) -> None:
+        if self._has_prompts:
+            self.lengths_B = self.lengths_B + 1
+            self._longest += 1
+        self._has_prompts = True
+
+
+class LayerCache:
+    """Keys and values of one layer, (B, G, T, K) and (B, G, T, V); latent attention's are kept expanded."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
+    ) -> torch.Tensor:
+        if self._keys is None or self._values is None:
+            self._keys, self._values = self._start(k), self._start(v)
+            return attention(q, k, v, mask, scale)
+        cache = self._cache
+        count = len(cache.rows_B)
+        visible_BT = cache.visible()
+        self._keys[cache.rows_B, :, cache.lengths_B] = k[0, :count]
+        self._values[cache.rows_B, :, cache.lengths_B] = v[0, :count]
+        used = visible_BT.shape[1]
+        out_BHK = cached_attention(q[0, :count], self._keys[:, :, :used], self._values[:, :, :used], visible_BT, scale)
+        return F.pad(out_BHK, (0, 0, 0, 0, 0, q.shape[1] - count)).unsqueeze(0)
+
+    def _start(self, x_BSGK: torch.Tensor) -> torch.Tensor:
+        # Zeros: slots that a shorter row has not reached get weight 0, and 0 * nan would be nan.
+        batch, seq_len, heads, width = x_BSGK.shape
+        slots_BGTK = x_BSGK.new_zeros(batch, heads, self._cache.max_len, width)
+        slots_BGTK[:, :, :seq_len] = x_BSGK.transpose(1, 2)
+        return slots_BGTK
+
+
+def cached_attention(
+    q_BHK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, visible_BT: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of one new query per row over T cached keys, of which `visible_BT` (bool) says those it may see.
+
+    Returns (B, H, V). H must be a multiple of G, as in `attention`. Cached values must be finite where they are not
+    visible too: their weight is 0, and 0 * nan is nan.
+    """
+    # The heads that read one key/value head take the place of that many queries: the cache is never repeated.
+    q_BGRK = q_BHK.unflatten(1, (k_BGTK.shape[1], -1))
+    out_BGRV = F.scaled_dot_product_attention(
+        q_BGRK, k_BGTK, v_BGTV, attn_mask=visible_BT[:, None, None, :], scale=scale
     )
-    sample = tokenizer.decode(ids + continuation.tokens)
-    logger.info("sample (temperature 0.7):\n\n    %s\n", sample.replace("\n", "\n    "))
+    return out_BGRV.flatten(1, 2)
