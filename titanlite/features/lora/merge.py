@@ -1,5 +1,7 @@
 """Adapters merged into the weights of their model: `W + alpha / rank * B A`, any part of a weight at a time."""
 
+import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -9,87 +11,92 @@ import torch
 
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import Stored
+from titanlite.checkpoint.pieces import whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.features.lora.layers import adaptable_experts
-from titanlite.features.lora.peft_format import PREFIX, read_adapter
+from titanlite.features.lora.peft_format import PREFIX, AdapterConfig, read_adapter
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Read, ReadRequest, Region, Source, SourceProvider, TensorInfo, TensorReader, Unfit
 from titanlite.models.interface import Model
 
 _CHUNK_ELEMENTS = 4 << 20
+_KEY = re.compile(re.escape(PREFIX) + r"(.+)\.lora_[AB]\.weight")
 _EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
-class MergedAdapters:
-    """The corrections of the adapters in a folder, for a model with weights of the given global shapes.
+class MergedSource:
+    """A `SourceProvider` of the weights of `source`, for `model`, with the corrections of the adapters in `folder`.
 
-    Reads one pair of matrices at a time. Adapters that `peft` trained are served too, if they are of linear layers or
-    of fused experts. `base` is the model that adapter_config.json names: a folder, or `owner/model[@revision]` of the
-    hub.
+    Adapters that `peft` trained are served too, if they are of linear layers or of fused experts.
 
     Raises:
-        CheckpointError: there are no adapters, they are damaged, or they do not fit the model. All problems at once.
+        CheckpointError: there are no adapters, they are damaged or, found when it is called, do not fit the model.
     """
 
-    def __init__(self, folder: Path) -> None:
-        stored, config = read_adapter(folder)
-        self.base = config.base
-        self.folder, self._scaling, self._stored = folder, config.scaling, stored
-        self._parameters, self._rank = config.target_parameters, config.rank
-        self._pairs: dict[str, tuple[str, str]] = {}
-        self._shapes: Mapping[str, tuple[int, ...]] = {}
-        self._transposed: frozenset[str] = frozenset()
+    def __init__(self, source: SourceProvider, folder: Path, model: Model) -> None:
+        self.name, self.complete = source.name, source.complete
+        self._source, self._folder, self._transposed = source, folder, _transposed_experts(model)
+        self._stored, self._config = read_adapter(folder)
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._tied = names - {name for name, _ in model.named_parameters()}  # no weights of their own to add to
+
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
+        own = {name: info for name, info in tensors.items() if name not in self._tied}
+        shapes = {name: info.shape for name, info in own.items() if info.kind == "parameter"}
+        corrections = _Corrections(self._folder, self._stored, self._config, shapes, self._transposed)
+        readers: dict[int, _MergingReader] = {}  # all reads of one reader are handed over together
+        for name, source in self._source(tensors):
+            if isinstance(source, Read):
+                reader = readers.setdefault(id(source.reader), _MergingReader(source.reader, corrections))
+                source = replace(source, reader=reader)
+            yield name, source
+
+
+class _Corrections:
+    """The corrections to weights of these global shapes, by name; experts named in `transposed` are (E, in, out).
+
+    Reads one pair of matrices at a time.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        stored: Stored,
+        config: AdapterConfig,
+        shapes: Mapping[str, tuple[int, ...]],
+        transposed: Collection[str],
+    ) -> None:
+        self._scaling, self._stored, self._shapes, self._transposed = config.scaling, stored, shapes, transposed
+        self._pairs: dict[str, list[str]] = {}
+        weights, modules, problems = _weights_by_module(shapes, config.target_parameters), dict[str, str](), list[str]()
+        for key in stored.tensors:
+            if (match := _KEY.fullmatch(key)) is None:
+                problems.append(f"{key}: is no LoRA adapter.")
+            elif match[1] not in weights:
+                problems.append(f"{key}: the model has no weight that it is for.")
+            else:
+                modules[match[1]] = weights[match[1]]
+        for module, name in modules.items():
+            keys = [f"{PREFIX}{module}.lora_{leaf}.weight" for leaf in "AB"]
+            missing = [f"{key}: missing." for key in keys if key not in stored.tensors]
+            problems += missing or self._misfits(name, keys, config.rank)
+            self._pairs[name] = keys
+        raise_problems(CheckpointError, f"checkpoint {folder}", problems)
         placed = {
-            key: (tensor.shape, [Placed(tensor, Region((0,) * len(tensor.shape), tensor.shape))])
+            key: (tensor.shape, [Placed(tensor, whole(key, tensor.shape).region)])
             for key, tensor in stored.tensors.items()
         }
         self._reader = SafetensorsReader(str(folder), placed, stored.file_bytes)
         self._pair = lru_cache(maxsize=2)(self._read_pair)  # the pieces of one weight are asked for in a row
 
-    def fit(self, shapes: Mapping[str, tuple[int, ...]], transposed: Collection[str] = ()) -> None:
-        """Find the weight of every adapter among those of these global shapes; experts named in `transposed` are (E,
-        in, out).
-        """
-        problems = []
-        self._shapes, self._transposed = shapes, frozenset(transposed)
-        for key in self._stored.tensors:
-            module, _, leaf = key.removeprefix(PREFIX).rpartition(".lora_A.weight")
-            if not key.startswith(PREFIX) or leaf or not module:
-                if not key.endswith(".lora_B.weight"):
-                    problems.append(f"{key}: is no LoRA adapter.")
-                continue
-            name = self._weight_of(module, shapes)
-            other = f"{PREFIX}{module}.lora_B.weight"
-            if name is None:
-                problems.append(f"{key}: the model has no weight that it is for.")
-            elif other not in self._stored.tensors:
-                problems.append(f"{other}: missing.")
-            else:
-                shape = shapes[name]
-                turned = (shape[0], shape[2], shape[1]) if name in self._transposed else shape
-                problem = _misfit(self._stored, key, other, turned, self._rank)
-                problems += [problem] if problem else []
-                self._pairs[name] = (key, other)
-        paired = {key for pair in self._pairs.values() for key in pair}
-        if not problems:
-            problems = [f"{key}: has no lora_A." for key in self._stored.tensors if key not in paired]
-        raise_problems(CheckpointError, f"checkpoint {self.folder}", problems)
-
-    def _weight_of(self, module: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        if f"{module}.weight" in shapes:
-            return f"{module}.weight"
-        inner = module.removesuffix(".base_layer")
-        # Of two adapted parameters the first is wrapped first, so it is the inner one.
-        wrapped = [
-            f"{inner}.{leaf}"
-            for leaf in _EXPERT_WEIGHTS
-            if f"{inner}.{leaf}" in shapes
-            and any(f".{inner}.{leaf}".endswith(f".{target}") for target in self._parameters)
-        ]
-        if inner != module and len(wrapped) < 2:
-            return None
-        name = wrapped[0 if inner != module else -1] if wrapped else None
-        return name if name in shapes else None
+    def _misfits(self, name: str, keys: Sequence[str], rank: int) -> list[str]:
+        shape = self._shapes[name]
+        shape = (shape[0], shape[2], shape[1]) if name in self._transposed else shape
+        a, b = (self._stored.tensors[key].shape for key in keys)
+        experts = shape[0] if len(shape) == 3 else 1
+        if (a, b) == ((rank * experts, shape[-1]), (shape[-2], rank * experts)):
+            return []
+        return [f"{keys[0]}: shapes {a} and {b} (lora_B) do not fit rank {rank} and the model's weight {shape}."]
 
     def __contains__(self, name: str) -> bool:
         return name in self._pairs
@@ -110,49 +117,30 @@ class MergedAdapters:
 
     def _read_pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A and B of the weight `name` in float64; of experts (E, r, in) and (E, out, r)."""
-        a, b = (self._read(key) for key in self._pairs[name])
+        shapes = {key: self._stored.tensors[key].shape for key in self._pairs[name]}
+        a, b = (torch.empty(shape, dtype=torch.float64) for shape in shapes.values())
+        regions = [whole(key, shape).region for key, shape in shapes.items()]
+        self._reader.read_quietly([ReadRequest(*read) for read in zip(shapes, regions, (a, b), strict=True)])
         if len(self._shapes[name]) == 2:
             return a, b
         num_experts = self._shapes[name][0]
         return a.unflatten(0, (num_experts, -1)), b.unflatten(1, (-1, num_experts)).permute(2, 0, 1).contiguous()
 
-    def _read(self, key: str) -> torch.Tensor:
-        shape = self._stored.tensors[key].shape
-        values = torch.empty(shape, dtype=torch.float64)
-        self._reader.read_quietly([ReadRequest(key, Region((0,) * len(shape), shape), values)])
-        return values
 
-
-def _misfit(stored: Stored, key_a: str, key_b: str, shape: tuple[int, ...], rank: int) -> str | None:
-    """Why the pair of `rank` does not fit a weight of `shape`, (out, in) or (E, out, in); None if it does."""
-    a, b = stored.tensors[key_a].shape, stored.tensors[key_b].shape
-    experts = shape[0] if len(shape) == 3 else 1
-    if (a, b) == ((rank * experts, shape[-1]), (shape[-2], rank * experts)):
-        return None
-    return f"{key_a}: shapes {a} and {b} (lora_B) do not fit rank {rank} and the model's weight {shape}."
-
-
-class MergedSource:
-    """A `SourceProvider` of the weights of `source`, for `model`, with the corrections of `adapters`; raises as `fit`,
-    when it is called.
-    """
-
-    def __init__(self, source: SourceProvider, adapters: MergedAdapters, model: Model) -> None:
-        self.name, self.complete = source.name, source.complete
-        self._source, self._adapters, self._transposed = source, adapters, transposed_experts(model)
-        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        self._tied = names - {name for name, _ in model.named_parameters()}  # no weights of their own to add to
-
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
-        own = {name: info for name, info in tensors.items() if name not in self._tied}
-        shapes = {name: info.shape for name, info in own.items() if info.kind == "parameter"}
-        self._adapters.fit(shapes, self._transposed)
-        readers: dict[int, _MergingReader] = {}  # all reads of one reader are handed over together
-        for name, source in self._source(tensors):
-            if isinstance(source, Read):
-                reader = readers.setdefault(id(source.reader), _MergingReader(source.reader, self._adapters))
-                source = replace(source, reader=reader)
-            yield name, source
+def _weights_by_module(shapes: Iterable[str], targets: Sequence[str]) -> dict[str, str]:
+    """Return the weights that can have adapters by the name of the module that peft wraps; `targets` are parameters."""
+    experts: defaultdict[str, list[str]] = defaultdict(list)
+    for name in shapes:
+        module, _, leaf = name.rpartition(".")
+        if leaf in _EXPERT_WEIGHTS and any(f".{name}".endswith(f".{target}") for target in targets):
+            experts[module].append(name)
+    found = {name.removesuffix(".weight"): name for name in shapes if name.endswith(".weight")}
+    for module, names in experts.items():
+        names.sort(key=lambda name: _EXPERT_WEIGHTS.index(name.rpartition(".")[2]))
+        found[module] = names[-1]
+        if len(names) > 1:  # the first one is wrapped first, so it is the inner one
+            found[f"{module}.base_layer"] = names[0]
+    return found
 
 
 class _MergingReader:
@@ -160,27 +148,20 @@ class _MergingReader:
 
     proves_coverage = False
 
-    def __init__(self, inner: TensorReader, adapters: MergedAdapters) -> None:
-        self.name, self._inner, self._adapters = inner.name, inner, adapters
+    def __init__(self, inner: TensorReader, corrections: _Corrections) -> None:
+        self.name, self._inner, self._corrections = inner.name, inner, corrections
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        self._inner.read([request for request in requests if request.name not in self._adapters])
-        self._merge(requests)
-
-    def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
-        read_quietly(self._inner, [request for request in requests if request.name not in self._adapters])
-        self._merge(requests)
-
-    def _merge(self, requests: Sequence[ReadRequest]) -> None:
+        read_quietly(self._inner, [request for request in requests if request.name not in self._corrections])
         for request in requests:
             (first, *starts), (length, *lengths) = request.region.starts, request.region.lengths
             rows = max(1, _CHUNK_ELEMENTS * length // max(request.region.numel, 1))
-            for row in range(0, length, rows) if request.name in self._adapters else ():
+            for row in range(0, length, rows) if request.name in self._corrections else ():
                 count = min(rows, length - row)
                 region = Region((first + row, *starts), (count, *lengths))
                 values = torch.empty(region.lengths, dtype=torch.float64)
                 read_quietly(self._inner, [ReadRequest(request.name, region, values)])
-                request.destination[row : row + count] = self._adapters.add(request.name, region, values)
+                request.destination[row : row + count] = self._corrections.add(request.name, region, values)
 
 
 def read_quietly(reader: TensorReader, requests: Sequence[ReadRequest]) -> None:
@@ -188,7 +169,7 @@ def read_quietly(reader: TensorReader, requests: Sequence[ReadRequest]) -> None:
     getattr(reader, "read_quietly", reader.read)(requests)
 
 
-def transposed_experts(model: Model) -> list[str]:
+def _transposed_experts(model: Model) -> list[str]:
     """Return the names of the experts' weights that are stored (E, in, out)."""
     if not isinstance(model, TransformersModel):
         return []

@@ -136,7 +136,7 @@ def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "", *, ke
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Settings of an adapter_config.json that applying the adapters needs; `base` as in `MergedAdapters`."""
+    """Settings that applying adapters needs; `base` is their model, a folder or `owner/model[@revision]` of the hub."""
 
     rank: int
     scaling: float

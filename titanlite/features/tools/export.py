@@ -27,7 +27,7 @@ from titanlite.checkpoint.reader import timed
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.settings import spell_dtype
-from titanlite.features.lora.merge import MergedAdapters, MergedSource, read_quietly
+from titanlite.features.lora.merge import MergedSource, read_quietly
 from titanlite.features.passengers import find_carried
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
 from titanlite.features.transformers.checkpoint import saved_entries, stored_forms
@@ -84,19 +84,19 @@ def export_merged(adapter: Path, out: Path, dtype: torch.dtype, base: str | None
     folder = find_base("export", adapter, base)
     trained = adapter / OWN_FOLDER
     described_in = trained if (trained / "config.json").exists() else None
-    export_checkpoint(folder, out, dtype, MergedAdapters(adapter), described_in)
+    export_checkpoint(folder, out, dtype, adapter, described_in)
 
 
 def export_checkpoint(
     folder: Path,
     out: Path,
     dtype: torch.dtype,
-    adapters: MergedAdapters | None = None,
+    adapters: Path | None = None,
     described_in: Path | None = None,
 ) -> None:
     """Write the model in `folder` to `out` with parameters in `dtype`; `out` appears when it is complete.
 
-    With `adapters`, their corrections are added to the weights on the way. `described_in` is the folder whose
+    The corrections of the `adapters` in a folder are added on the way. `described_in` is the folder whose
     config.json says what the weights compute, if it is not `folder`.
 
     Raises:
@@ -139,7 +139,7 @@ def export_checkpoint(
             for name, content in (rest | index_of(files)).items():
                 (temporary / name).write_bytes(content)
             if adapters is not None:  # the run's tokenizer may have another chat template than the model's
-                _copy_rest(adapters.folder, temporary, _ADAPTER_ONLY)
+                _copy_rest(adapters, temporary, _ADAPTER_ONLY)
             _copy_rest(folder, temporary)
             temporary.rename(out)
     except OSError as error:

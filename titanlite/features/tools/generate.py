@@ -43,7 +43,7 @@ from titanlite.features.generate.generate import (
     get_eos_token_ids,
     name_of,
 )
-from titanlite.features.lora.merge import MergedAdapters, MergedSource
+from titanlite.features.lora.merge import MergedSource
 from titanlite.features.sft.readers import READERS, RowError
 from titanlite.features.tools.chat import TextStream, chat, text_of
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
@@ -235,7 +235,7 @@ def load_model(
         parallelize(model, job, dims, device.type)
     weights: SourceProvider = weights_of(folder, model)
     if adapters is not None:
-        weights = MergedSource(weights, MergedAdapters(adapters), model)
+        weights = MergedSource(weights, adapters, model)
     materialize(model, device, [weights])
     return model.eval(), dims
 
