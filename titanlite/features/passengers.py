@@ -59,7 +59,7 @@ def find_carried(
     What is dequantized becomes `dtype`.
 
     Raises:
-        CheckpointError: FP8 without the factors of its blocks. The same on all ranks.
+        CheckpointError: FP8 without its scales. The same on all ranks.
 
     Collectives: a broadcast, if there are passengers; rank 0 reads those that may be copies.
     """
@@ -80,7 +80,7 @@ class CarriedTensors:
         tensors: Mapping[str, StoredTensor] = source.stored.tensors
         self._file_bytes: dict[Path, int] = dict(source.stored.file_bytes)
         self._stored = {key: tensors[key] for key in source.passengers}
-        self._factors = self._take_factors()
+        self._scales = self._take_scales()
         # By copy the stored tensors, not of passengers, that it is the same as; the likeliest first.
         self._copies = on_first_rank(lambda: self._find_copies(tensors))
 
@@ -150,19 +150,19 @@ class CarriedTensors:
         self._file_bytes = {folder / file.name: file.nbytes for file in files}
         self._stored = places
 
-    def _take_factors(self) -> dict[str, StoredTensor]:
-        """Take the factors of FP8 weights out of the passengers."""
-        factors, problems = dict[str, StoredTensor](), list[str]()
+    def _take_scales(self) -> dict[str, StoredTensor]:
+        """Take the scales of FP8 weights out of the passengers."""
+        scales, problems = dict[str, StoredTensor](), list[str]()
         for key, tensor in self._stored.items():
             if tensor.dtype in FP8:
-                factors |= {name: self._stored[name] for name in companions(key) if name in self._stored}
+                scales |= {name: self._stored[name] for name in companions(key) if name in self._stored}
                 try:
-                    find_scale(tensor, factors, self._block)
+                    find_scale(tensor, scales, self._block)
                 except ValueError as error:
                     problems.append(f"{error}. Dequantize the checkpoint with transformers first.")
         raise_problems(CheckpointError, self._name, problems)
-        self._stored = {key: tensor for key, tensor in self._stored.items() if key not in factors}
-        return factors
+        self._stored = {key: tensor for key, tensor in self._stored.items() if key not in scales}
+        return scales
 
     def _find_copies(self, tensors: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
         """Find the passengers that are the same, byte for byte, as stored tensors with a row for each token."""
@@ -197,7 +197,7 @@ class CarriedTensors:
             loads[turn] += tensor.nbytes
             if tensor.dtype in FP8:
                 dtype, region = self._dtype, whole(key, tensor.shape).region
-                placed = {key: (tensor.shape, place(tensor, region, self._factors, self._block))}
+                placed = {key: (tensor.shape, place(tensor, region, self._scales, self._block))}
                 reader = SafetensorsReader(self._name, placed, self._file_bytes, threads=1)
                 read = partial(_dequantize, reader, key, dtype)
             else:  # bytes one after the other

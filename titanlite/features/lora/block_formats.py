@@ -112,16 +112,13 @@ def _join(codes: torch.Tensor, factor_Nn1: torch.Tensor) -> torch.Tensor:
 
 def count_not_finite(records: torch.Tensor, layout: BlockFormat) -> int:
     """Count the records (..., n, record_bytes in any dtype) with a value that is NaN or infinite."""
-    total = 0
     if not records.numel():  # of shape (0, 0, 0) where other pipeline stages hold it
         return 0
-    for part in records.reshape(-1, records.shape[-1]).split(max(_CHUNK // layout.block, 1)):
-        codes, factor = _split(part, layout)
-        bad = ~factor.squeeze(-1).isfinite()
-        if layout is FP8:  # has no infinity, and two NaN
-            bad |= ((codes & 0x7F) == 0x7F).any(dim=-1)
-        total += int(bad.sum())
-    return total
+    codes, factor = _split(records, layout)
+    bad = ~factor.squeeze(-1).isfinite()
+    if layout is FP8:  # has no infinity, and two NaN
+        bad |= ((codes & 0x7F) == 0x7F).any(dim=-1)
+    return int(bad.sum())
 
 
 def decode_blocks(
@@ -259,7 +256,7 @@ def frozen_linear(
     layout: BlockFormat, x: torch.Tensor, records_Nnr: torch.Tensor, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return `x @ weight.T + bias`, (..., N), of x (..., K) and the records of weight (N, K); differentiable in x."""
-    return _FrozenLinear.apply(x, records_Nnr, layout, bias_N)
+    return _FrozenProduct.apply(x, records_Nnr, layout, bias_N, None, "auto")
 
 
 def frozen_grouped_gemm(
@@ -270,43 +267,32 @@ def frozen_grouped_gemm(
     backend: GroupedGemmBackend,
 ) -> torch.Tensor:
     """`grouped_gemm` (M, N) of the weights (E, N, K) in the records, transposed; differentiable in x, once."""
-    return _FrozenGroupedGemm.apply(x_MK, records_ENnr, layout, offsets_E, backend)
+    return _FrozenProduct.apply(x_MK, records_ENnr, layout, None, offsets_E, backend)
 
 
-class _FrozenLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, records: torch.Tensor, layout: BlockFormat, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        ctx.save_for_backward(records)
-        ctx.layout, ctx.width = layout, x.shape[-1]
-        return linear(x, decode_blocks(records, layout, x.shape[-1], x.dtype), bias)
+class _FrozenProduct(torch.autograd.Function):
+    """A product with one weight, or with `offsets` one for each group of rows."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (records,) = ctx.saved_tensors
-        weight = decode_blocks(records, ctx.layout, ctx.width, dy.dtype, in_backward=True)
-        return linear(dy, weight.mT), None, None, None
-
-
-class _FrozenGroupedGemm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         records: torch.Tensor,
         layout: BlockFormat,
-        offsets: torch.Tensor,
+        bias: torch.Tensor | None,
+        offsets: torch.Tensor | None,
         backend: GroupedGemmBackend,
     ) -> torch.Tensor:
         ctx.save_for_backward(records, offsets)
         ctx.layout, ctx.width, ctx.backend = layout, x.shape[-1], backend
-        return grouped_gemm(x, decode_blocks(records, layout, x.shape[-1], x.dtype).mT, offsets, backend)
+        weight = decode_blocks(records, layout, x.shape[-1], x.dtype)
+        return linear(x, weight, bias) if offsets is None else grouped_gemm(x, weight.mT, offsets, backend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         records, offsets = ctx.saved_tensors
         weight = decode_blocks(records, ctx.layout, ctx.width, dy.dtype, in_backward=True)
-        return grouped_gemm(dy.contiguous(), weight, offsets, ctx.backend), None, None, None, None
+        if offsets is None:
+            return linear(dy, weight.mT), None, None, None, None, None
+        return grouped_gemm(dy.contiguous(), weight, offsets, ctx.backend), None, None, None, None, None
