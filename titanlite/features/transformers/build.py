@@ -6,12 +6,10 @@ completely gets a `Replay` of them on the CPU. Buffers are small, so they are co
 source, and the plan fails with its name.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,8 +52,7 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
             "the sizes in its config.json."
         )
     sources = find_sources(model, recording)
-    for target, source in model.all_tied_weights_keys.items():
-        _tie(model, target, source)
+    model.tie_weights(recompute_mapping=False)
     replace_unaligned_experts(model, find_experts(model).values())
     return TransformersModel(model, config, sources)
 
@@ -94,14 +91,6 @@ def _move_to_meta(model: Any) -> None:
                 new, is_param = tensor.to("meta"), isinstance(tensor, torch.nn.Parameter)
                 moved.setdefault(tensor, torch.nn.Parameter(new, tensor.requires_grad) if is_param else new)
                 held[name] = moved[tensor]
-
-
-def _tie(model: Any, target: str, source: str) -> None:
-    """Tie by assignment: one object under both names."""
-    prefix, _, leaf = target.rpartition(".")
-    tensor = model.get_parameter_or_buffer(source)
-    if model.get_parameter_or_buffer(target) is not tensor:
-        setattr(model.get_submodule(prefix), leaf, tensor)
 
 
 def find_sources(model: Any, recording: Recording) -> dict[str, Source]:
@@ -161,7 +150,7 @@ def _recipe_of(replay: Replay) -> Recipe | None:
     if len(replay.calls) > 2 or make is None or written != place or not place.is_whole:
         return None
     try:
-        recipe = None if leaves((call.args[1:], call.kwargs), Place) else make(place, *call.args[1:], **call.kwargs)
+        recipe = None if leaves((call.args[1:], call.kwargs), Place) else make(*call.args[1:], **call.kwargs)
     except (TypeError, IndexError):  # arguments of another kind, such as `Tensor.uniform_(to=...)`
         return None
     if recipe is None or len(replay.calls) == 1:
@@ -206,13 +195,8 @@ def _initializers(model: Any) -> Iterator[tuple[nn.Module, Callable[[nn.Module],
 # --- recipes
 
 
-def _fans(place: Place) -> dict[str, int]:
-    inner = math.prod(place.shape[2:])
-    return {"fan_in": place.shape[1] * inner, "fan_out": place.shape[0] * inner}
-
-
 def _truncated(
-    place: Place, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: Any = None
+    mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: Any = None
 ) -> Recipe | None:
     # torch cuts at the values a and b, the recipe at multiples of std.
     if std <= 0 or abs((mean - a) - (b - mean)) > 1e-12:
@@ -222,49 +206,19 @@ def _truncated(
     return TruncatedNormal(mean=mean, std=std, bound=(b - mean) / std)
 
 
-def _uniform(std: float, mean: float = 0.0) -> Recipe:
-    return Uniform(low=mean - math.sqrt(3.0) * std, high=mean + math.sqrt(3.0) * std)
-
-
-def _xavier(kind: Callable[..., Recipe], place: Place, gain: float = 1.0, generator: Any = None) -> Recipe:
-    return kind(std=gain * math.sqrt(2.0 / sum(_fans(place).values())))
-
-
-def _kaiming(
-    kind: Any, place: Place, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
-) -> Recipe:
-    return kind(std=nn.init.calculate_gain(nonlinearity, a) / math.sqrt(_fans(place)[mode]))
-
-
-def _lecun_normal(place: Place) -> Recipe | None:
-    # transformers makes up for a cut at two standard deviations, and then cuts at the values -2 and 2.
-    return _truncated(place, std=math.sqrt(1.0 / _fans(place)["fan_in"]) / 0.87962566103423978)
-
-
 def _constant(value: float) -> Callable[..., Recipe]:
-    return lambda place, *args, **kwargs: Constant(value=value)
+    return lambda *args, **kwargs: Constant(value=value)
 
 
+# Recipes by the name of a function that writes to a parameter, and of one that makes it. What else draws is replayed.
 _DRAWN: dict[str, Callable[..., Recipe | None]] = {
-    "normal_": lambda place, mean=0.0, std=1.0, generator=None: Normal(mean=mean, std=std),
-    "uniform_": lambda place, a=0.0, b=1.0, generator=None: Uniform(low=a, high=b),
-    "constant_": lambda place, val: Constant(value=float(val)),
-    "fill_": lambda place, value: Constant(value=float(value)),
+    "normal_": lambda mean=0.0, std=1.0, generator=None: Normal(mean=mean, std=std),
+    "uniform_": lambda a=0.0, b=1.0, generator=None: Uniform(low=a, high=b),
+    "constant_": lambda val: Constant(value=float(val)),
+    "fill_": lambda value: Constant(value=float(value)),
     "zeros_": _constant(0.0),
     "zero_": _constant(0.0),
     "ones_": _constant(1.0),
     "trunc_normal_": _truncated,
-    "xavier_uniform_": partial(_xavier, _uniform),
-    "xavier_normal_": partial(_xavier, Normal),
-    "kaiming_uniform_": partial(_kaiming, _uniform),
-    "kaiming_normal_": partial(_kaiming, Normal),
-    "lecun_normal_": _lecun_normal,
-    "default_flax_embed_init_": lambda place: Normal(std=math.sqrt(1.0 / _fans(place)["fan_in"])),
 }
-_MADE: dict[str, Callable[..., Recipe | None]] = {
-    "zeros": _constant(0.0),
-    "ones": _constant(1.0),
-    "randn": lambda place, *args, **kwargs: Normal(),
-    "rand": lambda place, *args, **kwargs: Uniform(),
-}
-"""Recipes by the name of a function that writes to a parameter, and of one that makes it."""
+_MADE = {"zeros": _constant(0.0), "ones": _constant(1.0)}

@@ -4,13 +4,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.base.agree import on_first_rank, raise_together
+from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import FP8, OWN_FOLDER, Stored, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.model_source import explain_untied, is_equal
@@ -209,23 +209,14 @@ def saved_entries(entries: Iterable[TensorEntry], model: TransformersModel) -> d
     return found
 
 
-@dataclass(frozen=True)
-class StoredForm:
-    """A tensor of a checkpoint, and where it comes from.
-
-    Attributes:
-        key: its name there.
-        shape: its shape there.
-        entry: the tensor of the model that it is a region of, or the first of those that it is converted from.
-        region: that region; None if it is the result of a conversion.
-        group: the conversion, of whole tensors.
-    """
+class StoredForm(NamedTuple):
+    """A tensor of a checkpoint, with its name and shape there, and where it comes from."""
 
     key: str
     shape: tuple[int, ...]
-    entry: TensorEntry
-    region: Region | None
-    group: Group
+    entry: TensorEntry  # that it is a region of, or the first of those that it is converted from
+    region: Region | None  # None if it is the result of a conversion
+    group: Group  # the conversion, of whole tensors
 
 
 def stored_forms(
@@ -263,19 +254,17 @@ def transformers_items(
     Tensors that are stored transposed or put together from several are gathered and converted whole; the ranks take
     turns to keep and write them, in host memory.
 
-    Raises CheckpointError: on all ranks; one of them could not be converted.
-
     Args:
         entries: from `saved_entries`.
         mine: by the same names, whether this rank writes its shard.
         dtype: dtype of parameters on disk; buffers keep theirs.
 
-    Collectives: one all-gather for each such tensor, and one of small objects if there are any; every rank must call.
+    Collectives: one all-gather for each such tensor; every rank must call.
     """
     names = {entry.fqn: name for name, entry in entries.items()}
     forms, rename = stored_forms(entries, model)
     converted: dict[str, torch.Tensor] = {}
-    current, num_converted, problems, items = "", 0, list[str](), list[Item]()
+    current, num_converted, items = "", 0, list[Item]()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for form in forms:
         stored = form.entry.saved_dtype(dtype)
@@ -285,42 +274,16 @@ def transformers_items(
             continue
         if form.group.first != current:
             current = form.group.first
-            converted = _converted(form.group, entries, model, problems)
-            converted = {rename(key): value for key, value in converted.items()}
-        if problems:
-            continue
+            tensors = {name: entries[name].tensor.detach() for name in form.group.keys}
+            full = {name: (t.full_tensor() if isinstance(t, DTensor) else t).cpu() for name, t in tensors.items()}
+            found = form.group.convert(full.__getitem__, model)
+            converted = {rename(key): value.contiguous() for key, value in found.items()}
         piece, local = whole(form.key, form.shape), converted[form.key]
         writes = num_converted % world_size == rank
         num_converted += 1
         local = local if writes else torch.empty_like(local, device="meta")
         items.append(Item(form.key, stored, piece.region, form.shape, local, piece.region, writes))
-    if current:
-        raise_together(CheckpointError, "checkpoint", problems)
     return items
-
-
-def _converted(
-    group: Group, entries: Mapping[str, TensorEntry], model: TransformersModel, problems: list[str]
-) -> dict[str, torch.Tensor]:
-    """Convert `group` to its targets; or return none and add a problem: other ranks wait in collectives for this one.
-
-    Collectives: one all-gather for each source, also after a problem; one that fails is raised, for it may be missed.
-    """
-    sources: dict[str, torch.Tensor] = {}
-    for name in group.keys:
-        tensor = entries[name].tensor.detach()
-        whole_tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        try:
-            sources[name] = whole_tensor.cpu()
-        except Exception as error:  # noqa: BLE001 - no memory, on this rank alone
-            problems.append(f"{name}: cannot be copied to be saved: {type(error).__name__}: {error}.")
-    if problems:
-        return {}
-    try:
-        return {key: value.contiguous() for key, value in group.convert(sources.__getitem__, model).items()}
-    except Exception as error:  # noqa: BLE001 - of transformers' conversions
-        problems.append(f"{group.first}: cannot be converted to be saved: {type(error).__name__}: {error}.")
-        return {}
 
 
 class TransformersFormat:

@@ -334,24 +334,20 @@ class TransformersModel(Model):
     ) -> None:
         self.loss_chunk_tokens = loss_chunk_tokens
         if self.config.num_experts or any(is_routed(name) for name, _ in self.named_parameters()):
-            found = sorted({getattr(module, "num_experts", 0) for module in self.expert_modules.values()})
-            why = f"its layers have {' or '.join(map(str, found))} experts"
-            why = why if found else "its experts do not run through transformers' experts interface"
-            told = "its expert load is logged" if self.counters else f"no expert load is logged, for {why}"
-            name = self.config.architecture
-            logger.info("moe: transformers' %s routes by itself: no balancing is added; %s", name, told)
+            told = "is logged" if self.counters else "cannot be counted"
+            text = "moe: transformers' %s routes by itself: no balancing is added; its expert load %s"
+            logger.info(text, self.config.architecture, told)
 
     def split_experts(self) -> list[nn.Module]:
         problems = [
-            f"{name}.{leaf} {tuple(param.shape)} is not one slice for each of {getattr(module, 'num_experts', 0)} "
-            "experts."
+            f"{name}.{leaf} {tuple(param.shape)} has no slice for each expert. Set expert_parallel_degree to 1."
             for name, module in self.expert_modules.items()
             for leaf, param in module.named_parameters()
             if param.shape[:1] != (getattr(module, "num_experts", 0),)
         ]
         if not self.expert_modules:
-            problems = [f"{self.config.architecture} does not run its experts through transformers' experts interface."]
-        problems = [f"{problem} Set expert_parallel_degree to 1." for problem in problems]
+            name = self.config.architecture
+            problems = [f"transformers' {name} has none that are stored together. Set expert_parallel_degree to 1."]
         raise_problems(ConfigError, "parallelism: experts cannot be split over ranks", problems)
         return list(self.expert_modules.values())
 

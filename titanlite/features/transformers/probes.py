@@ -59,7 +59,7 @@ class Facts:
 def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
     """Look at how `model` computes, in evaluation mode.
 
-    Collectives: those of three to six forwards, the same on all ranks, which have the same tokens.
+    Collectives: those of two to five forwards, the same on all ranks, which have the same tokens.
     """
     size = PROBE_TOKENS
     tokens = plain_tokens(model.transformers_model.config, 3 * size)
@@ -98,16 +98,9 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
         # Experts get other numbers of rows, and kernels other shapes, so the last bits may differ.
         is_exact = is_float32(alone, model.head)
         bound = (1e-4 if is_exact else 0.05) * expected.norm()
-
-        def is_as_in_longer_row(short_2S: torch.Tensor) -> bool:  # synchronization point; True in a trace
-            return bool((short_2S[-1] - mixed[0, :size]).float().norm() <= bound * (1 if is_exact else 5))
-
-        is_alike = is_as_in_longer_row(alone)  # ProphetNet mixes up positions
-        if not is_alike:  # `dynamic` and `longrope` choose frequencies by the longest position, here another row's
-            rows_2S = torch.arange(2 * size, device=device).view(2, size).flip(0)
-            same = run(torch.tensor([second, first], device=device), rows_2S)
-            is_alike = same is not None and is_as_in_longer_row(same)
-            reasons.clear()
+        # ProphetNet mixes up positions. Where rotary frequencies depend on the longest position, rows have a limit.
+        moved_by_length = (alone[-1] - mixed[0, :size]).float().norm()
+        is_alike = model.config.rope_limit is not None or bool(moved_by_length <= bound * (1 if is_exact else 5))
         for starts, with_boundaries in () if model.is_encoder_decoder else model.document_options():
             positions_2S = restarting_positions(ids_2S, None) + starts
             packed = run(both_2S, positions_2S, ids_2S, with_boundaries=with_boundaries)

@@ -297,8 +297,6 @@ def _misfits(name: str, style: Style, modules: dict[str, nn.Module], size: int, 
         kind = type(module).__name__
         yield f"{name} is a {kind}, and its style in the plan of its class, '{style}', splits {wanted.__name__}s."
         return
-    if style.startswith("embedding") and module.max_norm is not None:
-        yield f"{name} has a max_norm, which needs whole rows in one place."
     length = module.weight.shape[SPLIT_DIM[style]]
     # Rows of the vocabulary may be shared out unevenly.
     if length % size and style != "embedding_rows" and not (is_head and style == "colwise_gather"):
