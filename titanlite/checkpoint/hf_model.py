@@ -13,7 +13,7 @@ from titanlite.base.agree import gather_objects, get_rank, is_lost_peer, merge_p
 from titanlite.base.errors import CheckpointError, TransientError
 from titanlite.base.log import logger
 from titanlite.checkpoint.description import describe_model
-from titanlite.checkpoint.folder import ADAPTER_FILE, INDEX_FILE, OWN_FOLDER, UNFINISHED_FILES
+from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER, UNFINISHED_FILES
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.checkpoint.pieces import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
@@ -25,21 +25,14 @@ from titanlite.models.families import family_of
 from titanlite.models.interface import Model, is_adapter
 
 _T = TypeVar("_T")
-# The parts of a save; one that fails leaves the rest: the state of a run is worth more than a file next to it.
-MODEL, ADAPTERS, STATES = "the model's own form", ADAPTER_FILE, "optimizer states"
-CARD = "README.md"
-_REMEDIES = {
-    MODEL: "All weights are kept, and a resume reads them. Finish the model with: python -m titanlite export {} OUT.",
-    ADAPTERS: "All adapters are kept, and a resume reads them. Run the same command again: it saves {} anew.",
-    STATES: "A run cannot resume from it. Begin one with model.path = {}.",
-    CARD: "Nothing else is missing in {}.",
-}
 
 
 class HFFormat:
     """The model's files in the checkpoints of a run: a Hugging Face folder. Another format overrides the methods."""
 
-    part = MODEL  # where the weights cannot be saved
+    # What is missing where the weights cannot be saved in the format, and how to go on with `unfinished_files`.
+    part = "the model's own form"
+    remedy = "All weights are kept, and a resume reads them. Finish the model with: python -m titanlite export {} OUT."
 
     def __init__(self, section: CheckpointSection, model: ModelSection) -> None:
         self.base, self._model, self._assets = section.initial_load_path, model, assets_folder(model, section)
@@ -82,11 +75,15 @@ def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
 
 
 def check_layout(plan: Plan) -> None:
-    """Check before training that the model's tensors have a place in its files.
+    """Check before training that the model's tensors have a place in its files, in the form of their values.
 
     Raises CheckpointError: they have none. The same on all ranks.
     """
-    _refuse_encoded(plan)
+    if encoded := [f"{entry.fqn} ({entry.form})" for entry in plan.entries if entry.encoding is not None]:
+        raise CheckpointError(
+            f"checkpoint: {encoded[0]} and {len(encoded) - 1} other tensors are kept in few bits, which no model is "
+            "saved in. Save the adapters, and merge them: python -m titanlite export --merge."
+        )
     if (own := getattr(plan.model, "checkpoint_format", None)) is not None:  # not of the native decoder
         own.check(plan)
 
@@ -111,12 +108,9 @@ def model_files(plan: Plan, config: Any, dtype: torch.dtype, *, exact: bool = Fa
     What the architecture has no key for goes to a file in the titanlite folder. With `exact`, so do parameters that
     lose bits in `dtype`, once more in their own dtype, for a resumed run to go on from.
 
-    Raises CheckpointError: a tensor is kept in another form than its values. The same on all ranks.
-
     Collectives: those of the model's own format, and with pipeline stages one gather of small objects; every rank must
     call.
     """
-    _refuse_encoded(plan)
     if (own := getattr(plan.model, "checkpoint_format", None)) is not None:
         return own.files(plan, dtype, exact=exact)
     family = family_of(config)
@@ -142,14 +136,6 @@ def model_files(plan: Plan, config: Any, dtype: torch.dtype, *, exact: bool = Fa
     ]
 
 
-def _refuse_encoded(plan: Plan) -> None:
-    if encoded := [f"{entry.fqn} ({entry.form})" for entry in plan.entries if entry.encoding is not None]:
-        raise CheckpointError(
-            f"checkpoint: {encoded[0]} and {len(encoded) - 1} other tensors are kept in few bits, which no model is "
-            "saved in. Save the adapters, and merge them: python -m titanlite export --merge."
-        )
-
-
 def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:
     """Name the buffers that are not all zeros, on ranks of other pipeline stages too."""
     found = {entry.fqn for entry in buffers if bool(local_of(entry.tensor).count_nonzero())}
@@ -167,45 +153,30 @@ def warn_of_sidecar(config: Any, files: list[FileLayout]) -> None:
         )
 
 
-class Parts:
-    """The parts of one save, and which of them failed.
+def attempt(group: dist.ProcessGroup, lost: list[str], part: str, build: Callable[[], _T], remedy: str) -> _T | None:
+    """Return what `build` returns. If it fails on any rank, return None and add `part`, why, and `remedy` to `lost`.
 
-    `group` is used for nothing else: a rank that fails skips collectives that the others wait in.
+    Collective over `group`, which nothing else uses: a rank that fails skips collectives that the others wait in.
+
+    Raises TransientError: `build` failed here alone, and the others wait in a collective of it for too long.
     """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group, self._failed = group, dict[str, str]()
-
-    def attempt(self, part: str, build: Callable[[], _T]) -> _T | None:
-        """Return what `build` returns, or None on all ranks if it fails on any. Collective: every rank must call.
-
-        Raises TransientError: `build` failed here alone, and the others wait in a collective of it for too long.
-        """
-        result, mine = None, list[str]()
-        try:
-            result = build()
-        except Exception as error:  # whatever it is, the other parts are saved
-            if is_lost_peer(error):
-                raise
-            logger.error("%s", traceback.format_exc())
-            mine.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
-        try:
-            problems = merge_problems(gather_objects(mine, self._group))
-        except RuntimeError as lost:
-            if not mine:
-                raise
-            raise TransientError(
-                f"checkpoint: rank {dist.get_rank()} alone cannot build {part}: {mine[0]}. "
-                "The others wait for it. The same command resumes from the newest checkpoint."
-            ) from lost
-        if problems:
-            self._failed[part] = "; ".join(problems)
-        return None if problems else result
-
-    def explain(self, folder: Path) -> str:
-        """Return what failed of the checkpoint in `folder`, and how to go on; empty if nothing did."""
-        if not self._failed:
-            return ""
-        failed = "; ".join(f"{part} ({problem})" for part, problem in self._failed.items())
-        remedies = dict.fromkeys(_REMEDIES[part].format(folder) for part in self._failed)
-        return f"checkpoint: {folder} was saved without {failed}. {' '.join(remedies)}"
+    result, mine = None, list[str]()
+    try:
+        result = build()
+    except Exception as error:  # whatever it is, the rest is saved
+        if is_lost_peer(error):
+            raise
+        logger.error("%s", traceback.format_exc())
+        mine.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    try:
+        problems = merge_problems(gather_objects(mine, group))
+    except RuntimeError as waited:
+        if not mine:
+            raise
+        raise TransientError(
+            f"checkpoint: rank {dist.get_rank()} alone cannot build {part}: {mine[0]}. The others wait for it. "
+            "The same command resumes from the newest checkpoint."
+        ) from waited
+    if problems:
+        lost.append(f"{part} ({'; '.join(problems)}). {remedy}")
+    return None if problems else result

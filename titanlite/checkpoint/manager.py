@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from titanlite.base.log import logger
 from titanlite.checkpoint import commit, hf_model
 from titanlite.checkpoint.commit import check_folder, step_folder
 from titanlite.checkpoint.folder import how_to_finish
-from titanlite.checkpoint.hf_model import CARD, STATES, HFFormat, Parts
+from titanlite.checkpoint.hf_model import HFFormat
 from titanlite.checkpoint.train_state import STATE_FILE, Progress, find_missing_state, load_state, state_files
 from titanlite.checkpoint.writer import snapshot
 from titanlite.config.schema import CheckpointSection
@@ -206,20 +207,22 @@ class Checkpointer:
             return
         self.wait()
         with self._going_on(progress.step):
-            began, parts = time.perf_counter(), Parts(self._parts_group)
-            folder = step_folder(self.folder, progress.step)
-            in_form = parts.attempt(self._format.part, lambda: self._format.files(model, plan))
-            files = hf_model.unfinished_files(plan) if in_form is None else in_form
+            began, folder, on_first = time.perf_counter(), step_folder(self.folder, progress.step), dist.get_rank() == 0
+            lost = list[str]()
+            attempt = partial(hf_model.attempt, self._parts_group, lost)
+            files = attempt(
+                self._format.part, lambda: self._format.files(model, plan), self._format.remedy.format(folder)
+            ) or hf_model.unfinished_files(plan)
             hf_model.warn_of_sidecar(model.config, files)
             files = files if self._carried is None else self._carried.add_to(files)
-            states = parts.attempt(STATES, lambda: state_files(plan, optimizer))
+            remedy = f"A run cannot resume from it. Begin one with model.path = {folder}."
+            states = attempt("optimizer states", lambda: state_files(plan, optimizer), remedy)
             files += states or []
             # Without its states a run cannot go on: nothing says that it could.
             progress_file = {} if states is None else {STATE_FILE: progress.to_json()}
             rest = self._description | hf_model.index_of(files) | progress_file
-            on_first = dist.get_rank() == 0
-            readme = parts.attempt(CARD, lambda: {CARD: text.encode()} if on_first and (text := card()) else {})
-            rest |= readme or {}
+            readme = attempt("README.md", lambda: card() if on_first else "", "Nothing else is missing.")
+            rest |= {"README.md": readme.encode()} if readme else {}
 
             def write() -> None:
                 commit.commit_folder(folder, files, rest, self.group)
@@ -227,7 +230,7 @@ class Checkpointer:
                     self._carried.follow(folder, files)
                 self._record("save", f"checkpoint {folder.name}", progress.step)
                 if on_first:
-                    if text := parts.explain(folder):
+                    for text in (f"checkpoint: {folder} was saved without {part}" for part in lost):
                         logger.error("%s", text)
                         self._record("save failed", text, progress.step)
                     self._tidy(progress)
@@ -239,11 +242,8 @@ class Checkpointer:
             self._saved_step = progress.step
             files, self._host_buffer = snapshot(files, self._host_buffer)
             self._pending = self._pool.submit(write)
-            logger.info(
-                "checkpoint: step %d copied in %.2f s, written in the background",
-                progress.step,
-                time.perf_counter() - began,
-            )
+            text = "checkpoint: step %d copied in %.2f s, written in the background"
+            logger.info(text, progress.step, time.perf_counter() - began)
 
     def _tidy(self, progress: Progress) -> None:
         """Mark the best checkpoint and remove old ones, now that the one of `progress` is there. One process."""

@@ -30,7 +30,7 @@ from titanlite.checkpoint.folder import (
     read_headers,
     read_json,
 )
-from titanlite.checkpoint.hf_model import ADAPTERS, HFFormat
+from titanlite.checkpoint.hf_model import HFFormat
 from titanlite.checkpoint.pieces import MASTER_PREFIX
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
@@ -272,7 +272,8 @@ _FUSED_NAMES = ("gate_proj", "up_proj", "down_proj")
 class PeftFormat(HFFormat):
     """Checkpoints of the adapters alone; every run reads the pretrained model anew."""
 
-    part = ADAPTERS
+    part = ADAPTER_FILE
+    remedy = "All adapters are kept, and a resume reads them. Run the same command again: it saves {} anew."
 
     def __init__(self, section: CheckpointSection, model: ModelSection, lora: LoRASection) -> None:
         super().__init__(section, model)
