@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.saving import save_hf_model
 from titanlite.assemble import build_on_meta, build_schedule, fill, make_optimizer
 from titanlite.checkpoint.folder import read_model_headers
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config import JobConfig, TransformersConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import IGNORE_INDEX, Batch

@@ -72,7 +72,7 @@ def save_ways(folder: Path, output: Path) -> dict[str, Way]:
 
 def load_titanlite(folder: Path) -> nn.Module:
     """Meta model, sharded on meta, and every shard read straight into place."""
-    from titanlite.checkpoint.model_source import hf_checkpoint
+    from titanlite.checkpoint.hf_model import hf_checkpoint
     from titanlite.config import JobConfig
     from titanlite.config.parallelism import Degrees
     from titanlite.distributed import ParallelDims

@@ -97,7 +97,7 @@ def build_titanlite(
     folder: Path, *, packed: bool = False, expert_parallel: bool = False, onednn: bool = True
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """`TrainStep` on a model sharded on meta and read from `folder`; float32 products by MKL unless `onednn`."""
-    from titanlite.checkpoint.model_source import hf_checkpoint
+    from titanlite.checkpoint.hf_model import hf_checkpoint
     from titanlite.config import JobConfig
     from titanlite.config.parallelism import Degrees
     from titanlite.data.dataset import IGNORE_INDEX, Batch

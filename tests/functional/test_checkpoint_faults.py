@@ -32,7 +32,7 @@ import titanlite.train
 from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
-from titanlite.checkpoint import commit, model_source, train_state
+from titanlite.checkpoint import commit, hf_model, train_state
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
@@ -709,7 +709,7 @@ def after_reading_headers(monkeypatch: pytest.MonkeyPatch, action: Callable[[], 
 
         return reading
 
-    for module, name in ((model_source, "read_model_headers"), (train_state, "read_headers")):
+    for module, name in ((hf_model, "read_model_headers"), (train_state, "read_headers")):
         monkeypatch.setattr(module, name, wrap(getattr(module, name)))
 
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.saving import save_hf_model
 from titanlite.assemble import build_data, shard
 from titanlite.base.errors import CheckpointError, PlanError
-from titanlite.checkpoint.model_source import hf_checkpoint
+from titanlite.checkpoint.hf_model import hf_checkpoint
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
 from titanlite.materialize import Init, Plan, materialize

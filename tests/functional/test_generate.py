@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titanlite.assemble import shard
-from titanlite.checkpoint.model_source import hf_checkpoint
+from titanlite.checkpoint.hf_model import hf_checkpoint
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims

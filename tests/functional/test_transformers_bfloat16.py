@@ -11,7 +11,7 @@ import torch
 from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny
 
 from titanlite.assemble import build_on_meta
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config import JobConfig, load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import IGNORE_INDEX

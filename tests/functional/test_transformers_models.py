@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate
 
 from tests.saving import save_hf_model
 from titanlite.assemble import assemble
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config import TransformersConfig, load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError, ConfigError, PlanError
 from titanlite.checkpoint.folder import read_header, scale_shape
-from titanlite.checkpoint.model_source import hf_checkpoint
+from titanlite.checkpoint.hf_model import hf_checkpoint
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.materialize import ReadRequest, Region, build_plan, materialize
 from titanlite.models.decoder import build_decoder

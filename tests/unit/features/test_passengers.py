@@ -17,8 +17,7 @@ from tests.saving import save_hf_model
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint import reader, writer
 from titanlite.checkpoint.folder import UNFINISHED_FILES
-from titanlite.checkpoint.hf_model import model_files, unfinished_files
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import model_files, unfinished_files, weights_of
 from titanlite.checkpoint.pieces import find_passengers
 from titanlite.checkpoint.writer import create_files, snapshot, write_items
 from titanlite.features.passengers import find_carried

@@ -10,7 +10,7 @@ import transformers
 from tiny_transformers import ALL_MODELS
 
 from titanlite.base.errors import ConfigError
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config import load_config
 from titanlite.features.generate.generate import generate
 from titanlite.features.transformers.build import build_transformers

@@ -17,7 +17,7 @@ from titanlite.assemble import build_model, build_on_meta
 from titanlite.base.errors import CheckpointError, ConfigError, TitanliteError
 from titanlite.base.log import logger
 from titanlite.base.text import Parser, one_of
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config import JobConfig, load_config
 from titanlite.config.assets import is_hub_id
 from titanlite.config.load import CODE, Reader

@@ -20,8 +20,7 @@ from titanlite.base.text import Parser, command, one_of
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, hidden_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER, how_to_finish
-from titanlite.checkpoint.hf_model import index_of, warn_of_sidecar
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import index_of, warn_of_sidecar, weights_of
 from titanlite.checkpoint.pieces import SIDECAR_FILE, bytes_of, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.reader import timed
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out

@@ -23,7 +23,7 @@ from titanlite.base.files import read_regular
 from titanlite.base.process import read_variable
 from titanlite.base.text import Parser, command, format_count, one_of, parse_object
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, OWN_FOLDER, read_json
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import local_folder
 from titanlite.config.parallelism import check_parallelism, resolve_degrees

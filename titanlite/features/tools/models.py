@@ -30,7 +30,7 @@ from titanlite.checkpoint.folder import (
     read_model_headers,
     shown,
 )
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.checkpoint.pieces import find_passengers
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config.assets import local_folder

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import FP8, OWN_FOLDER, Stored, StoredTensor, companions, find_scale, shown
-from titanlite.checkpoint.model_source import explain_untied, is_equal
+from titanlite.checkpoint.hf_model import explain_untied, is_equal
 from titanlite.checkpoint.pieces import IGNORED_SUFFIXES, MASTER_PREFIX, explain_unexpected, find_passengers, whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from tiny_transformers import TEXT_SIZES, word_tokenizer
 
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.features.images import ImageDataset, load_processor, read_image_rows
 from titanlite.features.transformers.build import build_transformers
 from titanlite.materialize import materialize

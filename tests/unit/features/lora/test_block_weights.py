@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import reader as reader_module
 from titanlite.checkpoint.folder import read_header
-from titanlite.checkpoint.hf_model import check_layout
-from titanlite.checkpoint.model_source import hf_checkpoint
+from titanlite.checkpoint.hf_model import check_layout, hf_checkpoint
 from titanlite.checkpoint.pieces import checkpoint_pieces
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.block_formats import (

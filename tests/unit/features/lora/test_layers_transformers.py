@@ -12,7 +12,7 @@ from tiny_transformers import VOCAB_SIZE, save_tiny
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import adapted_modules, adapters_disabled, apply_lora
 from titanlite.features.lora.peft_format import adapter_checkpoint, adapter_files, write_adapter_config

@@ -16,7 +16,7 @@ from tiny_transformers import shift_adapters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection, LoRASection
 from titanlite.features.lora.layers import apply_lora

@@ -10,8 +10,7 @@ from tiny_transformers import save_tiny
 
 from titanlite.assemble import build_model
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint.hf_model import model_files
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import model_files, weights_of
 from titanlite.features.tools.export import export_checkpoint, export_merged
 from titanlite.materialize import build_plan
 from titanlite.models.families import any_model_config_from_hf

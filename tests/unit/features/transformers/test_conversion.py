@@ -18,8 +18,7 @@ from transformers import core_model_loading
 
 from tests.saving import save_hf_model
 from titanlite.base.errors import PlanError
-from titanlite.checkpoint.hf_model import model_files
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import model_files, weights_of
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.conversion import ConvertingReader, Group, NotTraceable, Traced
 from titanlite.features.transformers.model import TransformersModel

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.saving import save_hf_model
 from titanlite.base.errors import ConfigError, PlanError, VerifyError
-from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.features.tools.models import main as inspect
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel

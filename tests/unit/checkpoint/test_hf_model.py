@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError, PlanError
-from titanlite.checkpoint import model_source
-from titanlite.checkpoint.model_source import hf_checkpoint
+from titanlite.checkpoint import hf_model
+from titanlite.checkpoint.hf_model import hf_checkpoint
 from titanlite.features.tools import export as export_checkpoint
 from titanlite.features.tools import models as inspect_checkpoint
 from titanlite.features.tools.generate import load_model
@@ -319,7 +319,7 @@ def test_tied_model_with_the_same_head_in_the_file(tmp_path, warnings_said, dtyp
 @pytest.mark.parametrize("row", [0, 1000, -1])
 def test_tied_model_with_another_head_in_the_file(tmp_path, monkeypatch, row):
     """It would be dropped, and transformers takes it. One value is enough, in whichever chunk it lies."""
-    monkeypatch.setattr(model_source, "_CHUNK_ELEMENTS", 10_000)
+    monkeypatch.setattr(hf_model, "_CHUNK_ELEMENTS", 10_000)
     weights = weights_of(TIED)
     other = weights["model.embed_tokens.weight"].clone()
     other[row, 63] += 1e-3
