@@ -136,12 +136,6 @@ def suggest_path(key: str, name: str) -> str:
     """Suggest what to write where there is nothing at the path `name`."""
     if match := _HUB_ADDRESS.match(name):
         return f'Of the Hugging Face hub give the id: {key} = "{match[1]}".'
-    if key == "data.chat_template" and re.fullmatch(r"\w+", name):
-        return f"It is a Jinja file. Leave {key} out: then the tokenizer's own template is used."
-    if name[0] in "\"'":
-        return "Write it without these quotes."
-    if "$" in name:
-        return f'Variables of the shell mean nothing here. Write "{os.path.expandvars(name)}".'
     folder, pattern = os.path.split(name)
     if any(sign in name for sign in "*?[") and key.endswith("data.path"):
         return f'Give the folder, and the pattern by itself: {key} = "{folder or "."}", data.pattern = "{pattern}".'
@@ -190,15 +184,11 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
                 return folder
         return fetch(local_files_only=False)
     except Exception as error:  # noqa: BLE001 - of the hub's library, or of the one that it reads HTTP with
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        log_in = "accept its license on the hub and log in with `hf auth login`, or set HF_TOKEN."
-        log_in = f"Correct the name; if the model is gated or private, {log_in}"
-        not_reached = "Correct the name, give a local folder, or set HF_HOME to a cache that has it."
-        remedies = {401: log_in, 403: log_in, None: not_reached}
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"{key}: '{name}' is no folder here, not in the cache of the Hugging Face hub, and cannot be downloaded: "
-            f"{reason.rstrip('.')}. {remedies.get(status, 'Correct the name, or give a local folder.')}"
+            f"{reason.rstrip('.')}. Correct the name, give a local folder, or set HF_HOME to a cache that has it; of a "
+            "gated or private model accept the license on the hub and log in with `hf auth login`, or set HF_TOKEN."
         ) from None
 
 

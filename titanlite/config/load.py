@@ -141,9 +141,7 @@ class Reader:
             elif has_value:
                 overrides.append((where, key, text))
             else:
-                setting = find_setting(key)
-                example = "true" if setting and setting.kind is bool else "VALUE"
-                self.refuse(where, f"has no value. Write --{key}={example}.", key)
+                self.refuse(where, f"has no value. Write --{key}=VALUE.", key)
         if "" in paths:
             self.refuse("--config", f"no file follows it. Write --config FILE.{_list_configs()}")
         elif not paths:
@@ -161,15 +159,9 @@ class Reader:
             near = find_near(file.stem, [found.stem for found in file.parent.glob("*.toml")])
             hint = f"Did you mean '{file.with_name(near)}.toml'?" if near else f"Check --config.{_list_configs()}"
             self.refuse(path, f"no such file. {hint}")
-        except IsADirectoryError:
-            self.refuse(path, f"is a folder. Pass a file with --config FILE.{_list_configs(path)}")
         except OSError as error:
-            self.refuse(path, f"cannot be read: {error.strerror}. Pass a readable file with --config FILE.")
-        except UnicodeDecodeError as error:
-            self.refuse(path, f"is not UTF-8 text (byte {error.start}). Save it as UTF-8.")
-        except RecursionError:
-            self.refuse(path, "is nested too deeply. Write values without so many brackets.")
-        except ValueError as error:  # TOMLDecodeError, and Python's limit on the digits of an int
+            self.refuse(path, f"cannot be read: {error.strerror}. Pass a file with --config FILE.{_list_configs(path)}")
+        except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, too many digits or brackets
             text = "Write sections as [model], each once; text in quotes (with a \\ in single ones); true or false"
             self.refuse(path, f"not valid TOML: {error}. {text}.")
         return None

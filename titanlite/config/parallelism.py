@@ -151,19 +151,15 @@ def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
     text, pp = section.pipeline_parallel_layers, section.pipeline_parallel_degree
     chunks = section.pipeline_parallel_chunks
     words = [word.strip() for word in text.split(",")] if text else []
-    useless = {"layers": f"'{text}'"} if words else {"chunks": chunks} if chunks > 1 else {}
-    if useless and pp == 1:
-        ((name, value),) = useless.items()
+    if pp == 1 and (words or chunks > 1):
         raise ConfigError(
-            f"parallelism.pipeline_parallel_{name} = {value} has no effect, for pipeline_parallel_degree is 1. Set "
-            "that to the number of stages, or leave this out."
+            f"parallelism: pipeline_parallel_layers = '{text}' and pipeline_parallel_chunks = {chunks} have no effect, "
+            "for pipeline_parallel_degree is 1. Set that to the number of stages, or leave both out."
         )
     if words and (len(words) != pp * chunks or not all(word.isdecimal() for word in words)):
-        each = f"each of the {pp} stages that pipeline_parallel_degree makes"
-        if chunks > 1:
-            each = f"each of the {pp} * {chunks} chunks that pipeline_parallel_degree and pipeline_parallel_chunks make"
         raise ConfigError(
-            f"parallelism.pipeline_parallel_layers = '{text}' is not a number of layers for {each}, with commas "
+            f"parallelism.pipeline_parallel_layers = '{text}' is not one number of layers for each of "
+            f"pipeline_parallel_degree ({pp}) * pipeline_parallel_chunks ({chunks}) = {pp * chunks} parts, with commas "
             "between them. Correct it, or leave it out."
         )
     return tuple(map(int, words))
@@ -187,7 +183,7 @@ def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -
         )
     problems += _check_stages(model, degrees) + _check_blocks(job, model, degrees)
     if not any(size % tp for size in (model.num_heads, model.num_kv_heads)):
-        problems += _check_heads(model.num_heads // tp, model.num_kv_heads // tp, degrees)
+        problems += _check_heads(model, degrees)
     if unfit := _check_experts(model, ep):
         problems += unfit
     elif model.num_experts and degrees.expert_shard_dim(model.num_experts) == 1:
@@ -244,29 +240,30 @@ def _check_stages(model: ModelConfig, degrees: Degrees) -> list[str]:
             "the one is in the last stage, the other in the first. Set it to 1."
         )
     if not degrees.layers and num_layers < pp * chunks:
-        times, remedy = (f" * pipeline_parallel_chunks ({chunks})", "one of them") if chunks > 1 else ("", "it")
         problems.append(
-            f"parallelism: pipeline_parallel_degree ({pp}){times} is more than the model's {num_layers} layers. Lower "
-            f"{remedy}."
+            f"parallelism: pipeline_parallel_degree ({pp}) * pipeline_parallel_chunks ({chunks}) is more than the "
+            f"model's {num_layers} layers. Lower one of them."
         )
     elif degrees.layers and (sum(degrees.layers) != num_layers or 0 in degrees.layers):
         problems.append(
             f"parallelism.pipeline_parallel_layers: {' + '.join(map(str, degrees.layers))} = {sum(degrees.layers)}, "
-            f"but the model has {num_layers} layers, and each {'chunk' if chunks > 1 else 'stage'} needs one or more. "
+            f"but the model has {num_layers} layers, and each part needs one or more. "
             "Correct it, or leave it out."
         )
     return problems
 
 
-def _check_heads(num_heads: int, num_kv_heads: int, degrees: Degrees) -> list[str]:
+def _check_heads(model: ModelConfig, degrees: Degrees) -> list[str]:
     """Check that cp ranks can share the heads that tp leaves each of them."""
-    cp, left = degrees.cp, f" that tensor_parallel_degree ({degrees.tp}) leaves" if degrees.tp > 1 else ""
-    why = ""
-    if num_heads % cp:
-        why = f"does not divide the {num_heads} attention heads{left}: inside attention each rank has some of them"
-    elif num_kv_heads % cp and cp % num_kv_heads:
-        why = f"is neither a divisor nor a multiple of the {num_kv_heads} key/value heads{left}"
-    return [f"parallelism: context_parallel_degree ({cp}) {why}."] if why else []
+    cp, tp = degrees.cp, degrees.tp
+    heads, kv_heads = model.num_heads // tp, model.num_kv_heads // tp
+    if heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0):
+        return []
+    return [
+        f"parallelism: context_parallel_degree ({cp}) does not divide the {heads} attention heads, or is neither a "
+        f"divisor nor a multiple of the {kv_heads} key/value heads, that tensor_parallel_degree ({tp}) leaves: inside "
+        "attention each rank has some of them. Lower one of the degrees."
+    ]
 
 
 def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degrees) -> list[str]:

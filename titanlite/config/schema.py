@@ -269,7 +269,6 @@ class MetricsSection:
     grad_norm_groups: bool = setting(
         True, "Log the gradient norm of each group of parameters (embedding, attention, experts, ...) too."
     )
-    enable_progress_bar: bool = setting(True, "Show a progress bar when standard output is a terminal.")
 
 
 @dataclass

@@ -225,8 +225,6 @@ def _remedy(setting: Setting, value: Any) -> str:
     if isinstance(value, str) and setting.kind is not str:
         with suppress(BadValueError):  # otherwise the plain remedy says what is wanted; TOML has no none
             return f"Write {format_value(parse_text(setting._replace(optional=False), value))} without quotes"
-    if setting.kind is int and isinstance(value, float) and value.is_integer():
-        return f"Write {int(value)}"
     if setting.name in TABLES:
         return 'Write a table, as {question = "problem"}'
     if isinstance(value, list) and setting.key.endswith("path"):
@@ -257,8 +255,6 @@ def parse_text(setting: Setting, text: str) -> Any:
         value = float(text)
     else:
         hint = _REMEDIES[setting.kind]
-        if setting.kind is int and _FLOAT.fullmatch(text) and abs(float(text)) < 2**53 and float(text).is_integer():
-            hint = f"Write {int(float(text))}"
         none = ", or none" if setting.optional else ""
         shown = shorten(text or "''")
         raise BadValueError(f"{setting.key} = {shown} is not {_KIND_NAMES[setting.kind]}. {hint}{none}.")

@@ -5,33 +5,27 @@ import json
 import math
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from titanlite.base.agree import get_rank
 from titanlite.base.errors import TitanliteError
 from titanlite.base.files import AppendedFile, is_full
 from titanlite.base.log import logger
-from titanlite.base.process import Console as EscapingConsole
-from titanlite.base.process import raw_output
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.flops import peak_flops
 from titanlite.metrics.point import StepPoint, describe_moe, describe_ranks
 
 _SLOW_RANK = 1.3
 _MUCH_PADDING = 0.1
-_SHOWN = (("loss", "loss/train", 4), ("accuracy", "rewards/accuracy", 2), ("margin", "rewards/margin", 3))
-_REDRAW_S, _BAR_WIDTH = 0.1, 45  # of the bar at least, with the numbers beside it
-_PACE_S = 86_400.0  # over which the bar takes the mean of the pace
+_SHOWN = (("accuracy", "rewards/accuracy", 2), ("margin", "rewards/margin", 3))
 
 
 def format_rate(flops_per_s: float) -> str:
@@ -57,7 +51,7 @@ def format_line(
     parts = [
         f"step {step:>{max(width, 5)}}/{num_steps}",
         f"loss {values['loss/train']:7.4f}",
-        *(f"{label} {values[name]:.{digits}f}" for label, name, digits in _SHOWN[1:] if name in values),
+        *(f"{label} {values[name]:.{digits}f}" for label, name, digits in _SHOWN if name in values),
         f"grad norm {values['grad_norm']:5.2f}",
         f"lr {values['lr']:.1e}",
         f"{values['throughput/tokens_per_s']:>9,.0f} tok/s",
@@ -78,55 +72,6 @@ def format_line(
     if (ratio := values.get("ranks/slowest_over_median", 1.0)) >= _SLOW_RANK:
         parts.append(f"rank {values['ranks/slowest']:.0f} slow ({slow_reason}, {ratio:.1f}x)")
     return "  ".join(parts)
-
-
-def can_show_bar() -> bool:
-    """Return whether standard output is a terminal that can redraw a line (not TERM=dumb)."""
-    return sys.stdout.isatty() and Console(file=raw_output()).is_interactive
-
-
-class ProgressBar:
-    """A rich progress bar on the last line of the terminal; the package's log lines scroll above it.
-
-    It is drawn only when `show` is called: no refresh thread, which forked data workers could inherit mid-draw.
-    `start_step` steps were done before this process started.
-    """
-
-    def __init__(self, num_steps: int, start_step: int = 0, console: Console | None = None) -> None:
-        # Wrapped by the terminal, not by rich: lines above the bar are those that a pipe gets.
-        self._progress = Progress(
-            *(TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(None)),
-            *(TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.description}")),
-            console=console or Console(file=raw_output(), soft_wrap=True),
-            auto_refresh=False,
-            transient=True,
-            speed_estimate_period=_PACE_S,
-        )
-        self._drawn_s = time.monotonic()
-        self._task = self._progress.add_task("", total=num_steps, completed=start_step)
-
-    def __enter__(self) -> Self:
-        self._streams = sys.stdout, sys.stderr
-        self._progress.start()  # puts its own streams in place, which understand escapes
-        sys.stdout, sys.stderr = (EscapingConsole(stream, goes_on=True) for stream in (sys.stdout, sys.stderr))  # type: ignore[assignment]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-        sys.stdout, sys.stderr = self._streams
-
-    def show(self, step: int, values: Mapping[str, float] | None = None) -> None:
-        """Redraw the bar after `step`, with the `values` of a log step, keyed by metric name, or the latest ones."""
-        now, text = time.monotonic(), None
-        if values is None and now - self._drawn_s < _REDRAW_S:
-            return
-        if values is not None:
-            parts = [f"{label} {values[name]:.{digits}f}" for label, name, digits in _SHOWN if name in values]
-            parts.insert(1, f"{values['throughput/tokens_per_s']:,.0f} tok/s")
-            while len(text := "  ".join(parts)) > max(self._progress.console.width - _BAR_WIDTH, 0):
-                parts.pop()
-        self._drawn_s = now
-        self._progress.update(self._task, completed=step, description=text, refresh=True)
 
 
 EXPERT_LOAD_FILE = "expert_load.jsonl"
@@ -201,7 +146,8 @@ class MetricsLogger:
         self._flops_per_token = flops_per_token
         self._num_ranks = num_ranks
         self._device = device
-        self._last_step = start_step
+        self._last_step = self._start_step = start_step
+        self._began_s = time.monotonic()
         self._next_load_step = 0
         self._moe_layers = list(moe_layers)
         dtype = torch.float32 if job.training.mixed_precision_param == "float32" else torch.bfloat16
@@ -209,7 +155,6 @@ class MetricsLogger:
         self._keep_on = job.checkpoint.on_save_error == "continue"
         self._writer: EventWriter | None = None
         self._sink = sink
-        self._bar: ProgressBar | None = None
         self._enabled = get_rank() == 0
         if not self._enabled:
             return
@@ -220,21 +165,6 @@ class MetricsLogger:
         if job.metrics.enable_tensorboard:
             self._writer = EventWriter(Path(dump_folder) / job.metrics.save_tb_folder, start_step)
             self._append(self._writer.file, self._writer.take())
-        if job.metrics.enable_progress_bar and can_show_bar():
-            try:
-                self._bar = ProgressBar(self._num_steps, start_step).__enter__()
-            except Exception as error:  # noqa: BLE001  see advance
-                logger.warning(f"metrics: no progress bar ({error!r}).")
-
-    def advance(self, step: int, values: Mapping[str, float] | None = None) -> None:
-        """Move the progress bar, if there is one. Call after each step; it does not wait for the device."""
-        if self._bar is None:
-            return
-        try:
-            self._bar.show(step, values)
-        except Exception as error:  # noqa: BLE001  a terminal gone wrong must not end a run
-            self._stop_bar()
-            logger.warning(f"metrics: the progress bar failed ({error!r}).")
 
     def log_step(self, point: StepPoint) -> None:
         """Write one point of training. Call at log steps; no collective, and it copies the MoE layers' state."""
@@ -259,8 +189,9 @@ class MetricsLogger:
         self._write(point.step, values, layers, lists)
         if point.moe is not None:
             self._write_load(point.step, point.moe.tokens_per_expert)
-        logger.info(format_line(point.step, self._num_steps, values, layers, lists.get("ranks/slowest_reason", "")))
-        self.advance(point.step, values)
+        line = format_line(point.step, self._num_steps, values, layers, lists.get("ranks/slowest_reason", ""))
+        pace = (time.monotonic() - self._began_s) / max(point.step - self._start_step, 1)  # validations included
+        logger.info(f"{line}  left {timedelta(seconds=round(pace * (self._num_steps - point.step)))}")
 
     def log_validation(self, step: int, loss: float, by_source: Mapping[str, float] | None = None) -> None:
         """Write the validation loss (mean per token over all ranks) after `step` optimizer steps, and by source."""
@@ -286,11 +217,10 @@ class MetricsLogger:
             logger.info(f"  {prompt} -> {prediction} (wanted {reference}, score {example['score']:g})")
 
     def close(self) -> None:
-        """Write what waits, if anything, and take the progress bar away; later calls do nothing."""
+        """Write what waits, if anything; later calls do nothing."""
         if not self._enabled:
             return
         self._enabled = False
-        self._stop_bar()
         files = [self._file, self._load_file, *([] if self._writer is None else [self._writer.file])]
         waiting = [file for file in files if file.num_waiting]
         for file in waiting:
@@ -369,12 +299,6 @@ class MetricsLogger:
             if self._failing == {file.path}:
                 logger.info("metrics: all that waited is written.")
             self._failing.discard(file.path)
-
-    def _stop_bar(self) -> None:
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            with suppress(Exception):  # it is only the terminal's last line
-                bar.__exit__(None, None, None)
 
 
 def _on_one_line(text: str) -> str:

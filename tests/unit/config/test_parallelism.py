@@ -133,13 +133,13 @@ def test_text_of_degrees():
             (
                 section(pp=2, layers=layers),
                 4,
-                f"pipeline_parallel_layers = '{layers}' is not a number of layers for each",
+                f"pipeline_parallel_layers = '{layers}' is not one number of layers for each",
             )
             for layers in ("4", "2,2,2", "2,-2", "2,x")
         ),
-        (section(chunks=2), 4, "pipeline_parallel_chunks = 2 has no effect, for pipeline_parallel_degree is 1."),
+        (section(chunks=2), 4, "pipeline_parallel_chunks = 2 have no effect, for pipeline_parallel_degree is 1."),
         (section(pp=2, chunks=2, layers="2,2"), 4, "is not a number of layers for each of the 2 * 2 chunks that"),
-        (section(layers="28"), 4, "pipeline_parallel_layers = '28' has no effect, for pipeline_parallel_degree is 1."),
+        (section(layers="28"), 4, "pipeline_parallel_layers = '28' and pipeline_parallel_chunks = 1 have no effect"),
         (section(cp=2, ep=3), 4, "ep (3) does not divide dp_shard (2) * cp (2) * tp (1) = 4."),
     ],
 )
@@ -175,21 +175,26 @@ def test_a_good_job_has_no_problems():
             {"seq_len": 124},
             "training.seq_len (124) is not a multiple of context_parallel_degree (4) * tensor_parallel_degree (2)",
         ),
-        ({}, Degrees(cp=16), {}, "context_parallel_degree (16) does not divide the 8 attention heads: inside"),
+        ({}, Degrees(cp=16), {}, "context_parallel_degree (16) does not divide the 8 attention heads, or"),
         (
             {},
             Degrees(cp=8, tp=2),
             {},
-            "context_parallel_degree (8) does not divide the 4 attention heads that tensor_parallel_degree (2) leaves:",
+            "context_parallel_degree (8) does not divide the 4 attention heads, or",
         ),
         (
             {"num_heads": 12, "num_kv_heads": 4},
             Degrees(cp=6),
             {"seq_len": 126},
-            "context_parallel_degree (6) is neither a divisor nor a multiple of the 4 key/value heads.",
+            "neither a divisor nor a multiple of the 4 key/value heads, that tensor_parallel_degree (1) leaves",
         ),
         ({"tie_word_embeddings": True}, Degrees(pp=2), {}, "is 2, but the model's output head is its embedding (tied)"),
-        ({"num_layers": 4}, Degrees(pp=5), {}, "pipeline_parallel_degree (5) is more than the model's 4 layers. Lower"),
+        (
+            {"num_layers": 4},
+            Degrees(pp=5),
+            {},
+            "pipeline_parallel_degree (5) * pipeline_parallel_chunks (1) is more than the model's 4 layers.",
+        ),
         (
             {"num_layers": 4},
             Degrees(pp=2, chunks=3),

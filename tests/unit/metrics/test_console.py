@@ -1,13 +1,4 @@
-import io
-import re
-import sys
-
-import pytest
-from rich.console import Console
-
-from titanlite.base.log import _OutputHandler, logger
-from titanlite.metrics import logger as metrics_logger
-from titanlite.metrics.logger import ProgressBar, format_line, format_rate
+from titanlite.metrics.logger import format_line, format_rate
 
 VALUES = {
     "loss/train": 4.8123,
@@ -68,52 +59,6 @@ def test_format_rate_keeps_small_rates_readable():
     assert [format_rate(x) for x in (4.123e14, 3.51e10, 2e6)] == ["412.3 TFLOP/s", "35.1 GFLOP/s", "2.0 MFLOP/s"]
 
 
-def drawn(stream: io.StringIO) -> list[str]:
-    text = re.sub(r"\x1b\[[?0-9]*[A-Za-z]", "", stream.getvalue()).replace("\r", "\n")
-    return [line for line in text.splitlines() if line.startswith("step ")]
-
-
-@pytest.mark.parametrize("width", [200, 100, 60, 40])
-def test_bar_fits_the_terminal_and_lines_above_it_are_not_wrapped(monkeypatch, width) -> None:
-    """It begins at the resumed step, and moves with every step, but not more often than can be seen."""
-    stream, seconds = io.StringIO(), [0.0]
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(metrics_logger.time, "monotonic", lambda: seconds[0])
-    handler = _OutputHandler()
-    logger.addHandler(handler)
-    long = f"a line of the log {'and more of it ' * 20}"
-    terminal = Console(file=stream, force_terminal=True, width=width, color_system=None, soft_wrap=True)
-    try:
-        with ProgressBar(300, 40, console=terminal) as bar:
-            bar.show(41)  # too soon
-            seconds[0] = 30.0
-            bar.show(42)
-            bar.show(43, VALUES | {"rewards/accuracy": 0.625, "rewards/margin": 0.125})
-            logger.warning(long)
-        assert sys.stdout is stream
-        logger.warning("after the bar")
-    finally:
-        logger.removeHandler(handler)
-    lines = drawn(stream)
-    assert all(len(line) <= width for line in lines)
-    assert [line.split()[1] for line in lines[:3]] == ["40/300", "42/300", "43/300"]
-    assert all("left " in line for line in lines)
-    if width >= 100:
-        assert lines[-1].rstrip().endswith("loss 4.8123  12,345 tok/s  accuracy 0.62  margin 0.125")
-    text = stream.getvalue().replace("\r", "\n").splitlines()
-    assert any(line.endswith(long) for line in text) and text[-1].endswith("after the bar")
-
-
 def test_line_of_preferences_has_accuracy_and_margin() -> None:
     line = format_line(1, 10, VALUES | {"rewards/accuracy": 0.625, "rewards/margin": 0.0125})
     assert "loss  4.8123  accuracy 0.62  margin 0.013  grad norm" in line
-
-
-def test_text_above_the_bar_is_spelled_out_too():
-    file, before = io.StringIO(), (sys.stdout, sys.stderr)
-    with ProgressBar(3, console=Console(file=file, force_terminal=True, width=80)) as bar:
-        print("evil \x1b[31m\x9b text")
-        print("also \x1b[31m there", file=sys.stderr)
-        bar.show(1, VALUES)
-    assert "evil \\x1b[31m\\x9b text" in file.getvalue() and "also \\x1b[31m there" in file.getvalue()
-    assert (sys.stdout, sys.stderr) == before
