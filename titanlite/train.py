@@ -94,7 +94,7 @@ def _fail(error: Exception) -> NoReturn:
     if lost_peer:
         # Another rank is gone or hangs. The launcher says which and ends this one, before a traceback of the collective
         # that was waiting would bury that line.
-        protocol.note_lost_peer(protocol.current_beat().rank, error)
+        protocol.note_lost_peer(error)
         close(1)
         time.sleep(_LAUNCHER_WAIT_S)
     if protocol.claim("traceback"):

@@ -22,7 +22,7 @@ from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader
 from titanlite.launch.protocol import beat, is_stop_requested
 from titanlite.materialize import Plan
-from titanlite.metrics import Profiler, record_event
+from titanlite.metrics import profiling, record_event
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.point import EvaluationResult, Results
 from titanlite.metrics.run_folder import get_identity
@@ -122,7 +122,7 @@ class Trainer:
         Collective: every rank must call. SIGTERM or SIGINT end it early, after a step, with a checkpoint.
         """
         job = self.job
-        with self.checkpointer, self.metrics, Profiler(job.profiling, self.dump_folder) as profiler:
+        with self.checkpointer, self.metrics, profiling(job.profiling, self.dump_folder) as end_step:
             self.stopping = self.checkpointer.agree(is_stop_requested())  # while everything was loaded
             if self.step == 0 and not self.stopping:
                 self.assess(last=False)  # what the model could do before
@@ -133,7 +133,7 @@ class Trainer:
                 logged_lr = job.optimizer.lr * lr_factor(self.step, job.training.steps, job.lr_scheduler)
                 window.results.append(self.stepper.train_step(micro_batches))
                 self.stepper.timer.start("other")
-                profiler.step(self.step)
+                end_step(self.step)
 
                 last = self.step == job.training.steps
                 if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:

@@ -14,11 +14,9 @@ waits in a collective for a peer that is gone never does.
 
 import ctypes
 import faulthandler
-import fcntl
 import json
 import os
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -26,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -38,9 +36,8 @@ ENDING = "ending"  # the launcher ends all ranks: nobody shall wait for anything
 _RESTART, _ERROR, _STOP, _ABORT = "restart", "error", "stop", "abort"
 _SHOWN_CHARS = 200
 TORCH_LOGS = "torchelastic"  # folder for what torchrun writes about each start
-_LAUNCHER = "launcher"  # locked as long as the launcher lives
+_LAUNCHER = "launcher"  # has its process id
 _KEPT = (_STOP, _ABORT, _RESTART, _LAUNCHER, TORCH_LOGS)  # the others are about one start of the ranks
-_FOLDER_PREFIX = "titanlite-launch-"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 STACK_SIGNAL = signal.SIGUSR1
 # What takes no longer than a collective may wait. Loading, saving, generating and looking for the cause of a NaN may,
@@ -71,38 +68,18 @@ def say(text: str) -> None:
 
 @contextmanager
 def shared_folder() -> Iterator[str]:
-    """Make a folder (mode 0700) for the launcher and its ranks, and remove it at the end.
-
-    Folders of launchers of this user that were killed are removed, too: nobody holds the lock in them.
-    """
-    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        if _is_abandoned(path):
-            shutil.rmtree(path, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
-    lock = os.open(Path(folder, f".{_LAUNCHER}"), os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        with suppress(OSError):  # no locks there: such folders are left
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        Path(folder, f".{_LAUNCHER}").rename(Path(folder, _LAUNCHER))  # locked from when it can be found
+    """Make a folder (mode 0700) for the launcher and its ranks, and remove it at the end."""
+    with tempfile.TemporaryDirectory(prefix="titanlite-launch-", ignore_cleanup_errors=True) as folder:
+        Path(folder, _LAUNCHER).write_text(str(os.getpid()))
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
 
 
-def _is_abandoned(folder: Path) -> bool:
-    """Return True if `folder` is of a launcher of this user that is gone."""
+def read_state(pid: int | str) -> str:
+    """Return the state of a process, a letter as in proc(5): T if it is stopped, Z if it has ended; "" without one."""
     try:
-        lock = os.open(folder / _LAUNCHER, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
-        return False  # another user's, or not one that a launcher has finished making
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.fstat(lock).st_uid == os.getuid()
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def end_with_launcher() -> None:
@@ -115,8 +92,13 @@ def end_with_launcher() -> None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     folder = os.environ.get(NOTICE_FOLDER)
-    # A launcher that was killed before has let go of its lock by now, and one that ended has removed its folder.
-    if folder is not None and (_is_abandoned(Path(folder)) or not Path(folder).is_dir()):
+    if folder is None:  # torchrun's
+        return
+    try:
+        lives = read_state(Path(folder, _LAUNCHER).read_text()) not in ("", "Z")  # it may have been killed before
+    except OSError:
+        lives = False  # it has removed its folder
+    if not lives:
         os._exit(128 + signal.SIGKILL)
 
 
@@ -186,7 +168,7 @@ def record_pipe(folder: str | Path) -> str:
     return str(Path(folder, "nccl-"))
 
 
-def note_lost_peer(rank: int, error: BaseException) -> None:
+def note_lost_peer(error: BaseException) -> None:
     """Note that a collective of this rank failed because a peer is gone or hangs; the launcher finds out which.
 
     The note is the stack of the call, innermost frame first as `faulthandler` writes it.
@@ -197,9 +179,10 @@ def note_lost_peer(rank: int, error: BaseException) -> None:
     frames = [
         f'  File "{f.filename}", line {f.lineno} in {f.name}\n' for f in traceback.extract_tb(error.__traceback__)
     ]
-    temporary = lost_path(folder, rank).with_name(f".lost-{rank}")
+    path = lost_path(folder, _heart.beat.rank)
+    temporary = path.with_name(f".{path.name}")
     temporary.write_text(f"Failed collective: {error}\nThread (most recent call first):\n" + "".join(reversed(frames)))
-    temporary.rename(lost_path(folder, rank))
+    temporary.rename(path)
 
 
 def lost_peers(folder: str | Path) -> dict[int, float]:

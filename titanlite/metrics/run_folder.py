@@ -1,12 +1,15 @@
-"""The run's folder: locked against other runs, made, with the run's start and the events between steps."""
+"""The run's folder: locked against other runs, made, with the run's start, the events between steps, and traces."""
 
 import json
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.profiler import profile, schedule
 
 from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.errors import RENDEZVOUS, ConfigError
@@ -17,6 +20,7 @@ from titanlite.base.text import format_count
 from titanlite.config import JobConfig, find_changes, format_changes, save_resolved
 from titanlite.config.assets import base_model_of, is_hub_id
 from titanlite.config.data import holds_rows
+from titanlite.config.schema import ProfilingSection
 from titanlite.config.settings import get_settings, get_value
 from titanlite.launch.protocol import read_restart
 
@@ -198,3 +202,42 @@ def record_event(kind: str, text: str, step: int) -> None:
         file.append((json.dumps(event) + "\n").encode("ascii"))
     except OSError as error:
         logger.warning("metrics: cannot write %s: %s. The event was: %s", file.path, error.strerror or error, text)
+
+
+@contextmanager
+def profiling(section: ProfilingSection, dump_folder: Path) -> Iterator[Callable[[int], None]]:
+    """Yield a function to call after every training step, with the steps that the run has done.
+
+    With `profiling.enable_profiling` it records the last step of every `profile_freq` steps of this process, after one
+    warm-up step, and every rank writes `save_traces_folder/step-N/rank-R.json`, for chrome://tracing or Perfetto. A
+    step that is trained again, after a resume, replaces its trace, and the log says so.
+    """
+    if not section.enable_profiling:
+        yield lambda step: None
+        return
+    now = -1  # step of the run; the profiler's own counter begins anew in every process
+
+    def save(recorded: profile) -> None:
+        if now < 0:
+            return  # ended while it recorded a step that has not ended, or never began
+        path = dump_folder / section.save_traces_folder / f"step-{now}" / f"rank-{dist.get_rank()}.json"
+        # As in metrics.jsonl, where a step occurs twice, the later one counts: the run goes on from that one.
+        replaced = ", in place of that of an earlier start" if path.exists() else ""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(path))
+        logger.info("profiler: trace of step %d in %s%s", now, path, replaced)
+
+    def end_step(step: int) -> None:
+        nonlocal now
+        now = step
+        profiler.step()
+
+    # Of the second trace on. Each is to have its own step's events, and no others.
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
+    warmup = int(section.profile_freq > 1)
+    turns = schedule(wait=section.profile_freq - 1 - warmup, warmup=warmup, active=1)
+    with profile(schedule=turns, on_trace_ready=save) as profiler:
+        try:
+            yield end_step
+        finally:
+            now = -1

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
-from titanlite.metrics import Profiler
+from titanlite.metrics import profiling
 
 # torch's, of a trace of every step.
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler won't be using warmup:UserWarning")
@@ -24,12 +24,12 @@ def train(folder: Path, freq: int, first: int, last: int, fail_in: int | None = 
     """The steps `first` to `last` of a run, as one process trains them, each with one matrix product."""
     job = JobConfig()
     job.profiling.enable_profiling, job.profiling.profile_freq = True, freq
-    with Profiler(job.profiling, folder) as profiler:
+    with profiling(job.profiling, folder) as end_step:
         for step in range(first, last + 1):
             torch.mm(torch.ones(2, 2), torch.ones(2, 2))
             if step == fail_in:
                 raise KeyError
-            profiler.step(step)
+            end_step(step)
 
 
 def traces(folder: Path) -> dict[int, Path]:
@@ -86,6 +86,6 @@ def test_a_step_trained_again_replaces_its_trace_and_says_so(tmp_path: Path):
 
 
 def test_off_it_does_nothing(tmp_path: Path):
-    with Profiler(JobConfig().profiling, tmp_path) as profiler:
-        profiler.step(1)
+    with profiling(JobConfig().profiling, tmp_path) as end_step:
+        end_step(1)
     assert list(tmp_path.iterdir()) == []
