@@ -16,7 +16,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -189,14 +188,8 @@ LOCK_WAIT_S = 10.0  # a process that dies takes a moment to let go
 _PAUSE_S = 0.1
 
 
-@dataclass(frozen=True)
-class Holder:
-    """The process that writes into a run's folder; `rendezvous` is where the machines of its run meet, if several."""
-
-    pid: int = 0
-    host: str = "a machine that did not leave its name"
-    since: str = "an unknown time"
-    rendezvous: str = ""
+# The process that writes into a run's folder; `rendezvous` is where the machines of its run meet, if several.
+_UNKNOWN = {"pid": 0, "host": "an unknown machine", "since": "an unknown time", "rendezvous": ""}
 
 
 class FolderLock:
@@ -224,7 +217,8 @@ class FolderLock:
         path = folder.resolve() / _LOCK_FILE
         if (held := cls._held.get(path)) is not None:
             return held
-        me = Holder(os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"), rendezvous)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "rendezvous": rendezvous}
         end = time.monotonic() + wait_s
         while True:
             with ExitStack() as stack:
@@ -235,11 +229,11 @@ class FolderLock:
                 except BlockingIOError:
                     if time.monotonic() > end:
                         holder = _read_holder(descriptor)
-                        if not rendezvous or holder.rendezvous != rendezvous or holder.host == me.host:
+                        if not rendezvous or holder["rendezvous"] != rendezvous or holder["host"] == me["host"]:
                             raise ConfigError(
-                                f"job.dump_folder: another run writes into {folder}: process {holder.pid} on "
-                                f"{holder.host}, since {holder.since}. Wait for its end, or end it, or set another "
-                                f"job.dump_folder. Remove {path} if that machine is gone."
+                                f"job.dump_folder: another run writes into {folder}: process {holder['pid']} on "
+                                f"{holder['host']}, since {holder['since']}. Wait for its end, or end it, or set "
+                                f"another job.dump_folder. Remove {path} if that machine is gone."
                             ) from None
                         if _is_at(descriptor, path):
                             path.unlink()
@@ -252,7 +246,7 @@ class FolderLock:
                         stack.pop_all()
                         with suppress(OSError):  # a full disk: others do not learn who it is
                             os.ftruncate(descriptor, 0)
-                            os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
+                            os.pwrite(descriptor, json.dumps(me).encode(), 0)
                         lock = cls._held[path] = cls(descriptor)
                         return lock
             time.sleep(_PAUSE_S)
@@ -275,8 +269,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _read_holder(descriptor: int) -> Holder:
+def _read_holder(descriptor: int) -> dict[str, Any]:
     try:
-        return Holder(**json.loads(os.pread(descriptor, 1 << 12, 0)))
+        return _UNKNOWN | json.loads(os.pread(descriptor, 1 << 12, 0))
     except (OSError, ValueError, TypeError):
-        return Holder()
+        return _UNKNOWN

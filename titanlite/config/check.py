@@ -171,18 +171,15 @@ def _check_source(data: DataSection, name: str, source: DataSection) -> list[str
 
 def _find_unused(data: DataSection) -> list[str]:
     """Return a problem for each setting of examples, or of one of their sources, that has an effect on none."""
-    unused, used = dict[str, str](), set[str]()
+    unused, used, hub = dict[str, str](), set[str](), "a dataset of the hub"
     for name, source in get_sources(data).items():
-        on_hub, has_held_out = (
-            is_hub_id(path) and not Path(path).exists() for path in (source.path, source.validation_path)
-        )
-        has_folder, held_out_folder = (
-            bool(path) and Path(path).is_dir() for path in (source.path, source.validation_path)
-        )
+        places = [(path, Path(path)) for path in (source.path, source.validation_path)]
+        on_hub, held_on_hub = (is_hub_id(path) and not place.exists() for path, place in places)
+        is_folder, held_in_folder = (path != "" and place.is_dir() for path, place in places)
         for setting, what, is_used in (
-            ("split", "a dataset of the hub", on_hub or has_folder),
-            ("subset", "a dataset of the hub", on_hub),
-            ("validation_split", "a dataset of the hub", has_held_out or held_out_folder),
+            ("split", hub, on_hub or is_folder),
+            ("subset", hub, on_hub),
+            ("validation_split", hub, held_on_hub or held_in_folder),
             ("streaming_block_rows", "data.streaming", source.streaming),
         ):
             key, value = get_source_key(data, name, setting), getattr(source, setting)

@@ -21,7 +21,6 @@ from pathlib import Path
 from torch.distributed import DistError, HashStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
-    RendezvousConnectionError,
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
@@ -252,29 +251,21 @@ def describe_failure(error: Exception, options: argparse.Namespace) -> str:
     if isinstance(error, ConfigError):
         return str(error)
     host, port = get_endpoint(options)
-    where = f"rendezvous at {host}:{port}"
+    why, remedy = (
+        _last_line(error),
+        "The launcher there must run as long as the others; start the run again on all machines",
+    )
     if isinstance(error, RendezvousClosedError):
-        return (
-            f"{where}: the run '{options.rdzv_id}' has ended on another machine; the output there says why. To "
-            "start it again, start it on all machines."
-        )
-    if isinstance(error, RendezvousTimeoutError):
-        return (
-            f"{where}: {options.nnodes} machines did not come together within {_get_join_timeout(options)} s. Start "
-            "the same command, with the same RDZV_ID and NNODES, on all of them, or raise join_timeout in RDZV_CONF."
-        )
-    if PORT_TAKEN in _last_line(error):
+        why = f"the run '{options.rdzv_id}' has ended on another machine; the output there says why"
+        remedy = "To start it again, start it on all machines"
+    elif isinstance(error, RendezvousTimeoutError):
+        why = f"{options.nnodes} machines did not come together within {_get_join_timeout(options)} s"
+        remedy = "Start the same command, with the same RDZV_ID and NNODES, on all of them, or raise join_timeout in RDZV_CONF"
+    elif PORT_TAKEN in why:
+        why = "another process on this machine has the port"
         setting = "RDZV_ENDPOINT" if options.rdzv_backend == "c10d" else "MASTER_PORT"
-        return (
-            f"{where}: another process on this machine has the port. Set {setting} to a free one, the same on all "
-            "machines, and start the run again."
-        )
-    if isinstance(error, RendezvousConnectionError | DistError):
-        return (
-            f"{where}: the connection failed or was lost: {_last_line(error)}. The launcher of that machine must run "
-            "as long as the others; start the run again on all machines."
-        )
-    return f"{where}: {_last_line(error)}. Start the run again on all machines."
+        remedy = f"Set {setting} to a free one, the same on all machines, and start the run again"
+    return f"rendezvous at {host}:{port}: {why}. {remedy}."
 
 
 def _last_line(error: BaseException) -> str:

@@ -7,13 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from titanlite.base.errors import ConfigError
-from titanlite.base.files import FolderLock, Holder
+from titanlite.base.files import FolderLock
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.run_folder import hold_folders
 
@@ -68,7 +67,7 @@ def test_checkpoints_elsewhere_are_held_too(tmp_path: Path, holder):
 def test_a_machine_that_is_gone_loses_its_folder_to_those_of_the_same_rendezvous(tmp_path: Path, holder):
     """A file server keeps the lock of a machine without power."""
     path = tmp_path / ".run.lock"
-    path.write_text(json.dumps(asdict(Holder(12, "node1", "noon", "node0:29400/run7"))))
+    path.write_text(json.dumps({"pid": 12, "host": "node1", "since": "noon", "rendezvous": "node0:29400/run7"}))
     with pytest.raises(ConfigError, match="process 12 on node1, since noon"):
         FolderLock.take(tmp_path, rendezvous="node0:29400/run8", wait_s=0)
     assert FolderLock.take(tmp_path, rendezvous="node0:29400/run7", wait_s=0) is not None
