@@ -249,7 +249,7 @@ def test_network_that_breaks_in_the_middle(cache, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("status", "remedy"), [(401, "set HF_TOKEN."), (403, "hf auth login"), (404, "or give a local")]
+    ("status", "remedy"), [(401, "set HF_TOKEN."), (403, "hf auth login"), (404, "give a local folder")]
 )
 def test_remedy_follows_from_what_the_hub_answers(cache, monkeypatch, status, remedy):
     class Answer:

@@ -113,7 +113,7 @@ def test_spellings_of_the_file_flag(argv: list[str]) -> None:
         (["--config", "."], ".: cannot be read: it is a folder. Pass a file with --config FILE. Files in .: base.toml"),
         (
             ["--config", "base.toml/x"],
-            "base.toml/x: cannot be read: Not a directory. Pass a readable file with --config FILE.",
+            "base.toml/x: cannot be read: Not a directory. Pass a file with --config FILE.",
         ),
     ],
 )
@@ -282,7 +282,7 @@ def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
         ("--training=5", "'training' is a section. Set its keys one by one: --training.steps=VALUE."),
         ("--training.steps", "has no value. Write --training.steps=VALUE."),
         ("--compile.enable", "has no value. Write --compile.enable=VALUE."),
-        ("--training.steps=1e3", "training.steps = 1e3 is not an int. Write 1000."),
+        ("--training.steps=1e3", "training.steps = 1e3 is not an int. Write a whole number."),
         ("--training.steps=1.5", "training.steps = 1.5 is not an int. Write a whole number."),
         ("--training.steps=", "training.steps = '' is not an int. Write a whole number."),
         ("--training.steps=1__0", "training.steps = 1__0 is not an int. Write a whole number."),

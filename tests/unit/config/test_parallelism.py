@@ -138,7 +138,7 @@ def test_text_of_degrees():
             for layers in ("4", "2,2,2", "2,-2", "2,x")
         ),
         (section(chunks=2), 4, "pipeline_parallel_chunks = 2 have no effect, for pipeline_parallel_degree is 1."),
-        (section(pp=2, chunks=2, layers="2,2"), 4, "is not a number of layers for each of the 2 * 2 chunks that"),
+        (section(pp=2, chunks=2, layers="2,2"), 4, "(2) * pipeline_parallel_chunks (2) = 4 parts"),
         (section(layers="28"), 4, "pipeline_parallel_layers = '28' and pipeline_parallel_chunks = 1 have no effect"),
         (section(cp=2, ep=3), 4, "ep (3) does not divide dp_shard (2) * cp (2) * tp (1) = 4."),
     ],
@@ -205,7 +205,7 @@ def test_a_good_job_has_no_problems():
             {"num_layers": 4},
             Degrees(pp=2, chunks=2, layers=(1, 3, 0, 0)),
             {"global_batch_size": 2, "local_batch_size": 1},
-            "1 + 3 + 0 + 0 = 4, but the model has 4 layers, and each chunk needs one or more.",
+            "1 + 3 + 0 + 0 = 4, but the model has 4 layers, and each part needs one or more.",
         ),
         (
             {"num_layers": 4},
@@ -223,7 +223,7 @@ def test_a_good_job_has_no_problems():
             {"num_layers": 4},
             Degrees(pp=2, layers=(4, 0)),
             {},
-            "4 + 0 = 4, but the model has 4 layers, and each stage needs one or more.",
+            "4 + 0 = 4, but the model has 4 layers, and each part needs one or more.",
         ),
         (
             {"num_experts": 0},
