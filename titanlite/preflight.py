@@ -88,19 +88,15 @@ def check_all(job: JobConfig, world_sizes: tuple[int, ...], *, weights: bool) ->
     """Look for files and packages, then `check` for each of these world sizes: see `check_arguments`."""
     problems = find_missing_packages(job) + find_missing_files(job)
     raise_problems(ConfigError, "configuration", problems)  # before anything large is downloaded
-    first, *others = world_sizes
-    try:
-        checked = check(job, first, weights=weights)
-    except ConfigError as error:
-        raise ConfigError(f"with {first} ranks: {error}" if others else str(error)) from None
-    for world_size in others:
+    checked = []
+    for world_size in world_sizes:
         try:
-            check(job, world_size, weights=weights)
+            checked.append(check(job, world_size, weights=weights))
         except ConfigError as error:
-            if world_size == world_sizes[-1]:
-                raise ConfigError(f"with {world_size} ranks: {error}") from None
+            if world_size in (world_sizes[0], world_sizes[-1]):
+                raise ConfigError(f"with {world_size} ranks: {error}" if world_sizes[1:] else str(error)) from None
             print(f"titanlite: warning: with {world_size} ranks this run would end: {error}", file=sys.stderr)
-    return checked
+    return checked[0]
 
 
 def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:

@@ -199,19 +199,13 @@ class Trainer:
             self.metrics.log_validation(self.step, loss, losses if len(losses) > 1 else {})
             is_best = self.results.add_validation(self.step, loss, self.loader.mixture)
         if self.evaluator is not None and self.evaluator.is_due(self.step, last or self.results.exhausted):
-            is_best |= self.evaluate()
+            self.raise_if_not_finite()
+            beat("evaluation")
+            result = self.evaluator.run(self.model)
+            values = {f"eval/{result.name}": result.score, "eval/ended": result.ended, "eval/seconds": result.seconds}
+            self.metrics.log_evaluation(self.step, values, [asdict(example) for example in result.examples])
+            is_best |= self.results.add_evaluation(self.step, result.name, result.score)
         return is_best
-
-    def evaluate(self) -> bool:
-        """Evaluate by generation, if so configured; True if this step is the best. Collective: every rank must call."""
-        if self.evaluator is None:
-            return False
-        self.raise_if_not_finite()
-        beat("evaluation")
-        result = self.evaluator.run(self.model)
-        values = {f"eval/{result.name}": result.score, "eval/ended": result.ended, "eval/seconds": result.seconds}
-        self.metrics.log_evaluation(self.step, values, [asdict(example) for example in result.examples])
-        return self.results.add_evaluation(self.step, result.name, result.score)
 
     def raise_if_not_finite(self) -> None:
         """Diagnose a loss or gradient since the last look that was not finite; end the run if it may not go on.

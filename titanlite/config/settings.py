@@ -225,6 +225,8 @@ def _remedy(setting: Setting, value: Any) -> str:
     if isinstance(value, str) and setting.kind is not str:
         with suppress(BadValueError):  # otherwise the plain remedy says what is wanted; TOML has no none
             return f"Write {format_value(parse_text(setting._replace(optional=False), value))} without quotes"
+    if setting.kind is int and isinstance(value, float) and value.is_integer():
+        return f"Write {int(value)}"
     if setting.name in TABLES:
         return 'Write a table, as {question = "problem"}'
     if isinstance(value, list) and setting.key.endswith("path"):

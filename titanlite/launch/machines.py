@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -62,11 +62,7 @@ def check_shared_folder(folder: Path) -> None:
     token = folder / found[0]
     problems = []
     if dist.get_rank() == 0:
-        try:
-            token.touch()
-        except OSError as error:
-            problems.append(f"cannot write to {folder}: {error.strerror}. Choose another folder.")
-    raise_together(ConfigError, "job.dump_folder", problems)
+        token.touch()
     if not _appears(token):
         problems.append(
             f"{folder.absolute()} on {socket.gethostname()} is not the folder that rank 0 has: a file that rank 0 has "
@@ -107,11 +103,9 @@ def _are_several() -> bool:
 def _appears(path: Path) -> bool:
     end = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
-        try:
+        with suppress(OSError):  # rank 0 has made the folder just now
             if path.name in os.listdir(path.parent):  # asks the server, where a look-up may be answered from a cache
                 return True
-        except OSError:
-            pass  # rank 0 has made the folder just now
         if time.monotonic() > end:
             return False
         time.sleep(_PAUSE_S)

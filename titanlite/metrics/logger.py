@@ -80,39 +80,34 @@ _SHOWN_CHARS = 80
 
 
 class EventWriter:
-    """Scalars collected so far; `take` has them as the bytes of TensorBoard's event file, to be appended to `file`.
+    """TensorBoard's event file of this process in `folder`: records to be appended to `file`, the first of them `head`.
 
     torch's `SummaryWriter` writes in a thread that ends with a traceback at the first error, and with it every later
-    point. Each process writes a file of its own in `folder`; TensorBoard hides points after `start_step` in the others.
+    point. TensorBoard hides points after `start_step` in the files of earlier processes.
     """
 
     def __init__(self, folder: Path, start_step: int) -> None:
         # Imported here: 0.1 to 1 s, and only rank 0 needs it.
-        from tensorboard.compat.proto import event_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
-        from torch.utils.tensorboard.summary import scalar
 
-        protocol: Any = event_pb2  # its names are made when it is imported
-        self._event, self._scalar, self._buffer = protocol.Event, scalar, io.BytesIO()
-        self._records = RecordWriter(self._buffer)
+        events: Any = event_pb2  # its names are made when it is imported
+        self._event, self._summary, self._writer = events.Event, summary_pb2.Summary, RecordWriter
         # Event files are read in the order of their names, which begin with the time in seconds.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
         self.file = AppendedFile(folder / name)
-        self._add(0, file_version="brain.Event:2")
-        self._add(start_step + 1, session_log=protocol.SessionLog(status=protocol.SessionLog.START))
+        start = events.SessionLog(status=events.SessionLog.START)
+        self.head = self._encode(0, file_version="brain.Event:2") + self._encode(start_step + 1, session_log=start)
 
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self._add(step, summary=self._scalar(name, value))
+    def encode(self, step: int, values: Mapping[str, float]) -> bytes:
+        """Return the record of the `values` of one step, by name."""
+        points = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        return self._encode(step, summary=self._summary(value=points))
 
-    def take(self) -> bytes:
-        """Return what was added since the last call."""
-        records = self._buffer.getvalue()
-        self._buffer.seek(0)
-        self._buffer.truncate()
-        return records
-
-    def _add(self, step: int, **content: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), step=step, **content).SerializeToString())
+    def _encode(self, step: int, **content: Any) -> bytes:
+        buffer = io.BytesIO()
+        self._writer(buffer).write(self._event(wall_time=time.time(), step=step, **content).SerializeToString())
+        return buffer.getvalue()
 
 
 class MetricsLogger:
@@ -164,7 +159,7 @@ class MetricsLogger:
         self._append(self._file)
         if job.metrics.enable_tensorboard:
             self._writer = EventWriter(Path(dump_folder) / job.metrics.save_tb_folder, start_step)
-            self._append(self._writer.file, self._writer.take())
+            self._append(self._writer.file, self._writer.head)
 
     def log_step(self, point: StepPoint) -> None:
         """Write one point of training. Call at log steps; no collective, and it copies the MoE layers' state."""
@@ -259,11 +254,8 @@ class MetricsLogger:
                 scalars[f"{name}/layer_{number:02d}"] = value
         if self._sink is not None:
             self._sink(step, scalars)
-        if self._writer is None:
-            return
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-        self._append(self._writer.file, self._writer.take())
+        if self._writer is not None:
+            self._append(self._writer.file, self._writer.encode(step, scalars))
 
     def _write_load(self, step: int, tokens_per_expert: Tensor) -> None:
         """Write the counts of all experts at some of the points, for the report."""
