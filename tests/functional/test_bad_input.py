@@ -55,7 +55,7 @@ WRONG = {
     ),
     "pieces of sequences of a class of transformers": (
         ["--parallelism.context_parallel_degree=2", "--model.implementation=transformers"],
-        ["context_parallel_degree is 2, but Qwen3MoeForCausalLM is transformers' implementation", "Set it to 1"],
+        ["context_parallel_degree = 2: Qwen3MoeForCausalLM is transformers' implementation", "Leave it out"],
     ),
     "cp that does not divide the heads": (
         ["--parallelism.context_parallel_degree=4", "--model.overrides.num_heads=6"],
@@ -80,7 +80,7 @@ WRONG = {
     ),
     "stages of a class of transformers": (
         ["--parallelism.pipeline_parallel_degree=2", "--model.implementation=transformers"],
-        ["pipeline_parallel_degree is 2, but Qwen3MoeForCausalLM is transformers' implementation", "Set it to 1"],
+        ["pipeline_parallel_degree = 2: Qwen3MoeForCausalLM is transformers' implementation", "Leave it out"],
     ),
     "batch size": (["--training.global_batch_size=6"], ["global_batch_size (6) is not a multiple", "(4) = 4"]),
     "unknown family": (["--model.name=qwen3_mo"], ["unknown family 'qwen3_mo'. Did you mean 'qwen3_moe'?"]),

@@ -243,8 +243,8 @@ def test_compiled_layers(run_alone, traced_run, base_of):
         (
             Degrees(),
             ["--model.implementation=transformers"],
-            "lora.base_dtype = 'nf4': Qwen3MoeForCausalLM is transformers' implementation, whose layers multiply with "
-            "plain weights. Set it to 'bfloat16', or use a native family.",
+            'lora.base_dtype = "nf4": Qwen3MoeForCausalLM is transformers\' implementation, whose layers multiply with '
+            "plain weights here. Leave it out, or use a native family.",
         ),
     ],
 )

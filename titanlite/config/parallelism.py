@@ -6,6 +6,7 @@ from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.config.schema import BLOCK_SIZES, JobConfig, ParallelismSection
+from titanlite.config.settings import format_value
 
 # Examples of an optimizer step where none is set, by whether it is DPO: how many, their name, and where that is from.
 BATCHES = {False: (16, "examples", "QLoRA, arXiv:2305.14314"), True: (32, "pairs", "Zephyr, arXiv:2310.16944")}
@@ -270,36 +271,23 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
     """Return what a class of transformers cannot do here, and settings that it would ignore."""
     what = f"{model.architecture} is transformers' implementation"
     problems = _check_experts(model, degrees.ep)
+    tp, form, backend = degrees.tp, job.lora.base_dtype, job.model.attention_backend
+    rows = (
+        ("parallelism.context_parallel_degree", degrees.cp, degrees.cp > 1, "attention cannot be split so"),
+        ("parallelism.pipeline_parallel_degree", degrees.pp, degrees.pp > 1, "forward cannot be cut into stages"),
+        ("parallelism.tensor_parallel_degree", tp, tp > 1 and not model.has_tp_plan, "class carries no plan for it"),
+        ("lora.base_dtype", form, form in BLOCK_SIZES, "layers multiply with plain weights"),
+        ("moe.expert_bias_update_rate", rate := job.moe.expert_bias_update_rate, rate, "routers have no such bias"),
+        ("moe.aux_loss_coeff", job.moe.aux_loss_coeff, job.moe.aux_loss_coeff, "routers have no such loss"),
+        ("moe.z_loss_coeff", job.moe.z_loss_coeff, job.moe.z_loss_coeff, "routers have no such loss"),
+        ("compile.enable", job.compile.enable, job.compile.enable, "layers are not compiled"),
+        ("model.attention_backend", backend, backend == "varlen", "attention is the class's own"),
+    )
     problems += [
-        f"parallelism: {name}_parallel_degree is {degree}, but {what}, whose {why} here. Set it to 1, or use a native "
-        "family."
-        for name, degree, why in (
-            ("context", degrees.cp, "attention cannot be split so"),
-            ("pipeline", degrees.pp, "forward cannot be cut into stages"),
-            ("tensor", 1 if model.has_tp_plan else degrees.tp, "class carries no plan for it"),
-        )
-        if degree > 1
+        f"{key} = {format_value(value)}: {what}, whose {why} here. Leave it out, or use a native family."
+        for key, value, is_set, why in rows
+        if is_set
     ]
-    if job.lora.base_dtype in BLOCK_SIZES:
-        problems.append(
-            f"lora.base_dtype = '{job.lora.base_dtype}': {what}, whose layers multiply with plain weights. Set it to "
-            "'bfloat16', or use a native family."
-        )
-    ignored = {
-        "moe.expert_bias_update_rate": job.moe.expert_bias_update_rate,
-        "moe.aux_loss_coeff": job.moe.aux_loss_coeff,
-        "moe.z_loss_coeff": job.moe.z_loss_coeff,
-        "compile.enable": job.compile.enable,
-    }
-    problems += [
-        f"{key} = {value}: {what}, for which there is no such thing here. Leave it out, or use a native family."
-        for key, value in ignored.items()
-        if value
-    ]
-    if job.model.attention_backend not in ("auto", "sdpa"):
-        problems.append(
-            f"model.attention_backend = '{job.model.attention_backend}': {what} and chooses its own. Set it to 'sdpa'."
-        )
     section = job.activation_checkpoint
     if section.mode == "selective" and section.selective_ac_option == "op":
         problems.append(
