@@ -1,5 +1,6 @@
 """`python -m titanlite COMMAND ...`: the tools that need no launcher."""
 
+import errno
 import importlib
 import os
 import sys
@@ -42,6 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run_command(argv)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"titanlite: error: cannot write to standard output: {error.strerror}.", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code

@@ -63,7 +63,7 @@ WRONG = {
     ),
     "more stages than layers": (
         ["--parallelism.pipeline_parallel_degree=4", "--model.overrides.num_layers=3"],
-        ["pipeline_parallel_degree (4) is more than the model's 3 layers"],
+        ["pipeline_parallel_degree (4) * pipeline_parallel_chunks (1) is more than the model's 3 layers"],
     ),
     "chunks without groups of micro-batches": (
         [

@@ -136,6 +136,12 @@ def suggest_path(key: str, name: str) -> str:
     """Suggest what to write where there is nothing at the path `name`."""
     if match := _HUB_ADDRESS.match(name):
         return f'Of the Hugging Face hub give the id: {key} = "{match[1]}".'
+    if key == "data.chat_template" and re.fullmatch(r"\w+", name):
+        return f"It is a Jinja file. Leave {key} out: then the tokenizer's own template is used."
+    if name[0] in "\"'":
+        return "Write it without these quotes."
+    if "$" in name:
+        return f'Variables of the shell mean nothing here. Write "{os.path.expandvars(name)}".'
     folder, pattern = os.path.split(name)
     if any(sign in name for sign in "*?[") and key.endswith("data.path"):
         return f'Give the folder, and the pattern by itself: {key} = "{folder or "."}", data.pattern = "{pattern}".'

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -91,8 +91,8 @@ class EventWriter:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        events: Any = event_pb2  # its names are made when it is imported
-        self._event, self._summary, self._writer = events.Event, summary_pb2.Summary, RecordWriter
+        events, summaries = cast(Any, event_pb2), cast(Any, summary_pb2)  # their names are made at the import
+        self._event, self._summary, self._writer = events.Event, summaries.Summary, RecordWriter
         # Event files are read in the order of their names, which begin with the time in seconds.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
         self.file = AppendedFile(folder / name)
