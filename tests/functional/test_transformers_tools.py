@@ -13,7 +13,7 @@ from titanlite.__main__ import main
 from titanlite.distributed.grads import reduce_replicated_grads
 from titanlite.features.generate.generate import generate
 from titanlite.features.tools.export import export_checkpoint
-from titanlite.features.tools.generate import load_model
+from titanlite.features.tools.models import load_model
 from titanlite.materialize.plan import clean_name
 from titanlite.models.families import any_model_config_from_hf
 

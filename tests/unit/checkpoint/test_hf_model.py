@@ -16,7 +16,7 @@ from titanlite.checkpoint import hf_model
 from titanlite.checkpoint.hf_model import hf_checkpoint
 from titanlite.features.tools import export as export_checkpoint
 from titanlite.features.tools import models as inspect_checkpoint
-from titanlite.features.tools.generate import load_model
+from titanlite.features.tools.models import load_model
 from titanlite.materialize import Init, ReadRequest, Region, build_plan, materialize
 from titanlite.materialize.sources import Read
 from titanlite.models.decoder import build_decoder

@@ -6,33 +6,31 @@ Several ranks, each with a share of the model: `python -m titanlite.launch --npr
 
 import argparse
 import json
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from titanlite.assemble import build_model
 from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.base.files import read_regular
 from titanlite.base.process import read_variable
 from titanlite.base.text import Parser, command, format_count, one_of, parse_object
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, OWN_FOLDER, read_json
-from titanlite.checkpoint.hf_model import weights_of
-from titanlite.config import AnyModelConfig, JobConfig
+from titanlite.config import AnyModelConfig
 from titanlite.config.assets import local_folder
-from titanlite.config.parallelism import check_parallelism, resolve_degrees
-from titanlite.config.schema import ParallelismSection, TrainingSection
 from titanlite.config.settings import spell_dtype
 from titanlite.data.tokenizer import count_ids, load_tokenizer
-from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallel_dims import end_distributed, init_distributed
-from titanlite.distributed.parallelize import parallelize
 from titanlite.features.cpu import install as install_cpu
 from titanlite.features.diagnose.process import is_out_of_memory
 from titanlite.features.generate.generate import (
@@ -41,19 +39,14 @@ from titanlite.features.generate.generate import (
     generate,
     get_end_of_turn_ids,
     get_eos_token_ids,
-    name_of,
 )
-from titanlite.features.lora.merge import MergedSource
 from titanlite.features.sft.readers import READERS, RowError
-from titanlite.features.tools.chat import TextStream, chat, text_of
-from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
-from titanlite.materialize import SourceProvider, materialize
+from titanlite.features.tools.models import MODEL_HELP, find_base, find_model, load_model
 from titanlite.models.families import any_model_config_from_hf
-from titanlite.models.interface import Model
 from titanlite.ops.attention import leave_out_cudnn
 
 _TIMEOUT_S = 600
-_SHOWN_CHARS = 60
+_shorten = partial(shorten, width=60, placeholder="...")
 
 
 class _Request(NamedTuple):
@@ -159,8 +152,6 @@ def _run(options: argparse.Namespace) -> None:
     request = on_first_rank(prepare)
     where = (request.folder, request.config, request.dtype, device)
     model, dims = load_model(*where, tp=options.tp, ep=options.ep, adapters=request.adapters)
-    if not model.can_cache(device) and get_rank() == 0:
-        print(f"generate: {name_of(model)} keeps no keys and values: every token costs a full forward", file=sys.stderr)
     continue_all = partial(
         generate,
         model,
@@ -199,45 +190,6 @@ def _run(options: argparse.Namespace) -> None:
             f"{count / seconds:.1f} tokens/s",
             file=sys.stderr,
         )
-
-
-def load_model(
-    folder: Path,
-    config: AnyModelConfig,
-    dtype: str,
-    device: torch.device,
-    *,
-    tp: int = 1,
-    ep: int = 1,
-    adapters: Path | None = None,
-) -> tuple[Model, ParallelDims | None]:
-    """Load the model in `folder` for evaluation, with its meshes; without a process group it is whole, on this process.
-
-    With the folder of `adapters`, they are merged into the weights while these are read.
-
-    Raises:
-        ConfigError: the degrees fit neither the number of ranks nor the model.
-        CheckpointError, PlanError, VerifyError: the weights are damaged or do not fit.
-
-    Collectives: those of `materialize`; every rank must call.
-    """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    # A sequence is padded to a multiple of tp, whatever its length.
-    training = TrainingSection(dtype=dtype, mixed_precision_param=dtype, seq_len=tp)  # type: ignore[arg-type]
-    parallelism = ParallelismSection(tensor_parallel_degree=tp, expert_parallel_degree=ep)
-    job = JobConfig(training=training, parallelism=parallelism)
-    degrees = resolve_degrees(parallelism, world_size)
-    raise_problems(ConfigError, "generate", check_parallelism(job, config, degrees))
-    model = build_model(config, getattr(torch, dtype))
-    dims = None
-    if dist.is_initialized():
-        dims = ParallelDims.build(degrees, device.type)
-        parallelize(model, job, dims, device.type)
-    weights: SourceProvider = weights_of(folder, model)
-    if adapters is not None:
-        weights = MergedSource(weights, adapters, model)
-    materialize(model, device, [weights])
-    return model.eval(), dims
 
 
 def _load_tokenizer(*places: Path) -> Any:
@@ -348,6 +300,81 @@ def _print_texts(request: _Request, continuations: Sequence[Continuation], token
         print(("" if request.chat else request.prompts[i]) + text)
 
 
-def _shorten(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _SHOWN_CHARS else line[: _SHOWN_CHARS - 3] + "..."
+def text_of(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
+    """Decode the new tokens together with the prompt: alone, many tokenizers drop the space before a word."""
+    before: str = tokenizer.decode(prompt)
+    text: str = tokenizer.decode([*prompt, *new])
+    return text[len(before) :] if text.startswith(before) else tokenizer.decode(new)
+
+
+class TextStream:
+    """Printer of a text as its tokens arrive; a character is held back until its last token is there."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self._tokenizer, self._prompt, self._printed = tokenizer, prompt, 0
+        self._new: list[int] = []
+
+    def add(self, token: int) -> None:
+        self._new.append(token)
+        text = text_of(self._tokenizer, self._prompt, self._new)
+        if not text.endswith("\ufffd"):
+            print(text[self._printed :], end="", flush=True)
+            self._printed = len(text)
+
+    def end(self) -> str:
+        """Print the rest, end the line, and return the text."""
+        text = text_of(self._tokenizer, self._prompt, self._new)
+        print(text[self._printed :], flush=True)
+        return text
+
+
+def chat(
+    tokenizer: Any,
+    encode: Callable[[Any], list[int]],
+    continue_all: Callable[..., list[Continuation]],
+    sampling: Sampling,
+    max_new_tokens: int,
+    limit: int | None,
+) -> None:
+    """Answer line after line of the terminal, with what was said before, until `/exit` or the end of the input.
+
+    Control-C stops an answer, of which the chat keeps what was printed; a line that cannot be answered is left out.
+
+    `encode` gives the tokens of a row with messages, `continue_all` is `generate` of the model, and each answer draws
+    with a seed of its own. An answer has at most `max_new_tokens`, the whole chat at most `limit` tokens.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with suppress(ImportError):
+        import readline  # noqa: F401 - lines can be edited, and called back
+    print("Chat with the model. /reset begins anew, /exit or Control-D ends, Control-C stops an answer.")
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            line = input("> ").strip()
+        except KeyboardInterrupt:
+            print("\n/exit or Control-D ends.")
+            continue
+        except EOFError:
+            print()
+            return
+        if line == "/exit":
+            return
+        if line == "/reset":
+            messages.clear()
+            print("The chat begins anew.")
+        elif line:
+            messages.append({"role": "user", "content": line})
+            try:
+                prompt = encode({"messages": messages})
+                room = max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt))
+                if room < 1:
+                    raise TitanliteError(f"the chat has {len(prompt)} tokens, and the model reads {limit}. Use /reset.")
+            except TitanliteError as error:
+                messages.pop()
+                print(f"generate: {str(error).removeprefix('generate: ')}")
+                continue
+            stream = TextStream(tokenizer, prompt)
+            drawn = replace(sampling, seed=sampling.seed + len(messages) // 2)
+            with suppress(KeyboardInterrupt):
+                continue_all([prompt], max_new_tokens=room, sampling=drawn, on_token=stream.add)
+            messages.append({"role": "assistant", "content": stream.end()})

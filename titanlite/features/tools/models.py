@@ -1,4 +1,4 @@
-"""The model that a command is given: where it is (a run, a step, a Hugging Face folder, or a hub id), and `inspect`:
+"""The model that a command is given: found (a run, a step, a Hugging Face folder, or a hub id), loaded, and inspected.
 
 `python -m titanlite inspect MODEL` says what is in a checkpoint, and whether it is whole.
 """
@@ -10,8 +10,11 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from titanlite.assemble import build_model
-from titanlite.base.errors import CheckpointError, ConfigError
+from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.base.log import logger
 from titanlite.base.text import Parser, command, fold_key, fold_names, format_count, format_size, format_table
 from titanlite.checkpoint import Progress
@@ -33,11 +36,19 @@ from titanlite.checkpoint.folder import (
 from titanlite.checkpoint.hf_model import weights_of
 from titanlite.checkpoint.pieces import find_passengers
 from titanlite.checkpoint.train_state import STATE_FILE
+from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import local_folder
+from titanlite.config.parallelism import check_parallelism, resolve_degrees
+from titanlite.config.schema import ParallelismSection, TrainingSection
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.parallelize import parallelize
+from titanlite.features.lora.merge import MergedSource
 from titanlite.features.lora.peft_format import read_adapter
 from titanlite.features.transformers.conversion import find_packed
+from titanlite.materialize import SourceProvider, materialize
 from titanlite.materialize.plan import named_tensors
 from titanlite.models.families import any_model_config_from_hf
+from titanlite.models.interface import Model
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MODEL_HELP = "run's folder (its newest complete checkpoint), step-N folder, Hugging Face folder, or hub id"
@@ -105,6 +116,45 @@ def _names_of_base(adapter: Path) -> dict[str, str]:
             name = table.get("model", {}).get("path") or table.get("checkpoint", {}).get("initial_load_path")
             return names | {str(parent / "config.toml"): str(name or "")}
     return names
+
+
+def load_model(
+    folder: Path,
+    config: AnyModelConfig,
+    dtype: str,
+    device: torch.device,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    adapters: Path | None = None,
+) -> tuple[Model, ParallelDims | None]:
+    """Load the model in `folder` for evaluation, with its meshes; without a process group it is whole, on this process.
+
+    With the folder of `adapters`, they are merged into the weights while these are read.
+
+    Raises:
+        ConfigError: the degrees fit neither the number of ranks nor the model.
+        CheckpointError, PlanError, VerifyError: the weights are damaged or do not fit.
+
+    Collectives: those of `materialize`; every rank must call.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    # A sequence is padded to a multiple of tp, whatever its length.
+    training = TrainingSection(dtype=dtype, mixed_precision_param=dtype, seq_len=tp)  # type: ignore[arg-type]
+    parallelism = ParallelismSection(tensor_parallel_degree=tp, expert_parallel_degree=ep)
+    job = JobConfig(training=training, parallelism=parallelism)
+    degrees = resolve_degrees(parallelism, world_size)
+    raise_problems(ConfigError, "generate", check_parallelism(job, config, degrees))
+    model = build_model(config, getattr(torch, dtype))
+    dims = None
+    if dist.is_initialized():
+        dims = ParallelDims.build(degrees, device.type)
+        parallelize(model, job, dims, device.type)
+    weights: SourceProvider = weights_of(folder, model)
+    if adapters is not None:
+        weights = MergedSource(weights, adapters, model)
+    materialize(model, device, [weights])
+    return model.eval(), dims
 
 
 @command

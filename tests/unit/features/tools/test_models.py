@@ -173,10 +173,10 @@ def test_a_chat_keeps_what_was_said(talk, tmp_path):
     first = "<|im_start|> user the fox <|im_end|> <|im_start|> fox"
     answer = said(first)
     second = said(f"<|im_start|> user the fox <|im_end|> <|im_start|> assistant {answer} <|im_end|> {first}")
-    code, lines = talk(["the fox", "the fox", "/rest", "/reset", "", "the fox", KeyboardInterrupt(), "/exit"])
+    code, lines = talk(["the fox", "the fox", "/reset", "", "the fox", KeyboardInterrupt(), "/exit"])
     assert code == 0 and answer and second != answer
     assert [line.strip() for line in lines] == [
-        *(answer, second, "There is no command /rest. Did you mean '/reset'?", "The chat begins anew.", answer),
+        *(answer, second, "The chat begins anew.", answer),
         *("", "/exit or Control-D ends."),
     ]
     system = said(f"<|im_start|> system old news <|im_end|> {first}")
