@@ -188,7 +188,7 @@ LOSSES = {
         "{{ m.content }}{{ m.reasoning_content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}",
         r"messages\[1\]\.tool_calls\[0\]\.function\.arguments\['x'\]",
     ),
-    "tool": ("{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}", r"the tools: tools\[0\]\.name"),
+    "tool": ("{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}", r"tools\[0\]\.name"),
 }
 
 

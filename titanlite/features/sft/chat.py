@@ -17,9 +17,8 @@ What replacements show is kept per kind of message, so that most rows are render
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +28,13 @@ from titanlite.features.sft.chat_frame import (
     Frame,
     FrameFinder,
     Part,
+    change_message,
+    change_tool,
     get_common_start,
-    get_parts,
     get_shape,
-    get_tool_parts,
+    list_parts,
     list_python_texts,
+    put_probe,
 )
 from titanlite.features.sft.chat_template import REMEDY, ChatTemplate, Marks
 from titanlite.features.sft.forms import Chat, Messages
@@ -228,57 +229,50 @@ class ChatRenderer:
         """Refuse or count parts of the chat that the text does not show: templates ignore fields they do not know."""
         if not chat.tools and not any(map(self._lost.get, keys, repeat((0,)))):
             return
+        size = len(chat.messages)
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        lost = list(self._find_lost_tools(chat, turns))
+        first = turns[0] if turns else size
+        lost: list[str] = []
+        for k, tool in enumerate(chat.tools or ()):
+            key = (k, len(chat.tools or ()), tuple(list_parts(change_tool, tool)), str(chat.template_kwargs))
+            lost += self._find_lost(chat, "tools", k, key, first, prompt=bool(turns))
         for i, key in enumerate(keys):
-            stop = i + 1 if i in answers else next((turn for turn in turns if turn > i), len(keys))
-            if key not in self._lost:
-                self._lost[key] = self._find_lost(chat, i, stop, trained=i in answers)
-            if self._lost[key]:
-                parts = list(get_parts(chat.messages[i]))
-                lost += [f"messages[{i}]{parts[k].name}" for k in self._lost[key]]
+            trained = i in answers
+            stop = i + 1 if trained else next((turn for turn in turns if turn > i), size)
+            # Thoughts of turns that are not trained may be dropped, as at inference.
+            prompt = stop < size and not trained
+            lost += self._find_lost(chat, "messages", i, key, stop, prompt=prompt, thoughts=trained)
         if lost and not self.warn_of_dropped:
-            text = f"the chat template drops {lost[0]}. {REMEDY}"
-            raise RowError("dropped by the template", text)
+            raise RowError("dropped by the template", f"the chat template drops {lost[0]}. {REMEDY}")
         for name in lost:
             self.counts[f"{DROPPED}{_INDEX.sub('', name)}"] += 1
 
-    def _find_lost(self, chat: Chat, i: int, stop: int, *, trained: bool) -> tuple[int, ...]:
-        """Return the numbers of the parts of messages[i] that the text of the first `stop` messages does not show;
-        thoughts of turns that are not trained may be dropped, as at inference.
-        """
+    def _find_lost(
+        self, chat: Chat, field: str, i: int, key: object, stop: int, *, prompt: bool, thoughts: bool = True
+    ) -> list[str]:
+        """Name the parts of message or tool `i` whose probes do not change the text of the first `stop` messages."""
+        if not self._lost.get(key, (0,)):
+            return []
+        change, whole = change_tool if field == "tools" else change_message, getattr(chat, field)[i]
+        parts = list_parts(change, whole)
 
-        def show(message: dict[str, Any]) -> str:
-            messages = [*chat.messages[:i], message, *chat.messages[i + 1 : stop]]
-            return self._apply(chat, messages, prompt=stop < len(chat.messages) and not trained)
+        def show(other: dict[str, Any]) -> str:
+            items = [*getattr(chat, field)]
+            items[i] = other
+            changed = replace(chat, **{field: items})
+            return self._apply(changed, changed.messages[:stop], prompt=prompt)
 
-        parts = [(k, part) for k, part in enumerate(get_parts(chat.messages[i])) if trained or not part.is_thought]
-        return tuple(k for k, part in parts if self._is_lost(part, show, chat.messages[i]))
+        def is_lost(part: Part) -> bool:
+            try:
+                text = show(whole)
+                return all(text == show(put_probe(change, whole, part, probe)) for probe in PROBES)
+            except RowError:
+                return False  # a template that refuses another value looks at it
 
-    def _find_lost_tools(self, chat: Chat, turns: list[int]) -> Iterator[str]:
-        stop = turns[0] if turns else len(chat.messages)
-
-        def show(tool: dict[str, Any], k: int) -> str:
-            tools = [*(chat.tools or ())]
-            tools[k] = tool
-            return self._apply(replace(chat, tools=tools), chat.messages[:stop], prompt=bool(turns))
-
-        for k, tool in enumerate(chat.tools or ()):
-            parts = list(get_tool_parts(tool))
-            key = (k, len(chat.tools or ()), tuple(part.name for part in parts), str(chat.template_kwargs))
-            if key not in self._lost:
-                self._lost[key] = tuple(
-                    n for n, part in enumerate(parts) if self._is_lost(part, partial(show, k=k), tool)
-                )
-            for n in self._lost[key]:
-                yield f"the tools: tools[{k}]{parts[n].name}"
-
-    def _is_lost(self, part: Part, show: Callable[[dict[str, Any]], str], given: dict[str, Any]) -> bool:
-        try:
-            text = show(given)
-            return all(text == show(part.replace(probe)) for probe in PROBES)
-        except RowError:
-            return False  # a template that refuses another value looks at it
+        if key not in self._lost:
+            looked_at = [(n, part) for n, part in enumerate(parts) if thoughts or part.kind != "thought"]
+            self._lost[key] = tuple(n for n, part in looked_at if is_lost(part))
+        return [f"{field}[{i}]{parts[n].name}" for n in self._lost[key]]
 
     def _apply(self, chat: Chat, messages: Messages, *, prompt: bool = False) -> str:
         return self._apply_all(chat, [messages], prompt=prompt)[0][0]
@@ -340,6 +334,6 @@ def get_end_token(tokenizer: "PreTrainedTokenizerFast") -> int | None:
 
 
 def _shows_nothing(chat: Chat, i: int) -> RowError:
-    parts = [part.name for part in get_parts(chat.messages[i]) if part.name.startswith(".tool_calls")]
+    parts = [part.name for part in list_parts(change_message, chat.messages[i]) if ".tool_calls" in part.name]
     text = f"drops messages[{i}]{parts[0]}" if parts else f"shows nothing of messages[{i}], an answer of the assistant"
     return RowError("dropped by the template", f"the chat template {text}. {REMEDY}")

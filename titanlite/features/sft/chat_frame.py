@@ -4,7 +4,7 @@ in their place.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -178,10 +178,11 @@ def _get_following(show: Show, finished: list[Messages]) -> str | None:
 def _begins_with_thought(show: Show, messages: Messages, start: int, done: list[str]) -> bool:
     """Return whether the thought of the last message follows at `start`, after what the prompt opens."""
     place = get_common_start(*done)
-    thought = next((part for part in get_parts(messages[-1]) if part.is_thought), None)
+    message = messages[-1]
+    thought = next((part for part in list_parts(change_message, message) if part.kind == "thought"), None)
     if thought is None or done[0][start:place].strip():
         return False
-    texts = [show([*messages[:-1], thought.replace(probe)]) for probe in PROBES]
+    texts = [show([*messages[:-1], put_probe(change_message, message, thought, probe)]) for probe in PROBES]
     return get_common_start(*texts) == place
 
 
@@ -192,11 +193,19 @@ def _any_of(tokens: set[str]) -> "re.Pattern[str]":
 
 
 class Part(NamedTuple):
-    """One value of a message or a tool: its name, as it continues that of the whole, and how to put a probe there."""
+    """One value of a message or a tool that a template can drop.
+
+    Attributes:
+        name: how it continues the name of the whole.
+        kind: "value", "thought", or "name", of an argument or of a call that has arguments.
+    """
 
     name: str
-    replace: Callable[[str], dict[str, Any]]
-    is_thought: bool = False
+    kind: str = "value"
+
+
+# What to put in place of a part, given it and its value.
+Change = Callable[[Part, Any], Any]
 
 
 def get_shape(message: dict[str, Any]) -> tuple[Any, ...]:
@@ -223,72 +232,81 @@ def list_python_texts(value: Any) -> list[str]:
     return [text, *(found for one in inner for found in list_python_texts(one))]
 
 
-def get_parts(message: dict[str, Any]) -> Iterator[Part]:
-    """Yield the parts of a message that a template can drop: content, thought, and names and arguments of calls."""
-    content = message.get("content", "")
-    if not isinstance(content, str):  # a list of parts, images among them
-        return
-    if found := _THOUGHT.search(content):
-        if found.group(1).strip():
-            yield Part(".content (its thought)", _put(message, ("content",), _around(content, *found.span(1))), True)
-        if content[found.end() :].strip():
-            yield Part(".content", _put(message, ("content",), _around(content, found.end(), len(content))))
-    elif content.strip():
-        name = ".content" if message["role"] == "assistant" else f", of the role '{message['role']}'"
-        yield Part(name, _put(message, ("content",), str))
-    for key in REASONING:
-        if isinstance(message.get(key), str) and message[key].strip():
-            yield Part(f".{key}", _put(message, (key,), str), True)
-            break
-    for k, call in enumerate(message.get("tool_calls", ())):
-        path = ("tool_calls", k, "function")
-        which = f"[{k}]" if k else ""
-        yield Part(f".tool_calls{which}, a call of '{call['function']['name']}'", _put(message, (*path, "name"), str))
-        for name, value in call["function"]["arguments"].items():
-            where = f".tool_calls[{k}].function.arguments['{name}']"
-            yield Part(f"{where}, its name", _put(message, (*path, "arguments"), _renamed(call, name)))
-            if value not in ("", None, [], {}):
-                yield Part(where, _put(message, (*path, "arguments", name), _like(value)))
+def change_message(message: dict[str, Any], change: Change) -> dict[str, Any]:
+    """Return `message` with each of its parts changed: content, thought, and names and arguments of calls."""
+
+    def change_text(name: str, text: str, kind: str = "value") -> str:
+        return change(Part(name, kind), text) if text.strip() else text
+
+    other, content, role = dict(message), message.get("content"), message["role"]
+    if isinstance(content, list):  # images are among them
+        other["content"] = [
+            p | {"text": change_text(".content", p["text"])} if p["type"] == "text" else p for p in content
+        ]
+    elif content and (found := _THOUGHT.search(content)):
+        thought = change_text(".content (its thought)", found.group(1), "thought")
+        rest = change_text(".content", content[found.end() :])
+        other["content"] = f"{content[: found.start(1)]}{thought}</think>{rest}"
+    elif content:
+        other["content"] = change_text(".content" if role == "assistant" else f", of the role '{role}'", content)
+    thoughts = [key for key in REASONING if isinstance(message.get(key), str) and message[key].strip()]
+    other |= {key: change_text(f".{thoughts[0]}", message[key], "thought") for key in thoughts}  # one is enough
+    if "tool_calls" in message:
+        other["tool_calls"] = [_change_call(k, call, change) for k, call in enumerate(message["tool_calls"])]
+    return other
 
 
-def get_tool_parts(tool: dict[str, Any]) -> Iterator[Part]:
-    """Yield the parts of a tool that a template can drop: its name, description and parameters."""
-    inside: tuple[str, ...] = ("function",) if isinstance(tool.get("function"), dict) else ()
-    function = tool["function"] if inside else tool
+def _change_call(k: int, call: dict[str, Any], change: Change) -> dict[str, Any]:
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    part = Part(f".tool_calls{f'[{k}]' if k else ''}, a call of '{name}'", "name" if arguments else "value")
+    name = change(part, name)  # first: a call that is dropped is named as a whole
+    where = f".tool_calls[{k}].function.arguments"
+    changed = {
+        change(Part(f"{where}['{key}'], its name", "name"), key): change(Part(f"{where}['{key}']"), value)
+        for key, value in arguments.items()
+    }
+    return call | {"function": call["function"] | {"name": name, "arguments": changed}}
+
+
+def change_tool(tool: dict[str, Any], change: Change) -> dict[str, Any]:
+    """Return `tool` with each of its parts changed: its name, description, and names of parameters."""
+    inside = isinstance(tool.get("function"), dict)
+    function = dict(tool["function"] if inside else tool)
     for key in ("name", "description"):
         if isinstance(function.get(key), str) and function[key].strip():
-            yield Part(f".{key}", _put(tool, (*inside, key), str))
+            function[key] = change(Part(f".{key}"), function[key])
     parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    for name in properties if isinstance(properties, dict) else ():
-        new = _renamed({"function": {"arguments": properties}}, name)
-        yield Part(f".parameters.{name}", _put(tool, (*inside, "parameters", "properties"), new))
+    if isinstance(parameters, dict) and isinstance(properties := parameters.get("properties"), dict):
+        changed = {change(Part(f".parameters.{name}"), name): value for name, value in properties.items()}
+        function["parameters"] = parameters | {"properties": changed}
+    return tool | {"function": function} if inside else function
+
+
+def list_parts(change_whole: Callable[..., Any], whole: dict[str, Any]) -> list[Part]:
+    """List the parts of `whole`, a message or a tool, that `change_whole` changes, but empty arguments."""
+    found: dict[Part, Any] = {}
+    change_whole(whole, lambda part, value: found.setdefault(part, value))
+    return [part for part, value in found.items() if value not in ("", None, [], {})]
+
+
+def put_probe(change_whole: Callable[..., Any], whole: dict[str, Any], part: Part, probe: str) -> dict[str, Any]:
+    """Return `whole` with `probe` in place of one part."""
+    changed: dict[str, Any] = change_whole(whole, lambda other, value: _like(value, probe) if other == part else value)
+    return changed
 
 
 def probe_message(message: dict[str, Any], probe: str) -> dict[str, Any]:
     """Return `message` with `probe` in place of everything that it says."""
-    other = dict(message)
-    content = message.get("content", "")
-    if isinstance(content, list):
-        other["content"] = [part | {"text": probe} if part["type"] == "text" else part for part in content]
-    elif found := _THOUGHT.search(content):
-        inner, rest = (probe if text.strip() else text for text in (found.group(1), content[found.end() :]))
-        other["content"] = f"{content[: found.start(1)]}{inner}</think>{rest}"
-    elif content.strip():
-        other["content"] = probe
-    for key in REASONING:
-        if isinstance(message.get(key), str) and message[key].strip():
-            other[key] = probe
-    if "tool_calls" in message:
-        other["tool_calls"] = [_probe_call(call, probe) for call in message["tool_calls"]]
-    return other
+    return change_message(message, lambda part, value: value if part.kind == "name" else _like(value, probe))
 
 
-def _probe_call(call: dict[str, Any], probe: str) -> dict[str, Any]:
-    function = call["function"]
-    if not function["arguments"]:
-        return call | {"function": function | {"name": probe}}
-    return call | {"function": function | {"arguments": {k: _like(v)(probe) for k, v in function["arguments"].items()}}}
+def _like(value: Any, probe: str) -> Any:
+    """Return a probe of the type of `value`, for templates write each type in their own way."""
+    if isinstance(value, bool):
+        return (not value) if probe == PROBES[0] else value
+    if isinstance(value, int | float):
+        return _NUMBERS[probe]
+    return [probe] if isinstance(value, list) else {probe: probe} if isinstance(value, dict) else probe
 
 
 def get_common_start(*texts: str) -> int:
@@ -301,35 +319,3 @@ def get_common_end(*texts: str) -> str:
     """Return the end that all `texts` have in common."""
     length = get_common_start(*(text[::-1] for text in texts))
     return texts[0][len(texts[0]) - length :]
-
-
-def _put(message: dict[str, Any], path: tuple[Any, ...], new: Callable[[str], Any]) -> Callable[[str], dict[str, Any]]:
-    return lambda probe: _set(message, path, new(probe))
-
-
-def _set(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    if not path:
-        return new
-    other = list(value) if isinstance(value, list) else dict(value)
-    other[path[0]] = _set(value[path[0]], path[1:], new)
-    return other
-
-
-def _around(text: str, start: int, stop: int) -> Callable[[str], str]:
-    return lambda probe: text[:start] + probe + text[stop:]
-
-
-def _renamed(call: dict[str, Any], name: str) -> Callable[[str], dict[str, Any]]:
-    arguments = call["function"]["arguments"]
-    return lambda probe: {probe if key == name else key: value for key, value in arguments.items()}
-
-
-def _like(value: Any) -> Callable[[str], Any]:
-    """Return a probe of the type of `value`, for templates write each type in their own way."""
-    if isinstance(value, bool):
-        return lambda probe: (not value) if probe == PROBES[0] else value
-    if isinstance(value, int | float):
-        return lambda probe: _NUMBERS[probe]
-    if isinstance(value, list):
-        return lambda probe: [probe]
-    return (lambda probe: {probe: probe}) if isinstance(value, dict) else str

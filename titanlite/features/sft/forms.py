@@ -17,12 +17,13 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from titanlite.base.files import parse_json
 from titanlite.config.data import FIELDS
 from titanlite.features.sft.readers import RowError
 
+T = TypeVar("T", str, list[Any], dict[str, Any])
 Form = Literal["messages", "prompt_completion", "text", "preference"]
 Messages = list[dict[str, Any]]
 
@@ -53,6 +54,7 @@ FORM_FIELDS: dict[Form, tuple[str, ...]] = {
 _SUBJECTS = ("input", "context")
 _CONTEXTS = (*_SUBJECTS, "passage", "document", "history", "choices", "options", "cot", "rationale")
 REASONING = ("reasoning_content", "thinking", "reasoning")
+_KINDS = {str: "a string", list: "a list", dict: "an object"}
 # Columns that mean something by their name, also with capitals or blanks around it.
 COLUMNS = {*FIELDS, *_CONTEXTS, "system_prompt", "label", "chat_template_kwargs"}
 
@@ -175,7 +177,8 @@ def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
     prompt, completion = (_unpack(row, name) for name in ("prompt", "completion"))
     kinds = {type(prompt), type(completion)}
     if kinds == {str, list}:
-        raise _wrong_type("one of prompt and completion is a string, the other a list", "Write both alike.")
+        text = "one of prompt and completion is a string, the other a list. Write both alike."
+        raise RowError("wrong type", text)
     if kinds != {list}:
         return Plain(_get_text(row, "prompt", may_be_empty=True), _get_text(row, "completion"))
     before, _ = _get_messages(row, "prompt")
@@ -193,7 +196,7 @@ def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
     prompt = _unpack(row, "prompt") if "prompt" in row else None
     texts = [name for name, side in sides.items() if isinstance(side, str)]
     if len(texts) == 1:
-        raise _wrong_type(f"{texts[0]} is a string, and the other side a list", "Write both alike.")
+        raise RowError("wrong type", f"{texts[0]} is a string, and the other side a list. Write both alike.")
     if texts and prompt is None:
         raise _missing(row, "prompt")
     if texts and isinstance(prompt, str) and not _get_system(row, []):
@@ -249,20 +252,17 @@ def _missing(row: dict[str, Any], name: str, setting: str = "data.format") -> Ro
     return RowError("missing field", text)
 
 
-def _wrong_type(what: str, remedy: str) -> RowError:
-    return RowError("wrong type", f"{what}. {remedy}")
-
-
-def _describe_type(value: Any) -> str:
-    return "missing" if value is None else f"of type {type(value).__name__}"
+def _expect(value: Any, kind: type[T], where: str) -> T:
+    if not isinstance(value, kind):
+        found = "missing" if value is None else f"of type {type(value).__name__}"
+        raise RowError("wrong type", f"{where} is {found}, not {_KINDS[kind]}. Correct the row, or remove it.")
+    return value
 
 
 def _get_text(row: dict[str, Any], name: str, *, may_be_empty: bool = False, setting: str = "data.format") -> str:
     if name not in row:
         raise _missing(row, name, setting)
-    value = row[name]
-    if not isinstance(value, str):
-        raise _wrong_type(f"field '{name}' is {_describe_type(value)}, not a string", "Write text.")
+    value = _expect(row[name], str, f"field '{name}'")
     if not value and not may_be_empty:
         raise RowError("empty field", f"field '{name}' is empty. Remove the row, or write text.")
     return value
@@ -275,36 +275,31 @@ def _unpack(row: dict[str, Any], name: str) -> Any:
     value = row[name]
     if isinstance(value, str) and value.startswith("[{"):
         with suppress(json.JSONDecodeError):  # text that begins like JSON
-            return _from_json(value, f"field '{name}'", "Write each name once.", json.JSONDecodeError)
+            json.loads(value)
+            return _from_json(value, f"field '{name}'")
     return value
 
 
-def _from_json(value: Any, where: str, remedy: str, passed: type[ValueError] | tuple[()] = ()) -> Any:
-    """Return `value`, parsed as JSON if it is text. An error is a RowError, except those `passed` on."""
+def _from_json(value: Any, where: str) -> Any:
+    """Return `value`, parsed as JSON if it is text."""
     try:
         return parse_json(value) if isinstance(value, str) else value
-    except passed:
-        raise
     except ValueError as error:
-        raise RowError("invalid JSON", f"{where} is not valid JSON ({error}). {remedy}") from None
+        raise RowError("invalid JSON", f"{where} is not valid JSON ({error}). Write it anew, each name once.") from None
 
 
 def _get_messages(row: dict[str, Any], name: str) -> tuple[Messages, frozenset[int]]:
     """Return the messages of a field in OpenAI's form, and the indices of those with weight 0."""
-    value = _unpack(row, name)
-    if not isinstance(value, list):
-        raise _wrong_type(f"field '{name}' is {_describe_type(value)}, not a list of messages", "Write a list.")
+    value = _expect(_unpack(row, name), list, f"field '{name}'")
     if not value:
         raise RowError("empty field", f"field '{name}' holds no message. Remove the row, or write messages.")
     messages, untrained = [], set()
     for index, given in enumerate(value):
         where = f"{name}[{index}]"
-        if not isinstance(given, dict):
-            raise _wrong_type(f"{where} is {_describe_type(given)}, not a message", "Write its role and content.")
-        message = _unify(given, where)
+        message = _unify(_expect(given, dict, where), where)
         weight = message.pop("weight", None)
         if weight not in (None, 0, 1):
-            raise _wrong_type(f"{where}.weight is {weight!r}", "Write 0 or 1.")
+            raise RowError("wrong type", f"{where}.weight is {weight!r}. Write 0 or 1.")
         if weight == 0:
             untrained.add(index)
         messages.append(_check_message(message, where))
@@ -351,32 +346,23 @@ def _check_message(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _flatten(content: Any, where: str) -> str:
     """Return the content as text: templates for text would print a list of parts as Python does."""
-    if isinstance(content, str):
-        return content
     if not isinstance(content, list):
-        raise _wrong_type(f"{where} is {_describe_type(content)}, not a string", "Write text.")
+        return _expect(content, str, where)
     texts = []
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise _wrong_type(
-                f"{where}[{index}] is {f'a part of type {kind!r}' if kind else _describe_type(part)}, not text",
-                "This pipeline reads text only; remove such parts.",
-            )
-        texts.append(part["text"])
+        if (kind := _expect(part, dict, f"{where}[{index}]").get("type")) != "text":
+            text = f"{where}[{index}] is a part of type {kind!r}, not text. Only text is read: remove such parts."
+            raise RowError("wrong type", text)
+        texts.append(_expect(part.get("text"), str, f"{where}[{index}].text"))
     return "".join(texts)
 
 
 def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise _wrong_type(f"{where} is {_describe_type(calls)}, not a list", "Write a list of calls.")
     checked = []
-    for index, call in enumerate(calls):
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RowError(
-                "missing field", f'{where}[{index}] has no function name. Write {{"function": {{"name": ...}}}}.'
-            )
+    for index, call in enumerate(_expect(calls, list, where)):
+        call = _expect(call, dict, f"{where}[{index}]")
+        function = _expect(call.get("function", call), dict, f"{where}[{index}].function")
+        _expect(function.get("name"), str, f"{where}[{index}].function.name")
         # OpenAI gives the arguments as JSON text; templates print them with tojson, and text would be quoted twice.
         arguments = parse_object(function.get("arguments", {}), f"{where}[{index}].arguments")
         call = {"type": "function"} | {key: value for key, value in call.items() if key not in ("name", "arguments")}
@@ -386,15 +372,11 @@ def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 def parse_object(value: Any, where: str) -> dict[str, Any]:
     """Return `value`, parsed as JSON if it is text; a RowError names `where` if it is no object."""
-    value = _from_json(value, where, "Write an object.")
-    if not isinstance(value, dict):
-        raise _wrong_type(f"{where} is {_describe_type(value)}, not an object", "Write an object.")
-    return value
+    return _expect(_from_json(value, where), dict, where)
 
 
 def _get_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    if not (tools := _from_json(row.get("tools") or None, "field 'tools'", "Write a list.")):
+    tools = _from_json(row.get("tools") or None, "field 'tools'") or None
+    if tools is None:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise _wrong_type(f"field 'tools' is {_describe_type(tools)}, not a list of objects", "Write JSON schemas.")
-    return tools
+    return [_expect(tool, dict, f"tools[{k}]") for k, tool in enumerate(_expect(tools, list, "field 'tools'"))]

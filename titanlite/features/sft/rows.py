@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -42,29 +43,20 @@ class Row:
 
 
 class Rows(Protocol):
-    """An ordered set of rows that can be read again and again."""
+    """An ordered set of rows that can be read again and again.
+
+    `names` are paths, or the id of a dataset: `Row.file` is an index into them. `get_digest` is of everything that rows
+    are read from, and kept in `cache_folder`; `get_stamp` tells these rows from others without reading them;
+    `get_identity` has name and size, or revision, the same wherever the files are. `iterate_from(start)` counts rows
+    from 0, bad ones too.
+    """
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Paths, or the id of a dataset; `Row.file` is an index into them."""
-        ...
-
-    def get_digest(self, cache_folder: Path) -> str:
-        """sha256 in hex over everything that the rows are read from; kept in `cache_folder`."""
-        ...
-
-    def get_stamp(self) -> str:
-        """Return what tells these rows from others without reading them all."""
-        ...
-
-    def get_identity(self) -> tuple[str, ...]:
-        """Return name and size, or revision, of each file or dataset: the same wherever the files are."""
-        ...
-
-    def iterate_from(self, start: int) -> Iterator[Row]:
-        """Return the rows from the one with the index `start` on, bad ones counted too."""
-        ...
-
+    def names(self) -> tuple[str, ...]: ...
+    def get_digest(self, cache_folder: Path) -> str: ...
+    def get_stamp(self) -> str: ...
+    def get_identity(self) -> tuple[str, ...]: ...
+    def iterate_from(self, start: int) -> Iterator[Row]: ...
     def __iter__(self) -> Iterator[Row]:
         return self.iterate_from(0)
 
@@ -214,13 +206,21 @@ def _unreadable(file: Path, error: OSError) -> DataError:
     return DataError(f"data: cannot read {file}: {error.strerror or error}. Check data.path and its permissions.")
 
 
-def _hub_errors() -> tuple[type[Exception], ...]:
-    """Return what reading from the hub raises, the errors of the HTTP library included, whichever that is."""
+@contextmanager
+def _reading_hub(what: str) -> Iterator[None]:
+    """Name the dataset in whatever reading from the hub raises, the HTTP library's errors included."""
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
 
-    transport = [base for base in HfHubHTTPError.__mro__ if base.__name__ in ("HTTPError", "RequestException")]
-    return (DatasetsError, HfHubHTTPError, OSError, *(base for base in transport if issubclass(base, Exception)))
+    bases: Any = HfHubHTTPError.__mro__
+    transport = tuple(base for base in bases if base.__name__ in ("HTTPError", "RequestException"))
+    try:
+        yield
+    except (DatasetsError, HfHubHTTPError, OSError, ValueError, *transport) as error:  # ValueError: no such split
+        raise DataError(
+            f"data: cannot read {what} from the Hugging Face hub: {first_line(error)} Correct data.path, data.subset "
+            "and data.split, check the network, or give a local file; a run can be resumed."
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -241,17 +241,12 @@ class HubRows(Rows):
         from datasets import load_dataset
 
         repository, _, revision = self.path.partition("@")
-        try:
-            if self.streaming:  # the revision of today, or a resumed run could go on in other rows
-                revision = self.get_stamp()
+        if self.streaming:  # the revision of today, or a resumed run could go on in other rows
+            revision = self.get_stamp()
+        with _reading_hub(f"'{self.path}', split '{self.split}',"):
             return load_dataset(
                 repository, self.subset or None, split=self.split, revision=revision or None, streaming=self.streaming
             )
-        except (*_hub_errors(), ValueError) as error:  # ValueError: no such subset or split
-            raise DataError(
-                f"data: cannot load '{self.path}', split '{self.split}', from the Hugging Face hub: "
-                f"{first_line(error)} Correct data.path, data.subset and data.split, or give a local file."
-            ) from None
 
     def get_digest(self, cache_folder: Path) -> str:
         digest = sha256(f"{self.names}".encode())
@@ -271,25 +266,14 @@ class HubRows(Rows):
         from huggingface_hub import HfApi
 
         repository, _, revision = self.path.partition("@")
-        try:
+        with _reading_hub(f"'{self.path}'"):
             return str(HfApi().dataset_info(repository, revision=revision or None).sha)
-        except _hub_errors() as error:
-            raise DataError(
-                f"data: cannot stream '{self.path}' from the Hugging Face hub: {first_line(error)} Correct data.path, "
-                "or set data.streaming = false to use a copy in the cache."
-            ) from None
 
     def iterate_from(self, start: int) -> Iterator[Row]:
         rows = self._dataset.skip(start) if start else self._dataset
-        number = start
-        try:
+        with _reading_hub(self.names[0]):
             for number, row in enumerate(rows, start + 1):
                 yield Row(0, number, drop_none(row))
-        except _hub_errors() as error:
-            raise DataError(
-                f"data: cannot read on in {self.names[0]} after row {number}: {first_line(error)} Check the network; "
-                "the run can be resumed."
-            ) from None
 
 
 def _digest_code(name: str) -> str:

@@ -52,7 +52,10 @@ BAD_CHATS = {
         r"messages\[1\]\.content\[0\] is a part of type 'image'",
     ),
     "weight": (message(weight=2), r"messages\[1\]\.weight is 2\. Write 0 or 1"),
-    "tool call": (message(tool_calls=[{"id": "1"}]), r"messages\[1\]\.tool_calls\[0\] has no function name"),
+    "tool call": (
+        message(tool_calls=[{"id": "1"}]),
+        r"messages\[1\]\.tool_calls\[0\]\.function\.name is missing, not a string",
+    ),
     "arguments": (
         message(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
         r"messages\[1\]\.tool_calls\[0\]\.arguments is not valid JSON",
@@ -63,10 +66,10 @@ BAD_CHATS = {
     ),
     "tools twice": (CHAT | {"tools": '[{"type": 1, "type": 2}]'}, "field 'tools' is not valid JSON .*'type' twice"),
     "role twice": ({"messages": '[{"role": "user", "role": "system"}]'}, "field 'messages' is not valid JSON .*twice"),
-    "tools": (CHAT | {"tools": [1]}, "field 'tools' is of type list, not a list of objects"),
-    "no list": ({"messages": "hi"}, "field 'messages' is of type str, not a list of messages"),
+    "tools": (CHAT | {"tools": [1]}, r"tools\[0\] is of type int, not an object"),
+    "no list": ({"messages": "hi"}, "field 'messages' is of type str, not a list"),
     "no message": ({"messages": []}, "field 'messages' holds no message"),
-    "no dict": ({"messages": ["hi"]}, r"messages\[0\] is of type str, not a message"),
+    "no dict": ({"messages": ["hi"]}, r"messages\[0\] is of type str, not an object"),
     "no answer": ({"messages": CHAT["messages"][:1]}, "no message of the assistant to train on"),
     "answer first": ({"messages": CHAT["messages"][1:]}, "the first message is the assistant's"),
 }
@@ -241,12 +244,12 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("no network")
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", cut_off)
-    with pytest.raises(DataError, match=r"cannot stream 'owner/other' from the Hugging Face hub: no network"):
+    with pytest.raises(DataError, match=r"cannot read 'owner/other' from the Hugging Face hub: no network"):
         find_rows("owner/other", streaming=True).get_stamp()
 
     def fail(*_: object, **__: object) -> None:
         raise ValueError('Unknown split "test".')
 
     monkeypatch.setattr("datasets.load_dataset", fail)
-    with pytest.raises(DataError, match=r"cannot load 'owner/name', split 'test', from the .* Unknown split"):
+    with pytest.raises(DataError, match=r"cannot read 'owner/name', split 'test', from the .* Unknown split"):
         list(find_rows("owner/name", split="test"))
