@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -198,9 +199,11 @@ def format_transfer(nbytes: int, seconds: float) -> str:
 
 def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
     """Carry out `jobs` and return their results; the first error ends the rest."""
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint")
+    pool, left = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint"), iter(jobs)
+    eights = iter(lambda: list(islice(left, 8)), [])  # a future for each would cost as much as a small read
     try:
-        return [future.result() for future in [pool.submit(job) for job in jobs]]
+        done = [pool.submit(lambda some: [job() for job in some], eight) for eight in eights]
+        return [result for future in done for result in future.result()]
     finally:
         pool.shutdown(cancel_futures=True)
 

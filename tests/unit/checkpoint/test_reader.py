@@ -299,7 +299,7 @@ def test_an_error_in_one_thread_ends_all(tmp_path, dtype, threads, monkeypatch):
     assert threading.active_count() == running
     assert len(os.listdir("/proc/self/fd")) == descriptors
     if threads == 1:
-        assert len(made) < 6  # of 80; the rest was not even tried
+        assert len(made) < 20  # of 80; the rest was not even tried
 
 
 def test_shard_that_is_not_contiguous_is_refused(tmp_path):
