@@ -24,7 +24,7 @@ _MODULES = {
     "report": "titanlite.features.report.page",
 }
 # What the commands import first: without one of them, this Python is not the one that titanlite was installed for.
-_PACKAGES = ("torch", "numpy", "safetensors", "transformers")
+_PACKAGES = ("omegaconf", "torch", "numpy", "safetensors", "transformers")
 _USAGE = """usage: python -m titanlite COMMAND [arguments]
 
   train      train on one process: --config FILE [--section.key=value ...] (several: ./run_train.sh)

@@ -7,8 +7,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ import titanlite.features.generate.evaluate
 from tests.saving import save_hf_model
 from titanlite.assemble import assemble, build_data
 from titanlite.base.agree import gather_objects
-from titanlite.config import load_config
+from titanlite.config import JobConfig, load_config
+from titanlite.config.data import SourceSection
+from titanlite.config.load import Reader
 from titanlite.config.parallelism import Degrees
 from titanlite.materialize import Init, Normal, materialize
 from titanlite.materialize.layout import is_elsewhere
@@ -39,6 +42,20 @@ from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 
+
+def _build(reader: Reader) -> JobConfig:
+    """Build the configuration as `Reader.build` does it, of values that it has checked."""
+    job = JobConfig()
+    job.data.sources.update({name: SourceSection() for name in reader.source_names})
+    for key, value in reader.values.items():
+        *sections, name = key.split(".")
+        place = reduce(lambda here, part: here[part] if isinstance(here, dict) else getattr(here, part), sections, job)
+        setattr(place, name, value)
+    return job
+
+
+if find_spec("omegaconf") is None:  # machines with GPUs that have torch and little else
+    Reader.build = _build
 
 VOCAB_SIZE = 310  # of tokenizer and model: 310 / 4 = 77.5, so that vocabulary shards are uneven
 SEQ_LEN = 32

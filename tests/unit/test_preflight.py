@@ -141,11 +141,13 @@ def test_an_unknown_command_gets_the_nearest_one(capsys):
 
 
 def test_a_python_without_the_packages_says_so(path):
-    code = "import sys; sys.modules['torch'] = None; from titanlite.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "train", "--config", path]
+    code = (
+        "import sys; sys.modules['omegaconf'] = None; from titanlite.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "check", "--config", path, "--world-size", "1"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert result.returncode == 2
-    assert "has no package 'torch'. Activate the environment" in result.stderr
+    assert "has no package 'omegaconf'. Activate the environment" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -1,6 +1,8 @@
 """From the command line to a checked `JobConfig`, and back to a TOML file.
 
-TOML values and override texts are converted by the declared type, never guessed from how they look.
+TOML values and override texts are converted by the declared type, and only then given to OmegaConf: its own
+parsers read YAML 1.1 before they know the type (`off` becomes False, `12:30` becomes 750, True is a valid int) and
+stop at the first error, without the file's name.
 """
 
 import json
@@ -258,12 +260,14 @@ class Reader:
 
     def build(self) -> JobConfig:
         """Build the configuration of all values that were accepted."""
-        job = JobConfig()
-        job.data.sources.update({name: SourceSection() for name in self.source_names})
+        from omegaconf import OmegaConf  # here: kernels and their benchmarks run where it is missing
+
+        config = OmegaConf.structured(JobConfig)
+        for name in self.source_names:  # OmegaConf.update makes none
+            config.data.sources[name] = SourceSection()
         for key, value in self.values.items():
-            section, _, name = key.rpartition(".")
-            setattr(get_value(job, section), name, value)
-        return job
+            OmegaConf.update(config, key, value)
+        return cast(JobConfig, OmegaConf.to_object(config))
 
     def finish(self, path: str | None, overrides: Sequence[tuple[str, str, str]], *, is_whole: bool) -> JobConfig:
         """Take the overrides and build; check ranges only if it `is_whole`: the file might set what is missing."""

@@ -212,9 +212,16 @@ def check_value(setting: Setting, value: Any) -> Any:
         raise BadValueError(f'{shown} does not name a function. Write "{FORM}".')
     if type(value) is not setting.kind:  # not isinstance: a bool is an int
         raise BadValueError(f"{shown} is not {_KIND_NAMES[setting.kind]}. {_remedy(setting, value)}.")
-    if setting.kind is int and not -(2**63) <= value < 2**63:
+    if isinstance(value, str):
+        if "${" in value:
+            raise BadValueError(
+                f"{shown} contains '${{', which OmegaConf takes for an interpolation. Write the value it stands for."
+            )
+        if value == "???":
+            raise BadValueError(f"{shown} is OmegaConf's mark of a missing value. Write another text.")
+    elif setting.kind is int and not -(2**63) <= value < 2**63:
         raise BadValueError(f"{shown} does not fit in 64 bits. Write a smaller number.")
-    if setting.kind is float and not math.isfinite(value):  # after the range of int: isfinite overflows on huge ones
+    elif not math.isfinite(value):  # after the range of int: isfinite overflows on huge ones
         raise BadValueError(f"{shown} is not finite. Write a finite number.")
     return value
 

@@ -178,6 +178,15 @@ def test_file_that_is_not_text(folder: Path) -> None:
             'training.dtype = "float16" is not one of "float32", "bfloat16"; did you mean "bfloat16"?',
         ),
         ("training.dtype = 16", 'training.dtype = 16 is not one of "float32", "bfloat16". Write one of these.'),
+        (
+            'job.description = "a ${b}"',
+            "job.description = \"a ${b}\" contains '${', which OmegaConf takes for an interpolation. "
+            "Write the value it stands for.",
+        ),
+        (
+            'job.description = "???"',
+            'job.description = "???" is OmegaConf\'s mark of a missing value. Write another text.',
+        ),
         ("training = 5", "training = 5 is not a section. Write [training] and its keys below."),
         ("[[training]]\nsteps = 1", "training = [{'steps': 1}] is not a section. Write [training] and its keys below."),
         ("[training.steps]\nx = 1", "training.steps = {'x': 1} is not an int. Write a whole number."),
@@ -299,6 +308,15 @@ def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
             "--data.dataset=c4",
             'data.dataset = "c4" is not one of "stdlib", "text", "examples", "images", "none". For your own '
             "data set data.path: a file, folder or hub id.",
+        ),
+        (
+            "--job.description=${oc.env:HOME}",
+            "job.description = \"${oc.env:HOME}\" contains '${', which OmegaConf takes for an interpolation. "
+            "Write the value it stands for.",
+        ),
+        (
+            "--job.description=???",
+            'job.description = "???" is OmegaConf\'s mark of a missing value. Write another text.',
         ),
         ("--job.description=\udcff", "job.description is not valid UTF-8 text. Use UTF-8."),
     ],
