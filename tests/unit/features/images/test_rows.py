@@ -117,14 +117,14 @@ def test_a_message_of_weight_0_is_no_answer(processor: Any, tmp_path: Path) -> N
         (b"{", r"chats\.jsonl, line 2: not valid JSON"),
         (b'{"messages": "\xff"}', r"chats\.jsonl, line 2: not UTF-8\. Convert it"),
         ({"text": "a"}, r"line 2: has no list of messages"),
-        ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\]\.content is neither text nor a list"),
-        ({"messages": ["hello"]}, r"line 2: messages\[0\] is not an object"),
+        ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\] has no role and content, text or a list"),
+        ({"messages": ["hello"]}, r"line 2: messages\[0\] has no role"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, r"line 2: messages\[0\]\.content\[0\]"),
         ({"messages": [{"role": "user", "content": "a"}]}, r"line 2: has no image"),
         (chat("red.png", tools=[{"name": "f"}]), r"line 2: has 'tools', which chats with images do not take"),
         (chat("red.png", chat_template_kwargs={"a": 1}), r"line 2: has 'chat_template_kwargs'"),
-        (chat("nowhere.png"), r"line 2: there is no image .*nowhere\.png"),
-        (chat("text.png"), r"line 2: .*text\.png is no image that can be decoded"),
+        (chat("nowhere.png"), r"line 2: cannot read .*nowhere\.png: No such file or directory"),
+        (chat("text.png"), r"line 2: .*text\.png does not decode: cannot identify"),
         (chat("broken.png"), r"line 2: .*broken\.png (does not decode|is no image)"),
         (chat("red.png", "w1 " * 30), r"line 2: 41 tokens with the images, but training\.seq_len is 20"),
         (chat("red.png") | {"messages": chat("red.png")["messages"][:1]}, r"line 2: there is no message of the assis"),
@@ -175,7 +175,7 @@ def test_what_is_no_picture_is_not_given_to_programs_that_could_show_it(
     others = {"x.png": postscript, "y.jpg": b"%PDF-1.4\n%%EOF\n", "z.gif": b"P6 9 9 255 " + bytes(243)}
     for name, content in others.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=rf"row: .*{name} is no image that can be decoded \(BMP, .*, WEBP\)"):
+        with pytest.raises(DataError, match=rf"row: .*{name} does not decode: .* \(BMP, .*, WEBP\)"):
             load_image("row", tmp_path / name)
 
 
@@ -190,21 +190,13 @@ def write_huge_png(path: Path, side: int) -> None:
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", data) + chunk(b"IEND", b""))
 
 
-@pytest.mark.parametrize("side", [8193, 13000, 60000])
+@pytest.mark.parametrize("side", [9500, 13000, 60000])
 def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, side: int) -> None:
     write_huge_png(tmp_path / "x.png", side)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(DataError, match=rf"row: .*x\.png does not decode: .*({side} x {side}|exceeds limit)"):
+    with pytest.raises(DataError, match=r"row: .*x\.png does not decode: .*exceeds limit"):
         load_image("row", tmp_path / "x.png")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000, "KiB"
-
-
-def test_a_large_jpeg_is_decoded_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlite.features.images._MOST_PIXELS", 1000)
-    path = save(tmp_path, "x.jpg")(Image.new("RGB", (128, 64), "red"))
-    assert load_image("row", path).size == (32, 16)
-    with pytest.raises(DataError, match="256 x 512 pixels, more than 1000; shrink it"):
-        load_image("row", save(tmp_path, "y.jpg")(Image.new("L", (256, 512))))
 
 
 @pytest.mark.parametrize("ending", ["png", "tiff"])
