@@ -28,8 +28,6 @@ from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
 from titanlite.ops import grouped_gemm, linear, local_tensor
 
-_EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
-
 
 def scaling_of(section: LoRASection) -> float:
     """Factor on the adapters' product: alpha / rank, or alpha / sqrt(rank) (arXiv:2312.03732)."""
@@ -151,7 +149,7 @@ def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
         return
     for param in model.parameters():
         param.requires_grad_(False)
-    targets, root = _targets(model, section), _root(model)
+    targets, root = _targets(model, section), root_of(model)
     with torch.device("meta"):
         for name, adapted in targets.items():
             module = root.get_submodule(name)
@@ -168,10 +166,11 @@ def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
 
 def adapted_modules(model: nn.Module) -> dict[str, Any]:
     """Return the modules with adapters, `LoRALinear` or experts, by name; none without LoRA."""
-    return {name: module for name, module in _root(model).named_modules() if hasattr(module, "adapter_enabled")}
+    return {name: module for name, module in root_of(model).named_modules() if hasattr(module, "adapter_enabled")}
 
 
-def _root(model: nn.Module) -> nn.Module:
+def root_of(model: nn.Module) -> nn.Module:
+    """Return the module that names of layers are relative to."""
     return model.transformers_model if isinstance(model, TransformersModel) else model
 
 
@@ -188,70 +187,51 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
             module.adapter_enabled = True
 
 
-def adaptable_names(model: nn.Module) -> list[str]:
-    """Return the names of what can have an adapter: linear layers but the output head, and the experts' weights."""
-    names: list[str] = []
-    experts = adaptable_experts(model)
+def adaptable(model: nn.Module) -> dict[str, tuple[str, str]]:
+    """Return what can have an adapter by name, as (module, weight): linear layers but the output head, with "" for the
+    weight, and the experts' weights.
+    """
+    experts, found = adaptable_experts(model), dict[str, tuple[str, str]]()
     layers: set[nn.Module] = set()
     if isinstance(model, TransformersModel):
         layers = {module for layer in model.decoder_layers() for module in layer.modules()}
-    for name, module in _root(model).named_modules():
-        if name in experts:
-            names += [f"{name}.{weight}" for weight in experts[name]]
-        elif isinstance(module, Linear):
-            names += [] if isinstance(module, OutputHead) else [name]
-        elif module in layers and type(module) is nn.Linear:  # not what a class has made of one
-            names.append(name)
-    return names
+    for name, module in root_of(model).named_modules():
+        own = isinstance(module, Linear) and not isinstance(module, OutputHead)
+        if own or (module in layers and type(module) is nn.Linear):  # not what a class has made of one
+            found[name] = name, ""
+        found |= {f"{name}.{weight}": (name, weight) for weight in experts.get(name, ())}
+    return found
 
 
 def adaptable_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the modules of experts by name, and those of their weights that can have adapters."""
-    if not isinstance(model, TransformersModel):
-        return {name: _EXPERT_WEIGHTS for name, module in model.named_modules() if isinstance(module, Experts)}
-    modules = {clean: module for clean, module in _root(model).named_modules() if hasattr(module, "has_gate")}
-    served = set(model.expert_modules.values())
-    return {
-        name: ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-        for name, module in modules.items()
-        if module in served
-    }
-
-
-def other_modules(model: nn.Module) -> list[str]:
-    """Names of modules with parameters of their own that can have no adapter."""
-    possible = set(adaptable_names(model))
-    experts = adaptable_experts(model)
-    return [
-        name
-        for name, module in _root(model).named_modules()
-        if module._parameters and name not in possible and name not in experts
-    ]
+    if isinstance(model, TransformersModel):
+        gated = {name: module.has_gate for name, module in model.expert_modules.items()}
+        return {name: ("gate_up_proj" if has_gate else "up_proj", "down_proj") for name, has_gate in gated.items()}
+    modules = model.named_modules()
+    return {name: ("gate_up_proj", "down_proj") for name, module in modules if isinstance(module, Experts)}
 
 
 def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]]:
     """Return the weights of experts that get an adapter, by module name; for a linear layer the empty set."""
-    possible = adaptable_names(model)
-    experts = set(adaptable_experts(model))
+    possible = adaptable(model)
     patterns = split_patterns("lora.targets", section.targets)
     chosen = set() if patterns else set(possible)
     problems = []
     for pattern in patterns:
-        matched = set(match_names(pattern, possible))
-        whole = set(match_names(pattern, experts))
-        matched |= {name for name in possible if name.rpartition(".")[0] in whole}
+        whole = set(match_names(pattern, {module for module, weight in possible.values() if weight}))
+        matched = {
+            *match_names(pattern, possible),
+            *(name for name, (module, _) in possible.items() if module in whole),
+        }
         if not matched:
-            others = [name for name, _ in _root(model).named_modules() if fnmatchcase(name, f"*{pattern}")]
+            others = [name for name, _ in root_of(model).named_modules() if fnmatchcase(name, f"*{pattern}")]
             found = f"matches {others[0]}, which cannot have an adapter" if others else "matches no layer"
             layers = dict.fromkeys(name.rpartition(".")[2] for name in possible)
             problems.append(f"'{pattern}' {found}. Layers that can: {', '.join(layers)}.")
         chosen |= matched
     raise_problems(ConfigError, "lora.targets", problems)
     targets: dict[str, frozenset[str]] = {}
-    for name in chosen:
-        parent, _, leaf = name.rpartition(".")
-        if parent in experts:
-            targets[parent] = targets.get(parent, frozenset()) | {leaf}
-        else:
-            targets[name] = frozenset()
+    for module, weight in (possible[name] for name in chosen):
+        targets[module] = targets.get(module, frozenset()) | ({weight} if weight else frozenset())
     return targets

@@ -40,10 +40,9 @@ from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection, LoRASection
 from titanlite.features.lora.layers import (
     LoRALinear,
-    adaptable_experts,
-    adaptable_names,
+    adaptable,
     adapted_modules,
-    other_modules,
+    root_of,
     scaling_of,
 )
 from titanlite.materialize import (
@@ -359,18 +358,20 @@ def _targets(model: Model) -> tuple[list[str], list[str]]:
     adapted: set[str] = set()
     for name, module in adapted_modules(model).items():
         adapted |= {name} if isinstance(module, LoRALinear) else {f"{name}.{weight}" for weight in module.adapted}
-    experts = {f"{name}.{weight}" for name, weights in adaptable_experts(model).items() for weight in weights}
+    possible = adaptable(model)
+    experts = {module for module, weight in possible.values() if weight}
     modules: dict[str, bool] = {}
     parameters: dict[str, bool] = {}
-    for name in adaptable_names(model):
-        if name in experts:
+    for name, (_, weight) in possible.items():
+        if weight:
             parameters[name] = name in adapted
         elif experts and name.rpartition(".")[2] in _FUSED_NAMES:
             parameters[f"{name}.weight"] = name in adapted
         else:
             modules[name] = name in adapted
     # peft looks at all modules: a short name must not mean one that has no adapter here.
-    modules |= {name: False for name in other_modules(model) if name not in modules}
+    others = (name for name, module in root_of(model).named_modules() if module._parameters)
+    modules |= {name: False for name in others if name not in possible and name not in experts}
     leaf_of = {name: name.rpartition(".")[2] for name in modules}
     suffix_of = {name: _LAYER.sub("", name) for name in parameters}
     return _shorten(modules, leaf_of), _shorten(parameters, suffix_of)
