@@ -24,8 +24,6 @@ from titanlite.ops.moe_experts import Travel, moe_experts
 NAME = "titanlite"
 _ALIGNED = 8
 DISPATCH = "titanlite_dispatch"  # attribute of an experts module that holds its token dispatcher
-SENT = "titanlite_sent"
-"""Attribute of an experts module with a token dispatcher: `chosen_rows` and `row_ends` of an `ExpertCounter`."""
 
 
 def use_titanlite_experts(model: Any) -> None:
@@ -81,11 +79,7 @@ def experts_forward(
     With a token dispatcher, put in by `distributed.apply_expert_parallel`, tokens travel to the ranks of their experts.
     """
     dispatch: Any = getattr(self, DISPATCH, dispatch_locally)
-    experts = _HeldExperts(self)
-    out, row_ends = dispatch(experts, hidden_states, top_k_weights, top_k_index)
-    if self.training and hasattr(self, DISPATCH):
-        setattr(self, SENT, (count_rows(top_k_index, experts.num_experts), row_ends))
-    return out
+    return dispatch(_HeldExperts(self), hidden_states, top_k_weights, top_k_index)[0]
 
 
 class _HeldExperts:
@@ -175,18 +169,18 @@ class TransformersExpertCounter(nn.Module):
         tokens_per_expert: (E,) int64, not saved; overwritten, never added to, so that a second run under activation
             checkpointing changes nothing.
         tp_share: rank and size of the axis whose ranks hold the same tokens; each counts its part of them.
-        first_expert: which of all experts is the first one on this rank.
+        chosen_rows, row_ends: unknown.
     """
 
     tokens_per_expert: torch.Tensor
+    chosen_rows = row_ends = None
+    first_expert = 0
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
-        self._experts = [experts]
         counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=next(experts.parameters()).device)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
         self.tp_share: tuple[int, int] = (0, 1)
-        self.first_expert = 0
         self._valid_T: torch.Tensor | None = None
         experts.register_forward_pre_hook(self._count, with_kwargs=True)
 
@@ -213,16 +207,6 @@ class TransformersExpertCounter(nn.Module):
         share = -(-ids_Tk.shape[0] // size)
         counts = count_rows(ids_Tk[rank * share : (rank + 1) * share], num_experts + 1)
         self.tokens_per_expert.copy_(counts[:num_experts])
-
-    @property
-    def chosen_rows(self) -> torch.Tensor | None:
-        """Rows that were given to the token dispatcher; None without one."""
-        return getattr(self._experts[0], SENT, (None, None))[0]
-
-    @property
-    def row_ends(self) -> torch.Tensor | None:
-        """End of the rows of each expert on this rank; None without a dispatcher."""
-        return getattr(self._experts[0], SENT, (None, None))[1]
 
 
 def build_counters(experts: Mapping[str, nn.Module]) -> dict[int, TransformersExpertCounter]:

@@ -354,8 +354,6 @@ class TransformersModel(Model):
     def set_dispatch(self, dispatch: Callable[..., Any], mesh: DeviceMesh) -> None:
         for experts in self.expert_modules.values():
             setattr(experts, DISPATCH, dispatch)
-        for counter in self._counters.values():
-            counter.first_expert = mesh.get_local_rank() * counter.tokens_per_expert.numel() // mesh.size()
         use_titanlite_experts(self._transformers_model)
 
     def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:

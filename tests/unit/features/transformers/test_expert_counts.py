@@ -202,7 +202,7 @@ def test_a_model_that_cannot_be_counted_says_so(config: Any, said: str, caplog: 
     model(tokens, labels)
     balancer.accumulate()
     assert (balancer.step(TRUE) is None) == (not model.expert_counters()) == ("cannot be counted" in said)
-    # There is no bias, and without a dispatcher no row can get lost.
+    # There is no bias, and of rows that get lost nothing is known.
     assert balancer.bias_range() is None and balancer.take_row_errors() is None
 
 
