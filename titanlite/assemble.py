@@ -56,14 +56,12 @@ from titanlite.features.streams.mixture import build_mixture
 from titanlite.features.streams.stream import build_stream
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.probes import check_rows
-from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.launch.protocol import beat
 from titanlite.materialize import Plan, SourceProvider, materialize
-from titanlite.metrics import record_event
+from titanlite.metrics import record_event, run_folder
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.point import Results
-from titanlite.metrics.run_folder import check_same_run, hold_folders, make_dump_folder, record_start
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.interface import Model
 from titanlite.objective import NextToken, Objective
@@ -83,8 +81,8 @@ def assemble(checked: Checked) -> Trainer:
     job, model_config, degrees = checked.job, checked.model_config, checked.degrees
     folder = Path(job.job.dump_folder)
     device = _join(job, folder)
-    check_same_settings(job)
-    locks = hold_folders(job, folder)  # before anything there is read or cleaned
+    run_folder.check_same_settings(job)
+    locks = run_folder.hold_folders(job, folder)  # before anything there is read or cleaned
     check_device(job, device)
     prepare_device(job, model_config, device)
     dims = ParallelDims.build(degrees, device.type)
@@ -92,18 +90,18 @@ def assemble(checked: Checked) -> Trainer:
     logger.info("mesh: %s", where)
 
     job = on_first_rank(lambda: with_chat_date(job))
-    with waiting_for_machines():  # each rank reads files by itself: no collective in here
+    with run_folder.waiting_for_machines():  # each rank reads files by itself: no collective in here
         job, tokenizer, loader = _read_data(job, model_config, dims)
         warn_of_ignored_balancing(job.moe, model_config.num_experts)
         warn_of_large_mask(job, model_config, device)
         warn_of_changed_base(job, model_config)
-    changes = make_dump_folder(job, folder)
-    check_shared_folder(folder)
+    changes = run_folder.make_dump_folder(job, folder)
+    run_folder.check_shared_folder(folder)
 
     checkpointer = build_checkpointer(job, folder)
     step = 0 if (start := checkpointer.start) is None else start.step  # what to resume, if anything
     if start is not None:
-        check_same_run(job, step, start.identity)
+        run_folder.check_same_run(job, step, start.identity)
         check_resumed_model(model_config, step_folder(checkpointer.folder, step))
     if job.checkpoint.enable:
         is_new = start is None and not job.checkpoint.initial_load_path
@@ -157,7 +155,7 @@ def assemble(checked: Checked) -> Trainer:
     check_space(job, plan, matrices, checkpointer.folder, step, checkpointer.carried_bytes)
     facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
     configure_wandb(save_environment(folder, device, facts))
-    record_start(folder, step, where, resumed=bool(start), changes=changes)
+    run_folder.record_start(folder, step, where, resumed=bool(start), changes=changes)
 
     def initial_model() -> Model:
         if step == 0:

@@ -23,9 +23,9 @@ from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
-from titanlite.launch import machines
-from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.launch.rendezvous import find_free_port
+from titanlite.metrics import run_folder
+from titanlite.metrics.run_folder import check_same_settings, check_shared_folder, waiting_for_machines
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240  # 40 s on 2 idle cores
@@ -367,7 +367,7 @@ def test_slurm_script(cluster, places, tmp_path, environment):
 
 
 def test_folders_and_settings_that_differ_are_one_error_on_all_ranks(run_ranks, checked, tmp_path, monkeypatch):
-    monkeypatch.setattr(machines, "_VISIBLE_WITHIN_S", 0.2)
+    monkeypatch.setattr(run_folder, "_VISIBLE_WITHIN_S", 0.2)
     base, other = (checked(Degrees(dp_shard=4), f"--optimizer.lr={rate}").job for rate in ("1e-3", "2e-3"))
     for name in "ab":
         (tmp_path / name).mkdir()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
 from titanlite.config.settings import get_value
-from titanlite.launch.machines import check_same_settings
+from titanlite.metrics.run_folder import check_same_settings
 
 
 def test_paths_may_differ_and_other_settings_may_not(monkeypatch):
