@@ -34,10 +34,8 @@ class Checked:
 def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
     """Resolve the model and the degrees, and check them against one another.
 
-    Downloads a model of the hub on first use, without `weights` only its description and tokenizer.
-
-    Raises:
-        ConfigError: lists every contradiction.
+    Downloads a model of the hub on first use, without `weights` only its description and tokenizer. Raises ConfigError:
+    every contradiction.
     """
     problems = find_extension_problems(job)
     model_config, degrees = None, None
@@ -62,8 +60,7 @@ def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
 def prepare(job: JobConfig) -> None:
     """Run the script `job.prepare`, if there is one, in a process of its own, on one machine after the other.
 
-    Raises:
-        ConfigError: there is no such file, or it failed; what it printed says why.
+    Raises ConfigError: there is no such file, or it failed; what it printed says why.
     """
     script = Path(job.job.prepare).expanduser()
     if not job.job.prepare:
@@ -103,10 +100,7 @@ def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:
     """Check `--world-size N --config FILE ...`, and prepare what the run begins with.
 
     `--world-size 16,8,4` is for machines that may be lost: the first and the last must fit, others give a warning.
-    With `weights` a model of the hub is downloaded.
-
-    Raises:
-        ConfigError: lists every contradiction.
+    With `weights` a model of the hub is downloaded. Raises ConfigError: every contradiction.
     """
     parser = Parser("check", add_help=False)  # load_config has help
     parser.add_argument("--world-size", type=_world_sizes, default=(1,))

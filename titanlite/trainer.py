@@ -159,10 +159,7 @@ class Trainer:
     def validate(self) -> tuple[float, dict[str, float]]:
         """Return the mean loss over the held-out sequences of all sources, weighted by their shares, and of each.
 
-        Collective: every rank must call.
-
-        Raises:
-            DataError: on all ranks; a source's sequences have nothing to predict.
+        Raises DataError: on all ranks; a source has nothing to predict. Collective: every rank must call.
         """
         self.model.eval()
         losses: dict[str, float] = {}

@@ -210,9 +210,7 @@ class FolderLock:
         A process of another machine of the same rendezvous that still holds it after `wait_s` seconds is gone, though
         the file server does not know: its launcher would have ended it before the machines met again.
 
-        Raises:
-            ConfigError: another process holds it, also after `wait_s` seconds.
-            OSError: the file cannot be made there.
+        Raises ConfigError: another process holds it; OSError: the file cannot be made there.
         """
         path = folder.resolve() / _LOCK_FILE
         if (held := cls._held.get(path)) is not None:

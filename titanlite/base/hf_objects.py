@@ -23,10 +23,8 @@ _OWN_IMPLEMENTATIONS = (None, "eager", "sdpa")
 def load_from_folder(name: str, folder: str | Path) -> Any:
     """Return what the class `name` of transformers, such as AutoTokenizer, makes of the files in a local folder.
 
-    Raises:
-        OSError: a file of the folder is no regular one, or has more than 256 MiB of text.
-        Exception: of any kind, what transformers raises, for it checks little; for a folder whose classes are code of
-            its own, a ValueError that names `trust_remote_code`.
+    Raises OSError: a file of the folder is no regular one, or has more than 256 MiB of text; or any Exception of
+    transformers, a ValueError that names `trust_remote_code` where classes are code of the folder's own.
     """
     import transformers
 

@@ -1,9 +1,8 @@
 """Where the time of a step goes: phases that follow each other, and the collectives inside them.
 
-On the CPU a phase is timed with `perf_counter`, and every collective blocks its caller, so that all of its time is
-exposed. On CUDA events are recorded on the streams and read once they have passed; nothing synchronizes. A collective
-on the compute stream is exposed too. FSDP's run on streams of their own: their duration is known, but how much of it
-the compute stream had to wait for is not (only a profiler trace shows that), so it is kept apart.
+On the CPU a phase is timed with `perf_counter`, and every collective blocks its caller. On CUDA events are recorded and
+read once they have passed; nothing synchronizes. How long the compute stream waits for FSDP's collectives, on other
+streams, only a profiler trace shows: their duration is kept apart.
 """
 
 import time

@@ -17,10 +17,9 @@ _SEQ_LEN = 2048  # where none is set
 class Degrees:
     """Resolved degrees. Dense mesh: (dp_replicate, fsdp = dp_shard * cp, tp); sparse mesh: (dp_replicate, efsdp, ep).
 
-    Both cover the same ranks: those of one pipeline stage, which are neighbours. FSDP shards over dp_shard and cp
-    together, for cp ranks have the same parameters, and gradients of other tokens. Expert parallelism folds over
-    dp_shard, cp and tp: a group of ep neighbouring ranks splits the experts, for between layers all of them hold
-    different tokens.
+    Both cover the ranks of one pipeline stage, which are neighbours. FSDP shards over dp_shard and cp: cp ranks
+    have the same parameters, and gradients of other tokens. A group of ep neighbours among dp_shard, cp and tp splits
+    the experts, for between layers all of them hold different tokens.
     """
 
     dp_replicate: int = 1

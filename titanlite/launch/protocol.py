@@ -1,15 +1,12 @@
 """Protocol between a launcher and its ranks, in a folder that they share: notes, signs of life, requests to stop.
 
-Notes say why ranks ended, and why they start again.
-
 A rank writes step, phase and time whenever it begins something new (2 us, no synchronization). The launcher compares
 the times, asks the ranks for their stacks with SIGUSR1, and says who waits for whom: `titanlite.launch.guard`.
 
-SIGTERM and SIGINT end a run after the step that it is in, with a checkpoint. A launcher gets the signal and leaves a
-note; ranks look for it after each step. A rank without a launcher takes the signal itself. A run that has not begun to
-train has nothing to save: if it does not end by itself within a few seconds, it is ended, whatever it does.
-Signals reach a thread through a pipe: handlers of Python wait until the main thread returns from C, as a rank that
-waits in a collective for a peer that is gone never does.
+SIGTERM and SIGINT end a run after its step, with a checkpoint. A launcher leaves a note, which ranks look for after
+each step; a rank without a launcher takes the signal itself, in a thread and through a pipe: handlers of Python wait
+until the main thread returns from C, as one that waits in a collective for a lost peer never does. A run that has not
+begun to train has nothing to save, and is ended after a few seconds.
 """
 
 import ctypes

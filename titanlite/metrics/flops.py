@@ -29,15 +29,13 @@ def train_flops_per_token(model: Model, seq_len: int) -> int:
     """Return the FLOPs of forward and backward per token, recomputation not counted (PaLM, arXiv:2204.02311, app. B).
 
     6 per active parameter that multiplies, which leaves out the embedding table but not the output projection, plus
-    attention. Attention is causal-halved: `6 * layers * heads * head_dim * seq_len`, half of the 12 in PaLM and
-    torchtitan, since a causal kernel skips the upper triangle. So MFU reads lower here than there. Where keys and
-    values have heads of unequal width, head_dim is their mean.
+    attention, causal-halved: `6 * layers * heads * head_dim * seq_len`, half of the 12 in PaLM and torchtitan, where
+    MFU reads higher. Where keys and values have heads of unequal width, head_dim is their mean.
 
-    The 6 are 2 for forward, 2 for the gradient of what goes in, 2 for that of the weight. Of `model`, sharded or not, a
-    frozen weight has no gradient, and backward ends at the first layer that has something trained in it or before it,
-    which counts as a whole. So with LoRA on all layers 4 of the 6 are left; the adapters' own products, about a
-    percent, are not counted. Parameters come in the model's order: what is trained lies before what its gradient passes
-    through.
+    The 6 are 2 for forward, 2 for the gradient of what goes in, 2 for that of the weight. A frozen weight has no
+    gradient, and backward ends at the first layer that has something trained in it or before it, which counts as a
+    whole: with LoRA on all layers 4 of the 6 are left, without the adapters' own products. Parameters come in the
+    model's order: what is trained lies before what its gradient passes through.
     """
     config, layers = model.config, model.all_layers()
     layer_of = {param: i for i, layer in enumerate(layers) for param in layer.parameters()}

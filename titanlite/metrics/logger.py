@@ -114,9 +114,8 @@ class MetricsLogger:
     """Writer of the metrics of a run into `dump_folder`, which is made if missing. A no-op on ranks other than 0.
 
     `metrics.jsonl` holds one JSON object per point: `step`, `time` (Unix seconds) and the values under the names that
-    TensorBoard shows (docs/observability.md); of values per MoE layer it has one list, TensorBoard one name per layer.
-    Values that are not finite are null there. `expert_load.jsonl` has the tokens of every expert at about 100 points of
-    a run. A resumed run appends; where a step occurs twice, the later line counts.
+    TensorBoard shows (docs/observability.md), null where not finite; of values per MoE layer one list. A resumed run
+    appends; where a step occurs twice, the later line counts.
 
     With `checkpoint.on_save_error = "continue"` what cannot be written is a warning, once until all is written again,
     and waits in memory for the next point. Otherwise it is a TitanliteError, here and in every other method.

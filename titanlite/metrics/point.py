@@ -158,10 +158,8 @@ def find_slowest(busy: Sequence[float], data: Sequence[float], stage_size: int |
     """Find the rank that the others wait for, from the busy times and the parts spent on data, in rank order.
 
     Returns its number, its busy time over the median of the ranks that have its layers, and why: "data" if most of its
-    excess over the median was spent loading data, otherwise "compute".
-
-    Of pipeline stages, of `stage_size` neighbouring ranks each, one may have more to do; its ranks are compared with
-    each other, and the one that exceeds its own stage's median most is the slowest.
+    excess was spent loading data, else "compute". Ranks are compared within their pipeline stage, `stage_size`
+    neighbours, for one stage may have more to do.
     """
     size = stage_size or len(busy)
 

@@ -95,11 +95,9 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
 def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]:
     """Make the run's folder and save the resolved configuration in it, on rank 0. Log and events go there from now on.
 
-    It has its usual name from `record_start` on: a start that is refused before changes nothing there. Returns on rank
-    0 the settings that are others than those of the run that is there (`find_changes`).
-
-    Raises ConfigError: on all ranks, if rank 0 cannot write there; a full disk is only a warning if
-    `checkpoint.on_save_error` is "continue". Collective: every rank must call.
+    The file has its usual name from `record_start` on. Returns on rank 0 the settings that are others than those of the
+    run that is there (`find_changes`). Raises ConfigError: on all ranks, if rank 0 cannot write there; a full disk is
+    only a warning if `checkpoint.on_save_error` is "continue". Collective: every rank must call.
     """
     changes: dict[str, tuple[Any, Any]] = {}
 
