@@ -4,7 +4,6 @@ Without a launcher it is rank 0 of 1.
 """
 
 import atexit
-import errno
 import gc
 import io
 import os
@@ -82,7 +81,7 @@ class Console:
     """
 
     def __init__(self, stream: TextIO, *, goes_on: bool) -> None:
-        self.raw_stream, self._goes_on = stream, goes_on
+        self.raw_stream, self._dropped = stream, (OSError,) * goes_on
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an ASCII terminal, or bytes of a path that are no UTF-8
 
@@ -94,11 +93,8 @@ class Console:
             bare = text.removeprefix("\r")
             inner = bare.removesuffix("\r")
             shown = "\r" * (bare != text) + escape_controls(inner) + "\r" * (inner != bare)
-        try:
+        with suppress(*self._dropped):
             self.raw_stream.write(shown)
-        except OSError:
-            if not self._goes_on:
-                raise
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -106,11 +102,8 @@ class Console:
             self.write(line)
 
     def flush(self) -> None:
-        try:
+        with suppress(*self._dropped):
             self.raw_stream.flush()
-        except OSError:
-            if not self._goes_on:
-                raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw_stream, name)
@@ -124,9 +117,7 @@ def open_console(*, goes_on: bool) -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
-        except OSError as error:
-            if error.errno != errno.EBADF:
-                raise
+        except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
         if getattr(sys, name) is None:
             stream = open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -137,10 +128,7 @@ def open_console(*, goes_on: bool) -> None:
 
 def raw_output() -> TextIO:
     """Return standard output for what draws on the terminal: colors and bars, and no text that was not escaped."""
-    stream = sys.stdout
-    while (inner := getattr(stream, "raw_stream", None)) is not None:  # a bar may be in between
-        stream = inner
-    return stream
+    return getattr(sys.stdout, "raw_stream", sys.stdout)
 
 
 def begin_process(*, goes_on: bool) -> None:
