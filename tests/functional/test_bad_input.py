@@ -55,7 +55,10 @@ WRONG = {
     ),
     "pieces of sequences of a class of transformers": (
         ["--parallelism.context_parallel_degree=2", "--model.implementation=transformers"],
-        ["context_parallel_degree = 2: Qwen3MoeForCausalLM is transformers' implementation", "Leave it out"],
+        [
+            "context_parallel_degree = 2: Qwen3MoeForCausalLM is transformers' implementation",
+            "attention cannot be split so",
+        ],
     ),
     "cp that does not divide the heads": (
         ["--parallelism.context_parallel_degree=4", "--model.overrides.num_heads=6"],
@@ -80,7 +83,10 @@ WRONG = {
     ),
     "stages of a class of transformers": (
         ["--parallelism.pipeline_parallel_degree=2", "--model.implementation=transformers"],
-        ["pipeline_parallel_degree = 2: Qwen3MoeForCausalLM is transformers' implementation", "Leave it out"],
+        [
+            "pipeline_parallel_degree = 2: Qwen3MoeForCausalLM is transformers' implementation",
+            "forward cannot be cut into stages",
+        ],
     ),
     "batch size": (["--training.global_batch_size=6"], ["global_batch_size (6) is not a multiple", "(4) = 4"]),
     "unknown family": (["--model.name=qwen3_mo"], ["unknown family 'qwen3_mo'. Did you mean 'qwen3_moe'?"]),
