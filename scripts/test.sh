@@ -67,12 +67,12 @@ phase "size" "$PYTHON" scripts/check_size.py
 phase "basedpyright" "$PYTHON" -m basedpyright
 phase "config reference" "$PYTHON" scripts/config_reference.py --check
 # Unit tests are single processes, one per core. A functional test has ranks for all cores, but they often wait for one
-# another: two files at a time fill the gaps.
+# another, or for a time limit: three files at a time fill the gaps.
 if [ "$fast" -eq 1 ]; then
     phase "pytest unit" run_pytest tests/unit --numprocesses auto --maxprocesses 8 --fast
 else
     phase "pytest unit" run_pytest tests/unit --numprocesses auto --maxprocesses 8
-    phase "pytest functional" run_pytest tests/functional --numprocesses 2 --dist loadfile --no-loadscope-reorder
+    phase "pytest functional" run_pytest tests/functional --numprocesses 3 --dist loadfile --no-loadscope-reorder
 fi
 
 echo "=== summary"

@@ -26,6 +26,7 @@ from traced_layers import Graphs
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
 import titanlite.features.generate.evaluate
+from tests.conftest import Ranks
 from tests.saving import save_hf_model
 from titanlite.assemble import assemble, build_data
 from titanlite.base.agree import gather_objects
@@ -60,6 +61,8 @@ if find_spec("omegaconf") is None:  # machines with GPUs that have torch and lit
 VOCAB_SIZE = 310  # of tokenizer and model: 310 / 4 = 77.5, so that vocabulary shards are uneven
 SEQ_LEN = 32
 GLOBAL_BATCH_SIZE = 8
+CALLS_OF_RANKS = 10
+LONGEST = ("parity_ladder", "docs_commands", "plan", "training", "fault_drill", "many_nodes", "block_weights", "lora")
 
 _CONFIG = """
 [model]
@@ -127,10 +130,11 @@ MESHES: Mapping[str, Degrees] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: the last ones to end, on workers that take a file at a time, are then short."""
+    """Long files come first: the last ones to end, on workers that take a file at a time, are then short."""
     here = Path(__file__).parent  # of all items, those of this folder
-    num_slow = Counter(item.path for item in items if item.path.parent == here and item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -num_slow[item.path])
+    order = Counter(item.path for item in items if item.path.parent == here and item.get_closest_marker("slow"))
+    order |= Counter({here / f"test_{name}.py": 100 - at for at, name in enumerate(LONGEST)})
+    items.sort(key=lambda item: -order[item.path])
 
 
 def degree_overrides(degrees: Degrees) -> list[str]:
@@ -239,7 +243,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory, cache_folder: Path) -> li
 
 @pytest.fixture
 def launch(config_file: Path, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    """`launch(folder name, *overrides, options=, variables=)` -> a `Launch`, killed at the end if it is left."""
+    """`launch(folder name, *overrides, server=)` -> a `Launch`, killed at the end if it is left."""
     started: list[Launch] = []
 
     def start(name: str, *overrides: str, **more: Any) -> Launch:
@@ -344,20 +348,51 @@ def gather_full() -> Callable[[torch.nn.Module], dict[str, torch.Tensor]]:
     return full_tensors
 
 
+def run_on_this_rank(job: Checked, steps: int) -> Run:
+    run = train_steps(assemble(job), steps)
+    if torch.distributed.get_rank() > 0:  # all ranks gathered the same tensors; pickle them once
+        run.weights = {}
+    return run
+
+
 @pytest.fixture
 def train_run(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]) -> Callable[..., list[Run]]:
     """`train_run(degrees, *overrides, steps=5)` -> one `Run` per rank, from real trainers on forked gloo ranks."""
 
     def train(degrees: Degrees, *overrides: str, steps: int = 5) -> list[Run]:
-        job = checked(degrees, *overrides)
+        return run_ranks(degrees.world_size, run_on_this_rank, checked(degrees, *overrides), steps)
 
-        def rank_main() -> Run:
-            run = train_steps(assemble(job), steps)
-            if torch.distributed.get_rank() > 0:  # all ranks gathered the same tensors; pickle them once
-                run.weights = {}
-            return run
+    return train
 
-        return run_ranks(degrees.world_size, rank_main)
+
+@pytest.fixture(scope="module")
+def warm_ranks() -> Iterator[Callable[[int], Ranks]]:
+    """`warm_ranks(world_size)`: ranks that have trained before, but not too often: each run makes groups of ranks."""
+    made: dict[int, tuple[Ranks, int]] = {}
+
+    def warm_run_on_this_rank(job: Checked, steps: int) -> Run:
+        torch.manual_seed(0)
+        return run_on_this_rank(job, steps)
+
+    def get(world_size: int) -> Ranks:
+        ranks, calls = made.get(world_size, (None, 0))
+        if ranks is not None and (calls == CALLS_OF_RANKS or not ranks.is_usable):
+            ranks.end()
+            ranks, calls = None, 0
+        made[world_size] = ranks or Ranks(world_size, warm_run_on_this_rank), calls + 1
+        return made[world_size][0]
+
+    yield get
+    for ranks, _ in made.values():
+        ranks.end()
+
+
+@pytest.fixture
+def warm_run(warm_ranks: Callable[[int], Ranks], checked: Callable[..., Checked]) -> Callable[..., list[Run]]:
+    """`train_run` on ranks that the tests of a file share: nothing that a test has patched is seen there."""
+
+    def train(degrees: Degrees, *overrides: str, steps: int = 5) -> list[Run]:
+        return warm_ranks(degrees.world_size).call(checked(degrees, *overrides), steps)
 
     return train
 

@@ -10,7 +10,6 @@ import torch
 from files import file_digest
 from quantized_folder import write_fp8
 from safetensors.torch import load_file, save_file
-from traced_layers import TORCH_COMPILE_WARNINGS
 
 from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError, VerifyError
@@ -75,14 +74,14 @@ def single_runs() -> dict[Any, Any]:
 
 
 @pytest.fixture
-def run_alone(train_run, base_of, single_runs):
+def run_alone(warm_run, base_of, single_runs):
     """A run of one process, made once for each choice."""
 
     def run(model_name: str, form: str, *overrides: str) -> Any:
         key = model_name, form, overrides
         if key not in single_runs:
             given = settings(base_of(model_name), model_name, form, *overrides)
-            single_runs[key] = train_run(Degrees(), *given, steps=STEPS)[0]
+            single_runs[key] = warm_run(Degrees(), *given, steps=STEPS)[0]
         return single_runs[key]
 
     return run
@@ -95,7 +94,6 @@ def run_alone(train_run, base_of, single_runs):
         ("TP2xEP2", "qwen3_moe", "nf4", [FULL]),
         ("TP2xEP4", "qwen3_moe", "fp8", []),
         ("TP2xFSDP2", "few_experts", "nf4", []),  # experts split along dim 1
-        ("TP2xFSDP2", "qwen3", "nf4", [SELECTIVE]),
         ("DDP4", "qwen3", "fp8", []),
         ("CP2xTP2", "qwen3_moe", "nf4", []),
         ("PP2xTP2xEP2", "qwen3_moe", "fp8", []),
@@ -104,13 +102,13 @@ def run_alone(train_run, base_of, single_runs):
         ("TP2xEP2", "qwen3_moe", "nf4", ["--lora.targets=gate_up_proj", SELECTIVE]),
     ],
 )
-def test_mesh_trains_as_one_process_does(train_run, run_alone, base_of, meshes, mesh, model_name, form, overrides):
+def test_mesh_trains_as_one_process_does(warm_run, run_alone, base_of, meshes, mesh, model_name, form, overrides):
     targets = [option for option in overrides if option.startswith("--lora.targets")]
     one = run_alone(model_name, form, *targets)
     degrees = meshes[mesh]
     local = f"--training.local_batch_size={max(8 // degrees.dp // 2, 1)}"
     given = settings(base_of(model_name), model_name, form, local, *overrides)
-    for many in train_run(degrees, *given, steps=STEPS):
+    for many in warm_run(degrees, *given, steps=STEPS):
         assert many.digests == one.digests, "initial weights are not bit-identical"
         assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE)
         assert many.grad_norms == pytest.approx(one.grad_norms, rel=RELATIVE_TOLERANCE)
@@ -128,7 +126,7 @@ def rounded_to(form: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("model_name", "form"), [("qwen3_moe", "nf4"), ("qwen3_moe", "fp8"), ("deepseek_v3", "nf4")])
-def test_training_is_that_of_the_rounded_weights(train_run, run_alone, base_of, tmp_path, model_name, form):
+def test_training_is_that_of_the_rounded_weights(warm_run, run_alone, base_of, tmp_path, model_name, form):
     """What is trained on is the rounded model, exactly, and all of it: written in float32, it takes the same steps."""
     folder = tmp_path / "rounded"
     shutil.copytree(base_of(model_name), folder)
@@ -138,7 +136,7 @@ def test_training_is_that_of_the_rounded_weights(train_run, run_alone, base_of, 
     for name in matrices:
         stored[name] = rounded_to(form, stored[name])
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    (plain,) = train_run(Degrees(), *settings(folder, model_name, "float32"), steps=STEPS)
+    (plain,) = warm_run(Degrees(), *settings(folder, model_name, "float32"), steps=STEPS)
     in_blocks = run_alone(model_name, form)
     assert in_blocks.losses == pytest.approx(plain.losses, rel=1e-6)
     assert in_blocks.grad_norms == pytest.approx(plain.grad_norms, rel=1e-6)
@@ -146,20 +144,19 @@ def test_training_is_that_of_the_rounded_weights(train_run, run_alone, base_of, 
     assert in_blocks.losses != pytest.approx(unrounded.losses, rel=1e-4), "nothing was rounded"
 
 
-@pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2"])
-def test_published_fp8_is_kept_as_it_is(train_run, base_of, meshes, tmp_path, mesh):
+def test_published_fp8_is_kept_as_it_is(warm_run, base_of, meshes, tmp_path):
     """Also where shards cut the blocks of 128 rows; nothing is rounded a second time."""
     folder = tmp_path / "fp8"
     shutil.copytree(base_of("qwen3_moe"), folder)
     write_fp8(folder, (128, 128))
-    (dequantized,) = train_run(Degrees(), *settings(folder, "qwen3_moe", "float32"), steps=STEPS)
-    given = settings(folder, "qwen3_moe", "fp8", "--training.local_batch_size=1")
-    kept = train_run(meshes[mesh], *given, steps=STEPS)[0]
-    assert kept.losses == pytest.approx(dequantized.losses, rel=RELATIVE_TOLERANCE)
-    fp8 = BLOCK_FORMATS["fp8"]
-    for name in ("model.layers.1.mlp.experts.down_proj", "model.layers.0.self_attn.q_proj.weight"):
-        plain = dequantized.weights[name]
-        assert torch.equal(decode_blocks(kept.weights[name], fp8, plain.shape[-1], torch.float32), plain), name
+    (dequantized,) = warm_run(Degrees(), *settings(folder, "qwen3_moe", "float32"), steps=STEPS)
+    fp8, given = BLOCK_FORMATS["fp8"], settings(folder, "qwen3_moe", "fp8")
+    for mesh in ("FSDP4", "TP2xEP2"):
+        kept = warm_run(meshes[mesh], *given, steps=STEPS)[0]
+        assert kept.losses == pytest.approx(dequantized.losses, rel=RELATIVE_TOLERANCE), mesh
+        for name in ("model.layers.1.mlp.experts.down_proj", "model.layers.0.self_attn.q_proj.weight"):
+            plain = dequantized.weights[name]
+            assert torch.equal(decode_blocks(kept.weights[name], fp8, plain.shape[-1], torch.float32), plain), name
 
 
 def test_bfloat16_matmuls_and_memory(run_ranks, checked, base_of, meshes):
@@ -204,31 +201,19 @@ def test_what_is_not_finite_in_the_model_is_found_when_it_is_loaded(run_ranks, c
 
 @pytest.mark.parametrize("mesh", ["TP2xEP2"])
 def test_resume_is_bit_for_bit(run_ranks, checked, base_of, meshes, tmp_path, mesh):
-    given = settings(base_of("qwen3_moe"), "qwen3_moe", "nf4", "--training.steps=4", "--checkpoint.interval=2")
+    given = settings(base_of("qwen3_moe"), "qwen3_moe", "nf4", "--training.steps=2", "--checkpoint.interval=1")
 
     def train(folder: Path) -> Path:
         job = checked(meshes[mesh], f"--job.dump_folder={folder}", *given)
         run_ranks(4, lambda: assemble(job).train())
-        return folder / "checkpoint/step-4"
+        return folder / "checkpoint/step-2"
 
     whole = train(tmp_path / "whole")
     assert {path.name for path in whole.iterdir() if path.suffix == ".safetensors"} == {"adapter_model.safetensors"}
-    shutil.copytree(whole.with_name("step-2"), tmp_path / "again/checkpoint/step-2")
+    shutil.copytree(whole.with_name("step-1"), tmp_path / "again/checkpoint/step-1")
     again = train(tmp_path / "again")
     for name in ("adapter_model.safetensors", "titanlite/optimizer.safetensors"):
         assert file_digest(whole / name) == file_digest(again / name), name
-
-
-@TORCH_COMPILE_WARNINGS[0]
-@TORCH_COMPILE_WARNINGS[1]
-def test_compiled_layers(run_alone, traced_run, base_of):
-    """Traced as torch.compile traces, without the inductor."""
-    plain = run_alone("qwen3_moe", "nf4")
-    given = settings(base_of("qwen3_moe"), "qwen3_moe", "nf4", SELECTIVE)
-    (compiled,), graphs = traced_run(Degrees(), *given, steps=STEPS)
-    assert compiled.losses == pytest.approx(plain.losses, rel=RELATIVE_TOLERANCE)
-    assert compiled.grad_norms == pytest.approx(plain.grad_norms, rel=RELATIVE_TOLERANCE)
-    assert graphs.made == 2 < graphs.called, "one for the first layer, whose input has no gradient, one for the others"
 
 
 @pytest.mark.parametrize(

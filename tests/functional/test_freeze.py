@@ -36,11 +36,11 @@ def reference_runs() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2", "TP2xFSDP2"])
-def test_mesh_trains_like_one_process(train_run, meshes, reference_runs, mesh):
+@pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2"])
+def test_mesh_trains_like_one_process(warm_run, meshes, reference_runs, mesh):
     def run(degrees: Degrees, *overrides: str) -> Any:
         local = f"--training.local_batch_size={8 // degrees.dp // 2}"
-        return train_run(degrees, *PATTERNS, local, *overrides, steps=STEPS)
+        return warm_run(degrees, *PATTERNS, local, *overrides, steps=STEPS)
 
     if not reference_runs:
         reference_runs["one"] = run(Degrees())[0]
@@ -81,7 +81,7 @@ def test_frozen_stays_and_the_rest_moves(run_ranks, checked, meshes, gather_full
 def train(run_ranks, checked) -> Callable[..., None]:
 
     def run(degrees: Degrees, folder: Path) -> None:
-        schedule = ["--training.steps=4", "--checkpoint.interval=2", f"--job.dump_folder={folder}"]
+        schedule = ["--training.steps=2", "--checkpoint.interval=1", f"--job.dump_folder={folder}"]
         job = checked(degrees, *PATTERNS, *schedule)
         run_ranks(degrees.world_size, lambda: assemble(job).train())
 
@@ -91,12 +91,12 @@ def train(run_ranks, checked) -> Callable[..., None]:
 def test_resume(train, meshes, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train(meshes["TP2xEP2"], whole)
-    states = load_file(whole / "checkpoint/step-4/titanlite/optimizer.safetensors")
+    states = load_file(whole / "checkpoint/step-2/titanlite/optimizer.safetensors")
     assert states and not any(is_frozen(key.partition(".")[2]) for key in states)
-    shutil.copytree(whole / "checkpoint/step-2", resumed / "checkpoint/step-2")
+    shutil.copytree(whole / "checkpoint/step-1", resumed / "checkpoint/step-1")
     train(meshes["TP2xEP2"], resumed)
     for name in ("model.safetensors", "titanlite/optimizer.safetensors"):
-        paths = (whole / "checkpoint/step-4" / name, resumed / "checkpoint/step-4" / name)
+        paths = (whole / "checkpoint/step-2" / name, resumed / "checkpoint/step-2" / name)
         assert file_digest(paths[0]) == file_digest(paths[1]), name
 
 
