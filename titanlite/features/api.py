@@ -5,8 +5,9 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -133,20 +134,31 @@ def _left_as_found() -> Iterator[None]:
     """Put back what a run changes in its process. After an error, several ranks keep their process group: others may be
     in collectives, for which leaving it would wait.
     """
-    had_group, path = dist.is_initialized(), list(sys.path)
-    log = logger.handlers[:], logger.level, logger.propagate
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_cuda = torch.cuda.is_initialized()
-    cuda = (torch.cuda.current_device(), torch.cuda.get_rng_state_all()) if on_cuda else None
-    dtype, sdp = torch.get_default_dtype(), torch.backends.cuda
-    cudnn, deterministic = cast(Any, torch.backends.cudnn), cast(Any, torch.utils.deterministic)
-    modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill, flags = deterministic.fill_uninitialized_memory, (cudnn.deterministic, cudnn.benchmark)
-    kernels = sdp.mem_efficient_sdp_enabled(), sdp.cudnn_sdp_enabled()
-    failed = True
+    had_group, cudnn, sdp = dist.is_initialized(), cast(Any, torch.backends.cudnn), torch.backends.cuda
+    deterministic = cast(Any, torch.utils.deterministic)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: list[tuple[Callable[[Any], object], Any]] = [
+        (logger.setLevel, logger.level),
+        (partial(setattr, logger, "propagate"), logger.propagate),
+        (partial(setattr, cudnn, "deterministic"), cudnn.deterministic),
+        (partial(setattr, cudnn, "benchmark"), cudnn.benchmark),
+        (partial(setattr, deterministic, "fill_uninitialized_memory"), deterministic.fill_uninitialized_memory),
+        (partial(torch.use_deterministic_algorithms, warn_only=warn_only), is_deterministic),
+        (sdp.enable_mem_efficient_sdp, sdp.mem_efficient_sdp_enabled()),
+        (sdp.enable_cudnn_sdp, sdp.cudnn_sdp_enabled()),
+        (torch.set_default_dtype, torch.get_default_dtype()),
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if torch.cuda.is_initialized():
+        settings.append((torch.cuda.set_device, torch.cuda.current_device()))
+        settings.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    path, handlers, failed = list(sys.path), logger.handlers[:], True
     logger.handlers.clear()
     setup_logger()
-    logger.handlers += log[0]
+    logger.handlers += handlers
     warn_once.cache_clear()
     open_events(None)
     try:
@@ -156,18 +168,6 @@ def _left_as_found() -> Iterator[None]:
         if dist.is_initialized() and not had_group and not (failed and dist.get_world_size() > 1):
             end_distributed()
         open_events(None)
-        logger.handlers[:], logger.propagate = log[0], log[2]
-        logger.setLevel(log[1])
-        sdp.enable_mem_efficient_sdp(kernels[0])
-        sdp.enable_cudnn_sdp(kernels[1])
-        cudnn.deterministic, cudnn.benchmark = flags
-        deterministic.fill_uninitialized_memory = fill
-        torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
-        torch.set_default_dtype(dtype)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda is not None:
-            torch.cuda.set_device(cuda[0])
-            torch.cuda.set_rng_state_all(cuda[1])
-        sys.path[:] = path
+        logger.handlers[:], sys.path[:] = handlers, path
+        for put_back, value in settings:
+            put_back(value)

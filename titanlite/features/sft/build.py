@@ -106,20 +106,10 @@ def get_left_out(dataset: ExampleDataset) -> list[str]:
     return [f"{count} {noun}{'' if count == 1 else 's'} {what}" for (noun, what), count in found.items()]
 
 
-def get_num_split(dataset: ExampleDataset) -> int:
-    """Count the documents that were split into several examples."""
-    return sum(source.num_split for source in dataset.sources)
-
-
 def get_first_skipped(dataset: ExampleDataset) -> list[str]:
     """Return the message about the first skipped row, for each reason."""
     headers = [source.examples.header for source in dataset.sources]
     return [skipped.first for header in headers for skipped in header.skipped.values()]
-
-
-def get_trained_share(dataset: ExampleDataset) -> float:
-    """Return the share of the training tokens, without padding, that are in the loss."""
-    return dataset.train.num_trained / dataset.train.num_tokens
 
 
 def describe(dataset: ExampleDataset) -> str:
@@ -127,11 +117,12 @@ def describe(dataset: ExampleDataset) -> str:
     train = dataset.train
     kind = "pairs" if dataset.form == "preference" else "examples"
     left_out = "; ".join(get_left_out(dataset))
-    num_split = get_num_split(dataset)
+    num_split = sum(source.num_split for source in dataset.sources)  # documents
+    share = train.num_trained / train.num_tokens  # padding aside
     return (
         f"{len(train.selected)} {kind} to train on ({dataset.form}), {len(dataset.held_out.selected)} held out"
         f"{f', {num_split} longer documents split' if num_split else ''}; "
-        f"{train.num_tokens} tokens, {get_trained_share(dataset):.1%} trained; {dataset.num_train_sequences} sequences "
+        f"{train.num_tokens} tokens, {share:.1%} trained; {dataset.num_train_sequences} sequences "
         f"of {dataset.seq_len}, {dataset.packing_efficiency:.1%} full; left out: {left_out or 'nothing'}"
     )
 

@@ -148,7 +148,9 @@ def _load_json(content: bytes) -> Any:
     except UnicodeDecodeError:
         raise
     except ValueError as error:
-        what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        what: object = error
+        if isinstance(error, json.JSONDecodeError):  # "Extra data" is where each row ends, and is said once
+            what = error.msg if error.msg == "Extra data" else f"{error.msg}, column {error.colno}"
         text = f"not valid JSON ({what}). Write one JSON object per line, with each name once."
         raise RowError("invalid JSON", text) from None
     except MemoryError:
