@@ -224,6 +224,7 @@ class MetricsLogger:
             logger.warning(f"metrics: records that could not be written: {', '.join(lost)}. They are lost.")
 
     def __enter__(self) -> Self:
+        self._began_s = time.monotonic()  # what was loaded before, or computed for DPO, is no pace
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -33,9 +33,7 @@ def find_largest(values: Sequence[float], last_step: int) -> Largest:
 
     Raises ValueError: there are no values.
     """
-    place = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
-    if place is None:
-        place = max(range(len(values)), key=values.__getitem__)
+    place = max(range(len(values)), key=lambda i: values[i] if math.isfinite(values[i]) else math.inf)
     return Largest(values[place], last_step - len(values) + 1 + place)
 
 
