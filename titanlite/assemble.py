@@ -140,7 +140,7 @@ def assemble(checked: Checked) -> Trainer:
         checkpointer=checkpointer,
         plan=plan,
         stepper=stepper,
-        results=Results(job, None if start is None else start.results),
+        results=Results(job.validation, job.checkpoint.save_best, start and start.results),
         evaluator=build_evaluator(job, loader.dataset, tokenizer, model_config, dims, device),
         divergence=DivergenceCheck(job, plan, optimizer, dims, step),
         watch_spikes=SpikeDetector(job.spike, checkpointer.folder).watch,

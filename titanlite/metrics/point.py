@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titanlite.base.log import logger
 from titanlite.base.timers import COMMUNICATION, FSDP_COLLECTIVES
-from titanlite.config import JobConfig
+from titanlite.config.schema import ValidationSection
 
 # Always written, so that a plot has no gaps; the others only where a device has them.
 _PHASES = ("data", "forward", "backward", "optimizer", "other", COMMUNICATION)
@@ -235,8 +235,10 @@ class Series:
 class Results:
     """The losses of validations (lower is better) and scores of evaluations of a run: on all ranks, in checkpoints."""
 
-    def __init__(self, job: JobConfig, saved: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        self._validation, self._save_best = job.validation, job.checkpoint.save_best
+    def __init__(
+        self, section: ValidationSection, save_best: str = "none", saved: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        self._validation, self._save_best = section, save_best
         self.validation = Series(**(saved or {}).get("validation", {}))
         self.evaluation = Series(**(saved or {}).get("evaluation", {}))
 

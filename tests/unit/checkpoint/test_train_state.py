@@ -24,7 +24,7 @@ def make(folder, **results):
 
 @pytest.fixture
 def series():
-    results = Results(JobConfig())
+    results = Results(JobConfig().validation)
     results.add_validation(3, 2.5)
     return results.state()["validation"]
 
@@ -32,7 +32,7 @@ def series():
 def test_round_trip(tmp_path, series):
     written = make(tmp_path, validation=series)
     assert Progress.read(tmp_path) == written
-    assert Results(JobConfig(), Progress.read(tmp_path).results).validation.best == 2.5
+    assert Results(JobConfig().validation, "none", Progress.read(tmp_path).results).validation.best == 2.5
 
 
 def test_a_file_without_results_is_of_an_older_version(tmp_path):

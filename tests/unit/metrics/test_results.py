@@ -5,14 +5,13 @@ import math
 
 import pytest
 
-from titanlite.config import JobConfig
-from titanlite.config.schema import CheckpointSection, ValidationSection
+from titanlite.config.schema import ValidationSection
 from titanlite.metrics.point import Results
 
 
 def make(saved=None, *, patience=0, min_delta=0.0, save_best="none"):
     validation = ValidationSection(enable=True, early_stopping_patience=patience, early_stopping_min_delta=min_delta)
-    return Results(JobConfig(validation=validation, checkpoint=CheckpointSection(save_best=save_best)), saved)
+    return Results(validation, save_best, saved)
 
 
 def test_lower_losses_and_higher_scores_are_better():
@@ -76,7 +75,7 @@ def test_without_patience_or_validation_nothing_stops():
     for step in range(1, 50):
         results.add_validation(step, float(step))
     assert not results.exhausted
-    assert not Results(JobConfig()).exhausted
+    assert not Results(ValidationSection()).exhausted
 
 
 def test_state_goes_through_json_and_on():
