@@ -235,9 +235,7 @@ class Series:
 class Results:
     """The losses of validations (lower is better) and scores of evaluations of a run: on all ranks, in checkpoints."""
 
-    def __init__(
-        self, section: ValidationSection, save_best: str = "none", saved: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> None:
+    def __init__(self, section: ValidationSection, save_best: str, saved: Mapping[str, Any] | None = None) -> None:
         self._validation, self._save_best = section, save_best
         self.validation = Series(**(saved or {}).get("validation", {}))
         self.evaluation = Series(**(saved or {}).get("evaluation", {}))

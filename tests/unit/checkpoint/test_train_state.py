@@ -24,7 +24,7 @@ def make(folder, **results):
 
 @pytest.fixture
 def series():
-    results = Results(JobConfig().validation)
+    results = Results(JobConfig().validation, "none")
     results.add_validation(3, 2.5)
     return results.state()["validation"]
 

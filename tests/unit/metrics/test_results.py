@@ -75,7 +75,7 @@ def test_without_patience_or_validation_nothing_stops():
     for step in range(1, 50):
         results.add_validation(step, float(step))
     assert not results.exhausted
-    assert not Results(ValidationSection()).exhausted
+    assert not Results(ValidationSection(), "none").exhausted
 
 
 def test_state_goes_through_json_and_on():

@@ -16,7 +16,7 @@ HUB = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899d
 
 def make_card(**sections):
     job = JobConfig(**sections)
-    results = Results(job.validation)
+    results = Results(job.validation, "none")
     results.add_evaluation(0, "exact_match", 0.0)
     results.add_validation(10, 2.25)
     results.add_validation(20, 2.5)
@@ -70,7 +70,11 @@ def test_results_data_configuration_and_versions():
 def test_no_results():
     job = JobConfig()
     card = render_model_card(
-        job, family="llama", num_parameters=1, progress=Progress(1, 8, "d", 1, {}), results=Results(job.validation)
+        job,
+        family="llama",
+        num_parameters=1,
+        progress=Progress(1, 8, "d", 1, {}),
+        results=Results(job.validation, "none"),
     )
     assert "No validation or evaluation took place." in card
 
@@ -118,7 +122,7 @@ def test_license_of_the_base_model_is_metadata(tmp_path):
 
 def test_a_loss_that_is_no_number_is_shown_as_such():
     job = JobConfig()
-    results = Results(job.validation)
+    results = Results(job.validation, "none")
     results.add_validation(5, float("nan"))
     progress = Progress(5, 40, "data", 1, {})
     card = render_model_card(job, family="qwen3", num_parameters=1, progress=progress, results=results)
