@@ -8,23 +8,22 @@ import json
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 
 from titanlite import __version__
 from titanlite.base.agree import get_rank, on_first_rank
-from titanlite.base.errors import CheckpointError, ConfigError, DataError, TitanliteError, raise_problems
+from titanlite.base.errors import CheckpointError, ConfigError, DataError, TitanliteError
 from titanlite.base.hf_objects import build_from_config, load_from_folder
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json
 from titanlite.checkpoint.train_state import Progress
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
-from titanlite.data.dataset import TrainDataset
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import describe_other_ids
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
@@ -37,10 +36,7 @@ from titanlite.models.families.hf_config import (
     save_config,
 )
 
-_COMPARED_SEQUENCES, _COMPARED_TOKENS = 64, 1 << 16  # at most, by two tokenizers
-
 _GENERATION = "generation_config.json"
-_MOST_REFUSED = 8
 
 # What an image-and-text model needs beside a tokenizer.
 _PROCESSOR_FILES = (
@@ -151,30 +147,30 @@ def write_config(folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: to
 def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None) -> Any:
     """Return transformers' configuration of the model, which it has accepted.
 
-    Raises CheckpointError: it refuses values; names each with the file that it is from.
+    Raises CheckpointError: it refuses values; names them with the file or setting that each is from.
     """
-    values, origins = _values_of(config, tokenizer, assets)
+    values, original = _values_of(config, tokenizer, assets)
     values["dtype"] = str(dtype).removeprefix("torch.")
-    is_given = assets is not None  # families' own values need no look at the model's class, which costs seconds
-    problems: list[str] = []
-    while True:
-        refused: Sequence[str] = ()
-        hf_config = None
-        try:
-            hf_config = _build(config.family, values, is_given)
-        except Exception as error:  # noqa: BLE001 - transformers refuses values with all kinds of them
-            refused = find_refused(lambda some: _build(config.family, some, is_given), values, error)
-            named = ", ".join(f"{key} = {format_json(values[key])} ({origins.get(key, '[model]')})" for key in refused)
-            problems.append(f"{named + ': ' if named else ''}{format_refusal(error)}. Correct it there.")
-            values = {key: value for key, value in values.items() if key not in refused}
-        if not refused or len(problems) == _MOST_REFUSED:
-            where = f"checkpoint: transformers {version('transformers')} refuses the config.json to be saved"
-            raise_problems(CheckpointError, where, problems)
-            return hf_config
+    build = partial(_build, config.family, is_given=assets is not None)
+    try:
+        return build(values)
+    except Exception as error:  # noqa: BLE001 - transformers refuses values with all kinds of them
+        named = []
+        for key in find_refused(build, values, error):
+            own = "the tokenizer" if key.endswith("_token_id") else "[model]"
+            origin = assets / "config.json" if assets and original.get(key, own) == values[key] else own
+            named.append(f"{key} = {format_json(values[key])} ({origin})")
+        raise CheckpointError(
+            f"checkpoint: transformers {version('transformers')} refuses the config.json to be saved: "
+            f"{', '.join(named)}: {format_refusal(error)}. Correct it there."
+        ) from None
 
 
 def _build(family: str, values: Mapping[str, Any], is_given: bool) -> Any:
-    """Build transformers' configuration from `values`; if they are a file's, try its class on the meta device, too."""
+    """Build transformers' configuration from `values`; if they are a file's, try its class on the meta device, too.
+
+    Families' own values need no such try, which costs seconds.
+    """
     from transformers import AutoConfig
 
     hf_config = AutoConfig.for_model(family, **copy.deepcopy(dict(values)))
@@ -187,13 +183,8 @@ def _build(family: str, values: Mapping[str, Any], is_given: bool) -> Any:
     return hf_config
 
 
-def _values_of(
-    config: ModelConfig, tokenizer: Any, assets: Path | None
-) -> tuple[dict[str, Any], dict[str, str | Path]]:
-    """Return what config.json is to say, and which file or setting the keys are from that are not `[model]`'s own.
-
-    The original config.json counts where titanlite has no setting for a key.
-    """
+def _values_of(config: ModelConfig, tokenizer: Any, assets: Path | None) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Return what config.json is to say, and the original, which counts where titanlite has no setting for a key."""
     path = None if assets is None else assets / "config.json"
     original = read_json(path, str(assets)) if path is not None and path.exists() else {}
     if original.get("model_type") != config.family:
@@ -201,20 +192,15 @@ def _values_of(
     ours = family_of(config).to_hf(config, original)
     replaced = {"model_type", "architectures", "dtype", *_REPLACED_KEYS, *KEY_ALIASES.values()}
     base = {key: value for key, value in original.items() if key not in replaced}
-    if (
-        count := original.get("num_hidden_layers")
-    ) != config.num_layers:  # what there is for each layer is derived anew
+    # What there is for each layer is derived anew.
+    if (count := original.get("num_hidden_layers")) != config.num_layers:
         base = {key: v for key, v in base.items() if not (isinstance(v, list) and len(v) == count)}
         if "max_window_layers" in base:
             base["max_window_layers"] = config.num_layers
-    origins: dict[str, str | Path] = {
-        key: path for key in base if path is not None and (key not in ours or ours[key] == base[key])
-    }
     if tokenizer is not None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if name not in base:
-                base[name], origins[name] = getattr(tokenizer, name), "the tokenizer"
-    return {**base, **ours}, origins
+            base.setdefault(name, getattr(tokenizer, name))
+    return {**base, **ours}, original
 
 
 def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
@@ -243,10 +229,8 @@ def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:
     path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def check_saved_tokenizer(
-    model_config: AnyModelConfig, tokenizer: Any, dataset: TrainDataset | None, *, is_new: bool
-) -> None:
-    """Compare the tokenizer with what `AutoTokenizer` will make of it in a saved folder, on `dataset`, if any.
+def check_saved_tokenizer(model_config: AnyModelConfig, tokenizer: Any, *, is_new: bool) -> None:
+    """Compare the tokenizer with what `AutoTokenizer` will make of it in a saved folder.
 
     Transformers builds the tokenizers of some models anew, in the form of the model's class. Of a model that is not new
     (`is_new`) the tokenizer cannot be chosen: it gets a warning.
@@ -263,7 +247,7 @@ def check_saved_tokenizer(
                 theirs = load_from_folder("AutoTokenizer", Path(folder))
             except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing more specific
                 return f"it raises {type(error).__name__}: {error}"
-        found = describe_other_ids(tokenizer, theirs, map(tokenizer.decode, _take_sequences(dataset)))
+        found = describe_other_ids(tokenizer, theirs)
         return f"its {type(theirs).__name__} reads {found}" if found else ""
 
     if not (found := on_first_rank(find)):
@@ -275,14 +259,6 @@ def check_saved_tokenizer(
         )
     if get_rank() == 0:
         logger.warning("%s%s. Load it with PreTrainedTokenizerFast.from_pretrained.", text, found)
-
-
-def _take_sequences(dataset: TrainDataset | None) -> list[list[int]]:
-    """Take evenly spaced sequences; none of a stream, which would be read from its start."""
-    if dataset is None or (count := dataset.num_train_sequences) is None:
-        return []
-    num = max(1, min(count, _COMPARED_SEQUENCES, _COMPARED_TOKENS // dataset.seq_len))
-    return [row.tolist() for row in dataset.batch(np.linspace(0, count - 1, num).astype(np.int64)).tokens]
 
 
 def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
