@@ -14,7 +14,6 @@ import re
 import secrets
 import shutil
 import socket
-import stat
 import traceback
 import zlib
 from collections.abc import Generator, Mapping, Sequence
@@ -25,7 +24,7 @@ import torch.distributed as dist
 
 from titanlite.base.agree import gather_objects, on_first_rank, raise_together
 from titanlite.base.errors import CheckpointError, TitanliteError, TransientError, raise_problems
-from titanlite.base.files import is_full, open_regular, sync
+from titanlite.base.files import check_regular, is_full, open_regular, sync
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json, shown
 from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, merge_crcs, write_items
@@ -37,7 +36,7 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _HIDDEN = re.compile(r"\.(step-\d+)(?:\.[^.]+)?\.(tmp|old|gone)")
 _CHUNK = 8 << 20
 # What a folder itself is to blame for. Others, such as a stale mount or a disk that does not answer, say nothing of it.
-_OF_DAMAGED_FOLDERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_OF_DAMAGED_FOLDERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def commit_folder(
@@ -50,7 +49,7 @@ def commit_folder(
 
     Collectives: four small ones over `group`; every rank must call, and all must see the same file system.
     """
-    temporary = _hidden(folder, on_first_rank(_new_token, group), "tmp")
+    temporary = on_first_rank(lambda: _hidden(folder, "tmp"), group)
     on_first = dist.get_rank(group) == 0
     try:
         with _together(folder, group):
@@ -63,7 +62,9 @@ def commit_folder(
         gathered = gather_objects(shares, group)
         with _together(folder, group):
             if on_first:
-                _write_rest(temporary, rest)
+                for name, content in rest.items():
+                    (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                    (temporary / name).write_bytes(content)
                 crcs = merge_crcs([header_crcs(files), *gathered])
                 written = {file.name: (file.nbytes, crcs[file.name]) for file in files}
                 written |= {name: (len(content), zlib.crc32(content)) for name, content in rest.items()}
@@ -81,13 +82,9 @@ def commit_folder(
         raise
 
 
-def _new_token() -> str:
-    """Return a part of a hidden folder's name that no other process has."""
-    return secrets.token_hex(8)
-
-
-def _hidden(folder: Path, token: str, kind: str) -> Path:
-    return folder.with_name(f".{folder.name}.{token}.{kind}")
+def _hidden(folder: Path, kind: str) -> Path:
+    """Return the path of a hidden folder next to `folder` that no other process has."""
+    return folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.{kind}")
 
 
 @contextmanager
@@ -98,7 +95,7 @@ def hidden_folder(folder: Path) -> Generator[Path]:
     """
     for path in folder.parent.glob(f".{glob.escape(folder.name)}.{'[0-9a-f]' * 16}.tmp"):
         shutil.rmtree(path, ignore_errors=True)
-    temporary = _hidden(folder, _new_token(), "tmp")
+    temporary = _hidden(folder, "tmp")
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -125,12 +122,6 @@ def _together(folder: Path, group: dist.ProcessGroup | None) -> Generator[None]:
     raise_together(CheckpointError, f"checkpoint: cannot save to {folder}", problems, group)
 
 
-def _write_rest(folder: Path, rest: Mapping[str, bytes]) -> None:
-    for name, content in rest.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-
-
 def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 1)) -> list[str]:
     """List what is wrong with the checkpoint in `folder`, by its manifest: files gone, of another size, or other bytes.
 
@@ -151,28 +142,17 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
     problems = []
     for name, entry in list(files.items())[share[0] :: share[1]]:
         path = folder / name
-        if os.path.isabs(name) or ".." in Path(name).parts:
-            problems.append(f"{shown(name)}: {MANIFEST_FILE} lists it, but it is outside of the checkpoint.")
-            continue
         try:
-            wanted, crc = int(entry["bytes"]), int(entry["crc32"], 16)
-        except (TypeError, KeyError, ValueError, OverflowError):
-            problems.append(f"{shown(name)}: its entry in {MANIFEST_FILE} is damaged.")
-            continue
-        try:
-            status = path.stat()
-            size = status.st_size
-            if not stat.S_ISREG(status.st_mode):
-                problems.append(f"{shown(name)}: is not a regular file.")  # reading a pipe or a device may never end
-            elif size != wanted:
+            size, wanted, crc = check_regular(path).st_size, entry["bytes"], entry["crc32"]
+            if size != wanted:
                 problems.append(f"{shown(name)}: has {size} bytes, {MANIFEST_FILE} says {wanted}.")
             elif checksums and _crc_of(path) != crc:
                 problems.append(f"{shown(name)}: its bytes are not those that were saved (CRC-32 differs).")
+        except (TypeError, KeyError, ValueError):
+            problems.append(f"{shown(name)}: its entry in {MANIFEST_FILE} is damaged.")
         except OSError as error:
             _raise_unless_damaged(folder, name, error)
             problems.append(f"{shown(name)}: {error.strerror}.")
-        except ValueError:
-            problems.append(f"{shown(name)}: is not the name of a file.")
     return problems
 
 
@@ -238,17 +218,16 @@ def remove_old(
     for step in steps[:-keep_latest] if keep_latest else ():
         if step != best and not (keep_every and step % keep_every == 0):
             path = step_folder(folder, step)
-            hidden = _hidden(path, _new_token(), "gone")
-            path.rename(hidden)  # never half a folder under a name that a resume would look at
+            hidden = path.rename(_hidden(path, "gone"))  # never half a folder under a name that a resume would look at
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _crc_of(path: Path) -> int:
+def _crc_of(path: Path) -> str:
     crc = 0
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
-    return crc
+    return f"{crc:08x}"
 
 
 def _appear(temporary: Path, folder: Path) -> None:

@@ -166,34 +166,27 @@ def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer) -> No
 def _match(
     where: str, states: Mapping[str, StoredTensor], plan: Plan, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[torch.Tensor, str, str]]:
-    """Yield (parameter, state name, key) of every stored state.
+    """Yield (parameter, state name, key) of every stored state, in the order of the model, the same on all ranks.
 
     Raises CheckpointError: a state has no trained parameter or another shape, or a parameter has not all its states.
     """
-    optimized = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    params = {entry.fqn: entry.tensor for entry in plan.entries if id(entry.tensor) in optimized}
-    problems, found = [], []
-    covered: dict[str, set[str]] = {}
-    for key, tensor in states.items():
-        name, _, fqn = key.partition(".")
-        covered.setdefault(fqn, set()).add(name)
-        param = params.get(fqn)
-        if param is None:
-            problems.append(f"{key}: the model has no parameter {fqn} that is trained.")
-        elif name != "step" and tensor.shape != tuple(param.shape):
-            problems.append(f"{key}: has shape {tensor.shape}, the parameter {tuple(param.shape)}.")
-        else:
-            found.append((param, name, key))
-    problems += [f"{fqn}: the optimizer has no state for it." for fqn in params if states and fqn not in covered]
-    needed = {id(param): group["state_names"] for group in optimizer.param_groups for param in group["params"]}
-    for fqn, names in covered.items():
-        if fqn in params and names != set(needed[id(params[fqn])]):
-            stored, wanted = (", ".join(sorted(some)) for some in (names, needed[id(params[fqn])]))
-            problems.append(f"{fqn}: has {stored}, but optimizer.name needs {wanted}. Set the one that was used.")
+    names = {id(param): group["state_names"] for group in optimizer.param_groups for param in group["params"]}
+    trained = [entry for entry in plan.entries if id(entry.tensor) in names]
+    wanted = {
+        f"{name}.{entry.fqn}": (entry.tensor, name) for entry in trained for name in sorted(names[id(entry.tensor)])
+    }
+    remedy = "Set optimizer.name, optimizer.freeze and what else chooses them as it was."
+    problems = [
+        f"{key}: the optimizer trains no parameter with this state. {remedy}" for key in states if key not in wanted
+    ]
+    problems += [
+        f"{key}: missing, but the optimizer needs it. {remedy}" for key in wanted if states and key not in states
+    ]
+    for key, (param, name) in wanted.items():
+        if key in states and name != "step" and states[key].shape != tuple(param.shape):
+            problems.append(f"{key}: has shape {states[key].shape}, the parameter {tuple(param.shape)}.")
     raise_problems(CheckpointError, where, problems)
-    # In the order of the model and not of the files, the same on all ranks.
-    position = {id(param): i for i, param in enumerate(params.values())}
-    yield from sorted(found, key=lambda match: (position[id(match[0])], match[1]))
+    yield from ((param, name, key) for key, (param, name) in wanted.items() if key in states)
 
 
 def _empty_state(
