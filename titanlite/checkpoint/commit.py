@@ -1,8 +1,8 @@
 """A checkpoint folder appears complete or not at all, and says itself what belongs to it.
 
-Ranks write into a hidden temporary folder of their own; the manifest with the size and CRC-32 of every file that was to
-be written comes last; everything is flushed to the disk; one rename makes the folder visible. A process may be killed
-at any moment of this.
+All ranks write into one hidden temporary folder. The manifest, with the size and Adler-32 of every file, is written
+last. Then everything is flushed to the disk, and one rename makes the folder visible. A process may be killed at any
+moment of this.
 """
 
 import errno
@@ -27,7 +27,7 @@ from titanlite.base.errors import CheckpointError, TitanliteError, TransientErro
 from titanlite.base.files import check_regular, is_full, open_regular, sync
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json, shown
-from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, merge_crcs, write_items
+from titanlite.checkpoint.writer import FileLayout, checksum, create_files, write_items
 
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
 BEST = "best"  # link next to the checkpoints that leads to the best of them
@@ -56,20 +56,19 @@ def commit_folder(
             if on_first:
                 temporary.mkdir(parents=True)
                 create_files(temporary, files)
-        shares: dict[str, int] = {}
+        share: dict[str, tuple[int, int]] = {}
         with _together(folder, group):
-            shares = write_items(temporary, files, f"writing {folder}")
-        gathered = gather_objects(shares, group)
+            share = write_items(temporary, files, f"writing {folder}")
+        shares = gather_objects(share, group)
         with _together(folder, group):
             if on_first:
                 for name, content in rest.items():
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                     (temporary / name).write_bytes(content)
-                crcs = merge_crcs([header_crcs(files), *gathered])
-                written = {file.name: (file.nbytes, crcs[file.name]) for file in files}
-                written |= {name: (len(content), zlib.crc32(content)) for name, content in rest.items()}
-                entries = {name: {"bytes": n, "crc32": f"{crc:08x}"} for name, (n, crc) in sorted(written.items())}
-                manifest = json.dumps({"format": 1, "files": entries}, indent=1) + "\n"
+                entries = {file.name: {"bytes": file.nbytes, "adler32": checksum(file, shares)} for file in files}
+                for name, content in rest.items():
+                    entries[name] = {"bytes": len(content), "adler32": f"{zlib.adler32(content):08x}"}
+                manifest = json.dumps({"format": 1, "files": dict(sorted(entries.items()))}, indent=1) + "\n"
                 (temporary / OWN_FOLDER).mkdir(exist_ok=True)
                 (temporary / MANIFEST_FILE).write_text(manifest, encoding="ascii")
                 raise_problems(CheckpointError, "another process changed it", check_folder(temporary))
@@ -143,11 +142,13 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
     for name, entry in list(files.items())[share[0] :: share[1]]:
         path = folder / name
         try:
-            size, wanted, crc = check_regular(path).st_size, entry["bytes"], entry["crc32"]
+            size, wanted = check_regular(path).st_size, entry["bytes"]
+            kind = "crc32" if "crc32" in entry else "adler32"  # the former in older versions
+            value = entry[kind]
             if size != wanted:
                 problems.append(f"{shown(name)}: has {size} bytes, {MANIFEST_FILE} says {wanted}.")
-            elif checksums and _crc_of(path) != crc:
-                problems.append(f"{shown(name)}: its bytes are not those that were saved (CRC-32 differs).")
+            elif checksums and _checksum_of(path, kind) != value:
+                problems.append(f"{shown(name)}: its bytes are not those that were saved (the checksum differs).")
         except (TypeError, KeyError, ValueError):
             problems.append(f"{shown(name)}: its entry in {MANIFEST_FILE} is damaged.")
         except OSError as error:
@@ -222,12 +223,13 @@ def remove_old(
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _crc_of(path: Path) -> str:
-    crc = 0
+def _checksum_of(path: Path, kind: str) -> str:
+    update = getattr(zlib, kind)
+    value = update(b"")
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return f"{crc:08x}"
+            value = update(chunk, value)
+    return f"{value:08x}"
 
 
 def _appear(temporary: Path, folder: Path) -> None:

@@ -10,11 +10,10 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,7 +26,8 @@ from titanlite.materialize import Region
 FILE_BYTES = 4 * 1024**3
 _JOB_BYTES = 1 << 20
 _ALIGN = 64  # bytes
-_POLYNOMIAL = np.uint32(0xEDB88320)  # of CRC-32, reflected, as zlib has it: the highest bit is x^0
+_ADLER_BASE = 65521
+_Sums = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ def create_files(folder: Path, files: Iterable[FileLayout]) -> None:
             handle.truncate(file.nbytes)
 
 
-def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[str, int]:
-    """Write this rank's items in place and flush them to the disk; return this rank's share of each file's CRC-32.
+def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[str, _Sums]:
+    """Write this rank's items in place and flush them to the disk; return its share of each file's `checksum`.
 
-    The shares of all ranks and of the header, exclusive-ored, are the checksum. `text` names the work.
+    `text` names the work.
     """
-    shares: dict[str, int] = {}
+    shares: dict[str, _Sums] = {}
     total = sum(item.nbytes for file in files for item, _ in file.items if item.mine)
     folder_bytes, threads = sum(file.nbytes for file in files), io_threads()
     with timed(text, total, folder_bytes):
@@ -114,12 +114,11 @@ def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[st
             # Not O_RDWR: NFS would read the rest of a page and write it back, over what another machine wrote there.
             descriptor = os.open(folder / file.name, os.O_WRONLY)
             try:
-                written = run_jobs((partial(_write, descriptor, *part) for part in parts), threads)
+                written = run_jobs((partial(_write, descriptor, file.nbytes, *part) for part in parts), threads)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            ends, crcs = zip(*chain.from_iterable(written), strict=True)
-            shares[file.name] = combine(np.array(crcs, dtype=np.uint32), file.nbytes - np.array(ends))
+            shares[file.name] = _add(written)
     return shares
 
 
@@ -130,70 +129,41 @@ def _boxes(item: Item) -> Iterator[Region]:
 
 
 @torch.no_grad()
-def _write(descriptor: int, item: Item, base: int, box: Region) -> list[tuple[int, int]]:
-    """Write one part of an item; return the first byte after each write, and its CRC-32."""
+def _write(descriptor: int, file_bytes: int, item: Item, base: int, box: Region) -> _Sums:
+    """Write one part of an item; return its share of the file's checksum."""
     if item.read is not None:
         values = item.read(box)
     else:  # cast where it is
         local = item.local.reshape(item.local_region.lengths)
         values = local[box.within(item.local_region).slices].to(item.dtype).to("cpu")
-    memory, size, written = bytes_of(values.contiguous().view(-1)), item.dtype.itemsize, []
+    memory, size, at, sums = bytes_of(values.contiguous().view(-1)), item.dtype.itemsize, 0, [(0, 0)]
     for first, length in box.within(item.region).runs(item.region.lengths):
-        view, end = memory[: length * size], base + (first + length) * size
-        memory = memory[length * size :]
-        written.append((end, zlib.crc32(view)))
+        view, end = memory[at : (at := at + length * size)], base + (first + length) * size
+        sums.append(_sums(view, file_bytes - end))
         while view:
             view = view[os.pwritev(descriptor, [view], end - len(view)) :]
-    return written
+    return _add(sums)
 
 
-def header_crcs(files: Iterable[FileLayout]) -> dict[str, int]:
-    """Return the share of each header in the CRC-32 of its file."""
-    return {
-        file.name: combine(
-            np.array([zlib.crc32(file.header)], dtype=np.uint32), np.array([file.nbytes - len(file.header)])
-        )
-        for file in files
-    }
+def checksum(file: FileLayout, shares: Iterable[Mapping[str, _Sums]]) -> str:
+    """Return the Adler-32 of a file whose ranks gave `shares`, in hex.
 
-
-def merge_crcs(shares: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Combine the shares of all ranks and of the headers to the checksums of the files."""
-    merged: dict[str, int] = {}
-    for share in shares:
-        for name, crc in share.items():
-            merged[name] = merged.get(name, 0) ^ crc
-    return merged
-
-
-def combine(crcs: np.ndarray, bytes_after: np.ndarray) -> int:
-    """Return the exclusive or of the CRC-32 `crcs` (N,), each moved past its `bytes_after` (N,).
-
-    CRC-32 is linear: over all parts of a file this is `zlib.crc32` of the file, over those of one rank its share of it.
-    Moving past n bytes multiplies by x^(8n) modulo the polynomial.
+    Its two sums, of the bytes and of the bytes times their distances from the end, can be added up in any order.
     """
-    if not len(crcs):
-        return 0
-    moved = crcs.astype(np.uint32)
-    power = np.full(1, 1 << 30, dtype=np.uint32)  # x^1
-    for _ in range(3):  # to x^8: one byte
-        power = _multiply(power, power)
-    rest = bytes_after.astype(np.int64)
-    while rest.any():
-        odd = (rest & 1).astype(bool)
-        moved[odd] = _multiply(moved[odd], np.broadcast_to(power, (int(odd.sum()),)))
-        power = _multiply(power, power)
-        rest = rest >> 1
-    return int(np.bitwise_xor.reduce(moved))
+    header = _sums(memoryview(file.header), file.nbytes - len(file.header))
+    first, second = _add([(1, file.nbytes), header, *(share[file.name] for share in shares if file.name in share)])
+    return f"{second % _ADLER_BASE << 16 | first % _ADLER_BASE:08x}"
 
 
-def _multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Multiply polynomials over GF(2), modulo the CRC's polynomial."""
-    product, b = np.zeros_like(a), b.copy()
-    for bit in range(31, -1, -1):
-        product ^= np.where((a >> np.uint32(bit)) & np.uint32(1), b, np.uint32(0))
-        b = (b >> np.uint32(1)) ^ np.where(b & np.uint32(1), _POLYNOMIAL, np.uint32(0))
-    return product
+def _sums(view: memoryview, bytes_after: int) -> _Sums:
+    value = zlib.adler32(view, 0)
+    first = value & 0xFFFF
+    return first, (value >> 16) + bytes_after * first
+
+
+def _add(sums: Iterable[_Sums]) -> _Sums:
+    first, second = map(sum, zip(*sums, strict=True))
+    return first, second
 
 
 def snapshot(files: Sequence[FileLayout], kept: torch.Tensor | None) -> tuple[list[FileLayout], torch.Tensor]:

@@ -90,7 +90,7 @@ def test_folder_with_everything_that_belongs_to_it(tmp_path, process_group):
     assert len(files) == 2
     for name, entry in listed.items():
         content = (folder / name).read_bytes()
-        assert (entry["bytes"], int(entry["crc32"], 16)) == (len(content), zlib.crc32(content)), name
+        assert entry == {"bytes": len(content), "adler32": f"{zlib.adler32(content):08x}"}, name
     assert torch.equal(load_file(folder / files[1].name)["b"], torch.full((100,), 2.0))
     assert check_folder(folder, checksums=True) == []
 
@@ -286,7 +286,7 @@ def test_flipped_bit_is_found_with_checksums_only(tmp_path):
     path.write_bytes(content)
     assert check_folder(folder) == []
     assert check_folder(folder, checksums=True) == [
-        "titanlite/rng.safetensors: its bytes are not those that were saved (CRC-32 differs)."
+        "titanlite/rng.safetensors: its bytes are not those that were saved (the checksum differs)."
     ]
 
 
@@ -489,10 +489,10 @@ def test_a_file_system_that_does_not_answer_is_no_damage(tmp_path, number, monke
     """Taken for damage, it would set every checkpoint aside, and the run would begin anew."""
     folder = complete_folder(tmp_path / "step-1")
 
-    def failing(path):
+    def failing(path, kind):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("titanlite.checkpoint.commit._crc_of", failing)
+    monkeypatch.setattr("titanlite.checkpoint.commit._checksum_of", failing)
     with pytest.raises(
         TransientError, match=f"cannot read model.safetensors: {os.strerror(number)}. The checkpoint is"
     ):
