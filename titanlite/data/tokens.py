@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -55,16 +55,6 @@ class TokenizedCorpus:
         return str(files[document]) if known else f"document {document + 1} of {self.num_documents}"
 
 
-@dataclass(frozen=True)
-class _Header:
-    """Header of a token file, kept in a JSON file next to it."""
-
-    dtype: str
-    num_tokens: int
-    num_documents: int
-    num_bytes: int
-
-
 def build_tokens(data: DataSection, corpus: Corpus, tokenizer: "PreTrainedTokenizerFast") -> TokenizedCorpus:
     """Tokenize `corpus`, or map the file made by an earlier call for the same text and the same tokenizer.
 
@@ -87,16 +77,16 @@ def build_tokens(data: DataSection, corpus: Corpus, tokenizer: "PreTrainedTokeni
     ).hexdigest()[:32]
     path = get_cache_folder(data) / "tokens" / f"{key}.bin"
 
-    def load() -> tuple[np.ndarray, _Header] | None:
+    def load() -> tuple[np.ndarray, int] | None:
         return _load(path, dtype, eos_token_id)
 
     def build() -> None:
         _write(path, corpus, get_plain_encoder(serialized), prefix, eos_token_id, dtype)
 
-    (tokens, header), elapsed_s = load_or_build(path, load, build)
+    (tokens, num_documents), elapsed_s = load_or_build(path, load, build)
     if elapsed_s:
         logger.info("data: tokenized %.1f MB in %.1f s", corpus.num_bytes / 1e6, elapsed_s)
-    return TokenizedCorpus(tokens, eos_token_id, vocab_size, header.num_documents, corpus)
+    return TokenizedCorpus(tokens, eos_token_id, vocab_size, num_documents, corpus)
 
 
 @lru_cache(maxsize=2)  # several sources share one: of 150 k tokens it takes half a second and 50 MB
@@ -139,22 +129,20 @@ def _write(
                     num_documents += 1
                 file.write(np.array(ids, dtype=dtype).tobytes())
                 num_tokens += len(ids)
-        num_bytes = file.tell()
-    header = _Header(dtype, num_tokens, num_documents, num_bytes)
     # The header comes last: it is what makes the tokens valid.
     with write_atomic(path.with_suffix(".json")) as file:
-        file.write(json.dumps(asdict(header)).encode())
+        file.write(json.dumps({"num_tokens": num_tokens, "num_documents": num_documents}).encode())
 
 
-def _load(path: Path, dtype: str, eos_token_id: int) -> tuple[np.ndarray, _Header] | None:
-    """Map the tokens; None if a file is missing, cut off, or contradicts its header."""
+def _load(path: Path, dtype: str, eos_token_id: int) -> tuple[np.ndarray, int] | None:
+    """Map the tokens and return the number of documents; None if a file is missing, cut off, or contradicts the header.
+
+    The header is a JSON file next to the tokens.
+    """
     try:
-        header = _Header(**json.loads(path.with_suffix(".json").read_bytes()))
-        num_bytes = path.stat().st_size
-    except (FileNotFoundError, ValueError, TypeError):  # TypeError: other keys than those of _Header
+        header = json.loads(path.with_suffix(".json").read_bytes())
+        tokens = np.memmap(path, dtype=dtype, mode="r")  # ValueError: part of a token, or nothing
+        is_valid = len(tokens) == header["num_tokens"] and tokens[-1] == eos_token_id
+        return (tokens, int(header["num_documents"])) if is_valid else None
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    expected = _Header(dtype, num_bytes // np.dtype(dtype).itemsize, header.num_documents, num_bytes)
-    if header != expected or num_bytes == 0:
-        return None
-    tokens = np.memmap(path, dtype=dtype, mode="r", shape=(header.num_tokens,))
-    return (tokens, header) if tokens[-1] == eos_token_id else None

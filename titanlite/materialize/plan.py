@@ -169,8 +169,7 @@ def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str,
 
 
 def _declarations(model: nn.Module, infos: Mapping[str, TensorInfo], problems: list[str]) -> dict[str, Source]:
-    declared: dict[str, Source] = {}
-    owners: dict[str, str] = {}
+    declared = _Claims(infos, problems)
     for raw_prefix, module in model.named_modules():
         # On the type: a wrapper (torch.compile) forwards the attributes of the module inside, which speaks for itself.
         declare = getattr(type(module), "declare_sources", None)
@@ -179,33 +178,40 @@ def _declarations(model: nn.Module, infos: Mapping[str, TensorInfo], problems: l
         prefix = clean_name(raw_prefix)
         where = f"{_class_name(module)} '{prefix}'" if prefix else _class_name(module)
         for name, source in declare(module).items():
-            fqn = f"{prefix}.{name}" if prefix else name
             if isinstance(source, Alias) and prefix:
                 source = Alias(f"{prefix}.{source.target}")
-            if fqn not in infos:
-                problems.append(
-                    f"{fqn}: {where} declares a source for it, but there is no such tensor. Correct the name."
-                )
-            elif fqn in declared:
-                problems.append(
-                    f"{fqn}: two sources, '{declared[fqn]}' declared by {owners[fqn]} and '{source}' by {where}. "
-                    "Remove one."
-                )
-            else:
-                declared[fqn], owners[fqn] = source, where
-    return declared
+            declared.add(f"{prefix}.{name}" if prefix else name, source, where)
+    return declared.sources
 
 
 def _class_name(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")  # `fully_shard` derives an FSDPName from Name
 
 
+class _Claims:
+    """Sources by name, each with who claims it; unknown names and second claims are problems."""
+
+    def __init__(self, infos: Mapping[str, TensorInfo], problems: list[str]) -> None:
+        self.sources, self._claimers = dict[str, Source](), dict[str, str]()
+        self._infos, self._problems = infos, problems
+
+    def add(self, fqn: str, source: Source, who: str) -> None:
+        if fqn not in self._infos:
+            self._problems.append(f"{fqn}: unexpected, {who} has it and the model does not.")
+        elif fqn in self.sources:
+            self._problems.append(
+                f"{fqn}: two sources, '{self.sources[fqn]}' from {self._claimers[fqn]} and '{source}' from {who}. "
+                "Remove one."
+            )
+        else:
+            self.sources[fqn], self._claimers[fqn] = source, who
+
+
 def _claims(
     sources: Sequence[SourceProvider | Mapping[str, Source]], infos: Mapping[str, TensorInfo], problems: list[str]
 ) -> tuple[dict[str, Source], list[str], set[str]]:
     """Collect the claims of `sources` by name, the providers that must be complete, and names with an unfit claim."""
-    claimed: dict[str, Source] = {}
-    claimers: dict[str, str] = {}
+    claimed = _Claims(infos, problems)
     complete: list[str] = []
     unfit: set[str] = set()
     for given in sources:
@@ -216,16 +222,9 @@ def _claims(
             if isinstance(source, Unfit):
                 problems.append(f"{fqn}: {source.reason}")
                 unfit.add(fqn)
-            elif fqn not in infos:
-                problems.append(f"{fqn}: unexpected, {provider.name} has it and the model does not.")
-            elif fqn in claimed:
-                problems.append(
-                    f"{fqn}: two sources, '{claimed[fqn]}' from {claimers[fqn]} and '{source}' from {provider.name}. "
-                    "Remove one."
-                )
             else:
-                claimed[fqn], claimers[fqn] = source, provider.name
-    return claimed, complete, unfit
+                claimed.add(fqn, source, provider.name)
+    return claimed.sources, complete, unfit
 
 
 def _check_aliases(

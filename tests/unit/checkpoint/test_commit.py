@@ -489,7 +489,7 @@ def test_a_file_system_that_does_not_answer_is_no_damage(tmp_path, number, monke
     """Taken for damage, it would set every checkpoint aside, and the run would begin anew."""
     folder = complete_folder(tmp_path / "step-1")
 
-    def failing(path, kind):
+    def failing(*_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("titanlite.checkpoint.commit._checksum_of", failing)
@@ -499,6 +499,6 @@ def test_a_file_system_that_does_not_answer_is_no_damage(tmp_path, number, monke
         check_folder(folder, checksums=True)
     assert check_folder(folder) == []
 
-    monkeypatch.setattr(Path, "stat", failing)
+    monkeypatch.setattr("titanlite.checkpoint.commit.check_regular", failing)
     with pytest.raises(TransientError, match=f"cannot read model.safetensors: {os.strerror(number)}"):
         check_folder(folder)

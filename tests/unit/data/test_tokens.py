@@ -157,17 +157,12 @@ def _cut_header(file: Path) -> None:
 
 def _change_header(file: Path) -> None:
     header = json.loads(file.with_suffix(".json").read_text())
-    file.with_suffix(".json").write_text(json.dumps(header | {"dtype": "uint32"}))
-
-
-def _add_to_header(file: Path) -> None:
-    header = json.loads(file.with_suffix(".json").read_text())
-    file.with_suffix(".json").write_text(json.dumps(header | {"unknown": 1}))
+    file.with_suffix(".json").write_text(json.dumps(header | {"num_tokens": header["num_tokens"] + 1}))
 
 
 DAMAGES = [
     *(Path.unlink, _truncate, _empty, _grow, _zero_end_with_ones),
-    *(_remove_header, _cut_header, _change_header, _add_to_header),
+    *(_remove_header, _cut_header, _change_header),
 ]
 
 

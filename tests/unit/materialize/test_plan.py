@@ -90,7 +90,7 @@ def test_two_checkpoints():
 
 def test_two_declarations():
     text = refuse(Outer({"x.w": ONES}, x=Part()))
-    assert "x.w: two sources, 'init constant(value=1)' declared by Outer and 'init constant()' by Part 'x'." in text
+    assert "x.w: two sources, 'init constant(value=1)' from Outer and 'init constant()' from Part 'x'." in text
 
 
 def test_claim_on_a_tensor_with_a_value():
@@ -108,10 +108,10 @@ def test_two_declarations_of_a_tied_tensor():
 
 
 def test_unknown_names():
-    assert "x.v: Part 'x' declares a source for it, but there is no such tensor." in refuse(
+    assert "x.v: unexpected, Part 'x' has it and the model does not." in refuse(
         Outer(x=Part({"w": ZEROS, "b": ZEROS, "v": ZEROS}))
     )
-    assert "v: Part declares a source for it" in refuse(Part({"w": ZEROS, "b": ZEROS, "v": ZEROS}))
+    assert "v: unexpected, Part has it" in refuse(Part({"w": ZEROS, "b": ZEROS, "v": ZEROS}))
     assert "q.*: unexpected, sources has it and the model does not." in refuse(Part(), {"q.*": ZEROS})
     assert "nope: unexpected, checkpoint state dict has it" in refuse(
         Part(), checkpoint(w=torch.zeros(2, 3), b=torch.zeros(4), nope=torch.zeros(1))
