@@ -85,34 +85,41 @@ class Checkpointer:
 
     def _find(self) -> Progress | None:
         """Return the checkpoint to resume from; rank 0 chooses, all ranks help with checksums."""
-        refused: list[int] = []
+        asked, refused = self._section.load_step, list[int]()
         while True:
-            step, newest = on_first_rank(lambda: self._choose(refused), self.group)
-            if step is None:
-                if newest is not None:
-                    self._refuse_newer(0, newest)
+            complete = on_first_rank(lambda: self._list_complete(refused), self.group)
+            if asked > 0 and asked not in complete:
+                raise CheckpointError(
+                    f"checkpoint.load_step: {self.folder} has no step-{asked}. Complete checkpoints there: "
+                    f"{', '.join(map(str, reversed(complete))) or 'none'}."
+                )
+            if asked >= 0 and complete and complete[0] > asked:
+                raise CheckpointError(
+                    f"checkpoint.load_step = {asked}: {self.folder} holds step-{complete[0]} of an earlier run, which "
+                    "the next resume would choose over what this run saves. Move the later checkpoints away, or set "
+                    "another job.dump_folder."
+                )
+            if not complete or asked == 0:
                 return None
-            folder, problems = step_folder(self.folder, step), list[str]()
+            folder, problems = step_folder(self.folder, complete[0]), list[str]()
             if self._section.verify_checksums:  # every rank reads its share of the files
                 mine = check_folder(folder, checksums=True, share=(dist.get_rank(), dist.get_world_size()))
                 problems = [problem for found in gather_objects(mine, self.group) for problem in found]
-            if problems and self._section.load_step < 0:
-                self._pass_over(folder, problems)
-                refused.append(step)
-                continue
-            raise_problems(CheckpointError, f"checkpoint {folder}", problems)
-            if newest is not None and newest > step and self._section.load_step >= 0:
-                self._refuse_newer(step, newest)
-            logger.info("checkpoint: resuming from %s", folder)
-            progress, rest = on_first_rank(lambda at=folder: (Progress.read(at), how_to_finish(at)), self.group)
-            self._saved_step = -1 if rest else step  # weights in another form than their own: the run saves it anew
-            return progress
+            if not problems:
+                break
+            if asked > 0:
+                raise_problems(CheckpointError, f"checkpoint {folder}", problems)
+            self._pass_over(folder, problems)
+            refused.append(complete[0])
+        logger.info("checkpoint: resuming from %s", folder)
+        progress, rest = on_first_rank(lambda: (Progress.read(folder), how_to_finish(folder)), self.group)
+        self._saved_step = -1 if rest else complete[0]  # weights in another form than their own: the run saves it anew
+        return progress
 
-    def _choose(self, refused: Sequence[int]) -> tuple[int | None, int | None]:
-        """Return (step to resume from, newest complete step); on rank 0."""
+    def _list_complete(self, refused: Sequence[int]) -> list[int]:
+        """List the steps of complete checkpoints, descending; the newest alone if that is asked for. On rank 0."""
         commit.clean_up(self.folder)
-        asked = self._section.load_step
-        complete = []
+        asked, complete = self._section.load_step, list[int]()
         for step in reversed(commit.list_steps(self.folder)):
             if step in refused:
                 continue
@@ -126,20 +133,7 @@ class Checkpointer:
                 raise_problems(CheckpointError, f"checkpoint {folder}", problems)
             elif asked < 0:
                 self._pass_over(folder, problems)
-        newest = complete[0] if complete else None
-        if asked > 0 and asked not in complete:
-            there = ", ".join(map(str, reversed(complete))) or "none"
-            raise CheckpointError(
-                f"checkpoint.load_step: {self.folder} has no step-{asked}. Complete checkpoints there: {there}."
-            )
-        return (newest if asked < 0 else asked or None), newest
-
-    def _refuse_newer(self, step: int, newest: int) -> None:
-        raise CheckpointError(
-            f"checkpoint.load_step = {step}: {self.folder} holds step-{newest} of an earlier run, which the next "
-            "resume would choose over what this run saves. Move the later checkpoints away, or set another "
-            "job.dump_folder."
-        )
+        return complete
 
     def _pass_over(self, folder: Path, problems: Sequence[str]) -> None:
         """Warn why `folder` is not resumed from, and rename it: this run will save the same step."""

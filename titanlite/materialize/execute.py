@@ -187,11 +187,7 @@ def _fill_one(entry: TensorEntry, seed: int) -> None:
             raise PlanError(
                 f"{entry.fqn}: {source} gave shape {tuple(value.shape)}, the model expects {entry.info.shape}."
             )
-        value = value[entry.region.slices]
-        if entry.encoding is None:
-            local.copy_(value)
-        else:
-            write_rows(entry.encoding, value.to(local.device), local)
+        local.copy_(value[entry.region.slices])
 
 
 def _draw_encoded(entry: TensorEntry, recipe: Recipe, seed: int) -> None:
