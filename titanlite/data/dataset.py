@@ -91,24 +91,30 @@ class TrainDataset(Protocol):
     @property
     def num_train_sequences(self) -> int | None:
         """Sequences of one epoch; None for a stream, whose end is not known."""
+        ...
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id that a batch can hold."""
+        ...
 
     @property
     def form(self) -> str:
         """Form of the rows: "text", or one of `features/sft/forms.py`, such as "preference" for pairs."""
+        ...
 
     @property
     def fingerprint(self) -> str:
         """Description of the sequences in words: equal for equal sequences."""
+        ...
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the training samples [start, stop)."""
+        ...
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the sequences `indices` (B,), as CPU tensors in that order."""
+        ...
 
 
 class SequenceDataset(TrainDataset, Protocol):
@@ -118,6 +124,7 @@ class SequenceDataset(TrainDataset, Protocol):
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
+        ...
 
 
 class Source(NamedTuple):
@@ -137,9 +144,11 @@ class Mixture(Protocol):
     @property
     def sources(self) -> list[Source]:
         """The sources with their shares of the training sequences."""
+        ...
 
     def get_taken(self, seed: int, samples: int) -> dict[str, int]:
         """Return the position of each source, in sequences, before training sample `samples`."""
+        ...
 
     def go_on(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
         """Continue each source at sample `samples` after its `taken` sequences; sources that are new begin at 0."""

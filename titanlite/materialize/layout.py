@@ -87,25 +87,32 @@ class Encoding(Protocol):
     @property
     def name(self) -> str:
         """Return the name of the form in plans."""
+        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Global shape of the values."""
+        ...
 
     def values_in(self, stored: Region) -> Region:
         """Return the region of the values that lies in `stored`, a region of the tensor itself."""
+        ...
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Encode rows of values (N, W) as bytes (N, bytes of a row), uint8."""
+        ...
 
     def keeps(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
         """Return True if a file's codes of `dtype`, with a factor for each `block`, are kept as they are."""
+        ...
 
     def keep(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Encode such codes (N, W) and the factors of each row's blocks, (N, blocks), without loss."""
+        ...
 
     def count_not_finite(self, local: torch.Tensor) -> int:
         """Count the groups of values with a common factor that have one that is NaN or infinite."""
+        ...
 
 
 _ENCODING, _ELSEWHERE, _SHARING_GROUP = "encoding", "is_held_elsewhere", "sharing_group"

@@ -129,6 +129,7 @@ class SourceProvider(Protocol):
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
         """Claim (fully qualified name, source). Unknown names and double claims are reported as such."""
+        ...
 
 
 class Patterns:

@@ -157,7 +157,7 @@ def test_all_problems_in_one_error():
     model = Outer({"x.w": ONES, "ghost": ONES}, x=Part(), y=Part({}), z=Part(), k=Part(device="cpu"))
     text = refuse(model, {"k.b": ONES, "q": ONES}, checkpoint(z__w=torch.zeros(1)))
     for part in (
-        "ghost: Outer declares a source for it",
+        "ghost: unexpected, Outer has it",
         "x.w: two sources",
         "y.w: parameter (2, 3) of Part has no source",
         "y.b: buffer (4,) of Part has no source",
