@@ -1,10 +1,10 @@
 """Processes of titanlite forked from one that has imported everything: a start costs milliseconds, not seconds.
 
-`RankServer` runs it, and makes stand-ins for Python: `python -m titanlite...` hands its arguments, folder, environment
-and standard streams over a socket, and ends as the forked process does. That process goes when the stand-in is killed,
-or whoever started it. torchrun starts ranks by the same stand-in (PYTHON_EXEC). Everything else is Python itself, and
-so is what the fork would see with other eyes: another copy of titanlite, or another value of a variable that is read
-when torch, transformers or Python are imported.
+`RankServer` runs it, and makes stand-ins for Python: `python -m titanlite...`, and a file of `scripts/`, hands its
+arguments, folder, environment and standard streams over a socket, and ends as the forked process does. That process
+goes when the stand-in is killed, or whoever started it. torchrun starts ranks by the same stand-in (PYTHON_EXEC).
+Everything else is Python itself, and so is what the fork would see with other eyes: another copy of titanlite, or
+another value of a variable that is read when torch, transformers or Python are imported.
 This file is a script, too: `python rank_server.py SOCKET STAND_IN`.
 """
 
@@ -34,7 +34,7 @@ COPY = "TEST_COPY"  # environment variable: a copy of the checkout, for which th
 # Variables that are read while something is imported, by their beginnings; of these, some are read later.
 READ_AT_IMPORT = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
 READ_AT_IMPORT += ("TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")
-READ_LATER = ("PYTHON_EXEC", "PYTHONPATH", "PYTHONUNBUFFERED")
+READ_LATER = ("PYTHON_EXEC", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED")
 READ_LATER += ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # from the launcher to ranks
 NAMESPACE = "/proc/self/ns/net"
 STUB = """#!{python} -IS
@@ -42,12 +42,15 @@ import array, ctypes, json, os, signal, socket, sys
 unbuffered = sys.argv[1:2] == ["-u"]  # as torchrun starts ranks
 arguments = sys.argv[2:] if unbuffered else sys.argv[1:]
 def is_served():
-    if len(arguments) < 2 or arguments[0] != "-m" or arguments[1].partition(".")[0] != "titanlite":
+    trees = ({root!r}, os.environ.get({copy!r}, {root!r}))
+    file = os.path.abspath("".join(arguments[:1]))
+    is_script = file.endswith(".py") and any(file.startswith(tree + "/scripts/") for tree in trees)
+    if not is_script and (arguments[:1] != ["-m"] or "".join(arguments[1:2]).partition(".")[0] != "titanlite"):
         return False
     read = {{k: v for k, v in os.environ.items() if k.startswith({read_at_import!r}) and k not in {read_later!r}}}
     places = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(":"), {root!r}]
     place = next(place for place in places if place and os.path.exists(place + "/titanlite/__init__.py"))
-    return read == {environment!r} and place in ({root!r}, os.environ.get({copy!r}))
+    return read == {environment!r} and place in trees
 if not is_served():
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a rank's own `end_with_launcher` is about the server
@@ -235,7 +238,7 @@ def _become(request: tuple[list[str], dict[str, str], str, int], fds: list[int],
         os.close(fd)
     os.environ.clear()
     os.environ.update(environment)
-    if arguments[1] == "titanlite.launch":
+    if arguments[:2] == ["-m", "titanlite.launch"]:
         os.environ["PYTHON_EXEC"] = python
     os.chdir(cwd)
     os.umask(umask)
@@ -247,8 +250,10 @@ def _become(request: tuple[list[str], dict[str, str], str, int], fds: list[int],
         stream.reconfigure(line_buffering=by_line, write_through=at_once)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    sys.path[0] = cwd
-    sys.argv, sys.orig_argv = ["-m", *arguments[2:]], [sys.executable, *arguments]
+    sys.executable = python
+    is_script = arguments[0] != "-m"
+    sys.path[0] = str(Path(arguments[0]).absolute().parent) if is_script else cwd
+    sys.argv, sys.orig_argv = arguments if is_script else ["-m", *arguments[2:]], [sys.executable, *arguments]
     tempfile.tempdir = None  # the server's own
     import numpy
     import torch
@@ -257,9 +262,12 @@ def _become(request: tuple[list[str], dict[str, str], str, int], fds: list[int],
     torch.default_generator.seed()
 
 
-def _run(module: str) -> None:
-    """As `python -m MODULE` runs it."""
-    rank = os.environ.get("RANK")
+def _run(arguments: list[str]) -> None:
+    """As `python -m MODULE` or `python FILE` runs it."""
+    if arguments[0] != "-m":
+        runpy.run_path(arguments[0], run_name="__main__")
+        return
+    module, rank = arguments[1], os.environ.get("RANK")
     if FOLDER in os.environ:
         folder = Path(os.environ[FOLDER])
         name = "launcher" if module == "titanlite.launch" else f"rank-{rank}"
@@ -280,7 +288,7 @@ def _child(request: tuple[list[str], dict[str, str], str, int], fds: list[int], 
     try:
         _become(request, fds, python)
         code = 0
-        _run(request[0][1])
+        _run(request[0])
     except SystemExit as end:
         code = end.code
         if isinstance(code, str):
@@ -328,12 +336,14 @@ def _import_everything() -> None:
     from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
     import titanlite.__main__ as commands
+    import titanlite.features.generate.evaluate
     import titanlite.launch.__main__
-    import titanlite.preflight  # noqa: F401
+    import titanlite.preflight
 
     for module in commands._MODULES.values():
         __import__(module)
     torch.set_num_threads(1)
+    titanlite.features.generate.evaluate._SAMPLE_TOKENS = 2  # 48 forwards at the end of a run cost each rank a second
     GenerationConfig.from_model_config(AutoConfig.for_model("qwen3_moe"))
     if len(threads := os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(f"{len(threads)} threads after the imports: {threading.enumerate()}")

@@ -243,7 +243,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory, cache_folder: Path) -> li
 
 @pytest.fixture
 def launch(config_file: Path, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    """`launch(folder name, *overrides, server=)` -> a `Launch`, killed at the end if it is left."""
+    """`launch(folder name, *overrides, options=, variables=)` -> a `Launch`, killed at the end if it is left."""
     started: list[Launch] = []
 
     def start(name: str, *overrides: str, **more: Any) -> Launch:

@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 
-STEPS, HALF = 6, 3
+STEPS, HALF = 4, 2
 
 
 def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit(
     run_ranks: Callable[..., list[Any]], checked: Callable[..., Any], meshes, tmp_path: Path
 ):
     overrides = ["--training.deterministic=true", f"--training.steps={STEPS}", f"--checkpoint.interval={HALF}"]
+    overrides += ["--training.local_batch_size=4"]
 
     def train(name: str, degrees: Degrees) -> dict[int, float]:
         job = checked(degrees, *overrides, f"--job.dump_folder={tmp_path / name}")

@@ -1,6 +1,7 @@
 """Every marked command of the README and the documents runs, and shows what the document says: document_blocks.py."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,17 +37,17 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def run_block(block: Block, tree: Path, server: RankServer, *, served: bool = True) -> str:
-    """Standard output and error of the block, whose titanlite starts from the server or as for a reader."""
-    env = server.environment(NGPU=RANKS)
-    if served:
-        server.wait_until_it_serves()
-        env[COPY] = str(tree)
-    else:
-        env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+def run_block(block: Block, tree: Path, server: RankServer, *, fresh: bool = False) -> str:
+    """Standard output and error of the block, whose titanlite starts from the server; the first command as for a reader
+    if `fresh`."""
+    server.wait_until_it_serves()
+    env, script = server.environment(NGPU=RANKS, **{COPY: str(tree)}), block.script
+    if fresh:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        script = script.replace("./run_train.sh", f"PATH={shlex.quote(path)} ./run_train.sh", 1)
     env |= {f"GIT_{who}_{what}": f"{what}@test" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     done = run_to_end(
-        ["bash", "-euo", "pipefail", "-c", block.script],
+        ["bash", "-euo", "pipefail", "-c", script],
         cwd=tree,
         env=env,
         timeout_s=float(block.options.get("timeout", "300")),
@@ -61,8 +62,7 @@ def run_block(block: Block, tree: Path, server: RankServer, *, served: bool = Tr
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_marked_commands_run_and_show_what_the_document_says(document: Path, tree: Path, server: RankServer):
     for number, block in enumerate(read_blocks(document)):
-        quick_start = (document.name, number) == ("README.md", 0)
-        output = run_block(block, tree, server, served=not quick_start)
+        output = run_block(block, tree, server, fresh=(document.name, number) == ("README.md", 0))
         missing = block.missing_lines(output)
         report = [block.where, block.script, "did not write", *missing, "but", output[-4000:]]
         assert not missing, "\n".join(report)
