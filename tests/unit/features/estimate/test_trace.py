@@ -47,7 +47,6 @@ def traced(checked: Checked, *, every_layer: bool = False, rank: int = 0) -> Ste
 @pytest.mark.parametrize(
     ("world_size", "num_layers", "overrides"),
     [
-        (8, 6, (TP + "2", EP + "4", MODE + "full")),
         (8, 6, (CP + "2", TP + "2", EP + "2", MODE + "selective")),
         (4, 10, ("--training.global_batch_size=16", MODE + "full")),  # fullest in the last layer but one
         pytest.param(
@@ -78,7 +77,6 @@ def test_few_layers_stand_for_all(checked, world_size, num_layers, overrides):
     ("rank", "num_layers", "overrides"),
     [
         (0, 20, (EP + "2", MODE + "full")),  # gradients add up beside FSDP: 4 of 10, and 5
-        (3, 17, (TP + "2", MODE + "selective")),
         (2, 17, ("--model.name=dots1", "--model.overrides.num_dense_layers=3", MODE + "full", ONCE)),
     ],
 )
@@ -98,9 +96,9 @@ def test_few_layers_stand_for_all_of_a_stage(checked, rank, num_layers, override
 
 
 def test_stages_of_a_pipeline_are_the_whole_model(checked):
-    one = traced(checked(2, 8, EP + "2", "--training.global_batch_size=16"))
+    one = traced(checked(2, 4, EP + "2", "--training.global_batch_size=16"))
     stages = [
-        traced(checked(8, 8, EP + "2", PP + "4", "--training.global_batch_size=16"), rank=rank)
+        traced(checked(8, 4, EP + "2", PP + "4", "--training.global_batch_size=16"), rank=rank)
         for rank in range(0, 8, 2)
     ]
     assert {stage.model_flops_per_token for stage in stages} == {one.model_flops_per_token}
@@ -132,7 +130,7 @@ def test_what_is_done_once_per_step_is_counted_once(checked, replicas):
     batch = ("--training.local_batch_size=1", REPLICATE + str(replicas))
 
     def counts(*overrides: str) -> dict[tuple[str, str], int]:
-        trace = traced(checked(4, 6, *batch, *overrides))
+        trace = traced(checked(4, 2, *batch, *overrides))
         assert trace.micro_batches == (6 if "=24" in overrides[0] else 1)
         return {(t.kind, t.axis): work.launches for t, work in trace.traffic.items() if not t.per_step}
 
@@ -145,12 +143,10 @@ def test_what_is_done_once_per_step_is_counted_once(checked, replicas):
     for kind in ("reduce_scatter", "all_gather"):
         assert plain[kind, "dp_shard"] >= 6 * once[kind, "dp_shard"]
     if replicas > 1:
-        assert plain["all_reduce", "dp_replicate"] == once["all_reduce", "dp_replicate"] == 8  # 6 layers, 2 ends
+        assert plain["all_reduce", "dp_replicate"] == once["all_reduce", "dp_replicate"] == 4  # 2 layers, 2 ends
 
 
-@pytest.mark.parametrize(
-    ("rank", "mode"), [(0, ()), (2, (ONCE,)), (2, (REPLICATE + "2",)), (0, (REPLICATE + "2", ONCE))]
-)
+@pytest.mark.parametrize(("rank", "mode"), [(2, (ONCE,)), (0, (REPLICATE + "2",))])
 def test_chunks_send_more_and_gather_and_reduce_no_more(checked, mode, rank):
     """4 micro-batches in 2 stages of 3 layers, as one chunk, and as 2 and 3."""
 
@@ -212,7 +208,7 @@ def test_no_scores_are_kept_on_a_gpu(checked):
 def test_checkpointing_never_keeps_more(checked, overrides):
     """Also where attention's collectives lie inside of what is recomputed."""
     none, selective, full = (
-        get_memory(traced(checked(4, 6, "--training.seq_len=256", MODE + mode, *overrides))).total
+        get_memory(traced(checked(4, 2, "--training.seq_len=256", MODE + mode, *overrides))).total
         for mode in ("none", "selective", "full")
     )
     assert none > selective > full
@@ -220,12 +216,12 @@ def test_checkpointing_never_keeps_more(checked, overrides):
 
 @pytest.mark.parametrize(
     ("family", "flavor"),
-    [("qwen3_moe", "30B-A3B"), ("deepseek_v3", "Moonlight-16B-A3B"), ("glm4_moe", "4.5-Air-106B-A12B")],
+    [("qwen3_moe", "30B-A3B"), ("deepseek_v3", "Moonlight-16B-A3B")],
 )
 def test_checkpointing_never_keeps_more_at_real_sizes(family, flavor):
     sizes = ["--training.seq_len=4096", "--training.local_batch_size=1", "--training.global_batch_size=-1"]
     argv = ["--config", str(CONFIG), f"--model.name={family}", f"--model.flavor={flavor}", *sizes]
-    argv += [TP + "1", EP + "8", "--model.attention_backend=varlen", "--model.overrides.num_layers=4"]
+    argv += [TP + "1", EP + "8", "--model.attention_backend=varlen", "--model.overrides.num_layers=2"]
     none, selective, full = (
         get_memory(traced(check(load_config([*argv, MODE + mode]), 8))).working[ACTIVATIONS]
         for mode in ("none", "selective", "full")
@@ -235,7 +231,7 @@ def test_checkpointing_never_keeps_more_at_real_sizes(family, flavor):
 
 @pytest.mark.parametrize(
     ("dtype", "overrides"),
-    [("bfloat16", ()), ("float32", ()), ("bfloat16", (MODE + "full",)), ("float32", (EP + "2",))],
+    [("bfloat16", (MODE + "full",)), ("float32", ()), ("float32", (EP + "2",))],
 )
 def test_experts_of_transformers_have_the_flops_of_the_native_ones(checked, dtype, overrides):
     """On torch's grouped GEMM, and with experts split over ranks on titanlite's."""
