@@ -35,7 +35,7 @@ from titanlite.distributed.parallel_dims import init_distributed
 from titanlite.distributed.parallelize import check_device, choose_attention, parallelize
 from titanlite.features.cpu import install as install_cpu
 from titanlite.features.custom import build_custom_objective, build_custom_optimizer, build_metric
-from titanlite.features.diagnose.process import explain_failure, prepare_device, prepare_process, warn_of_large_mask
+from titanlite.features.diagnose.process import explain_failure, prepare_device, prepare_process
 from titanlite.features.diagnose.values import DivergenceCheck, SpikeDetector, diagnose
 from titanlite.features.dpo import build_dpo, turn_off_dropout
 from titanlite.features.generate.evaluate import build_evaluator, log_sample
@@ -93,7 +93,6 @@ def assemble(checked: Checked) -> Trainer:
     with run_folder.waiting_for_machines():  # each rank reads files by itself: no collective in here
         job, tokenizer, loader = _read_data(job, model_config, dims)
         warn_of_ignored_balancing(job.moe, model_config.num_experts)
-        warn_of_large_mask(job, model_config, device)
         warn_of_changed_base(job, model_config)
     changes = run_folder.make_dump_folder(job, folder)
     run_folder.check_shared_folder(folder)

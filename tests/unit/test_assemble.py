@@ -27,7 +27,6 @@ from titanlite.data.loader import TrainLoader, describe_sources, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary
 from titanlite.data.tokens import TokenizedCorpus
 from titanlite.distributed.parallelize import check_device, choose_attention
-from titanlite.features.diagnose.process import warn_of_large_mask
 from titanlite.features.dpo import turn_off_dropout
 from titanlite.features.lora.peft_format import warn_of_changed_base
 from titanlite.features.sft import chat_template
@@ -78,35 +77,6 @@ def test_adapters_on_a_changed_base_are_a_warning_of_rank_0(warnings, monkeypatc
     job.lora.rank = 0
     warn_of_changed_base(job, changed)
     assert len(warnings) == 1
-
-
-@pytest.mark.parametrize(
-    ("seq_len", "backend", "dtype", "device", "said"),
-    [
-        (32768, "sdpa", "auto", "cuda", "2.00 GiB on every rank, however many ranks split them. Set it to 'varlen'"),
-        (
-            32768,
-            "sdpa",
-            "float32",
-            "cuda",
-            "4.00 GiB on every rank, however many ranks split them. Set it to 'varlen', w",
-        ),
-        (32767, "sdpa", "auto", "cuda", None),
-        (32768, "varlen", "auto", "cuda", None),
-        (32768, "sdpa", "auto", "cpu", None),
-    ],
-)
-def test_a_large_mask_is_a_warning_of_rank_0(warnings, monkeypatch, seq_len, backend, dtype, device, said):
-    job = JobConfig()
-    job.training.seq_len, job.training.local_batch_size = seq_len, 1
-    job.model.attention_backend, job.training.mixed_precision_param = backend, dtype
-    monkeypatch.setenv("RANK", "1")
-    warn_of_large_mask(job, CONFIG, torch.device(device))
-    assert warnings == []
-    monkeypatch.setenv("RANK", "0")
-    warn_of_large_mask(job, CONFIG, torch.device(device))
-    assert len(warnings) == (said is not None)
-    assert said is None or f"1 sequences of {seq_len} tokens with {said}" in warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.attention
 
-from titanlite.base.agree import gather_objects, get_rank, raise_together
+from titanlite.base.agree import gather_objects, raise_together
 from titanlite.base.errors import NOTICE_FOLDER, ConfigError, TitanliteError, TrainingError, raise_problems
 from titanlite.base.log import logger
 from titanlite.base.process import read_rank, read_variable, set_defaults
-from titanlite.base.text import format_memory
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
-from titanlite.distributed.fsdp import mixed_precision_dtypes
 from titanlite.distributed.parallelize import choose_attention
 from titanlite.launch.protocol import record_pipe
 from titanlite.ops.attention import varlen_attention
@@ -226,7 +224,6 @@ def explain_refusal(error: BaseException) -> ConfigError | None:
 
 FOLDER = "memory"
 _GIB = 2**30
-_LARGE_MASK = 2 * _GIB
 _LONG = 8192  # tokens of a sequence on a rank
 # Allocations and frees that are kept with their stacks: some steps, and some 100 MB of host memory.
 _ENTRIES = 100_000
@@ -257,24 +254,6 @@ def start_memory_history(job: JobConfig, device: torch.device) -> None:
             "to 2.14."
         )
     record(max_entries=_ENTRIES)
-
-
-def warn_of_large_mask(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
-    """Warn on rank 0 of the memory of a dense mask for long packed sequences, where varlen attention could do."""
-    training = job.training
-    if device.type != "cuda" or not isinstance(model_config, ModelConfig) or get_rank() != 0:
-        return
-    if choose_attention(job, model_config, device.type) != "sdpa":
-        return
-    dtype, _ = mixed_precision_dtypes(job.training, device.type)
-    nbytes = training.local_batch_size * training.seq_len**2 * dtype.itemsize
-    if nbytes >= _LARGE_MASK:
-        other = "" if dtype == torch.bfloat16 else ", with training.mixed_precision_param = 'bfloat16'"
-        logger.warning(
-            "model.attention_backend: 'sdpa' masks %d sequences of %d tokens with %s on every rank, however many ranks "
-            "split them. Set it to 'varlen'%s, which needs no such mask.",
-            *(training.local_batch_size, training.seq_len, format_memory(nbytes), other),
-        )
 
 
 def explain_out_of_memory(job: JobConfig, error: BaseException) -> TrainingError | None:
@@ -335,6 +314,8 @@ def _describe_remedies(job: JobConfig) -> str:
     cp = job.parallelism.context_parallel_degree
     if job.model.implementation != "transformers" and training.seq_len // cp >= _LONG:
         found.append(f"split sequences over more ranks (parallelism.context_parallel_degree, {cp})")
+    if job.model.attention_backend == "sdpa":
+        found.append("set model.attention_backend = 'varlen', which needs no mask of seq_len x seq_len")
     if training.loss_chunk_tokens == 0:
         found.append("set training.loss_chunk_tokens = 256")
     elif training.loss_chunk_tokens > 256:

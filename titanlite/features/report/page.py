@@ -197,13 +197,12 @@ def get_headline(run: Run) -> list[tuple[str, str, str]]:
             label = f"Evaluation: {name[5:].replace('_', ' ')}"
             found.append((label, f"{series.values[-1]:.4f}", _best(series, max)))
     if rates := _finite(run, "throughput/tokens_per_s"):
-        detail = f"median; {format_number(median(rates) / max(int(run.environment.get('world_size', 1)), 1))} per rank"
-        found.append(("Tokens per second", format_number(median(rates)), detail))
+        detail = f"median; {median(rates) / max(int(run.environment.get('world_size', 1)), 1):,.0f} per rank"
+        found.append(("Tokens per second", f"{median(rates):,.0f}", detail))
     if shares := _finite(run, "throughput/mfu"):
         found.append(("MFU", f"{100 * median(shares):.1f} %", "median"))
     elif rates := _finite(run, "throughput/tflops_per_gpu"):
-        text = f"{median(rates):.1f} TFLOP/s" if median(rates) >= 1 else f"{1e3 * median(rates):.1f} GFLOP/s"
-        found.append(("Model FLOP/s", text, "median, per rank"))
+        found.append(("Model FLOP/s", f"{median(rates):.3g} TFLOP/s", "median, per rank"))
     if sizes := _finite(run, "memory/max_reserved_gib"):
         found.append(("Peak memory", f"{max(sizes):.2f} GiB", "reserved on the fullest GPU"))
     elif sizes := _finite(run, "memory/host_peak_rss_gib"):
@@ -212,9 +211,13 @@ def get_headline(run: Run) -> list[tuple[str, str, str]]:
     # A point has the mean over the steps since the last one.
     spans = zip(times.steps, [0, *times.steps], times.values, strict=False)
     if seconds := sum((step - before) * value for step, before, value in spans if math.isfinite(value)):
-        whole = f"{format_duration(run.end - run.begin)} from first to last point" if run.end > run.begin else ""
-        found.append(("Time in steps", format_duration(seconds), whole))
+        whole = f"{_duration(run.end - run.begin)} from first to last point" if run.end > run.begin else ""
+        found.append(("Time in steps", _duration(seconds), whole))
     return found
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
 
 
 def _finite(run: Run, name: str, last: int = 0) -> list[float]:
@@ -240,24 +243,6 @@ def describe_end(run: Run) -> str:
     if not run.events:
         return f"Last point at step {step:,}."
     return f"No end recorded: it is running, or it was killed. Last point at step {step:,}, {_when(run.end)[:-3]}."
-
-
-def format_duration(seconds: float) -> str:
-    """Format `42 s`, `3 min 5 s`, `2 h 4 min`, `3 d 2 h`."""
-    whole = round(seconds)
-    for unit, size, smaller, step in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= size:
-            rest = whole % size // step
-            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
-    return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
-
-
-def format_number(value: float) -> str:
-    """Format `12,345`, `1.23 M`: three or four digits that count."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if value >= size:
-            return f"{value / size:.2f} {unit}"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], classes: str, marked: Iterable[Any] = ()) -> str:
@@ -313,7 +298,7 @@ def _environment(run: Run) -> str:
         elif isinstance(value, dict):
             rows.append((label, ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)))
         elif name in ("parameters", "trained") and isinstance(value, int):
-            rows.append((label, f"{value:,} ({format_number(value)})"))
+            rows.append((label, f"{value:,}"))
         elif value is not None:
             rows.append((label, str(value)))
     return _table(["", ""], rows, "name text") if rows else _note("There is no environment.json.")

@@ -124,14 +124,11 @@ def read_metrics(path: Path) -> Run:
 
 
 def _why_no_run(folder: Path) -> str:
-    if folder.is_dir():
-        inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
-        what = f"is no run, there is no {METRICS} in it"
-        if inside:
-            return f"{folder} {what}. It holds runs: {', '.join(inside[:8])}. Give one of them."
-    else:
-        what = "is a file" if folder.exists() else "does not exist"
-    return f"{folder} {what}. Give the job.dump_folder of a run."
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
+    remedy = (
+        f"It holds runs: {', '.join(inside[:8])}. Give one of them." if inside else "Give the job.dump_folder of a run."
+    )
+    return f"{folder} is no run, there is no {METRICS} in it. {remedy}"
 
 
 def _read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:

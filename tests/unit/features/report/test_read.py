@@ -94,10 +94,16 @@ def test_broken_files_beside_the_metrics_are_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda folder: folder / "no", r".*/no does not exist\. Give the job\.dump_folder of a run"),
+        (
+            lambda folder: folder / "no",
+            r".*/no is no run, there is no metrics\.jsonl in it\. Give the job\.dump_folder of a run",
+        ),
         (lambda folder: folder, r"is no run, there is no metrics\.jsonl in it\. Give the job\.dump_folder"),
         (lambda folder: write(folder / "inner", train(1)).parent, r"It holds runs: inner\. Give one of them"),
-        (lambda folder: write(folder) / "metrics.jsonl", r"is a file\. Give the job\.dump_folder"),
+        (
+            lambda folder: write(folder) / "metrics.jsonl",
+            r"is no run, there is no metrics\.jsonl in it\. Give the job\.dump_folder",
+        ),
         (lambda folder: write(folder), r"has no point of training yet\. Wait for its first log step"),
         (lambda folder: write(folder, "{broken\n"), r"1 of 1 lines are broken and left out \(line 1\)"),
     ],
