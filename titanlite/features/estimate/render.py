@@ -12,7 +12,7 @@ from titanlite.features.record.run_files import RunPlan
 _MOST_SWEPT = 15
 _EXPLAINED = {
     GRADIENTS: "sharded, as many as are there at that moment",
-    ACTIVATIONS: "kept for backward",
+    ACTIVATIONS: "kept for backward, gradients that the loss has made among them",
     UNITS: "gathered weights, gradients before the reduce-scatter, and buffers of both",
     TEMPORARIES: "inside a layer, the output head or a kernel at work",
 }
