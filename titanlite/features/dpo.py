@@ -22,10 +22,10 @@ from titanlite.base.agree import gather_objects, on_first_rank
 from titanlite.base.errors import CheckpointError, DataError, TrainingError
 from titanlite.base.files import write_atomic
 from titanlite.base.log import logger
-from titanlite.checkpoint.folder import read_headers
 from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import Batch
 from titanlite.features.lora.layers import adapters_disabled
+from titanlite.features.transformers.probes import evaluation
 from titanlite.models.interface import Model
 from titanlite.objective import ObjectiveSums
 
@@ -63,7 +63,8 @@ class DPO:
         margin_BP = rewards_BP2[..., 0] - rewards_BP2[..., 1]
         loss_BP = -(1 - self._smoothing) * F.logsigmoid(margin_BP) - self._smoothing * F.logsigmoid(-margin_BP)
 
-        present_BP2 = present_documents(batch.document_ids, log_probs_BN.shape[1]).unflatten(1, (-1, 2))
+        present_BN = _membership(batch.document_ids, log_probs_BN.shape[1]).any(dim=-1)
+        present_BP2 = present_BN.unflatten(1, (-1, 2))
         pair_BP = present_BP2.all(dim=-1)
         # Half a pair has no loss; a plausible number would hide it.
         torn_BP = present_BP2.any(dim=-1) & ~pair_BP
@@ -140,12 +141,8 @@ def num_documents(ids_BS: torch.Tensor) -> int:
     return max(-(-(int(ids_BS.max()) + 1) // 2), 1) * 2
 
 
-def present_documents(ids_BS: torch.Tensor, num: int) -> torch.Tensor:
-    """Return which of documents 0 to num - 1 a row has, (B, num) bool."""
-    return _membership(ids_BS, num).any(dim=-1)
-
-
 def _membership(ids_BS: torch.Tensor, num: int) -> torch.Tensor:
+    """Return which tokens belong to documents 0 to num - 1, (B, num, S) bool."""
     return ids_BS.unsqueeze(1) == torch.arange(num, device=ids_BS.device)[None, :, None]
 
 
@@ -164,12 +161,8 @@ class AdaptersOff:
 @torch.no_grad()
 def reference_log_probs(model: Model, batch: Batch) -> torch.Tensor:
     """Log p(document) (B, N) float64 of `model` as it is, in evaluation mode: routers count nothing."""
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation(model):
         return document_log_probs(model, batch)[0]
-    finally:
-        model.train(was_training)
 
 
 class CachedReference:
@@ -256,7 +249,6 @@ def _load(path: Path, weights: str) -> _Pairs:
 
     if not path.exists():
         return {}
-    read_headers([path], "dpo.reference")  # says what is wrong with a damaged file
     try:
         with safe_open(path, "np") as file:
             if (file.metadata() or {}).get("weights") != weights:

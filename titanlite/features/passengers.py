@@ -9,10 +9,10 @@ has the rule. They stay in their files, and saving copies their bytes from there
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,8 @@ class CarriedTensors:
 
     def explain(self) -> str:
         """Return what is carried, by part, and what becomes of it, in one line."""
-        by_part = groupby(sorted(self._stored, key=_name_part), key=_name_part)
-        parts = ", ".join(f"{shown(part)} ({len([*keys])})" for part, keys in by_part)
+        by_part = Counter(part_of(key).removesuffix(".") or key.rpartition(".")[0] for key in sorted(self._stored))
+        parts = ", ".join(f"{shown(part)} ({count})" for part, count in by_part.items())
         size = format_size(sum(tensor.nbytes for tensor in self._stored.values()))
         copies = "".join(f" {shown(key)} follows {shown(keys[0])}." for key, keys in self._copies.items())
         count = sum(tensor.dtype in FP8 for tensor in self._stored.values())
@@ -135,9 +135,8 @@ class CarriedTensors:
 
     def originals(self, keys: Iterable[str]) -> dict[str, str]:
         """Return for each copy that one of the saved tensors `keys` which it follows."""
-        saved = set(keys)
-        found = {copy: next((key for key in same if key in saved), "") for copy, same in self._copies.items()}
-        return {copy: key for copy, key in found.items() if key}
+        saved = set(keys)  # of several the first, which is the likeliest, is written last
+        return {copy: key for copy, same in self._copies.items() for key in same[::-1] if key in saved}
 
     def follow(self, folder: Path, files: Sequence[FileLayout]) -> None:
         """Read the passengers from the checkpoint in `folder`, which has `files`, from now on."""
@@ -179,11 +178,11 @@ class CarriedTensors:
         return found
 
     def _is_same(self, first: StoredTensor, second: StoredTensor) -> bool:
-        for start in range(0, first.nbytes, _CHUNK_BYTES):
+        def is_same_at(start: int) -> bool:
             size = min(_CHUNK_BYTES, first.nbytes - start)
-            if not torch.equal(*(_read_bytes(t, self._file_bytes, start, size) for t in (first, second))):
-                return False
-        return True
+            return torch.equal(*(_read_bytes(t, self._file_bytes, start, size) for t in (first, second)))
+
+        return all(map(is_same_at, range(0, first.nbytes, _CHUNK_BYTES)))
 
     def _items(self, saved: Mapping[str, Item]) -> list[Item]:
         """Return what to save of the passengers, shared out over the ranks by bytes; copies of what is `saved` are."""
@@ -205,11 +204,6 @@ class CarriedTensors:
                 read = partial(_read_elements, tensor, self._file_bytes)
             items.append(Item(key, dtype, region, tensor.shape, torch.empty(0), region, turn == rank, read))
         return items
-
-
-def _name_part(key: str) -> str:
-    """Return the layer or part that the tensor `key` is in, or else the module."""
-    return part_of(key).removesuffix(".") or key.rpartition(".")[0]
 
 
 def _read_bytes(tensor: StoredTensor, file_bytes: Mapping[Path, int], start: int, nbytes: int) -> torch.Tensor:

@@ -334,9 +334,8 @@ class TransformersModel(Model):
     ) -> None:
         self.loss_chunk_tokens = loss_chunk_tokens
         if self.config.num_experts or any(is_routed(name) for name, _ in self.named_parameters()):
-            told = "is logged" if self.counters else "cannot be counted"
             text = "moe: transformers' %s routes by itself: no balancing is added; its expert load %s"
-            logger.info(text, self.config.architecture, told)
+            logger.info(text, self.config.architecture, "is logged" if self.counters else "cannot be counted")
 
     def split_experts(self) -> list[nn.Module]:
         problems = [

@@ -77,10 +77,7 @@ def apply_transformers_tensor_parallel(model: TransformersModel, mesh: DeviceMes
     styles: dict[nn.Module, Style] = {inner.get_submodule(name): style for name, style in plan.items()}
     experts = list(model.expert_modules.values())
     in_experts = {module for outer in experts for module in outer.modules()}
-    # In order, and looked up below.
-    holders = {
-        m: None for m in inner.modules() if m not in in_experts and any(True for _ in m.parameters(recurse=False))
-    }
+    holders = dict.fromkeys(m for m in inner.modules() if m not in in_experts and [*m.parameters(recurse=False)])
     placements = _placements(holders, styles)
     shard_parameters(model, mesh, placements)
     axis = Peers(register_group(mesh.get_group()), mesh.size(), mesh.get_local_rank())
