@@ -222,6 +222,21 @@ def test_epochs_are_steps(epochs, steps, monkeypatch):
     assert line.endswith(f" {steps * 0.08:.3g} epochs")
 
 
+def test_a_pretrained_model_that_sees_its_data_often_is_a_warning(warnings, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    job = JobConfig()
+    job.training.steps = 126
+    resolve_steps(job, loader_of(100))
+    job.checkpoint.initial_load_path = "model"
+    job.training.steps = 125
+    resolve_steps(job, loader_of(100))
+    resolve_steps(job, loader_of(None))  # a stream
+    assert warnings == []
+    job.training.steps = 126
+    resolve_steps(job, loader_of(100))
+    assert "sees the data 10 times" in warnings[0] and "training.epochs" in warnings[0]
+
+
 def test_sources_of_a_mixture_are_counted_to_the_end_of_the_run(warnings, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(logger, "info", lambda text, *values: said.append(text % values))
@@ -240,11 +255,15 @@ def test_sources_of_a_mixture_are_counted_to_the_end_of_the_run(warnings, monkey
         "training: of a 12,388 sequences, 413 epochs",
         "training: of b 4,116 sequences, 45.7 epochs",
     ]
-    job.training.steps = 2
+    job.training.steps, job.checkpoint.initial_load_path = 2, "model"
     describe_sources(job, loader, 4096)  # a run that is past training.steps
-    assert said[2:] == said[:2]
+    assert (
+        said[2:] == said[:2]
+        and "sees the data of a 413 times" in warnings[0]
+        and "Set data.sources.a.weight to less" in warnings[0]
+    )
     describe_sources(job, loader_of(100))
-    assert len(said) == 4 and warnings == []
+    assert len(said) == 4 and len(warnings) == 2
 
 
 def test_a_model_without_experts_has_nothing_to_balance(warnings, monkeypatch):

@@ -25,6 +25,8 @@ from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import Plan, SourceProvider
 from titanlite.models.interface import Model
 
+_LAST_SAVE_PAUSES_S = (0.0, 2.0, 5.0)
+
 
 class Checkpointer:
     """The checkpoints `step-N` of one run, to load and save. Every rank makes one; all methods are collective.
@@ -293,18 +295,21 @@ class Checkpointer:
                 pending.result()
 
     def save_last(self, save: Callable[[], None]) -> None:
-        """Call `save` and wait for it: no next save will try again.
+        """Call `save` until the checkpoint is there, three times at most: after it, no next save will try again.
 
-        Raises CheckpointError: it failed, and `checkpoint.on_save_error` is "stop". Raises SaveError: it failed. On all
-        ranks.
+        Raises CheckpointError: it failed, and `checkpoint.on_save_error` is "stop". Raises SaveError: it failed three
+        times. On all ranks.
         """
-        save()
-        self.wait()
-        if self._saved_step < 0 and self._section.enable:
-            raise SaveError(
-                f"checkpoint: the last checkpoint could not be written to {self.folder}. Mend what is said above; the "
-                "same command goes on from the checkpoint before."
-            )
+        for pause_s in _LAST_SAVE_PAUSES_S:
+            time.sleep(pause_s)
+            save()
+            self.wait()
+            if self._saved_step >= 0 or not self._section.enable:
+                return
+        raise SaveError(
+            f"checkpoint: the last checkpoint could not be written to {self.folder}, in {len(_LAST_SAVE_PAUSES_S)} "
+            "attempts. Mend what is said above; the same command goes on from the checkpoint before."
+        )
 
     def agree(self, stop: bool) -> bool:
         """Return True on all ranks if any of them says `stop`. Call after each step.

@@ -12,7 +12,7 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache, cached_property
@@ -26,6 +26,7 @@ from titanlite.base.process import get_cache_home
 from titanlite.config.data import DataSection
 
 T = TypeVar("T")
+_FINE_NS, _COARSE_NS = 50_000_000, 2_000_000_000  # clock ticks of file systems with and without fractions of a second
 # Installed packages differ from machine to machine, and test data holds deliberately broken files.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 # Words in names of files, as `datasets` understands them.
@@ -233,9 +234,7 @@ def get_code_digest(*folders: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_or_build(
-    path: Path, load: Callable[[], T | None], build: Callable[[], None], lock: Path | None = None
-) -> tuple[T, float]:
+def load_or_build(path: Path, load: Callable[[], T | None], build: Callable[[], None]) -> tuple[T, float]:
     """Return `load()`, after `build()` if there was nothing valid to load.
 
     `load` returns None when the file is missing or damaged; it may run while another process builds. `build` runs under
@@ -248,7 +247,7 @@ def load_or_build(
     start_s = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(lock or path.with_name(path.name + ".lock")):
+        with _lock(path.with_name(path.name + ".lock")):
             if (value := load()) is None:  # no other process has made it while this one waited
                 build()
                 value = load()
@@ -283,19 +282,19 @@ def load_or_make(
 
     `load` returns None when the file is missing, damaged or cannot be read.
     """
-    made: list[T] = []
-
-    def build() -> None:
-        made.append(make())
-        with write_atomic(path) as file:
-            save(made[0], file)
-
-    try:
-        return load_or_build(path, load, build, lock)[0]
-    except DataError as error:
-        if not isinstance(error.__cause__, OSError) and not made:
-            raise  # of what is made
-        return made[0] if made else make()
+    if (value := load()) is not None:
+        return value
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_lock(lock or path.with_name(path.name + ".lock")))
+        except OSError:
+            return make()
+        if (value := load()) is None:
+            value = make()
+            with suppress(OSError), write_atomic(path) as file:
+                save(value, file)
+        return value
 
 
 def stamp_files(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
@@ -331,4 +330,13 @@ def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[
         except (OSError, ValueError):
             return None
 
-    return load_or_make(path, load, compute, lambda value, file: file.write(json.dumps(value).encode()))
+    def make() -> T:
+        # Until the clock of the file system has ticked, a second change could leave no trace.
+        now, waits = time.time_ns(), [0]
+        for *_, ctime in stamps:
+            tick = _FINE_NS if ctime % 1_000_000_000 else _COARSE_NS
+            waits.append(min(ctime + tick - now, tick))
+        time.sleep(max(waits) / 1e9)
+        return compute()
+
+    return load_or_make(path, load, make, lambda value, file: file.write(json.dumps(value).encode()))

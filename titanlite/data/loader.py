@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 Maker = type[PackedDataset]
 DatasetBuilder = Callable[[JobConfig], tuple["PreTrainedTokenizerFast", TrainDataset]]
 _KEYED = ", order keyed"  # in the fingerprint of a run whose order is
+_MANY_EPOCHS = 10  # of a pretrained model's new data
 
 
 class ValidationSet(NamedTuple):
@@ -147,6 +148,24 @@ class TrainLoader:
         """Return the micro-batches of this rank in all `validation_sets`, one after the other; CPU tensors."""
         return chain.from_iterable(held_out.batches for held_out in self.validation_sets(num_steps))
 
+    def log_validation_size(self, num_steps: int, freq: int) -> None:
+        """Log which held-out sequences a validation leaves out, and warn if it is longer than `freq` training steps."""
+        held_out = self._held_out(num_steps)
+        for source, count in held_out:
+            if count < source.dataset.num_validation_sequences:
+                logger.info(
+                    "data: each validation takes the first %d of %d held-out sequences%s: validation.steps = %d",
+                    *(count, source.dataset.num_validation_sequences, f" of {source.name}" if source.name else ""),
+                    num_steps,
+                )
+        num_batches = sum(-(-count // self.global_batch_size) for _, count in held_out)
+        if num_batches > freq:
+            logger.warning(
+                "data: a validation runs %d batches, after every %d that are trained on (validation.freq). To bound "
+                "that, set validation.steps, or raise validation.freq.",
+                *(num_batches, freq),
+            )
+
     def _held_out(self, num_steps: int) -> list[tuple[Source, int]]:
         """Return the sources with held-out sequences, each with the number of them that a validation takes."""
         most = num_steps * self.global_batch_size or sys.maxsize
@@ -190,6 +209,8 @@ def build_loader(
     )
     if loader.mixture:
         logger.info("data: %s", loader.mixture)
+    if job.validation.enable:
+        loader.log_validation_size(job.validation.steps, job.validation.freq)
     return tokenizer, loader
 
 
@@ -286,6 +307,7 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
     epochs = 0.0 if num_sequences is None else float(f"{taken / num_sequences:.3g}")
     shown = "" if num_sequences is None else f", {format_count(epochs, 'epoch')}"
     logger.info("training: %s of %s, %s%s", format_count(steps, "step"), format_count(size, "sequence"), tokens, shown)
+    _warn_of_many_epochs(job, epochs, "", "training.epochs")
     return job
 
 
@@ -306,3 +328,11 @@ def describe_sources(job: JobConfig, loader: TrainLoader, step: int = 0) -> None
         size = sizes[name]
         epochs = "" if size is None else f", {count / size:.3g} epochs"
         logger.info("training: of %s %s sequences%s", name, f"{count:,}", epochs)
+        if size is not None and loader.dataset.num_train_sequences is None:  # else all have the same epochs
+            _warn_of_many_epochs(job, count / size, f" of {name}", f"data.sources.{name}.weight to less")
+
+
+def _warn_of_many_epochs(job: JobConfig, epochs: float, source: str, remedy: str) -> None:
+    if job.checkpoint.initial_load_path and epochs > _MANY_EPOCHS and get_rank() == 0:
+        text = "training: a pretrained model sees the data%s %.0f times, which it learns by heart. Set %s, or lower "
+        logger.warning(text + "training.steps, if that is not meant.", source, epochs, remedy)

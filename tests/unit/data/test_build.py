@@ -42,6 +42,19 @@ def test_global_batch_size_gives_accumulation(job: JobConfig) -> None:
     assert build_data(job, 0, 3)[1].num_micro_batches == 2
 
 
+def test_what_a_validation_leaves_out_and_costs_is_said(job: JobConfig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="titanlite")
+    job.validation.enable = True
+    num_held_out = build_data(job, 0, 1)[1].dataset.num_validation_sequences
+    assert "validation" not in caplog.text, "all of them, in fewer batches than are trained on in between"
+    job.validation.steps, job.validation.freq = 3, 2
+    build_data(job, 0, 1)
+    assert f"data: each validation takes the first 6 of {num_held_out} held-out sequences: validation.steps = 3" in (
+        caplog.text
+    )
+    assert "data: a validation runs 3 batches, after every 2 that are trained on (validation.freq)" in caplog.text
+
+
 def test_too_little_text(job: JobConfig) -> None:
     job.training.seq_len = 10**6
     with pytest.raises(DataError, match=r"training\.seq_len \(1000000\), but 1 is needed"):
