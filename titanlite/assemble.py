@@ -104,7 +104,8 @@ def assemble(checked: Checked) -> Trainer:
         check_resumed_model(model_config, step_folder(checkpointer.folder, step))
     if job.checkpoint.enable:
         is_new = start is None and not job.checkpoint.initial_load_path
-        check_saved_tokenizer(model_config, tokenizer, is_new=is_new)
+        compared = None if job.data.dataset == "images" else loader.dataset  # comparing would decode every image
+        check_saved_tokenizer(model_config, tokenizer, compared, is_new=is_new)
     beat("loading", step)
 
     model = build_on_meta(job, model_config, dims, device)

@@ -281,6 +281,15 @@ def test_a_model_without_experts_has_nothing_to_balance(warnings, monkeypatch):
     assert len(warnings) == 1
 
 
+class _Sequences:
+    """As many as a data set has, of two tokens each."""
+
+    num_train_sequences, seq_len = 3, 2
+
+    def batch(self, indices):
+        return SimpleNamespace(tokens=torch.tensor([[0, 1]] * len(indices)))
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_a_tokenizer_that_a_saved_folder_would_not_give_back_is_an_error_in_a_new_run(family, warnings):
     """Qwen2's class builds its own splitting; the others take tokenizer.json as it is."""
@@ -289,7 +298,7 @@ def test_a_tokenizer_that_a_saved_folder_would_not_give_back_is_an_error_in_a_ne
     inner.decoder = ByteLevelDecoder()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>")
     config = families()[family].presets["debug"]
-    check = partial(check_saved_tokenizer, config, tokenizer)
+    check = partial(check_saved_tokenizer, config, tokenizer, _Sequences())
     if family == "qwen2":
         with pytest.raises(
             DataError, match=r"a saved qwen2: its Qwen2Tokenizer reads \['1', '2', '1'\] instead of \['12', '1', '1'\]"

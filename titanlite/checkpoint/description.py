@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 
 from titanlite import __version__
@@ -24,6 +25,7 @@ from titanlite.base.log import logger
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json
 from titanlite.checkpoint.train_state import Progress
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
+from titanlite.data.dataset import TrainDataset
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import describe_other_ids
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
@@ -35,6 +37,8 @@ from titanlite.models.families.hf_config import (
     load_config_and_class,
     save_config,
 )
+
+_COMPARED_SEQUENCES, _COMPARED_TOKENS = 64, 1 << 16  # at most, by two tokenizers
 
 _GENERATION = "generation_config.json"
 
@@ -229,8 +233,10 @@ def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:
     path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def check_saved_tokenizer(model_config: AnyModelConfig, tokenizer: Any, *, is_new: bool) -> None:
-    """Compare the tokenizer with what `AutoTokenizer` will make of it in a saved folder.
+def check_saved_tokenizer(
+    model_config: AnyModelConfig, tokenizer: Any, dataset: TrainDataset | None, *, is_new: bool
+) -> None:
+    """Compare the tokenizer with what `AutoTokenizer` will make of it in a saved folder, on `dataset`, if any.
 
     Transformers builds the tokenizers of some models anew, in the form of the model's class. Of a model that is not new
     (`is_new`) the tokenizer cannot be chosen: it gets a warning.
@@ -247,7 +253,7 @@ def check_saved_tokenizer(model_config: AnyModelConfig, tokenizer: Any, *, is_ne
                 theirs = load_from_folder("AutoTokenizer", Path(folder))
             except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing more specific
                 return f"it raises {type(error).__name__}: {error}"
-        found = describe_other_ids(tokenizer, theirs)
+        found = describe_other_ids(tokenizer, theirs, map(tokenizer.decode, _take_sequences(dataset)))
         return f"its {type(theirs).__name__} reads {found}" if found else ""
 
     if not (found := on_first_rank(find)):
@@ -259,6 +265,14 @@ def check_saved_tokenizer(model_config: AnyModelConfig, tokenizer: Any, *, is_ne
         )
     if get_rank() == 0:
         logger.warning("%s%s. Load it with PreTrainedTokenizerFast.from_pretrained.", text, found)
+
+
+def _take_sequences(dataset: TrainDataset | None) -> list[list[int]]:
+    """Take evenly spaced sequences; none of a stream, which would be read from its start."""
+    if dataset is None or (count := dataset.num_train_sequences) is None:
+        return []
+    num = max(1, min(count, _COMPARED_SEQUENCES, _COMPARED_TOKENS // dataset.seq_len))
+    return [row.tolist() for row in dataset.batch(np.linspace(0, count - 1, num).astype(np.int64)).tokens]
 
 
 def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:

@@ -8,7 +8,7 @@ thread pool has started (seen with tokenizers 0.23); false makes first use up to
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -231,7 +231,7 @@ def _take_as_it_is(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> "PreTr
     if table.get("tokenizer_class") not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
         return tokenizer
     plain = load_from_folder("PreTrainedTokenizerFast", folder)
-    if not (found := describe_other_ids(plain, tokenizer)):
+    if not (found := describe_other_ids(plain, tokenizer, ())):
         return tokenizer
     logger.warning(
         "data: %s: transformers' AutoTokenizer builds %s, which reads texts otherwise than tokenizer.json: %s. Here "
@@ -249,13 +249,13 @@ _PROBE = (
 )
 
 
-def describe_other_ids(ours: "PreTrainedTokenizerFast", theirs: "PreTrainedTokenizerFast") -> str:
-    """Return the first difference of `theirs` on a few hard words; empty: the same ids."""
+def describe_other_ids(ours: "PreTrainedTokenizerFast", theirs: "PreTrainedTokenizerFast", texts: Iterable[str]) -> str:
+    """Return the first difference of `theirs` on `texts` and on a few hard words; empty: the same ids."""
     if json.loads(serialize(ours)) == json.loads(serialize(theirs)):
         return ""
     if count_ids(theirs) != count_ids(ours):
         return f"it has {count_ids(theirs)} ids instead of {count_ids(ours)}"
-    for text in (_PROBE, *_PROBE.split(" ")):
+    for text in (_PROBE, *_PROBE.split(" "), *texts):
         first, second = (t(text, add_special_tokens=False)["input_ids"] for t in (ours, theirs))
         if first != second:
             start = next(i for i, (a, b) in enumerate(zip([*first, None], [*second, None], strict=False)) if a != b)
