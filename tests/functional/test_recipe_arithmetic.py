@@ -22,13 +22,13 @@ def test_the_saved_model_scores_the_same_in_transformers(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     overrides = [f"--evaluation.samples={SAMPLES}", "--training.steps=300", "--evaluation.freq=1000"]
-    overrides += ["--training.local_batch_size=4"]  # the same steps on half of the ranks
+    overrides += ["--training.local_batch_size=8", "--parallelism.expert_parallel_degree=1"]  # the same on one rank
     recipe = ROOT / "configs" / "recipes" / "sft_arithmetic.toml"
     script = f"--job.prepare={ROOT / 'scripts' / 'recipes' / 'make_arithmetic.py'}"
     job = load_config(["--config", str(recipe), script, f"--data.cache_folder={tmp_path / 'cache'}", *overrides])
     prepare(job)
-    checked = check(job, 2)
-    run_ranks(2, lambda: assemble(checked).train())
+    checked = check(job, 1)
+    run_ranks(1, lambda: assemble(checked).train())
 
     run = tmp_path / job.job.dump_folder
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -138,7 +138,6 @@ MESHES = {
         ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.expert_parallel_degree=2"],
     ),
     "TP2, llama": ("llama", [TP2]),
-    "TP2, mistral": ("mistral", [TP2]),
     "TP2, tied": ("qwen3", [TP2, "--parallelism.data_parallel_replicate_degree=2"]),
     "TP2, tied, recomputed": ("gemma3_text", [TP2, "--activation_checkpoint.mode=full"]),
     "TP2, biases": ("phi", [TP2]),
@@ -150,7 +149,7 @@ MESHES = {
     "TP2, vision tower": ("qwen2_5_vl", [TP2]),
 }
 DOCUMENTS = [[0] * 7 + [1] * 5, [0] * 3 + [1] * 6 + [-1] * 3, [0] * 12, [0] * 1 + [1] * 11]
-STEPS = 3
+STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -273,7 +272,7 @@ def test_training_equals_a_plain_loop_over_single_documents(
             assert gradients.keys() == expected.keys(), mesh
             floor = 1e-3 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
             errors = {
-                # After two steps of Adam, whose first steps go by signs, a tenfold of one step's error.
+                # After a step of Adam, which goes by signs, a tenfold of its error.
                 key: (gradients[key] - value).norm() / torch.maximum(value.norm(), floor)
                 for key, value in expected.items()
             }
@@ -434,13 +433,11 @@ def test_the_expert_load_of_a_run_is_that_of_the_native_model(
     assert [line["step"] for line in loads["native"]] == [1, 2]
     assert loads["one"] == loads["many"] == loads["native"]
     of_native = {key for key in points["native"][0] if key.startswith("moe/")}
-    bias, rows = (
-        {f"moe/{name}" for name in names}
-        for names in (("expert_bias_min", "expert_bias_max"), ("dropped_rows", "duplicated_rows"))
-    )
-    assert {key for key in points["many"][0] if key.startswith("moe/")} == of_native - bias
-    assert {key for key in points["one"][0] if key.startswith("moe/")} == of_native - bias - rows
-    for key in of_native - bias:
+    names = ("expert_bias_min", "expert_bias_max", "dropped_rows", "duplicated_rows")
+    shared = of_native - {f"moe/{name}" for name in names}
+    for name in ("one", "many"):
+        assert {key for key in points[name][0] if key.startswith("moe/")} == shared
+    for key in shared:
         assert points["many"][-1][key] == points["native"][-1][key], key
 
 
