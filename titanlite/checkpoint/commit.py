@@ -1,4 +1,4 @@
-"""A checkpoint folder appears complete or not at all, and says itself what belongs to it.
+"""Checkpoint folders on disk: each appears complete or not at all, and its manifest lists its files.
 
 All ranks write into one hidden temporary folder. The manifest, with the size and Adler-32 of every file, is written
 last. Then everything is flushed to the disk, and one rename makes the folder visible. A process may be killed at any
@@ -30,22 +30,23 @@ from titanlite.checkpoint.folder import OWN_FOLDER, read_json, shown
 from titanlite.checkpoint.writer import FileLayout, checksum, create_files, write_items
 
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
-BEST = "best"  # link next to the checkpoints that leads to the best of them
+BEST = "best"  # link next to the checkpoints, to the best of them
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-# A hidden folder of a process that writes, replaces or removes a checkpoint; those of older versions have no token.
+# Hidden folders of checkpoints that are being written, replaced or removed. Older versions gave them no token.
 _HIDDEN = re.compile(r"\.(step-\d+)(?:\.[^.]+)?\.(tmp|old|gone)")
 _CHUNK = 8 << 20
-# What a folder itself is to blame for. Others, such as a stale mount or a disk that does not answer, say nothing of it.
+# Errors that mean a damaged folder. Others, such as those of a stale mount, do not.
 _OF_DAMAGED_FOLDERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def commit_folder(
     folder: Path, files: Sequence[FileLayout], rest: Mapping[str, bytes], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write `files`, laid out alike on all ranks of `group`, and on rank 0 `rest`, content by name; then let `folder`
-    appear with exactly these, or be replaced.
+    """Write a checkpoint and make it visible as `folder`, which it replaces.
 
-    Raises CheckpointError: on all ranks of `group`, if any of them could not write; an older `folder` is untouched.
+    All ranks write their parts of `files`, laid out alike on all. Rank 0 also writes `rest`, content by file name.
+
+    Raises CheckpointError: a rank could not write; on all ranks of `group`. An older `folder` is untouched.
 
     Collectives: four small ones over `group`; every rank must call, and all must see the same file system.
     """
@@ -88,9 +89,9 @@ def _hidden(folder: Path, kind: str) -> Path:
 
 @contextmanager
 def hidden_folder(folder: Path) -> Generator[Path]:
-    """Make a hidden folder to be renamed to `folder` once it is complete; it is removed otherwise. In one process.
+    """Yield a hidden folder, which the body renames to `folder` once it is complete. In one process.
 
-    Leftovers of killed processes that wrote `folder` are removed first.
+    It is removed if it is still there at the end. Leftovers of killed processes that wrote `folder` are removed first.
     """
     for path in folder.parent.glob(f".{glob.escape(folder.name)}.{'[0-9a-f]' * 16}.tmp"):
         shutil.rmtree(path, ignore_errors=True)
@@ -104,7 +105,7 @@ def hidden_folder(folder: Path) -> Generator[Path]:
 
 @contextmanager
 def _together(folder: Path, group: dist.ProcessGroup | None) -> Generator[None]:
-    """Raise what goes wrong in the body on any rank, whatever it is, on all: they would wait for this one."""
+    """Raise an exception of the body, of any kind and on any rank, as a CheckpointError on all ranks."""
     problems = []
     try:
         yield
@@ -122,12 +123,12 @@ def _together(folder: Path, group: dist.ProcessGroup | None) -> Generator[None]:
 
 
 def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """List what is wrong with the checkpoint in `folder`, by its manifest: files gone, of another size, or other bytes.
+    """Compare the files in `folder` with its manifest, and list those that are missing or differ.
 
-    Sizes cost a system call per file; `checksums` reads every byte. With `share` = (i, n) only every nth file is looked
-    at, from the ith on.
+    Sizes cost a system call per file; `checksums` reads every byte. `share` = (i, n) selects every nth file, from the
+    ith on.
 
-    Raises TransientError: the file system does not answer, which says nothing of the checkpoint.
+    Raises TransientError: the file system does not answer. This is no sign of damage.
     """
     try:
         manifest = read_json(folder / MANIFEST_FILE, str(folder))
@@ -196,7 +197,7 @@ def set_aside(path: Path, kind: str) -> Path:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what killed processes left of saving or removing. One process at a time: it holds `FolderLock`s."""
+    """Remove what killed processes left. One process at a time: the one that holds the `FolderLock`."""
     for path in sorted(folder.glob(".step-*")) if folder.is_dir() else ():
         match = _HIDDEN.fullmatch(path.name)
         if match is None:
@@ -210,9 +211,9 @@ def clean_up(folder: Path) -> None:
 def remove_old(
     folder: Path, keep_latest: int, keep_every: int, newest: int | None = None, best: int | None = None
 ) -> None:
-    """Remove all but the last `keep_latest` checkpoints (0: keep all); multiples of `keep_every` stay (0: none).
+    """Remove all but the last `keep_latest` checkpoints (0: keep all); multiples of `keep_every` (0: none) stay.
 
-    What is later than `newest`, the one just saved, or not complete, is neither counted nor touched; `best` stays.
+    Incomplete ones, and those later than `newest`, which was just saved, neither count nor go; `best` stays.
     """
     steps = [step for step in list_steps(folder) if newest is None or step <= newest]
     steps = [step for step in steps if not check_folder(step_folder(folder, step))]
@@ -259,7 +260,7 @@ def read_best(folder: Path) -> int | None:
 
 
 def point_best(folder: Path, step: int) -> None:
-    """Replace the link by one to step-`step`, if that is complete: then it is not removed. One process at a time.
+    """Make the link lead to step-`step`, if that checkpoint is complete. One process at a time.
 
     Raises OSError: the file system has no links, or something else has the name.
     """

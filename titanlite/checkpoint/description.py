@@ -1,6 +1,6 @@
 """Files of a saved model without tensors: configuration, generation settings and tokenizer.
 
-It is built and checked once, before anything is trained; saving only writes it.
+They are built and checked once, before anything is trained; a save only writes them.
 """
 
 import copy
@@ -42,7 +42,7 @@ _COMPARED_SEQUENCES, _COMPARED_TOKENS = 64, 1 << 16  # at most, by two tokenizer
 
 _GENERATION = "generation_config.json"
 
-# What an image-and-text model needs beside a tokenizer.
+# Files that an image-and-text model needs next to the tokenizer.
 _PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -50,7 +50,7 @@ _PROCESSOR_FILES = (
     "chat_template.json",
     "chat_template.jinja",
 )
-# What a config.json that is the base of ours must not hand down: our own values take their place.
+# Keys that are not taken over from the original config.json: titanlite writes its own values.
 _REPLACED_KEYS = {
     *("quantization_config", "transformers_version", "torch_dtype"),
     *("rope_theta", "rope_scaling", "original_max_position_embeddings"),
@@ -70,10 +70,10 @@ _STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pa
 def describe_model(
     config: AnyModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None, end_of_turn_ids: Sequence[int] = ()
 ) -> dict[str, bytes]:
-    """Build the files next to the weights, and check that transformers reads them: content by file name. On one rank.
+    """Return the files next to the weights, content by file name, after transformers has read them. On one rank.
 
-    `dtype` is that of the parameters on disk. What `assets`, the folder of the model that training began with, says
-    beyond the architecture is kept. `end_of_turn_ids` end a text, too, next to those in generation_config.json there.
+    `dtype` is that of the parameters on disk. Keys that titanlite has no setting for are taken from `assets`, the
+    folder of the model that training began with. `end_of_turn_ids` are added to the ids that end a text.
 
     Raises CheckpointError: transformers refuses something; names it, its value, and the file that it is from.
     """
@@ -92,9 +92,9 @@ def describe_model(
 
 
 def render(write: Callable[[Path], None]) -> dict[str, bytes]:
-    """Return the content, by file name, of what `write` writes into an empty folder.
+    """Return the files that `write` writes into an empty folder, content by file name.
 
-    Raises CheckpointError: whatever it raises, so that it can be raised on all ranks.
+    Raises CheckpointError: `write` raises an exception, of any kind.
     """
     with _explained("what stands beside the weights"), TemporaryDirectory(prefix="titanlite-") as name:
         write(Path(name))
@@ -104,7 +104,7 @@ def render(write: Callable[[Path], None]) -> dict[str, bytes]:
 
 @contextmanager
 def _explained(what: str) -> Generator[None]:
-    """Turn any exception into an error that says that `what` cannot be saved: foreign code raises all kinds of them."""
+    """Turn an exception of the body, of any kind, into the CheckpointError that `what` cannot be saved."""
     try:
         yield
     except TitanliteError:
@@ -208,7 +208,7 @@ def _values_of(config: ModelConfig, tokenizer: Any, assets: Path | None) -> tupl
 
 
 def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
-    """Add `ids` to `eos_token_id`: a base model tuned on chats ends its turns with another token than its texts."""
+    """Add `ids` to `eos_token_id`: a base model tuned on chats ends turns and texts with different tokens."""
     config = read_json(path, f"checkpoint: {path.parent}")
     eos = config.get("eos_token_id")
     known = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -218,7 +218,7 @@ def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
 
 
 def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:
-    """Turn what only transformers 5 understands into what 4 does too, and with it many versions of vLLM.
+    """Rewrite what only transformers 5 understands, so that transformers 4 and older versions of vLLM read it too.
 
     `named` are special tokens with names of the model's own, such as image_token.
     """
@@ -238,10 +238,10 @@ def check_saved_tokenizer(
 ) -> None:
     """Compare the tokenizer with what `AutoTokenizer` will make of it in a saved folder, on `dataset`, if any.
 
-    Transformers builds the tokenizers of some models anew, in the form of the model's class. Of a model that is not new
-    (`is_new`) the tokenizer cannot be chosen: it gets a warning.
+    Transformers builds the tokenizers of some models anew, in the form of the model's class. A difference is an error
+    for a new model (`is_new`), and a warning for others, whose tokenizer cannot be chosen.
 
-    Raises DataError: it will read texts otherwise. The same on all ranks. Collective: every rank must call.
+    Raises DataError: the ids of a new model differ. The same on all ranks. Collective: every rank must call.
     """
 
     def find() -> str:
@@ -276,9 +276,9 @@ def _take_sequences(dataset: TrainDataset | None) -> list[list[int]]:
 
 
 def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
-    """Check that the checkpoint in `folder` is of a model that computes the same from weights of the same shapes.
+    """Check that the model of the checkpoint in `folder` computes the same as the configured one.
 
-    Raises ConfigError: it is not. The same on all ranks. Collective: every rank must call.
+    Raises ConfigError: it does not. The same on all ranks. Collective: every rank must call.
     """
 
     def find() -> str:
@@ -296,7 +296,7 @@ def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
 
 
 def check_data_order(start: Progress | None, loader: TrainLoader) -> None:
-    """Warn if a resumed run would train on other data, or in another order, than the run that it goes on with."""
+    """Warn if the data, or their order, are not those of the run that is resumed."""
     if start is None or start.data == loader.fingerprint or get_rank() != 0:
         return
     taken = loader.get_taken(start.step)
