@@ -216,7 +216,7 @@ def test_a_flipped_bit_is_found_by_checksums(command, step, tmp_path, name):
     (copy / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert command("inspect", copy).code == 0
     done = command("inspect", copy, "--checksums")
-    named = [line.split(":")[0].strip() for line in done.out.splitlines() if "checksum" in line]
+    named = [line.split(":")[0].strip() for line in done.out.splitlines() if "checksum differs" in line]
     assert (done.code, named) == (1, [name])
 
 

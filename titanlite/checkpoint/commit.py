@@ -1,8 +1,7 @@
 """Checkpoint folders on disk: each appears complete or not at all, and its manifest lists its files.
 
-All ranks write into one hidden temporary folder. The manifest, with the size and Adler-32 of every file, is written
-last. Then everything is flushed to the disk, and one rename makes the folder visible. A process may be killed at any
-moment of this.
+All ranks write into one hidden folder. The manifest, with the size and Adler-32 of every file, comes last. All of it is
+flushed to the disk, then one rename makes the folder visible. A process may be killed at any moment of this.
 """
 
 import errno
@@ -89,9 +88,9 @@ def _hidden(folder: Path, kind: str) -> Path:
 
 @contextmanager
 def hidden_folder(folder: Path) -> Generator[Path]:
-    """Yield a hidden folder, which the body renames to `folder` once it is complete. In one process.
+    """Yield a hidden folder, which the body renames to `folder` once it is complete; otherwise it is removed.
 
-    It is removed if it is still there at the end. Leftovers of killed processes that wrote `folder` are removed first.
+    In one process. Leftovers of killed processes that wrote `folder` are removed first.
     """
     for path in folder.parent.glob(f".{glob.escape(folder.name)}.{'[0-9a-f]' * 16}.tmp"):
         shutil.rmtree(path, ignore_errors=True)
