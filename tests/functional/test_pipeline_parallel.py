@@ -375,11 +375,11 @@ def test_load_of_all_experts_is_logged_by_a_stage_that_has_none(train, tmp_path)
         ("model.embed*,model.layers.[012]*", [CHUNKS]),
     ],
 )
-def test_a_stage_in_which_nothing_is_trained(train_run, frozen, chunks):
+def test_a_stage_in_which_nothing_is_trained(warm_run, frozen, chunks):
     """At the end, where gradients pass through; and at the beginning, where none are wanted. Or chunks of it."""
-    overrides = [FIVE, ONE, f"--optimizer.freeze={frozen}"]
-    (one,) = train_run(Degrees(), *overrides, steps=3)
-    for many in train_run(Degrees(pp=2), *overrides, *chunks, steps=3):
+    overrides = [FIVE, f"--optimizer.freeze={frozen}"]
+    (one,) = warm_run(Degrees(), *overrides, steps=3)
+    for many in warm_run(Degrees(pp=2), *overrides, *chunks, steps=3):
         assert many.losses == pytest.approx(one.losses, rel=1e-5)
         assert many.grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
 
