@@ -82,28 +82,19 @@ def secure_cache() -> None:
 
     The libraries in it are loaded and run. torch's own is a folder in /tmp with a name that anybody can make first.
 
-    Raises:
-        ConfigError: it belongs to another user, others can write to it, or it cannot be made.
+    Raises ConfigError: it belongs to another user, others can write to it, or it cannot be made.
     """
-    own = get_cache_home() / "torchinductor"
-    folder = Path(set_defaults({_CACHE: str(own)})[_CACHE])
-    remedy = f"Set {_CACHE} to a folder of yours that others cannot write to."
+    folder = Path(set_defaults({_CACHE: str(get_cache_home() / "torchinductor")})[_CACHE])
+    remedy = f"Set {_CACHE} to a folder of yours that others cannot write to (`chmod go-w`)."
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder == own and folder.stat().st_uid == os.getuid():
-            folder.chmod(0o700)
         found = folder.stat()
     except OSError as error:
         raise ConfigError(f"compile: cannot use the cache folder {folder}: {error.strerror}. {remedy}") from None
-    if found.st_uid != os.getuid():
+    if found.st_uid != os.getuid() or found.st_mode & _OTHERS_WRITE:
         raise ConfigError(
-            f"compile: torch.compile loads libraries from {folder}, which belongs to user {found.st_uid} and not to "
-            f"user {os.getuid()}, who runs this. {remedy}"
-        )
-    if found.st_mode & _OTHERS_WRITE:
-        raise ConfigError(
-            f"compile: torch.compile loads libraries from {folder}, where others can write (mode "
-            f"{found.st_mode & 0o777:o}). `chmod go-w` it. {remedy}"
+            f"compile: torch.compile loads libraries from {folder}, which user {found.st_uid} owns (mode "
+            f"{found.st_mode & 0o777:o}); user {os.getuid()} runs this. {remedy}"
         )
 
 
