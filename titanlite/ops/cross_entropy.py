@@ -11,7 +11,7 @@ Shapes: T tokens, C tokens of a chunk, D width, V vocabulary rows of this rank.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,25 +48,10 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _chunk_loss(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard | None):
-    """Return the loss (C,) of each token, and in place of the logits the gradient of its sum, softmax - one_hot.
-
-    A label outside the vocabulary gives NaN in both, for a plausible number would hide it.
-    """
-    factor_C, mine_C, column_C1 = _targets(logits_CV, labels_C, shard)
-    max_C, sum_C, target_C = _softmax_parts(logits_CV, mine_C, column_C1, shard)
-    loss_C = (sum_C.log() - target_C) * factor_C
-    hit_C = mine_C.to(factor_C.dtype)
-    if _use_kernels(logits_CV):
-        softmax_gradient_(logits_CV, max_C, factor_C / sum_C, hit_C, column_C1)
-    else:
-        logits_CV.mul_((factor_C / sum_C).unsqueeze(-1)).scatter_add_(-1, column_C1, -hit_C.unsqueeze(-1))
-    return loss_C, logits_CV
-
-
 def _targets(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard | None):
-    """Return the factor of each token's loss (1, 0 without a label, NaN outside the vocabulary), whether its label is a
-    column of this rank, and which one.
+    """Return the factor of each token's loss, whether its label is a column of this rank, and which one.
+
+    The factor is 1, 0 without a label, and NaN for one outside the vocabulary, for a plausible number would hide it.
     """
     valid_C = labels_C != IGNORE_INDEX
     start, vocab_size = (0, logits_CV.shape[-1]) if shard is None else (shard.start, shard.vocab_size)
@@ -127,30 +112,50 @@ def _(logits: Tensor, shift: Tensor, scale: Tensor, hit: Tensor, column: Tensor)
     pass
 
 
+def _chunks(
+    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, shard: VocabShard | None
+) -> Iterator[tuple[Any, ...]]:
+    """Yield each chunk's rows and logits, and its `_targets`."""
+    for start in range(0, hidden_TD.shape[0], chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        logits_CV = _project(hidden_TD[rows], weight_VD)
+        yield rows, logits_CV, *_targets(logits_CV, labels_T[rows], shard)
+
+
+class _Gradients:
+    """Gradients of hidden states and weight, chunk by chunk; None for what needs none."""
+
+    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, needed: Sequence[bool]) -> None:
+        self._hidden_TD, self._weight_VD = hidden_TD, weight_VD
+        self.hidden = torch.empty_like(hidden_TD) if needed[0] else None
+        self.weight = torch.zeros_like(weight_VD, dtype=_wide(weight_VD)) if needed[1] else None
+
+    def add(self, rows: slice, grad_CV: Tensor) -> None:
+        """Add a chunk's, from the gradient of its logits."""
+        grad_CV = grad_CV.to(self._hidden_TD.dtype)
+        if self.hidden is not None:
+            multiply(grad_CV, self._weight_VD, out=self.hidden[rows])
+        if self.weight is not None:  # the sum of chunks in float32, or small gradients drown in bfloat16's 8 bits
+            sum_over_rows(grad_CV, self._hidden_TD[rows], self.weight, accumulate=True)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, shard: VocabShard | None
-    ) -> Tensor:
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        accumulate = _wide(weight_VD)
-        dhidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
-        dweight_VD = torch.zeros_like(weight_VD, dtype=accumulate) if need_weight else None
-        losses = []
-        for start in range(0, hidden_TD.shape[0], chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            hidden_CD = hidden_TD[rows]
-            logits_CV = _project(hidden_CD, weight_VD)
-            loss_C, grad_CV = _chunk_loss(logits_CV, labels_T[rows], shard)
-            losses.append(loss_C)
-            grad_CV = grad_CV.to(hidden_TD.dtype)
-            if dhidden_TD is not None:
-                multiply(grad_CV, weight_VD, out=dhidden_TD[rows])
-            if dweight_VD is not None:  # the sum of chunks in float32, or small gradients drown in bfloat16's 8 bits
-                sum_over_rows(grad_CV, hidden_CD, dweight_VD, accumulate=True)
-        ctx.save_for_backward(dhidden_TD, dweight_VD)
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, *others: Any) -> Tensor:
+        *_, shard = others
+        gradients, losses = _Gradients(hidden_TD, weight_VD, ctx.needs_input_grad), []
+        for rows, logits_CV, factor_C, mine_C, column_C1 in _chunks(hidden_TD, weight_VD, *others):
+            max_C, sum_C, target_C = _softmax_parts(logits_CV, mine_C, column_C1, shard)
+            losses.append((sum_C.log() - target_C) * factor_C)
+            hit_C = mine_C.to(factor_C.dtype)
+            if _use_kernels(logits_CV):
+                softmax_gradient_(logits_CV, max_C, factor_C / sum_C, hit_C, column_C1)
+            else:  # the exponentials
+                logits_CV.mul_((factor_C / sum_C).unsqueeze(-1)).scatter_add_(-1, column_C1, -hit_C.unsqueeze(-1))
+            gradients.add(rows, logits_CV)
+        ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.weight_dtype = weight_VD.dtype
-        return torch.cat(losses).sum() if losses else hidden_TD.new_zeros((), dtype=accumulate)
+        return torch.cat(losses).sum() if losses else hidden_TD.new_zeros((), dtype=_wide(weight_VD))
 
     @staticmethod
     @once_differentiable
@@ -166,35 +171,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, shard: VocabShard | None
-    ) -> Tensor:
-        accumulate = _wide(weight_VD)
-        loss_T, logsumexp_T = (hidden_TD.new_empty(hidden_TD.shape[0], dtype=accumulate) for _ in range(2))
-        for start in range(0, hidden_TD.shape[0], chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            logits_CV = _project(hidden_TD[rows], weight_VD)
-            factor_C, mine_C, column_C1 = _targets(logits_CV, labels_T[rows], shard)
-            max_C, sum_C, target_C = _softmax_parts(logits_CV, mine_C, column_C1, shard)
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *others: Any) -> Tensor:
+        ctx.others = others  # chunk_tokens, shard
+        loss_T, logsumexp_T = (hidden_TD.new_empty(len(hidden_TD), dtype=_wide(weight_VD)) for _ in range(2))
+        for rows, logits_CV, factor_C, mine_C, column_C1 in _chunks(hidden_TD, weight_VD, labels_T, *others):
+            max_C, sum_C, target_C = _softmax_parts(logits_CV, mine_C, column_C1, others[1])
             loss_T[rows] = (sum_C.log() - target_C) * factor_C
             logsumexp_T[rows] = max_C + sum_C.log()
         ctx.save_for_backward(hidden_TD, weight_VD, labels_T, logsumexp_T)
-        ctx.chunk_tokens, ctx.shard = chunk_tokens, shard
         return loss_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Any, ...]:
         hidden_TD, weight_VD, labels_T, logsumexp_T = ctx.saved_tensors
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        accumulate = logsumexp_T.dtype
-        dhidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
-        dweight_VD = torch.zeros_like(weight_VD, dtype=accumulate) if need_weight else None
-        for start in range(0, hidden_TD.shape[0], ctx.chunk_tokens):
-            rows = slice(start, start + ctx.chunk_tokens)
-            hidden_CD = hidden_TD[rows]
-            logits_CV = _project(hidden_CD, weight_VD)
-            factor_C, mine_C, column_C1 = _targets(logits_CV, labels_T[rows], ctx.shard)
+        gradients = _Gradients(hidden_TD, weight_VD, ctx.needs_input_grad)
+        for rows, logits_CV, factor_C, mine_C, column_C1 in _chunks(hidden_TD, weight_VD, labels_T, *ctx.others):
             # The denominator is that of the whole vocabulary already: no collective.
             shift_C, scale_C, hit_C = logsumexp_T[rows], factor_C * dloss_T[rows], mine_C * dloss_T[rows]
             if _use_kernels(logits_CV):
@@ -202,12 +194,9 @@ class _TokenCrossEntropy(torch.autograd.Function):
             else:
                 logits_CV.sub_(shift_C.unsqueeze(-1)).exp_().mul_(scale_C.unsqueeze(-1))
                 logits_CV.scatter_add_(-1, column_C1, -hit_C.unsqueeze(-1))
-            grad_CV = logits_CV.to(hidden_TD.dtype)
-            if dhidden_TD is not None:
-                multiply(grad_CV, weight_VD, out=dhidden_TD[rows])
-            if dweight_VD is not None:
-                sum_over_rows(grad_CV, hidden_CD, dweight_VD, accumulate=True)
-        return dhidden_TD, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype), None, None, None
+            gradients.add(rows, logits_CV)
+        dweight_VD = None if gradients.weight is None else gradients.weight.to(weight_VD.dtype)
+        return gradients.hidden, dweight_VD, None, None, None
 
 
 def linear_cross_entropy(
