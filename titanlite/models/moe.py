@@ -104,7 +104,7 @@ class Router(nn.Module):
         for sum_over_ranks in self.sequence_sums:
             counts_BE = sum_over_ranks(counts_BE)
         load_BE = counts_BE * (self.aux_loss_coeff * config.num_experts) / counts_BE.sum(-1, keepdim=True).clamp(min=1)
-        share_BSE = scores_BSE if config.score_func == "softmax" else scores_BSE / scores_BSE.sum(dim=-1, keepdim=True)
+        share_BSE = _shares(config, scores_BSE)
         sums_BE = share_BSE.sum(dim=1) if valid_BS is None else valid_BS.to(share_BSE.dtype).unsqueeze(1) @ share_BSE
         return weights_Tk, ids_Tk, load_BE, sums_BE
 
@@ -120,15 +120,18 @@ class Router(nn.Module):
     def _count(self, ids_Tk: Tensor, valid_BS: Tensor | None, batch: int) -> Tensor:
         """Count each expert's valid rows per sequence, (B, E) int64: bfloat16 counts to 256 only, float32 to 16.7 M."""
         ids_BR, num_experts = ids_Tk.view(batch, -1), self.config.num_experts
-        self.chosen_rows, counts_BE = self.tokens_per_expert, ids_BR.new_zeros(batch, num_experts)
-        if valid_BS is None:
-            counts_BE.scatter_add_(1, ids_BR, ids_BR.new_ones(1).expand_as(ids_BR))
-        else:
+        self.chosen_rows, rows_BR = self.tokens_per_expert, None
+        if valid_BS is not None:
             rows_Tk = valid_BS.reshape(-1, 1).expand_as(ids_Tk).to(torch.int64, memory_format=torch.contiguous_format)
-            counts_BE.scatter_add_(1, ids_BR, rows_Tk.view_as(ids_BR))
-            self.chosen_rows = count_rows(ids_Tk, num_experts)
+            self.chosen_rows, rows_BR = count_rows(ids_Tk.flatten(), num_experts), rows_Tk.view_as(ids_BR)
+        counts_BE = count_rows(ids_BR, num_experts, rows_BR)
         torch.sum(counts_BE, 0, out=self.tokens_per_expert)
         return counts_BE
+
+
+def _shares(config: ModelConfig, scores_BSE: Tensor) -> Tensor:
+    """Return each score's share of its token's sum."""
+    return scores_BSE if config.score_func == "softmax" else scores_BSE / scores_BSE.sum(dim=-1, keepdim=True)
 
 
 class _Weights(torch.autograd.Function):
@@ -152,7 +155,7 @@ class _Weights(torch.autograd.Function):
         else:
             dshare_BSE = (daux * load_BE).unsqueeze(1)
             dshare_BSE = dshare_BSE if valid_BS is None else dshare_BSE * valid_BS.unsqueeze(-1)
-            share_BSE = scores_BSE if is_softmax else scores_BSE / scores_BSE.sum(dim=-1, keepdim=True)
+            share_BSE = _shares(ctx.config, scores_BSE)
             dlogits_BSE = softmax_backward(dshare_BSE.expand_as(share_BSE), share_BSE, -1, share_BSE.dtype)
         if ctx.config.norm_topk_prob:
             dchosen_Tk = softmax_backward(dweights_Tk, weights_Tk, -1, weights_Tk.dtype)
@@ -229,10 +232,10 @@ def is_routed(name: str) -> bool:
     return ".experts." in name
 
 
-def count_rows(expert_ids_Tk: Tensor, num_experts: int) -> Tensor:
-    """Count the rows that chose each expert, (E,) int64."""
-    ids_R = expert_ids_Tk.flatten()
-    return ids_R.new_zeros(num_experts).scatter_add_(0, ids_R, ids_R.new_ones(1).expand_as(ids_R))
+def count_rows(ids: Tensor, num_experts: int, rows: Tensor | None = None) -> Tensor:
+    """Count the rows that chose each expert, (..., E), of int64 ids (..., R); a row counts as often as `rows` says."""
+    rows = ids.new_ones(1).expand_as(ids) if rows is None else rows
+    return ids.new_zeros(*ids.shape[:-1], num_experts).scatter_add_(-1, ids, rows)
 
 
 def dispatch_locally(

@@ -205,7 +205,7 @@ class TransformersExpertCounter(nn.Module):
         if self._valid_T is not None and self._valid_T.numel() == ids_Tk.shape[0]:
             ids_Tk = ids_Tk.masked_fill(~self._valid_T.unsqueeze(-1), num_experts)
         share = -(-ids_Tk.shape[0] // size)
-        counts = count_rows(ids_Tk[rank * share : (rank + 1) * share], num_experts + 1)
+        counts = count_rows(ids_Tk[rank * share : (rank + 1) * share].flatten(), num_experts + 1)
         self.tokens_per_expert.copy_(counts[:num_experts])
 
 
