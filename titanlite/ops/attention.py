@@ -21,10 +21,9 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signa
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The mask of all layers; made once per forward by `build_attention_mask`."""
+    """The mask of all layers; made once per forward by `build_attention_mask`. Without tensors it is plain causal."""
 
-    backend: AttentionBackend
-    # `sdpa`: bool, True where query s may see key t; on CUDA what is added to scores, 0 or -inf. None: plain causal.
+    # `sdpa`: bool, True where query s may see key t; on CUDA what is added to scores, 0 or -inf.
     allowed_B1SS: torch.Tensor | None = None
     starts_N1: torch.Tensor | None = None  # `varlen`: what `find_starts` gives
 
@@ -55,7 +54,7 @@ def build_attention_mask(
         starts_N1: what `find_starts` gave; None: `varlen` calls it, which waits for the device.
     """
     if document_ids_BS is None:
-        return AttentionMask("sdpa")
+        return AttentionMask()
     kernel = find_kernel("attention_mask", document_ids_BS.device)  # of a plan, where documents cannot be looked at
     if kernel is not None and (mask := kernel(backend)) is not None:
         return mask
@@ -63,14 +62,14 @@ def build_attention_mask(
         starts_N1 = find_starts(document_ids_BS) if starts_N1 is None else starts_N1
         # Or a layer would be compiled again for another number of documents.
         torch._dynamo.mark_dynamic(starts_N1, 0)  # pyright: ignore[reportPrivateUsage]  documented, for all its name
-        return AttentionMask("varlen", starts_N1=starts_N1)
+        return AttentionMask(starts_N1=starts_N1)
     same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
     allowed_B1SS = same_BSS.tril().unsqueeze(1)
     if kernel_device(document_ids_BS.device) == "cuda":
         # Given a bool mask, torch makes this of it in every layer, and keeps each until backward.
         bias_B1SS = torch.zeros(allowed_B1SS.shape, dtype=dtype, device=allowed_B1SS.device)
         allowed_B1SS = bias_B1SS.masked_fill_(allowed_B1SS.logical_not(), float("-inf"))
-    return AttentionMask("sdpa", allowed_B1SS)
+    return AttentionMask(allowed_B1SS)
 
 
 def attention(
@@ -80,7 +79,7 @@ def attention(
 
     H must be a multiple of G: query head h reads key/value head h // (H / G).
     """
-    if mask.starts_N1 is not None:
+    if mask.starts_N1 is not None:  # of `varlen`
         return varlen_attention(q_BSHK, k_BSGK, v_BSGV, mask.starts_N1, scale)
     kernel = find_kernel("attention", q_BSHK.device)
     if kernel is not None and (out_BSHV := kernel(q_BSHK, k_BSGK, v_BSGV, mask, scale)) is not None:

@@ -28,7 +28,7 @@ def attend(
 ) -> torch.Tensor | None:
     """Compute `ops.attention`; None where torch's kernel is faster: it spreads heads over several threads."""
     fits = q_BSHK.itemsize >= 4 and 0 < q_BSHK.shape[1] <= _LONGEST and q_BSHK.shape[-1] == v_BSGK.shape[-1]
-    if mask.backend != "sdpa" or not fits or _num_threads() != 1:
+    if not fits or _num_threads() != 1:
         return None
     return host_attention(q_BSHK, k_BSGK, v_BSGK, mask.allowed_B1SS, scale)
 

@@ -213,7 +213,7 @@ def _mask(training: TrainingSection, backend: AttentionBackend) -> AttentionMask
     """Other masks than that of `sdpa` look at the documents while they are made: here each row is one."""
     if backend == "sdpa":
         return None
-    return AttentionMask("varlen", starts_N1=torch.zeros(training.local_batch_size + 1, dtype=torch.int32))
+    return AttentionMask(starts_N1=torch.zeros(training.local_batch_size + 1, dtype=torch.int32))
 
 
 def _attention(
