@@ -227,16 +227,9 @@ class _Channel:
         return x
 
 
-def _anchor(x: torch.Tensor) -> torch.Tensor:
-    """Something that requires a gradient, or autograd would not ask for that of what is received. Also where all of a
-    stage is frozen: the next stage sends a gradient, and waits for its receiver.
-    """
-    return torch.empty(0, device=x.device, requires_grad=torch.is_grad_enabled())
-
-
 def _receive(tokens_BS: torch.Tensor, *, link: StageLink) -> torch.Tensor:
     """Receive, in place of the embedding, the hidden states of the stage before."""
-    return _Receive.apply(_anchor(tokens_BS), link, link.shape_of(tokens_BS))  # type: ignore[no-any-return]
+    return _pass(None, tokens_BS.device, link, link.shape_of(tokens_BS), receives=True)
 
 
 def _send(
@@ -252,7 +245,7 @@ def _send(
         link.hidden_out.send(hidden_BsD)
         return hidden_BsD
     shape = () if reduction == "sum" else (*labels_BS.shape, *getattr(reduction, "shape", ()))  # of a function's values
-    return _Send.apply(hidden_BsD, _anchor(hidden_BsD), link, shape)  # type: ignore[no-any-return]
+    return _pass(hidden_BsD, hidden_BsD.device, link, shape, receives=False)
 
 
 def _hand_on(hidden_BsD: torch.Tensor) -> torch.Tensor:
@@ -267,49 +260,46 @@ def _skip(hidden_BsD: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Te
 
 def _go_round(hidden_BsD: torch.Tensor, *args: Any, link: StageLink, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Send hidden states through the other stages, in place of all layers between two chunks."""
-    return _SendAndReceive.apply(hidden_BsD, _anchor(hidden_BsD), link), None
+    return _pass(hidden_BsD, hidden_BsD.device, link, tuple(hidden_BsD.shape), receives=True), None
 
 
-class _Receive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, link: StageLink, shape: tuple[int, ...]) -> torch.Tensor:
-        ctx.link = link
-        return link.hidden_in.receive(shape, anchor.device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.link.gradient_out.send(grad)
-        return None, None, None
+def _pass(
+    hidden: torch.Tensor | None, device: torch.device, link: StageLink, shape: tuple[int, ...], *, receives: bool
+) -> torch.Tensor:
+    """Send `hidden`, if there is one, to the next stage; return what comes from the one before, or zeros of `shape`."""
+    # Something that requires a gradient, or autograd would not ask for that of what is received. Also where all of a
+    # stage is frozen: the next stage sends a gradient, and waits for its receiver.
+    anchor = torch.empty(0, device=device, requires_grad=torch.is_grad_enabled())
+    return _Pass.apply(hidden, anchor, link, shape, receives)  # type: ignore[no-any-return]
 
 
-class _Send(torch.autograd.Function):
-    """Zeros of `shape`; hidden states go to the next stage, and their gradient comes from there."""
+class _Pass(torch.autograd.Function):
+    """`_pass`; in backward gradients go the other way."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_BsD: torch.Tensor, anchor: torch.Tensor, link: StageLink, shape: tuple[int, ...]
+        ctx: Any,
+        hidden: torch.Tensor | None,
+        anchor: torch.Tensor,
+        link: StageLink,
+        shape: tuple[int, ...],
+        receives: bool,
     ) -> torch.Tensor:
-        ctx.link, ctx.shape, ctx.device = link, tuple(hidden_BsD.shape), hidden_BsD.device
-        link.hidden_out.send(hidden_BsD)
-        return hidden_BsD.new_zeros(shape, dtype=torch.float32)
+        ctx.link, ctx.receives, ctx.device = link, receives, anchor.device
+        ctx.shape = None if hidden is None else tuple(hidden.shape)
+        if hidden is not None:
+            link.hidden_out.send(hidden)
+        return (
+            link.hidden_in.receive(shape, anchor.device) if receives else anchor.new_zeros(shape, dtype=torch.float32)
+        )
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # `grad`, that of the zeros, says nothing: the last stage scaled the loss.
-        return ctx.link.gradient_in.receive(ctx.shape, ctx.device), None, None, None
-
-
-class _SendAndReceive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden_BsD: torch.Tensor, anchor: torch.Tensor, link: StageLink) -> torch.Tensor:
-        ctx.link = link
-        link.hidden_out.send(hidden_BsD)
-        return link.hidden_in.receive(tuple(hidden_BsD.shape), hidden_BsD.device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.link.gradient_out.send(grad)
-        return ctx.link.gradient_in.receive(tuple(grad.shape), grad.device), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        # The gradient of zeros says nothing: the last stage scaled the loss.
+        if ctx.receives:
+            ctx.link.gradient_out.send(grad)
+        sent = None if ctx.shape is None else ctx.link.gradient_in.receive(ctx.shape, ctx.device)
+        return sent, None, None, None, None
 
 
 def _share_logits(module: nn.Module, args: Any, out: Any, *, link: StageLink) -> Any:
