@@ -133,27 +133,20 @@ class SharedMemory:
     ) -> None:
         """Send `input_splits[r]` rows of `x` to each member r; write the `output_splits[r]` from each to `out`."""
         sent, received, width = x.view(-1), out.view(-1), math.prod(x.shape[1:])
-        send = _segments(input_splits, width)
-        receive = _segments(output_splits, width)
+        send, receive = _segments(input_splits, width), _segments(output_splits, width)
         if (send[-1][1], receive[-1][1]) != (sent.numel(), received.numel()):
             raise ValueError(
                 f"all_to_all: {input_splits} of {len(x)} rows to send, {output_splits} of {len(out)} to receive."
             )
-        start, end = send[self._rank]
-        received[slice(*receive[self._rank])].copy_(sent[start:end])
-        # What the others read, one after another: this rank's rows but its own.
-        before, after = sent[:start], sent[end:]
-        length, own = before.numel() + after.numel(), end - start
-        parts = {peer: (at - own if at >= end else at, upto - at) for peer, (at, upto) in enumerate(send)}
+        received[slice(*receive[self._rank])].copy_(sent[slice(*send[self._rank])])
+        parts = {peer: (start, end - start) for peer, (start, end) in enumerate(send)}
         done, more = 0, True  # all ranks have the same `done`: elements that each has written
         while more:
             regions = self._next_regions(x.dtype)
             upto = done + regions.shape[1]
-            at = 0
-            for part in (before[done:upto], after[max(done - start, 0) : max(upto - start, 0)]):
-                regions[self._rank, at : at + part.numel()].copy_(part)
-                at += part.numel()
-            more = upto < length
+            part = sent[done:upto]
+            regions[self._rank, : part.numel()].copy_(part)
+            more = upto < sent.numel()
             for peer, message in self._meet("all_to_all", x, parts, more=more).items():
                 target, expected = receive[peer][0], receive[peer][1] - receive[peer][0]
                 if message.length != expected:
