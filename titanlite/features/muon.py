@@ -96,19 +96,16 @@ class MatrixExchange:
         ]
         self._loads: _Loads = defaultdict(Counter)
         self.buckets: list[list[int]] = []
-        self._routes: list[_Route | None] = []
-        for which in (False, True):
-            total = _ELEMENTS_AT_ONCE + 1.0
-            begin = len(self.buckets)
-            for number in (number for number, split in enumerate(is_split) if split == which):
-                size = self._params[number].numel() / len(holders[number])  # of a replica: the same for all ranks
-                if total + size > _ELEMENTS_AT_ONCE:
-                    self.buckets.append([])
-                    total = 0.0
-                self.buckets[-1].append(number)
-                total += size
-            for bucket in self.buckets[begin:]:
-                self._routes.append(self._find_route(bucket, holders) if which else None)
+        total = 0.0
+        for number in sorted(range(len(is_split)), key=is_split.__getitem__):
+            size = self._params[number].numel() / len(holders[number])  # of a replica: the same for all ranks
+            last = self.buckets[-1][-1] if self.buckets else None
+            if last is None or is_split[last] != is_split[number] or total + size > _ELEMENTS_AT_ONCE:
+                self.buckets.append([])
+                total = 0.0
+            self.buckets[-1].append(number)
+            total += size
+        self._routes = [self._find_route(some, holders) if is_split[some[0]] else None for some in self.buckets]
 
     def _find_route(self, bucket: list[int], holders: list[list[tuple[int, Region]]]) -> _Route:
         """Share the matrices of a bucket among the ranks that hold a piece: the costliest first, each for the rank that
