@@ -161,9 +161,6 @@ class Decoder(Model):
         out = self.lm_head(hidden_BSD, labels_BS, reduction)
         return out if labels_BS is None else LossSums(out, out.new_zeros(()) if aux is None else aux)
 
-    def can_cache(self, device: torch.device) -> bool:
-        return True
-
     def configure(
         self, attention_backend: AttentionBackend, moe: MoESection, loss_chunk_tokens: int, device: torch.device
     ) -> None:
@@ -201,17 +198,18 @@ class Decoder(Model):
     def embedding_and_head(self) -> tuple[nn.Module, nn.Module]:
         return self.model.embed_tokens, self.lm_head
 
-    def moe_layers(self) -> dict[str, MoE]:
-        return {f"model.layers.{i}.mlp": moe for i, moe in self._moe_by_layer().items()}
+    def moe_layers(self) -> dict[int, MoE]:
+        here = ((i, layer.mlp) for i, layer in enumerate(self.model.layers) if isinstance(layer, DecoderLayer))
+        return {i: mlp for i, mlp in here if isinstance(mlp, MoE)}
 
     def moe_layer_numbers(self) -> list[int]:
         return [i for i, layer in enumerate(self.model.layers) if isinstance(layer.mlp, MoE)]
 
     def split_experts(self) -> list[nn.Module]:
-        return [moe.experts for moe in self._moe_by_layer().values()]
+        return [moe.experts for moe in self.moe_layers().values()]
 
     def set_dispatch(self, dispatch: TokenDispatcher, mesh: DeviceMesh) -> None:
-        for moe in self._moe_by_layer().values():
+        for moe in self.moe_layers().values():
             moe.gate.first_expert = mesh.get_local_rank() * moe.experts.num_experts // mesh.size()
             moe.dispatch = dispatch
 
@@ -219,11 +217,7 @@ class Decoder(Model):
         return any(getattr(module, "dropout", 0.0) > 0.0 for module in self.modules())
 
     def expert_counters(self) -> dict[int, ExpertCounter]:
-        return {i: moe.gate for i, moe in self._moe_by_layer().items()}
-
-    def _moe_by_layer(self) -> dict[int, MoE]:
-        here = ((i, layer.mlp) for i, layer in enumerate(self.model.layers) if isinstance(layer, DecoderLayer))
-        return {i: mlp for i, mlp in here if isinstance(mlp, MoE)}
+        return {i: moe.gate for i, moe in self.moe_layers().items()}
 
 
 def build_decoder(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:

@@ -147,7 +147,7 @@ def test_loss_sums(tiny):
 
 def test_moe_layers_are_those_that_are_not_dense(tiny):
     model = build_decoder(tiny.config("dots1", num_layers=4, num_dense_layers=2))
-    assert list(model.moe_layers()) == ["model.layers.2.mlp", "model.layers.3.mlp"]
+    assert list(model.moe_layers()) == [2, 3]
     assert all(isinstance(moe, MoE) for moe in model.moe_layers().values())
     assert build_decoder(tiny.config("llama")).moe_layers() == {}
 

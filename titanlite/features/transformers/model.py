@@ -299,9 +299,6 @@ class TransformersModel(Model):
     def all_layers(self) -> list[nn.Module]:
         return self.decoder_layers()
 
-    def moe_layers(self) -> dict[str, Any]:
-        return {}  # routers of transformers have no bias to balance
-
     def expert_counters(self) -> dict[int, TransformersExpertCounter]:
         return dict(self._counters)
 
