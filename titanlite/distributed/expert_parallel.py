@@ -5,10 +5,6 @@ Shapes: T tokens, k experts per token, C copies sent, P received, which become Q
 D hidden.
 """
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,19 +20,8 @@ from titanlite.distributed.parallel_dims import shard_parameters
 from titanlite.models.interface import Model
 from titanlite.models.layers import keep, kept
 from titanlite.ops import group_by_expert
+from titanlite.ops.kernels import find_kernel
 from titanlite.ops.moe_experts import gather_sum, sort_rows
-
-_assume_balanced: ContextVar[bool] = ContextVar("assume_balanced", default=False)
-
-
-@contextmanager
-def balanced_routing() -> Iterator[None]:
-    """Give every rank the average number of tokens, whatever the router chose: to plan a run without data."""
-    token = _assume_balanced.set(True)
-    try:
-        yield
-    finally:
-        _assume_balanced.reset(token)
 
 
 def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> None:
@@ -110,13 +95,12 @@ class ExpertParallelDispatcher:
     ) -> tuple[list[int], list[int], int]:
         """Return copies that go to each rank, copies that come from each, and how many rows those become."""
         sent, received = torch.stack([sent_n22, received_n22]).tolist()  # synchronization point
-        if not _assume_balanced.get():
-            send, receive = ([end - begin for (begin, end), _ in bounds] for bounds in (sent, received))
-            return send, receive, sum(end - begin for bounds in received for begin, end in bounds)
-        tokens, top_k = shape
-        elsewhere = math.comb(num_experts - num_experts // self._size, top_k) / math.comb(num_experts, top_k)
-        even = [round(tokens * (1 - elsewhere))] * self._size
-        return even, even, tokens * top_k
+        if (
+            kernel := find_kernel("expert_splits", sent_n22.device)
+        ) is not None:  # of a plan, whose numbers mean nothing
+            return kernel(shape, num_experts, self._size)
+        send, receive = ([end - begin for (begin, end), _ in by_rank] for by_rank in (sent, received))
+        return send, receive, sum(end - begin for by_rank in received for begin, end in by_rank)
 
 
 class _Travel:

@@ -4,6 +4,7 @@ Parameters are described and sharded by the functions of a real run, FSDP2's hoo
 trainer's. Only the tensors have no data, and the process group has no other ranks.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,7 +22,6 @@ from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import TrainingSection
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.expert_parallel import balanced_routing
 from titanlite.features.cpu import install_kernels
 from titanlite.features.dpo import DPO, AdaptersOff
 from titanlite.features.estimate.tracker import GRADIENTS, FixedScalars, StepRecorder
@@ -103,10 +103,12 @@ class StandInTrainer(TrainStep):
 def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[None]:
     """Tensors made here have no data, operators compute sizes only, and kernels are chosen as on `device_type`."""
     with ExitStack() as stack:
-        stack.enter_context(balanced_routing())
+        kernels: dict[str, Callable[..., Any]] = {"expert_splits": _even_splits}
         stack.enter_context(_exchanged(grouped_mm=_grouped_mm))
         if device_type == "cuda":
-            stack.enter_context(plan_for_device("cuda", {"attention_mask": partial(_mask, trainer.job.training)}))
+            kernels["attention_mask"] = partial(_mask, trainer.job.training)
+        stack.enter_context(plan_for_device(device_type, kernels))
+        if device_type == "cuda":
             # Composed of many operators on the CPU, and one kernel on CUDA.
             attend, norm = partial(_attention, F.scaled_dot_product_attention), partial(_rms_norm, F.rms_norm)
             stack.enter_context(_exchanged(scaled_dot_product_attention=attend, rms_norm=norm))
@@ -207,6 +209,14 @@ def _exchanged(**functions: Callable[..., torch.Tensor]) -> Iterator[None]:
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor, **rest: Any) -> torch.Tensor:
     """Call titanlite's grouped GEMM for transformers' experts: without data torch's takes two-byte floats alone."""
     return grouped_gemm(x, weight, offs)
+
+
+def _even_splits(shape: torch.Size, num_experts: int, num_ranks: int) -> tuple[list[int], list[int], int]:
+    """Give every rank the average number of copies and rows of `shape` (T, k), whatever the router chose."""
+    tokens, top_k = shape
+    elsewhere = math.comb(num_experts - num_experts // num_ranks, top_k) / math.comb(num_experts, top_k)
+    even = [round(tokens * (1 - elsewhere))] * num_ranks
+    return even, even, tokens * top_k
 
 
 def _mask(training: TrainingSection, backend: AttentionBackend) -> AttentionMask | None:
