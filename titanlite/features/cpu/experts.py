@@ -125,7 +125,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, z) of `moe_experts`; z (R, 2 I) is empty unless `keep`."""
     compute = get_compute_dtype(x)
-    y_RD = _PerRow(x, token, rows)
+    y_RD = x.new_empty(token.shape[0], x.shape[1])
     z = x.new_empty(token.shape[0] if keep else 0, gate_up.shape[1])
     for expert, slices in _slices(token, offsets, gate_up.shape[1], compute):
         up_weight, down_weight = gate_up[expert].to(compute).mT, down[expert].to(compute).mT
@@ -133,9 +133,9 @@ def forward(
             z_C2I = multiply(part.gather(x), up_weight)
             if keep:
                 part.write(z, z_C2I)
-            y_RD.write(part, multiply(apply_swiglu(z_C2I, part.take(row_weight)), down_weight))
+            part.write(y_RD, multiply(apply_swiglu(z_C2I, part.take(row_weight)), down_weight))
     z[int(offsets[-1]) :] = 0.0
-    return y_RD.sum_by_token(offsets), z
+    return _sum_by_token(y_RD, rows, offsets), z
 
 
 def backward(
@@ -153,7 +153,7 @@ def backward(
     """Gradients of (x, gate_up, down, row_weight); those of the first three that are not `needed` are empty."""
     need_x, need_gate_up, need_down, _ = needed
     compute = get_compute_dtype(x)
-    dx_RD = _PerRow(x, token, rows) if need_x else None
+    dx_RD = x.new_empty(token.shape[0], x.shape[1]) if need_x else None
     dgate_up = _PerExpert(gate_up, compute) if need_gate_up else None
     ddown = _PerExpert(down, compute) if need_down else None
     drow_weight = torch.zeros_like(row_weight)
@@ -175,11 +175,11 @@ def backward(
             if ddown is not None:
                 ddown.add(expert, dy_CD, h_CI.mul_(weight_C1))
             if dx_RD is not None:
-                dx_RD.write(part, multiply(dz_C2I, up_weight))
+                part.write(dx_RD, multiply(dz_C2I, up_weight))
             if dgate_up is not None:
                 dgate_up.add(expert, dz_C2I, part.gather(x))
     return (
-        x.new_empty(0) if dx_RD is None else dx_RD.sum_by_token(offsets),
+        x.new_empty(0) if dx_RD is None else _sum_by_token(dx_RD, rows, offsets),
         x.new_empty(0) if dgate_up is None else dgate_up.finish(),
         x.new_empty(0) if ddown is None else ddown.finish(),
         drow_weight,
@@ -239,27 +239,10 @@ def _round_up(rows: int, multiple: int) -> int:
     return rows if rows <= multiple else -(-rows // multiple) * multiple
 
 
-class _PerRow:
-    """Results per row, to be summed by token; with one row per token each is written to its token's place at once."""
-
-    def __init__(self, x_TD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> None:
-        self._token_R, self._rows_Tk = token_R.long(), rows_Tk
-        self._is_single = rows_Tk.shape[1] == 1
-        self._values = x_TD.new_empty(token_R.shape[0], x_TD.shape[1])
-
-    def write(self, part: _Slice, y_CD: torch.Tensor) -> None:
-        if self._is_single:
-            self._values.index_copy_(0, part.tokens.long(), y_CD[: part.count].to(self._values.dtype))
-        else:
-            part.write(self._values, y_CD)
-
-    def sum_by_token(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Return (T, D); rows that belong to no expert add nothing."""
-        tail = slice(int(offsets[-1]), None)
-        if self._is_single:
-            return self._values.index_fill_(0, self._token_R[tail], 0.0)
-        self._values[tail] = 0.0
-        return gather_sum(self._values, self._rows_Tk)
+def _sum_by_token(y_RD: torch.Tensor, rows_Tk: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return (T, D); rows that belong to no expert add nothing, and are zeroed."""
+    y_RD[int(offsets[-1]) :] = 0.0
+    return gather_sum(y_RD, rows_Tk)
 
 
 class _PerExpert:
