@@ -241,7 +241,8 @@ def _launch_rows(
     most_tiles = (M // tile.rows + E + 1) * triton.cdiv(N, tile.cols)  # how many there are, only the device knows
     y, z, h = (out.get(name) for name in ("y", "z", "h"))
     pointers = (y, z, h, out.get("row_weight"), out.get("drow_weight"), rows, offsets)
-    strides = (x.stride(0), weight.stride(0), weight.stride(2), weight.stride(1), *map(_stride, (y, z, h)))
+    out_strides = (0 if t is None else t.stride(0) for t in (y, z, h))
+    strides = (x.stride(0), weight.stride(0), weight.stride(2), weight.stride(1), *out_strides)
     constants = {"BM": tile.rows, "BN": tile.cols, "BK": tile.depth, "EPILOGUE": epilogue, "K_MAJOR": k_major}
     constants |= {"TMA_X": operands[0] is not x, "TMA_W": use_tma, "EVEN_K": K % tile.depth == 0}
     constants |= {"E_CEIL": triton.next_power_of_2(E + 1), **_options(x, tile, in_one_stage=unfenced and not by_tma)}
@@ -253,7 +254,9 @@ def _launch_rows(
 def _options(x: Tensor, tile: Tile, *, in_one_stage: bool) -> dict[str, Any]:
     stages = 1 if in_one_stage else tile.stages
     options = {"num_warps": tile.warps, "num_stages": stages, "enable_fp_fusion": True}
-    return {"BAND": _SWIZZLE, "PRECISION": _precision(x), **options}
+    # float32 is multiplied as float32 unless the user allowed TF32.
+    is_exact = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    return {"BAND": _SWIZZLE, "PRECISION": "ieee" if is_exact else "tf32", **options}
 
 
 def _is_unfenced(x: Tensor) -> bool:
@@ -295,15 +298,6 @@ def _properties(device: torch.device) -> Any:
 
 def _num_rows(x: Tensor, rows: Tensor | None) -> int:
     return x.shape[0] if rows is None else rows.shape[0]
-
-
-def _stride(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.stride(0)
-
-
-def _precision(x: Tensor) -> str:
-    """float32 is multiplied as float32 unless the user allowed TF32."""
-    return "ieee" if x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32" else "tf32"
 
 
 def _tile_of(kernel: str, x: Tensor, *, tma: bool = True) -> Tile:
