@@ -52,24 +52,19 @@ def _explain(error: RuntimeError) -> Exception:
     return error
 
 
-def _stay_on_this_machine() -> None:
-    """Name the loopback interface to gloo and NCCL if all ranks are here, unless the user has named another.
+def _choose_interfaces() -> None:
+    """Name gloo and NCCL the loopback interface if all ranks are here, unless the user has named another.
 
-    What listens elsewhere can be reached by everybody, without authentication.
+    What listens elsewhere can be reached by everybody, without authentication. With several machines, gloo is named the
+    interface that leads to the first one.
     """
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    alone = world_size in ("1", os.environ.get("LOCAL_WORLD_SIZE"))
+    world_size, here = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE")
     for name in _INTERFACES:
-        if alone:
+        if world_size in ("1", here):
             os.environ.setdefault(name, _LOOPBACK)
         elif os.environ.get(name) == _LOOPBACK:  # left by a run on one machine that started this one
             del os.environ[name]
-
-
-def _choose_interface() -> None:
-    """Name gloo the interface that leads to the other machines, if there are any and the user has not."""
-    several = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]
-    if several and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if here not in (None, world_size) and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = find_interface(os.environ["MASTER_ADDR"])
 
 
@@ -165,9 +160,8 @@ def init_distributed(timeout_s: int) -> torch.device:
         device, backend = torch.device("cpu"), "gloo"
     if dist.is_initialized():
         return device
-    _stay_on_this_machine()
+    _choose_interfaces()
     if "RANK" in os.environ:
-        _choose_interface()
         try:
             dist.init_process_group(backend, timeout=timeout, **_find_store(timeout))
         except RuntimeError as error:

