@@ -118,11 +118,7 @@ class Decoder(Model):
         self.lm_head = OutputHead(
             config.hidden_size, config.vocab_size, std=config.initializer_range, tied=config.tie_word_embeddings
         )
-        self.tie_weights()
-
-    def tie_weights(self) -> None:
-        """Tie the head to the embedding's weight, if the configuration says so. By assignment, on any device."""
-        if self.config.tie_word_embeddings:
+        if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def declare_sources(self) -> dict[str, Source]:
