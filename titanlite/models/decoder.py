@@ -160,12 +160,6 @@ class Decoder(Model):
     def configure(
         self, attention_backend: AttentionBackend, moe: MoESection, loss_chunk_tokens: int, device: torch.device
     ) -> None:
-        if self.config.pad_token_id is not None:
-            logger.info(
-                "model: looking up token %d has no gradient, as in transformers: it is pad_token_id in config.json. "
-                "Remove it there to train that row.",
-                self.config.pad_token_id,
-            )
         self.model.attention_backend = attention_backend
         self.lm_head.chunk_tokens = loss_chunk_tokens
         for layer in self.moe_layers().values():
