@@ -125,6 +125,7 @@ def test_what_transformers_may_have(family, changes, text):
         ("dots1", {"routed_scaling_factor": 4}, "Write 4.0."),
         ("qwen3", {"pad_token_id": "1"}, "pad_token_id = '1'"),
         ("qwen3", {"attention_bias": 0}, "attention_bias = 0"),
+        ("llama", {"initializer_range": 1.5}, "initializer_range = 1.5 is more than 1.0."),
         ("llama", {"hidden_size": 30, "head_dim": 8}, "hidden_size (30) is no multiple of num_heads (4)"),
         ("llama", {"num_labels": 10**9}, "num_labels"),
         ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps = inf is not a finite number"),
@@ -147,7 +148,13 @@ def test_what_transformers_may_have(family, changes, text):
         ("llama", {"original_max_position_embeddings": None, "rope_scaling": "YARN"}, "is not a number"),
         ("llama", {"num_hidden_layers": 2**31}, "num_hidden_layers = 2147483648 is more than 4096"),
         ("llama", {"num_hidden_layers": 10**18}, "num_hidden_layers = 1000000000000000000 is more than 4096"),
+        (
+            "llama",
+            {"num_hidden_layers": 2**12, "hidden_size": 2**20, "intermediate_size": 2**24},
+            "parameters or more",
+        ),
         ("llama", {"num_attention_heads": 0}, "num_heads = 0 is not positive"),
+        ("llama", {"rms_norm_eps": 1e30}, "rms_norm_eps = 1e+30 is more than 1.0"),
     ],
 )
 def test_what_nothing_can_compute_is_refused(family, changes, text):
@@ -179,6 +186,7 @@ MIXTRAL = {**GEMMA, "model_type": "mixtral", "intermediate_size": 32, "num_key_v
         ({**GEMMA, "id2label": [1]}, "transformers refuses it: "),
         ({**GEMMA, "num_labels": 10**10}, "num_labels"),
         ({**MIXTRAL, "num_local_experts": 2**20}, "num_local_experts = 1048576 is more than 65536"),
+        ({**GEMMA, "hidden_size": 2**24, "vocab_size": 2**24, "intermediate_size": 2**24}, "vocab|parameters|size"),
         ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**6}}, "text_config.num_hidden_layers"),
         ({"model_type": "qwen3_next", "decoder_sparse_step": 0, "num_hidden_layers": 2}, "ZeroDivisionError"),
     ],

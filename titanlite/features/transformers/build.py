@@ -24,6 +24,7 @@ from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.recording import UNWRITTEN, Call, Place, Recording, Replay, leaves
 from titanlite.materialize import Alias, Compute, Constant, Init, Normal, Recipe, Source, TruncatedNormal, Uniform
 from titanlite.models.families.hf_config import load_config_and_class
+from titanlite.models.families.keys import MOST_PARAMETERS
 
 
 def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.float32) -> TransformersModel:
@@ -45,6 +46,11 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
         raise ConfigError(
             f"model: transformers cannot build {config.architecture}: {type(error).__name__}: {text}"
         ) from None
+    if (total := sum(param.numel() for param in model.parameters())) > MOST_PARAMETERS:
+        raise ConfigError(
+            f"model: {config.architecture} would have {total:.3g} parameters, more than {MOST_PARAMETERS:.3g}. Correct "
+            "the sizes in its config.json."
+        )
     sources = find_sources(model, recording)
     model.tie_weights(recompute_mapping=False)
     replace_unaligned_experts(model, find_experts(model).values())

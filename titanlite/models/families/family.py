@@ -9,6 +9,7 @@ from titanlite.config.model import ModelConfig
 from titanlite.models.families.keys import (
     COMMON_DECLARED,
     MISSING,
+    MOST_PARAMETERS,
     PARTIAL,
     Key,
     NotNativeError,
@@ -69,6 +70,9 @@ UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "per_layer_config": (None,),
 }
 
+
+# The norm of nothing: hidden states would vanish beside the epsilon.
+_MOST = {"rms_norm_eps": 1.0, "initializer_range": 1.0, "rope_theta": 1e15, "routed_scaling_factor": 1e6}
 _POSITIVE = (
     *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
     *("max_position_embeddings", "rms_norm_eps", "rope_theta"),
@@ -79,6 +83,11 @@ _POSITIVE_MOE = ("top_k", "moe_intermediate_size")
 def check_model_config(config: ModelConfig) -> list[str]:
     """Contradictions inside `config`, one message each."""
     problems = list(find_absurd(vars(config)))
+    problems += [
+        f"{name} = {getattr(config, name)} is more than {most}."
+        for name, most in _MOST.items()
+        if getattr(config, name) > most
+    ]
     for name in _POSITIVE + (_POSITIVE_MOE if config.num_experts else ()):
         if getattr(config, name) <= 0:
             problems.append(f"{name} = {getattr(config, name)} is not positive.")
@@ -123,6 +132,11 @@ def check_model_config(config: ModelConfig) -> list[str]:
                 f"top_k ({config.top_k}) is more than the experts in {config.num_limited_groups} of {groups} groups "
                 f"({config.num_experts // groups * config.num_limited_groups})."
             )
+    heads = config.num_heads * (config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim)
+    inner = config.intermediate_size + (config.num_experts + config.num_shared_experts) * config.moe_intermediate_size
+    total = config.hidden_size * (config.vocab_size + config.num_layers * (heads + inner))
+    if not problems and total > MOST_PARAMETERS:  # sizes are each possible, but not their product
+        problems = [f"the model would have {total:.3g} parameters or more, and {MOST_PARAMETERS:.3g} are the most."]
     return problems
 
 

@@ -82,6 +82,10 @@ COMMON_DECLARED: Mapping[str, Key] = {
 }
 
 
+# A hundred times what the largest models have; beyond, sizes overflow, and layers take minutes to be described.
+MOST_PARAMETERS = 2**50
+
+
 def find_absurd(hf: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """Sizes in `hf` that no model has, before transformers makes lists of such lengths; numbers that are not finite.
 
