@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from titanlite.base import timers
 from titanlite.ops.kernels import find_kernel
@@ -21,6 +22,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 DEFAULT_TIMEOUT_S = 1800.0  # that of gloo's groups
+
+_FEW_BYTES = 64 << 10
+"""Up to here, every rank sums all of a tensor."""
 
 
 class Transport(Protocol):
@@ -88,16 +92,31 @@ def reduce_scatter_single(
 def all_reduce_sum(x: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> None:
     """Sum `x` over the ranks of `group`, or all, in place: on the host contiguous, and in the order of the ranks.
 
-    On the host every rank adds up all of it, for which gloo takes several times as long.
+    On the host every rank adds up all of a few numbers, for which gloo takes several times as long. Of more, each rank
+    sums a part, and the parts are gathered. The bits are the same either way.
     """
     group = group or dist.group.WORLD
     assert group is not None
     if not _is_on_gloo(x, x, group):
         dist.all_reduce(x, group=group)
+    elif group.size() > 1:
+        _host_all_reduce(x, group)
+
+
+def _host_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    size, name = group.size(), register_group(group)
+    if x.nbytes > _FEW_BYTES:
+        flat, missing = x.view(-1), -x.numel() % size
+        whole = F.pad(flat, (0, missing)) if missing else flat
+        part = whole.new_empty(whole.numel() // size)
+        host_reduce_scatter(part, whole, name)
+        host_all_gather(whole, part, name)
+        if missing:
+            flat.copy_(whole[:-missing])
     elif (transport := _transport(group)) is not None:
         transport.all_reduce(x)
-    elif group.size() > 1:
-        pieces = x.new_empty(group.size(), *x.shape)
+    else:
+        pieces = x.new_empty(size, *x.shape)
         _all_gather(pieces.view(-1), x.view(-1), group=group)
         sum_pieces(x, pieces)
 

@@ -324,9 +324,9 @@ def test_a_collective_made_of_others_keeps_its_name(tmp_path):
 def test_a_sum_is_named_whatever_it_is_made_of(tmp_path):
     collectives = "/x/titanlite/distributed/collectives.py"
     inner = [
-        ('  File "/x/torch/distributed/distributed_c10d.py", line 10 in all_gather_single\n', "all_reduce_sum"),
-        (f'  File "{collectives}", line 130 in host_reduce_scatter\n', "all_reduce_sum"),
-        ('  File "/x/titanlite/features/cpu/shared_memory.py", line 130 in all_reduce\n', "all_reduce_sum"),
+        ('  File "/x/torch/distributed/distributed_c10d.py", line 10 in all_gather_single\n', "_host_all_reduce"),
+        (f'  File "{collectives}", line 130 in host_reduce_scatter\n', "_host_all_reduce"),
+        ('  File "/x/titanlite/features/cpu/shared_memory.py", line 130 in all_reduce\n', "_host_all_reduce"),
     ]
     for rank, (waiting, name) in enumerate(inner):
         guard.stack_path(tmp_path, rank).write_text(
