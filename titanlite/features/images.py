@@ -29,6 +29,7 @@ from titanlite.features.sft.build import get_padding
 from titanlite.features.sft.chat_frame import FrameFinder
 from titanlite.features.sft.chat_template import set_date
 from titanlite.features.sft.readers import READERS, RowError, first_line
+from titanlite.features.sft.row_limits import render_chat
 from titanlite.ops import IGNORE_INDEX
 
 # Pillow knows 40 more; one of them, PostScript, starts a program.
@@ -183,11 +184,9 @@ class ImageDataset(ShuffledSequences):
 
     def _show(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
         try:
-            return str(
-                self._processor.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=prompt, **self._options
-                )
-            )
+            return render_chat(self._processor, messages, add_generation_prompt=prompt, **self._options)
+        except RowError:
+            raise
         except Exception as error:  # a template raises anything
             text = f"the model's processor refuses it: {first_line(error)}"
             raise RowError("template failed", text) from error

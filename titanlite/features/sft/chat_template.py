@@ -16,6 +16,7 @@ from titanlite.checkpoint.train_state import find_start
 from titanlite.config import JobConfig
 from titanlite.features.sft.forms import Messages
 from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.row_limits import check_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,16 +29,7 @@ REMEDY = (
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 # What a template can raise: its own raise_exception, and what its expressions do with a value they did not expect.
-_ERRORS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
-)
+_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 class ChatTemplate:
@@ -96,6 +88,7 @@ class ChatTemplate:
                 template = self._tokenizer.get_chat_template(None, cast(Any, tools))
             except ValueError as error:  # several named templates, none of them the default
                 raise DataError(f"data: {error} Set data.chat_template to a Jinja file.") from None
+            check_template(template)
             self._texts[has_tools] = set_date(template, self._date), bool(_GENERATION.search(template))
         return self._texts[has_tools]
 

@@ -21,6 +21,7 @@ from titanlite.data.tokens import get_plain_encoder
 from titanlite.features.sft.chat import ANSWER, END, TRAINED, ChatRenderer, Conversation, Turn
 from titanlite.features.sft.forms import Chat, Form, Plain, parse_row
 from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.row_limits import run_row
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -108,12 +109,9 @@ class ExampleEncoder:
         drafts: list[list[_Draft] | RowError] = []
         for row in rows:
             try:
-                drafts.append([self._draft(parsed) for parsed in parse_row(row, self.form)])
+                drafts.append(run_row(self._draft_row, row))
             except RowError as error:
                 drafts.append(error)
-            except (RecursionError, MemoryError) as error:
-                text = f"the row is too deep or too large for Python ({type(error).__name__}). Correct or remove it."
-                drafts.append(RowError("beyond a limit", text))
         documents = iter(self._tokenize([one for found in drafts if not isinstance(found, RowError) for one in found]))
         for found in drafts:
             if isinstance(found, RowError):
@@ -139,6 +137,9 @@ class ExampleEncoder:
         if len(sides[0]) > 1:
             self.renderer.counts["chats that become one example per answer"] += 1
         return [(document,) for document in sides[0]]
+
+    def _draft_row(self, row: dict[str, Any]) -> list[_Draft]:
+        return [self._draft(parsed) for parsed in parse_row(row, self.form)]
 
     def _draft(self, parsed: Chat | Plain) -> _Draft:
         if isinstance(parsed, Chat):
