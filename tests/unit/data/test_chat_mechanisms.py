@@ -219,6 +219,12 @@ def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer: MakeToken
     assert not off.decode(encode_prompt(off, row)).endswith("<think></think>")
 
 
+def test_an_error_names_the_arguments_that_the_template_reads(make_tokenizer: MakeTokenizer) -> None:
+    template = TURN + ASK.replace("%s", "{{ '<think>' if thinking }}")
+    with pytest.raises(RowError, match=r"The template reads thinking: set them with data\.chat_template_kwargs"):
+        encode(make_tokenizer(template), chat("a", "b"), chat_template_kwargs={"thinking": True})
+
+
 @pytest.mark.parametrize(
     "template",
     ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 'a' * 99999999999999999 }}", "{{ m[0].x|tojson }}"],

@@ -243,7 +243,8 @@ class ChatRenderer:
             prompt = stop < size and not trained
             lost += self._find_lost(chat, "messages", i, key, stop, prompt=prompt, thoughts=trained)
         if lost and not self.warn_of_dropped:
-            raise RowError("dropped by the template", f"the chat template drops {lost[0]}. {REMEDY}")
+            text = f"the chat template drops {lost[0]}. {REMEDY}{self._template.describe_arguments(chat.tools)}"
+            raise RowError("dropped by the template", text)
         for name in lost:
             self.counts[f"{DROPPED}{_INDEX.sub('', name)}"] += 1
 
@@ -289,7 +290,8 @@ class ChatRenderer:
         text = (
             f"the chat template shows messages[{index}] after another prompt than at inference: "
             f"{prompt[same:][:40]!r} there, {done[same:][:40]!r} here. Give the answer the thought that the prompt "
-            f"opens, or a template that shows both alike (data.chat_template_kwargs, data.chat_template)."
+            f"opens, or set data.chat_template to a template that shows both alike."
+            f"{self._template.describe_arguments(chat.tools)}"
         )
         return RowError("prompt differs", text)
 

@@ -7,9 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date as Date
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
+from jinja2 import meta
 from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titanlite.base.errors import DataError
 from titanlite.checkpoint.train_state import find_start
@@ -23,13 +26,12 @@ if TYPE_CHECKING:
 
 Marks = list[tuple[int, int]]  # places in a text that the template marks with {% generation %}
 
-REMEDY = (
-    "Correct the row, set what the template reads (data.chat_template_kwargs), or give another (data.chat_template)."
-)
+REMEDY = "Correct the row, or give another template with data.chat_template."
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 # What a template can raise: its own raise_exception, and what its expressions do with a value they did not expect.
 _ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_KNOWN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "date_string"}
 
 
 class ChatTemplate:
@@ -71,7 +73,8 @@ class ChatTemplate:
             )
         except _ERRORS as error:
             said = str(error).strip().rstrip(".") or type(error).__name__
-            raise RowError("template failed", f"the chat template fails: {said}. {REMEDY}") from None
+            text = f"the chat template fails: {said}. {REMEDY}{self.describe_arguments(tools)}"
+            raise RowError("template failed", text) from None
         return list(zip(texts, cast(Any, marks) if marked else [None] * len(texts), strict=True))
 
     def _get(self, tools: Messages | None) -> tuple[str, bool]:
@@ -91,6 +94,14 @@ class ChatTemplate:
             check_template(template)
             self._texts[has_tools] = set_date(template, self._date), bool(_GENERATION.search(template))
         return self._texts[has_tools]
+
+    def describe_arguments(self, tools: Messages | None) -> str:
+        """Return a remedy that names the arguments which the template reads; empty if there are none."""
+        names = _list_arguments(self._get(tools)[0]) - self._special.keys()
+        if not names:
+            return ""
+        named = ", ".join(sorted(names))
+        return f" The template reads {named}: set them with data.chat_template_kwargs, or in the row."
 
 
 def set_date(template: Any, date: str) -> Any:
@@ -121,6 +132,13 @@ def _to_jinja(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_to_jinja, value)) + "]"
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+@lru_cache(maxsize=8)
+def _list_arguments(template: str) -> frozenset[str]:
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    found = meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
+    return frozenset(found - _KNOWN - set(environment.globals))
 
 
 def with_chat_date(job: JobConfig) -> JobConfig:

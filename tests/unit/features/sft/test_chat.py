@@ -122,7 +122,7 @@ def test_gemma(make_tokenizer: MakeTokenizer) -> None:
     assert marked(tokenizer, say("one", "two")) == [
         "<s><start_of_turn>user\none<end_of_turn>\n<start_of_turn>model\n[[two<end_of_turn>]]\n"
     ]
-    with pytest.raises(RowError, match=r"the chat template fails: System role not supported\. Correct the row, set"):
+    with pytest.raises(RowError, match=r"the chat template fails: System role not supported\. Correct the row, or"):
         encode(tokenizer, say("one", "two", system="be"))
 
 
