@@ -1,6 +1,7 @@
 """`python -m titanlite data --config FILE`: what a run would train on, token by token, before it does."""
 
 import logging
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from titanlite.features.streams.mixture import MixtureDataset, naming_source
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.preflight import check
 
+_CANDIDATES = 64  # samples to choose from
 _COLOR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
 _FROM = ", from token {} on"
 
@@ -170,9 +172,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     dataset = loader.dataset
     sources = get_sources(dataset)
-    for source in sources:
+    trained = [source.share * _count_trained(source.dataset) for source in sources]
+    for source, tokens in zip(sources, trained, strict=True):
         if source.name:
-            print(f"{source.name}: {source.share:.2%} of the sequences")
+            share = f", {tokens / sum(trained):.1%} of the trained tokens" if math.isfinite(sum(trained)) else ""
+            print(f"{source.name}: {source.share:.2%} of the sequences{share}")
         _show_source(source.dataset)
     size, total = loader.global_batch_size, dataset.num_train_sequences
     epoch = "" if total is None else f"{total / size:.1f} to an epoch, "
@@ -187,6 +191,15 @@ def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
                 print(f"\n  chats so far{of}: {count:,} {escape_controls(what)}")
             for what, count in source.dataset.left_out.items():
                 print(f"\n  left out so far{of}: {count} {what}")
+
+
+def _count_trained(dataset: SequenceDataset) -> float:
+    """Trained tokens of a sequence, in the mean; nan where that is not known before they are made."""
+    if isinstance(dataset, ExampleDataset):
+        return dataset.train.num_trained / dataset.num_train_sequences
+    if isinstance(dataset, PackedDataset):  # rows of one document have fewer
+        return min(dataset.seq_len, len(dataset.tokenized.tokens) / dataset.num_sequences)
+    return math.nan
 
 
 def _show_source(dataset: SequenceDataset) -> None:
@@ -220,9 +233,14 @@ def _show_examples(dataset: ExampleDataset) -> None:
 
 
 def _show_samples(loader: TrainLoader, show: Painter, num_samples: int) -> None:
-    """Print the documents that a run begins with, in their order."""
-    for number, documents in enumerate(islice(_get_samples(loader), num_samples), 1):
-        for document in documents:
+    """Print documents that a run begins with: of many the shortest, the longest and some between, in their order."""
+    in_order = loader.samples_before(0) > 0 or loader.dataset.num_train_sequences is None
+    found = list(islice(_get_samples(loader), num_samples if in_order else max(num_samples, _CANDIDATES)))
+    by_length = sorted(range(len(found)), key=lambda i: sum(document.num_tokens for document in found[i]))
+    count = min(num_samples, len(found))
+    picked = sorted(by_length[i * (len(found) - 1) // max(count - 1, 1)] for i in range(count))
+    for number, i in enumerate(picked, 1):
+        for document in found[i]:
             side = f" ({document.side})" if document.side else ""
             counts = f"{document.num_tokens} tokens, {document.num_trained} trained"
             print(f"\nsample {number}{side}: {document.place}, {counts}")

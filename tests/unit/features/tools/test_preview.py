@@ -77,6 +77,15 @@ def test_a_part_of_the_data_order_is_shown(preview: Callable[..., tuple[int, str
     assert "tokens, " in preview(chats(30), "--tokens=4", "--samples=1")[1].partition("\n    ... ")[2]
 
 
+def test_samples_are_of_different_lengths(preview: Callable[..., tuple[int, str, str]]) -> None:
+    """With packing, neighbours share a sequence, and would be all that is shown."""
+    rows = [{"prompt": "a" * (1 + i % 7), "completion": "b"} for i in range(60)]
+    code, out, _ = preview(rows, "--samples=3")
+    lengths = [int(text) for text in re.findall(r"^sample \d+: .*, (\d+) tokens", out, flags=re.M)]
+    low, high = map(int, re.findall(r"lengths    min (\d+), median \d+, max (\d+)", out)[0])
+    assert code == 0 and {low, high} < {*lengths} and len({*lengths}) == 3
+
+
 def test_pairs_and_control_characters(preview: Callable[..., tuple[int, str, str]]) -> None:
     rows = [{"prompt": f"{i}\x1b[2J", "chosen": " good", "rejected": " bad"} for i in range(4)]
     code, out, _ = preview(rows, "--samples=9")
