@@ -4,8 +4,10 @@
 """
 
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from titanlite.assemble import build_model
 from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
+from titanlite.base.log import logger
 from titanlite.base.text import Parser, command, fold_key, fold_names, format_count, format_size, format_table
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, find_complete_before, list_steps, step_folder
@@ -79,23 +82,40 @@ def find_model(command: str, name: str) -> Path:
 def find_base(command: str, adapter: Path, asked: str | None = None) -> Path:
     """Return the folder of the model that the adapters in the folder `adapter` are for.
 
-    It is `asked`, a folder or hub id, if given, or else the one that adapter_config.json names.
+    `asked`, a folder or hub id, if given; or else the one that adapter_config.json names; or, if that is gone, the one
+    that the configuration of their run names.
 
     Raises:
         CheckpointError: the adapters are damaged.
-        ConfigError: there is no such model.
+        ConfigError: there is no such model, and under which names it was looked for.
     """
-    place = "--base" if asked is not None else str(adapter / ADAPTER_CONFIG)
-    name = read_adapter(adapter)[1].base if asked is None else asked
-    remedy = "Give the model that the adapters were trained on with --base MODEL."
-    try:
-        folder = Path(local_folder(place, name, weights=True)) if name else None
-    except ConfigError as error:
-        raise ConfigError(f"{command}: {error} {remedy}") from None
-    if folder is None or not folder.is_dir():
-        found = f"{name}, which is no folder" if name else "no model"
-        raise ConfigError(f"{command}: {place} names {found}. {remedy}")
-    return folder
+    places = {"--base": asked} if asked is not None else _names_of_base(adapter)
+    problems = []
+    for place, name in places.items():
+        try:
+            folder = Path(local_folder(place, name, weights=True)) if name else None
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        if folder is not None and folder.is_dir():
+            if problems:
+                logger.warning("%s: %s It is %s by %s.", command, problems[0], name, place)
+            return folder
+        problems.append(f"{place} names {f'{name}, which is no folder' if name else 'no model'}.")
+    if asked is None:
+        problems.append("Give the model that the adapters were trained on with --base MODEL.")
+    raise ConfigError(f"{command}: {' '.join(problems)}")
+
+
+def _names_of_base(adapter: Path) -> dict[str, str]:
+    """Return what adapter_config.json and the configuration of the run call the model, by the file that says so."""
+    names = {str(adapter / ADAPTER_CONFIG): read_adapter(adapter)[1].base}
+    for parent in adapter.absolute().parents[:3]:
+        with suppress(OSError, ValueError):
+            table = tomllib.loads((parent / "config.toml").read_text(encoding="utf-8"))
+            name = table.get("model", {}).get("path") or table.get("checkpoint", {}).get("initial_load_path")
+            return names | {str(parent / "config.toml"): str(name or "")}
+    return names
 
 
 def load_model(

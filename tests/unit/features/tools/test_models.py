@@ -87,8 +87,9 @@ def test_adapters_generate_what_peft_generates(tmp_path, capsys, monkeypatch, ex
     assert capsys.readouterr().out == f"{prompt} {expect(base, None, prompt)}\n"
 
 
-def test_the_base_of_adapters(tmp_path):
-    adapter = tmp_path / "run/checkpoint/step-3"
+def test_the_base_of_adapters(tmp_path, caplog):
+    run = tmp_path / "run"
+    adapter = run / "checkpoint/step-3"
     save_model(tmp_path / "base")
     save_adapter(tmp_path / "base", adapter)
     assert find_base("generate", adapter) == tmp_path / "base"
@@ -96,7 +97,12 @@ def test_the_base_of_adapters(tmp_path):
     with pytest.raises(ConfigError, match=f"names {tmp_path / 'base'}, which is no folder.*Give the model that the"):
         find_base("generate", adapter)
     assert find_base("generate", adapter, str(tmp_path / "moved")) == tmp_path / "moved"
-    with pytest.raises(ConfigError, match=r"--base names /no/such, which is no folder\. Give"):
+    (run / "config.toml").write_text(f'[model]\npath = "{tmp_path / "moved"}"\n')
+    assert find_base("generate", adapter) == tmp_path / "moved"
+    (run / "config.toml").write_text('[checkpoint]\ninitial_load_path = "/gone/too"\n')
+    with pytest.raises(ConfigError, match=r"which is no folder\. .*config\.toml names /gone/too, which is no folder\."):
+        find_base("generate", adapter)
+    with pytest.raises(ConfigError, match=r"--base names /no/such, which is no folder\.$"):
         find_base("generate", adapter, "/no/such")
 
 
