@@ -34,6 +34,7 @@ from titanlite.ops import IGNORE_INDEX
 
 # Pillow knows 40 more; one of them, PostScript, starts a program.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+_MOST_PIXELS = 2**26  # 200 MB decoded; processors take several times that, and shrink it to some megapixels
 
 
 @dataclass(frozen=True)
@@ -240,8 +241,9 @@ def load_image(place: str, path: Path) -> Any:
         raise DataError("data: images are decoded by Pillow, which is not installed. pip install pillow") from None
     try:
         with open_regular(path) as file, warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)  # over 89 million pixels
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is lower
             with Image.open(file, formats=_FORMATS) as image:
+                _limit_pixels(image)
                 return _to_rgb(image)
     except Exception as error:  # a decoder raises anything on a damaged file
         if isinstance(error, OSError) and error.filename is not None:
@@ -250,6 +252,18 @@ def load_image(place: str, path: Path) -> Any:
             f"{place}: {path} does not decode: {first_line(error).rstrip('.')}. Replace it by an image that does "
             f"({', '.join(_FORMATS)}), or remove the row."
         ) from error
+
+
+def _limit_pixels(image: Any) -> None:
+    """Refuse an image with too many pixels before it is decoded; a JPEG is decoded to a half, a quarter or an eighth of
+    its size.
+    """
+    width, height = image.size
+    scale = next((scale for scale in (1, 2, 4) if width * height <= _MOST_PIXELS * scale**2), 8)
+    if scale > 1:
+        image.draft(None, (width // scale, height // scale))  # a no-op in other formats
+    if image.width * image.height > _MOST_PIXELS:
+        raise ValueError(f"it has {width} x {height} pixels, more than {_MOST_PIXELS}; shrink it")
 
 
 def _to_rgb(image: Any) -> Any:

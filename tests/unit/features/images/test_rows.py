@@ -190,13 +190,21 @@ def write_huge_png(path: Path, side: int) -> None:
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", data) + chunk(b"IEND", b""))
 
 
-@pytest.mark.parametrize("side", [9500, 13000, 60000])
+@pytest.mark.parametrize("side", [8193, 13000, 60000])
 def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, side: int) -> None:
     write_huge_png(tmp_path / "x.png", side)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(DataError, match=r"row: .*x\.png does not decode: .*exceeds limit"):
+    with pytest.raises(DataError, match=rf"row: .*x\.png does not decode: .*({side} x {side}|exceeds limit)"):
         load_image("row", tmp_path / "x.png")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000, "KiB"
+
+
+def test_a_large_jpeg_is_decoded_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.features.images._MOST_PIXELS", 1000)
+    path = save(tmp_path, "x.jpg")(Image.new("RGB", (128, 64), "red"))
+    assert load_image("row", path).size == (32, 16)
+    with pytest.raises(DataError, match="256 x 512 pixels, more than 1000; shrink it"):
+        load_image("row", save(tmp_path, "y.jpg")(Image.new("L", (256, 512))))
 
 
 @pytest.mark.parametrize("ending", ["png", "tiff"])
