@@ -86,6 +86,20 @@ def test_samples_are_of_different_lengths(preview: Callable[..., tuple[int, str,
     assert code == 0 and {low, high} < {*lengths} and len({*lengths}) == 3
 
 
+def test_sources_of_a_mixture_have_their_shares_of_what_is_trained(
+    preview: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    for name, length in (("long", 30), ("short", 1)):
+        rows = [{"prompt": "a" * (41 - length), "completion": "x" * length} for _ in range(20)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sources = [f"--data.sources.{name}.path={tmp_path / f'{name}.jsonl'}" for name in ("long", "short")]
+    code, out, err = preview(chats(2), "--data.path=", "--data.packing=false", "--validation.enable=false", *sources)
+    assert (code, err) == (0, "")
+    shares = re.findall(r"^(\w+): 50\.00% of the sequences, ([\d.]+)% of the trained tokens$", out, flags=re.M)
+    (first, many), (second, few) = shares
+    assert (first, second) == ("long", "short") and float(many) > 3 * float(few) > 0
+
+
 def test_pairs_and_control_characters(preview: Callable[..., tuple[int, str, str]]) -> None:
     rows = [{"prompt": f"{i}\x1b[2J", "chosen": " good", "rejected": " bad"} for i in range(4)]
     code, out, _ = preview(rows, "--samples=9")
