@@ -155,6 +155,19 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
     return run
 
 
+def one_of(*choices: str, spell: Callable[[str], str] = str) -> Callable[[str], str]:
+    """Make the type of an argument that is one of `choices`, after `spell` has unified its spellings."""
+
+    def read(text: str) -> str:
+        if spell(text) not in choices:
+            raise argparse.ArgumentTypeError(
+                f"'{text}' is not one of {', '.join(choices)}.{suggest(spell(text), choices)}"
+            )
+        return spell(text)
+
+    return read
+
+
 class Parser(argparse.ArgumentParser):
     """Arguments of `python -m titanlite NAME`: `--like-this`, or `--like_this`; what is wrong is a `ConfigError`."""
 

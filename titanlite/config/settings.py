@@ -28,7 +28,6 @@ _REMEDIES = {int: "Write a whole number", float: "Write a number", bool: "Write 
 _KIND_NAMES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
 _SOURCE = re.compile(rf"{re.escape(SOURCES)}\.([a-z]\w*)(?:\.(\w+))?", re.ASCII)
 _KINDS = (int, float, bool, str)
-DTYPES = ("float32", "bfloat16", "float16")  # of files
 BOUNDS = ("ge", "gt", "le", "lt", "also")
 # Names in other trainers, of settings and of values, and what they are here; values of whole sections.
 _TABLES = tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))

@@ -6,7 +6,7 @@ import pytest
 
 from titanlite.__main__ import main
 from titanlite.base.errors import ConfigError
-from titanlite.base.text import Parser, command, fold_names
+from titanlite.base.text import Parser, command, fold_names, one_of
 from titanlite.config import load_config
 from titanlite.config.settings import spell_dtype
 
@@ -17,7 +17,7 @@ def parser() -> Parser:
     made = Parser("generate", "x")
     made.add_argument("model")
     made.add_argument("--max-new-tokens", type=int)
-    made.add_argument("--dtype", type=spell_dtype, choices=("float32", "bfloat16"), default="float32")
+    made.add_argument("--dtype", type=one_of("float32", "bfloat16", spell=spell_dtype), default="float32")
     return made
 
 
@@ -40,7 +40,7 @@ def test_spellings(words: list[str]) -> None:
     [
         (["M", "--max-new-token", "5"], "generate: there is no argument '--max-new-token'. Did you mean '--max-new-to"),
         (["M", "--max_token=5"], "generate: there is no argument '--max_token'. Did you mean '--max-new-tokens'?"),
-        (["M", "--dtype", "bfloat15"], "argument --dtype: invalid choice: 'bfloat15' (choose from"),
+        (["M", "--dtype", "bfloat15"], "'bfloat15' is not one of float32, bfloat16. Did you mean 'bfloat16'?"),
         (
             ["M", "--nothing-like-it"],
             "unrecognized arguments: --nothing-like-it. `python -m titanlite generate --help`",

@@ -3,6 +3,7 @@
 `python -m titanlite inspect MODEL` says what is in a checkpoint, and whether it is whole.
 """
 
+import os
 import sys
 import tomllib
 from collections import defaultdict
@@ -16,7 +17,16 @@ import torch.distributed as dist
 from titanlite.assemble import build_model
 from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.base.log import logger
-from titanlite.base.text import Parser, command, fold_key, fold_names, format_count, format_size, format_table
+from titanlite.base.text import (
+    Parser,
+    command,
+    fold_key,
+    fold_names,
+    format_count,
+    format_size,
+    format_table,
+    suggest,
+)
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, find_complete_before, list_steps, step_folder
 from titanlite.checkpoint.folder import (
@@ -61,9 +71,14 @@ def find_model(command: str, name: str) -> Path:
         CheckpointError: the run has no complete checkpoint.
         ConfigError: there is no such folder, and no such model on the hub.
     """
-    folder = Path(local_folder(f"{command}: MODEL", name, weights=True))
+    path = Path(os.path.expanduser(name))
+    near = suggest(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else [])
+    try:
+        folder = Path(local_folder(f"{command}: MODEL", name, weights=True))
+    except ConfigError as error:
+        raise ConfigError(f"{error}{near}") from None
     if not folder.is_dir():
-        raise ConfigError(f"{command}: {name} is no folder. Give a {MODEL_HELP}.")
+        raise ConfigError(f"{command}: {name} is no folder.{near or f' Give a {MODEL_HELP}.'}")
     if any((folder / file).exists() for file in ("config.json", ADAPTER_CONFIG)):
         return folder
     inner = next((path for path in (folder, folder / "checkpoint", *folder.iterdir()) if list_steps(path)), None)

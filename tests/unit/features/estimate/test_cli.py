@@ -265,7 +265,7 @@ def test_a_folder_that_has_sizes_alone(capsys, tmp_path):
         (["--world-size=3"], "dp_replicate (1) * tp (2) = 2 does not divide the world size (3)"),
         (["--world-size=4", "--training.step=1"], "did you mean 'training.steps'?"),
         (["--world_sise=4"], "plan: there is no argument '--world_sise'. Did you mean '--world-size'?"),
-        (["--world-size=4", "--objective=dop"], "argument --objective: invalid choice: 'dop' (choose from"),
+        (["--world-size=4", "--objective=dop"], "'dop' is not one of sft, pretrain, dpo. Did you mean 'dpo'?"),
         (
             ["--world-size=4", "--no-proposals", "--json=/nowhere/plan.json"],
             "--json=/nowhere/plan.json: cannot be written: No such file",
