@@ -30,7 +30,6 @@ from titanlite.launch.protocol import (
     note_restart,
     read_beats,
     read_error,
-    read_state,
     record_pipe,
     say,
     stack_path,
@@ -354,7 +353,10 @@ def find_collective(frames: Sequence[re.Match[str]]) -> str | None:
 
 def is_stopped(pid: int) -> bool:
     """Return True if the process is stopped by a signal or a debugger."""
-    return read_state(pid) in ("T", "t")
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
 
 
 def _where(beat: Beat) -> str:

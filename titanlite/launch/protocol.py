@@ -11,9 +11,11 @@ begun to train has nothing to save, and is ended after a few seconds.
 
 import ctypes
 import faulthandler
+import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -33,8 +35,9 @@ ENDING = "ending"  # the launcher ends all ranks: nobody shall wait for anything
 _RESTART, _ERROR, _STOP, _ABORT = "restart", "error", "stop", "abort"
 _SHOWN_CHARS = 200
 TORCH_LOGS = "torchelastic"  # folder for what torchrun writes about each start
-_LAUNCHER = "launcher"  # has its process id
+_LAUNCHER = "launcher"  # locked as long as the launcher lives
 _KEPT = (_STOP, _ABORT, _RESTART, _LAUNCHER, TORCH_LOGS)  # the others are about one start of the ranks
+_FOLDER_PREFIX = "titanlite-launch-"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 STACK_SIGNAL = signal.SIGUSR1
 # What takes no longer than a collective may wait. Loading, saving, generating and looking for the cause of a NaN may,
@@ -65,18 +68,38 @@ def say(text: str) -> None:
 
 @contextmanager
 def shared_folder() -> Iterator[str]:
-    """Make a folder (mode 0700) for the launcher and its ranks, and remove it at the end."""
-    with tempfile.TemporaryDirectory(prefix="titanlite-launch-", ignore_cleanup_errors=True) as folder:
-        Path(folder, _LAUNCHER).write_text(str(os.getpid()))
-        yield folder
+    """Make a folder (mode 0700) for the launcher and its ranks, and remove it at the end.
 
-
-def read_state(pid: int | str) -> str:
-    """Return the state of a process, a letter as in proc(5): T if it is stopped, Z if it has ended; "" without one."""
+    Folders of launchers of this user that were killed are removed, too: nobody holds the lock in them.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        if _is_abandoned(path):
+            shutil.rmtree(path, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
+    lock = os.open(Path(folder, f".{_LAUNCHER}"), os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        with suppress(OSError):  # no locks there: such folders are left
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        Path(folder, f".{_LAUNCHER}").rename(Path(folder, _LAUNCHER))  # locked from when it can be found
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Return True if `folder` is of a launcher of this user that is gone."""
+    try:
+        lock = os.open(folder / _LAUNCHER, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False  # another user's, or not one that a launcher has finished making
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(lock).st_uid == os.getuid()
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
 
 
 def end_with_launcher() -> None:
@@ -89,13 +112,8 @@ def end_with_launcher() -> None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     folder = os.environ.get(NOTICE_FOLDER)
-    if folder is None:  # torchrun's
-        return
-    try:
-        lives = read_state(Path(folder, _LAUNCHER).read_text()) not in ("", "Z")  # it may have been killed before
-    except OSError:
-        lives = False  # it has removed its folder
-    if not lives:
+    # A launcher that was killed before has let go of its lock by now, and one that ended has removed its folder.
+    if folder is not None and (_is_abandoned(Path(folder)) or not Path(folder).is_dir()):
         os._exit(128 + signal.SIGKILL)
 
 

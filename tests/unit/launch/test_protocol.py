@@ -1,6 +1,7 @@
 """The folder of a launcher and its ranks: nobody else's, gone when it is; and ranks that end with their launcher."""
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -81,11 +82,10 @@ def test_a_rank_that_begins_after_the_launcher_was_killed_ends_at_once(launcher)
 
 
 def test_a_rank_of_a_launcher_that_has_removed_its_folder_ends_and_other_processes_go_on(tmp_path):
-    (tmp_path / "launcher").write_text(str(os.getpid()))
     script = "from titanlite.launch.protocol import end_with_launcher; end_with_launcher(); print('goes on')"
     for variables, expected in (
         ({NOTICE_FOLDER: str(tmp_path / "gone"), "TORCHELASTIC_RUN_ID": "run"}, (128 + signal.SIGKILL, "")),
-        ({NOTICE_FOLDER: str(tmp_path), "TORCHELASTIC_RUN_ID": "run"}, (0, "goes on\n")),
+        ({NOTICE_FOLDER: str(tmp_path), "TORCHELASTIC_RUN_ID": "run"}, (0, "goes on\n")),  # nothing is known of locks
         ({"TORCHELASTIC_RUN_ID": "run"}, (0, "goes on\n")),  # torchrun's
         ({}, (0, "goes on\n")),
     ):
@@ -94,11 +94,33 @@ def test_a_rank_of_a_launcher_that_has_removed_its_folder_ends_and_other_process
         assert (done.returncode, done.stdout) == expected, variables
 
 
-def test_the_folder_is_private_and_goes_with_the_launcher(tmp_path):
+def test_the_folder_is_private_and_goes_with_those_of_killed_launchers(tmp_path, launcher):
+    killed, living = launcher(0), launcher(0)
+    for process in (killed, living):
+        process.stdout.readline()
+    assert len(list(tmp_path.iterdir())) == 2
+    killed.kill()
+    killed.wait()
+    (tmp_path / "titanlite-launch-empty").mkdir()  # no launcher has finished making it
+    (tmp_path / "titanlite-other").mkdir()
     with shared_folder() as folder:
         assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         Path(folder, "beat-0").touch()
         Path(folder, "torchelastic").mkdir()
         forget_last_start(folder)
         assert {path.name for path in Path(folder).iterdir()} == {"launcher", "torchelastic"}
-    assert list(tmp_path.iterdir()) == []
+        assert len(list(tmp_path.iterdir())) == 4, "of the living launcher, this one's, and two that are no leftovers"
+    assert {path.name for path in tmp_path.iterdir()} >= {"titanlite-launch-empty", "titanlite-other"}
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_folder_of_another_user_stays(tmp_path, monkeypatch):
+    with shared_folder() as folder:
+        kept = shutil.copytree(folder, tmp_path / "titanlite-launch-other")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with shared_folder():
+        assert kept.exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with shared_folder():
+        assert not kept.exists()
