@@ -285,6 +285,7 @@ def build_metrics(
         stage_size=dims.degrees.stage_size,
         sink=open_wandb(job, folder),
         measure=build_metric(job.metrics),
+        steps_per_epoch=(loader.dataset.num_train_sequences or 0) / loader.global_batch_size,
     )
 
 

@@ -134,6 +134,7 @@ class Trainer:
                 window.results.append(self.stepper.train_step(micro_batches))
                 self.stepper.timer.start("other")
                 end_step(self.step)
+                self.metrics.advance(self.step)
 
                 last = self.step == job.training.steps
                 if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:

@@ -31,7 +31,7 @@ class _RankFormatter(logging.Formatter):
 
 
 class _OutputHandler(logging.StreamHandler[TextIO]):
-    """Handler that writes to `sys.stdout` at the time of the line: a notebook or a test may have replaced it."""
+    """Handler that writes to `sys.stdout` at the time of the line: a progress bar may have replaced it."""
 
     stream = property(lambda self: sys.stdout, lambda self, stream: None)  # type: ignore[assignment]
 

@@ -127,7 +127,7 @@ def open_console(*, goes_on: bool) -> None:
 
 
 def raw_output() -> TextIO:
-    """Return standard output for what draws on the terminal: colors, and no text that was not escaped."""
+    """Return standard output for what draws on the terminal: colors and bars, and no text that was not escaped."""
     return getattr(sys.stdout, "raw_stream", sys.stdout)
 
 

@@ -205,6 +205,7 @@ class MetricsSection:
     enable_wandb: bool = setting(False, "Send metrics and configuration to Weights & Biases (pip install wandb).")
     wandb_project: str = setting("titanlite", "W&B project; the environment variable WANDB_PROJECT overrides it.")
     grad_norm_groups: bool = setting(True, "Log gradient norms of groups of parameters (attention, experts, ...), too.")
+    enable_progress_bar: bool = setting(True, "Show a progress bar when standard output is a terminal.")
 
 
 @dataclass

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,19 +14,24 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 from torch import Tensor
 
 from titanlite.base.agree import get_rank
 from titanlite.base.errors import TitanliteError
 from titanlite.base.files import AppendedFile, is_full
 from titanlite.base.log import logger
+from titanlite.base.process import Console as EscapingConsole
+from titanlite.base.process import raw_output
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.flops import peak_flops
 from titanlite.metrics.point import StepPoint, describe_moe, describe_ranks
 
 _SLOW_RANK = 1.3
 _MUCH_PADDING = 0.1
-_SHOWN = (("accuracy", "rewards/accuracy", 2), ("margin", "rewards/margin", 3))
+_SHOWN = (("loss", "loss/train", 4), ("accuracy", "rewards/accuracy", 2), ("margin", "rewards/margin", 3))
+_NARROWEST_BAR, _WIDEST_BAR, _REDRAW_S = 2, 24, 0.1
 
 
 def format_rate(flops_per_s: float) -> str:
@@ -51,7 +57,7 @@ def format_line(
     parts = [
         f"step {step:>{max(width, 5)}}/{num_steps}",
         f"loss {values['loss/train']:7.4f}",
-        *(f"{label} {values[name]:.{digits}f}" for label, name, digits in _SHOWN if name in values),
+        *(f"{label} {values[name]:.{digits}f}" for label, name, digits in _SHOWN[1:] if name in values),
         f"grad norm {values['grad_norm']:5.2f}",
         f"lr {values['lr']:.1e}",
         f"{values['throughput/tokens_per_s']:>9,.0f} tok/s",
@@ -72,6 +78,80 @@ def format_line(
     if (ratio := values.get("ranks/slowest_over_median", 1.0)) >= _SLOW_RANK:
         parts.append(f"rank {values['ranks/slowest']:.0f} slow ({slow_reason}, {ratio:.1f}x)")
     return "  ".join(parts)
+
+
+def can_show_bar() -> bool:
+    """Return whether standard output is a terminal that can redraw a line (not TERM=dumb)."""
+    return sys.stdout.isatty() and Console(file=raw_output()).is_interactive
+
+
+class ProgressBar:
+    """A rich progress bar on the last line of the terminal; the package's log lines scroll above it.
+
+    It is drawn only when `show` is called: no refresh thread, which forked data workers could inherit mid-draw.
+    `start_step` steps were done before this process started; `steps_per_epoch` is 0 where that is not known.
+    """
+
+    def __init__(
+        self, num_steps: int, start_step: int = 0, steps_per_epoch: float = 0.0, console: Console | None = None
+    ) -> None:
+        self._num_steps, self._steps_per_epoch = num_steps, steps_per_epoch
+        # Wrapped by the terminal, not by rich: lines above the bar are those that a pipe gets.
+        self._console = console or Console(file=raw_output(), soft_wrap=True)
+        self._column = BarColumn(_WIDEST_BAR)
+        self._progress = Progress(
+            *(TextColumn("step {task.completed:.0f}/{task.total:.0f}"), self._column, TextColumn("{task.description}")),
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+        )
+        self._start_s = self._drawn_s = time.monotonic()
+        self._first: tuple[int, float] | None = None
+        self._values: Mapping[str, float] = {}
+        self._task = self._progress.add_task(self._describe(start_step), total=num_steps, completed=start_step)
+
+    def __enter__(self) -> Self:
+        self._streams = sys.stdout, sys.stderr
+        self._progress.start()  # puts its own streams in place, which understand escapes
+        sys.stdout, sys.stderr = (EscapingConsole(stream, goes_on=True) for stream in (sys.stdout, sys.stderr))  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        sys.stdout, sys.stderr = self._streams
+
+    def show(self, step: int, values: Mapping[str, float] | None = None) -> None:
+        """Redraw the bar after `step`, with the `values` of a log step, keyed by metric name, or the latest ones."""
+        now = time.monotonic()
+        self._first = self._first or (step, now)  # the first step compiles and warms up: it tells nothing of the pace
+        if values is None and now - self._drawn_s < _REDRAW_S:
+            return
+        self._values, self._drawn_s = values or self._values, now
+        self._progress.update(self._task, completed=step, description=self._describe(step), refresh=True)
+
+    def _describe(self, step: int) -> str:
+        """Return what stands after the bar; the least important parts are left out where the terminal is narrow."""
+        values, now = self._values, time.monotonic()
+        parts = {"epoch": f"epoch {step / self._steps_per_epoch:.2f}"} if self._steps_per_epoch else {}
+        parts |= {label: f"{label} {values[name]:.{digits}f}" for label, name, digits in _SHOWN if name in values}
+        if values:
+            parts["speed"] = f"{values['throughput/tokens_per_s']:,.0f} tok/s"
+        parts["elapsed"] = f"elapsed {_clock(now - self._start_s)}"
+        first_step, first_s = self._first or (step, now)
+        if step > first_step:
+            parts["left"] = f"left {_clock((self._num_steps - step) * (now - first_s) / (step - first_step))}"
+        room = self._console.width - len(f"step {step}/{self._num_steps}") - 3
+        for dispensable in ("", "epoch", "margin", "elapsed", "accuracy", "speed", "loss"):
+            parts.pop(dispensable, "")
+            text = "  ".join(parts.values())
+            if room - len(text) >= _NARROWEST_BAR:
+                break
+        self._column.bar_width = min(max(room - len(text), _NARROWEST_BAR), _WIDEST_BAR)
+        return text
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds))).removeprefix("0:")  # 07:30, 1:05:00
 
 
 EXPERT_LOAD_FILE = "expert_load.jsonl"
@@ -134,6 +214,7 @@ class MetricsLogger:
         stage_size: int | None = None,  # ranks that have the same layers; left out: all
         sink: Callable[[int, Mapping[str, float]], None] | None = None,  # gets each point too, as TensorBoard
         measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},  # gives more values of a point
+        steps_per_epoch: float = 0.0,  # for the progress bar; 0 where that is not known
     ) -> None:
         self._stage_size, self._measure = stage_size, measure
         self._num_steps = job.training.steps
@@ -149,6 +230,7 @@ class MetricsLogger:
         self._keep_on = job.checkpoint.on_save_error == "continue"
         self._writer: EventWriter | None = None
         self._sink = sink
+        self._bar: ProgressBar | None = None
         self._enabled = get_rank() == 0
         if not self._enabled:
             return
@@ -159,6 +241,21 @@ class MetricsLogger:
         if job.metrics.enable_tensorboard:
             self._writer = EventWriter(Path(dump_folder) / job.metrics.save_tb_folder, start_step)
             self._append(self._writer.file, self._writer.head)
+        if job.metrics.enable_progress_bar and can_show_bar():
+            try:
+                self._bar = ProgressBar(self._num_steps, start_step, steps_per_epoch).__enter__()
+            except Exception as error:  # noqa: BLE001  see advance
+                logger.warning(f"metrics: no progress bar ({error!r}).")
+
+    def advance(self, step: int, values: Mapping[str, float] | None = None) -> None:
+        """Move the progress bar, if there is one. Call after each step; it does not wait for the device."""
+        if self._bar is None:
+            return
+        try:
+            self._bar.show(step, values)
+        except Exception as error:  # noqa: BLE001  a terminal gone wrong must not end a run
+            self._stop_bar()
+            logger.warning(f"metrics: the progress bar failed ({error!r}).")
 
     def log_step(self, point: StepPoint) -> None:
         """Write one point of training. Call at log steps; no collective, and it copies the MoE layers' state."""
@@ -186,6 +283,7 @@ class MetricsLogger:
         line = format_line(point.step, self._num_steps, values, layers, lists.get("ranks/slowest_reason", ""))
         pace = (time.monotonic() - self._began_s) / max(point.step - self._start_step, 1)  # validations included
         logger.info(f"{line}  left {timedelta(seconds=round(pace * (self._num_steps - point.step)))}")
+        self.advance(point.step, values)
 
     def log_validation(self, step: int, loss: float, by_source: Mapping[str, float] | None = None) -> None:
         """Write the validation loss (mean per token over all ranks) after `step` optimizer steps, and by source."""
@@ -211,10 +309,11 @@ class MetricsLogger:
             logger.info(f"  {prompt} -> {prediction} (wanted {reference}, score {example['score']:g})")
 
     def close(self) -> None:
-        """Write what waits, if anything; later calls do nothing."""
+        """Write what waits, if anything, and take the progress bar away; later calls do nothing."""
         if not self._enabled:
             return
         self._enabled = False
+        self._stop_bar()
         files = [self._file, self._load_file, *([] if self._writer is None else [self._writer.file])]
         waiting = [file for file in files if file.num_waiting]
         for file in waiting:
@@ -291,6 +390,12 @@ class MetricsLogger:
             if self._failing == {file.path}:
                 logger.info("metrics: all that waited is written.")
             self._failing.discard(file.path)
+
+    def _stop_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with suppress(Exception):  # it is only the terminal's last line
+                bar.__exit__(None, None, None)
 
 
 def _on_one_line(text: str) -> str:

@@ -202,7 +202,7 @@ def test_file_that_is_not_text(folder: Path) -> None:
         (
             "[metrics.log]\nfreq = 1",
             "unknown section 'metrics.log'. Keys of [metrics]: log_freq, function, enable_tensorboard, save_tb_folder, "
-            "enable_wandb, wandb_project, grad_norm_groups.",
+            "enable_wandb, wandb_project, grad_norm_groups, enable_progress_bar.",
         ),
         ("[trainin]\nsteps = 5", "unknown section 'trainin'; did you mean 'training'?"),
         ("[model.override]\nnum_layers = 1", "unknown section 'model.override'; did you mean 'model.overrides'?"),

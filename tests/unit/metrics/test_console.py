@@ -1,4 +1,13 @@
-from titanlite.metrics.logger import format_line, format_rate
+import io
+import re
+import sys
+
+import pytest
+from rich.console import Console
+
+from titanlite.base.log import _OutputHandler, logger
+from titanlite.metrics import logger as metrics_logger
+from titanlite.metrics.logger import ProgressBar, format_line, format_rate
 
 VALUES = {
     "loss/train": 4.8123,
@@ -59,6 +68,80 @@ def test_format_rate_keeps_small_rates_readable():
     assert [format_rate(x) for x in (4.123e14, 3.51e10, 2e6)] == ["412.3 TFLOP/s", "35.1 GFLOP/s", "2.0 MFLOP/s"]
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Its last number is the time."""
+    times = [0.0]
+    monkeypatch.setattr(metrics_logger.time, "monotonic", lambda: times[-1])
+    return times
+
+
+def drawn(stream: io.StringIO) -> list[str]:
+    text = re.sub(r"\x1b\[[?0-9]*[A-Za-z]", "", stream.getvalue()).replace("\r", "\n")
+    return [line for line in text.splitlines() if line.startswith("step ")]
+
+
+def open_bar(stream: io.StringIO, width: int, *arguments: float) -> ProgressBar:
+    terminal = Console(file=stream, force_terminal=True, width=width, color_system=None, soft_wrap=True)
+    return ProgressBar(300, *arguments, console=terminal)  # type: ignore[arg-type]
+
+
+def test_bar_begins_at_the_resumed_step_and_moves_with_every_step(clock: list[float]) -> None:
+    stream = io.StringIO()
+    with open_bar(stream, 120, 40, 80.0) as bar:
+        for step in (41, 42, 43):
+            clock.append(clock[-1] + 30.0)
+            bar.show(step)
+        bar.show(44)  # at the same time: drawn once
+        clock.append(clock[-1] + 30.0)
+        bar.show(44, VALUES)
+        bar.show(45, {**VALUES, "rewards/accuracy": 0.625, "rewards/margin": 0.125})
+    lines = [re.sub(r"/300 [^a-z]+", "/300 | ", line).strip() for line in drawn(stream)]
+    assert lines[0] == "step 40/300 | epoch 0.50  elapsed 00:00"
+    assert lines[1] == "step 41/300 | epoch 0.51  elapsed 00:30", "the first step does not tell the pace"
+    assert lines[2] == "step 42/300 | epoch 0.53  elapsed 01:00  left 2:09:00"
+    assert lines[3] == "step 43/300 | epoch 0.54  elapsed 01:30  left 2:08:30"
+    assert lines[4] == "step 44/300 | epoch 0.55  loss 4.8123  12,345 tok/s  elapsed 02:00  left 2:08:00"
+    of_pairs = "loss 4.8123  accuracy 0.62  margin 0.125  12,345 tok/s  elapsed 02:00  left 1:35:38"
+    assert lines[5] == f"step 45/300 | epoch 0.56  {of_pairs}"
+
+
+@pytest.mark.parametrize("width", [200, 100, 80, 60, 40])
+def test_bar_fits_the_terminal_and_lines_above_it_are_not_wrapped(clock, monkeypatch, width) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    handler = _OutputHandler()
+    logger.addHandler(handler)
+    long = f"a line of the log {'and more of it ' * 20}"
+    try:
+        with open_bar(stream, width, 0, 80.0) as bar:
+            bar.show(49)
+            clock.append(36.0)
+            bar.show(50, VALUES | {"rewards/accuracy": 0.625, "rewards/margin": 0.125})
+            logger.warning(long)
+        assert sys.stdout is stream
+        logger.warning("after the bar")
+    finally:
+        logger.removeHandler(handler)
+    assert all(len(line) <= width for line in drawn(stream))
+    last = drawn(stream)[-1]
+    assert last.startswith("step 50/300 ") and "left 2:30:00" in last
+    widths = {"epoch": 200, "margin": 100, "elapsed": 100, "accuracy": 80, "tok/s": 60, "loss": 60}
+    assert {word: word in last for word in widths} == {word: width >= least for word, least in widths.items()}
+    text = stream.getvalue().replace("\r", "\n").splitlines()
+    assert any(line.endswith(long) for line in text) and text[-1].endswith("after the bar")
+
+
 def test_line_of_preferences_has_accuracy_and_margin() -> None:
     line = format_line(1, 10, VALUES | {"rewards/accuracy": 0.625, "rewards/margin": 0.0125})
     assert "loss  4.8123  accuracy 0.62  margin 0.013  grad norm" in line
+
+
+def test_text_above_the_bar_is_spelled_out_too():
+    file, before = io.StringIO(), (sys.stdout, sys.stderr)
+    with ProgressBar(3, console=Console(file=file, force_terminal=True, width=80)) as bar:
+        print("evil \x1b[31m\x9b text")
+        print("also \x1b[31m there", file=sys.stderr)
+        bar.show(1, VALUES)
+    assert "evil \\x1b[31m\\x9b text" in file.getvalue() and "also \\x1b[31m there" in file.getvalue()
+    assert (sys.stdout, sys.stderr) == before

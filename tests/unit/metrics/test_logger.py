@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from titanlite.base.errors import TitanliteError
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
+from titanlite.metrics import logger as metrics_module
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.point import Largest, MoEState, StepPoint
 
@@ -327,3 +328,28 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(job: JobConfig, tmp_path:
     (tmp_path / "file").write_text("")
     with pytest.raises(TitanliteError, match=r"metrics: cannot write .*job\.dump_folder"):
         build(job, tmp_path / "file" / "run")
+
+
+def test_a_broken_progress_bar_falls_back_to_plain_lines(job: JobConfig, tmp_path: Path, monkeypatch, console):
+    class BrokenBar:
+        def __init__(self, *_) -> None: ...
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            raise OSError("terminal gone")
+
+        def show(self, step, values):
+            raise ValueError("terminal gone")
+
+    monkeypatch.setattr(metrics_module, "ProgressBar", BrokenBar)
+    monkeypatch.setattr(metrics_module, "can_show_bar", lambda: True)
+    with build(job, tmp_path) as metrics:
+        log(metrics, 1)
+        log(metrics, 2)
+    out = console.getvalue()
+    assert out.count("the progress bar failed (ValueError('terminal gone'))") == 1
+    assert "step     1/300" in out
+    assert "step     2/300" in out
+    assert len(read_lines(tmp_path)) == 2
