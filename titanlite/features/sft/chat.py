@@ -101,6 +101,7 @@ class ChatRenderer:
         self.warn_of_dropped = warn_of_dropped
         self.counts: Counter[str] = Counter()
         self._finder = FrameFinder(tokenizer)
+        self.cutting = self._finder.cutting  # tokens on whose two sides text is tokenized apart
         self._frames: dict[object, Frame] = {}
         self._lost: dict[object, tuple[int, ...]] = {}
         self._as_text: dict[object, bool] = {}

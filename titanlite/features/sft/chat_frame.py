@@ -67,6 +67,10 @@ class FrameFinder:
         added = list(tokenizer.added_tokens_decoder.values())
         self.special_tokens = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         self.special = _any_of(self.special_tokens)
+        # Text on the two sides of these is tokenized apart.
+        self.cutting = _any_of(
+            {t.content for t in added if not (t.lstrip or t.rstrip or t.single_word or t.normalized)}
+        )
         self.mark = re.compile(
             f"{_any_of({token.content for token in added} | self.special_tokens).pattern}|{_MARK.pattern}"
         )

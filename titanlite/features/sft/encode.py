@@ -10,8 +10,10 @@ text token. In a document, text that spells a special token is plain text, as in
 it is the token, for prompts are written that way.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -53,15 +55,16 @@ class _Piece(NamedTuple):
 class _Draft:
     """A document before tokenization: pieces of text, with token ids before (`prefix`) and after (`suffix`) them.
 
-    At inference the prompt of the last answer is tokenized as one text. So several turns share a document only if it
-    begins with the tokens of `prompt`. Otherwise each turn in `apart` becomes a document.
+    At inference the prompt of the last answer is tokenized as one text. So several turns share a document only if
+    every tuple in `seams`, joined to one text, has the tokens of its parts. Otherwise each turn in `apart` becomes a
+    document.
     """
 
     pieces: list[_Piece]
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     plain: bool = False
-    prompt: str = ""
+    seams: tuple[tuple[str, ...], ...] = ()
     apart: tuple[Turn, ...] = ()
 
 
@@ -171,22 +174,35 @@ class ExampleEncoder:
         pieces = [piece for piece in pieces if piece.text]
         if not several:
             return _Draft(pieces)
-        # Where a space is added, `_encode_whole` compares.
-        return _Draft(pieces, prompt="" if self._adds_space else turns[-1].prompt, apart=tuple(turns))
+        seams = () if self._adds_space else self._list_seams(pieces, turns[-1].prompt)
+        return _Draft(pieces, seams=seams, apart=tuple(turns))
+
+    def _list_seams(self, pieces: list[_Piece], prompt: str) -> tuple[tuple[str, ...], ...]:
+        """List the stretches of `prompt` between special tokens that borders of `pieces` cut, each as its parts."""
+        cuts = list(accumulate(len(piece.text) for piece in pieces))
+        seams: list[tuple[str, ...]] = []
+        start = 0
+        for match in (*self.renderer.cutting.finditer(prompt), None):
+            stop, behind = match.span() if match else (len(prompt), 0)
+            places = [start, *cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop]
+            if len(places) > 2:
+                seams.append(tuple(prompt[i:j] for i, j in pairwise(places)))
+            start = behind
+        return tuple(seams)
 
     def _tokenize(self, drafts: list[_Draft]) -> list[list[Document]]:
         texts = [(piece.text, draft.plain) for draft in drafts for piece in draft.pieces]
-        texts += [(draft.prompt, False) for draft in drafts]
+        texts += [(text, False) for draft in drafts for seam in draft.seams for text in (*seam, "".join(seam))]
         ids = iter(self._encode_batch(texts))
         parts = [[next(ids) for _ in draft.pieces] for draft in drafts]
         found: list[list[Document]] = []
         apart: list[Turn] = []
         for draft, tokens in zip(drafts, parts, strict=True):
             document = self._make_document(draft, tokens) if tokens else None
-            prompt = next(ids)
-            fitting = [document] if document is not None and document.ids[: len(prompt)].tolist() == prompt else []
-            found.append(fitting)
-            apart += [] if fitting else draft.apart
+            alike = [[*chain.from_iterable(next(ids) for _ in seam)] == next(ids) for seam in draft.seams]
+            fits = document is not None and all(alike)
+            found.append([document] if fits and document is not None else [])
+            apart += [] if fits else draft.apart
         if apart:
             rest = iter(self._tokenize([_Draft([_Piece(turn.prompt, 0), *_get_answer(turn)]) for turn in apart]))
             for draft, documents_of_draft in zip(drafts, found, strict=True):
