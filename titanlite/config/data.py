@@ -23,7 +23,11 @@ FIELDS = (
 @dataclass
 class SourceSection:
     path: str = setting("", "A file, folder or hub id, as data.path.")
-    weight: float | None = setting(None, "Divided by all weights. Unset for all: every sequence once per epoch.", gt=0)
+    weight: float | None = setting(
+        None,
+        "Share of the sequences: its weight divided by all weights. Unset for all: every sequence once per epoch.",
+        gt=0,
+    )
     pattern: str | None = setting(None, "As data.pattern.")
     split: str | None = setting(None, "As data.split.")
     subset: str | None = setting(None, "As data.subset.")
@@ -54,10 +58,14 @@ class DataSection:
         "a folder of such files, or the id of a dataset on the Hugging Face hub (owner/name or owner/name@revision). "
         "For 'images': a .jsonl file.",
     )
-    pattern: str = setting("", "Pattern of file names in the folder data.path. Empty: *.txt for 'text', else all rows.")
+    pattern: str = setting(
+        "", "File name pattern in the folder data.path. Empty: *.txt for 'text', all files of rows for 'examples'."
+    )
     split: str = setting("train", "Split of a dataset of the hub.")
     subset: str = setting("", "Subset (configuration) of a dataset of the hub; empty: its default.")
-    validation_path: str = setting("", "Held-out examples, as path. Empty: some rows of path are held out.")
+    validation_path: str = setting(
+        "", "Held-out examples, as path (a hub dataset with validation_split). Empty: some rows of path are held out."
+    )
     validation_share: float | None = setting(
         None,
         "Share of the rows (of a text: of the sequences) that is held out where validation_path is empty. 0: none. "
@@ -76,22 +84,42 @@ class DataSection:
         'Columns that have other names, as a table: {question = "problem", answer = "solution"}, or '
         f"--data.fields.question=problem. What a column can be: {', '.join(FIELDS)}.",
     )
-    converter: str = setting("", "Function that makes of a row one of these forms (docs/extending.md).", calls=("row",))
-    train_on: TrainOn = setting("assistant", "In the loss: 'assistant': answers, completions; 'all': everything.")
-    too_long: TooLong = setting("error", "Above training.seq_len: an 'error', 'cut', 'drop', or 'split' (text only).")
+    converter: str = setting(
+        "", "Function that makes of each row of any form one of these forms (docs/extending.md).", calls=("row",)
+    )
+    train_on: TrainOn = setting(
+        "assistant", "Tokens in the loss: 'assistant': answers (assistant messages, completions); 'all': everything."
+    )
+    too_long: TooLong = setting(
+        "error",
+        "Examples longer than training.seq_len: an 'error', or 'cut' their end, 'drop' or 'split' them (text only).",
+    )
     bad_rows: BadRows = setting("error", "Rows that cannot be used: refuse the data, or leave them out and report why.")
     packing: bool = setting(True, "Put several examples, or documents, into one sequence. They do not see each other.")
-    streaming: bool = setting(False, "Tokenize examples during training, where they are too many to tokenize before.")
-    streaming_block_rows: int = setting(1024, "Rows read, packed and shuffled together when streaming.", ge=1)
-    chat_template: str = setting("", "Jinja file in place of the tokenizer's chat template, saved with checkpoints.")
+    streaming: bool = setting(
+        False, "Tokenize examples during training, for datasets that are too large to tokenize before."
+    )
+    streaming_block_rows: int = setting(
+        1024, "Rows that are read, packed and shuffled together, in memory, when streaming.", ge=1
+    )
+    chat_template: str = setting(
+        "", "Jinja file with a chat template that replaces the tokenizer's own. Saved with every checkpoint."
+    )
     chat_template_kwargs: str = setting(
         "",
         "Arguments of the chat template, as a JSON object or a TOML table ({enable_thinking = false}); those of a row "
         "win.",
     )
-    skip_to_sample: int = setting(0, "Leave out samples of the data order before this one, as after a loss spike.")
-    chat_date: str = setting("", "Today's date for chat templates (YYYY-MM-DD). Empty: that of the run's first start.")
-    dropped_parts: DroppedParts = setting("error", "Chats with parts that the template drops: refuse them, or count.")
+    skip_to_sample: int = setting(
+        0, "Leave out the samples of the data order before this one, as the message about a loss spike says."
+    )
+    chat_date: str = setting(
+        "", "Today's date for chat templates (YYYY-MM-DD). Empty: the day on which the run first began."
+    )
+    dropped_parts: DroppedParts = setting(
+        "error",
+        "Parts of a chat that its template does not show, such as a tool or a thought: refuse the row, or count them.",
+    )
     tokenizer_path: str = setting(
         "",
         "Folder or tokenizer.json of a Hugging Face tokenizer (not a hub id). Empty: the tokenizer of the model; "

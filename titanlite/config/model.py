@@ -191,13 +191,19 @@ ModelOverrides = _overrides_of(
 
 @dataclass
 class ModelSection:
-    path: str = setting("", "Folder or hub id of the Hugging Face model: config.json, tokenizer and weights.")
+    path: str = setting(
+        "", "Folder or hub id of the Hugging Face model to train: its config.json, tokenizer and weights."
+    )
     init: Literal["auto", "pretrained", "random"] = setting(
         "auto", "'random': weights from scratch, even with a path; 'auto': pretrained with a path, random without."
     )
-    name: str = setting("qwen3_moe", "Family of the flavor: titanlite's, or yours (docs/extending.md).", calls=())
+    name: str = setting(
+        "qwen3_moe", "Family of the flavor: one of titanlite/models/families, or yours (docs/extending.md).", calls=()
+    )
     flavor: str = setting("", "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from path.")
-    hf_assets_path: str = setting("", "As path, without the weights. With a flavor: the tokenizer only.")
+    hf_assets_path: str = setting(
+        "", "As path, but without the weights: config.json and tokenizer. With a flavor: the tokenizer only."
+    )
     implementation: Literal["auto", "native", "transformers"] = setting(
         "auto", "'native': titanlite's decoder; 'transformers': the class of transformers; 'auto': native where it can."
     )

@@ -9,21 +9,25 @@ from typing import Literal
 from titanlite.config.data import DataSection
 from titanlite.config.model import ModelSection, setting
 
-Dtype = Literal["float32", "bfloat16"]
-
 
 @dataclass
 class JobSection:
-    dump_folder: str = setting("outputs", "Folder of this run. Not set: outputs/NAME, for a file NAME.toml.")
+    dump_folder: str = setting(
+        "outputs", "Folder of this run. Not set: outputs/NAME, for a configuration file NAME.toml."
+    )
     description: str = setting("", "Free text, printed at the start and saved with the run.")
-    prepare: str = setting("", "Script that run_train.sh runs first, to make data or a model if it is missing.")
+    prepare: str = setting(
+        "", "Script that run_train.sh runs first, as you, to make data or a model. It returns at once if all is there."
+    )
     stop_grace_seconds: int = setting(0, "Seconds after SIGTERM or SIGINT to finish the step and save; 0: no limit.")
 
 
 @dataclass
 class TrainingSection:
     steps: int = setting(1000, "Optimizer steps to run, unless epochs is set.")
-    epochs: float = setting(0.0, "Passes over the data, instead of steps. Fine-tuning without either: 3.")
+    epochs: float = setting(
+        0.0, "Passes over the data, instead of steps. Neither set, with pretrained weights and data that end: 3."
+    )
     objective: str = setting(
         "next_token",
         "'next_token': cross entropy of the labels; 'dpo': direct preference optimization on pairs (arXiv:2305.18290); "
@@ -42,23 +46,31 @@ class TrainingSection:
         also=-1,
     )
     max_norm: float = setting(1.0, "Largest total 2-norm of the gradients, by scaling; 0: no clipping.")
-    dtype: Dtype = setting("float32", "Of parameters, gradients, states. In bfloat16 updates below 1/256 are lost.")
+    dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "Dtype of stored parameters, gradients and states. 'bfloat16' loses updates below 1/256 of a weight."
+    )
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Dtype of parameters and activations in forward and backward; 'auto': bfloat16 on CUDA, dtype on CPU."
     )
-    mixed_precision_reduce: Dtype = setting("float32", "Dtype of the gradient reduction.")
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = setting("float32", "Dtype of the gradient reduction.")
     enable_cpu_offload: bool = setting(False, "Keep parameters and optimizer states in host memory (CUDA only).")
-    loss_chunk_tokens: int = setting(0, "Tokens per chunk of head and loss. 0: 4096 with Triton, else 1024.")
+    loss_chunk_tokens: int = setting(
+        0, "Tokens per chunk of the output projection and loss. 0: 4096 with titanlite's kernels on CUDA, 1024 without."
+    )
     triton_kernels: bool = setting(True, "Use titanlite's Triton kernels on CUDA; they need a C compiler there.")
     seed: int = setting(42, "Seed of weights and data order. The same seed gives the same weights on any mesh.")
-    deterministic: bool = setting(False, "Same bits in every run on a mesh, resumed too. Slower on CUDA.")
+    deterministic: bool = setting(
+        False, "Same bits in every run on the same mesh, and after a resume. Slower on CUDA, with more memory."
+    )
     on_nonfinite: Literal["stop", "skip"] = setting(
         "stop",
         "A step with a loss or gradient that is not finite is never applied. 'stop': save, and end with the cause. "
         "'skip': warn, and go on.",
     )
     max_nonfinite_steps: int = setting(10, "With on_nonfinite = 'skip': end after this many such steps in a row.", ge=1)
-    divergence_check_freq: int = setting(100, "Steps between checks that replicas and data order agree. 0: never.")
+    divergence_check_freq: int = setting(
+        100, "Steps between checks that replicas and the data order agree on all ranks. 0: never."
+    )
 
 
 @dataclass
@@ -70,15 +82,25 @@ class OptimizerSection:
         choices=("AdamW", "Muon"),
         calls=("named_parameters, section",),
     )
-    lr: float = setting(3e-4, "Peak rate. Not set: fine-tuning 2e-5, adapters 2e-4; DPO 5e-7, 5e-6.", gt=0, le=1)
+    lr: float = setting(
+        3e-4, "Peak learning rate. Not set, of pretrained weights: 2e-5, adapters 2e-4; DPO: 5e-7, 5e-6.", gt=0, le=1
+    )
     beta1: float = setting(0.9, "Decay of the first moment.", lt=1)
     beta2: float = setting(0.95, "Decay of the second moment. Not set, with pretrained weights: 0.999.", lt=1)
     eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
     momentum: float = setting(0.95, "Nesterov momentum of Muon's matrices.", lt=1)
-    weight_decay: float = setting(0.1, "Decoupled decay of matrices, not norms and biases. Not set, fine-tuning: 0.")
+    weight_decay: float = setting(
+        0.1, "Decoupled weight decay of matrices; norms and biases have none. Not set, with pretrained weights: 0."
+    )
     implementation: Literal["fused", "foreach", "for-loop"] = setting("fused", "Kernel of the optimizer step.")
-    freeze: str = setting("", "Parameters not to train: patterns 'model.embed_tokens*, *.mlp.gate.*'.", is_list=True)
-    lr_multipliers: str = setting("", "On the rate, as 'lm_head*=2, *.experts.*=0.5'; the last counts.", is_list=True)
+    freeze: str = setting(
+        "", "Parameters not to train: shell patterns over names, as 'model.embed_tokens*, *.mlp.gate.*'.", is_list=True
+    )
+    lr_multipliers: str = setting(
+        "",
+        "Factors on the learning rate, as 'lm_head*=2, *.experts.*=0.5'. The last that matches counts.",
+        is_list=True,
+    )
 
 
 BLOCK_SIZES = {"fp8": 128, "nf4": 64}
@@ -87,7 +109,9 @@ BLOCK_SIZES = {"fp8": 128, "nf4": 64}
 
 @dataclass
 class LoRASection:
-    rank: int = setting(0, "Rank of adapters (LoRA, arXiv:2106.09685) that are trained instead of the model. 0: none.")
+    rank: int = setting(
+        0, "Rank of the adapters (LoRA, arXiv:2106.09685) that are trained instead of the model. 0: none."
+    )
     alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", gt=0)
     dropout: float = setting(0.0, "Dropout on the input of the adapters.", lt=1)
     targets: str = setting(
@@ -96,7 +120,9 @@ class LoRASection:
         "Empty: all linear layers in decoder layers, and the experts.",
         is_list=True,
     )
-    init_from: str = setting("", "Folder or hub id of peft adapters to begin with: same rank, scaling, layers.")
+    init_from: str = setting(
+        "", "Folder or hub id of peft adapters to begin with, of the same rank, scaling and layers. Empty: new ones."
+    )
     use_rslora: bool = setting(False, "Scale by alpha / sqrt(rank) instead of alpha / rank (arXiv:2312.03732).")
     base_dtype: Literal["auto", "float32", "bfloat16", "fp8", "nf4"] = setting(
         "auto",
@@ -118,8 +144,12 @@ class DPOSection:
 
 @dataclass
 class LRSchedulerSection:
-    warmup_steps: int = setting(-1, "Steps of linear warm-up. -1: 3% of the run's steps, at most 200.", ge=-1)
-    decay_ratio: float | None = setting(None, "Share of steps for the decay (WSD). Unset: after warm-up.", gt=0, le=1)
+    warmup_steps: int = setting(
+        -1, "Steps of linear warm-up, from 1 / warmup_steps of the peak. -1: 3% of the run's steps, at most 200.", ge=-1
+    )
+    decay_ratio: float | None = setting(
+        None, "Share of all steps for the final decay (WSD). Unset: it begins after the warm-up.", gt=0, le=1
+    )
     decay_type: Literal["linear", "sqrt", "cosine"] = setting("cosine", "Shape of the decay.")
     min_lr_factor: float = setting(0.1, "Learning rate at the end, as a factor of optimizer.lr.", le=1)
 
@@ -127,17 +157,33 @@ class LRSchedulerSection:
 @dataclass
 class ParallelismSection:
     data_parallel_replicate_degree: int = setting(1, "Replicas of the sharded model (HSDP; DDP if not sharded).", ge=1)
-    data_parallel_shard_degree: int = setting(-1, "Ranks that share parameters (FSDP2); -1: the rest.", ge=1, also=-1)
+    data_parallel_shard_degree: int = setting(
+        -1, "Ranks that share the parameters (FSDP2); -1: the rest.", ge=1, also=-1
+    )
     tensor_parallel_degree: int = setting(1, "Ranks that split dense layers, and sequences between layers.", ge=1)
-    context_parallel_degree: int = setting(1, "Ranks that split sequences, or heads (arXiv:2309.14509).", ge=1)
-    pipeline_parallel_degree: int = setting(1, "Stages with some layers each (1F1B, arXiv:2104.04473).", ge=1)
-    pipeline_parallel_chunks: int = setting(1, "Chunks of layers in a stage (interleaved 1F1B), to wait less.", ge=1)
-    pipeline_parallel_layers: str = setting("", "Layers of each part, as '11,13,13,11'. Empty: evenly.", is_list=True)
-    expert_parallel_degree: int = setting(1, "Ranks that split the experts, some of dp_shard * cp * tp.", ge=1)
+    context_parallel_degree: int = setting(
+        1, "Ranks that split sequences, and heads in attention (arXiv:2309.14509). FSDP shards over them too.", ge=1
+    )
+    pipeline_parallel_degree: int = setting(
+        1, "Pipeline stages with some of the layers each (1F1B, arXiv:2104.04473). Other degrees are of one.", ge=1
+    )
+    pipeline_parallel_chunks: int = setting(
+        1, "Chunks of layers in a stage (interleaved 1F1B), to wait less; micro-batches: a multiple of stages.", ge=1
+    )
+    pipeline_parallel_layers: str = setting(
+        "",
+        "Layers of each stage, as '11,13,13,11'; with chunks, of all first chunks, then all second. Empty: evenly.",
+        is_list=True,
+    )
+    expert_parallel_degree: int = setting(
+        1, "Ranks that split the experts: some of data_parallel_shard * context_parallel * tensor_parallel.", ge=1
+    )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
         "default", "Free gathered parameters after forward; 'default': in all but the last layer."
     )
-    fsdp_once_per_step: bool = setting(False, "Communicate once per step, not per micro-batch: more memory.")
+    fsdp_once_per_step: bool = setting(
+        False, "Gather parameters and reduce gradients once per step, not per micro-batch: less traffic, more memory."
+    )
 
 
 @dataclass
@@ -156,12 +202,20 @@ class MoESection:
 
 @dataclass
 class CheckpointSection:
-    enable: bool = setting(True, "Save at intervals, at the end, on SIGTERM and SIGINT, and resume from the latest.")
+    enable: bool = setting(
+        True, "Save checkpoints at intervals, at the end and on SIGTERM or SIGINT, and resume from the latest."
+    )
     folder: str = setting("checkpoint", "Folder of the checkpoints, inside job.dump_folder.")
-    timeout_seconds: int = setting(7200, "Seconds to wait for ranks that save or compare checksums.", ge=1)
+    timeout_seconds: int = setting(
+        7200, "Seconds that a rank waits for others while a checkpoint is saved or its checksums are compared.", ge=1
+    )
     interval: int = setting(500, "Optimizer steps between checkpoints; 0: only at the end.")
-    initial_load_path: str = setting("", "As model.path, for the weights only; sizes from a flavor or hf_assets_path.")
-    load_step: int = setting(-1, "Step to resume from; -1: the latest complete checkpoint; 0: begin anew.", ge=-1)
+    initial_load_path: str = setting(
+        "", "As model.path, for the weights only. The sizes come from model.flavor or model.hf_assets_path."
+    )
+    load_step: int = setting(
+        -1, "Step to resume from; -1: the latest complete checkpoint in the folder, if any; 0: begin anew.", ge=-1
+    )
     resume: Literal["auto", "force"] = setting(
         "auto", "'auto': resume a run of the same base model, data and objective, refuse others; 'force': resume any."
     )
@@ -170,12 +224,18 @@ class CheckpointSection:
     async_mode: Literal["disabled", "async"] = setting(
         "disabled", "'async': training waits only for a copy in host memory; files are written in the background."
     )
-    export_dtype: Dtype = setting("float32", "Of the saved model. What loses bits is saved separately, for a resume.")
+    export_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "Dtype of the saved model. Parameters that lose bits are saved separately, for a resume."
+    )
     save_best: Literal["none", "validation", "evaluation"] = setting(
         "none", "Also keep the checkpoint with the lowest loss or the highest score; the link 'best' leads to it."
     )
-    push_to_hub: str = setting("", "Hub repository (owner/name) for the final or best model; private if new.")
-    verify_checksums: bool = setting(True, "Compare checksums before a resume; what is damaged is set aside.")
+    push_to_hub: str = setting(
+        "", "Hub repository (owner/name) for the final or best model, private if it is new. Empty: no upload."
+    )
+    verify_checksums: bool = setting(
+        True, "Compare all checksums before a resume; a damaged checkpoint is set aside for the one before."
+    )
     on_save_error: Literal["stop", "continue"] = setting(
         "stop",
         "If checkpoint or metrics cannot be written: 'stop' ends the run; 'continue' warns, and tries again at the "
@@ -188,7 +248,9 @@ class ActivationCheckpointSection:
     mode: Literal["none", "full", "selective"] = setting(
         "none", "'full': recompute every layer in backward; 'selective': see selective_ac_option."
     )
-    selective_ac_option: str = setting("op", "'op': keep results of matmuls and attention; number N: each Nth layer.")
+    selective_ac_option: str = setting(
+        "op", "'op': keep the results of matmuls and attention, recompute the rest; a number N: every Nth layer."
+    )
 
 
 @dataclass
@@ -204,7 +266,9 @@ class MetricsSection:
     save_tb_folder: str = setting("tb", "Folder of the TensorBoard events, inside job.dump_folder.")
     enable_wandb: bool = setting(False, "Send metrics and configuration to Weights & Biases (pip install wandb).")
     wandb_project: str = setting("titanlite", "W&B project; the environment variable WANDB_PROJECT overrides it.")
-    grad_norm_groups: bool = setting(True, "Log gradient norms of groups of parameters (attention, experts, ...), too.")
+    grad_norm_groups: bool = setting(
+        True, "Log the gradient norm of each group of parameters (embedding, attention, experts, ...) too."
+    )
     enable_progress_bar: bool = setting(True, "Show a progress bar when standard output is a terminal.")
 
 
@@ -213,7 +277,9 @@ class ProfilingSection:
     enable_profiling: bool = setting(False, "Record a torch.profiler trace of one step every profile_freq steps.")
     save_traces_folder: str = setting("profile_traces", "Folder of the traces, inside job.dump_folder.")
     profile_freq: int = setting(100, "Steps between traces.", ge=1)
-    enable_memory_snapshot: bool = setting(False, "Keep CUDA allocations for memory/rankN.pickle if memory runs out.")
+    enable_memory_snapshot: bool = setting(
+        False, "Record CUDA's allocations, for job.dump_folder/memory/rankN.pickle when memory runs out."
+    )
 
 
 @dataclass
@@ -221,13 +287,17 @@ class ValidationSection:
     enable: bool = setting(False, "Compute the validation loss at intervals on held-out sequences.")
     freq: int = setting(100, "Steps between validations; also before the first step and after the last.", ge=1)
     steps: int = setting(0, "Most global batches per validation and source. 0: every held-out sequence once.")
-    early_stopping_patience: int = setting(0, "Stop after so many validations in a row without improvement. 0: never.")
+    early_stopping_patience: int = setting(
+        0, "Stop after this many validations in a row without improvement. 0: never."
+    )
     early_stopping_min_delta: float = setting(0.0, "Smallest decrease of the validation loss that is an improvement.")
 
 
 @dataclass
 class EvaluationSection:
-    enable: bool = setting(False, "Generate answers to held-out prompts and score them, first, at intervals and last.")
+    enable: bool = setting(
+        False, "Generate answers to held-out prompts and score them: first, at intervals and at the end."
+    )
     freq: int = setting(500, "Steps between evaluations.", ge=1)
     path: str = setting("", "Examples to evaluate on, as data.path. Empty: the held-out examples.")
     split: str = setting("test", "Split of evaluation.path, if that is a dataset of the hub.")
@@ -247,7 +317,9 @@ class EvaluationSection:
 class SpikeSection:
     enable: bool = setting(False, "Warn about a loss spike, and print how to restart before it without its data.")
     window: int = setting(100, "Steps in the window that a loss is compared with.", ge=8)
-    threshold: float = setting(8.0, "Robust standard deviations above the window's median that are a spike.", gt=0)
+    threshold: float = setting(
+        8.0, "A spike is more than this many robust standard deviations above the window's median.", gt=0
+    )
 
 
 @dataclass

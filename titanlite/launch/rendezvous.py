@@ -251,14 +251,19 @@ def describe_failure(error: Exception, options: argparse.Namespace) -> str:
     if isinstance(error, ConfigError):
         return str(error)
     host, port = get_endpoint(options)
-    why = _last_line(error)
-    remedy = "The launcher there must run as long as the others; start the run again on all machines"
+    why, remedy = (
+        _last_line(error),
+        "The launcher there must run as long as the others; start the run again on all machines",
+    )
     if isinstance(error, RendezvousClosedError):
         why = f"the run '{options.rdzv_id}' has ended on another machine; the output there says why"
         remedy = "To start it again, start it on all machines"
     elif isinstance(error, RendezvousTimeoutError):
         why = f"{options.nnodes} machines did not come together within {_get_join_timeout(options)} s"
-        remedy = "Start the same command on all, with the same RDZV_ID and NNODES, or raise join_timeout in RDZV_CONF"
+        remedy = (
+            "Start the same command, with the same RDZV_ID and NNODES, on all of them, or raise join_timeout in "
+            "RDZV_CONF"
+        )
     elif PORT_TAKEN in why:
         why = "another process on this machine has the port"
         setting = "RDZV_ENDPOINT" if options.rdzv_backend == "c10d" else "MASTER_PORT"
