@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from titanlite.base.log import _OutputHandler, logger
-from titanlite.metrics import logger as metrics_logger
-from titanlite.metrics.logger import ProgressBar, format_line, format_rate
+from titanlite.metrics import console
+from titanlite.metrics.console import ProgressBar, format_line, format_rate
 
 VALUES = {
     "loss/train": 4.8123,
@@ -72,7 +72,7 @@ def test_format_rate_keeps_small_rates_readable():
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Its last number is the time."""
     times = [0.0]
-    monkeypatch.setattr(metrics_logger.time, "monotonic", lambda: times[-1])
+    monkeypatch.setattr(console.time, "monotonic", lambda: times[-1])
     return times
 
 
