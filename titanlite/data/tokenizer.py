@@ -38,6 +38,8 @@ _MAX_TRAINING_BYTES = 24 * 2**20
 _TRAINING_PIECE_CHARS = 64 * 2**10
 # Names that tokenizer.json files without a tokenizer_config.json use for the end of a text.
 _KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>")
+# A tokenizer is written out id by id, those included that no token has: one with the id 4,294,967,294 for an hour.
+_MOST_IDS_PER_TOKEN, _MOST_SPARE_IDS = 16, 2**16
 _RECIPE_VERSION = 2  # raise it when the training below changes, or old cached tokenizers will be taken for new ones
 
 
@@ -211,6 +213,12 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
         raise DataError(
             f"data: tokenizer_path {path}: {type(tokenizer).__name__} does not use tokenizer.json. "
             "Convert it with transformers and save it again."
+        )
+    num_ids, num_tokens = count_ids(tokenizer), len(tokenizer.get_vocab())
+    if num_ids > _MOST_IDS_PER_TOKEN * num_tokens + _MOST_SPARE_IDS:
+        raise DataError(
+            f"data: tokenizer_path {path}: tokenizer.json has the id {num_ids - 1}, but only {num_tokens} tokens. "
+            "Number its tokens without such a gap."
         )
     if path.is_dir() and (path / "tokenizer_config.json").is_file():
         tokenizer = _take_as_it_is(tokenizer, path)

@@ -12,6 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from tests.unit.models.test_config_mutations import base_of
+from titanlite.base import log as logging
 from titanlite.base.errors import ConfigError
 from titanlite.features.transformers.build import build_transformers
 from titanlite.models.families import families, model_config_from_hf
@@ -212,3 +213,9 @@ def test_the_row_of_the_padding_has_the_gradient_of_transformers(family, tied, t
     assert actual is not None and expected is not None
     assert (actual - expected).norm() <= 1e-5 * expected.norm()
     assert bool(actual[3].count_nonzero()) == tied
+
+
+def test_the_balance_loss_of_transformers_is_named(caplog):
+    logging.warn_once.cache_clear()
+    read({**base_of("qwen3_moe"), "output_router_logits": True, "router_aux_loss_coef": 0.01})
+    assert "weighed by router_aux_loss_coef (0.01)" in caplog.text and "moe.aux_loss_coeff" in caplog.text

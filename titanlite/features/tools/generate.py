@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_problems
-from titanlite.base.files import read_regular
+from titanlite.base.files import parse_json, read_regular
 from titanlite.base.process import read_variable
 from titanlite.base.text import Parser, command, format_count, one_of, parse_object
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, OWN_FOLDER, read_json
@@ -101,6 +101,7 @@ def _parser() -> Parser:
     add("--prompts-file", type=Path, metavar="FILE", help="a prompt per line; .jsonl: rows with prompt or messages")
     add("--chat", action="store_true", help="render prompts as messages of a user, by the tokenizer's chat template")
     add("--system", metavar="TEXT", help="system message of each chat; implies --chat")
+    add("--tools", type=Path, metavar="FILE.json", help="a list of tools for the chat template; implies --chat")
     add("--chat-template-kwargs", default="", metavar="JSON", help="arguments of the chat template, as an object")
     add("--tokenizer", type=Path, metavar="DIR", help="default: that of MODEL")
     add("--base", metavar="MODEL", help="the model of adapters; default: the one that adapter_config.json names")
@@ -210,7 +211,7 @@ def _prepare(options: argparse.Namespace, folder: Path, base: Path, tokenizer: A
             "generate: there is no prompt. Give --prompt TEXT or --prompts-file FILE. On a terminal, and with one "
             "process, a chat begins without either."
         )
-    is_chat = options.chat or options.system is not None or not prompts
+    is_chat = options.chat or options.system is not None or options.tools is not None or not prompts
     if is_chat and not tokenizer.chat_template:
         raise DataError(
             "generate: --chat: the tokenizer has no chat template. Leave --chat out and give --prompt TEXT, or add a "
@@ -283,7 +284,7 @@ def _encode(tokenizer: Any, prompt: Any, *, chat: bool, options: argparse.Namesp
 
     row = dict(prompt) if isinstance(prompt, dict) else {"messages": [{"role": "user", "content": prompt}]}
     arguments = parse_object("generate: --chat-template-kwargs", options.chat_template_kwargs)
-    row = {"chat_template_kwargs": arguments} | row
+    row = {"chat_template_kwargs": arguments, "tools": _read_tools(options.tools)} | row
     if options.system is not None:
         row["messages"] = [{"role": "system", "content": options.system}, *row["messages"]]
     try:
@@ -291,6 +292,18 @@ def _encode(tokenizer: Any, prompt: Any, *, chat: bool, options: argparse.Namesp
     except RowError as error:
         shown = _shorten(str(row["messages"]))
         raise DataError(f"generate: --chat: the chat template refuses {shown}: {error}") from None
+
+
+def _read_tools(path: Path | None) -> Any:
+    if path is None:
+        return None
+    try:
+        tools = parse_json(read_regular(path))
+    except (OSError, ValueError) as error:
+        raise DataError(f"generate: --tools {path}: cannot be read: {getattr(error, 'strerror', error)}.") from None
+    if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools):
+        return tools
+    raise DataError(f"generate: --tools {path}: is no list of objects. Write the tools as [{{...}}, ...].")
 
 
 def _print_texts(request: _Request, continuations: Sequence[Continuation], tokenizer: Any) -> None:

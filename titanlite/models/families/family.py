@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.log import warn_once
 from titanlite.config.model import ModelConfig
 from titanlite.models.families.keys import (
     COMMON_DECLARED,
@@ -17,6 +18,7 @@ from titanlite.models.families.keys import (
     check_rope_scaling,
     describe_unreadable,
     find_absurd,
+    find_other_loss,
     find_quantization,
     read_rope,
     rope_table,
@@ -199,6 +201,8 @@ class Family:
         if config.head_dim % 2 == 0 and config.rotary_dim % 2:
             raise NotNativeError(f"{where}: {PARTIAL} rotates {config.rotary_dim} of {config.head_dim}, an odd number.")
         raise_problems(ConfigError, where, self.check(config))
+        if text := find_other_loss(hf):
+            warn_once(f"{where}: {text}")
         return config
 
     def check(self, config: ModelConfig) -> list[str]:

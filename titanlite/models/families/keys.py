@@ -86,6 +86,18 @@ COMMON_DECLARED: Mapping[str, Key] = {
 MOST_PARAMETERS = 2**50
 
 
+def find_other_loss(hf: Mapping[str, Any]) -> str:
+    """Return what transformers would add to the training loss and titanlite does not; empty: nothing."""
+    if not hf.get("output_router_logits"):
+        return ""
+    coefficient = hf.get("router_aux_loss_coef", hf.get("router_aux_loss_coefficient"))
+    return (
+        f"output_router_logits is true: transformers would add a balance loss, weighed by router_aux_loss_coef "
+        f"({'its default' if coefficient is None else show(coefficient)}), to the training loss. Nothing is added here "
+        "because of it: set moe.aux_loss_coeff for a balance loss of the native decoder."
+    )
+
+
 def find_absurd(hf: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """Sizes in `hf` that no model has, before transformers makes lists of such lengths; numbers that are not finite.
 

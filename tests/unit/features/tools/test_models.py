@@ -209,10 +209,14 @@ def test_a_chat_that_is_too_long_says_so(talk):
 
 
 def test_tools_reach_the_template(tmp_path, capsys):
-    base, file = tmp_path / "base", tmp_path / "rows.jsonl"
+    base, file = tmp_path / "base", tmp_path / "tools.json"
     save_model(base)
+    arguments = ["generate", str(base), "--prompt", "the fox", "--tools", str(file), "--max-new-tokens", "12"]
     tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {"type": "object"}}}
-    file.write_text(json.dumps({"messages": [{"role": "user", "content": "the fox"}], "tools": [tool, tool]}))
-    assert main(["generate", str(base), "--chat", f"--prompts-file={file}", "--max-new-tokens", "12"]) == 0
+    file.write_text(json.dumps([tool, tool]))
+    assert main(arguments) == 0
     text = "2 <|im_start|> user the fox <|im_end|> <|im_start|> fox"
     assert capsys.readouterr().out.strip() == expect(base, None, text)
+    for content, problem in ((b"{}", "is no list of objects"), (b"[", "cannot be read"), (b"[1]", "is no list of")):
+        file.write_bytes(content)
+        assert main(arguments) == 2 and problem in capsys.readouterr().err
