@@ -3,6 +3,7 @@
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
@@ -15,21 +16,29 @@ from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.base.log import logger
 from titanlite.base.process import escape_controls, raw_output, read_variable
 from titanlite.base.text import Parser, command, format_count
+from titanlite.config import data as data_config
 from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
+from titanlite.config.data import DataSection
 from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.features.images import ImageDataset
 from titanlite.features.sft import build as report
-from titanlite.features.sft.chat import TRAINED
+from titanlite.features.sft.chat import END, TRAINED
+from titanlite.features.sft.chat_frame import describe_kind
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.sft.dataset import DocumentRows, ExampleDataset, ExampleSet
+from titanlite.features.sft.examples import make_encoder
+from titanlite.features.sft.forms import Chat, parse_row
+from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.rows import Row, describe_place, open_rows
 from titanlite.features.streams.mixture import MixtureDataset, naming_source
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.preflight import check
 
 _CANDIDATES = 64  # samples to choose from
-_COLOR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
+_KIND_ROWS = 512
+_COLOR, _END_COLOR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("\x1b[1;33m", "\x1b[0m"), ("[[", "]]")
 _FROM = ", from token {} on"
 
 
@@ -42,6 +51,7 @@ class ShownDocument:
     ids: list[int]
     trained: list[bool]  # for each token, whether it is a label
     num_tokens: int  # that the model reads; one less than there are where the last is a label only
+    ends: Sequence[bool] = ()  # for each token, whether it ends an answer; empty where that is not known
 
     @property
     def num_trained(self) -> int:
@@ -102,11 +112,12 @@ def _get_from_examples(part: ExampleSet, members: np.ndarray) -> Iterator[ShownD
             ids = part.examples.tokens[used].tolist()
             trained = ((part.examples.flags[used] & TRAINED) != 0).tolist()
             trained[0] = False  # follows nothing, so it is no label
-            yield ShownDocument(place + _FROM.format(start) * (start > 0), side, ids, trained, len(ids))
+            ends = ((part.examples.flags[used] & END) != 0).tolist()
+            yield ShownDocument(place + _FROM.format(start) * (start > 0), side, ids, trained, len(ids), ends)
 
 
 class Painter:
-    """Decoder of tokens, with marks around the runs of trained ones.
+    """Decoder of tokens, with marks around the runs of trained ones and a colour for the ends of answers.
 
     Marks are colours, or `[[ ]]` without `color`. Of documents of more than `max_tokens` (0: no limit) only the first
     and the last tokens are shown, so many in all.
@@ -116,25 +127,27 @@ class Painter:
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
         self.marks = _COLOR if color else _PLAIN
 
-    def __call__(self, ids: list[int], trained: list[bool]) -> str:
+    def __call__(self, ids: list[int], trained: list[bool], ends: Sequence[bool] = ()) -> str:
+        ends = ends if self.marks is _COLOR and ends else [False] * len(ids)
         num_hidden = len(ids) - self.max_tokens if self.max_tokens else 0
         if num_hidden <= 0:
-            return self._paint(ids, trained)
+            return self._paint(ids, trained, ends)
         stop = len(ids) - self.max_tokens // 4
         start = stop - num_hidden
         hidden = f"    ... {num_hidden} tokens, {sum(trained[start:stop])} of them trained ..."
-        begin = self._paint(ids[:start], trained[:start])
-        end = self._paint(ids[stop:], trained[stop:])
+        begin = self._paint(ids[:start], trained[:start], ends[:start])
+        end = self._paint(ids[stop:], trained[stop:], ends[stop:])
         return f"{begin}\n{hidden}\n{end}".rstrip("\n")
 
-    def _paint(self, ids: list[int], trained: list[bool]) -> str:
+    def _paint(self, ids: list[int], trained: list[bool], ends: Sequence[bool]) -> str:
         if not ids:
             return ""
-        cuts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1]), len(ids)]
-        before, behind = self.marks
+        kinds = list(zip(trained, ends, strict=True))
+        cuts = [0, *(i for i in range(1, len(ids)) if kinds[i] != kinds[i - 1]), len(ids)]
         text = ""
         for start, stop in pairwise(cuts):
             part = escape_controls(str(self.tokenizer.decode(ids[start:stop])))
+            before, behind = _END_COLOR if ends[start] else self.marks
             text += f"{before}{part}{behind}" if trained[start] else part
         return "\n".join(f"    {line}".rstrip() for line in text.split("\n"))
 
@@ -164,6 +177,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer, loader = build_data(job, 0, checked.degrees.dp)
         loader.start_from(0, 0, job.data.skip_to_sample)
         painter = Painter(tokenizer, color=color, max_tokens=known.tokens)
+        if job.data.dataset == "examples" and known.samples:
+            for name, data in data_config.get_sources(job.data).items():
+                _show_kinds(data, painter, name)
         _show_data(loader, painter, known.samples)
     finally:
         logger.setLevel(level)
@@ -191,6 +207,39 @@ def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
                 print(f"\n  chats so far{of}: {count:,} {escape_controls(what)}")
             for what, count in source.dataset.left_out.items():
                 print(f"\n  left out so far{of}: {count} {what}")
+
+
+def _show_kinds(data: DataSection, show: Painter, source: str = "") -> None:
+    """Print the first chat of each kind among the first rows, where these are of several kinds."""
+    rows = open_rows(data, streaming=data.streaming)
+    batch = list(islice(rows.iterate_from(0), _KIND_ROWS))
+    encoder = make_encoder(data, show.tokenizer, batch)
+    if encoder is None or encoder.form != "messages":
+        return
+    kinds = [(describe_kind(chat), row) for row, chat in _get_chats(batch)]
+    counts = Counter(kind for kind, _ in kinds)
+    firsts = dict(reversed(kinds))
+    for kind, count in counts.most_common() if len(counts) > 1 else ():
+        row = firsts[kind]
+        place = escape_controls(describe_place(rows.names, row.file, row.number))
+        print(f"kind: {kind}; {count} of the first {len(kinds)} chats{f' of {source}' if source else ''}; {place}")
+        for found in encoder.encode([row.content] if isinstance(row.content, dict) else []):
+            if isinstance(found, RowError):
+                print(f"    {escape_controls(str(found))}\n")
+                continue
+            for (document,) in found:
+                trained, ends = ((document.flags & bit) != 0 for bit in (TRAINED, END))
+                print(show(document.ids.tolist(), trained.tolist(), ends.tolist()), file=raw_output())
+                print()
+
+
+def _get_chats(batch: Sequence[Row]) -> Iterator[tuple[Row, Chat]]:
+    for row in batch:
+        try:
+            parsed = parse_row(row.content, "messages") if isinstance(row.content, dict) else ()
+        except RowError:
+            continue  # named in the report
+        yield from ((row, chat) for chat in parsed if isinstance(chat, Chat))
 
 
 def _count_trained(dataset: SequenceDataset) -> float:
@@ -244,7 +293,7 @@ def _show_samples(loader: TrainLoader, show: Painter, num_samples: int) -> None:
             side = f" ({document.side})" if document.side else ""
             counts = f"{document.num_tokens} tokens, {document.num_trained} trained"
             print(f"\nsample {number}{side}: {document.place}, {counts}")
-            print(show(document.ids, document.trained), file=raw_output())  # in colors, and escaped
+            print(show(document.ids, document.trained, document.ends), file=raw_output())  # in colors, and escaped
 
 
 def _get_samples(loader: TrainLoader) -> Iterator[list[ShownDocument]]:
