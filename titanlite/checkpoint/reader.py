@@ -88,14 +88,22 @@ class SafetensorsReader:
 
         Raises CheckpointError: a file is gone, has another size than when its header was read, or cannot be read.
         """
-        folder_bytes = sum(self._file_bytes.values())
-        with timed(f"reading {self.name}", sum(request.destination.nbytes for request in requests), folder_bytes):
-            self.read_quietly(requests)
+        parts = self._all_parts(requests)
+        nbytes = sum(part.box.numel * part.placed.stored.dtype.itemsize for part in parts)
+        with timed(f"reading {self.name}", nbytes, sum(self._file_bytes.values())):
+            self._read(parts)
 
     def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
         """Do as `read`, without a log line."""
+        self._read(self._all_parts(requests))
+
+    def _all_parts(self, requests: Sequence[ReadRequest]) -> list[_Part]:
         parts = [part for request in requests for part in self._parts(request)]
-        parts.sort(key=lambda part: (str(part.placed.stored.file), part.placed.stored.offset, part.box.starts))
+        return sorted(
+            parts, key=lambda part: (str(part.placed.stored.file), part.placed.stored.offset, part.box.starts)
+        )
+
+    def _read(self, parts: Sequence[_Part]) -> None:
         stored = [tensor for part in parts for tensor in (part.placed.stored, part.placed.scale) if tensor is not None]
         with Files(self._file_bytes, {tensor.file for tensor in stored}) as files:
             run_jobs(_jobs(parts, files), self._threads)
