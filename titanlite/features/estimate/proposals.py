@@ -82,6 +82,9 @@ def propose(base: Planned, plan: Plan) -> list[Planned]:
     for one in helpful:
         joined = [one] if best is base else _try_all(plan, [_join(best.arguments, one.arguments)])
         best = next((more for more in joined if more.is_better_than(best)), best)
+    if best.fits and not base.fits:  # what was too large by itself may make it faster now
+        rest = (_join(best.arguments, one.arguments) for one in singles if one not in helpful)
+        best = max((one for one in _try_all(plan, rest) if one.is_better_than(best)), key=_merit, default=best)
     starts = [best] if best.fits or best is base else [base, best]
     others = []
     for arguments in _other_runs(base, best):

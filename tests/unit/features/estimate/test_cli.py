@@ -303,7 +303,7 @@ def test_the_documentation_shows_what_the_command_prints(command, text, capsys):
     """Words exactly; numbers within 5 %, so that a kernel that moves a few bytes less needs no new page."""
     main(shlex.split(command))
     shown, printed = text.splitlines(), capsys.readouterr().out.splitlines()
-    assert len(EXAMPLES) == 2 and 6 < len(shown) <= 12
+    assert len(EXAMPLES) == 4 and 6 < len(shown) <= 12
     for line, now in zip(shown, printed, strict=False):
         words, words_now = (re.sub(r"\d[\d.,]*| +", " ", one).split() for one in (line, now))
         assert words == words_now
