@@ -74,7 +74,8 @@ _Arguments = tuple[str, ...]
 def propose(base: Planned, plan: Plan) -> list[Planned]:
     """Return up to 5 that fit, and are faster by more than 2 % if `base` fits: the best first, then other trainings.
 
-    Each setting is tried by itself; then those that help are put together, the best first, as long as that helps.
+    Each setting is tried by itself; then those that help are put together, the best first, as long as that helps. What
+    only fits so is tried with the others once more.
     """
     singles = sorted(_try_all(plan, _candidates(base)), key=_merit, reverse=True)
     helpful = [one for one in singles if one.is_better_than(base)][:_MOST]
