@@ -62,6 +62,12 @@ def environment_kept() -> Iterator[None]:
 # Set by tools that record a process, and write what they have when it is torn down: Nsight Systems, others on CUPTI.
 _RECORDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
 _WANTED_FILES = 65_536  # the usual limit of 1024 ends runs of 400 ranks
+# Limits of a shell: option of ulimit, kind, unit in bits, least. A rank that has imported torch takes 0.9 GB.
+_LIMITS = (
+    ("n", resource.RLIMIT_NOFILE, 0, 128, "open files"),
+    ("v", resource.RLIMIT_AS, 20, 4096, "MiB of memory"),
+    ("d", resource.RLIMIT_DATA, 20, 4096, "MiB of memory"),
+)
 _exit_code: int | None = None
 # All of C0 and C1 but tab and newline, and what changes the direction of text: names in a stranger's files must neither
 # steer the terminal nor look like others.
@@ -132,10 +138,21 @@ def raw_output() -> TextIO:
 
 
 def begin_process(*, goes_on: bool) -> None:
-    """Open the console, let Ctrl-C end this process without a traceback (importing torch is slow), allow many files."""
+    """Open the console, let Ctrl-C end this process without a traceback (importing torch is slow), allow many files.
+
+    End it with one error if a limit is so low that torch, imported next, would end in an abort or a traceback.
+    """
     signal.signal(signal.SIGINT, lambda *_: _end_now(128 + signal.SIGINT))
     open_console(goes_on=goes_on)
     allow_many_files()
+    low = [
+        f"{limit >> bits} {what} (ulimit -{option}); {least} are needed"
+        for option, kind, bits, least, what in _LIMITS
+        if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY and limit >> bits < least
+    ]
+    if low:
+        sys.stderr.write(f"titanlite: error: this shell allows {' and '.join(low)}. Raise it.\n")
+        _end_now(2)
 
 
 def allow_many_files() -> None:
