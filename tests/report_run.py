@@ -72,7 +72,8 @@ def write_run(folder: Path, steps: int = 60, *, every: int = 1, loss: float = 8.
     }
     environment["machines"] = {"host": {"ranks": [0, 1, 2, 3], "devices": {"H100": 4}}}
     (folder / "environment.json").write_text(json.dumps(environment))
-    plan = {"rank": 0, "world_size": 4, "read_bytes": 0}
-    plan["memory"] = {"weights": 2**20, "gradients": 2**20, "optimizer": 2**21}
+    shown = {"name": "model.w", "count": 2, "shape": [8, 4], "dtype": "torch.float32", "placement": "fsdp Shard(0)"}
+    plan = {"rank": 0, "world_size": 4, "tensors": [{**shown, "source": NASTY, "local_bytes": 2**20}]}
+    plan |= {"memory": {"weights": 2**20, "gradients": 2**20, "optimizer": 2**21}, "read_bytes": 0}
     (folder / "plan.json").write_text(json.dumps(plan))
     return folder

@@ -33,7 +33,7 @@ _SECTIONS = {
     "Speed": ("throughput", "mfu", "padding", "time", "busy", "ranks", "memory"),
     "Experts": ("expert_load",),
 }
-_MOST_EVENTS, _MOST_TILES = 500, 7
+_MOST_EVENTS, _MOST_TENSORS, _MOST_TILES = 500, 400, 7
 _STARTS, _ENDS = ("start", "resume", "restart"), ("end", "stop", "error")
 # The slider of the expert load; and on a touch screen a finger scrolls the page, until a tool is chosen.
 _SCRIPT = """
@@ -264,8 +264,21 @@ def _plan(run: Run) -> str:
     if isinstance(run.plan.get("read_bytes"), int):
         sizes["read from checkpoints"] = run.plan["read_bytes"]
     memory = _table(["", ""], [(name, format_memory(float(size))) for name, size in sizes.items()], "name number")
+    tensors = [tensor for tensor in run.plan.get("tensors", []) if isinstance(tensor, dict)]
+    rows = [
+        (
+            *(tensor.get(key, "") for key in ("name", "count", "placement", "source")),
+            "x".join(map(str, tensor.get("shape", []))),
+            str(tensor.get("dtype", "")).removeprefix("torch."),
+            format_memory(float(tensor.get("local_bytes", 0))),
+        )
+        for tensor in tensors[:_MOST_TENSORS]
+    ]
+    header = ["tensor", "count", "placement", "source", "shape", "dtype", "on this rank"]
+    table = _table(header, rows, "code number code text code code number")
+    more = _note(f"{len(tensors) - len(rows)} more are in plan.json.") if len(tensors) > len(rows) else ""
     where = _note(f"Rank {run.plan.get('rank', 0)} of {run.plan.get('world_size', 1)}.")
-    return where + memory
+    return f"{where}{memory}<details><summary>Tensors</summary>{table}{more}</details>"
 
 
 def _config(run: Run) -> str:

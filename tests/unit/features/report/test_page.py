@@ -98,6 +98,7 @@ def test_configuration_environment_plan_warnings_and_events(page: str):
     assert "optimizer.beta1" not in changed and "optimizer.beta1" in page
     assert "host: 4 x H100, ranks 0 to 3" in page and "12,345,678" in page
     assert "read from checkpoints" in page and "2.00 MiB" in page
+    assert "8x4" in page and "fsdp Shard(0)" in page and ">float32<" in page and ">1.00 MiB<" in page
     assert "WARNING data: " in page and ">start</td>" in page
     assert "Ended after step 60 of 60" in page
 
@@ -206,7 +207,7 @@ def test_values_of_any_kind_in_a_run_s_files_give_a_page(tmp_path: Path, value: 
     keys = ("step", "time", "loss/train", "lr", "moe/first_layer", "moe/layers", "eval/examples", "eval/score")
     keys += ("moe/load_max_over_mean", "moe/load_entropy", "ranks/busy_s", "ranks/data_s", "memory/max_reserved_gib")
     lines = [point | {"step": 1}, *(point | {"step": 2, key: value} for key in keys), point | {"step": 3}]
-    plan = dict.fromkeys(("read_bytes", "memory", "rank"), value)
+    plan = dict.fromkeys(("tensors", "read_bytes", "memory", "rank"), value)
     files = {
         "metrics.jsonl": lines,
         "events.jsonl": [
@@ -223,6 +224,9 @@ def test_values_of_any_kind_in_a_run_s_files_give_a_page(tmp_path: Path, value: 
     (tmp_path / "config.toml").write_text(f"[a]\nb = {'[' * 3000}\n")
     page = render_page(read_run(tmp_path))
     assert "<main>" in page and "config.toml cannot be read" in page
+    plan["tensors"] = [dict.fromkeys(("name", "shape", "local_bytes", "count"), value)]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert "<main>" in render_page(read_run(tmp_path))
 
 
 def test_a_page_replaces_no_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
