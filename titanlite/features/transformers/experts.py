@@ -9,12 +9,13 @@ Shapes: B batch, S sequence, T tokens, k experts per token, E experts.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.materialize.sources import Init, Source, Zeros
 from titanlite.models.moe import count_rows, dispatch_locally
@@ -169,11 +170,12 @@ class TransformersExpertCounter(nn.Module):
         tokens_per_expert: (E,) int64, not saved; overwritten, never added to, so that a second run under activation
             checkpointing changes nothing.
         tp_share: rank and size of the axis whose ranks hold the same tokens; each counts its part of them.
-        chosen_rows, row_ends: unknown.
+        chosen_rows, row_ends: those of the token dispatcher that it watches; None without one.
     """
 
     tokens_per_expert: torch.Tensor
-    chosen_rows = row_ends = None
+    chosen_rows: torch.Tensor | None = None
+    row_ends: torch.Tensor | None = None
     first_expert = 0
 
     def __init__(self, experts: Any) -> None:
@@ -200,13 +202,30 @@ class TransformersExpertCounter(nn.Module):
         if not module.training:
             return
         num_experts, (rank, size) = self.tokens_per_expert.numel(), self.tp_share
-        ids_Tk = (args[1] if len(args) > 1 else kwargs["top_k_index"]).flatten(0, -2).to(torch.int64)
-        ids_Tk = ids_Tk.clamp(max=num_experts)  # there are classes whose tokens may choose to skip all experts
+        ids_Tk = (args[1] if len(args) > 1 else kwargs["top_k_index"]).flatten(0, -2)
         if self._valid_T is not None and self._valid_T.numel() == ids_Tk.shape[0]:
             ids_Tk = ids_Tk.masked_fill(~self._valid_T.unsqueeze(-1), num_experts)
         share = -(-ids_Tk.shape[0] // size)
-        counts = count_rows(ids_Tk[rank * share : (rank + 1) * share].flatten(), num_experts + 1)
-        self.tokens_per_expert.copy_(counts[:num_experts])
+        self.tokens_per_expert.copy_(self._count_rows(ids_Tk[rank * share : (rank + 1) * share]))
+
+    def _count_rows(self, ids_Tk: torch.Tensor) -> torch.Tensor:
+        num_experts = self.tokens_per_expert.numel()
+        # There are classes whose tokens may choose to skip all experts.
+        ids = ids_Tk.flatten().to(torch.int64).clamp(max=num_experts)
+        return count_rows(ids, num_experts + 1)[:num_experts]
+
+    def watch(self, dispatch: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+        """Return the token dispatcher that keeps, in training mode, what it was given and what it gave this rank."""
+        self.first_expert = mesh.get_local_rank() * self.tokens_per_expert.numel() // mesh.size()
+
+        def watched(experts: Any, x: torch.Tensor, weights: torch.Tensor, ids_Tk: torch.Tensor) -> Any:
+            out, row_ends = dispatch(experts, x, weights, ids_Tk)
+            if self.training:
+                with torch.no_grad():
+                    self.chosen_rows, self.row_ends = self._count_rows(ids_Tk), row_ends
+            return out, row_ends
+
+        return watched
 
 
 def build_counters(experts: Mapping[str, nn.Module]) -> dict[int, TransformersExpertCounter]:

@@ -348,8 +348,10 @@ class TransformersModel(Model):
         return list(self.expert_modules.values())
 
     def set_dispatch(self, dispatch: Callable[..., Any], mesh: DeviceMesh) -> None:
-        for experts in self.expert_modules.values():
-            setattr(experts, DISPATCH, dispatch)
+        counters = self._counters.values()
+        watched = [counter.watch(dispatch, mesh) for counter in counters] or [dispatch] * len(self.expert_modules)
+        for experts, send in zip(self.expert_modules.values(), watched, strict=True):
+            setattr(experts, DISPATCH, send)
         use_titanlite_experts(self._transformers_model)
 
     def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
