@@ -131,6 +131,7 @@ def test_what_transformers_may_have(family, changes, text):
         ("llama", {"num_labels": 10**9}, "num_labels"),
         ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps = inf is not a finite number"),
         ("llama", {"anything": {"deep": float("nan")}}, "anything.deep = nan is not a finite number"),
+        ("llama", {"anything": [{"deep": float("nan")}]}, "anything.deep = nan is not a finite number"),
         ("llama", {"pad_token_id": 40}, "pad_token_id (40) is not less than vocab_size (40)"),
         ("qwen3_moe", {"num_local_experts": 4}, "num_experts = 8, but num_local_experts = 4. Give one."),
         ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank = 0 is not positive"),
@@ -184,9 +185,13 @@ MIXTRAL = {**GEMMA, "model_type": "mixtral", "intermediate_size": 32, "num_key_v
         ({**GEMMA, "hidden_size": 10**18}, "hidden_size = 1000000000000000000 is more than"),
         ({**GEMMA, "num_attention_heads": 0}, "ZeroDivisionError"),
         ({**GEMMA, "rms_norm_eps": float("inf")}, "rms_norm_eps = inf is not a finite number"),
+        ({**GEMMA, "attention_dropout": 1.5}, "attention_dropout = 1.5 is no probability"),
+        ({"model_type": "gpt2", "resid_pdrop": -1}, "resid_pdrop = -1 is no probability"),
+        ({**GEMMA, "parts": [{"a": 1}, {"vocab_size": 2**28}]}, "parts.vocab_size = 268435456 is more than"),
         ({**GEMMA, "id2label": [1]}, "transformers refuses it: "),
         ({**GEMMA, "num_labels": 10**10}, "num_labels"),
         ({**MIXTRAL, "num_local_experts": 2**20}, "num_local_experts = 1048576 is more than 65536"),
+        ({**MIXTRAL, "num_local_experts": 2**15, "num_hidden_layers": 2**10}, "33554432 in all, more than"),
         ({**GEMMA, "hidden_size": 2**24, "vocab_size": 2**24, "intermediate_size": 2**24}, "vocab|parameters|size"),
         ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**6}}, "text_config.num_hidden_layers"),
         ({"model_type": "qwen3_next", "decoder_sparse_step": 0, "num_hidden_layers": 2}, "ZeroDivisionError"),
@@ -213,6 +218,39 @@ def test_the_row_of_the_padding_has_the_gradient_of_transformers(family, tied, t
     assert actual is not None and expected is not None
     assert (actual - expected).norm() <= 1e-5 * expected.norm()
     assert bool(actual[3].count_nonzero()) == tied
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        (
+            {"rope_type": "yarn", "factor": 4.0, "attn_factor": 1.0},
+            "rope_scaling: 'attn_factor' (did you mean 'attention_factor'?) has no effect for rope_type 'yarn'.",
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "low_freq_factor": 1.0},
+            "rope_scaling: 'low_freq_factor' (only for llama3) has no effect for rope_type 'yarn'.",
+        ),
+        (
+            {"factor": 4.0, "finetuned": True},
+            "'factor' (only for linear, llama3, yarn), 'finetuned' has no effect for rope_type 'default': there is no "
+            "rope_type, so nothing is scaled.",
+        ),
+        ({"rope_type": "linear", "type": "yarn", "factor": 4.0}, "type = 'yarn' has no effect next to rope_type"),
+    ],
+)
+def test_entries_of_the_rotary_table_without_effect_are_named(table, text, caplog):
+    logging.warn_once.cache_clear()
+    read({**base_of("llama"), "rope_scaling": table})
+    assert [record.getMessage() for record in caplog.records if text in record.getMessage()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rotary_table_without_other_entries_is_read_in_silence(family, caplog):
+    logging.warn_once.cache_clear()
+    for table in ({"rope_type": "yarn", "factor": 4.0, "truncate": None}, {"type": "linear", "factor": 2.0}, {}):
+        read({**base_of(family), "rope_scaling": table})
+    assert "no effect" not in caplog.text
 
 
 def test_the_balance_loss_of_transformers_is_named(caplog):

@@ -172,6 +172,8 @@ class Family:
     def from_hf(self, hf: Mapping[str, Any], where: str) -> ModelConfig:
         """Sizes from a Hugging Face configuration; `where` names it in errors.
 
+        Warns of entries of the rotary table without effect, and of a balance loss that transformers would add.
+
         Raises NotNativeError, for what the decoder cannot express, or ConfigError: a key is missing, wrong, or
         contradicts another one.
         """
@@ -201,7 +203,7 @@ class Family:
         if config.head_dim % 2 == 0 and config.rotary_dim % 2:
             raise NotNativeError(f"{where}: {PARTIAL} rotates {config.rotary_dim} of {config.head_dim}, an odd number.")
         raise_problems(ConfigError, where, self.check(config))
-        if text := find_other_loss(hf):
+        for text in filter(None, [*rope.without_effect, find_other_loss(hf)]):
             warn_once(f"{where}: {text}")
         return config
 

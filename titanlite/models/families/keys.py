@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.base.errors import ConfigError
+from titanlite.base.text import find_near
 from titanlite.config.model import ROPE_FIELDS, RopeScaling
 
 MISSING: Any = object()
@@ -103,22 +104,32 @@ def find_absurd(hf: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
     Lists may hold infinities: some state-space models bound their time steps by them.
     """
+    hf = {str(key): value for key, value in hf.items()}
     for key, value in hf.items():
         name = f"{path}{key}"
-        if isinstance(value, Mapping):
-            yield from find_absurd(value, f"{name}.")
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{name} = {show(value)} is not a finite number."
+        elif _is_number(value) and re.search("dropout|pdrop", key) and not 0 <= value <= 1:
+            yield f"{name} = {show(value)} is no probability: it is not between 0 and 1."
         for number in value if isinstance(value, list) else [value]:
-            most = next((most for pattern, most in _MOST_OF if re.search(pattern, str(key))), None)
+            if isinstance(number, Mapping):
+                yield from find_absurd(number, f"{name}.")
+            most = next((most for pattern, most in _MOST_OF if re.search(pattern, key)), None)
             if type(number) is int and most is not None and abs(number) > most:
                 yield f"{name} = {show(number)} is more than {most}."
+    layers, experts = (
+        max((value for key, value in hf.items() if type(value) is int and re.search(pattern, key)), default=0)
+        for pattern in (_LAYERS, _EXPERTS)
+    )
+    if layers <= 4096 and experts <= 2**16 and layers * experts > _MOST_EXPERTS:
+        yield f"{path}{layers} layers of {experts} experts have {layers * experts} in all, more than {_MOST_EXPERTS}."
 
 
-# What transformers makes modules, lists or tables of; then widths, whose products torch bounds.
+_LAYERS, _EXPERTS, _MOST_EXPERTS = r"^(?!max_|first_)\w*layers?$|^depths?$", r"experts$", 2**20
+# What transformers makes modules, lists or tables of; then widths, whose products are looked at in the model.
 _MOST_OF = (
-    (r"^(?!max_|first_)\w*layers?$|^depths?$", 4096),
-    (r"experts$|^num_labels$", 2**16),
+    (_LAYERS, 4096),
+    (rf"{_EXPERTS}|^num_labels$", 2**16),
     (r"size|dim|heads|rank|^d_|_d$|channels|groups|width|vocab|position|^n_ctx$", 2**27),
     (r"^num_|^n_|_freq$|_step$|_interval$|window|length", 2**31),
 )
@@ -144,6 +155,7 @@ class Rope:
     theta: float = 10000.0  # base of the frequencies; transformers' default
     scaling: RopeScaling | None = None
     partial: float = 1.0  # of each head
+    without_effect: tuple[str, ...] = ()  # sentences about entries of the table that transformers passes over
 
 
 def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -201,7 +213,23 @@ def _read_table(hf: Mapping[str, Any], table: Mapping[str, Any], partial: Key, i
         rotated = partial.read(PARTIAL, hf)
     if rotated != 1.0 and partial.default == 1.0:
         raise NotNativeError(f"{PARTIAL} = {rotated} is not supported by the native decoder, only 1.0 is.")
-    return Rope(float(theta), scaling, float(rotated))
+    return Rope(float(theta), scaling, float(rotated), tuple(_find_without_effect(table, name, rope_type)))
+
+
+def _find_without_effect(table: Mapping[str, Any], name: str, rope_type: str) -> Iterator[str]:
+    """Sentences about the entries that transformers passes over: of another type, or of none."""
+    known = {_TYPE, _OLD_TYPE, "rope_theta", PARTIAL, *(key for keys in ROPE_FIELDS.get(rope_type, ()) for key in keys)}
+    if table.get(_OLD_TYPE, rope_type) != rope_type:
+        yield f"{name}: type = {show(table[_OLD_TYPE])} has no effect next to rope_type = '{rope_type}'."
+    extra = []
+    for key in sorted(table.keys() - known):
+        types = [kind for kind, (needed, optional) in ROPE_FIELDS.items() if key in needed + optional]
+        near = find_near(key, known)
+        hint = f" (only for {', '.join(types)})" if types else f" (did you mean '{near}'?)" if near else ""
+        extra.append(f"{show(key)}{hint}")
+    if extra:
+        why = "" if {_TYPE, _OLD_TYPE} & table.keys() else ": there is no rope_type, so nothing is scaled"
+        yield f"{name}: {', '.join(extra)} has no effect for rope_type '{rope_type}'{why}."
 
 
 def _get_number(hf: Mapping[str, Any], table: Mapping[str, Any], name: str, key: str, default: Any) -> Any:
