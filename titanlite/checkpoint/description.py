@@ -19,7 +19,7 @@ import torch
 
 from titanlite import __version__
 from titanlite.base.agree import get_rank, on_first_rank
-from titanlite.base.errors import CheckpointError, ConfigError, DataError, TitanliteError
+from titanlite.base.errors import CheckpointError, ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.base.hf_objects import build_from_config, load_from_folder
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json
@@ -41,6 +41,7 @@ from titanlite.models.families.hf_config import (
 _COMPARED_SEQUENCES, _COMPARED_TOKENS = 64, 1 << 16  # at most, by two tokenizers
 
 _GENERATION = "generation_config.json"
+_MOST_REFUSED = 8
 
 # Files that an image-and-text model needs next to the tokenizer.
 _PROCESSOR_FILES = (
@@ -151,23 +152,29 @@ def write_config(folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: to
 def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None) -> Any:
     """Return transformers' configuration of the model, which it has accepted.
 
-    Raises CheckpointError: it refuses values; names them with the file or setting that each is from.
+    Raises CheckpointError: it refuses values; names all with the file or setting that each is from.
     """
     values, original = _values_of(config, tokenizer, assets)
     values["dtype"] = str(dtype).removeprefix("torch.")
     build = partial(_build, config.family, is_given=assets is not None)
-    try:
-        return build(values)
-    except Exception as error:  # noqa: BLE001 - transformers refuses values with all kinds of them
-        named = []
-        for key in find_refused(build, values, error):
-            own = "the tokenizer" if key.endswith("_token_id") else "[model]"
-            origin = assets / "config.json" if assets and original.get(key, own) == values[key] else own
-            named.append(f"{key} = {format_json(values[key])} ({origin})")
-        raise CheckpointError(
-            f"checkpoint: transformers {version('transformers')} refuses the config.json to be saved: "
-            f"{', '.join(named)}: {format_refusal(error)}. Correct it there."
-        ) from None
+    built, problems = None, list[str]()
+    while built is None and len(problems) < _MOST_REFUSED:
+        try:
+            built = build(values)
+        except Exception as error:  # noqa: BLE001 - transformers refuses values with all kinds of them
+            named = list[str]()
+            for key in (refused := find_refused(build, values, error)):
+                own = "the tokenizer" if key.endswith("_token_id") else "[model]"
+                origin = assets / "config.json" if assets and original.get(key, own) == values[key] else own
+                named.append(f"{key} = {format_json(values[key])} ({origin})")
+            text = ", ".join(named)
+            problems.append(f"{text and text + ': '}{format_refusal(error)}. Correct it there.")
+            if not refused:
+                break
+            values = {key: value for key, value in values.items() if key not in refused}  # what else is there?
+    where = f"checkpoint: transformers {version('transformers')} refuses the config.json to be saved"
+    raise_problems(CheckpointError, where, problems)
+    return built
 
 
 def _build(family: str, values: Mapping[str, Any], is_given: bool) -> Any:
