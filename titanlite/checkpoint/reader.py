@@ -1,8 +1,8 @@
 """Read shards out of safetensors files: exactly the bytes of this rank, straight into the tensors they belong to.
 
-The requests of a rank are sorted by file and offset, cut into jobs of a MiB, and carried out by a few threads with
+The requests of a rank are sorted by file and offset, cut into jobs of a few MiB, and carried out by a few threads with
 positioned reads. Where dtype, device and layout allow it, the kernel copies from the page cache into the shard;
-otherwise a job passes through a buffer, pinned if it goes to a GPU, and is cast on the way.
+otherwise a job passes through a buffer of a MiB, pinned if it goes to a GPU, and is cast on the way.
 """
 
 import os
@@ -28,7 +28,7 @@ from titanlite.checkpoint.pieces import bytes_of
 from titanlite.materialize import ReadRequest, Region
 from titanlite.materialize.layout import Encoding, rows_of
 
-_JOB_BYTES = 1 << 20
+JOB_BYTES, DIRECT_BYTES = 1 << 20, 8 << 20  # with and without a buffer
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,13 @@ def _jobs(parts: Sequence[_Part], files: Files) -> Iterator[Callable[[], None]]:
     """Yield work for one thread at a time: reads that follow one another in a file."""
     buffers = threading.local()
     for part in parts:
-        request, elements = part.request, _JOB_BYTES // part.placed.stored.dtype.itemsize
+        request, size = part.request, part.placed.stored.dtype.itemsize
+        memory, elements = _memory(part), JOB_BYTES // size
+        if memory is not None:
+            for box in part.box.within(part.placed.region).slabs(DIRECT_BYTES // size):
+                yield partial(_read_bytes, files, part.placed, box, memory[: box.numel * size])
+                memory = memory[box.numel * size :]
+            continue
         if part.placed.scale is not None:
             elements //= 8  # a byte on disk is four of its float32 value, and as many of its factor
         elif request.encoding is not None and request.destination.device.type == "cpu":
@@ -229,6 +235,18 @@ def _jobs(parts: Sequence[_Part], files: Files) -> Iterator[Callable[[], None]]:
             elements = max(elements, part.box.lengths[-1])
         for box in part.box.slabs(elements):
             yield partial(_read, files, replace(part, box=box), buffers)
+
+
+@torch.no_grad()
+def _memory(part: _Part) -> memoryview | None:
+    """Return where the bytes of a part go as they are, if they lie there one after the other."""
+    request, placed = part.request, part.placed
+    target = request.destination
+    if (target.device.type, target.dtype, placed.scale, request.encoding) != ("cpu", placed.stored.dtype, None, None):
+        return None
+    (first, count), *more = islice(part.box.within(request.region).runs(request.region.lengths), 2)
+    size = target.dtype.itemsize
+    return None if more else bytes_of(target.view(-1))[first * size : (first + count) * size]
 
 
 @dataclass
@@ -242,7 +260,7 @@ def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buf
     buffer: _Buffer | None = getattr(buffers, "buffer", None)
     if buffer is None or buffer.memory.numel() < nbytes:
         on_gpu = device.type == "cuda"
-        buffer = _Buffer(torch.empty(max(nbytes, _JOB_BYTES), dtype=torch.uint8, pin_memory=on_gpu))
+        buffer = _Buffer(torch.empty(max(nbytes, JOB_BYTES), dtype=torch.uint8, pin_memory=on_gpu))
         if on_gpu:
             # Leaving a stream's context makes the thread's device current, and so makes a CUDA context there: half a
             # GiB on GPU 0 from every rank, unless this thread has the rank's device.
@@ -255,27 +273,22 @@ def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buf
 
 @torch.no_grad()
 def _read(files: Files, part: _Part, buffers: threading.local) -> None:
-    """Read one part straight into its place in the shard, or into the memory of this thread and from there."""
+    """Read one part into the memory of this thread, and from there into its place in the shard."""
     request, placed, encoding = part.request, part.placed, part.request.encoding
     stored, device, box = placed.stored, request.destination.device, part.box.within(placed.region)
-    place, size = None, stored.dtype.itemsize
-    if encoding is None:
-        place = request.destination.view(request.region.lengths)[part.box.within(request.region).slices]
-        if (device.type, place.dtype, placed.scale) == ("cpu", stored.dtype, None) and place.is_contiguous():
-            _read_bytes(files, placed, box, place.view(-1).view(torch.uint8))
-            return
+    size = stored.dtype.itemsize
     buffer = _buffer(buffers, device, box.numel * size)
     raw = buffer.memory[: box.numel * size]
-    _read_bytes(files, placed, box, raw)
+    _read_bytes(files, placed, box, bytes_of(raw))
     values, is_kept = raw.view(stored.dtype).view(box.lengths), False
     if placed.scale is not None:
         is_kept = encoding is not None and encoding.keeps(stored.dtype, placed.block)
         values = _dequantize(files, placed, box, values, encoding if is_kept else None)
     with nullcontext() if buffer.stream is None else torch.cuda.stream(buffer.stream):
         values = values.to(device, non_blocking=True)  # cast there, where it is free
-        if place is not None:
-            place.copy_(values)
-        elif encoding is not None:
+        if encoding is None:
+            request.destination.view(request.region.lengths)[part.box.within(request.region).slices].copy_(values)
+        else:
             rows = values if is_kept else encoding.encode(values.reshape(-1, box.lengths[-1]))
             places = rows_of(request.destination, rows.shape[-1])
             for first, count in part.box.within(request.region).row_runs(request.region.lengths):
@@ -285,9 +298,9 @@ def _read(files: Files, part: _Part, buffers: threading.local) -> None:
         buffer.stream.synchronize()  # the buffer is used again at once; other threads go on
 
 
-def _read_bytes(files: Files, placed: Placed, box: Region, raw: torch.Tensor) -> None:
-    """Read `box` of the stored tensor, whose starts are counted from its first element, into `raw`."""
-    memory, size, at = bytes_of(raw), placed.stored.dtype.itemsize, 0
+def _read_bytes(files: Files, placed: Placed, box: Region, memory: memoryview) -> None:
+    """Read `box` of the stored tensor, whose starts are counted from its first element, into `memory`."""
+    size, at = placed.stored.dtype.itemsize, 0
     for first, length in box.runs(placed.region.lengths):
         files.read(placed.stored.file, memory[at : (at := at + length * size)], placed.stored.offset + first * size)
 

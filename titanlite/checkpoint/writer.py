@@ -20,11 +20,10 @@ import torch.distributed as dist
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import encode_header
 from titanlite.checkpoint.pieces import Piece, bytes_of
-from titanlite.checkpoint.reader import io_threads, run_jobs, timed
+from titanlite.checkpoint.reader import DIRECT_BYTES, JOB_BYTES, io_threads, run_jobs, timed
 from titanlite.materialize import Region
 
 FILE_BYTES = 4 * 1024**3
-_JOB_BYTES = 1 << 20
 _ALIGN = 64  # bytes
 _ADLER_BASE = 65521
 _Sums = tuple[int, int]
@@ -125,7 +124,8 @@ def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[st
 def _boxes(item: Item) -> Iterator[Region]:
     """Yield this rank's part of an item in parts that one thread writes at a time."""
     held = item.region if item.read is not None else item.region.overlap(item.local_region)
-    return iter(()) if held is None else held.slabs(_JOB_BYTES // item.dtype.itemsize)
+    is_direct = item.read is None and (item.local.device.type, item.local.dtype) == ("cpu", item.dtype)
+    return iter(()) if held is None else held.slabs((DIRECT_BYTES if is_direct else JOB_BYTES) // item.dtype.itemsize)
 
 
 @torch.no_grad()

@@ -39,13 +39,17 @@ class Region:
 
     def overlap(self, other: "Region") -> "Region | None":
         """Return what both have in common; None for nothing."""
+        if (self.starts, self.lengths) == (other.starts, other.lengths):
+            return self
         starts = tuple(map(max, self.starts, other.starts))
         lengths = tuple(min(ends) - start for start, *ends in zip(starts, self.ends, other.ends, strict=True))
         return Region(starts, lengths) if min(lengths, default=1) > 0 else None
 
     def within(self, outer: "Region") -> "Region":
         """Return the region with its starts counted from those of `outer`, which contains it."""
-        return Region(tuple(map(operator.sub, self.starts, outer.starts)), self.lengths)
+        return (
+            self if not any(outer.starts) else Region(tuple(map(operator.sub, self.starts, outer.starts)), self.lengths)
+        )
 
     def slabs(self, elements: int) -> Iterator["Region"]:
         """Yield the region in parts of at most so many elements, which follow one another in its row-major order."""
@@ -66,15 +70,21 @@ class Region:
 
         Laid end to end, the runs are the elements of the region in its own row-major order.
         """
+        if self.lengths == shape:
+            yield 0, self.numel
+            return
         dim, length = len(shape), 1
         while dim and length == math.prod(shape[dim:]):
             dim -= 1
             length *= self.lengths[dim]
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         base = sum(start * stride for start, stride in zip(self.starts[dim:], strides[dim:], strict=True))
-        held = (range(s, s + n) for s, n in zip(self.starts[:dim], self.lengths[:dim], strict=True))
-        for indices in itertools.product(*held):
-            yield base + sum(map(operator.mul, indices, strides)), length
+        held = (
+            range(s * stride, (s + n) * stride, stride)
+            for s, n, stride in zip(self.starts[:dim], self.lengths[:dim], strides[:dim], strict=True)
+        )
+        for offsets in itertools.product(*held):
+            yield base + sum(offsets), length
 
     def row_runs(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         """Yield the `runs` in rows of the last dim; a tensor of one dim has a row per element."""

@@ -106,7 +106,7 @@ def test_checkpoints_are_encoded_while_they_are_read(form, stored_dtype, tmp_pat
     materialize(plain, "cpu", [WIDE], seed=5)
     write_folder(tmp_path / "base", as_stored(plain, stored_dtype))
     expected = {name: param.detach().to(stored_dtype).float() for name, param in plain.named_parameters()}
-    monkeypatch.setattr(reader_module, "_JOB_BYTES", 4096)  # a few rows per job
+    monkeypatch.setattr(reader_module, "JOB_BYTES", 4096)  # a few rows per job
     from_files, from_memory = build(form), build(form)
     materialize(from_files, "cpu", [hf_checkpoint(tmp_path / "base", CONFIG)])
     buffers = {name: b for name, b in plain.named_buffers() if name.endswith("expert_bias")}
@@ -127,7 +127,7 @@ def test_fp8_is_kept_if_it_can_be_and_else_encoded_again(form, block, exact, tmp
     materialize(plain, "cpu", [WIDE], seed=5)
     write_folder(tmp_path / "fp8", as_stored(plain))
     stored = write_fp8(tmp_path / "fp8", block)
-    monkeypatch.setattr(reader_module, "_JOB_BYTES", 16384)
+    monkeypatch.setattr(reader_module, "JOB_BYTES", 16384)
     dequantized, model = build_decoder(CONFIG), build(form)
     materialize(dequantized, "cpu", [hf_checkpoint(tmp_path / "fp8", CONFIG)])
     materialize(model, "cpu", [hf_checkpoint(tmp_path / "fp8", CONFIG)])
