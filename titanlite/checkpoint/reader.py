@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -88,24 +88,23 @@ class SafetensorsReader:
 
         Raises CheckpointError: a file is gone, has another size than when its header was read, or cannot be read.
         """
-        parts = self._all_parts(requests)
-        nbytes = sum(part.box.numel * part.placed.stored.dtype.itemsize for part in parts)
-        with timed(f"reading {self.name}", nbytes, sum(self._file_bytes.values())):
-            self._read(parts)
+        self._read(requests, is_logged=True)
 
     def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
         """Do as `read`, without a log line."""
-        self._read(self._all_parts(requests))
+        self._read(requests, is_logged=False)
 
-    def _all_parts(self, requests: Sequence[ReadRequest]) -> list[_Part]:
-        parts = [part for request in requests for part in self._parts(request)]
-        return sorted(
-            parts, key=lambda part: (str(part.placed.stored.file), part.placed.stored.offset, part.box.starts)
+    def _read(self, requests: Sequence[ReadRequest], *, is_logged: bool) -> None:
+        parts = sorted(
+            (part for request in requests for part in self._parts(request)),
+            key=lambda part: (str(part.placed.stored.file), part.placed.stored.offset, part.box.starts),
         )
-
-    def _read(self, parts: Sequence[_Part]) -> None:
         stored = [tensor for part in parts for tensor in (part.placed.stored, part.placed.scale) if tensor is not None]
-        with Files(self._file_bytes, {tensor.file for tensor in stored}) as files:
+        nbytes = is_logged * sum(part.box.numel * part.placed.stored.dtype.itemsize for part in parts)
+        with (
+            timed(f"reading {self.name}", nbytes, sum(self._file_bytes.values())),
+            opened(self._file_bytes, {tensor.file for tensor in stored}) as files,
+        ):
             run_jobs(_jobs(parts, files), self._threads)
 
     def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
@@ -141,47 +140,39 @@ def io_threads() -> int:
     return min(max(cores // read_ranks_here(), 1), 16)
 
 
-class Files(AbstractContextManager["Files"]):
-    """Descriptors of the files, opened once, shared by all threads."""
+@contextmanager
+def opened(file_bytes: Mapping[Path, int], files: Iterable[Path]) -> Generator[Mapping[Path, int]]:
+    """Open `files`, for all threads, and yield their descriptors.
 
-    def __init__(self, file_bytes: Mapping[Path, int], files: Iterable[Path]) -> None:
-        self._descriptors: dict[Path, int] = {}
-        try:
-            for file in files:
-                self._descriptors[file] = os.open(file, os.O_RDONLY)
-                size = os.fstat(self._descriptors[file]).st_size
-                if size != file_bytes[file]:
-                    raise CheckpointError(
-                        f"checkpoint {file}: has {size} bytes, but had {file_bytes[file]} when its header was read. "
-                        "Something is changing it, or this machine sees another copy."
-                    )
-        except BaseException as error:
-            self.close()
-            if isinstance(error, OSError):
-                raise CheckpointError(f"checkpoint {error.filename}: cannot be opened: {error.strerror}.") from None
-            raise
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-
-    def read(self, file: Path, view: memoryview, offset: int) -> None:
-        """Fill `view` with the bytes of `file` from `offset` on."""
-        while True:
+    Raises CheckpointError: one cannot be opened, or has another size than `file_bytes` says.
+    """
+    descriptors: dict[Path, int] = {}
+    with ExitStack() as stack:
+        for file in files:
             try:
-                count = os.preadv(self._descriptors[file], [view], offset)
+                descriptors[file] = stack.enter_context(open(file, "rb", buffering=0)).fileno()
             except OSError as error:
+                raise CheckpointError(f"checkpoint {file}: cannot be opened: {error.strerror}.") from None
+            if (size := os.fstat(descriptors[file]).st_size) != file_bytes[file]:
                 raise CheckpointError(
-                    f"checkpoint {file}: cannot be read at byte {offset}: {error.strerror}."
-                ) from None
-            if count == len(view):
-                return
-            if not count:
-                raise CheckpointError(f"checkpoint {file}: ended at byte {offset} while it was read; it was cut off.")
-            view, offset = view[count:], offset + count
+                    f"checkpoint {file}: has {size} bytes, but had {file_bytes[file]} when its header was read. "
+                    "Something is changing it, or this machine sees another copy."
+                )
+        yield descriptors
+
+
+def read_bytes(files: Mapping[Path, int], file: Path, view: memoryview, offset: int) -> None:
+    """Fill `view` with the bytes of `file`, one of the `opened`, from `offset` on; else raise CheckpointError."""
+    while True:
+        try:
+            count = os.preadv(files[file], [view], offset)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {file}: cannot be read at byte {offset}: {error.strerror}.") from None
+        if count == len(view):
+            return
+        if not count:
+            raise CheckpointError(f"checkpoint {file}: ended at byte {offset} while it was read; it was cut off.")
+        view, offset = view[count:], offset + count
 
 
 _T = TypeVar("_T")
@@ -216,7 +207,7 @@ def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
         pool.shutdown(cancel_futures=True)
 
 
-def _jobs(parts: Sequence[_Part], files: Files) -> Iterator[Callable[[], None]]:
+def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callable[[], None]]:
     """Yield work for one thread at a time: reads that follow one another in a file."""
     buffers = threading.local()
     for part in parts:
@@ -272,7 +263,7 @@ def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buf
 
 
 @torch.no_grad()
-def _read(files: Files, part: _Part, buffers: threading.local) -> None:
+def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local) -> None:
     """Read one part into the memory of this thread, and from there into its place in the shard."""
     request, placed, encoding = part.request, part.placed, part.request.encoding
     stored, device, box = placed.stored, request.destination.device, part.box.within(placed.region)
@@ -298,15 +289,15 @@ def _read(files: Files, part: _Part, buffers: threading.local) -> None:
         buffer.stream.synchronize()  # the buffer is used again at once; other threads go on
 
 
-def _read_bytes(files: Files, placed: Placed, box: Region, memory: memoryview) -> None:
+def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: memoryview) -> None:
     """Read `box` of the stored tensor, whose starts are counted from its first element, into `memory`."""
-    size, at = placed.stored.dtype.itemsize, 0
+    file, size, at = placed.stored.file, placed.stored.dtype.itemsize, 0
     for first, length in box.runs(placed.region.lengths):
-        files.read(placed.stored.file, memory[at : (at := at + length * size)], placed.stored.offset + first * size)
+        read_bytes(files, file, memory[at : (at := at + length * size)], placed.stored.offset + first * size)
 
 
 def _dequantize(
-    files: Files, placed: Placed, box: Region, codes: torch.Tensor, kept_by: Encoding | None
+    files: Mapping[Path, int], placed: Placed, box: Region, codes: torch.Tensor, kept_by: Encoding | None
 ) -> torch.Tensor:
     """Read the factors; return the values, float32, or codes and factors encoded as they are."""
     assert placed.scale is not None
@@ -316,7 +307,7 @@ def _dequantize(
     needed = placed.scale.rows(int(rows[0]), int(rows[-1] - rows[0]) + 1)
     dtype = torch.float8_e8m0fnu if needed.dtype == torch.uint8 else needed.dtype  # exponents
     factors = torch.empty(needed.shape, dtype=dtype)
-    files.read(needed.file, bytes_of(factors.view(-1)), needed.offset)
+    read_bytes(files, needed.file, bytes_of(factors.view(-1)), needed.offset)
     factors, codes = factors.to(torch.float32)[(rows - rows[0])[:, None], columns], codes.view(height, width)
     if kept_by is not None:
         return kept_by.keep(codes, factors)

@@ -28,7 +28,7 @@ from titanlite.checkpoint.description import render
 from titanlite.checkpoint.folder import FP8, OWN_FOLDER, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.pieces import MASTER_PREFIX, PREDICTION_KEY, bytes_of, part_of, whole
-from titanlite.checkpoint.reader import Files, SafetensorsReader, place
+from titanlite.checkpoint.reader import SafetensorsReader, opened, place, read_bytes
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.materialize import ReadRequest, Region, SourceProvider
@@ -210,8 +210,8 @@ def _read_bytes(tensor: StoredTensor, file_bytes: Mapping[Path, int], start: int
     """Read `nbytes` (uint8) from the byte `start` of a stored tensor."""
     found = torch.empty(nbytes, dtype=torch.uint8)
     try:
-        with Files(file_bytes, [tensor.file]) as files:
-            files.read(tensor.file, bytes_of(found), tensor.offset + start)
+        with opened(file_bytes, [tensor.file]) as files:
+            read_bytes(files, tensor.file, bytes_of(found), tensor.offset + start)
     except CheckpointError as error:
         raise CheckpointError(f"{error} It has tensors that every save copies. Put it back as it was.") from None
     return found

@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.saving import save_hf_model
 from titanlite.base.errors import CheckpointError, PlanError
-from titanlite.checkpoint import reader, writer
+from titanlite.checkpoint import writer
 from titanlite.checkpoint.folder import UNFINISHED_FILES
 from titanlite.checkpoint.hf_model import model_files, unfinished_files, weights_of
 from titanlite.checkpoint.pieces import find_passengers
 from titanlite.checkpoint.writer import create_files, snapshot, write_items
+from titanlite.features import passengers
 from titanlite.features.passengers import find_carried
 from titanlite.features.tools.export import export_checkpoint
 from titanlite.features.tools.models import main as inspect
@@ -189,14 +190,14 @@ def test_they_are_never_in_memory(saved: Path, tmp_path: Path, monkeypatch: pyte
     del large
     plan, carried = carried_in(tmp_path / "base")
     sizes, levels = list[int](), list[float]()
-    read = reader.Files.read
+    read = passengers.read_bytes
 
-    def counting(self: Any, file: Path, view: memoryview, offset: int) -> None:
+    def counting(files: Mapping[Path, int], file: Path, view: memoryview, offset: int) -> None:
         sizes.append(len(view))
         levels.append(anonymous_mib())
-        read(self, file, view, offset)
+        read(files, file, view, offset)
 
-    monkeypatch.setattr(reader.Files, "read", counting)
+    monkeypatch.setattr(passengers, "read_bytes", counting)
     monkeypatch.setattr(writer, "io_threads", lambda: 2)
     files, _ = snapshot(carried.add_to(model_files(plan, GLM, torch.float32)), None)
     before = anonymous_mib()
