@@ -198,13 +198,25 @@ def format_transfer(nbytes: int, seconds: float) -> str:
 
 def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
     """Carry out `jobs` and return their results; the first error ends the rest."""
-    pool, left = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint"), iter(jobs)
-    eights = iter(lambda: list(islice(left, 8)), [])  # a future for each would cost as much as a small read
-    try:
-        done = [pool.submit(lambda some: [job() for job in some], eight) for eight in eights]
-        return [result for future in done for result in future.result()]
-    finally:
-        pool.shutdown(cancel_futures=True)
+    lock, left = threading.Lock(), iter(jobs)
+
+    def work() -> list[_T]:
+        nonlocal left
+        done = list[_T]()
+        while True:
+            with lock:
+                some = list(islice(left, 8))  # taking the lock costs as much as a small read
+            if not some:
+                return done
+            try:
+                done += [job() for job in some]
+            except BaseException:
+                left = iter(())
+                raise
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
+        workers = [pool.submit(work) for _ in range(threads)]
+        return [result for worker in workers for result in worker.result()]
 
 
 def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callable[[], None]]:
