@@ -12,7 +12,7 @@ from titanlite.base.process import begin_process, lean_imports, leave
 from titanlite.base.text import suggest
 from titanlite.launch.protocol import end_with_launcher
 
-# The module of each command, whose `main` runs it. Some need no torch, and shall not wait for it.
+# The module of each command, whose `main` runs it; imported on use, because some need no torch.
 _MODULES = {
     "train": "titanlite.train",
     "check": "titanlite.features.tools.check",
@@ -23,7 +23,7 @@ _MODULES = {
     "generate": "titanlite.features.tools.generate",
     "report": "titanlite.features.report.page",
 }
-# What the commands import first: without one of them, this Python is not the one that titanlite was installed for.
+# Packages that every command imports. If one is missing, titanlite was not installed for this Python.
 _PACKAGES = ("omegaconf", "torch", "numpy", "safetensors", "transformers")
 _USAGE = """usage: python -m titanlite COMMAND [arguments]
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run_command(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -84,7 +84,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 
 def run() -> NoReturn:
-    """Run the command of this process's arguments, and end it."""
+    """Run the command that this process's arguments name, and exit."""
     begin_process(goes_on=sys.argv[1:2] == ["train"])
     leave(main())
 

@@ -90,7 +90,7 @@ def assemble(checked: Checked) -> Trainer:
     logger.info("mesh: %s", where)
 
     job = on_first_rank(lambda: with_chat_date(job))
-    with run_folder.waiting_for_machines():  # each rank reads files by itself: no collective in here
+    with run_folder.waiting_for_machines():  # ranks read files independently: no collective inside
         job, tokenizer, loader = _read_data(job, model_config, dims)
         warn_of_ignored_balancing(job.moe, model_config.num_experts)
         warn_of_changed_base(job, model_config)
@@ -98,7 +98,7 @@ def assemble(checked: Checked) -> Trainer:
     run_folder.check_shared_folder(folder)
 
     checkpointer = build_checkpointer(job, folder)
-    step = 0 if (start := checkpointer.start) is None else start.step  # what to resume, if anything
+    step = 0 if (start := checkpointer.start) is None else start.step  # `start`: progress to resume from
     if start is not None:
         run_folder.check_same_run(job, step, start.identity)
         check_resumed_model(model_config, step_folder(checkpointer.folder, step))
@@ -207,7 +207,7 @@ def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims)
 
 
 def _coming_batches(job: JobConfig, loader: TrainLoader, step: int) -> Iterator[Batch]:
-    """Yield every micro-batch that this rank will train on from `step` on, or validate on; on the host."""
+    """Yield every micro-batch that this rank trains on from `step` on, and those it validates on; on the host."""
     for number in range(step, job.training.steps):
         yield from loader.micro_batches(number)
     if job.validation.enable:

@@ -13,7 +13,7 @@ class ObjectiveSums(NamedTuple):
     """Sums over one batch of this rank."""
 
     loss: torch.Tensor  # of units (tokens or pairs), differentiable float32; divide by the global number of units
-    aux: torch.Tensor  # balance losses of tokens; divide by the global number of tokens, padding left out
+    aux: torch.Tensor  # balance losses of tokens; divide by the global number of tokens without padding
     metrics: torch.Tensor  # (number of `metric_names`,) float32, no gradient; divide like `loss`
 
 
@@ -23,8 +23,8 @@ class Objective(Protocol):
     metric_names: Sequence[str]  # names in metrics.jsonl and TensorBoard
 
     def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
-        """Prepare for the run: called once before the first step, with all batches to come (on the host, read only if
-        wanted) and the model with the run's initial weights. Collective: every rank must call.
+        """Prepare for the run: called once before the first step, with all coming batches (on the host, lazy)
+        and the model with the run's initial weights. Collective: every rank must call.
         """
         ...
 

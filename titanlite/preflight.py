@@ -58,7 +58,7 @@ def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
 
 
 def prepare(job: JobConfig) -> None:
-    """Run the script `job.prepare`, if there is one, in a process of its own, on one machine after the other.
+    """Run the script `job.prepare`, if there is one, in its own process, on one machine at a time.
 
     Raises ConfigError: there is no such file, or it failed; what it printed says why.
     """
@@ -70,7 +70,7 @@ def prepare(job: JobConfig) -> None:
             f"job.prepare: there is no file {script}. Relative paths begin at the current folder, {Path.cwd()}."
         )
     with open(script, "rb") as file:
-        with suppress(OSError):  # some network file systems know no locks
+        with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(file, fcntl.LOCK_EX)
         code = subprocess.run([sys.executable, str(script)], check=False).returncode
     if code:
@@ -97,9 +97,9 @@ def check_all(job: JobConfig, world_sizes: tuple[int, ...], *, weights: bool) ->
 
 
 def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:
-    """Check `--world-size N --config FILE ...`, and prepare what the run begins with.
+    """Parse and check `--world-size N --config FILE ...`; run the script `job.prepare` first.
 
-    `--world-size 16,8,4` is for machines that may be lost: the first and the last must fit, others give a warning.
+    `--world-size 16,8,4` is for machines that may be lost: the first and the last size must fit, others only warn.
     With `weights` a model of the hub is downloaded. Raises ConfigError: every contradiction.
     """
     parser = Parser("check", add_help=False)  # load_config has help
@@ -108,7 +108,7 @@ def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:
     job = load_config(rest)
     if job.job.prepare:
         prepare(job)
-        job = load_config(rest)  # which kind of data a path has follows from what is there now
+        job = load_config(rest)  # the kind of data follows from the files, which now exist
     return check_all(job, known.world_size, weights=weights)
 
 

@@ -16,11 +16,11 @@ from titanlite.launch import protocol
 
 
 def set_gpu_defaults() -> None:
-    """Set what torch and CUDA read once, at their start, unless the user has set it."""
-    # With expert parallelism sizes change in every step, which would break up the GPU's memory.
+    """Set the variables that torch and CUDA read once, at their start, unless the user has set them."""
+    # With expert parallelism, tensor sizes change in every step, which would fragment the GPU's memory.
     if read_variable("PYTORCH_CUDA_ALLOC_CONF") is None:
         set_defaults({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
-    # Collectives of several mesh axes run side by side; of the 8 queues that are usual they would share some.
+    # Collectives of several mesh axes overlap; with the default of 8 queues, some would share one.
     set_defaults({"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
 
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer.train()
         if trainer.stopping and not job.checkpoint.enable:
             code = 128 + signal.SIGTERM  # what was trained is lost
-    except Exception as error:  # noqa: BLE001 - `_fail` raises it, or says it
+    except Exception as error:  # noqa: BLE001 - `_fail` raises or reports it
         FolderLock.remove_unused()
         refusal = error if isinstance(error, TitanliteError) else explain(error, job)
         if refusal is None:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         protocol.note_error(str(refusal))
         _record_error(str(refusal))
         code = refusal.exit_code
-    # Not after an error: others may be in collectives, for whose timeout it would wait.
+    # Not after an error: it would wait until collectives of other ranks time out.
     if code == 0 and dist.is_initialized():
         end_distributed()
     close(code)
@@ -85,15 +85,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception) -> NoReturn:
-    """End this rank, with the traceback on the first rank that fails: the others fail because of it, or like it."""
+    """End this rank; print the traceback on the first rank that fails, because the others fail for the same cause."""
     lost_peer = is_lost_peer(error)
     _record_error("lost another rank; the console says why" if lost_peer else f"{type(error).__name__}: {error}")
     if read_variable(NOTICE_FOLDER) is None:
         close(1)
         raise error
     if lost_peer:
-        # Another rank is gone or hangs. The launcher says which and ends this one, before a traceback of the collective
-        # that was waiting would bury that line.
+        # Another rank is gone or hangs. The launcher names it and ends this one, before the traceback of a waiting
+        # collective can bury that line.
         protocol.note_lost_peer(error)
         close(1)
         time.sleep(_LAUNCHER_WAIT_S)
@@ -108,7 +108,7 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def _record_error(text: str) -> None:
-    """Record how this run ended, for its report; rank 0 writes, errors of other ranks are on the console only."""
+    """Record the error for the report of the run. Rank 0 writes; errors of other ranks are on the console only."""
     record_event("error", protocol.first_sentence(text), protocol.steps_done())
 
 

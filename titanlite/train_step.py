@@ -1,4 +1,4 @@
-"""One optimizer step on whatever mesh: forward, backward, reduction, clipping, update, and what is logged of it."""
+"""One optimizer step on any mesh: forward, backward, reduction, clipping, update, and the point that is logged."""
 
 import hashlib
 import math
@@ -35,7 +35,7 @@ class StepResult:
     """Results of one optimizer step of the global batch, on the device; reading them synchronizes."""
 
     loss: torch.Tensor  # mean over units (tokens with a label, or pairs), float32
-    aux_loss: torch.Tensor  # mean of the balance losses over tokens, padding left out, float32; 0 without any
+    aux_loss: torch.Tensor  # mean balance loss per token without padding, float32; 0 if there is none
     grad_norm: torch.Tensor  # before clipping, float32
     group_norms: torch.Tensor  # the same by group of parameters, float32 (groups,)
     tokens: int  # padding included
@@ -60,7 +60,7 @@ Phase = Literal["forward", "backward"]
 
 
 class Turn(NamedTuple):
-    """The next forward or backward of a rank: of one of its chunks of layers, for one micro-batch."""
+    """One forward or backward of a rank: of one chunk of its layers, for one micro-batch."""
 
     phase: Phase
     micro_batch: int
@@ -71,7 +71,7 @@ class Schedule:
     """The schedule of a rank that has all layers, in one chunk: each backward follows its forward.
 
     Attributes:
-        group_size: micro-batches that go through the ranks together where there is no backward.
+        group_size: micro-batches that are in flight together in forwards without backward.
     """
 
     group_size = 1
@@ -87,7 +87,7 @@ class Schedule:
         return ((number, 0) for number in range(num_micro_batches))
 
     def chunk(self, model: nn.Module, chunk: int) -> AbstractContextManager[None]:
-        """Restrict forwards of `model` to one chunk, as long as the context is open."""
+        """Restrict forwards of `model` to one chunk while the context is open."""
         return nullcontext()
 
 
@@ -182,14 +182,14 @@ class TrainStep:
                 yield group[number], chunk, losses
 
     def end_backwards_of(self, chunks: tuple[int, ...]) -> None:
-        """Mark the next backwards of `chunks` as the last ones of a step, and those of other chunks as not."""
+        """Mark the next backwards of `chunks` as the last of the step, and those of all other chunks as not."""
         if chunks != self._ending:
             once_per_step = self.job.parallelism.fsdp_once_per_step
             prepare_backward(self.model, self.dims, chunks, once_per_step=once_per_step)
             self._ending = chunks
 
     def enter(self, phase: str, micro_batch: int | None = None) -> None:
-        """Start `phase` in the step's timer and in the heartbeat, by which the launcher finds ranks that hang.
+        """Start `phase` in the step's timer and in the heartbeat, which shows the launcher hung ranks.
 
         `micro_batch` is for observers that replace this method (`estimate`, tests).
         """
@@ -197,24 +197,24 @@ class TrainStep:
         beat(phase, self.step + 1)
 
     def count_units(self, micro_batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count units, and tokens without padding, of the global batch. Collective: every rank must call."""
+        """Count the units, and the tokens without padding, of the global batch. Collective: every rank must call."""
         counts = [torch.stack([self.objective.count(batch), _count_tokens(batch)]) for batch in micro_batches]
         units, num_tokens = self.sum_over_data(torch.stack(counts).sum(dim=0)).unbind()
         return units, num_tokens
 
     def scaled_loss(self, losses: ObjectiveSums, units: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call backward on: a micro-batch's share of the mean over the global batch.
+        """Return the loss to call backward on: the share of one micro-batch in the mean over the global batch.
 
         Balance losses are divided by all tokens, because routers balance prompts too. Divided by labels, they would
-        weigh more the smaller the trained part of a chat is.
+        weigh more, the fewer tokens of a chat are trained.
         """
         return losses.loss / units + losses.aux / num_tokens
 
     def sums_here(self, losses: ObjectiveSums, chunk: int) -> torch.Tensor:
-        """Return this rank's terms of the sums of loss, balance losses and metrics, on the device.
+        """Return this rank's summands of loss, balance losses and metrics, on the device.
 
-        cp and tp ranks hold equal losses, but balance losses of their own positions. Each chunk of a pipeline stage
-        has the balance losses of its own layers; the last chunk of the last stage alone has losses.
+        cp and tp ranks hold equal losses, but balance losses of their own positions. Each chunk has the balance losses
+        of its own layers; only the last chunk of the last pipeline stage has losses.
         """
         aux_sum = losses.aux * self.dims.degrees.ranks_per_sequence
         loss, metrics = losses.loss, losses.metrics
@@ -225,7 +225,7 @@ class TrainStep:
     def sum_over_data(self, value: torch.Tensor, *, in_stages: bool = False) -> torch.Tensor:
         """Sum `value` over the data-parallel ranks; ranks that share sequences hold the same value and count once.
 
-        So do the ranks of other pipeline stages, unless each stage has a part of the value (`in_stages`).
+        So do other pipeline stages, unless each has a summand of the value (`in_stages`).
         """
         value = value.clone()
         with timers.collective():
@@ -235,8 +235,8 @@ class TrainStep:
         return value // copies if value.dtype == torch.int64 else value / copies
 
     def describe(self, window: Window, losses: Sequence[float], learning_rate: float) -> StepPoint:
-        """Build the point of a log step from the measurements of all ranks since the last. `losses` are those of the
-        steps in `window`, `learning_rate` that of the latest. Collective: every rank must call. Synchronizes.
+        """Build the point of a log step from the measurements of all ranks since the last one. `losses` are of the
+        steps in `window`, `learning_rate` of the latest. Collective: every rank must call. Synchronizes.
         """
         result = window.results[-1]
         self.timer.start(None)
@@ -279,7 +279,7 @@ class TrainStep:
 
 
 def seed_generators(name: str, device: torch.device) -> None:
-    """Seed torch's generators, of the host and of `device`, by `name`: dropout is the same in a run that resumes."""
+    """Seed torch's generators of the host and of `device` from `name`, so that dropout is the same in a resumed run."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would format the stack for CUDA's first use
     if device.type == "cuda":

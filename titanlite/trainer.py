@@ -1,4 +1,4 @@
-"""The trainer: the loop. What it is composed of, `assemble.py` makes; one step is `train_step.py`."""
+"""The training loop. `assemble.py` builds the parts of the trainer; one step is `train_step.py`."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class Evaluator(Protocol):
 
 
 class DivergenceCheck(Protocol):
-    """Comparison of what ranks must have in common; they raise together. `check` is collective."""
+    """Comparison of the tensors that ranks must hold alike; they raise together. `check` is collective."""
 
     def is_due(self, step: int) -> bool: ...
     def check(self, step: int, data: str, samples: int, batches: Sequence[Batch]) -> None: ...
@@ -51,12 +51,12 @@ class Diagnosis:
     """Why a loss or gradient is not finite, as all ranks found together."""
 
     text: str  # sentences for the user
-    repeats: bool  # True if the step is not finite again when it is computed again; else a machine erred
+    repeats: bool  # True if the step is not finite when recomputed, either; otherwise a machine erred
 
     def to_error(self, found: NonFiniteSteps, saved: str, samples: int) -> TrainingError:
         """Return the error that ends a run after `found`: a transient one if the step does not repeat it.
 
-        `samples` of the data order lie before that step.
+        `samples`: number of sequences before that step in the data order.
         """
         in_a_row = f"; it is the first of {found.in_a_row} in a row" if found.in_a_row > 1 else ""
         start = (
@@ -71,7 +71,7 @@ class Diagnosis:
         )
 
     def warn_skipped(self, found: NonFiniteSteps, step: int) -> None:
-        """Warn of the steps that `training.on_nonfinite` = "skip" has left out, on rank 0."""
+        """Warn on rank 0 of steps that were skipped (`training.on_nonfinite` = "skip")."""
         skipped = f"the loss or gradient of step {found.first_new} is not finite; it was skipped"
         text = f"{skipped} ({found.total} so far). {self.text}"
         if dist.get_rank() == 0:
@@ -90,19 +90,19 @@ class Trainer:
     loader: TrainLoader
     checkpointer: Checkpointer
     plan: Plan
-    stepper: TrainStep  # makes the steps, and has the model, the optimizer and the objective
+    stepper: TrainStep  # runs the steps; owns the model, the optimizer and the objective
     metrics: MetricsLogger
     results: Results
     evaluator: Evaluator | None = None
     divergence: DivergenceCheck | None = None
-    # Called at log steps with (step, losses of the steps since the last, samples of the data order before the next).
+    # Called at log steps with (step, losses since the last log step, samples of the data order before the next step).
     watch_spikes: Callable[[int, Sequence[float], int], None] = lambda *_: None
     # Called with (micro-batches, scaled loss of one, what was not finite). Collective.
     diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor], NonFiniteSteps], Diagnosis] = lambda *_: (
-        Diagnosis("Nothing looked for its origin.", repeats=True)
+        Diagnosis("Its origin was not searched.", repeats=True)
     )
-    render_card: Callable[..., str] = lambda **_: ""  # README.md of a checkpoint, of its `progress` and the `results`
-    log_sample: Callable[[], None] = lambda: None  # logs what the model writes. Collective
+    render_card: Callable[..., str] = lambda **_: ""  # renders a README.md from `progress` and `results`
+    log_sample: Callable[[], None] = lambda: None  # logs a generated text. Collective
     push_to_hub: Callable[[Path, str], None] = lambda *_: None  # called with (folder, repository) on rank 0
     stopping: bool = False  # the run was asked to end early
     loss: float | None = None  # of the last step that was logged
@@ -123,9 +123,9 @@ class Trainer:
         """
         job = self.job
         with self.checkpointer, self.metrics, profiling(job.profiling, self.dump_folder) as end_step:
-            self.stopping = self.checkpointer.agree(is_stop_requested())  # while everything was loaded
+            self.stopping = self.checkpointer.agree(is_stop_requested())  # asked while loading
             if self.step == 0 and not self.stopping:
-                self.assess(last=False)  # what the model could do before
+                self.assess(last=False)  # the model before training
             window = Window()
             while self.step < job.training.steps and not (self.stopping or self.results.exhausted):
                 self.stepper.enter("data")
@@ -153,12 +153,12 @@ class Trainer:
                 self.stopping = self.checkpointer.agree(is_stop_requested())
                 if self.checkpointer.is_due(self.step) or is_best:
                     self.save()
-                window.start += time.perf_counter() - pause  # no training time
+                window.start += time.perf_counter() - pause  # pauses do not count as training time
         self.finish()
 
     @torch.no_grad()
     def validate(self) -> tuple[float, dict[str, float]]:
-        """Return the mean loss over the held-out sequences of all sources, weighted by their shares, and of each.
+        """Return the mean held-out loss, with sources weighted by their shares, and the loss of each source.
 
         Raises DataError: on all ranks; a source has nothing to predict. Collective: every rank must call.
         """
@@ -185,7 +185,7 @@ class Trainer:
         return (loss_of_all / units_of_all).item(), losses
 
     def assess(self, *, last: bool) -> bool:
-        """Validate and evaluate where that is due, as it is at step 0; True if this step is the best.
+        """Validate and evaluate if due (step 0 is); return True if this step is the best.
 
         Collective: every rank must call.
         """
@@ -193,7 +193,7 @@ class Trainer:
         if validation.enable and (self.step % validation.freq == 0 or last):
             self.raise_if_not_finite()
             loss, losses = self.validate()
-            loss = on_first_rank(lambda: loss)  # decides when to stop and what to keep: to the last bit on all ranks
+            loss = on_first_rank(lambda: loss)  # bit-identical on all ranks: it decides when to stop and what to keep
             self.metrics.log_validation(self.step, loss, losses if len(losses) > 1 else {})
             is_best = self.results.add_validation(self.step, loss, self.loader.mixture)
         if self.evaluator is not None and self.evaluator.is_due(self.step, last or self.results.exhausted):
@@ -206,9 +206,9 @@ class Trainer:
         return is_best
 
     def raise_if_not_finite(self) -> None:
-        """Diagnose a loss or gradient since the last look that was not finite; end the run if it may not go on.
+        """Diagnose a non-finite loss or gradient since the last check; end the run unless it may be skipped.
 
-        Before it ends, the state before the first such step is saved. Synchronizes; collective: every rank must call.
+        Before the end, save the state before the first such step. Synchronizes; collective: every rank must call.
         """
         found = self.stepper.finite_guard.look()
         if found is None:
@@ -224,7 +224,7 @@ class Trainer:
         if not found.fatal:
             diagnosis.warn_skipped(found, self.step)
             return
-        stepper.step = found.first - 1  # nothing was applied since
+        stepper.step = found.first - 1  # no update was applied since
         saved = ""
         if self.step > 0 and self.job.checkpoint.enable:
             self.save()
@@ -253,9 +253,9 @@ class Trainer:
         self.checkpointer.save(self.model, self.plan, self.stepper.optimizer, progress, card)
 
     def finish(self) -> None:
-        """Save, show a sample, say where everything is, and upload. Collective: every rank must call."""
+        """Save, log a sample and the paths of all outputs, and upload. Collective: every rank must call."""
         job = self.job
-        if self.step > 0 or not self.stopping:  # asked to stop before anything was trained
+        if self.step > 0 or not self.stopping:  # otherwise stopped before the first step
             self.checkpointer.save_last(self.save)
         beat("finishing")
         if self.stopping and self.step == 0:

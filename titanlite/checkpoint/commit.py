@@ -1,7 +1,7 @@
 """Checkpoint folders on disk: each appears complete or not at all, and its manifest lists its files.
 
 All ranks write into one hidden folder. The manifest, with the size and Adler-32 of every file, comes last. All of it is
-flushed to the disk, then one rename makes the folder visible. A process may be killed at any moment of this.
+flushed to the disk, then one rename makes the folder visible. A process may be killed at any point.
 """
 
 import errno
@@ -31,7 +31,7 @@ from titanlite.checkpoint.writer import FileLayout, checksum, create_files, writ
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
 BEST = "best"  # link next to the checkpoints, to the best of them
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-# Hidden folders of checkpoints that are being written, replaced or removed. Older versions gave them no token.
+# Hidden folders of checkpoints that are being written, replaced or removed. Older versions added no random part.
 _HIDDEN = re.compile(r"\.(step-\d+)(?:\.[^.]+)?\.(tmp|old|gone)")
 _CHUNK = 8 << 20
 # Errors that mean a damaged folder. Others, such as those of a stale mount, do not.
@@ -212,14 +212,14 @@ def remove_old(
 ) -> None:
     """Remove all but the last `keep_latest` checkpoints (0: keep all); multiples of `keep_every` (0: none) stay.
 
-    Incomplete ones, and those later than `newest`, which was just saved, neither count nor go; `best` stays.
+    Incomplete checkpoints and those after `newest`, just saved, are neither counted nor removed; `best` stays.
     """
     steps = [step for step in list_steps(folder) if newest is None or step <= newest]
     steps = [step for step in steps if not check_folder(step_folder(folder, step))]
     for step in steps[:-keep_latest] if keep_latest else ():
         if step != best and not (keep_every and step % keep_every == 0):
             path = step_folder(folder, step)
-            hidden = path.rename(_hidden(path, "gone"))  # never half a folder under a name that a resume would look at
+            hidden = path.rename(_hidden(path, "gone"))  # a resume never finds half a folder
             shutil.rmtree(hidden, ignore_errors=True)
 
 
@@ -235,7 +235,7 @@ def _checksum_of(path: Path, kind: str) -> str:
 def _appear(temporary: Path, folder: Path) -> None:
     old = temporary.with_suffix(".old")
     if folder.exists() and check_folder(folder):
-        aside = set_aside(folder, "incomplete")  # whatever it is, it is not this run's to remove
+        aside = set_aside(folder, "incomplete")  # not written by this run, so it is kept
         logger.warning("checkpoint: %s was there, but is not complete; it is kept as %s", folder, aside.name)
     elif folder.exists():
         folder.rename(old)

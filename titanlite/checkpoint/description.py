@@ -105,7 +105,7 @@ def render(write: Callable[[Path], None]) -> dict[str, bytes]:
 
 @contextmanager
 def _explained(what: str) -> Generator[None]:
-    """Turn an exception of the body, of any kind, into the CheckpointError that `what` cannot be saved."""
+    """Raise any exception of the body as a CheckpointError: `what` cannot be saved."""
     try:
         yield
     except TitanliteError:
@@ -115,7 +115,7 @@ def _explained(what: str) -> Generator[None]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Return the versions of what a checkpoint is made with."""
+    """Return the versions of the packages that write a checkpoint."""
     return {"titanlite": __version__, "torch": torch.__version__, "transformers": version("transformers")}
 
 
@@ -150,7 +150,7 @@ def write_config(folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: to
 
 
 def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None) -> Any:
-    """Return transformers' configuration of the model, which it has accepted.
+    """Build transformers' configuration of the model; it has accepted all values.
 
     Raises CheckpointError: it refuses values; names all with the file or setting that each is from.
     """
@@ -171,16 +171,16 @@ def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, asse
             problems.append(f"{text and text + ': '}{format_refusal(error)}. Correct it there.")
             if not refused:
                 break
-            values = {key: value for key, value in values.items() if key not in refused}  # what else is there?
+            values = {key: value for key, value in values.items() if key not in refused}  # to find what else it refuses
     where = f"checkpoint: transformers {version('transformers')} refuses the config.json to be saved"
     raise_problems(CheckpointError, where, problems)
     return built
 
 
 def _build(family: str, values: Mapping[str, Any], is_given: bool) -> Any:
-    """Build transformers' configuration from `values`; if they are a file's, try its class on the meta device, too.
+    """Build transformers' configuration from `values`; if they are a file's, build its model on the meta device, too.
 
-    Families' own values need no such try, which costs seconds.
+    The values of our families need no such trial, which costs seconds.
     """
     from transformers import AutoConfig
 
@@ -195,7 +195,7 @@ def _build(family: str, values: Mapping[str, Any], is_given: bool) -> Any:
 
 
 def _values_of(config: ModelConfig, tokenizer: Any, assets: Path | None) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Return what config.json is to say, and the original, which counts where titanlite has no setting for a key."""
+    """Return the values for config.json, and the original ones, used for keys that titanlite has no setting for."""
     path = None if assets is None else assets / "config.json"
     original = read_json(path, str(assets)) if path is not None and path.exists() else {}
     if original.get("model_type") != config.family:
@@ -203,7 +203,7 @@ def _values_of(config: ModelConfig, tokenizer: Any, assets: Path | None) -> tupl
     ours = family_of(config).to_hf(config, original)
     replaced = {"model_type", "architectures", "dtype", *_REPLACED_KEYS, *KEY_ALIASES.values()}
     base = {key: value for key, value in original.items() if key not in replaced}
-    # What there is for each layer is derived anew.
+    # Entries per layer are derived anew.
     if (count := original.get("num_hidden_layers")) != config.num_layers:
         base = {key: v for key, v in base.items() if not (isinstance(v, list) and len(v) == count)}
         if "max_window_layers" in base:
@@ -243,10 +243,10 @@ def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:
 def check_saved_tokenizer(
     model_config: AnyModelConfig, tokenizer: Any, dataset: TrainDataset | None, *, is_new: bool
 ) -> None:
-    """Compare the tokenizer with what `AutoTokenizer` will make of it in a saved folder, on `dataset`, if any.
+    """Compare the tokenizer with the one that `AutoTokenizer` builds from a saved folder, on `dataset`, if any.
 
-    Transformers builds the tokenizers of some models anew, in the form of the model's class. A difference is an error
-    for a new model (`is_new`), and a warning for others, whose tokenizer cannot be chosen.
+    Transformers rebuilds the tokenizers of some models in the form of the model's class. A difference is an error for a
+    new model (`is_new`), and a warning for others, whose tokenizer cannot be chosen.
 
     Raises DataError: the ids of a new model differ. The same on all ranks. Collective: every rank must call.
     """
@@ -303,7 +303,7 @@ def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
 
 
 def check_data_order(start: Progress | None, loader: TrainLoader) -> None:
-    """Warn if the data, or their order, are not those of the run that is resumed."""
+    """Warn if the data or their order differ from those of the resumed run."""
     if start is None or start.data == loader.fingerprint or get_rank() != 0:
         return
     taken = loader.get_taken(start.step)

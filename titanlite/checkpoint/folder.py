@@ -131,10 +131,9 @@ def companions(key: str) -> list[str]:
 def find_scale(
     stored: StoredTensor, tensors: Mapping[str, StoredTensor], declared: tuple[int, int] | None
 ) -> tuple[StoredTensor, tuple[int, int]]:
-    """Return the factors (r, c) of an FP8 weight (R, C), of (E, R, C) (E, r, c), and what (rows, columns) one serves.
+    """Return the factors of an FP8 weight, (r, c) of (R, C) or (E, r, c) of (E, R, C), and the block that one serves.
 
-    `tensors` is all that is stored. `declared` are the rows and columns of a block in config.json; edges may cut
-    blocks.
+    `tensors` are all stored ones. `declared` is the block in config.json; edges may cut blocks.
 
     Raises ValueError: there are none, or they do not fit.
     """
@@ -148,7 +147,8 @@ def find_scale(
         if declared is not None and grid[-2:] == scale_shape(shape[-2:], declared):
             return scale, declared
         (r, c), block = grid[-2:], (shape[-2] // grid[-2], shape[-1] // grid[-1])
-        # Rows, parts of rows, and all of it speak for themselves; other blocks only where config.json has none.
+        # One factor per row, part of a row, or tensor is unambiguous; other blocks count only if config.json declares
+        # none.
         if scale_shape(shape[-2:], (r, c)) == block and (declared is None or block[0] == 1 or (r, c) == (1, 1)):
             return scale, block
     raise ValueError(
@@ -180,7 +180,7 @@ class Stored:
     tensors: dict[str, StoredTensor]
     file_bytes: dict[Path, int]
     block: tuple[int, int] | None = (128, 128)  # rows and columns of an FP8 weight with a common factor
-    in_float32: frozenset[str] = frozenset()  # keys that stay so, if most bytes of the model are in fewer bits
+    in_float32: frozenset[str] = frozenset()  # keys to save in float32 again, as most bytes are in fewer bits
 
 
 def read_model_headers(folder: Path) -> Stored:
@@ -253,7 +253,7 @@ def read_headers(paths: Iterable[Path], where: str) -> Stored:
 def read_json(path: Path, where: str) -> dict[str, Any]:
     """Return the JSON object in `path`.
 
-    Raises CheckpointError: it cannot be read, because of the OSError that is its cause, or is no JSON object.
+    Raises CheckpointError: it cannot be read (its cause is the OSError), or is no JSON object.
     """
     try:
         value = files.read_json(path)

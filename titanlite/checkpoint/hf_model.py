@@ -80,8 +80,8 @@ def weights_of(folder: Path, model: Model, *, exact: bool = False) -> Any:
 def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> "HFCheckpoint":
     """Return the weights of the Hugging Face model in `folder`, as a source for `materialize` of the native decoder.
 
-    `expert_bias` that the architecture has no key for is taken from the folder's titanlite part. So are, with `exact`,
-    parameters that were saved once more in the precision of the run.
+    `expert_bias` without a key in the architecture is read from the titanlite subfolder; with `exact`, so are
+    full-precision copies of parameters.
 
     Raises CheckpointError: on all ranks; there is no model there, or files are missing or damaged.
 
@@ -100,7 +100,7 @@ def _read_stored(folder: Path, exact: bool) -> Stored:
         unfinished = sorted((folder / OWN_FOLDER).glob(UNFINISHED_FILES)) if exact else []
         stored = read_headers(unfinished, f"checkpoint {folder}") if unfinished else read_model_headers(folder)
         wide = {key: t.nbytes for key, t in stored.tensors.items() if t.dtype in (torch.float32, torch.float64)}
-        # A minority of the bytes is in float32 on purpose, as routers are; a majority is a folder in float32.
+        # A minority of float32 bytes is so on purpose, as routers are; a majority is a folder in float32.
         kept = frozenset(wide if 2 * sum(wide.values()) < sum(t.nbytes for t in stored.tensors.values()) else ())
         own = [folder / OWN_FOLDER / SIDECAR_FILE, *sorted((folder / OWN_FOLDER).glob("weights*.safetensors"))]
         own = [path for path in own if path.exists() and (exact or path.name == SIDECAR_FILE)]
@@ -128,7 +128,7 @@ class HFCheckpoint:
 
     def __init__(self, folder: str, stored: Stored, family: Family) -> None:
         self.name = f"checkpoint {folder}"
-        self.passengers = list[str]()  # what the model does not compute, once this was called
+        self.passengers = list[str]()  # tensors that the model does not compute; set by `__call__`
         self._folder, self.stored, self._family = folder, stored, family
         self.untied: Mapping[str, str] = {}  # what is wrong with tied tensors that are stored twice
         self.reader: SafetensorsReader | None = None
@@ -166,7 +166,7 @@ class HFCheckpoint:
         return claims
 
     def find_untied(self) -> dict[str, str]:
-        """Return what is wrong with a stored head that the model ties to the embedding: other values. By name."""
+        """Return the problem, by name, of a stored head whose values differ from the embedding that it is tied to."""
         places: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
         for key in (_HEAD, _EMBEDDING):
             shape = self.stored.tensors[key].shape
@@ -197,9 +197,9 @@ class HFCheckpoint:
 
 
 def is_equal(first: Read, second: Read) -> bool:
-    """Return True if both hold the same values, whatever their dtypes. Two chunks of 32 MiB are in memory.
+    """Return True if both hold the same values, whatever their dtypes. Reads two chunks of 32 MiB at a time.
 
-    A tensor of a reader that converts is read whole.
+    If a reader converts, it reads the whole tensor.
     """
     if first.shape != second.shape:
         return False
@@ -212,7 +212,7 @@ def is_equal(first: Read, second: Read) -> bool:
 
 
 def _read(read: Read, region: Region) -> torch.Tensor:
-    values = torch.empty(region.lengths, dtype=torch.float64)  # which holds the values of all others
+    values = torch.empty(region.lengths, dtype=torch.float64)  # exact for all other dtypes
     getattr(read.reader, "read_quietly", read.reader.read)([ReadRequest(read.name, region, values)])
     return values
 
@@ -232,7 +232,7 @@ _T = TypeVar("_T")
 class HFFormat:
     """The model's files in the checkpoints of a run: a Hugging Face folder. Another format overrides the methods."""
 
-    # What is missing where the weights cannot be saved in the format, and how to go on with `unfinished_files`.
+    # For messages, if the weights cannot be saved in this format: the missing part, and the use of `unfinished_files`.
     part = "the model's own form"
     remedy = "All weights are kept, and a resume reads them. Finish the model with: python -m titanlite export {} OUT."
 
@@ -277,9 +277,9 @@ def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
 
 
 def check_layout(plan: Plan) -> None:
-    """Check before training that the model's tensors have a place in its files, in the form of their values.
+    """Check before training that the model's files have a place for every tensor, in the form of its values.
 
-    Raises CheckpointError: they have none. The same on all ranks.
+    Raises CheckpointError: a tensor has none. The same on all ranks.
     """
     if encoded := [f"{entry.fqn} ({entry.form})" for entry in plan.entries if entry.encoding is not None]:
         raise CheckpointError(
@@ -293,7 +293,7 @@ def check_layout(plan: Plan) -> None:
 def unfinished_files(plan: Plan) -> list[FileLayout]:
     """Lay out all tensors, or all adapters, under their run-time names and in their own dtypes. No collective.
 
-    A resume reads them; `how_to_finish` says how the rest is made.
+    A resume reads them; `how_to_finish` is the remedy for all other uses.
     """
     entries = [entry for entry in plan.entries if entry.info.persistent]
     entries = [entry for entry in entries if is_adapter(entry.fqn)] or entries
@@ -307,8 +307,8 @@ def unfinished_files(plan: Plan) -> list[FileLayout]:
 def model_files(plan: Plan, config: Any, dtype: torch.dtype, *, exact: bool = False) -> list[FileLayout]:
     """Lay out the model's files, the same on all ranks: in the model's order, with Hugging Face's keys.
 
-    What the architecture has no key for goes to a file in the titanlite folder. With `exact`, so do parameters that
-    lose bits in `dtype`, once more in their own dtype, for a resumed run to go on from.
+    Tensors without a key in the architecture go to the titanlite subfolder. With `exact`, so do full-precision copies
+    of parameters that lose bits in `dtype`, for a resumed run.
 
     Collectives: those of the model's own format, and with pipeline stages one gather of small objects; every rank must
     call.
@@ -339,13 +339,13 @@ def model_files(plan: Plan, config: Any, dtype: torch.dtype, *, exact: bool = Fa
 
 
 def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:
-    """Name the buffers that are not all zeros, on ranks of other pipeline stages too."""
+    """Return the names of the buffers that are not all zeros on any pipeline stage."""
     found = {entry.fqn for entry in buffers if bool(local_of(entry.tensor).count_nonzero())}
     return set().union(*gather_objects(found)) if in_stages else found
 
 
 def warn_of_sidecar(config: Any, files: list[FileLayout]) -> None:
-    """Warn that something was saved that Hugging Face's architecture does not have. On rank 0."""
+    """Warn on rank 0 of saved tensors that Hugging Face's architecture does not have."""
     count = sum(len(file.items) for file in files if file.name == f"{OWN_FOLDER}/{SIDECAR_FILE}")
     if count and get_rank() == 0:
         logger.warning(

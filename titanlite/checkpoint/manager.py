@@ -29,15 +29,15 @@ _LAST_SAVE_PAUSES_S = (0.0, 2.0, 5.0)
 
 
 class Checkpointer:
-    """The checkpoints `step-N` of one run, to load and save. Every rank makes one; all methods are collective.
+    """The checkpoints `step-N` of one run, to load and save. Every rank builds one; all methods are collective.
 
     A context manager: if training ends with an error, a save in the background is finished first. `start` is the
     progress of the checkpoint that the run resumes from, or None.
 
     Args:
-        saved_as: the format of what the checkpoints hold of the model.
-        record: called with (kind, text, step) of what happened: a complete save, a failed one, a damaged checkpoint.
-            Also from the thread that saves in the background.
+        saved_as: format of the model's part of the checkpoints.
+        record: called with (kind, text, step) after a complete or failed save, and for a damaged checkpoint; also from
+            the thread that saves in the background.
         sum_over_ranks: sums a tensor on the host over all ranks, in place.
         timeout_s: how long a rank that fails in building a save waits for the others.
 
@@ -57,8 +57,8 @@ class Checkpointer:
         self._section, self._format, self._record = section, saved_as, record
         self._sum_over_ranks = sum_over_ranks
         self.folder = dump_folder / self._section.folder
-        # A group of its own: a save in the background must not meet the collectives of training, or that of `agree`.
-        # It waits longer, too, for one rank may read or write longer than another.
+        # Its own group: collectives of a background save must not interleave with those of training or of `agree`. Its
+        # timeout is longer, because one rank may read or write longer than another.
         self.group = new_host_group(timedelta(seconds=self._section.timeout_seconds))
         self._parts_group = new_host_group(timedelta(seconds=timeout_s))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
@@ -73,7 +73,7 @@ class Checkpointer:
     # --- loading
 
     def weight_sources(self, model: Model) -> list[SourceProvider]:
-        """Return what `materialize` reads weights from: the checkpoint to resume, a pretrained model, or nothing."""
+        """Return the sources of weights for `materialize`: the checkpoint to resume, a pretrained model, or nothing."""
         if self.start is None:
             return self.initial_sources(model)
         return self._format.sources(step_folder(self.folder, self.start.step), model)
@@ -114,8 +114,8 @@ class Checkpointer:
             self._pass_over(folder, problems)
             refused.append(complete[0])
         logger.info("checkpoint: resuming from %s", folder)
-        progress, rest = on_first_rank(lambda: (Progress.read(folder), how_to_finish(folder)), self.group)
-        self._saved_step = -1 if rest else complete[0]  # weights in another form than their own: the run saves it anew
+        progress, remedy = on_first_rank(lambda: (Progress.read(folder), how_to_finish(folder)), self.group)
+        self._saved_step = -1 if remedy else complete[0]  # unfinished weights: this run saves the step again
         return progress
 
     def _list_complete(self, refused: Sequence[int]) -> list[int]:
@@ -142,7 +142,7 @@ class Checkpointer:
         if dist.get_rank() != 0:
             return
         text = f"{folder} is passed over: {problems[0]}" + (f" (and {len(problems) - 1} more)" if problems[1:] else "")
-        if (folder / commit.MANIFEST_FILE).exists():  # else it may be someone's plain model
+        if (folder / commit.MANIFEST_FILE).exists():  # without it, this may be someone's plain model
             try:
                 text += f" It is kept as {commit.set_aside(folder, 'damaged').name}."
             except OSError as error:
@@ -161,12 +161,12 @@ class Checkpointer:
         return self._saved_step == step
 
     def prepare(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int] = ()) -> None:
-        """Build the files of checkpoints without tensors, before anything is trained. `model` may be on meta.
+        """Build those files of checkpoints that hold no tensors, before training. `model` may be on meta.
 
-        Raises CheckpointError: on all ranks; something of it cannot be built, or transformers refuses it.
+        Raises CheckpointError: on all ranks; one of them cannot be built, or transformers refuses it.
         """
 
-        def build() -> None:  # kept where it was built: a tokenizer is too much to send
+        def build() -> None:  # stays on rank 0: a tokenizer is too large to broadcast
             self._description = self._format.describe(model, tokenizer, end_of_turn_ids)
 
         if self._section.enable:
@@ -212,7 +212,7 @@ class Checkpointer:
             remedy = f"A run cannot resume from it. Begin one with model.path = {folder}."
             states = attempt("optimizer states", lambda: state_files(plan, optimizer), remedy)
             files += states or []
-            # Without its states a run cannot go on: nothing says that it could.
+            # Without optimizer states nobody can resume, so no progress file is written.
             progress_file = {} if states is None else {STATE_FILE: progress.to_json()}
             rest = self._description | hf_model.index_of(files) | progress_file
             readme = attempt("README.md", lambda: card() if on_first else "", "Nothing else is missing.")
@@ -240,14 +240,14 @@ class Checkpointer:
             logger.info(text, progress.step, time.perf_counter() - began)
 
     def _tidy(self, progress: Progress) -> None:
-        """Mark the best checkpoint and remove old ones, now that the one of `progress` is there. One process."""
+        """Mark the best checkpoint and remove old ones, after that of `progress` is complete. One process."""
         try:
             section, best = self._section, self._best_step(progress)
             if best is not None:
-                commit.point_best(self.folder, best)  # before its predecessor may go
+                commit.point_best(self.folder, best)  # before the previous best may be removed
                 best = commit.read_best(self.folder)
             commit.remove_old(self.folder, section.keep_latest_k, section.keep_every_n_steps, progress.step, best)
-        except (OSError, TransientError) as error:  # the new one is there; an old one too many harms nobody
+        except (OSError, TransientError) as error:  # harmless: the new checkpoint is complete
             logger.warning("checkpoint: cannot mark the best or remove old checkpoints in %s: %s", self.folder, error)
 
     @contextmanager
@@ -277,7 +277,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # Only errors that all ranks have: after others a peer may be gone that the writer would wait for.
+        # Only errors that all ranks raise: after others a peer may be gone, and the writer would wait for it.
         if isinstance(error, TitanliteError):
             try:
                 self.wait()
@@ -295,7 +295,7 @@ class Checkpointer:
                 pending.result()
 
     def save_last(self, save: Callable[[], None]) -> None:
-        """Call `save` until the checkpoint is there, three times at most: after it, no next save will try again.
+        """Call `save` up to three times until the checkpoint is complete: no later save would try again.
 
         Raises CheckpointError: it failed, and `checkpoint.on_save_error` is "stop". Raises SaveError: it failed three
         times. On all ranks.
@@ -308,7 +308,7 @@ class Checkpointer:
                 return
         raise SaveError(
             f"checkpoint: the last checkpoint could not be written to {self.folder}, in {len(_LAST_SAVE_PAUSES_S)} "
-            "attempts. Mend what is said above; the same command goes on from the checkpoint before."
+            "attempts. Correct the cause above; the same command resumes from the previous checkpoint."
         )
 
     def agree(self, stop: bool) -> bool:

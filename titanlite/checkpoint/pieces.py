@@ -1,7 +1,7 @@
-"""From the model's tensors to Hugging Face's checkpoint keys: which part of a tensor is stored under which key.
+"""Map from run-time tensors to Hugging Face's checkpoint keys: which part of a tensor is stored under which key.
 
-Run-time names are Hugging Face's already; on disk, experts are stored one by one with gate and up apart, and the
-router's bias has the family's own name, or none.
+Run-time names are Hugging Face's. On disk, experts are stored one by one, with gate and up apart, and the router's bias
+has the family's own name, or none.
 """
 
 import re
@@ -19,8 +19,8 @@ SIDECAR_FILE = "expert_bias.safetensors"
 MASTER_PREFIX = "master."
 # Written by other programs, computed from the configuration here.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-# A layer, or a part of a whole model that a class of text leaves out; and the projection of a layer for multi-token
-# prediction, which combines the last layer's result with an embedding.
+# A layer, or a part that a text-only class leaves out. The key below marks a layer for multi-token prediction: its
+# projection combines the last layer's result with an embedding.
 _PART = re.compile(r"(?:model\.)?(mtp\w*|visual|vision_\w+|audio_\w+|multi_modal_projector)\.|(?:.*?\.)?layers\.\d+\.")
 PREDICTION_KEY = "eh_proj.weight"
 
@@ -64,10 +64,10 @@ def checkpoint_pieces(name: str, shape: tuple[int, ...], family: Family) -> Iter
 
 
 def find_passengers(keys: Iterable[str], used: Collection[str], patterns: Iterable[str] = ()) -> list[str]:
-    """Return the passengers among the stored `keys`: those that a model, which uses `used`, leaves out on purpose.
+    """Return the passengers among the stored `keys`: tensors that the model, which reads `used`, leaves out on purpose.
 
-    Transformers' class passes them over (`patterns`), or they are in a part that `_PART` names, or in a layer for
-    multi-token prediction after the last layer; nothing of such a part or layer is used.
+    They match `patterns`, which transformers' class ignores, or are in a part that `_PART` names or a layer for
+    multi-token prediction, and the model reads nothing of that part or layer.
     """
     rest = [key for key in keys if key not in used and not key.endswith(IGNORED_SUFFIXES)]
     found = [(key, match) for key in rest if (match := _PART.match(key))]

@@ -1,4 +1,4 @@
-"""Read shards out of safetensors files: exactly the bytes of this rank, straight into the tensors they belong to.
+"""Reads of shards from safetensors files: exactly the bytes of this rank, straight into the tensors they belong to.
 
 The requests of a rank are sorted by file and offset, cut into jobs of a few MiB, and carried out by a few threads with
 positioned reads. Where dtype, device and layout allow it, the kernel copies from the page cache into the shard;
@@ -58,7 +58,7 @@ def place(
 
 @dataclass(frozen=True)
 class _Part:
-    """A part `box` of the run-time tensor that one stored tensor has for one request."""
+    """The overlap `box`, in the run-time tensor's coordinates, of one stored tensor and one request."""
 
     placed: Placed
     request: ReadRequest
@@ -66,10 +66,10 @@ class _Part:
 
 
 class SafetensorsReader:
-    """A `TensorReader` over safetensors files, of which `name` is the folder, for messages.
+    """A `TensorReader` over safetensors files; `name` is their folder, for messages.
 
-    `tensors` has run-time names with the global shape and the stored tensors that together hold it. A file whose size
-    is no longer that of `file_bytes`, when its header was read, is refused.
+    `tensors` maps run-time names to the global shape and the stored tensors that make it up. A file whose size differs
+    from `file_bytes`, taken when its header was read, is refused.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class SafetensorsReader:
 
 
 def io_threads() -> int:
-    """Return with how many threads a rank reads or writes: its share of this machine's cores, 1 to 16."""
+    """Return the number of I/O threads of a rank: its share of this machine's cores, 1 to 16."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(cores // read_ranks_here(), 1), 16)
 
@@ -176,7 +176,7 @@ def read_bytes(files: Mapping[Path, int], file: Path, view: memoryview, offset: 
 
 
 _T = TypeVar("_T")
-_TAKES_LONG = 1 << 30  # bytes of one rank; from there on a line is logged before, too
+_TAKES_LONG = 1 << 30  # bytes of one rank; above it, the start is logged, too
 
 
 @contextmanager
@@ -220,7 +220,7 @@ def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
 
 
 def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callable[[], None]]:
-    """Yield work for one thread at a time: reads that follow one another in a file."""
+    """Yield jobs, each for one thread: consecutive reads of a file."""
     buffers = threading.local()
     for part in parts:
         request, size = part.request, part.placed.stored.dtype.itemsize
@@ -231,7 +231,7 @@ def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callabl
                 memory = memory[box.numel * size :]
             continue
         if part.placed.scale is not None:
-            elements //= 8  # a byte on disk is four of its float32 value, and as many of its factor
+            elements //= 8  # a byte on disk becomes four of the float32 value, and four of its factor
         elif request.encoding is not None and request.destination.device.type == "cpu":
             elements //= 4  # likewise, where encoding is not done on a GPU
         if request.encoding is not None:  # whole rows
@@ -242,7 +242,7 @@ def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callabl
 
 @torch.no_grad()
 def _memory(part: _Part) -> memoryview | None:
-    """Return where the bytes of a part go as they are, if they lie there one after the other."""
+    """Return the memory that a part is read into without a buffer, if it needs no cast and is contiguous there."""
     request, placed = part.request, part.placed
     target = request.destination
     if (target.device.type, target.dtype, placed.scale, request.encoding) != ("cpu", placed.stored.dtype, None, None):
@@ -259,14 +259,14 @@ class _Buffer:
 
 
 def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buffer:
-    """Return the memory of this thread for what is cast, dequantized, encoded, or sent to a GPU."""
+    """Return this thread's buffer for bytes to cast, dequantize, encode, or send to a GPU."""
     buffer: _Buffer | None = getattr(buffers, "buffer", None)
     if buffer is None or buffer.memory.numel() < nbytes:
         on_gpu = device.type == "cuda"
         buffer = _Buffer(torch.empty(max(nbytes, JOB_BYTES), dtype=torch.uint8, pin_memory=on_gpu))
         if on_gpu:
-            # Leaving a stream's context makes the thread's device current, and so makes a CUDA context there: half a
-            # GiB on GPU 0 from every rank, unless this thread has the rank's device.
+            # Leaving a stream's context makes the thread's device current and creates a CUDA context there: half a GiB
+            # on GPU 0 for every rank, unless this thread has the rank's device.
             torch.cuda.set_device(device)
             buffer.stream = torch.cuda.Stream(device)
             buffer.stream.wait_stream(torch.cuda.default_stream(device))  # which allocated the shards
@@ -276,7 +276,7 @@ def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buf
 
 @torch.no_grad()
 def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local) -> None:
-    """Read one part into the memory of this thread, and from there into its place in the shard."""
+    """Read one part into this thread's buffer, and copy it from there into the shard."""
     request, placed, encoding = part.request, part.placed, part.request.encoding
     stored, device, box = placed.stored, request.destination.device, part.box.within(placed.region)
     size = stored.dtype.itemsize
@@ -302,7 +302,7 @@ def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local) -> N
 
 
 def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: memoryview) -> None:
-    """Read `box` of the stored tensor, whose starts are counted from its first element, into `memory`."""
+    """Read `box`, in coordinates of the stored tensor, into `memory`."""
     file, size, at = placed.stored.file, placed.stored.dtype.itemsize, 0
     for first, length in box.runs(placed.region.lengths):
         read_bytes(files, file, memory[at : (at := at + length * size)], placed.stored.offset + first * size)
@@ -311,7 +311,7 @@ def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: 
 def _dequantize(
     files: Mapping[Path, int], placed: Placed, box: Region, codes: torch.Tensor, kept_by: Encoding | None
 ) -> torch.Tensor:
-    """Read the factors; return the values, float32, or codes and factors encoded as they are."""
+    """Read the factors; return float32 values, or codes and factors encoded unchanged."""
     assert placed.scale is not None
     (top, left), (height, width), block = box.starts[-2:], box.lengths[-2:], placed.block
     rows = torch.arange(top, top + height) // block[0]

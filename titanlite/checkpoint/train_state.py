@@ -30,13 +30,13 @@ class Progress:
     """Position and results of a run; the content of train_state.json."""
 
     step: int  # optimizer steps done
-    samples: int  # sequences of the data order that were trained on, by all ranks together, or left out
+    samples: int  # sequences of the data order that all ranks together trained on or skipped
     data: str  # description of the data order; a resumed run with another one trains on other data
     world_size: int  # ranks that wrote the checkpoint
     versions: Mapping[str, str]  # of titanlite and torch, for people
     results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # see `metrics.point`
     taken: Mapping[str, int] = field(default_factory=dict)  # sequences that each source of a mixture gave, by name
-    chat_date: str = ""  # what chat templates take for today, as ISO text
+    chat_date: str = ""  # today for chat templates, as ISO text
     identity: Mapping[str, str] = field(default_factory=dict)  # what tells the run from others: `metrics.run_folder`
 
     @property
@@ -64,7 +64,7 @@ class Progress:
 def find_start(section: CheckpointSection, dump_folder: str) -> Progress | None:
     """Return the state that the run in `dump_folder` would resume from, or None.
 
-    As `Checkpointer` finds it, but from one process, without checksums, and nothing is renamed, removed or refused.
+    `Checkpointer` makes the same choice; here one process does, without checksums, and changes and refuses nothing.
 
     Raises CheckpointError: its state is damaged.
     """
@@ -77,8 +77,7 @@ def find_start(section: CheckpointSection, dump_folder: str) -> Progress | None:
 
 
 def resolve_held_out(data: DataSection, before: Progress | None, dump_folder: str, *, wanted: bool) -> DataSection:
-    """Return `data` with the share of rows that is held out: that of the run before (`find_start`), or of a new run,
-    none if not `wanted`.
+    """Return `data` with `validation_share` of the resumed run (`find_start`) or of a new one; 0 if not `wanted`.
 
     Raises ConfigError: the run was trained on all rows, and now some are to be held out.
     """
@@ -86,7 +85,7 @@ def resolve_held_out(data: DataSection, before: Progress | None, dump_folder: st
         return data
     if before is None:
         share = None if wanted else 0.0
-    else:  # versions before this setting was kept held rows out in any case
+    else:  # older versions did not save it, and always held rows out
         share = float(text) if (text := before.identity.get("data.validation_share", "")) else None
     data = replace(data, validation_share=share)
     has_any = any(source.validation_path or source.validation_share != 0 for source in get_sources(data).values())
@@ -99,7 +98,7 @@ def resolve_held_out(data: DataSection, before: Progress | None, dump_folder: st
 
 
 def find_missing_state(folder: Path) -> list[str]:
-    """Return the problem, if any, because of which a run cannot resume from the checkpoint in `folder`."""
+    """Return why a run cannot resume from the checkpoint in `folder`; empty if it can."""
     return [] if (folder / STATE_FILE).exists() else [f"{STATE_FILE}: missing, a run cannot resume without it."]
 
 
@@ -117,7 +116,7 @@ def state_files(plan: Plan, optimizer: torch.optim.Optimizer) -> list[FileLayout
 
 
 def _named_states(plan: Plan, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield key and tensor of every state, in the plan's order; of what other stages hold, tensors on meta marked so.
+    """Yield key and tensor of every state, in the plan's order; states of other stages are marked meta tensors.
 
     Raises CheckpointError: with pipeline stages, on all ranks; a trained parameter has no state where others have.
     """
@@ -126,7 +125,7 @@ def _named_states(plan: Plan, optimizer: torch.optim.Optimizer) -> Iterator[tupl
     if was_stepped:  # the other stages count on it
         trained = [entry for entry in plan.entries if entry.tensor in names_of and not entry.is_elsewhere]
         missing = [entry.fqn for entry in trained if entry.tensor not in optimizer.state]
-        problems = [f"{fqn}: the optimizer has no state for it, for it had no gradient yet." for fqn in missing]
+        problems = [f"{fqn}: the optimizer has no state for it, because it had no gradient yet." for fqn in missing]
         raise_together(CheckpointError, "checkpoint", problems)
     for entry in plan.entries:
         states = {name: x for name, x in optimizer.state.get(entry.tensor, {}).items() if isinstance(x, torch.Tensor)}
@@ -143,7 +142,7 @@ def _state_elsewhere(param: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-    """Give `optimizer` the states of the checkpoint in `folder`.
+    """Load the states of the checkpoint in `folder` into `optimizer`.
 
     Raises CheckpointError: on all ranks; files are missing or damaged, or hold states of another model.
 

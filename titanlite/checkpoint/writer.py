@@ -1,4 +1,4 @@
-"""Write shards into safetensors files in place: every rank its own bytes, at their final offsets.
+"""Writes of shards into safetensors files in place: every rank its own bytes, at their final offsets.
 
 Headers follow from names, shapes and dtypes, so every rank knows the layout of every file without asking. Nothing is
 gathered. A shard that must be cast, or is on a GPU, is copied a MiB at a time.
@@ -31,19 +31,19 @@ _Sums = tuple[int, int]
 
 @dataclass(frozen=True)
 class Item:
-    """One stored tensor, `key`, `dtype` and `shape` as on disk, and what this rank has of it.
+    """One stored tensor, with `key`, `dtype` and `shape` as on disk, and this rank's shard of it.
 
-    Of a tensor that is not in memory, `read` returns a part of `region` in `dtype`, and `local` is empty. The rank that
-    writes it asks for parts that follow one another in the file, in several threads.
+    If the tensor is not in memory, `local` is empty, and `read` returns a part of `region` in `dtype`. The rank that
+    writes it asks for consecutive parts, from several threads.
     """
 
     key: str
     dtype: torch.dtype
-    region: Region  # of the run-time tensor, that is stored
+    region: Region  # part of the run-time tensor that is stored
     shape: tuple[int, ...]
-    local: torch.Tensor  # this rank's shard of the run-time tensor, plain, on any device; it is cast
+    local: torch.Tensor  # this rank's shard of the run-time tensor, no DTensor, on any device; a write casts it
     local_region: Region
-    mine: bool  # of several ranks with this shard, this one writes it
+    mine: bool  # this rank writes it, of all that hold this shard
     read: Callable[[Region], torch.Tensor] | None = None
 
     @classmethod
@@ -99,7 +99,7 @@ def create_files(folder: Path, files: Iterable[FileLayout]) -> None:
 def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[str, _Sums]:
     """Write this rank's items in place and flush them to the disk; return its share of each file's `checksum`.
 
-    `text` names the work.
+    `text` begins the log line.
     """
     shares: dict[str, _Sums] = {}
     total = sum(item.nbytes for file in files for item, _ in file.items if item.mine)
@@ -122,7 +122,7 @@ def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[st
 
 
 def _boxes(item: Item) -> Iterator[Region]:
-    """Yield this rank's part of an item in parts that one thread writes at a time."""
+    """Yield this rank's part of an item in boxes, each for one write."""
     held = item.region if item.read is not None else item.region.overlap(item.local_region)
     is_direct = item.read is None and (item.local.device.type, item.local.dtype) == ("cpu", item.dtype)
     return iter(()) if held is None else held.slabs((DIRECT_BYTES if is_direct else JOB_BYTES) // item.dtype.itemsize)
@@ -133,7 +133,7 @@ def _write(descriptor: int, file_bytes: int, item: Item, base: int, box: Region)
     """Write one part of an item; return its share of the file's checksum."""
     if item.read is not None:
         values = item.read(box)
-    else:  # cast where it is
+    else:  # cast on its device
         local = item.local.reshape(item.local_region.lengths)
         values = local[box.within(item.local_region).slices].to(item.dtype).to("cpu")
     memory, size, at, sums = bytes_of(values.contiguous().view(-1)), item.dtype.itemsize, 0, [(0, 0)]
