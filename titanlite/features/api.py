@@ -67,8 +67,8 @@ def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any])
 
 
 def make_config(config: Config, overrides: Sequence[str] = (), **sections: Any) -> JobConfig:
-    """Load from a file, a dictionary of sections, or a configuration; `sections` go before it, and the
-    arguments `overrides` before both.
+    """Load from a file, a dictionary of sections, or a configuration; `sections` override it, and the arguments
+    `overrides` override both.
     """
     reader, path = Reader(), None
     if isinstance(config, JobConfig):
@@ -87,7 +87,7 @@ def make_config(config: Config, overrides: Sequence[str] = (), **sections: Any) 
 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `table` as a TOML file could have it: paths are text, and what is None is left out."""
+    """Return `table` as a TOML file could have it: paths are text, and None is left out."""
     values = {key: os.fspath(value) if isinstance(value, Path) else value for key, value in table.items()}
     return {
         str(key): _plain(value) if isinstance(value, Mapping) else value
@@ -98,7 +98,7 @@ def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _deferred() -> Iterator[None]:
-    """Make SIGTERM and SIGINT of a user's program end training after its step, and are delivered when this is left.
+    """Defer SIGTERM and SIGINT: they end training after its current step, and are delivered when the context exits.
 
     The second one, and one before the first step, is delivered at once. Only in the main thread.
     """
@@ -131,8 +131,8 @@ def _deferred() -> Iterator[None]:
 
 @contextmanager
 def _left_as_found() -> Iterator[None]:
-    """Put back what a run changes in its process. After an error, several ranks keep their process group: others may be
-    in collectives, for which leaving it would wait.
+    """Restore the process state that a run changes. After an error, several ranks keep their process group: others may
+    be in collectives, and destroying it would wait for them.
     """
     had_group, cudnn, sdp = dist.is_initialized(), cast(Any, torch.backends.cudnn), torch.backends.cuda
     deterministic = cast(Any, torch.utils.deterministic)

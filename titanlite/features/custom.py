@@ -1,4 +1,4 @@
-"""Objectives, optimizers and metrics of the user's, which settings name as "package.module:name".
+"""User-defined objectives, optimizers and metrics, which settings name as "package.module:name".
 
 An objective is a loss of each token's logits, in chunks, one of log-probabilities, or a whole `Objective`. An optimizer
 is tried on small stand-ins first, so that its states can be saved and found again. A metric is a function of a point.
@@ -60,7 +60,7 @@ def build_custom_objective(job: JobConfig, vocab_size: int) -> Objective:
 
 
 def _split(found: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Loss and metrics of what a function returned, all of this shape; a TypeError if it is neither a loss nor a loss
+    """Split a function's result into loss and metrics, all of this shape; TypeError if it is neither a loss nor a loss
     and a dictionary of metrics.
     """
     parts: tuple[Any, Any] = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
@@ -80,7 +80,7 @@ class TokenObjective(NextToken):
     """The mean of a function of the logits over the tokens with a label.
 
     It is called with logits (C, V) float32 and labels (C,) int64, -100 where there is none; returns the losses (C,),
-    and maybe a dictionary of metrics (C,). It is called again in backward, and must do the same.
+    and maybe a dictionary of metrics (C,). Backward calls it again, so it must be deterministic.
     """
 
     def __init__(self, function: Callable[..., Any], vocab_size: int) -> None:
@@ -228,13 +228,13 @@ def build_metric(section: MetricsSection) -> Callable[[StepPoint], Mapping[str, 
     return measure
 
 
-_SIZES = (3, 4, 5, 6)  # of the stand-ins: a state of other dims has another shape
+_SIZES = (3, 4, 5, 6)  # of the stand-ins: all differ, so that a state's shape tells its dims
 _Named = list[tuple[str, nn.Parameter]]
 _Build = Callable[[_Named, OptimizerSection], torch.optim.Optimizer]
 
 
 def build_custom_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
-    """Return the optimizer that the function of `optimizer.name` makes of (name, parameter) of all that is trained.
+    """Build the optimizer of the function `optimizer.name`, from (name, parameter) of all trained parameters.
 
     Raises:
         ConfigError: it cannot be built or stepped, leaves a parameter out, or has states that cannot be saved.
@@ -274,7 +274,7 @@ def _build(build: _Build, named: _Named, section: OptimizerSection) -> torch.opt
 
 
 def _try_out(build: _Build, named: _Named, section: OptimizerSection) -> dict[str, tuple[str, ...]]:
-    """Step the optimizer on small stand-ins of the parameters; the names of the tensors that it keeps of each."""
+    """Step the optimizer on small stand-ins of the parameters; return the names of the state tensors of each."""
     stand_ins = [(name, nn.Parameter(torch.ones(_SIZES[: p.dim()], dtype=p.dtype))) for name, p in named]
     optimizer = _build(build, stand_ins, section)
     before = [_get_options(group) for group in optimizer.param_groups]

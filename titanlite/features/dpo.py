@@ -66,7 +66,7 @@ class DPO:
         present_BN = _membership(batch.document_ids, log_probs_BN.shape[1]).any(dim=-1)
         present_BP2 = present_BN.unflatten(1, (-1, 2))
         pair_BP = present_BP2.all(dim=-1)
-        # Half a pair has no loss; a plausible number would hide it.
+        # Half a pair has no loss; a plausible number would hide that.
         torn_BP = present_BP2.any(dim=-1) & ~pair_BP
         loss_BP = loss_BP.where(pair_BP, 0.0).masked_fill(torn_BP, float("nan"))
         with torch.no_grad():
@@ -137,7 +137,7 @@ def document_log_probs(model: Model, batch: Batch) -> tuple[torch.Tensor, torch.
 
 
 def num_documents(ids_BS: torch.Tensor) -> int:
-    """Documents of the fullest row, rounded up to whole pairs."""
+    """Count the documents of the fullest row, rounded up to whole pairs."""
     return max(-(-(int(ids_BS.max()) + 1) // 2), 1) * 2
 
 
@@ -166,9 +166,9 @@ def reference_log_probs(model: Model, batch: Batch) -> torch.Tensor:
 
 
 class CachedReference:
-    """Log-probabilities of the initial weights, by pair, kept in the file `path` of this run. A pair is known by the
-    hash of its tokens and labels, so that another mesh, batch size or order of the data finds it again. `weights` says
-    which initial weights these are; a file of others is not used.
+    """Log-probabilities of the initial weights, by pair, kept in the file `path` of this run. A pair is keyed by the
+    hash of its tokens and labels, so that another mesh, batch size or data order finds it again. `weights` identifies
+    the initial weights; a file of others is ignored.
     """
 
     def __init__(self, path: Path, weights: str) -> None:
@@ -192,8 +192,8 @@ class CachedReference:
         return torch.from_numpy(found).to(batch.tokens.device)
 
     def fill(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
-        """Make sure that every pair of this rank's `batches`, as many on every rank, is known: from the file, else from
-        the model with the initial weights, which is asked for only if a pair is missing. What is new is saved.
+        """Compute and save all pairs of this rank's `batches` (as many on every rank) that the file does not have. The
+        model with the initial weights is built only if a pair is missing.
 
         Raises:
             CheckpointError: on all ranks; the file is damaged, or cannot be written.
@@ -224,7 +224,7 @@ class CachedReference:
 
 
 def describe_weights(folder: str, seed: int, dtype: str) -> str:
-    """Name the weights that a run begins with: those of the files in `folder` (name, size, time), or of the seed."""
+    """Identify the weights that a run begins with: by the files in `folder` (name, size, time), or by the seed."""
     if not folder:
         return f"random weights, seed {seed}, {dtype}"
     files = sorted(Path(folder).glob("*.safetensors"))

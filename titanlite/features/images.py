@@ -1,8 +1,8 @@
 """Chats with images: JSON lines, rendered and cut into tokens and pixels by the model's own processor.
 
-docs/fine_tuning.md shows a row. Every row is one sequence with an image at least, for a rank without images would not
-run the vision tower that the others wait in. The loss is on the assistant's messages, found as in chats of text; their
-history must stay as it was shown before. Everything is looked at once before training, each image decoded too.
+docs/fine_tuning.md shows a row. Every row is one sequence with at least one image: a rank without images would skip the
+vision tower, and the others would wait for it. The loss is on the assistant's messages, found as in text chats; later
+messages must not change how they are shown. All rows are checked before training, and each image is decoded.
 
 Shape suffixes: B sequences in a batch, L tokens per sequence.
 """
@@ -32,7 +32,7 @@ from titanlite.features.sft.readers import READERS, RowError, first_line
 from titanlite.features.sft.row_limits import render_chat
 from titanlite.ops import IGNORE_INDEX
 
-# Pillow knows 40 more; one of them, PostScript, starts a program.
+# Pillow reads 40 more; one of them, PostScript, starts a program.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 _MOST_PIXELS = 2**26  # 200 MB decoded; processors take several times that, and shrink it to some megapixels
 
@@ -76,7 +76,7 @@ class ImageRow(NamedTuple):
 class ImageDataset(ShuffledSequences):
     """The rows of a file as sequences, processed when they are needed; a `SequenceDataset`.
 
-    `processor` is a transformers processor with a chat template, and `date` what that takes for today (empty: today).
+    `processor` is a transformers processor with a chat template; `date` is its date of today (empty: the actual one).
 
     Raises:
         DataError: lists all rows with an image that does not decode, without a trained token, with more than `seq_len`
@@ -150,7 +150,7 @@ class ImageDataset(ShuffledSequences):
         except RowError as error:
             raise DataError(f"{row.place}: {error}") from None
         if answers and answers[-1] == len(row.messages) - 1 and turns[-1][1].startswith(text):
-            text = turns[-1][1]  # with an end that the next message would bring
+            text = turns[-1][1]  # with the end that the next message would add
         ids, extra = self._encode(row, len(row.messages), text, images)
         trained = torch.zeros_like(ids, dtype=torch.bool)
         for i, (prompt, turn) in zip(answers, turns, strict=True):
@@ -255,8 +255,8 @@ def load_image(place: str, path: Path) -> Any:
 
 
 def _limit_pixels(image: Any) -> None:
-    """Refuse an image with too many pixels before it is decoded; a JPEG is decoded to a half, a quarter or an eighth of
-    its size.
+    """Refuse an image with too many pixels before it is decoded; decode a JPEG to a half, a quarter or an eighth of its
+    size.
     """
     width, height = image.size
     scale = next((scale for scale in (1, 2, 4) if width * height <= _MOST_PIXELS * scale**2), 8)

@@ -22,7 +22,7 @@ def install(device: torch.device) -> None:
 
 
 def install_kernels() -> None:
-    """Install the kernels for the CPU in this process, as often as you like. Before the first forward or collective."""
+    """Install the kernels for the CPU in this process; idempotent. Call before the first forward or collective."""
     install_kernel("attention", "cpu", attention.attend, costly=[torch.ops.titanlite.host_attention.default])
     install_kernel("moe_experts", "cpu", experts.experts)
     install_kernel("transport", "cpu", open_shared_memory)
@@ -32,10 +32,10 @@ def install_kernels() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make this process keep the host memory that it frees, for its next tensors, as CUDA's allocator does on GPUs.
+    """Keep freed host memory in the process for its next tensors, as CUDA's caching allocator does on GPUs.
 
-    By default glibc gives blocks back to the kernel, and getting them again costs page faults in each step: a tenth of
-    a small model's CPU time. The peak stays what it was. Nothing is changed where the C library is not glibc.
+    By default glibc returns blocks to the kernel, and the page faults of getting them again take a tenth of a small
+    model's CPU time in each step. The peak is unchanged. No-op if the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

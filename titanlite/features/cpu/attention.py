@@ -26,7 +26,7 @@ _LONGEST = 1024
 def attend(
     q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGK: torch.Tensor, mask: AttentionMask, scale: float
 ) -> torch.Tensor | None:
-    """Compute `ops.attention`; None where torch's kernel is faster: it spreads heads over several threads."""
+    """Compute `ops.attention`; None if torch's kernel is faster, as with several threads or long sequences."""
     fits = q_BSHK.itemsize >= 4 and 0 < q_BSHK.shape[1] <= _LONGEST and q_BSHK.shape[-1] == v_BSGK.shape[-1]
     if not fits or _num_threads() != 1:
         return None
@@ -53,7 +53,7 @@ def host_attention(
 ) -> torch.Tensor:
     """Causal attention of q (B, S, H, K) over k and v (B, S, G, K), (B, S, H, K); float32 or float64, on the CPU.
 
-    `allowed` (B, 1, S, S) says which keys a query may see, at least one and none after itself; None: all up to itself.
+    `allowed` (B, 1, S, S) is a causal mask of the keys that a query sees, at least one; None: all up to itself.
     """
     q_BGRSK, k_BGSK, v_BGSK = _by_head(q, k.shape[2]).mul_(scale), _by_head(k), _by_head(v)
     out_BGRSK = torch.empty_like(q_BGRSK)
@@ -97,7 +97,7 @@ def _by_token(x_BGRSK: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(q_BGRSK: torch.Tensor, allowed_B1SS: torch.Tensor | None) -> Iterator[tuple[_Block, torch.Tensor]]:
-    """Yield every block, with what is added to the scores of its last keys: -inf where a query may not see one."""
+    """Yield every block, with the bias for the scores of its last keys: -inf where a query may not see a key."""
     batch, num_kv_heads, shared, length, _ = q_BGRSK.shape
     heads_at_once = max(1, _SCORE_BYTES // (shared * min(_QUERIES, length) * length * q_BGRSK.itemsize))
     above = q_BGRSK.new_full((_QUERIES, _QUERIES), float("-inf")).triu_(1)

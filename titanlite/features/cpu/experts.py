@@ -1,19 +1,18 @@
 """Matrix products and the fused experts on the CPU.
 
-**Products** of float32 matrices are oneDNN's on the processors where it is faster than torch's own way. On x86 torch
-multiplies them with Intel's MKL, which does without AVX-512 on processors of other makers; oneDNN does not. One core of
-a Zen 5 does 100 GFLOP/s with the one and 220 with the other. The operator that torch's compiler has for `F.linear` is
-the only way to oneDNN that keeps float32.
+**Products** of float32 matrices use oneDNN on processors where it is faster than torch's default, on x86 Intel's MKL.
+MKL does without AVX-512 on processors of other makers; oneDNN does not: one core of a Zen 5 reaches 100 GFLOP/s with
+MKL and 220 with oneDNN. Only the operator that torch's compiler uses for `F.linear` reaches oneDNN in float32.
 
-oneDNN makes code for each shape that it meets, and torch keeps that of the latest 1024 shapes, 0.6 MB each. So it gets
-few numbers of rows, multiples of `ROWS` up to `MOST_ROWS` and multiples of that, and MKL the others. A token's result
-may differ in the last bits with the number of tokens beside it. Compiled layers are left to MKL.
+oneDNN compiles code for each shape, and torch caches the latest 1024 shapes, 0.6 MB each. So oneDNN gets only few row
+counts: multiples of `ROWS` up to `MOST_ROWS`, and multiples of that. MKL gets all others, and compiled layers. The last
+bits of a token's result may depend on the number of tokens in the call.
 
 **Experts** are computed in slices of an expert's rows that stay in a core's cache from the gather to the result. The
-arithmetic is that of the Triton kernels: tokens are gathered slice by slice, `z = [gate | up]` is all that is kept for
-backward, h is computed again there. Two-byte floats are multiplied in float32, which CPUs without instructions for them
-do 16 to 50 times faster; z and the results per row are rounded. Where oneDNN multiplies, rows of zeros fill slices up,
-so that few numbers of rows occur.
+arithmetic is that of the Triton kernels: tokens are gathered per slice, only `z = [gate | up]` is kept for backward,
+and h is recomputed there. Two-byte floats are multiplied in float32, which is 16 to 50 times faster on CPUs without
+instructions for them; z and the results per row are rounded. For oneDNN, slices are padded with rows of zeros, so that
+few row counts occur.
 
 Shapes: M rows (tokens), K reduction, N columns; T tokens, k experts per token, R = T * k rows grouped by expert, E
 experts, I expert width, D hidden, C rows of a slice, with the zeros.
@@ -38,7 +37,7 @@ _WORTHWHILE = 1 << 21
 
 
 def multiply_linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor | None:
-    """Compute `ops.linear` with oneDNN; None for what torch multiplies as fast."""
+    """Compute `ops.linear` with oneDNN; None if torch multiplies as fast."""
     if not _takes_onednn(x, weight_NK, x.numel() // max(x.shape[-1], 1), x.numel() * weight_NK.shape[0]):
         return None
     y = _OneDNNLinear.apply(x, weight_NK)
@@ -46,7 +45,7 @@ def multiply_linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tens
 
 
 def multiply_product(a: torch.Tensor, b_KN: torch.Tensor, rows: int) -> torch.Tensor | None:
-    """Multiply inside operators, where one size is the number of tokens, `rows`; None as in `multiply_linear`."""
+    """Multiply inside operators, where one dim is the number of tokens, `rows`; None as in `multiply_linear`."""
     return _multiply_by_onednn(a, b_KN) if _takes_onednn(a, b_KN, rows, a.shape[0] * b_KN.numel()) else None
 
 
@@ -150,7 +149,7 @@ def backward(
     z: torch.Tensor,
     needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of (x, gate_up, down, row_weight); those of the first three that are not `needed` are empty."""
+    """Return gradients of (x, gate_up, down, row_weight); those of the first three that are not `needed` are empty."""
     need_x, need_gate_up, need_down, _ = needed
     compute = get_compute_dtype(x)
     dx_RD = x.new_empty(token.shape[0], x.shape[1]) if need_x else None
@@ -187,7 +186,7 @@ def backward(
 
 
 class _Slice:
-    """Some of an expert's rows, and behind them perhaps rows of zeros, of which only zeros are made."""
+    """Some of an expert's rows, perhaps padded with rows of zeros, whose results are zeros."""
 
     def __init__(self, start: int, end: int, token_R: torch.Tensor, compute: torch.dtype, multiple: int) -> None:
         self.rows, self.count = slice(start, end), end - start
@@ -211,7 +210,7 @@ class _Slice:
         return self._fill(values_C)
 
     def write(self, values_R: torch.Tensor, values_C: torch.Tensor) -> None:
-        """Write `values_C` to these rows of `values_R`, in place: the opposite of `take`."""
+        """Write `values_C` to these rows of `values_R`, in place: the inverse of `take`."""
         values_R[self.rows] = values_C[: self.count]
 
     def _fill(self, values_C: torch.Tensor) -> torch.Tensor:
@@ -222,7 +221,7 @@ class _Slice:
 def _slices(
     token_R: torch.Tensor, offsets: torch.Tensor, width: int, compute: torch.dtype
 ) -> Iterator[tuple[int, Iterator[_Slice]]]:
-    """Yield each expert that has rows, with slices of them, alike in size; z has `width` columns."""
+    """Yield each expert that has rows, with slices of them of equal size; z has `width` columns."""
     multiple = ROWS if compute == torch.float32 and prefers_onednn() else 1
     most = max(1, _SLICE_BYTES // (width * compute.itemsize))
     most = min(most, MOST_ROWS) if multiple > 1 else most
@@ -235,12 +234,12 @@ def _slices(
 
 
 def _round_up(rows: int, multiple: int) -> int:
-    """Not the few rows that a lightly loaded expert has: the zeros would be most of the work."""
+    """Round up, except the few rows of a lightly loaded expert: most of its work would be zeros."""
     return rows if rows <= multiple else -(-rows // multiple) * multiple
 
 
 def _sum_by_token(y_RD: torch.Tensor, rows_Tk: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return (T, D); rows that belong to no expert add nothing, and are zeroed."""
+    """Return (T, D); rows of no expert are zeroed and add nothing."""
     y_RD[int(offsets[-1]) :] = 0.0
     return gather_sum(y_RD, rows_Tk)
 

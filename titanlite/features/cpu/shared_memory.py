@@ -5,15 +5,15 @@ other for every piece. Here it is written once by its sender and read once by ea
 
 Each rank owns two regions, and takes them in turns. In a round a rank
 
-1. writes what the others shall read into its region,
-2. says so to every peer, in a message over a Unix socket, and waits for theirs,
+1. writes its data for the others into its region,
+2. notifies every peer by a message over a Unix socket, and waits for theirs,
 3. reads from their regions.
 
-Nobody confirms that it has read. It need not: who speaks of round k + 1 is done with round k, and only round k + 2
-writes where round k lay. What is larger than a region goes in several rounds. Pages are memory of the ranks from the
-first round that writes them; nothing is left behind when the processes end, however they do.
+Reads are not confirmed: a rank that announces round k + 1 has finished round k, and only round k + 2 overwrites the
+region of round k. Larger tensors take several rounds. Pages are allocated by the round that first writes them, and
+freed when the processes end, however they do.
 
-A message carries the round's number and the collective, so that ranks that do different things find out at once.
+A message carries the round's number and the collective, so that mismatched collectives are an error at once.
 """
 
 import math
@@ -49,9 +49,9 @@ class _Message(NamedTuple):
 
     Attributes:
         kind, dtype: indices in `_KINDS` and `_DTYPES`.
-        start, length: of an all-to-all, where among what the sender writes that lies which is for this peer, in
-            elements; of the others, which all ranks enter with the same, 0 and the elements of the whole.
-        more: true if the sender has more than it has written up to this round.
+        start, length: of an all-to-all, the part of the sender's data for this peer, in elements; of other
+            collectives, 0 and the elements of the whole tensor.
+        more: true if the sender has data left after this round.
     """
 
     number: int
@@ -91,7 +91,7 @@ class SharedMemory:
         self._round = 0
 
     def close(self) -> None:
-        """Hang up. Peers that still wait for this rank get an error."""
+        """Close the connections. Peers that still wait for this rank get an error."""
         for peer in self._peers.values():
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)  # also where a forked child of this rank has the socket open
@@ -104,7 +104,7 @@ class SharedMemory:
             pieces[:, place].copy_(regions)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Write the sum over the members of that piece of `x` which is this rank's to `out`; see `sum_pieces`."""
+        """Write this rank's piece of the sum of the members' `x` to `out`; see `sum_pieces`."""
         pieces, mine = x.view(len(self._ranks), -1), out.view(-1)
         width = self._region_bytes // x.itemsize // len(self._ranks)
         for start in range(0, mine.numel(), width):
@@ -120,7 +120,7 @@ class SharedMemory:
             sum_pieces(x.view(-1)[place], regions)
 
     def _exchange(self, kind: str, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield what every member has of a part of `x`, (members, elements), and where it is in the flat `x`."""
+        """Yield each part of all members' `x`, (members, elements), and its place in the flat `x`."""
         mine, width = x.view(-1), self._region_bytes // x.itemsize
         for start in range(0, mine.numel(), width):
             regions, part = self._next_regions(x.dtype), mine[start : start + width]
@@ -166,12 +166,12 @@ class SharedMemory:
     def _meet(
         self, kind: str, x: torch.Tensor, parts: dict[int, tuple[int, int]] | None = None, *, more: bool = False
     ) -> dict[int, _Message]:
-        """Tell every peer that this rank has written, and wait until all have; what they said."""
+        """Tell every peer that this rank has written, wait until all have, and return their messages."""
         mine = _Message(self._round, _KINDS.index(kind), _DTYPES.index(x.dtype), 0, x.numel(), more)
         said = {}
         for peer, connection in self._peers.items():
             message = mine if parts is None else mine._replace(start=parts[peer][0], length=parts[peer][1])
-            # Who has ended shows below. Those who have not shall not wait for this rank, but see the same.
+            # Peers that have ended are found below; the others must not wait for this rank, but fail alike.
             with suppress(OSError):
                 connection.send(_FORMAT.pack(*message))
         for peer, connection in self._peers.items():
@@ -189,7 +189,7 @@ class SharedMemory:
         return said
 
     def _failed(self, peer: int, what: str) -> Exception:
-        """Return the error to raise; tell the others that this rank will not come, whatever its program does now."""
+        """Return the error to raise; tell the peers that this rank sends nothing more, whatever its program does."""
         for connection in self._peers.values():
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
@@ -212,7 +212,7 @@ def open_shared_memory(
     """Connect the ranks of a gloo group; None on all of them if they are not on one machine, or it offers no such
     memory.
 
-    In a collective a rank waits `timeout_s` for each other one. Two regions of `region_bytes` are this rank's.
+    A rank waits up to `timeout_s` for each peer in a collective, and owns two regions of `region_bytes`.
 
     Collectives: two gathers of a few bytes per rank over `group`; every rank must call.
     """
@@ -222,10 +222,10 @@ def open_shared_memory(
     num_bytes = 2 * size * region_bytes
     with ExitStack() as stack:
         listener = memory_fd = offer = None
-        with suppress(OSError):  # another system, or forbidden: not here then, and for nobody of the group
+        with suppress(OSError):  # unsupported or forbidden here: no rank of the group uses it then
             machine = _machine()
             memory_fd = stack.enter_context(_closing(os.memfd_create("titanlite")))
-            os.ftruncate(memory_fd, num_bytes)  # takes no memory yet
+            os.ftruncate(memory_fd, num_bytes)  # allocates no memory yet
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             address = f"\0titanlite-{os.getpid()}-{secrets.token_hex(16)}"  # without a file: gone with its process
             listener.bind(address)
@@ -266,13 +266,13 @@ def _closing(descriptor: int) -> Iterator[int]:
 
 
 def _machine() -> tuple[object, ...]:
-    """Equal for ranks that one launcher started in one kernel, network namespace and user; OSError if not on Linux."""
+    """Return a key that ranks of one launcher, kernel, network namespace and user share; OSError if not on Linux."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return boot, os.stat("/proc/self/ns/net").st_ino, os.getuid(), read_variable("GROUP_RANK")
 
 
 def _connect(peers: dict[int, socket.socket], listener: socket.socket, rank: int, addresses: Sequence[str]) -> None:
-    """Put a socket to every other rank into `peers`; each rank connects to those before it."""
+    """Connect to every other rank, with sockets into `peers`; each rank connects to those before it."""
     listener.settimeout(_SETUP_TIMEOUT_S)
     for peer in range(rank):
         peers[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -292,7 +292,7 @@ def _connect(peers: dict[int, socket.socket], listener: socket.socket, rank: int
 
 
 def _share(descriptor: int, rank: int, peers: dict[int, socket.socket]) -> int:
-    """Descriptor of the memory of the group's first rank, which gives it to all."""
+    """Return the descriptor of the first rank's memory, which that rank sends to all."""
     if rank == 0:
         for connection in peers.values():
             socket.send_fds(connection, [b"memory"], [descriptor])

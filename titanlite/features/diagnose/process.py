@@ -1,4 +1,4 @@
-"""Set-up of a process before it trains: determinism, flight recorder, kernels, record of the memory; and its failures.
+"""Set-up of a process before training: determinism, flight recorder, kernels, memory history; and its failures.
 
 `training.deterministic` gives the same bits in every run on the same mesh, and in a resumed one.
 """
@@ -44,13 +44,13 @@ _FLIGHT_RECORDER = (
 
 
 def prepare_process(job: JobConfig, folder: Path) -> None:
-    """Do what comes before the process group and CUDA start: `make_deterministic`, `start_flight_recorder`."""
+    """Run the set-up that must precede the process group and CUDA: `make_deterministic`, `start_flight_recorder`."""
     make_deterministic(job)
     start_flight_recorder(folder)
 
 
 def prepare_device(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
-    """Try the kernels and record the memory, as `job` says. Collective: every rank must call."""
+    """Try the kernels, and record the memory history, as `job` says. Collective: every rank must call."""
     check_triton(job, device)
     use_flash_attention_3(job, model_config, device)
     start_memory_history(job, device)
@@ -64,10 +64,10 @@ def explain_failure(error: BaseException, job: JobConfig | None) -> TitanliteErr
 def make_deterministic(job: JobConfig) -> None:
     """Set up this process as `training.deterministic` says; call before the process group and CUDA start.
 
-    Does nothing without the flag. Seeds the generators of Python and numpy (torch's depends on the rank: see `Trainer`;
-    titanlite's own numbers come from counters); deterministic algorithms only, no choice of algorithms by timing,
-    attention from kernels whose backward adds in fixed order, and the environment of cuBLAS and NCCL. An operation that
-    has no deterministic form raises, with its name, when it is first called.
+    No-op without the flag. Seeds the generators of Python and numpy (torch's depend on step and rank: `train_step`;
+    titanlite's own numbers come from counters). Selects deterministic algorithms, no autotuning, attention kernels
+    whose backward adds in fixed order, and the environment of cuBLAS and NCCL. An operation without a deterministic
+    form raises, with its name, when it is first called.
 
     Raises:
         ConfigError: a setting cannot be deterministic, or the environment forbids it. The same on all ranks.
@@ -93,11 +93,11 @@ def make_deterministic(job: JobConfig) -> None:
 
 
 def start_flight_recorder(dump_folder: Path) -> None:
-    """Have NCCL, if there are GPUs, dump to `dump_folder/flight_recorder/rank_N` when a collective times out, and when
-    the launcher asks for it, which ends ranks that hang before that.
+    """Make NCCL, if there are GPUs, dump to `dump_folder/flight_recorder/rank_N` when a collective times out, and when
+    the launcher asks for it before it ends hung ranks.
 
-    Call it before the process group is made, which reads the environment. What the user has set there stays. gloo has
-    no flight recorder; there the error of the rank that waited says which collective it was.
+    Call before the process group is made, which reads the environment. Variables of the user stay. gloo has no flight
+    recorder; there, the error of the rank that waited names the collective.
     """
     if not torch.cuda.is_available():
         return
@@ -195,9 +195,9 @@ def _try_attention(config: ModelConfig, device: torch.device) -> None:
 
 
 def explain_refusal(error: BaseException) -> ConfigError | None:
-    """Return what to do about what torch refuses because of a setting; None for other errors.
+    """Return the remedy for an error of torch that a setting caused; None for other errors.
 
-    An operation under `training.deterministic`, or a layer that it cannot trace or generate code for.
+    That is an operation under `training.deterministic`, or a layer that cannot be traced or compiled.
     """
     if match := re.search(r"(\S+) does not have a deterministic implementation", str(error)):
         return ConfigError(
@@ -335,7 +335,7 @@ def _device_memory() -> str:
 
 
 def _dump(job: JobConfig) -> str:
-    """Write the snapshot, if allocations were recorded; a sentence on where it is, or how to get one."""
+    """Write the snapshot, if allocations were recorded; return a sentence on where it is, or how to get one."""
     if not job.profiling.enable_memory_snapshot:
         return " For a snapshot of the memory, set profiling.enable_memory_snapshot = true."
     path = Path(job.job.dump_folder) / FOLDER / f"rank{read_rank()}.pickle"
@@ -343,6 +343,6 @@ def _dump(job: JobConfig) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         dump(str(path))
-    except (OSError, RuntimeError) as error:  # the error that this belongs to must be heard in any case
+    except (OSError, RuntimeError) as error:  # must not replace the error that it belongs to
         return f" The snapshot of the memory could not be written to {path}: {error}."
     return f" A snapshot of the memory is in {path}; open it at https://pytorch.org/memory_viz."

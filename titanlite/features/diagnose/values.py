@@ -57,12 +57,12 @@ def diagnose(
     whole_layers: bool,
     stage: int = 0,
 ) -> Diagnosis:
-    """Compute a step again, on the weights as they are, and say which tensors are not finite, and on which ranks.
+    """Compute a step again on the current weights; report the tensors that are not finite, with their ranks.
 
-    Nothing is applied: gradients are dropped, and random generators are put back.
+    Nothing is applied: gradients are dropped, and random generators are restored.
 
     Args:
-        model: with the weights of before that step.
+        model: with its weights before that step.
         micro_batches: of this rank in that step, on the device.
         scaled_loss: what backward is called on, for one micro-batch.
         found: with the micro-batches that were not finite the first time.
@@ -103,13 +103,13 @@ def _describe(gathered: Sequence[_Found]) -> Diagnosis:
     if weights:
         ranks = [rank for rank, f in enumerate(gathered) if f.weights]
         sentences.append(f"Weights are not finite: {_names(weights)}, on ranks {list_ranks(ranks)}.")
-    # Attention hands what is not finite to other ranks: where it came from is the place that is first on any of them.
+    # Attention spreads non-finite values to other ranks: the origin is the first place on any of them.
     outputs = sorted(
         (number, (chunk, f.stage), place, rank, name)
         for rank, f in enumerate(gathered)
         for number, chunk, place, name in f.outputs
     )
-    # Likewise later parts of the model got it from the lowest one.
+    # Likewise, later stages and chunks got them from the earliest one.
     lowest = {number: part for number, part, *_ in reversed(outputs)}
     outputs = [found for found in outputs if found[1] == lowest[found[0]]]
     if outputs:
@@ -155,7 +155,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[tuple[int, int, str]]]:
-    """Collect modules whose forward gives non-finite values, in order: chunk, how many had ended before, and name."""
+    """Collect modules with non-finite outputs, in order: chunk, number of modules that ended before, and name."""
     names: list[tuple[int, int, str]] = []
     ended, chunk = itertools.count(), 0
 
@@ -187,13 +187,13 @@ _Place = tuple[tuple[str, int], ...]
 
 
 class DivergenceCheck:
-    """Comparison of what ranks must have in common, every `training.divergence_check_freq` steps.
+    """Comparison of the tensors that ranks must hold alike, every `training.divergence_check_freq` steps.
 
-    A bit that flips on one replica is reduced into no gradient and shows in no loss for long; then the replicas train
-    different models. Each rank sums the bits of what others hold too (`bit_digest`), and the ranks compare a few
-    numbers; only where those differ, the digests of the single tensors are exchanged. Ranks with the same
-    `dims.dp_rank` must read the same batches, and those of a stage may hold the same tensors. The
-    comparison is with `step` and later ones. That ranks have the same configuration is seen to at the start.
+    A flipped bit of one replica is in no reduced gradient and long in no loss, while the replicas train different
+    models. Each rank hashes the bits of tensors that others hold too (`bit_digest`), and the ranks compare a few
+    numbers; only if those differ, they exchange the digests of single tensors. Ranks with the same `dims.dp_rank` must
+    read the same batches, and ranks of a stage may hold the same tensors. The first comparison covers the time since
+    `step`. Equal configurations are checked at the start.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class DivergenceCheck:
 
     @torch.no_grad()
     def check(self, step: int, data: str, samples: int, batches: Sequence[Batch]) -> None:
-        """Compare all ranks after `step`: what they hold, the order of the data, and the `samples` read of it.
+        """Compare all ranks after `step`: their tensors, the order of the data, and the `samples` read of it.
 
         Synchronizes.
 
@@ -254,7 +254,7 @@ class DivergenceCheck:
         for entry in self._plan.entries:
             if entry.is_elsewhere:
                 continue
-            # What is not persistent may belong to this rank, such as the tokens that its experts got.
+            # Non-persistent buffers may be this rank's own, such as the token counts of its experts.
             found = [(entry.fqn, entry.tensor)] if entry.info.persistent else []
             states = sorted(self._optimizer.state.get(entry.tensor, {}).items())
             found += [(f"{name} of {entry.fqn}", state) for name, state in states if isinstance(state, torch.Tensor)]
@@ -273,7 +273,7 @@ def _place(tensor: torch.Tensor) -> _Place:
 
 
 def _differing(gathered: Sequence[dict[Any, Any]]) -> dict[Any, str]:
-    """Return the keys whose values are not the same on all ranks that have them, with the ranks, the most first."""
+    """Return the keys whose values differ between ranks, with the ranks of each value, the largest group first."""
     ranks_of: defaultdict[Any, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, found in enumerate(gathered):
         for key, value in found.items():
@@ -305,8 +305,8 @@ class Spike(NamedTuple):
 class SpikeDetector:
     """Comparison of losses to the median of the last `spike.window` ones, in units of their median absolute deviation.
 
-    A warning has the remedy of PaLM's authors (arXiv:2204.02311, section 5.1): restart from before the spike, past it.
-    Neither median nor deviation is moved by single large losses, as a mean would be. Nothing is a spike before half a
+    A warning has the remedy of PaLM's authors (arXiv:2204.02311, section 5.1): restart before the spike and skip its
+    data. Single large losses move neither median nor deviation, as they would a mean. Nothing is a spike before half a
     window (at least 8 losses) is known; a resumed run fills its window again. `folder` has the run's checkpoints.
     """
 
@@ -319,7 +319,7 @@ class SpikeDetector:
     def watch(self, last_step: int, losses: Sequence[float], samples: int) -> None:
         """Take the losses of the steps up to `last_step`; warn on rank 0 of a spike, and say how to go back before it.
 
-        `samples` of the data order lie before the next step: those are what a restart leaves out.
+        `samples` of the data order lie before the next step: a restart skips those.
         """
         spike = self.add(last_step, losses)
         if spike is None or dist.get_rank() != 0:

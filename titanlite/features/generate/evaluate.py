@@ -1,6 +1,6 @@
 """Evaluation by generation: continue prompts greedily, compare with reference answers.
 
-The prompts are shared out over the data-parallel ranks for generating, and over all ranks for scoring.
+Prompts are split over the data-parallel ranks for generation, and over all ranks for scoring.
 """
 
 import math
@@ -51,8 +51,8 @@ class EvaluationPrompt(NamedTuple):
 def evaluation_prompts(dataset: TrainDataset, tokenizer: Any) -> list[EvaluationPrompt]:
     """Return the held-out examples, each as the prompt up to its last answer; of preference pairs, the chosen side.
 
-    The same on every rank; no collectives. Prompt and reference are the tokens of the training data, so what a template
-    adds to an answer (Qwen3: empty thoughts) is part of the reference, as it is part of what a trained model generates.
+    The same on every rank; no collectives. Prompt and reference are the tokens of the training data, so additions of a
+    template to an answer (Qwen3: empty thoughts) are part of the reference, as a trained model generates them too.
     Examples are taken in full, also where `data.too_long` cuts them for training.
 
     Raises:
@@ -103,7 +103,7 @@ def _prompts(examples: "TokenizedExamples", which: Iterable[int], tokenizer: Any
         if not is_answer.any():
             continue
         stop = int(np.flatnonzero(is_answer)[-1]) + 1
-        # An answer may follow another one directly, behind the token that ends it.
+        # An answer may follow another one directly, after the token that ends it.
         ends = (examples.flags[place] & END) != 0
         before = np.flatnonzero(~is_answer[: stop - 1] | (ends[: stop - 1] & ~ends[1:stop]))
         start = int(before[-1]) + 1 if len(before) else 0
@@ -121,12 +121,12 @@ def _no_answers(what: str, examples: "TokenizedExamples") -> DataError:
 
 
 def exact_match(prediction: str, reference: str) -> float:
-    """Compare texts, white space at the ends aside."""
+    """Compare texts, ignoring white space at the ends."""
     return float(prediction.strip() == reference.strip())
 
 
 def contains(prediction: str, reference: str) -> float:
-    """Look for the reference, white space at its ends aside, in the prediction."""
+    """Look for the reference, without white space at its ends, in the prediction."""
     return float(reference.strip() in prediction)
 
 
@@ -157,7 +157,7 @@ class Evaluator:
                 "evaluation: there are no prompts. Hold out more examples, or set evaluation.enable = false."
             )
         count = min(self._section.samples or len(prompts), len(prompts))
-        # Spread over the set, for rows are often sorted by kind or difficulty.
+        # Spread over the set, because rows are often sorted by kind or difficulty.
         self._prompts = [prompts[i * len(prompts) // count] for i in range(count)]
         longest = model_config.max_position_embeddings  # None: no limit
         raise_problems(
@@ -228,7 +228,7 @@ class Evaluator:
 
 
 def build_evaluation_prompts(job: JobConfig, dataset: TrainDataset, tokenizer: Any) -> Sequence[EvaluationPrompt]:
-    """Return those of `evaluation.path`, or the held-out ones of `dataset`; raises ConfigError if it has none."""
+    """Return the prompts of `evaluation.path`, or the held-out ones of `dataset`; raises ConfigError if it has none."""
     section = job.evaluation
     if section.path:
         return read_evaluation_prompts(job.data, section.path, section.split, tokenizer)
@@ -263,7 +263,7 @@ def build_evaluator(
 
 
 def log_sample(job: JobConfig, model: nn.Module, tokenizer: Any, device: torch.device, dims: ParallelDims) -> None:
-    """Log a sample of a model of plain text, at temperature 0.7; what a fine-tuned model can do, evaluations show.
+    """Log a sample at temperature 0.7 of a model trained on plain text; evaluations show samples of other models.
 
     Collectives: as in `generate`; every rank must call.
     """

@@ -1,17 +1,16 @@
 """Generation: continue prompts token by token, batched, with a model that may be sharded over any mesh.
 
-A model that keeps keys and values (`Model.can_cache`: the native decoder, most of transformers') computes each token
-once. Any other one that maps tokens (B, S) to logits (B, S, V) runs over the whole text again for every token, and the
-log says so.
+A model that caches keys and values (`Model.can_cache`: the native decoder, most of transformers') computes each token
+once. Any other model that maps tokens (B, S) to logits (B, S, V) recomputes the whole text for every token, and the log
+says so.
 
-**Cache.** A token's slot is its position. Rows may have different lengths: prompts are padded on the right, what the
-padding has written lies after the row's last token, where no query sees it, and is overwritten as the row grows. After
-the prompts, the new tokens of all rows lie side by side in one sequence (1, B). Context and sequence parallelism split
-the sequence over cp * tp ranks, so that a step of one token per row needs B to be a multiple of that, and not that many
-tokens per row.
+**Cache.** A token's slot is its position. Prompts of different lengths are padded on the right: padding writes to slots
+after the row's last token, which no query sees and the row's next tokens overwrite. After the prompts, the new tokens
+of all rows are one sequence (1, B). Context and sequence parallelism split the sequence over cp * tp ranks, so a step
+of one token per row needs B to be a multiple of that, and not that many tokens per row.
 
-**Collectives.** FSDP and expert parallelism need every rank in every forward. Prompts are shared out over the
-data-parallel ranks, and all ranks run the same number of batches and, by one small all-reduce per token, of steps.
+**Collectives.** FSDP and expert parallelism need every rank in every forward. Prompts are split over the data-parallel
+ranks, and all ranks run the same number of batches and, by one small all-reduce per token, of steps.
 
 Shapes: B rows, S sequence, V vocabulary, k tokens to choose from; of the cache T = max_len slots, H query heads, G
 key/value heads, K and V head widths, D hidden.
@@ -114,7 +113,7 @@ def generate(
     if limit is not None and any(len(prompt) + max_new_tokens > limit for prompt in prompts):
         batch_size = 1  # or the longest text of a batch would choose the frequencies of all
         logger.info("generate: one prompt at a time: beyond %d tokens rotary frequencies depend on the longest", limit)
-    # Neighbours in length share a batch: least padding, and the data-parallel ranks have alike work.
+    # Prompts of similar length share a batch: least padding, and equal work on the data-parallel ranks.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     dp, dp_rank = (1, 0) if dims is None else (dims.degrees.dp, dims.dp_rank)
     mine = order[dp_rank::dp]
@@ -186,7 +185,7 @@ class _Batch:
         return {i: Continuation(new[row], ended[row]) for row, i in enumerate(prompts)}
 
     def _cached_steps(self, rows: list[Sequence[int]]) -> Generator[torch.Tensor, torch.Tensor, None]:
-        """Logits (B, V) of the next token; takes the chosen tokens (B,) by `send`."""
+        """Yield logits (B, V) of the next token; takes the chosen tokens (B,) by `send`."""
         tokens_BS = self._padded(rows)
         max_len = max(tokens_BS.shape[1], max(map(len, rows)) + self.max_new_tokens)
         cache = build_cache(self.model, [len(row) for row in rows], max_len, self.device)
@@ -218,8 +217,8 @@ class _Batch:
             top_k=self.sampling.top_k,
             top_p=self.sampling.top_p,
         )
-        # The tp ranks, and then the cp ranks, have the same logits. If a kernel ever rounded otherwise on one of them,
-        # their texts would part, and then the shapes of their collectives.
+        # The tp ranks, and then the cp ranks, have the same logits. If a kernel rounded differently on one of them,
+        # their texts would diverge, and then the shapes of their collectives.
         if self.dims is not None:
             tp_group = self.dims.tp_mesh.get_group() if self.dims.degrees.tp > 1 else None
             for group in filter(None, (tp_group, self.dims.cp_group)):
@@ -269,9 +268,9 @@ def choose_tokens(
 
 
 def get_eos_token_ids(tokenizer: Any, folder: Path | None = None) -> list[int]:
-    """Tokens that end a text: the tokenizer's own, and those that the model in `folder` names, if given.
+    """Return the tokens that end a text: the tokenizer's own, and those that the model in `folder` names, if given.
 
-    generation_config.json goes before config.json, as in transformers; both may name one id or several.
+    generation_config.json overrides config.json, as in transformers; both may name one id or several.
 
     Raises:
         CheckpointError: such a file cannot be read, or names something else.
@@ -292,7 +291,7 @@ def get_eos_token_ids(tokenizer: Any, folder: Path | None = None) -> list[int]:
 
 
 def get_end_of_turn_ids(tokenizer: Any, dataset: TrainDataset | None = None) -> list[int]:
-    """Tokens that answers of chats end with: those that the answers of `dataset` end with, if it knows any.
+    """Return the tokens that end answers of chats: those that end the answers of `dataset`, if it knows any.
 
     Otherwise the special token that ends an answer of the tokenizer's chat template, if it has one. A base model's
     `eos_token_id` often is another one.
@@ -313,7 +312,7 @@ def build_cache(model: Model, lengths: Sequence[int], max_len: int, device: torc
 
 
 class KVCache:
-    """A `Cache`: of a whole model for one batch of rows; made by `build_cache`, held by the caller.
+    """A `Cache` of a whole model for one batch of rows; made by `build_cache`, held by the caller.
 
     A rank holds the key/value heads that it computes, in the dtype of its activations: heads / (cp * tp), and the rows
     of its own data-parallel share. Memory: layers * B * G * T * (K + V) elements, allocated at once in the first
@@ -384,12 +383,12 @@ class LayerCache:
 def cached_attention(
     q_BHK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, visible_BT: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of one new query per row over T cached keys, of which `visible_BT` (bool) says those it may see.
+    """Compute attention of one new query per row over T cached keys; `visible_BT` (bool) masks those it sees.
 
     Returns (B, H, V). H must be a multiple of G, as in `attention`. Cached values must be finite where they are not
     visible too: their weight is 0, and 0 * nan is nan.
     """
-    # The heads that read one key/value head take the place of that many queries: the cache is never repeated.
+    # Heads that share a key/value head are treated as that many queries: the cache is never repeated.
     q_BGRK = q_BHK.unflatten(1, (k_BGTK.shape[1], -1))
     out_BGRV = F.scaled_dot_product_attention(
         q_BGRK, k_BGTK, v_BGTV, attn_mask=visible_BT[:, None, None, :], scale=scale
