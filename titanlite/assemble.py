@@ -4,7 +4,6 @@ config -> mesh -> data -> model (meta) -> transforms (meta) -> parallelize (meta
 -> optimizer -> state -> trainer
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from titanlite.checkpoint.train_state import Progress, find_start, resolve_held_
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.defaults import wants_held_out
 from titanlite.config.schema import BLOCK_SIZES
-from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader, build_loader, build_text, check_form, describe_sources, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary, count_ids
 from titanlite.distributed import ParallelDims
@@ -164,7 +162,7 @@ def assemble(checked: Checked) -> Trainer:
         return initial
 
     check_rows(job, model, device)
-    objective.prepare(_coming_batches(job, loader, step), initial_model, device)
+    objective.prepare(loader.coming_batches(step, job), initial_model, device)
     return trainer
 
 
@@ -204,14 +202,6 @@ def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims)
     check_form(job, loader.dataset.form)
     check_vocabulary(job, loader.dataset.vocab_size, count_ids(tokenizer), model_config)
     return job, tokenizer, loader
-
-
-def _coming_batches(job: JobConfig, loader: TrainLoader, step: int) -> Iterator[Batch]:
-    """Yield every micro-batch that this rank trains on from `step` on, and those it validates on; on the host."""
-    for number in range(step, job.training.steps):
-        yield from loader.micro_batches(number)
-    if job.validation.enable:
-        yield from loader.validation_batches(job.validation.steps)
 
 
 def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> Model:

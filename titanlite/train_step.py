@@ -1,11 +1,9 @@
 """One optimizer step on any mesh: forward, backward, reduction, clipping, update, and the point that is logged."""
 
-import hashlib
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Literal, NamedTuple
@@ -22,7 +20,7 @@ from titanlite.distributed.fsdp import prepare_backward
 from titanlite.distributed.grads import clip_grad_norms, reduce_replicated_grads
 from titanlite.launch.protocol import beat
 from titanlite.metrics.flops import group_parameters
-from titanlite.metrics.point import MoEState, StepPoint, find_largest, gather_ranks, get_busy_seconds, get_memory
+from titanlite.metrics.point import MoEState, StepPoint, StepResult, Window, find_largest, gather_ranks
 from titanlite.models.interface import Model
 from titanlite.objective import Objective, ObjectiveSums
 from titanlite.optim import FiniteGuard, build_lr_scheduler
@@ -30,39 +28,10 @@ from titanlite.optim.expert_bias import ExpertBiasBalancer, get_bias_update_rate
 from titanlite.optim.optimizer import scale_gradients, step_if_finite
 
 
-@dataclass
-class StepResult:
-    """Results of one optimizer step of the global batch, on the device; reading them synchronizes."""
-
-    loss: torch.Tensor  # mean over units (tokens with a label, or pairs), float32
-    aux_loss: torch.Tensor  # mean balance loss per token without padding, float32; 0 if there is none
-    grad_norm: torch.Tensor  # before clipping, float32
-    group_norms: torch.Tensor  # the same by group of parameters, float32 (groups,)
-    tokens: int  # padding included
-    unpadded_tokens: torch.Tensor  # int64
-    tokens_per_expert: torch.Tensor | None  # (layers, E) int64; None: there are no experts, or none are counted
-    metrics: torch.Tensor  # means of the objective's metrics, float32 (len(metric_names),)
-
-
-@dataclass
-class Window:
-    """The steps since the last log line; `start` is the time in seconds at which it was written."""
-
-    start: float = field(default_factory=time.perf_counter)
-    results: list[StepResult] = field(default_factory=list)
-
-    def read(self, name: str) -> list[float]:
-        """Return the value `name` of each step. Synchronizes."""
-        return torch.stack([getattr(result, name) for result in self.results]).tolist()
-
-
-Phase = Literal["forward", "backward"]
-
-
 class Turn(NamedTuple):
     """One forward or backward of a rank: of one chunk of its layers, for one micro-batch."""
 
-    phase: Phase
+    phase: Literal["forward", "backward"]
     micro_batch: int
     chunk: int
 
@@ -128,7 +97,7 @@ class TrainStep:
         spread. Each backward follows its forward, except that a pipeline stage runs some forwards ahead, and may run
         its layers in several chunks.
         """
-        seed_generators(f"{self.job.training.seed}:{self.step}:{self.dims.dropout_rank}", self.device)
+        self.dims.seed_generators(self.job.training.seed, self.step, self.device)
         objective, count = self.objective, len(micro_batches)
         units, num_tokens = self.count_units(micro_batches)
         losses_finite = torch.ones(count, dtype=torch.bool, device=self.device)
@@ -198,7 +167,7 @@ class TrainStep:
 
     def count_units(self, micro_batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Count the units, and the tokens without padding, of the global batch. Collective: every rank must call."""
-        counts = [torch.stack([self.objective.count(batch), _count_tokens(batch)]) for batch in micro_batches]
+        counts = [torch.stack([self.objective.count(batch), batch.count_tokens()]) for batch in micro_batches]
         units, num_tokens = self.sum_over_data(torch.stack(counts).sum(dim=0)).unbind()
         return units, num_tokens
 
@@ -241,7 +210,6 @@ class TrainStep:
         result = window.results[-1]
         self.timer.start(None)
         seconds, phases = time.perf_counter() - window.start, self.timer.read()
-        busy = {"busy_s": get_busy_seconds(phases), "data_s": phases.get("data", 0.0)}
         norms, tokens = window.read("grad_norm"), sum(step.tokens for step in window.results)
         group_norms = dict(zip(self.grad_groups, result.group_norms.tolist(), strict=True))
         applied = [loss for loss in losses if math.isfinite(loss)]
@@ -262,7 +230,7 @@ class TrainStep:
                 "grad_norm_max": find_largest(norms, self.step),
             },
             phases=phases,
-            ranks=gather_ranks(busy | get_memory(self.device)),
+            ranks=gather_ranks(phases, self.device),
             group_norms=group_norms if len(group_norms) > 1 else {},
             moe=moe,
             extra=self._extra_metrics(result),
@@ -276,17 +244,3 @@ class TrainStep:
         if self.job.moe.aux_loss_coeff or self.job.moe.z_loss_coeff:
             found["loss/aux"] = result.aux_loss.item()
         return found
-
-
-def seed_generators(name: str, device: torch.device) -> None:
-    """Seed torch's generators of the host and of `device` from `name`, so that dropout is the same in a resumed run."""
-    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would format the stack for CUDA's first use
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-
-
-def _count_tokens(batch: Batch) -> torch.Tensor:
-    if batch.document_ids is None:  # a row is one document
-        return torch.tensor(batch.tokens.numel() - batch.num_padding, device=batch.tokens.device)
-    return (batch.document_ids >= 0).sum()

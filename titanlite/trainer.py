@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from titanlite.base.agree import on_first_rank
-from titanlite.base.errors import DataError, TrainingError, TransientError
+from titanlite.base.errors import DataError
 from titanlite.base.files import FolderLock
 from titanlite.base.log import logger
 from titanlite.checkpoint import Progress
+from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.description import describe_versions
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.config import JobConfig
@@ -24,12 +25,12 @@ from titanlite.launch.protocol import beat, is_stop_requested
 from titanlite.materialize import Plan
 from titanlite.metrics import profiling, record_event
 from titanlite.metrics.logger import MetricsLogger
-from titanlite.metrics.point import EvaluationResult, Results
-from titanlite.metrics.run_folder import get_identity
+from titanlite.metrics.point import EvaluationResult, Results, Window
+from titanlite.metrics.run_folder import get_identity, log_outputs
 from titanlite.models.interface import Model
 from titanlite.optim import lr_factor
-from titanlite.optim.optimizer import NonFiniteSteps
-from titanlite.train_step import TrainStep, Window
+from titanlite.optim.optimizer import Diagnosis, NonFiniteSteps
+from titanlite.train_step import TrainStep
 
 
 class Evaluator(Protocol):
@@ -44,39 +45,6 @@ class DivergenceCheck(Protocol):
 
     def is_due(self, step: int) -> bool: ...
     def check(self, step: int, data: str, samples: int, batches: Sequence[Batch]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """Why a loss or gradient is not finite, as all ranks found together."""
-
-    text: str  # sentences for the user
-    repeats: bool  # True if the step is not finite when recomputed, either; otherwise a machine erred
-
-    def to_error(self, found: NonFiniteSteps, saved: str, samples: int) -> TrainingError:
-        """Return the error that ends a run after `found`: a transient one if the step does not repeat it.
-
-        `samples`: number of sequences before that step in the data order.
-        """
-        in_a_row = f"; it is the first of {found.in_a_row} in a row" if found.in_a_row > 1 else ""
-        start = (
-            f"training: the loss or gradient of step {found.first} is not finite{in_a_row}. {self.text} No such "
-            f"update was applied, so the weights are finite: those of step {found.first - 1}{saved}."
-        )
-        if not self.repeats:
-            return TransientError(f"{start} Start again from there; if it comes back, look for a faulty machine.")
-        return TrainingError(
-            f"{start} Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's data: "
-            f"python -m titanlite data --config FILE --data.skip_to_sample={samples}."
-        )
-
-    def warn_skipped(self, found: NonFiniteSteps, step: int) -> None:
-        """Warn on rank 0 of steps that were skipped (`training.on_nonfinite` = "skip")."""
-        skipped = f"the loss or gradient of step {found.first_new} is not finite; it was skipped"
-        text = f"{skipped} ({found.total} so far). {self.text}"
-        if dist.get_rank() == 0:
-            logger.warning("training: %s", text)
-        record_event("skip", text, step)
 
 
 @dataclass
@@ -210,8 +178,7 @@ class Trainer:
 
         Before the end, save the state before the first such step. Synchronizes; collective: every rank must call.
         """
-        found = self.stepper.finite_guard.look()
-        if found is None:
+        if (found := self.stepper.finite_guard.look()) is None:
             return
         beat("diagnosing")
         step = found.first if found.fatal else found.first_new
@@ -222,16 +189,17 @@ class Trainer:
             batches, lambda batch: stepper.scaled_loss(stepper.objective(stepper.model, batch), *units), found
         )
         if not found.fatal:
-            diagnosis.warn_skipped(found, self.step)
+            if dist.get_rank() == 0:
+                logger.warning("training: %s", diagnosis.describe_skipped(found))
+            record_event("skip", diagnosis.describe_skipped(found), self.step)
             return
         stepper.step = found.first - 1  # no update was applied since
         saved = ""
         if self.step > 0 and self.job.checkpoint.enable:
             self.save()
             self.checkpointer.wait()
-            saved = (
-                f", saved in {self.checkpointer.folder}" if self.checkpointer.has_saved(self.step) else ", not saved"
-            )
+            is_saved = self.checkpointer.has_saved(self.step)
+            saved = f", saved in {self.checkpointer.folder}" if is_saved else ", not saved"
         raise diagnosis.to_error(found, saved, self.loader.samples_before(self.step))
 
     def save(self) -> None:
@@ -262,9 +230,8 @@ class Trainer:
             logger.info("stopped before the first step of %d", job.training.steps)
             return
         if self.stopping:
-            saved = (
-                f"saved; the same command resumes from {self.checkpointer.folder}" if job.checkpoint.enable else "lost"
-            )
+            resume = f"saved; the same command resumes from {self.checkpointer.folder}"
+            saved = resume if job.checkpoint.enable else "lost"
             logger.info("stopped after step %d of %d, %s", self.step, job.training.steps, saved)
             record_event("stop", f"stopped after step {self.step} of {job.training.steps}, {saved}", self.step)
             return
@@ -280,14 +247,8 @@ class Trainer:
                 *(self.step, job.training.steps, "epochs" if job.training.epochs else "steps"),
             )
         self.log_sample()
-        if job.checkpoint.enable:
-            folder = self.checkpointer.folder / f"step-{self.step}"
-            cls = getattr(self.model.config, "architecture", "AutoModelForCausalLM")
-            how = "peft: PeftModel" if job.lora.rank else f"transformers: {cls}"
-            logger.info("checkpoint: %s (%s.from_pretrained)", folder, how)
-        if job.metrics.enable_tensorboard:
-            logger.info("metrics:    tensorboard --logdir %s", self.dump_folder / job.metrics.save_tb_folder)
-        logger.info("report:     python -m titanlite report %s", self.dump_folder)
-        if job.checkpoint.push_to_hub and not self.stopping and dist.get_rank() == 0:
+        cls = getattr(self.model.config, "architecture", "AutoModelForCausalLM")
+        log_outputs(job, self.dump_folder, step_folder(self.checkpointer.folder, self.step), cls)
+        if job.checkpoint.push_to_hub and dist.get_rank() == 0:
             # No collective after it.
             self.push_to_hub(self.checkpointer.final_folder(self.step), job.checkpoint.push_to_hub)

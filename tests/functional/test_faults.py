@@ -23,7 +23,8 @@ from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
 from titanlite.features.diagnose.values import DivergenceCheck
 from titanlite.materialize.layout import local_of
-from titanlite.train_step import StepResult, TrainStep
+from titanlite.metrics.point import StepResult
+from titanlite.train_step import TrainStep
 from titanlite.trainer import Trainer
 
 QUIET = ["--metrics.log_freq=4", "--training.steps=8", "--lr_scheduler.warmup_steps=2", "--checkpoint.keep_latest_k=0"]

@@ -41,10 +41,9 @@ class Batch:
         """Further keyword arguments of the model's forward; see `ImageBatch`."""
         return {}
 
-    @property
-    def num_padding(self) -> int:
-        """Number of padding tokens, for batches without `document_ids`."""
-        return 0
+    def count_tokens(self) -> Tensor:
+        """Count the tokens, padding left out: int64 scalar on the batch's device; no synchronization."""
+        return (self.document_ids >= 0).sum()
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return a copy of the batch on `device`; tensors that are already there are shared."""

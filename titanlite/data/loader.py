@@ -148,6 +148,13 @@ class TrainLoader:
         """Return the micro-batches of this rank in all `validation_sets`, one after the other; CPU tensors."""
         return chain.from_iterable(held_out.batches for held_out in self.validation_sets(num_steps))
 
+    def coming_batches(self, step: int, job: JobConfig) -> Iterator[Batch]:
+        """Yield every micro-batch that this rank trains on from `step` on, and those it validates on; on the host."""
+        for number in range(step, job.training.steps):
+            yield from self.micro_batches(number)
+        if job.validation.enable:
+            yield from self.validation_batches(job.validation.steps)
+
     def log_validation_size(self, num_steps: int, freq: int) -> None:
         """Log which held-out sequences a validation leaves out, and warn if it is longer than `freq` training steps."""
         held_out = self._held_out(num_steps)

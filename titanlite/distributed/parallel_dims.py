@@ -1,5 +1,6 @@
 """Process group and device of this rank; `ParallelDims`, which alone knows mesh axes by name; sharding over an axis."""
 
+import hashlib
 import os
 import socket
 from collections import defaultdict
@@ -265,6 +266,14 @@ class ParallelDims:
     def dropout_rank(self) -> int:
         """Return the number of the random stream of dropout; tp ranks compute parts of a layer from the same tokens."""
         return dist.get_rank() // self.degrees.tp
+
+    def seed_generators(self, seed: int, step: int, device: torch.device) -> None:
+        """Seed torch's generators of the host and of `device` for `step`: dropout is the same in a resumed run."""
+        name = f"{seed}:{step}:{self.dropout_rank}".encode()
+        number = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+        torch.default_generator.manual_seed(number)  # torch.manual_seed would format the stack for CUDA's first use
+        if device.type == "cuda":
+            torch.cuda.manual_seed(number)
 
 
 def _new_group(ranks: range) -> dist.ProcessGroup:

@@ -55,6 +55,9 @@ class ImageBatch:
     document_ids: None = None
     num_padding: int = 0
 
+    def count_tokens(self) -> Tensor:
+        return torch.tensor(self.tokens.numel() - self.num_padding, device=self.tokens.device)
+
     def to(self, device: torch.device | str) -> "ImageBatch":
         inputs = {name: copy_to(device, value) for name, value in self.inputs.items()}
         return replace(self, tokens=copy_to(device, self.tokens), labels=copy_to(device, self.labels), inputs=inputs)

@@ -3,6 +3,7 @@
 import math
 import resource
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +20,32 @@ from titanlite.config.schema import ValidationSection
 
 # Always written, so that a plot has no gaps; the others only where a device has them.
 _PHASES = ("data", "forward", "backward", "optimizer", "other", COMMUNICATION)
+
+
+@dataclass
+class StepResult:
+    """Results of one optimizer step of the global batch, on the device; reading them synchronizes."""
+
+    loss: torch.Tensor  # mean over units (tokens with a label, or pairs), float32
+    aux_loss: torch.Tensor  # mean balance loss per token without padding, float32; 0 if there is none
+    grad_norm: torch.Tensor  # before clipping, float32
+    group_norms: torch.Tensor  # the same by group of parameters, float32 (groups,)
+    tokens: int  # padding included
+    unpadded_tokens: torch.Tensor  # int64
+    tokens_per_expert: torch.Tensor | None  # (layers, E) int64; None: there are no experts, or none are counted
+    metrics: torch.Tensor  # means of the objective's metrics, float32 (len(metric_names),)
+
+
+@dataclass
+class Window:
+    """The steps since the last log line; `start` is the time in seconds at which it was written."""
+
+    start: float = field(default_factory=time.perf_counter)
+    results: list[StepResult] = field(default_factory=list)
+
+    def read(self, name: str) -> list[float]:
+        """Return the value `name` of each step. Synchronizes."""
+        return torch.stack([getattr(result, name) for result in self.results]).tolist()
 
 
 class Largest(NamedTuple):
@@ -115,12 +142,12 @@ _GIB = 2**30
 _MOST_LISTED = 128
 
 
-def gather_ranks(values: Mapping[str, float]) -> dict[str, list[float]]:
-    """Return the `values` of every rank, by name, in order of ranks.
+def gather_ranks(phases: Mapping[str, float], device: torch.device) -> dict[str, list[float]]:
+    """Return busy time, time spent on data and memory of every rank, by name, in order of ranks.
 
-    Collectives: one all-gather of a few host floats over the default process group, on gloo; every rank must call, with
-    the same names.
+    Collectives: one all-gather of a few host floats over the default process group, on gloo; every rank must call.
     """
+    values = {"busy_s": get_busy_seconds(phases), "data_s": phases.get("data", 0.0)} | get_memory(device)
     own = torch.tensor(list(values.values()), dtype=torch.float64)
     table = own.new_empty(dist.get_world_size(), own.numel())
     dist.all_gather(list(table.unbind()), own)

@@ -218,6 +218,16 @@ def record_event(kind: str, text: str, step: int) -> None:
         logger.warning("metrics: cannot write %s: %s. The event was: %s", file.path, error.strerror or error, text)
 
 
+def log_outputs(job: JobConfig, dump_folder: Path, checkpoint: Path, cls: str) -> None:
+    """Log where everything is at the end of a run; `cls` is the class of transformers that loads `checkpoint`."""
+    if job.checkpoint.enable:
+        how = "peft: PeftModel" if job.lora.rank else f"transformers: {cls}"
+        logger.info("checkpoint: %s (%s.from_pretrained)", checkpoint, how)
+    if job.metrics.enable_tensorboard:
+        logger.info("metrics:    tensorboard --logdir %s", dump_folder / job.metrics.save_tb_folder)
+    logger.info("report:     python -m titanlite report %s", dump_folder)
+
+
 @contextmanager
 def profiling(section: ProfilingSection, dump_folder: Path) -> Iterator[Callable[[int], None]]:
     """Yield a function to call after every training step, with the steps that the run has done.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.errors import ConfigError, TrainingError, TransientError, raise_problems
 from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
 from titanlite.base.text import parse_multipliers, split_patterns
@@ -170,6 +170,36 @@ class NonFiniteSteps:
     total: int  # such steps since the process started
     micro_batches: tuple[int, ...]  # whose loss on this rank was not finite in step `first_new`
     fatal: bool  # as many in a row as may be; nothing was applied since `first`
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why a loss or gradient is not finite, as all ranks found together."""
+
+    text: str  # sentences for the user
+    repeats: bool  # True if the step is not finite when recomputed, either; otherwise a machine erred
+
+    def to_error(self, found: NonFiniteSteps, saved: str, samples: int) -> TrainingError:
+        """Return the error that ends a run after `found`: a transient one if the step does not repeat it.
+
+        `samples`: number of sequences before that step in the data order.
+        """
+        in_a_row = f"; it is the first of {found.in_a_row} in a row" if found.in_a_row > 1 else ""
+        start = (
+            f"training: the loss or gradient of step {found.first} is not finite{in_a_row}. {self.text} No such "
+            f"update was applied, so the weights are finite: those of step {found.first - 1}{saved}."
+        )
+        if not self.repeats:
+            return TransientError(f"{start} Start again from there; if it comes back, look for a faulty machine.")
+        return TrainingError(
+            f"{start} Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's data: "
+            f"python -m titanlite data --config FILE --data.skip_to_sample={samples}."
+        )
+
+    def describe_skipped(self, found: NonFiniteSteps) -> str:
+        """Return the warning of steps that were skipped (`training.on_nonfinite` = "skip")."""
+        skipped = f"the loss or gradient of step {found.first_new} is not finite; it was skipped"
+        return f"{skipped} ({found.total} so far). {self.text}"
 
 
 class FiniteGuard:

@@ -28,8 +28,7 @@ from titanlite.materialize import Plan
 from titanlite.materialize.execute import bit_digest
 from titanlite.materialize.layout import encoding_of, local_of, num_replicas
 from titanlite.metrics import record_event
-from titanlite.optim import NonFiniteSteps
-from titanlite.trainer import Diagnosis
+from titanlite.optim.optimizer import Diagnosis, NonFiniteSteps
 
 _SHOWN = 3
 
