@@ -1,9 +1,9 @@
 """Muon (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982): momentum steps made orthogonal, for the matrices
 of decoder layers; AdamW for all else.
 
-A matrix that is split over ranks goes whole to one of the ranks that hold it, and its step comes back. The ranks share
-the matrices of several parameters among themselves, by their cost; a matrix that lies whole on its rank, as an expert's
-mostly does, stays there. Replicas of a mesh do the same work, each for itself.
+A matrix that is split over ranks is gathered on one of them, and its step is sent back. The ranks share the matrices of
+several parameters among themselves, by cost; a matrix that is whole on a rank, as most experts are, stays there.
+Replicas of a mesh each do the same work.
 
 Shape suffixes: N matrices of R rows and C columns.
 """
@@ -42,10 +42,10 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class _Owned:
-    """Rows that this rank puts together, of `stacked` matrices: where the piece of each rank belongs in them.
+    """Rows of `stacked` matrices that this rank assembles: the place of each rank's piece in them.
 
-    `ranks` are all that hold a piece. In another replica, other ranks own the same matrices: what is computed together
-    there must be what is computed together here, or rounding would tell the replicas apart.
+    `ranks` are all that hold a piece. In another replica, other ranks own the same matrices. All replicas must batch
+    the same matrices in one product, or rounding would make them differ.
     """
 
     shape: tuple[int, int]
@@ -138,8 +138,8 @@ class MatrixExchange:
     def apply(
         self, bucket: int, tensors: dict[int, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Put `change` of every matrix in its place in `tensors`, contiguous shards of one dtype by the parameters'
-        numbers.
+        """Replace every matrix by its `change`, in place, in `tensors`: contiguous shards of one dtype by the
+        parameters' numbers.
 
         `change` maps (N, R, C) to (N, R, C), matrix by matrix, the same on all ranks.
 
@@ -208,7 +208,7 @@ def _get_holders(param: torch.Tensor) -> list[tuple[int, Region]]:
 def _group_by_outer(
     holders: list[tuple[int, Region]], me: int
 ) -> dict[tuple[int, ...], tuple[tuple[int, Region], ...]]:
-    """By the outer indices of the matrices that this rank has a part of: who else has, in the order of `holders`."""
+    """Group the holders of each matrix that this rank has a part of, in their order, by its outer indices."""
     groups: defaultdict[tuple[int, ...], list[tuple[int, Region]]] = defaultdict(list)
     for rank, region in holders:
         outer = zip(region.starts[:-2], region.lengths[:-2], strict=True)
@@ -228,7 +228,7 @@ _RMS = 0.2
 
 
 def orthogonalize(x_NRC: torch.Tensor) -> torch.Tensor:
-    """About U V^T of every matrix U S V^T, by Newton-Schulz iterations in the dtype of `x_NRC`; zeros stay zeros."""
+    """Return about U V^T of every matrix U S V^T, by Newton-Schulz steps in the dtype of `x_NRC`; zeros stay zeros."""
     x_NRC = x_NRC / (torch.linalg.matrix_norm(x_NRC, keepdim=True) + 1e-7)
     is_tall = x_NRC.shape[-2] > x_NRC.shape[-1]
     if is_tall:
@@ -246,11 +246,11 @@ def build_muon(
     all_to_all: AllToAll = dist.all_to_all_single,
     group: dist.ProcessGroup | None = None,
 ) -> "Muon":
-    """Muon of the matrices of `muon_matrices`, with AdamW for the other parameters that are trained.
+    """Build Muon for the matrices of `muon_matrices`, with AdamW for the other trained parameters.
 
     `all_to_all` exchanges the matrices that are split over the ranks of `group` (None: all). Every rank must call
-    alike; no collective. What other ranks hold is in the groups too, and is never stepped here. A ConfigError:
-    `section.lr_multipliers` names nothing that is trained.
+    alike; no collective. Parameters of other pipeline stages are in the groups too, and never stepped here. Raises
+    ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
     matrices = muon_matrices(model, section)
     groups, rest = group_parameters(model, section, matrices)
@@ -282,7 +282,7 @@ def _get_num_stacked(module: nn.Module, name: str) -> int:
     """Return how many matrices are stacked in the rows of a parameter."""
     if hasattr(module, "stacked_matrices"):
         return cast(dict[str, int], module.stacked_matrices).get(name, 1)
-    # What transformers' experts say of themselves.
+    # Attributes of transformers' experts.
     layout = [getattr(module, attribute, None) for attribute in ("has_gate", "is_concatenated", "is_transposed")]
     return 2 if name == "gate_up_proj" and layout == [True, True, False] else 1
 
@@ -294,8 +294,8 @@ class Muon(torch.optim.Optimizer):
     (`MatrixExchange`), so the step is that of one process on any mesh, up to rounding.
 
     Args:
-        momentum: of Nesterov's kind.
-        stacked: for some parameters, of how many matrices each of theirs consists: gate and up projection are two.
+        momentum: Nesterov momentum.
+        stacked: number of matrices in the rows of some parameters: gate and up projection are two.
     """
 
     def __init__(
@@ -363,7 +363,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _get_dtype(params: list[nn.Parameter]) -> torch.dtype:
-    """bfloat16 on CUDA, where it takes half the time to compute and to send and is as good; else the parameters'."""
+    """Return bfloat16 on CUDA, where it halves the time to compute and send and is as good; else the parameters'."""
     if any(kernel_device(param.device) == "cuda" for param in params):
         return torch.bfloat16
     return reduce(torch.promote_types, (param.dtype for param in params), torch.bfloat16)

@@ -1,11 +1,11 @@
 """Passengers: tensors of a model's folder that the model does not compute, in every checkpoint and exported folder.
 
-Such are layers for multi-token prediction and, in a run on text, the vision tower; `checkpoint.pieces.find_passengers`
-has the rule. They stay in their files, and saving copies their bytes from there, 1 MiB at a time. Two kinds change:
+Examples: layers for multi-token prediction and, in a run on text, the vision tower (`find_passengers` has the rule).
+They stay in their files, and saving copies their bytes, 1 MiB at a time. Two kinds change:
 
 - Copies of the embedding or of the output head, recognized by their bytes, are written from the trained tensor.
-- Block FP8 is dequantized, as the trained weights are: config.json of what is saved says nothing of scales, and readers
-  would take the codes for weights. MXFP4 stays as it is: its keys are others, which no reader takes for weights.
+- Block FP8 is dequantized, as the trained weights are: the saved config.json declares no scales, and readers would take
+  the codes for weights. MXFP4 stays as it is: no reader takes its keys for weights.
 """
 
 import json
@@ -81,12 +81,12 @@ class CarriedTensors:
         self._file_bytes: dict[Path, int] = dict(source.stored.file_bytes)
         self._stored = {key: tensors[key] for key in source.passengers}
         self._scales = self._take_scales()
-        # By copy the stored tensors, not of passengers, that it is the same as; the likeliest first.
+        # By copy, the stored tensors (no passengers) with the same bytes, the likeliest first.
         self._copies = on_first_rank(lambda: self._find_copies(tensors))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a checkpoint."""
+        """Bytes that passengers add to a checkpoint."""
         return sum(item.nbytes for item in self._items({}))
 
     def explain(self) -> str:
@@ -126,7 +126,7 @@ class CarriedTensors:
     def add_to(self, files: Sequence[FileLayout]) -> list[FileLayout]:
         """Lay out the model's `files` anew, with the passengers after its own tensors. The same on all ranks."""
         in_own_form = any("/" not in file.name for file in files)
-        # The other form is that in which a part of a save that failed is kept.
+        # Otherwise the weights are unfinished: their own form could not be saved.
         stem = "model" if in_own_form else f"{OWN_FOLDER}/model"
         models = [file for file in files if file.name.startswith(stem) and in_own_form == ("/" not in file.name)]
         items = [item for file in models for item, _ in file.items]
@@ -134,8 +134,8 @@ class CarriedTensors:
         return [*lay_out([*items, *carried], stem), *(file for file in files if file not in models)]
 
     def originals(self, keys: Iterable[str]) -> dict[str, str]:
-        """Return for each copy that one of the saved tensors `keys` which it follows."""
-        saved = set(keys)  # of several the first, which is the likeliest, is written last
+        """Return the saved tensor, of `keys`, that each copy follows."""
+        saved = set(keys)  # of several, the first and likeliest is written last
         return {copy: key for copy, same in self._copies.items() for key in same[::-1] if key in saved}
 
     def follow(self, folder: Path, files: Sequence[FileLayout]) -> None:
@@ -150,7 +150,7 @@ class CarriedTensors:
         self._stored = places
 
     def _take_scales(self) -> dict[str, StoredTensor]:
-        """Take the scales of FP8 weights out of the passengers."""
+        """Remove the scales of FP8 weights from the passengers, and return them."""
         scales, problems = dict[str, StoredTensor](), list[str]()
         for key, tensor in self._stored.items():
             if tensor.dtype in FP8:
@@ -185,7 +185,7 @@ class CarriedTensors:
         return all(map(is_same_at, range(0, first.nbytes, _CHUNK_BYTES)))
 
     def _items(self, saved: Mapping[str, Item]) -> list[Item]:
-        """Return what to save of the passengers, shared out over the ranks by bytes; copies of what is `saved` are."""
+        """Return the items to save, split over the ranks by bytes; a copy is written from the `saved` tensor."""
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         loads, originals, items = [0] * world_size, self.originals(saved), list[Item]()
         for key, tensor in self._stored.items():
@@ -199,7 +199,7 @@ class CarriedTensors:
                 placed = {key: (tensor.shape, place(tensor, region, self._scales, self._block))}
                 reader = SafetensorsReader(self._name, placed, self._file_bytes, threads=1)
                 read = partial(_dequantize, reader, key, dtype)
-            else:  # bytes one after the other
+            else:  # as one contiguous dim
                 dtype, region = tensor.dtype, whole(key, (tensor.nbytes // tensor.dtype.itemsize,)).region
                 read = partial(_read_elements, tensor, self._file_bytes)
             items.append(Item(key, dtype, region, tensor.shape, torch.empty(0), region, turn == rank, read))

@@ -1,15 +1,15 @@
 """Pipeline parallelism: each stage, a group of ranks, has some layers, and micro-batches pass from one to the next.
 
-All ranks are given the same micro-batches. The first stage looks the tokens up, the last one has the norm, the output
-head and with it the losses; the others get hidden states and hand hidden states on. What a stage does not have stays on
-meta, under its name (`Elsewhere`), so the calls of its modules are those of a whole model: where a module is elsewhere,
-its place receives, sends, or does nothing.
+All ranks get the same micro-batches. The first stage looks the tokens up, the last one has the norm, the output head
+and the losses; stages send hidden states to the next one. Modules of other stages stay on meta under their names
+(`Elsewhere`), so the calls are those of a whole model: in place of such a module, hidden states are received, sent, or
+passed on.
 
 The order is 1F1B (PipeDream-Flush, arXiv:2006.09503): a stage runs at most as many micro-batches ahead as there are
 stages after it, and then one backward after every forward. With n micro-batches and p stages a rank waits for (p - 1)
 / (n + p - 1) of the time. With v chunks of layers in each stage (interleaved 1F1B, arXiv:2104.04473) micro-batches go
 round the stages v times, and a rank waits for (p - 1) / (v n + p - 1). While `only_chunk` is open, the model is that
-chunk alone; else a forward runs all of them, and waits for the others between.
+chunk alone; otherwise a forward runs all of them, and waits for other stages in between.
 
 Shapes: B batch, S sequence, s = S / (cp * tp) positions of a rank, D hidden.
 """
@@ -80,12 +80,11 @@ def order_forwards(num_micro_batches: int, degrees: Degrees) -> list[tuple[int, 
 
 
 def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dtype) -> None:
-    """Leave to the other stages what this one does not have of the whole `model`, in place, on meta, before anything
-    else.
+    """Replace the modules of other stages in the whole `model` by stand-ins, in place, on meta, before any sharding.
 
-    The losses of all parts of the model but the last are zeros, whose backward waits for the gradient of what was sent;
-    balance losses are those of the layers that were run. Logits are those of the last stage on all of them. `dtype` is
-    that of hidden states.
+    Losses are zeros except on the last part of the model; their backward waits for the gradient of the sent hidden
+    states. Balance losses are those of the layers that ran. All stages return the logits of the last. `dtype` is that
+    of hidden states.
 
     Collectives: a forward receives from the stage before and sends to the next stage; backward the other way round.
     Forwards and backwards must be run in the order of `order_turns`, with the same micro-batches on all stages.
@@ -124,7 +123,7 @@ def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dty
 def only_chunk(model: nn.Module, chunk: int) -> Iterator[None]:
     """Restrict forwards of `model` to one chunk of this stage's layers; without stages the one chunk is all layers.
 
-    Modules, parameters and their names stay: other attributes stand before the modules that the forward would call.
+    Modules, parameters and their names stay: instance attributes hide the modules that the forward would call.
     """
     chunks: list[dict[nn.Module, dict[str, Any]]] = vars(model).get(_CHUNKS, [{}])
     attributes = chunks[chunk] if len(chunks) > 1 else {}
@@ -139,14 +138,13 @@ def only_chunk(model: nn.Module, chunk: int) -> Iterator[None]:
 
 
 class Elsewhere(nn.Module):
-    """Stand-in for `module`, of which another stage has the values; its parameters and buffers stay on meta.
+    """Stand-in for `module`, whose values another stage holds; its parameters and buffers stay on meta.
 
-    All keep their names, and their modules say as before where values come from: the plan, checkpoints and optimizer
-    know of the whole model on every rank.
+    Names and declared sources stay, so that plan, checkpoints and optimizer know the whole model on every rank.
 
     Attributes:
         instead: computes the forward.
-        between_chunks: it stands for the first of the layers that other stages have between two chunks of this one.
+        between_chunks: stands for the first of the layers that other stages have between two chunks of this one.
     """
 
     def __init__(self, module: nn.Module, instead: Callable[..., Any], *, between_chunks: bool = False) -> None:
@@ -167,7 +165,7 @@ class Elsewhere(nn.Module):
 
 
 class StageLink:
-    """Channels to and from the ranks at this one's place in the previous and the next stage, which form a ring."""
+    """Channels to the ranks at the same place in the previous and the next stage; the stages form a ring."""
 
     def __init__(self, dims: ParallelDims, width: int, dtype: torch.dtype) -> None:
         # Two groups: NCCL serves one in order, and a hidden state that waits for its receiver would hold up a gradient.
@@ -188,7 +186,7 @@ class StageLink:
         return tokens_BS.shape[0], tokens_BS.shape[1] // self._pieces, self._width
 
     def share(self, logits: torch.Tensor) -> torch.Tensor:
-        """Broadcast those of the last stage to all stages, which may not know their shape."""
+        """Broadcast the last stage's `logits` to all stages, which may not know their shape."""
         sizes = [*logits.shape, *(-1 for _ in range(_MOST_DIMS - logits.dim()))]
         header = torch.tensor(sizes, dtype=torch.int64, device=logits.device)
         with timers.collective():
@@ -200,10 +198,10 @@ class StageLink:
 
 
 class _Channel:
-    """One way between this rank and another; what is sent first is received first.
+    """One direction between this rank and another: first in, first out.
 
     The last `MOST_SENT` tensors stay alive until they are received: with one, two neighbours can deadlock. Two suffice
-    for every order of turns that there is (tests simulate them).
+    for every order of turns (tests simulate them).
     """
 
     def __init__(self, group: dist.ProcessGroup, stage: int, dtype: torch.dtype) -> None:
@@ -240,7 +238,7 @@ def _send(
     *,
     link: StageLink,
 ) -> torch.Tensor:
-    """Send the hidden states, in place of the output head. Its losses are zeros, its logits of no meaning."""
+    """Send the hidden states, in place of the output head. Its losses are zeros, its logits meaningless."""
     if labels_BS is None:
         link.hidden_out.send(hidden_BsD)
         return hidden_BsD
@@ -249,7 +247,7 @@ def _send(
 
 
 def _hand_on(hidden_BsD: torch.Tensor) -> torch.Tensor:
-    """In place of the norm before an output head that only sends."""
+    """Return the hidden states as they are, in place of the norm before an output head that only sends."""
     return hidden_BsD
 
 
@@ -267,8 +265,8 @@ def _pass(
     hidden: torch.Tensor | None, device: torch.device, link: StageLink, shape: tuple[int, ...], *, receives: bool
 ) -> torch.Tensor:
     """Send `hidden`, if there is one, to the next stage; return what comes from the one before, or zeros of `shape`."""
-    # Something that requires a gradient, or autograd would not ask for that of what is received. Also where all of a
-    # stage is frozen: the next stage sends a gradient, and waits for its receiver.
+    # Without an input that requires a gradient, autograd would skip the backward that receives one. A frozen stage
+    # needs it, too: the next stage sends a gradient, and waits until it is received.
     anchor = torch.empty(0, device=device, requires_grad=torch.is_grad_enabled())
     return _Pass.apply(hidden, anchor, link, shape, receives)  # type: ignore[no-any-return]
 
@@ -295,7 +293,7 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        # The gradient of zeros says nothing: the last stage scaled the loss.
+        # The gradient of zeros is unused: the last stage scaled the loss.
         if ctx.receives:
             ctx.link.gradient_out.send(grad)
         sent = None if ctx.shape is None else ctx.link.gradient_in.receive(ctx.shape, ctx.device)

@@ -56,9 +56,9 @@ _OBJECTIVES = {
     "pretrain": ("--data.dataset=text", "--training.objective=next_token"),
     "dpo": ("--data.dataset=examples", "--training.objective=dpo"),
 }
-_SOME_DATA = {"sft": "train.jsonl", "pretrain": "corpus", "dpo": "pairs.jsonl"}  # which need not be there
+_SOME_DATA = {"sft": "train.jsonl", "pretrain": "corpus", "dpo": "pairs.jsonl"}  # need not exist
 _STORED_BYTES = 2  # per element: models are published in bfloat16
-# What names of models on the hub have behind the sizes.
+# Suffixes after the size in names of models on the hub.
 _VARIANT = re.compile(r"([-_.](instruct|base|chat|thinking|hf|\d{4}))+$")
 
 
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; exit code 0, 1 if the run does not fit the GPU, or 2 after one clear error."""
     given = list(sys.argv[1:] if argv is None else argv)
     level = logger.level
-    logger.setLevel(logging.ERROR)  # what a run would log is not what is asked
+    logger.setLevel(logging.ERROR)  # without the log lines of a run
     planner = _Planner(given)
     try:
         request = read_request(given)
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_request(argv: Sequence[str]) -> Request:
-    """Understand the arguments; nothing is checked against one another.
+    """Parse the arguments, without checking them against one another.
 
     Raises:
         ConfigError: one of them is wrong.
@@ -161,7 +161,7 @@ def read_request(argv: Sequence[str]) -> Request:
 
 
 def _localize(job: JobConfig) -> tuple[JobConfig, str, str]:
-    """Return `job` for a machine without the weights; where these and the sizes come from."""
+    """Return `job` for a machine without the weights, and the origins of weights and sizes, in words."""
     model, checkpoint = job.model, job.checkpoint
     weights, described = checkpoint.initial_load_path, model.hf_assets_path
     if weights and not any(Path(weights).expanduser().glob("*.safetensors")):
@@ -183,7 +183,7 @@ def _plain(text: str) -> str:
 
 
 def _preset_names() -> dict[str, tuple[str, str]]:
-    """Names that models of the presets have on the hub, without signs: `qwen330ba3b`; family and flavor of each."""
+    """Return family and flavor of each preset by its name on the hub, without punctuation: `qwen330ba3b`."""
     names = {}
     for family in families().values():
         for flavor in family.presets:
@@ -311,9 +311,9 @@ def _write(path: Path, data: dict[str, Any]) -> None:
 
 
 class AssumedCheckpoint:
-    """A checkpoint that is not at hand: every tensor that it must have, in two bytes per element. It cannot be read.
+    """Assumed checkpoint of a model that is not downloaded: every required tensor, in two bytes per element.
 
-    What may be absent from a checkpoint, such as adapters, is taken to be.
+    Tensors that a checkpoint may not have, such as adapters, are absent. It cannot be read.
     """
 
     complete, proves_coverage = False, True
@@ -330,7 +330,7 @@ class AssumedCheckpoint:
         raise CheckpointError(f"checkpoint {self.name}: only assumed, for a plan. It cannot be read.")
 
     def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
-        """Bytes of `region`, if it is stored in bfloat16."""
+        """Return the bytes of `region`, stored in bfloat16."""
         return {Path(self.name): region.numel * _STORED_BYTES}
 
 
@@ -341,7 +341,7 @@ def _may_be_absent(info: TensorInfo) -> bool:
 
 
 def planned_sources(checked: Checked, weights: str) -> list[SourceProvider]:
-    """Return the source of weights: the folder if it is there, or what the model named `weights` is assumed to hold."""
+    """Return the source of weights: the folder, if it exists, or the assumed checkpoint of the model `weights`."""
     folder = checked.job.checkpoint.initial_load_path
     if not weights:
         return []

@@ -21,7 +21,7 @@ from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS, Kind
 _GIB = 2**30
 
 # What calls reach, as a share of a peak: of products in bfloat16 ("flops"), in float32, or of the memory. Measured on
-# an H200 by scripts/bench/step_gpu.py (docs/benchmarks.md), but for what is called assumed.
+# an H200 by scripts/bench/step_gpu.py (docs/benchmarks.md), except those marked assumed.
 RATES = {
     "dense": ("flops", 0.72),  # cuBLAS, all dims of 512 or more; 0.82 alone: a whole step is at the GPU's power limit
     "thin": ("flops", 0.40),  # products with a smaller dim
@@ -101,7 +101,7 @@ class Hardware:
 # Name, TFLOP/s of dense products in bfloat16 (with float32 sums) and in float32, GiB as torch reports them, TB/s of the
 # memory; GB/s in one direction of NVLink (PCIe x16 where there is none) and of one network adapter per GPU, as in the
 # vendors' own machines with 8. From the data sheets of NVIDIA and AMD; for RTX from the white papers of GA102, Ada and
-# Blackwell. A short name means the first whose first parts it is.
+# Blackwell. A short name selects the first entry that begins with it.
 _TABLE = (
     ("h100-80gb", 989, 67, 79.1, 3.35, 450, 50),
     ("h100-nvl-94gb", 835, 60, 93.1, 3.9, 300, 50),
@@ -264,8 +264,8 @@ def estimate_stages(
 
 
 def stages_to_trace(model_config: AnyModelConfig, degrees: Degrees) -> list[int]:
-    """Of stages that follow one another with as many layers in each chunk the first, which has most micro-batches open;
-    the first and the last of all, which have the embedding and the output head.
+    """Select stages to trace: the first and the last of all (embedding, output head), and of consecutive stages with
+    equal layers the first, which has the most micro-batches in flight.
     """
     kinds = [layers_of_chunks(model_config, degrees, stage) for stage in range(degrees.pp)]
     first = [0, *(stage for stage in range(1, degrees.pp) if stage == 1 or kinds[stage] != kinds[stage - 1])]
@@ -329,10 +329,10 @@ def axis_ranks(degrees: Degrees, axis: str, rank: int = 0) -> list[int]:
 
 
 def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int = 0) -> StepTime:
-    """Seconds of a step on `hardware`.
+    """Estimate the seconds of a step on `hardware`.
 
-    Kernels run one after the other; so do the collectives that layers wait for. The others run next to the kernels of
-    the same forward or backward, and are exposed where they take longer. The host launches next to the device.
+    Kernels run one after the other; so do the collectives that layers wait for. The others overlap with kernels of the
+    same forward or backward, and are exposed where they take longer. Host launches overlap with the device.
     """
     parts: dict[str, Part] = {}
     compute = intra = inter = 0.0

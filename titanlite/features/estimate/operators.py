@@ -94,7 +94,7 @@ def _grouped(hidden: int, inner: int) -> str:
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, products: tuple[int, int]) -> int:
-    """FLOPs of so many products over the width of keys, and over that of values, with a head of keys per query head."""
+    """Count FLOPs of so many products over the width of keys, and of values; each query head has its keys."""
     return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (products[0] * q.shape[3] + products[1] * v.shape[3])
 
 
@@ -204,7 +204,7 @@ _WITHOUT_KERNEL = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new
 
 @cache
 def _written(func: Any) -> dict[str, bool]:
-    """Arguments that `func` changes; True: whatever they hold before, so that they are not read."""
+    """Return the arguments that `func` writes; True if it overwrites them without reading."""
     names = [a.name for a in func._schema.arguments if getattr(a.alias_info, "is_write", False)]
     overwrites = func in _OVERWRITING
     return {name: overwrites or name in ("out", "grad_input") for name in names}
@@ -222,7 +222,7 @@ _KERNELS = {
 def measure(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, moves: bool, inside: int
 ) -> dict[Call, Work]:
-    """Everything of one call. Views launch nothing; a collective (`moves`) has time of its own, on links.
+    """Return the work of one call. Views launch nothing; a collective (`moves`) takes its time on links.
 
     `inside` are the bytes that the kernel holds while it runs, which it writes and reads.
     """

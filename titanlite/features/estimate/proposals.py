@@ -55,7 +55,7 @@ class Planned:
         return self.estimate.memory.total * _WORTH < other.estimate.memory.total
 
     def describe_changes(self, base: "Planned") -> str:
-        """Say what the arguments change except memory and time, in words; mostly nothing."""
+        """Return in words what the arguments change besides memory and time; mostly empty."""
         job, before, notes = self.checked.job, base.checked.job, list[str]()
         if job.lora.rank and not before.lora.rank:
             notes.append("trains adapters, not all weights")
@@ -110,7 +110,7 @@ def _try_all(plan: Plan, candidates: Iterable[_Arguments]) -> Iterator[Planned]:
 
 
 def _join(arguments: _Arguments, more: _Arguments) -> _Arguments:
-    """Return both, of the same option the later."""
+    """Join both; the later value of an option wins."""
     return tuple({argument.partition("=")[0]: argument for argument in (*arguments, *more)}.values())
 
 
@@ -152,8 +152,8 @@ def _other_runs(base: Planned, best: Planned) -> Iterator[_Arguments]:
 def sweep(job: JobConfig, hardware: Hardware, world_size: int, plan: Plan) -> tuple[list[Planned], int]:
     """Try all legal degrees.
 
-    Of replicas it tries one and the number of nodes; of cp what `job` has, and what leaves a rank 4096 tokens of a
-    sequence or more; pipeline stages are those of `job`.
+    Replicas are one or the number of nodes; cp is that of `job`, or leaves a rank 4096 tokens of a sequence or more;
+    pipeline stages are those of `job`.
 
     Returns:
         Those that fit first, the fastest of them first; and how many were not legal.

@@ -65,7 +65,7 @@ class StandInTrainer(TrainStep):
                 self._make_optimizer_states()
 
     def _make_optimizer_states(self) -> None:
-        """Make states as a first step does; tensors of global size that DTensor makes for it are no memory of a run."""
+        """Make states as a first step does; DTensor's temporaries of global size are no memory of a run."""
         for param in filterfalse(is_elsewhere, self.model.parameters()):
             param.grad = torch.zeros_like(param) if param.requires_grad else None
         step_if_finite(self.optimizer, torch.ones((), dtype=torch.bool))
@@ -101,7 +101,7 @@ class StandInTrainer(TrainStep):
 
 @contextmanager
 def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[None]:
-    """Tensors made here have no data, operators compute sizes only, and kernels are chosen as on `device_type`."""
+    """Give tensors made inside no data: operators compute sizes only, and kernels are chosen as on `device_type`."""
     with ExitStack() as stack:
         kernels: dict[str, Callable[..., Any]] = {"expert_splits": _even_splits}
         stack.enter_context(_exchanged(grouped_mm=_grouped_mm))
@@ -119,7 +119,7 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
 
 @contextmanager
 def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
-    """Tell `recorder` where stretches of a step begin, while `trainer` makes one. Works on real trainers, too."""
+    """Tell `recorder` where segments of a step begin, while `trainer` runs one; real trainers work too."""
     model, enter = trainer.model, trainer.enter
     layers = model.decoder_layers()
     turns = {"forward": -1, "backward": -1}  # the latest micro-batch of each
@@ -160,7 +160,7 @@ def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
 
 
 def _allocate(plan: Plan, model: Model) -> None:
-    """Sizes in place of values: as `materialize.allocate`, on tensors without data."""
+    """Allocate as `materialize.allocate` does, but tensors without data."""
     for entry in plan.entries:
         if not entry.tensor.is_meta or entry.is_elsewhere:
             continue
@@ -192,9 +192,9 @@ class _NoReference(AdaptersOff):
 
 @contextmanager
 def _exchanged(**functions: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Exchange functions of `torch.nn.functional`.
+    """Replace functions of `torch.nn.functional` by name.
 
-    By name: a mode that overrides functions is switched off inside `backward`, where layers are recomputed.
+    A `TorchFunctionMode` would be off inside `backward`, where layers are recomputed.
     """
     composed = {name: getattr(F, name) for name in functions}
     try:
@@ -220,7 +220,7 @@ def _even_splits(shape: torch.Size, num_experts: int, num_ranks: int) -> tuple[l
 
 
 def _mask(training: TrainingSection, backend: AttentionBackend) -> AttentionMask | None:
-    """Other masks than that of `sdpa` look at the documents while they are made: here each row is one."""
+    """Return a mask that needs no document ids, which have no data: of one document per row; none for `sdpa`."""
     if backend == "sdpa":
         return None
     return AttentionMask(starts_N1=torch.zeros(training.local_batch_size + 1, dtype=torch.int32))

@@ -1,9 +1,9 @@
-"""One training step, traced on a rank that is not there: live bytes of each stretch, collectives, FLOPs.
+"""One training step, traced on a fake rank: live bytes of each segment, collectives, FLOPs.
 
 Layers of one kind are alike, so few of each are traced and the rest is extrapolated: with n and with n + 1 of them (or
-n + p, if they repeat with period p), every quantity differs by what one more layer adds. It does so at each moment
-that is counted from the first or from the last layer of its kind; what lies between is a straight line from the one to
-the other, whose most is at an end. `trace_step(..., every_layer=True)` traces all of them; the results are equal.
+n + p, if they repeat with period p), every quantity differs by the share of one more layer. This holds for each moment,
+counted from the first or the last layer of its kind; between those, memory is linear, so its peak is at an end.
+`trace_step(..., every_layer=True)` traces all of them; the results are equal.
 """
 
 import re
@@ -56,7 +56,7 @@ class StepTrace:
     """Cost of one optimizer step on this rank."""
 
     peaks: dict[Moment, dict[str, int]]  # live bytes by category (`tracker.CATEGORIES`) when each stretch is fullest
-    # Of one of each traced micro-batch, and of what is done once per step, recomputation included; the group of a
+    # Work of one of each traced micro-batch, and of the once-per-step part, recomputation included; the group of a
     # collective is its axis.
     work: dict[Kind, Work]
     repeats: tuple[int, ...]  # how often the step does the work of each traced micro-batch
@@ -217,7 +217,7 @@ def _trace(
     job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, rank: int, device_type: DeviceType, documents: bool
 ) -> StepTrace:
     """Trace a step with every layer of `model_config`."""
-    job = replace(job, compile=replace(job.compile, enable=False))  # as it is without; compiled code keeps no more
+    job = replace(job, compile=replace(job.compile, enable=False))  # traced uncompiled; compiled code keeps no more
     job = replace(job, training=replace(job.training, enable_cpu_offload=False))
     repeats = _repeats(count_micro_batches(job, degrees.dp), job, degrees)
     with fake_ranks(degrees.world_size, rank):
@@ -248,9 +248,9 @@ def _expert_copies(model: Model) -> list[torch.Tensor]:
 def _repeats(micro_batches: int, job: JobConfig, degrees: Degrees) -> tuple[int, ...]:
     """Return how often a step does the work of each micro-batch that is traced.
 
-    Traced are the first, one like those that follow, and the last where that reduces gradients that others do not
-    (`prepare_backward`). A pipeline stage holds ever more activations, of as many micro-batches as there are stages;
-    one of several chunks, whose micro-batches come in groups of that many, during the first two groups.
+    Traced are the first micro-batch, one of the following, and the last if it reduces gradients that others do not
+    (`prepare_backward`). A pipeline stage accumulates activations of as many micro-batches as there are stages; one of
+    several chunks, whose micro-batches come in groups of that many, during the first two groups.
     """
     last_differs = degrees.dp_replicate > 1 or job.parallelism.fsdp_once_per_step
     if degrees.chunks > 1:
@@ -265,7 +265,7 @@ def _repeats(micro_batches: int, job: JobConfig, degrees: Degrees) -> tuple[int,
 def _summarize(
     recorder: StepRecorder, trainer: StandInTrainer, num_layers: tuple[int, ...], repeats: tuple[int, ...]
 ) -> StepTrace:
-    """Return the figures of a recorded step whose micro-batches stand for so many each."""
+    """Return the figures of a recorded step; each of its micro-batches stands for `repeats` many."""
     assert dist.group.WORLD is not None
     world = dist.group.WORLD.group_name
     axes = axis_names(trainer.dims) | {"": ""}

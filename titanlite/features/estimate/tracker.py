@@ -125,7 +125,7 @@ class StepRecorder(TorchDispatchMode):
         recorder = self
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            # FSDP2 frees and takes back gathered parameters so, which is no operator.
+            # FSDP2 frees and reallocates gathered parameters this way, which no operator shows.
             result = recorder._resize(storage, size)
             recorder._resized(storage)
             return result
@@ -201,7 +201,7 @@ class StepRecorder(TorchDispatchMode):
         self.work[kind] = self.work.get(kind, Work()) + work
 
     def _asked_by(self) -> str:
-        """Return the part whose code calls an operator, or called the one that this is the backward of; "": no part.
+        """Return the part whose code called an operator, or called the forward of this backward; "": no part.
 
         Nodes of autograd are numbered as forwards make them.
         """
@@ -216,7 +216,7 @@ class StepRecorder(TorchDispatchMode):
             frame = frame.f_back
         else:
             part = ""
-        # Before the operator's kernel its node was made; what makes none must not claim the one before.
+        # The node of the operator was made before its kernel; an operator without one must not claim the node before.
         self._parts.setdefault(_ask_autograd(torch.autograd, "_get_sequence_nr") - 1, part)
         return part
 
@@ -232,7 +232,7 @@ class StepRecorder(TorchDispatchMode):
         return DENSE if is_product and asked_by in ("", ELEMENTWISE) else asked_by or ELEMENTWISE
 
     def _seen(self, storage: torch.UntypedStorage, *, is_argument: bool = False) -> None:
-        """Add a storage that is not known yet. As an argument it was there before: gloo, say, made it for itself."""
+        """Add an unknown storage. One among the arguments existed before, such as a buffer of gloo."""
         address = storage._cdata
         if is_argument:
             self._serials[address] = None
@@ -295,7 +295,7 @@ class StepRecorder(TorchDispatchMode):
         return peaks
 
     def _kinds(self) -> dict[int, str]:
-        """Category of every storage. Activations are what forwards leave that have no backward yet."""
+        """Return the category of every storage. Activations are left by forwards whose backward has not run yet."""
         kinds = dict(self._category)
         born: dict[int, Segment] = {}
         segment = self._segment

@@ -5,15 +5,14 @@
 - `nf4`: codes are 4-bit NormalFloat (arXiv:2305.14314, section 3 and appendix E), 64 values share their largest
   magnitude. Two codes are in a byte, the first one in the upper half, as in bitsandbytes.
 
-A record holds the codes of one run and after them its factor, float32 in the byte order of the machine. Records lie
-along the last dim of a weight and know nothing of their neighbours, so that rows, and columns in whole records, may be
-cut anywhere.
+A record holds the codes of one run and after them its factor, float32 in the byte order of the machine. Records follow
+one another along the last dim of a weight and are independent, so a weight may be cut between any rows, and along its
+columns between records.
 
-`encode_weights` exchanges parameters of a model on meta, in place: what was `weight` (out, in) holds records
-(out, n, r) afterwards and says so (`materialize.layout.Encoding`). Its name stays, and so does what a checkpoint, a
-recipe or a plan know of it. Records are stored in the matmul dtype, so that FSDP all-gathers them without a cast; r is
-their size in its elements. Products decode them where they are used, and again in backward: autograd keeps the records
-alone.
+`encode_weights` replaces parameters of a model on meta, in place: `weight` (out, in) becomes records (out, n, r),
+marked by a `materialize.layout.Encoding`. Its name stays, and so does its form in checkpoints, recipes and plans.
+Records are stored in the matmul dtype, so that FSDP all-gathers them without a cast; r is their size in its elements.
+Products decode them in forward and again in backward, so autograd keeps only the records.
 
 Shapes: N rows, W values per row, n records per row; of products M rows, E groups, K reduction, N columns.
 """
@@ -68,7 +67,7 @@ class BlockFormat:
         return self.code_bytes + _FACTOR_BYTES
 
     def num_records(self, width: int) -> int:
-        """Count the records of a row of `width` values; what the last one does not need is zeros."""
+        """Count the records of a row of `width` values; the last one is padded with zeros."""
         return -(-width // self.block)
 
 
@@ -84,7 +83,7 @@ def encode_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
     values_NnB = _in_blocks(values_NW.to(torch.float32), layout)
     largest_Nn1 = values_NnB.abs().amax(dim=-1, keepdim=True)
     largest_Nn1 = torch.where(largest_Nn1.isfinite(), largest_Nn1, torch.nan)
-    # As small as float32 has it with all its bits: zeros need a factor too, and no 0 / 0.
+    # The smallest normal float32: blocks of zeros need a factor, too, and no 0 / 0.
     factor_Nn1 = (largest_Nn1 / (_LARGEST_FP8 if layout is FP8 else 1)).clamp(min=torch.finfo(torch.float32).tiny)
     if layout is FP8:
         codes = (values_NnB / factor_Nn1).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -126,8 +125,8 @@ def decode_blocks(
 ) -> torch.Tensor:
     """Values (..., width) of records (..., n, record_bytes in any dtype): code times factor in float32, rounded once.
 
-    Not differentiable. `in_backward` keeps a compiler from taking the call for the one in forward, and keeping its
-    result.
+    Not differentiable. `in_backward` keeps a compiler from merging the call with that of forward, whose result it would
+    keep.
     """
     return decode_blocks_op(records, layout.name, width, dtype, in_backward)
 
@@ -204,7 +203,7 @@ class BlockEncoding:
         return self.layout.name
 
     def values_in(self, stored: Region) -> Region:
-        """Rows as they are; of the columns those of the records."""
+        """Return the region of the values in `stored` records: equal rows, and the records' columns."""
         *rows, first, _ = stored.starts
         *heights, count, _ = stored.lengths
         start = min(first * self.layout.block, self.shape[-1])
@@ -227,7 +226,7 @@ class BlockEncoding:
 def encode_weights(model: Model, format_name: str) -> None:
     """Keep the frozen matrices of linear layers and experts of `model` in the format of this name, in place, on meta.
 
-    Before sharding. Not embedding, output head and routers, nor what `TransformersModel` has.
+    Call before sharding. Embedding, output head, routers, and layers of `TransformersModel` stay as they are.
     """
     assert not isinstance(model, TransformersModel), "refused by the configuration"
     layout = BLOCK_FORMATS[format_name]

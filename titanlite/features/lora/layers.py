@@ -1,7 +1,7 @@
 """LoRA (arXiv:2106.09685): frozen layers with a trained correction of low rank, `W x + alpha / rank * B (A x)`.
 
-`apply_lora` exchanges layers of a model on meta for the classes below, which hold the same weights under the same names
-with adapters next to them. So the rest of titanlite needs no case for it. In a model of transformers these are linear
+`apply_lora` replaces layers of a model on meta by the classes below, which hold the same weights under the same names,
+with adapters next to them. So the rest of titanlite treats them alike. In a model of transformers these are linear
 layers inside its repeated layers; the experts that transformers' experts interface serves get parameters.
 
 Shapes: R routed rows, E experts, D hidden, I expert width, r rank.
@@ -80,7 +80,7 @@ class LoRALinear(Linear):
 def _add_expert_adapters(
     experts: Any, adapted: frozenset[str], section: LoRASection, dtype: torch.dtype
 ) -> dict[str, Source]:
-    """Give `experts` adapters for its weights `adapted`, whichever way round these are, and return their sources.
+    """Add adapters for the weights `adapted`, transposed or not, to `experts`; return their sources.
 
     `gate_up_lora_A` (E, r, D) and `gate_up_lora_B` (E, 2 I, r), `down_lora_A` (E, r, I) and `down_lora_B` (E, D, r);
     the attributes `scaling`, `dropout` and `adapter_enabled` are as in `LoRALinear`.
@@ -103,7 +103,7 @@ def _add_expert_adapters(
 class LoRAExperts(Experts):
     """Frozen `Experts` with adapters.
 
-    The experts are computed by single grouped GEMMs instead of the fused operator, for the adapters of the first
+    The experts are computed by single grouped GEMMs instead of the fused operator, because the adapters of the first
     projection act before its SwiGLU.
     """
 
@@ -142,8 +142,8 @@ class LoRAExperts(Experts):
 def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
     """Freeze `model` and give the layers that `section.targets` names adapters of `dtype`, in place. Before sharding.
 
-    Nothing is done if `section.rank` is 0. A ConfigError, the same on all ranks: a pattern names nothing that can have
-    an adapter.
+    No-op if `section.rank` is 0. Raises ConfigError, the same on all ranks: a pattern matches nothing that can have an
+    adapter.
     """
     if not section.rank:
         return
@@ -176,7 +176,7 @@ def root_of(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` computes what the frozen base model does, bit for bit."""
+    """Make `model` compute as the frozen base model while the context is open, bit for bit."""
     modules = [module for module in adapted_modules(model).values() if module.adapter_enabled]
     for module in modules:
         module.adapter_enabled = False
@@ -188,8 +188,8 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def adaptable(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """Return what can have an adapter by name, as (module, weight): linear layers but the output head, with "" for the
-    weight, and the experts' weights.
+    """Return what can have an adapter by name, as (module, weight): linear layers except the output head, with "" for
+    the weight, and the experts' weights.
     """
     experts, found = adaptable_experts(model), dict[str, tuple[str, str]]()
     layers: set[nn.Module] = set()
@@ -197,7 +197,7 @@ def adaptable(model: nn.Module) -> dict[str, tuple[str, str]]:
         layers = {module for layer in model.decoder_layers() for module in layer.modules()}
     for name, module in root_of(model).named_modules():
         own = isinstance(module, Linear) and not isinstance(module, OutputHead)
-        if own or (module in layers and type(module) is nn.Linear):  # not what a class has made of one
+        if own or (module in layers and type(module) is nn.Linear):  # no subclass
             found[name] = name, ""
         found |= {f"{name}.{weight}": (name, weight) for weight in experts.get(name, ())}
     return found

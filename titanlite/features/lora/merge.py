@@ -165,7 +165,7 @@ class _MergingReader:
 
 
 def read_quietly(reader: TensorReader, requests: Sequence[ReadRequest]) -> None:
-    """Read without a word on the terminal, where the reader has any."""
+    """Read without log lines, if the reader can."""
     getattr(reader, "read_quietly", reader.read)(requests)
 
 

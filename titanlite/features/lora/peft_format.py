@@ -144,7 +144,7 @@ class AdapterConfig:
 
 
 def read_adapter(folder: Path, prefix: str = "", *, exact: bool = False) -> tuple[Stored, AdapterConfig]:
-    """Return tensors and configuration of the adapters in `folder`; with `exact` also where only a resume reads them.
+    """Return tensors and configuration of the adapters in `folder`; with `exact`, also those that only a resume reads.
 
     Raises:
         CheckpointError: there are none, they are damaged, or need what titanlite cannot apply. It begins with `prefix`.
@@ -196,19 +196,19 @@ _HARMLESS = frozenset(
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     )
 )
-# The values of other keys with which adapters are plain LoRA; of keys that are not known, those that switch off.
+# Values of other keys that mean plain LoRA; unknown keys must have a value that switches them off.
 _OFF: tuple[Any, ...] = (None, False, [], {})
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "use_rslora": (True, *_OFF),
-    # These begin with other A and B. Any other one (pissa, olora, corda, loftq, lora_ga) begins with another W, too.
+    # These change the initial A and B. Any other (pissa, olora, corda, loftq, lora_ga) changes W, too.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
 
 
 class AdapterCheckpoint:
-    """A `SourceProvider` that reads every adapter of the model; strict, but silent about all that is no adapter."""
+    """A `SourceProvider` of all adapters of the model; strict about them, and ignores other tensors."""
 
     complete = False
 
@@ -264,7 +264,7 @@ class _AdapterReader:
 
 
 _LAYER = re.compile(r".*\.layers\.\d+\.")
-# What peft takes for single experts of an older transformers where a model has experts, and renames.
+# Names that peft takes for single experts of older transformers in models with experts, and renames.
 _FUSED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -298,7 +298,7 @@ class PeftFormat(HFFormat):
         def write(folder: Path) -> None:
             write_adapter_config(folder, model, self._lora, self.base)
             if isinstance(model.config, ModelConfig):
-                # For peft's file has no place for what a run overrides; `model_config_from_hf` reads it.
+                # peft's file has no place for overrides of a run; `model_config_from_hf` reads them here.
                 table = {**family_of(model.config).to_hf(model.config), "model_type": model.config.family}
                 (folder / OWN_FOLDER).mkdir(exist_ok=True)
                 (folder / OWN_FOLDER / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
