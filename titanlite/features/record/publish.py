@@ -28,7 +28,7 @@ from titanlite.config.data import get_sources
 from titanlite.config.settings import format_value, get_sections_of, get_value
 from titanlite.metrics.point import Results
 
-# These say where and how a run took place, not what the model is.
+# These describe where and how a run took place, not the model.
 _LEFT_OUT = ("job", "metrics", "profiling", "comm")
 _LEFT_OUT_KEYS = ("checkpoint.folder", "data.cache_folder", "checkpoint.push_to_hub")
 _LICENSE = re.compile(r"(license|license_name|license_link):\s*(\S.*)")
@@ -192,7 +192,7 @@ def open_wandb(job: JobConfig, folder: Path) -> Callable[[int, Mapping[str, floa
 
 
 def configure_wandb(found: Mapping[str, Any]) -> None:
-    """Tell W&B what the run runs on, without the command, which has paths."""
+    """Send the environment of the run to W&B, without the command, which has paths."""
     values = {"environment": {name: found[name] for name in found if name != "command"}}
     for run in _opened:
         run.call(lambda wandb_run: wandb_run.config.update(values, allow_val_change=True))

@@ -1,5 +1,5 @@
-"""Files that describe a run, in its folder: what it runs on (environment.json), every tensor of a rank with placement,
-source and bytes (plan.json); and the room that its checkpoints take.
+"""Files that describe a run, in its folder: its environment (environment.json), every tensor of a rank with placement,
+source and bytes (plan.json); and the disk space of its checkpoints.
 """
 
 import json
@@ -165,8 +165,8 @@ def build_run_plan(plan: Plan, muon: Container[torch.Tensor] = ()) -> RunPlan:
 def count_read_bytes(plan: Plan, rank: int) -> int:
     """Bytes, as they are on disk, that global rank `rank` of the plan's stage reads itself.
 
-    Replicas share the reads out as `materialize` will do it. What a reader cannot say beforehand (`plan_bytes`: bytes
-    by file), such as adapters in memory, counts nothing.
+    Replicas share the reads as in `materialize`. A reader without `plan_bytes` (bytes by file), such as that of
+    adapters in memory, counts nothing.
     """
     reads = [(entry.tensor, entry.source) for entry in plan.entries if isinstance(entry.source, Read)]
     total = 0
@@ -206,7 +206,7 @@ def _group(entries: Iterable[TensorEntry]) -> Iterable[PlannedTensor]:
 
 
 def describe_placement(tensor: torch.Tensor) -> str:
-    """Mesh axes with more than one rank, and what each does to the tensor."""
+    """Return mesh axes with more than one rank, and what each does to the tensor."""
     if is_elsewhere(tensor):
         return "other stages"
     if not isinstance(tensor, DTensor):
@@ -249,9 +249,9 @@ def count_bytes(plan: Plan, job: JobConfig, muon: Container[torch.Tensor]) -> in
 
 
 def count_coming(job: JobConfig, present: int, step: int) -> int:
-    """Count the most checkpoints that exist at once next to the `present` ones, from `step` to the end of the run.
+    """Count the most checkpoints at any time besides the `present` ones, from `step` to the end of the run.
 
-    One is removed only when the next is complete.
+    An old one is removed only when the next is complete.
     """
     section, steps = job.checkpoint, job.training.steps
     coming = steps // section.interval - step // section.interval if section.interval else 0
@@ -267,14 +267,14 @@ def count_coming(job: JobConfig, present: int, step: int) -> int:
 def check_space(
     job: JobConfig, plan: Plan, muon: Container[torch.Tensor], folder: Path, step: int, carried_bytes: int = 0
 ) -> None:
-    """Log the size of a checkpoint, and warn if those that will be kept have no room in `folder`. On rank 0."""
+    """Log the size of a checkpoint, and warn if the coming ones do not fit into `folder`. On rank 0."""
     if not job.checkpoint.enable or dist.get_rank() != 0:
         return
     size, coming = count_bytes(plan, job, muon) + carried_bytes, count_coming(job, len(list_steps(folder)), step)
     try:
         free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     except OSError:
-        return  # whoever writes there says what is wrong
+        return  # the first write will report what is wrong
     each, room = format_size(size), format_size(free)
     logger.info("checkpoint: each takes %s, %s are free in %s", each, room, folder)
     if coming * size > free:
@@ -286,7 +286,7 @@ def check_space(
 
 
 def write_json(path: Path, found: dict[str, Any]) -> None:
-    """Write a file that only describes the run: what cannot be written is a warning."""
+    """Write a file that only describes the run: if that fails, only warn."""
     try:
         replace_file(path, json.dumps(found, indent=1) + "\n")
     except OSError as error:

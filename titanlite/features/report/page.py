@@ -145,7 +145,7 @@ def _figure(name: str, plot: "Plot", place: str) -> str:
 
 
 def _tiles(tiles: Sequence[tuple[str, str, str]]) -> str:
-    """Rows as equal as possible; CSS stretches the tiles of a shorter one."""
+    """Split the tiles into rows of nearly equal length; CSS stretches those of a shorter one."""
     columns = -(-len(tiles) // -(-len(tiles) // _MOST_TILES))
     cells = [f"<dt>{escape(a)}</dt><dd>{escape(b)}<small>{escape(c)}</small></dd>" for a, b, c in tiles]
     return f'<dl class="tiles" style="--columns: {columns}"><div>{"</div><div>".join(cells)}</div></dl>'

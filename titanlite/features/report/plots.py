@@ -15,7 +15,7 @@ from bokeh.themes import Theme
 
 from titanlite.features.report.read import Run, Series, is_count
 
-models: Any = bokeh.models  # its types have no place for half of what it takes
+models: Any = bokeh.models  # its type stubs miss half of its arguments
 _COLORS = ("#3f7fc4", "#e0762b", "#3f9d63", "#9a63c4", "#d4526f", "#1f98a4", "#a3871c", "#7a8592")
 _GREY, _TEXT = "#9aa1a8", "#767d85"  # legible on white and on black, where no CSS variable reaches
 _NO_BOX = dict.fromkeys(("background_fill_color", "border_line_color", "major_tick_line_color"))
@@ -95,7 +95,7 @@ def build_plots(run: Run) -> dict[str, Plot]:
 
 
 def _below(prefix: str, names: Sequence[str], without: str = "") -> dict[str, str]:
-    """Metrics that begin with `prefix`, by the rest of their names."""
+    """Return the metrics that begin with `prefix`, by the rest of their names."""
     found = [name for name in names if name.startswith(prefix) and name != without]
     return {name.removeprefix(prefix).replace("_", " "): name for name in found}
 
@@ -210,7 +210,7 @@ class _Plots:
         steps = np.asarray(series[0].steps)
         if not steps.size or any(len(found.values) != len(steps) for found in series):
             return
-        # Means over stretches of equal length keep on top of each other what is so.
+        # Means over equal stretches keep the stacked order of phases.
         starts = np.unique(np.linspace(0, len(steps), min(len(steps), _POINTS // 2), endpoint=False).astype(int))
         counts = np.diff([*starts, len(steps)])
         parts = [np.maximum(np.add.reduceat(np.nan_to_num(found.values), starts) / counts, 0) for found in series]
@@ -312,7 +312,7 @@ def _stack(plot: Any, x: str, at: Any, parts: Mapping[str, Any], draw: Callable[
 def thin(columns: Sequence[Any]) -> np.ndarray:
     """Return indices of about `_POINTS` points at most: both ends, and the extremes of each column in each stretch.
 
-    So no spike is lost. Of values that are not finite one per stretch stays: a line has a gap there.
+    So no spike is lost. Of non-finite values one per stretch stays: a line has a gap there.
     """
     length = len(columns[0])
     if length <= _POINTS:

@@ -24,7 +24,7 @@ _LARGEST = 2**53  # a float holds whole numbers below exactly
 
 @dataclass
 class Series:
-    """Values of one metric over increasing steps: numbers, or arrays per layer or rank; nan where one is not finite."""
+    """Values of one metric over increasing steps: numbers, or arrays per layer or rank; nan where not finite."""
 
     steps: array = field(default_factory=lambda: array("q"))
     values: Any = field(default_factory=lambda: array("d"))

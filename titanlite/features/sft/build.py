@@ -128,13 +128,13 @@ def describe(dataset: ExampleDataset) -> str:
 
 
 def get_warnings(dataset: ExampleDataset) -> list[str]:
-    """Return warnings about the chats that are most likely not meant, with the file that they are in."""
+    """Return warnings about chats that are most likely unintended, with their file."""
     headers = [source.examples.header for source in dataset.sources]
     return [f"{header.names[0]}: {text}" for header in headers for text in get_chat_warnings(header.counts)]
 
 
 def get_chat_warnings(counts: Mapping[str, int]) -> list[str]:
-    """Return warnings about `ExampleHeader.counts` that are no error but most likely not meant."""
+    """Return warnings about `ExampleHeader.counts` that are no errors but most likely unintended."""
     remedies = {
         NO_END: "the model will not learn to stop. Use a chat template that closes the assistant's turn with a token.",
         SPELLED: "they are trained as letters. Give such chats as messages, or as prompt and completion.",

@@ -9,9 +9,9 @@ is rendered with other texts in its place, and the texts are compared:
   belongs to the prompt; any other difference is an error, because inference would never ask for this answer.
 - **End**: the first special token that the finished turn, and the same turn followed by a message, show alike. Where
   there is none, the first token of the message that follows.
-- **Loss**: a part (a call, an argument, a tool) whose replacement does not change the text is an error.
+- **Dropped part**: a part (a call, an argument, a tool) whose replacement does not change the text is an error.
 
-What replacements show is kept per kind of message, so that most rows are rendered twice: as prompt and finished.
+Results are cached per kind of message, so that most rows are rendered twice: as prompt and finished.
 """
 
 import json
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 # Bits of a token: the loss is taken on it; it is part of an answer; it ends an answer.
 TRAINED, ANSWER, END = 1, 2, 4
-# Kinds of `ChatRenderer.counts` that are worth a warning; the last begins several.
+# Kinds of `ChatRenderer.counts` that are worth a warning; the last is a prefix of several.
 NO_END = "answers without an end"
 SPELLED = "texts that spell special tokens of the chat template"
 DROPPED = "parts dropped by the template: "
@@ -73,7 +73,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns to train on, the finished conversation, and whether each turn's prompt begins with the turn before."""
+    """Turns to train on; the finished conversation; and whether each turn's prompt begins with the turn before."""
 
     turns: list[Turn]
     joined: bool
@@ -81,10 +81,10 @@ class Conversation:
 
 
 class ChatRenderer:
-    """Renderer of chats with the template of `tokenizer`; `date` is its today, as ISO text (empty: the real one).
+    """Renderer of chats with the template of `tokenizer`; `date` is its date of today, as ISO text (empty: the actual).
 
     With `train_all` every token is trained; with `warn_of_dropped` parts that the template drops are counted, not
-    refused. `counts` are numbers of chats or answers by what is worth saying about them.
+    refused. `counts`: chats or answers, by the remark that the log makes about them.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ChatRenderer:
 
     @cached_property
     def _spelled(self) -> list[str]:
-        """Special tokens that the template spells; without one, all but those that begin and end any text."""
+        """Special tokens that the template spells; without a template, all except those that begin and end any text."""
         template = str(self.tokenizer.chat_template or "")
         named: dict[str, Any] = self.tokenizer.special_tokens_map
         plain = {named.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}

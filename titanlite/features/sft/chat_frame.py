@@ -1,5 +1,5 @@
-"""What a chat template writes around an answer, and which parts of a message it shows: found by putting other texts
-in their place.
+"""Frames that a chat template writes around answers, and the parts of a message that it shows: found by rendering other
+texts in their place.
 """
 
 import json
@@ -76,10 +76,10 @@ class FrameFinder:
         )
 
     def probe(self, show: Show, messages: Messages, prompt: str) -> tuple[Frame, int] | None:
-        """Return what the template writes around the last of `messages`, and where this answer starts in their text.
+        """Return the frame that the template writes around the last of `messages`, and where this answer starts.
 
-        Other texts in its place show it. None if the finished turn shows another prompt or nothing of the answer;
-        RowError if the template fails.
+        Found by rendering other texts in its place. None if the finished turn shows another prompt or nothing of the
+        answer; RowError if the template fails.
         """
         finished = [[*messages[:-1], probe_message(messages[-1], probe)] for probe in PROBES]
         done = [show(chat) for chat in finished]
@@ -115,7 +115,7 @@ class FrameFinder:
             return more, prompt[place:], same + len(prompt) - place
         if _begins_with_thought(show, messages, same, done):
             return more, "", same
-        # The history is another one: the answer starts after the same role mark.
+        # The history differs: the answer starts after the same role mark.
         for shown in (prompt, _ENDING_THOUGHT.sub("", prompt)):
             marks = list(self.special.finditer(shown))
             role = shown[marks[-1].start() :] if marks else ""
@@ -209,7 +209,7 @@ Change = Callable[[Part, Any], Any]
 
 
 def get_shape(message: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the kind of a message: everything but its words that templates are known to look at."""
+    """Return the kind of a message: everything that templates are known to look at, except its words."""
     content = message.get("content", "")
     if len(message) == 2:  # most are role and content alone
         return message["role"], bool(content) and not content.isspace(), "</think>" in content
@@ -303,7 +303,7 @@ def change_tool(tool: dict[str, Any], change: Change) -> dict[str, Any]:
 
 
 def list_parts(change_whole: Callable[..., Any], whole: dict[str, Any]) -> list[Part]:
-    """List the parts of `whole`, a message or a tool, that `change_whole` changes, but empty arguments."""
+    """List the parts of `whole`, a message or a tool, that `change_whole` changes, except empty arguments."""
     found: dict[Part, Any] = {}
     change_whole(whole, lambda part, value: found.setdefault(part, value))
     return [part for part, value in found.items() if value not in ("", None, [], {})]
@@ -316,12 +316,12 @@ def put_probe(change_whole: Callable[..., Any], whole: dict[str, Any], part: Par
 
 
 def probe_message(message: dict[str, Any], probe: str) -> dict[str, Any]:
-    """Return `message` with `probe` in place of everything that it says."""
+    """Return `message` with `probe` in place of all its texts."""
     return change_message(message, lambda part, value: value if part.kind == "name" else _like(value, probe))
 
 
 def _like(value: Any, probe: str) -> Any:
-    """Return a probe of the type of `value`, for templates write each type in their own way."""
+    """Return a probe of the type of `value`, because templates write each type in their own way."""
     if isinstance(value, bool):
         return (not value) if probe == PROBES[0] else value
     if isinstance(value, int | float):

@@ -1,6 +1,6 @@
 """The tokenizer's chat template: the only place that renders one.
 
-Everything that it can raise becomes a `RowError`, and what it takes for today is one date for the whole run.
+Every exception of it becomes a `RowError`, and its date of today is the same for the whole run.
 """
 
 import re
@@ -29,7 +29,7 @@ Marks = list[tuple[int, int]]  # places in a text that the template marks with {
 REMEDY = "Correct the row, or give another template with data.chat_template."
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-# What a template can raise: its own raise_exception, and what its expressions do with a value they did not expect.
+# Exceptions of a template: its own raise_exception, and errors of expressions on unexpected values.
 _ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _KNOWN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "date_string"}
 
@@ -67,7 +67,7 @@ class ChatTemplate:
                 tools=cast(Any, tools),
                 chat_template=template,
                 add_generation_prompt=prompt,
-                continue_final_message=False,  # named, so that no row's argument can set it
+                continue_final_message=False,  # given, so that no row's argument can set it
                 return_assistant_tokens_mask=marked,
                 **self._special | arguments,
             )
@@ -114,8 +114,8 @@ def set_date(template: Any, date: str) -> Any:
 
 
 def set_arguments(template: Any, arguments: dict[str, Any]) -> Any:
-    """`template`, or each of several by name, with values for arguments that are not given when it is rendered: part of
-    its text, so that whatever renders a saved template takes the same ones.
+    """Return `template`, or each of several by name, with default values of its arguments written into its text, so
+    that every renderer of a saved template uses them.
     """
     if isinstance(template, dict):
         return {name: set_arguments(text, arguments) for name, text in template.items()}
@@ -142,7 +142,7 @@ def _list_arguments(template: str) -> frozenset[str]:
 
 
 def with_chat_date(job: JobConfig) -> JobConfig:
-    """Return `job` with the date that chat templates show: as set, as in the checkpoint to resume from, or today."""
+    """Return `job` with the date for chat templates: as set, as in the checkpoint to resume from, or today."""
     if job.data.dataset not in ("examples", "images") or job.data.chat_date:
         return job
     start = find_start(job.checkpoint, job.job.dump_folder)

@@ -1,4 +1,4 @@
-"""Rows of examples: each example, or piece of a long document, in one row, several to a row where they fit.
+"""Examples packed into rows: each example, or piece of a long document, in one row, several to a row where they fit.
 
 `DocumentRows` are rows of plain text with one document each, for models that mix the documents of a row.
 
@@ -57,7 +57,7 @@ class ExampleSet:
         return ExampleSet(self.examples, self.selected[which], self.starts[which], self.lengths[which])
 
     def get_documents(self, member: int) -> Iterator[slice]:
-        """Return what is used of the documents of example number `member`, as places in `tokens` and `flags`."""
+        """Return the used parts of the documents of example `member`, as places in `tokens` and `flags`."""
         places = self.examples.get_documents(int(self.selected[member]))
         parts = zip(places, self.starts[member].tolist(), self.lengths[member].tolist(), strict=True)
         return (slice(place.start + start, place.start + start + length) for place, start, length in parts)
@@ -69,7 +69,7 @@ class ExampleSet:
     @cached_property
     def num_trained(self) -> int:
         """Tokens that the loss is taken on."""
-        if self.examples.header.form == "text":  # every token is trained that follows another
+        if self.examples.header.form == "text":  # every token except the first is trained
             return int((self.lengths - 1).sum())
         size = self.examples.header.documents_per_example
         full = np.diff(self.examples.offsets).reshape(-1, size)[self.selected]
@@ -153,7 +153,7 @@ def fit_examples(
 
 
 def _is_equal(examples: TokenizedExamples, pair: int, lengths: np.ndarray) -> bool:
-    """Return True if what is used of a pair's two sides is equal, or would be if the shorter one were not cut first."""
+    """Return True if the used parts of a pair's sides are equal, or would be if the shorter one were not cut first."""
     places, used = list(examples.get_documents(pair)), int(lengths.min())
     whole = places[lengths.argmin()]
     if lengths[0] != lengths[1] and whole.stop - whole.start == used:
@@ -265,7 +265,7 @@ class ExampleDataset(ShuffledSequences):
         )
 
     def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:
-        """Return what is in sequence `index`: the set, and numbers of its examples in their order."""
+        """Return the set of the examples in sequence `index`, and their numbers in order."""
         return self._rows[index]
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:

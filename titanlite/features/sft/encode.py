@@ -1,13 +1,13 @@
-"""From rows to token ids with a flag for each: what is trained, and what is an answer.
+"""Encoding of rows to token ids, with flags for each: trained, part of an answer, end of an answer.
 
-**Prompt and answer are tokenized one after the other**: at inference the model gets the tokens of the prompt, and a
-token that reaches over the seam would never occur. Tokenizers that put a space in front of every text (SentencePiece)
-are the exception: there the whole is tokenized, and taken if it begins with the tokens of each prompt.
+**Prompt and answer are tokenized separately**: at inference the model gets the tokens of the prompt, and a token across
+the seam would never occur. Tokenizers that put a space before every text (SentencePiece) are the exception: there the
+whole text is tokenized, and used if it begins with the tokens of each prompt.
 
 **Special tokens are added once.** A chat template writes the begin-of-text token itself; a prompt as plain text gets
 what the tokenizer puts in front of any text, unless it is there already. Completions and documents end with the end-of-
 text token. In a document, text that spells a special token is plain text, as in pretraining data; in chats and prompts
-it is the token, for prompts are written that way.
+it is the token, because prompts are written that way.
 """
 
 from bisect import bisect_left, bisect_right
@@ -72,7 +72,7 @@ Example = tuple[Document, ...]  # one document, or chosen and rejected
 
 
 def encode_prompt(tokenizer: "PreTrainedTokenizerFast", row: dict[str, Any]) -> list[int]:
-    """Return the tokens that a model gets to answer the chat of `row`, of form 'messages': those it is trained after.
+    """Return the prompt tokens of the chat in `row`, of form 'messages': those that precede its answer in training.
 
     Raises:
         DataError: the tokenizer has no chat template.
@@ -158,7 +158,7 @@ class ExampleEncoder:
 
     def _draft_chat(self, chat: Conversation) -> _Draft:
         turns, other = chat.turns, TRAINED if self.train_all else 0
-        if self.train_all and not chat.joined:  # all of the text; only the last answer is one to compare
+        if self.train_all and not chat.joined:  # the whole text is trained; only the last answer is evaluated
             turns = turns[-1:] if chat.whole.startswith(turns[-1].text) else []
         if not turns:
             return _Draft([_Piece(chat.whole, other)])
@@ -235,7 +235,7 @@ class ExampleEncoder:
         if piece.marks is None or self.train_all:
             return bytes([piece.flags]) * len(ids)
         offsets = self._special.encode(piece.text, add_special_tokens=False).offsets
-        if len(offsets) != len(ids):  # tokens of the whole text, cut; then the answer has no tokens of its own
+        if len(offsets) != len(ids):  # cut from the tokens of the whole text: the answer was not tokenized alone
             return bytes([piece.flags]) * len(ids)
         inside = [
             any(start < stop_mark and stop > start_mark for start_mark, stop_mark in piece.marks)
@@ -244,7 +244,7 @@ class ExampleEncoder:
         return bytes(piece.flags if found else piece.flags & ~TRAINED for found in inside)
 
     def _encode_batch(self, texts: list[tuple[str, bool]]) -> list[list[int]]:
-        found: dict[tuple[str, bool], list[int]] = {text: [] for text in texts}  # many are the template's, and alike
+        found: dict[tuple[str, bool], list[int]] = {text: [] for text in texts}  # each once: many are the template's
         for encoder, plain in ((self._special, False), (self._plain, True)):
             some = [text for text, is_plain in found if is_plain is plain]
             encodings = encoder.encode_batch_fast(some, add_special_tokens=False)

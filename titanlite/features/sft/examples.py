@@ -1,4 +1,4 @@
-"""Examples as memory-mapped token ids, made once per machine, with everything that was left out and why."""
+"""Examples as memory-mapped token ids, made once per machine, with counts and reasons of all that was skipped."""
 
 import json
 from collections import Counter
@@ -30,7 +30,7 @@ from titanlite.features.sft.rows import Row, Rows, describe_place, merge_row_pro
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-CODE = Path(__file__).parent, Path(__file__).parents[2] / "data"  # that makes tokens of rows
+CODE = Path(__file__).parent, Path(__file__).parents[2] / "data"  # turns rows into tokens
 _BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
 _FILE_SHIFT = 40  # a place is file << 40 | number
 _SKIP_REMEDY = 'To leave such rows out and count them, set data.bad_rows = "skip".'
@@ -38,7 +38,7 @@ _SKIP_REMEDY = 'To leave such rows out and count them, set data.bad_rows = "skip
 
 @dataclass(frozen=True)
 class Skipped:
-    """Rows left out for one reason: how many, and what was said of the first of them."""
+    """Rows left out for one reason: how many, and the message about the first."""
 
     count: int
     first: str
@@ -117,7 +117,7 @@ def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenize
 
 
 def make_key(data: DataSection, tokenizer: "PreTrainedTokenizerFast", rows: Sequence[object]) -> str:
-    """Return a digest of `rows`, which tells them from others, and of all settings that their tokens depend on."""
+    """Return a digest of `rows`, which identifies them, and of all settings that their tokens depend on."""
     settings = [
         *(6, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, data.dropped_parts, *rows),
         # The date only where the template shows one.
@@ -170,7 +170,7 @@ def _write(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", 
         counts=dict(sum((Counter(header.counts) for header in headers), Counter())),
         skipped=skipped,
     )
-    with write_atomic(path.with_suffix(".json")) as file:  # last: it is what makes the other files valid
+    with write_atomic(path.with_suffix(".json")) as file:  # last: only with it are the other files valid
         file.write(json.dumps(asdict(header)).encode())
 
 
@@ -245,7 +245,7 @@ def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch:
     """
     form, fields = data.format, get_fields(data)
     if form == "auto":
-        own = detect_form(fields)  # columns that are named go before what else a row has
+        own = detect_form(fields)  # columns in `data.fields` take precedence
         forms = (own or detect_form(row.content) for row in batch if isinstance(row.content, dict))
         form = next((form for form in forms if form is not None), None)
         if form is None:

@@ -28,7 +28,7 @@ Form = Literal["messages", "prompt_completion", "text", "preference"]
 Messages = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-# What ShareGPT and others call them, in small letters.
+# Names for them in ShareGPT and other data, in lower case.
 _OTHER_ROLES = {"human": "user", "observation": "tool", "function_call": "assistant"}
 _OTHER_ROLES |= dict.fromkeys(("gpt", "bot", "chatbot", "chatgpt", "model", "ai"), "assistant")
 # Fields of a question and its answer, as instruction data have them.
@@ -50,12 +50,12 @@ FORM_FIELDS: dict[Form, tuple[str, ...]] = {
     "text": ("text",),
     "preference": ("prompt", "question", "instruction", "input", "chosen", "rejected", "system", "tools"),
 }
-# What an instruction is about, in Alpaca and Dolly; and what other questions may not be asked without.
+# Context of an instruction in Alpaca and Dolly; and columns that other questions depend on.
 _SUBJECTS = ("input", "context")
 _CONTEXTS = (*_SUBJECTS, "passage", "document", "history", "choices", "options", "cot", "rationale")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _KINDS = {str: "a string", list: "a list", dict: "an object"}
-# Columns that mean something by their name, also with capitals or blanks around it.
+# Columns that are recognized by name, also with capitals or blanks around it.
 COLUMNS = {*FIELDS, *_CONTEXTS, "system_prompt", "label", "chat_template_kwargs"}
 
 
@@ -80,7 +80,7 @@ class Plain:
 
 
 def rename_fields(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return `row` with its columns renamed: those that `fields` gives, to their fields; others to the spelling in
+    """Return `row` with its columns renamed: those in `fields` to their fields, others to the spelling in
     `COLUMNS`. Raises RowError: a column of `fields` is missing.
     """
     others = (name for name in row if name not in COLUMNS and name not in fields.values())
@@ -111,7 +111,7 @@ def detect_form(row: Mapping[str, Any]) -> Form | None:
 
 
 def parse_row(row: dict[str, Any], form: Form) -> tuple[Chat | Plain, ...]:
-    """Return one document; for preference pairs two, chosen and rejected.
+    """Return the one document of `row`; of preference pairs two, chosen and rejected.
 
     Raises:
         RowError: a field is missing, empty or of the wrong type, or a role is unknown.
@@ -132,7 +132,7 @@ def _find_question(row: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _add_contexts(row: dict[str, Any], question: str) -> str:
-    """Return the text of the question, and of what it is about."""
+    """Return the text of the question and its context."""
     text = _get_text(row, question)
     for name in _CONTEXTS:
         if not row.get(name) or name == question:
@@ -269,7 +269,7 @@ def _get_text(row: dict[str, Any], name: str, *, may_be_empty: bool = False, set
 
 
 def _unpack(row: dict[str, Any], name: str) -> Any:
-    """Return the field, out of JSON where a CSV or Parquet file holds a list of messages as text."""
+    """Return the field; parse it if a CSV or Parquet file holds a list of messages as JSON text."""
     if name not in row:
         raise _missing(row, name)
     value = row[name]
@@ -307,7 +307,7 @@ def _get_messages(row: dict[str, Any], name: str) -> tuple[Messages, frozenset[i
 
 
 def _unify(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message with `role` and `content`, also of ShareGPT's `from` and `value`."""
+    """Return a message with `role` and `content`, also from ShareGPT's `from` and `value`."""
     name = "from" if "from" in given and "role" not in given else "role"
     said, value = given.get(name), "value" if "value" in given and "content" not in given else "content"
     message: dict[str, Any] = {key: item for key, item in given.items() if key not in (name, value)}

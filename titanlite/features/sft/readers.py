@@ -23,7 +23,7 @@ from titanlite.base.files import check_regular, open_regular, parse_json
 _BUFFER_BYTES = 2**16  # with the default of 8 KiB, skipping lines of 3 KB takes twice as long
 _BATCH_ROWS = 256  # of Parquet, in memory at once as Python objects
 _MOST_LINE_BYTES = 2**26  # 30 books; more would be a bomb, or no lines of JSON
-_PART = 2**16  # what of a longer line is in memory
+_PART = 2**16  # bytes of a longer line that are in memory
 _MOST_ARRAY_BYTES = 2**30  # of a .json file with an array, which is read at once
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
@@ -38,12 +38,12 @@ class RowError(Exception):
         self.reason = reason
 
 
-# (number, row) pairs; None stands for a row that was to be skipped, and has not been parsed.
+# (number, row) pairs; None stands for a skipped row, which was not parsed.
 _Numbered = Iterator[tuple[int, dict[str, Any] | RowError | None]]
 
 
 def _read_jsonl(file: Path, start: int) -> _Numbered:
-    """Rows are the lines that are not blank; one that is no line of UTF-16 is not looked into before row `start`."""
+    """Yield the non-blank lines as rows; before row `start` they are only counted, and UTF-16 is refused."""
     num_rows = 0
     for number, line in enumerate(_read_lines(file), 1):
         if _is_blank(line, is_first=number == 1):
@@ -88,7 +88,7 @@ def _read_lines(file: Path) -> Iterator[bytes | int]:
                 number += 1
         except OSError as error:
             if getattr(error, "errno", None) is not None or not _is_compressed(file):
-                raise  # the disk, not the content
+                raise  # of the disk, not of the content
             where = f" somewhere after line {number}" if number else ""  # what was in the buffer is lost
             raise DataError(
                 f"data: {file} is damaged or cut off{where} ({first_line(error)}). Write or copy it again."
@@ -201,7 +201,7 @@ def _csv_row(file: Path, header: list[str], cells: list[str]) -> dict[str, Any] 
 
 @contextmanager
 def _reading_columns(file: Path) -> Iterator[None]:
-    """Name the file where pyarrow or `datasets` cannot read it: nobody knows which rows are missing."""
+    """Raise a DataError that names the file if pyarrow or `datasets` cannot read it: the missing rows are unknown."""
     from pyarrow import ArrowException
 
     check_regular(file)
@@ -212,8 +212,8 @@ def _reading_columns(file: Path) -> Iterator[None]:
 
 
 def _read_parquet(file: Path, start: int) -> _Numbered:
-    """Rows as `datasets` gives them: what it wrote as JSON, for one, is objects again. Row groups before `start` are
-    not read.
+    """Yield the rows as `datasets` decodes them (its JSON columns are objects again). Row groups before `start` are not
+    read.
     """
     from datasets import Dataset
     from pyarrow import Table
@@ -250,13 +250,13 @@ def drop_none(value: Any) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, without what follows its first line; its name if it says nothing."""
+    """Return the first line of an error's text; its class name if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def get_suffix(file: Path) -> str:
-    """Return the end of a file's name that says how to read it: '.jsonl.gz' is one."""
+    """Return the suffix that selects the reader of a file, such as '.jsonl.gz'."""
     ending = "".join(file.suffixes[-2:])
     return ending if ending in READERS else file.suffix
 

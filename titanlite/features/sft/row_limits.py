@@ -1,8 +1,8 @@
-"""Limits of a single row: what a stranger's row or template costs is that row's error, and not the run's end.
+"""Limits of a single row: a row or template that costs too much is an error of that row, and does not end the run.
 
-A template that loops is interrupted in whatever thread renders it: a watchdog, one thread per process, raises in it.
-That interrupts Python, as templates are, and not one call of C; powers, which can keep the interpreter for hours in a
-single one, are refused before.
+A template that loops is interrupted in any thread that renders it: a watchdog, one thread per process, raises there.
+This interrupts Python code, such as templates, but no single C call; powers, which can take hours in one, are refused
+first.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ class _TimeUpError(Exception):
 
 
 class _Watchdog:
-    """Deadlines of threads, each looked at twice a second."""
+    """Watchdog over deadlines of threads, checked twice a second."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,7 +33,7 @@ class _Watchdog:
         self._thread: threading.Thread | None = None
 
     def run(self, limit_s: float, function: Callable[..., T], *arguments: Any) -> T:
-        """Call `function`, within `limit_s` or a _TimeUpError; 1 us more than the call itself."""
+        """Call `function`; raise _TimeUpError after `limit_s`. Costs 1 us."""
         if self._thread is None:
             with self._lock:
                 if self._thread is None:
@@ -48,9 +48,9 @@ class _Watchdog:
                 try:
                     with self._lock:
                         self._deadlines.pop(me, None)
-                        _raise_in(me, None)  # what was raised and has not arrived is for nobody now
+                        _raise_in(me, None)  # cancel an error that was not delivered yet
                     break
-                except _TimeUpError:  # arrived here
+                except _TimeUpError:  # delivered here
                     continue
 
     def _watch(self) -> None:
@@ -58,7 +58,7 @@ class _Watchdog:
             time.sleep(_LOOK_S)
             now = time.monotonic()
             with self._lock:
-                # Again and again, for something may have caught it.
+                # Repeatedly, because something may have caught it.
                 for thread in [thread for thread, deadline in tuple(self._deadlines.items()) if deadline < now]:
                     _raise_in(thread, _TimeUpError)
 
@@ -71,11 +71,11 @@ def _renew_watchdog() -> None:
     _watchdog = _Watchdog()
 
 
-os.register_at_fork(after_in_child=_renew_watchdog)  # a fork has no threads, and locks as they were
+os.register_at_fork(after_in_child=_renew_watchdog)  # a fork has no other threads, but their held locks
 
 
 def _raise_in(thread: int, error: type[Exception] | None) -> None:
-    """Have a thread raise `error` before its next step of Python, or take that back with None."""
+    """Make a thread raise `error` before its next bytecode; None cancels that."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
     )

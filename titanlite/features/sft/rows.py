@@ -45,10 +45,9 @@ class Row:
 class Rows(Protocol):
     """An ordered set of rows that can be read again and again.
 
-    `names` are paths, or the id of a dataset: `Row.file` is an index into them. `get_digest` is of everything that rows
-    are read from, and kept in `cache_folder`; `get_stamp` tells these rows from others without reading them;
-    `get_identity` has name and size, or revision, the same wherever the files are. `iterate_from(start)` counts rows
-    from 0, bad ones too.
+    `names` are paths, or the id of a dataset: `Row.file` is an index into them. `get_digest` hashes all that rows are
+    read from, and is cached in `cache_folder`; `get_stamp` identifies the rows without reading them; `get_identity` has
+    name and size, or revision, wherever the files are. `iterate_from(start)` counts rows from 0, bad ones too.
     """
 
     @property
@@ -63,7 +62,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class ShapedRows(Rows):
-    """Rows that the function of `data.converter` changes, if one is named; then columns get the names of `fields`."""
+    """Rows after the function of `data.converter`, if one is named, and with columns renamed to `fields`."""
 
     rows: Rows
     fields: Mapping[str, str]
@@ -123,7 +122,7 @@ def describe_place(names: tuple[str, ...], file: int, number: int) -> str:
 
 
 def merge_row_problems(problems: Sequence[str]) -> list[str]:
-    """Merge problems of rows, "place: text", into one line for all rows of a file that have the same."""
+    """Merge problems of rows, "place: text": one line for all rows of a file with the same text."""
     found: dict[tuple[str, str], list[int]] = {}
     for problem in problems:
         match = _PROBLEM.fullmatch(problem)
@@ -135,7 +134,7 @@ def merge_row_problems(problems: Sequence[str]) -> list[str]:
 
 
 def _format_numbers(numbers: list[int]) -> str:
-    """Ascending numbers as "1-360, 362"; of many stretches the first ones and a count."""
+    """Format ascending numbers as "1-360, 362"; of many stretches the first ones and a count."""
     stretches = format_runs(numbers).split(",")
     more = f" and {len(numbers)} in all" if len(stretches) > _MOST_STRETCHES else ""
     return ", ".join(stretches[:_MOST_STRETCHES]) + more
@@ -208,7 +207,7 @@ def _unreadable(file: Path, error: OSError) -> DataError:
 
 @contextmanager
 def _reading_hub(what: str) -> Iterator[None]:
-    """Name the dataset in whatever reading from the hub raises, the HTTP library's errors included."""
+    """Raise a DataError that names the dataset for any error while reading from the hub, HTTP errors included."""
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -241,7 +240,7 @@ class HubRows(Rows):
         from datasets import load_dataset
 
         repository, _, revision = self.path.partition("@")
-        if self.streaming:  # the revision of today, or a resumed run could go on in other rows
+        if self.streaming:  # pin today's revision, or a resumed run could read other rows
             revision = self.get_stamp()
         with _reading_hub(f"'{self.path}', split '{self.split}',"):
             return load_dataset(
@@ -277,7 +276,7 @@ class HubRows(Rows):
 
 
 def _digest_code(name: str) -> str:
-    """sha256 in hex over the file of an imported extension, and the files of its folder or package that it imports."""
+    """Return sha256 in hex of the file of an imported extension, and of files of its folder or package it imports."""
     module_name = name.partition(":")[0]
     top = getattr(sys.modules[module_name.partition(".")[0]], "__file__", None) or "/none"
     root = Path(top).parents[Path(top).name == "__init__.py"]
@@ -295,7 +294,7 @@ def _digest_code(name: str) -> str:
 
 
 def open_rows(data: DataSection, *, streaming: bool = False) -> Rows:
-    """Return the rows of `data.path` as `[data]` says: converted, and with its names for columns."""
+    """Return the rows of `data.path` as `[data]` says: converted, with columns renamed."""
     rows = find_rows(data.path, data.pattern, data.subset, data.split, streaming=streaming)
     return ShapedRows(rows, get_fields(data), data.converter)
 
@@ -305,9 +304,9 @@ def find_rows(
 ) -> LocalRows | HubRows:
     """Return the rows at `path`: a file, all such files in a folder and its subfolders, or a dataset of the hub.
 
-    A folder that `datasets` saved is its rows; of several splits those of `split`. In another folder, files that match
-    `pattern`; without one all files with rows of `split` (`choose_split`). A name `owner/name[@revision]` that is no
-    path here is looked up on the hub; with `streaming` its rows are downloaded as they are read.
+    A folder that `datasets` saved gives its rows; of several splits, those of `split`. Another folder gives its files
+    that match `pattern`, or without one all files with rows of `split` (`choose_split`). A name `owner/name[@revision]`
+    that is no local path is looked up on the hub; with `streaming` its rows are downloaded as they are read.
 
     Raises:
         DataError: there is nothing at `path`, or nothing that can hold rows.

@@ -42,7 +42,7 @@ PERIOD = 1 << 14  # samples, where there are weights: shares are multiples of 1/
 
 
 def get_source_seed(seed: int, name: str) -> int:
-    """Return the seed of the order of source `name`: sources of one size are not to go side by side."""
+    """Return the seed of the order of source `name`: sources of equal size must not share an order."""
     return seed + (zlib.crc32(name.encode()) << 32)
 
 
@@ -50,15 +50,15 @@ class MixtureDataset:
     """The sequences of `sources`; sequence i of source number s of S has the index i * S + s.
 
     Attributes:
-        offsets: sequences that a source is ahead of where its share alone would have it, where there are any: in a run
-            that began with another mixture (`go_on`).
+        offsets: sequences that a source is ahead of its share, if any: in a run that began with another mixture
+            (`go_on`).
 
     Raises:
         DataError: some sources have preference pairs and others have not; without weights, a source has no known end.
     """
 
     def __init__(self, sources: Mapping[str, SequenceDataset], weights: Mapping[str, float] | None) -> None:
-        self.names = sorted(sources)  # in whichever order a file has them
+        self.names = sorted(sources)  # independent of their order in a file
         self.parts = [sources[name] for name in self.names]
         self.seq_len = self.parts[0].seq_len
         self.form = _get_form(sources)
@@ -100,7 +100,7 @@ class MixtureDataset:
         self.offsets = {name: n for name in self.names if (n := taken.get(name, 0) - here[name])}
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
-        """Sequence indices (stop - start,) int64 of the training samples [start, stop), counted from the first step."""
+        """Return the indices (stop - start,) int64 of training samples [start, stop), counted from the first step."""
         indices = np.empty(stop - start, dtype=np.int64)
         for places, number, first in self.order.get_runs(seed, start, stop):
             name = self.names[number]
@@ -112,7 +112,7 @@ class MixtureDataset:
         return indices
 
     def locate(self, index: int) -> tuple[str, SequenceDataset, int]:
-        """Name and dataset of the source that sequence `index` is of, and its index there."""
+        """Return name and dataset of the source of sequence `index`, and its index there."""
         place, number = divmod(int(index), len(self.parts))
         return self.names[number], self.parts[number], place
 
@@ -130,7 +130,7 @@ class MixtureDataset:
 
 @contextmanager
 def naming_source(name: str) -> Iterator[None]:
-    """Name the source in a `DataError` raised inside, and settings by the keys that the source has for them."""
+    """Add the source to a `DataError` of the body, and name settings by the source's keys."""
     try:
         yield
     except DataError as error:

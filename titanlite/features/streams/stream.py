@@ -52,7 +52,7 @@ from titanlite.features.sft.rows import Row, Rows, open_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_FORMAT_VERSION = 3  # raise it when the division into blocks or their packing changes
+_FORMAT_VERSION = 3  # raise it if blocks or their packing change
 
 _get_order = lru_cache(maxsize=16)(get_permutation)  # blocks are small, and there may be several streams
 
@@ -144,8 +144,8 @@ class StreamDataset:
         return count / next(size for _, _, size in self._known if size)
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
-        """Training samples [start, stop) in the order of the stream; blocks for one and a half of the largest step are
-        made ahead.
+        """Return training samples [start, stop) in the order of the stream; blocks for one and a half of the largest
+        step are made ahead.
         """
         if seed != self.seed:
             raise ValueError(f"the stream is shuffled with seed {self.seed}, not {seed}")
@@ -179,7 +179,7 @@ class StreamDataset:
         if number not in self._blocks:
             before = self._known[number - 1] if number else (0, 0, 0)
             block = self._ahead.take(number, self._get_next_start(before[0], before[1]))
-            self._report(block)  # not before: a block that is made ahead may never be used
+            self._report(block)  # only now: a block that is made ahead may never be used
             if number == len(self._known):
                 self._add(block)
             elif block.num_sequences != self._known[number][2]:
@@ -289,7 +289,7 @@ _ARRAYS = ("tokens", "flags", "offsets", "num_trained", "places")
 
 
 def share_block(folder: Path, start: int, make: Callable[[], EncodedBlock], *, keep: int) -> EncodedBlock:
-    """`make()`, by the first of the processes of this machine that asks for the block from row `start` on in this
+    """Return `make()`, called by the first process of this machine that asks for the block from row `start` on in this
     folder.
 
     The others wait. A run of one process per machine makes its blocks itself, and so does each process where the folder
@@ -353,9 +353,9 @@ class StreamAhead:
         self._thread = ThreadPoolExecutor(1, "titanlite-stream")
 
     def take(self, number: int, start: int) -> _Block:
-        """Block `number`, whose first row is `start`, as soon as it is made; those before it are dropped.
+        """Return block `number`, whose first row is `start`, once it is made; earlier ones are dropped.
 
-        What `make` raised for it is raised here, as often as it is asked for, and nothing is made after it.
+        An error of `make` is raised here, as often as it is asked for, and nothing is made after it.
         """
         if number not in self._futures:
             for future in self._futures.values():

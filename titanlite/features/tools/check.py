@@ -1,4 +1,4 @@
-"""`python -m titanlite check --config FILE --world-size N`: what would be trained, or what is wrong with that."""
+"""`python -m titanlite check --config FILE --world-size N`: what would be trained, or every error in it."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice

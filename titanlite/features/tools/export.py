@@ -1,6 +1,6 @@
 """`python -m titanlite export MODEL OUT --dtype bfloat16`: a checkpoint as a plain Hugging Face model in another dtype.
 
-`--merge` does so with a model and the adapters of a LoRA run. Streams: memory is a few MiB, whatever the size of the
+`--merge` merges the adapters of a LoRA run into their model. Streams: memory is a few MiB, whatever the size of the
 model, and the adapters of two layers.
 """
 

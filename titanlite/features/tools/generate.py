@@ -1,7 +1,7 @@
 """`python -m titanlite generate MODEL --prompt TEXT`: continue prompts, or chat, with a model on one process or many.
 
 Several ranks, each with a share of the model: `python -m titanlite.launch --nproc-per-node 4 -m titanlite generate ...`
-(torchrun does as well). The text goes to standard output, what is said about it to standard error.
+(torchrun does as well). The text goes to standard output, messages to standard error.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if dist.is_initialized():
             if code == 0:
-                dist.barrier()  # a rank that leaves while a peer still answers can tear that one's connections down
+                dist.barrier()  # a rank that leaves early can tear down connections of a peer that still answers
             end_distributed()
     return code
 
@@ -350,7 +350,7 @@ def chat(
     max_new_tokens: int,
     limit: int | None,
 ) -> None:
-    """Answer line after line of the terminal, with what was said before, until `/exit` or the end of the input.
+    """Answer the terminal line by line, with the chat so far as history, until `/exit` or the end of the input.
 
     Control-C stops an answer, of which the chat keeps what was printed; a line that cannot be answered is left out.
 

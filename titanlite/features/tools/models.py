@@ -1,6 +1,6 @@
 """The model that a command is given: found (a run, a step, a Hugging Face folder, or a hub id), loaded, and inspected.
 
-`python -m titanlite inspect MODEL` says what is in a checkpoint, and whether it is whole.
+`python -m titanlite inspect MODEL` shows the contents of a checkpoint, and whether it is complete.
 """
 
 import os
@@ -83,7 +83,7 @@ def find_model(command: str, name: str) -> Path:
         return folder
     inner = next((path for path in (folder, folder / "checkpoint", *folder.iterdir()) if list_steps(path)), None)
     if inner is None:
-        return folder  # who reads it says what is missing
+        return folder  # reading it will report what is missing
     steps = list_steps(inner)
     step = find_complete_before(inner, steps[-1] + 1)
     if step is None:
@@ -97,7 +97,7 @@ def find_model(command: str, name: str) -> Path:
 def find_base(command: str, adapter: Path, asked: str | None = None) -> Path:
     """Return the folder of the model that the adapters in the folder `adapter` are for.
 
-    `asked`, a folder or hub id, if given; or else the one that adapter_config.json names; or, if that is gone, the one
+    The folder or hub id `asked`, if given; otherwise the model that adapter_config.json names; if that is gone, the one
     that the configuration of their run names.
 
     Raises:
@@ -207,7 +207,7 @@ def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
     except CheckpointError as error:
         if not problems:
             raise
-        lines, tensors = [f"  model      {error}"], []  # damage that the manifest knows of
+        lines, tensors = [f"  model      {error}"], []  # damage, which the manifest names
     if carried:
         size = format_size(sum(tensor.nbytes for tensor in tensors if tensor.key in carried))
         lines.append(f"  carried    {format_count(len(carried), 'tensor')} ({size}) with *, not computed or trained")
@@ -228,7 +228,7 @@ def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
 
 def _compare_with_class(folder: Path, keys: Collection[str]) -> tuple[list[str], set[str]]:
     """Return a problem for each tied tensor that is stored with other values, and the keys that are not computed."""
-    of_parts = find_passengers(keys, ())  # which of them are computed, the class knows
+    of_parts = find_passengers(keys, ())  # the class tells which of them are computed
     if not (of_parts or "lm_head.weight" in keys) or not (folder / "config.json").is_file():
         return [], set()
     config = any_model_config_from_hf(folder, "inspect")

@@ -111,7 +111,7 @@ def _get_from_examples(part: ExampleSet, members: np.ndarray) -> Iterator[ShownD
         for side, used, start in zip(sides, part.get_documents(member), starts, strict=True):
             ids = part.examples.tokens[used].tolist()
             trained = ((part.examples.flags[used] & TRAINED) != 0).tolist()
-            trained[0] = False  # follows nothing, so it is no label
+            trained[0] = False  # the first token is never a label
             ends = ((part.examples.flags[used] & END) != 0).tolist()
             yield ShownDocument(place + _FROM.format(start) * (start > 0), side, ids, trained, len(ids), ends)
 
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     known, rest = parser.parse_known_args(argv)
     color = sys.stdout.isatty() and not read_variable("NO_COLOR")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # the report says it all, and in order
+    logger.setLevel(logging.ERROR)  # the report has it all, in order
     try:
         job = load_config(rest)
         raise_problems(ConfigError, "configuration", find_missing_files(job))
@@ -198,7 +198,7 @@ def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     epoch = "" if total is None else f"{total / size:.1f} to an epoch, "
     ranks = format_count(loader.dp_degree, "data rank")
     print(f"  steps      {epoch}of {format_count(size, 'sequence')} each, on {ranks}")
-    print(f"  order      {loader.fingerprint}", flush=True)  # a stream may take its time for the first sample
+    print(f"  order      {loader.fingerprint}", flush=True)  # a stream may need long for the first sample
     _show_samples(loader, show, num_samples)
     for source in sources:
         if isinstance(source.dataset, StreamDataset):
