@@ -107,13 +107,11 @@ def check(
     assert error(y[:rows], expected) <= bound
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tma"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "tma"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_forward_and_gradients(sizes, dtype, tma):
-    """The next test has float16, and descriptors with each dtype."""
-    check(SIZES[sizes], 0, 48, 64, dtype, k_major=True, tma=tma)
+    """Whole tiles of columns. The next test has each dtype with pointers and with descriptors."""
+    check(SIZES[sizes], 0, 32, 64, dtype, k_major=True, tma=tma)
 
 
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "tma"])
@@ -121,15 +119,15 @@ def test_forward_and_gradients(sizes, dtype, tma):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sizes_that_are_no_multiple_of_a_tile_and_nan_behind_the_last_group(dtype, k_major, tma):
     check(SIZES["tiles_and_one"], 5, 40, 24, dtype, k_major, tma)
-    check(SIZES["uneven"], 40, 72, 136, dtype, k_major, tma)
+    check(SIZES["uneven"], 40, 24, 72, dtype, k_major, tma)
 
 
 @settings(max_examples=15 if kernels.INTERPRETED else 100, suppress_health_check=list(HealthCheck))
 @given(
-    sizes=st.lists(st.integers(0, 70), min_size=1, max_size=9),
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
     tail=st.integers(0, 40),
-    k=st.integers(1, 5),
-    n=st.integers(1, 5),
+    k=st.integers(1, 3),
+    n=st.integers(1, 3),
     odd=st.integers(0, 7),
     dtype=st.sampled_from(DTYPES),
     k_major=st.booleans(),
@@ -158,17 +156,24 @@ def test_gather_sum(top_k, index, dtype):
     assert error(kernels.gather_sum(y[:30], rows), fewer[rows.long()].sum(1)) <= BOUNDS[dtype], "rows from M on"
 
 
-def layer_of(sizes: list[int], top_k: int, dtype: torch.dtype = torch.float32) -> ExpertLayer:
-    return ExpertLayer(sizes, top_k, dtype, hidden=48, inner=40, device=DEVICE)
+def layer_of(sizes: list[int], top_k: int, dtype: torch.dtype = torch.float32, **widths: int) -> ExpertLayer:
+    """Two tiles of rows for some experts; by default, one tile of columns."""
+    return ExpertLayer(sizes, top_k, dtype, **widths, device=DEVICE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("sizes", "top_k"),
-    [("uneven", 1), ("uneven", 4), ("all_to_last", 1), ("one_row", 1), ("whole_tiles", 8), ("many_small", 2)],
+    ("sizes", "top_k", "dtype"),
+    [
+        *(("uneven", 1, torch.bfloat16), ("uneven", 4, torch.float32), ("all_to_last", 1, torch.float32)),
+        *(("one_row", 1, torch.bfloat16), ("one_row", 1, torch.float32)),
+        *(("whole_tiles", 8, torch.bfloat16), ("many_small", 2, torch.float32)),
+    ],
+    ids=str,
 )
 def test_the_fused_experts_equal_a_float64_loop(sizes, top_k, dtype):
-    layer = layer_of(SIZES[sizes], top_k, dtype)
+    """With several tiles of columns and of the reduction where there are few of rows."""
+    wide = {"hidden": 48, "inner": 40} if sizes in ("uneven", "one_row") else {}
+    layer = layer_of(SIZES[sizes], top_k, dtype, **wide)
     bound = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2}[dtype]  # three roundings to bfloat16 in a row
     if sizes == "one_row":
         bound *= 2  # one number, a sum in which products cancel: nothing averages out
@@ -233,7 +238,7 @@ class Alive(TorchDispatchMode):
 def test_selective_checkpointing_keeps_nothing_of_the_second_product():
     layer = layer_of(SIZES["uneven"], 4)
     x, gate_up, down, *routed = layer.arguments()
-    config: Any = SimpleNamespace(num_experts=5, hidden_size=48, moe_intermediate_size=40, initializer_range=0.02)
+    config: Any = SimpleNamespace(num_experts=5, hidden_size=24, moe_intermediate_size=20, initializer_range=0.02)
     experts = Experts(config)
     experts.grouped_gemm_backend = "triton"
     experts.read = lambda parameter: gate_up if parameter.shape == gate_up.shape else down
@@ -241,7 +246,7 @@ def test_selective_checkpointing_keeps_nothing_of_the_second_product():
     checkpoint_operations(model, ActivationCheckpointSection(mode="selective", selective_ac_option="op"))
     with Alive() as alive:
         out = experts(x, *routed)
-    assert alive.of("gather_swiglu.default") == [(116, 80)] and not alive.of("grouped_mm.default")
+    assert alive.of("gather_swiglu.default") == [(116, 40)] and not alive.of("grouped_mm.default")
     for mine, reference in zip(layer.results(out), layer.results(layer.run("triton")), strict=True):
         assert torch.equal(mine, reference)
 
