@@ -18,7 +18,7 @@ from sweep_stages import is_same
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.saving import save_hf_model
-from titanlite.assemble import build_on_meta, build_schedule, fill, make_optimizer
+from titanlite.assemble import build_on_meta, build_schedule, make_optimizer
 from titanlite.checkpoint.folder import read_model_headers
 from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config import JobConfig, TransformersConfig
@@ -28,6 +28,7 @@ from titanlite.distributed import ParallelDims
 from titanlite.features.generate.generate import generate
 from titanlite.features.transformers.packing import restarting_positions
 from titanlite.features.transformers.probes import check_rows
+from titanlite.materialize import materialize
 from titanlite.materialize.plan import clean_name
 from titanlite.objective import NextToken
 from titanlite.train_step import TrainStep
@@ -157,7 +158,7 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
     job.lr_scheduler.warmup_steps, job.lr_scheduler.min_lr_factor = 0, 1.0
     dims = ParallelDims.build(Degrees(dp_shard=dist.get_world_size()), "cpu")
     model: Any = build_on_meta(job, config, dims, _CPU)
-    plan = fill(job, model, [weights_of(folder, model)], _CPU)
+    plan = materialize(model, _CPU, [weights_of(folder, model)], seed=job.training.seed)
     optimizer = make_optimizer(job, model, dims)
     batch = rows_of(packed=False)
     extra = inputs_of(config.family, model.transformers_model.config, batch.tokens)

@@ -55,7 +55,7 @@ from titanlite.features.streams.stream import build_stream
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.probes import check_rows
 from titanlite.launch.protocol import beat
-from titanlite.materialize import Plan, SourceProvider, materialize
+from titanlite.materialize import materialize
 from titanlite.metrics import record_event, run_folder
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.metrics.logger import MetricsLogger
@@ -107,10 +107,11 @@ def assemble(checked: Checked) -> Trainer:
     beat("loading", step)
 
     model = build_on_meta(job, model_config, dims, device)
-    checkpointer.prepare(
-        model, tokenizer, [] if loader.dataset.form == "text" else get_end_of_turn_ids(tokenizer, loader.dataset)
-    )
-    plan = fill(job, model, sources := checkpointer.weight_sources(model), device, checkpointer.group)
+    ends_of_turn = [] if loader.dataset.form == "text" else get_end_of_turn_ids(tokenizer, loader.dataset)
+    checkpointer.prepare(model, tokenizer, ends_of_turn)
+    home = torch.device("cpu") if job.training.enable_cpu_offload else device
+    fill = partial(materialize, device=home, buffer_device=device, seed=job.training.seed, waiting=checkpointer.group)
+    plan = fill(model, sources=(sources := checkpointer.weight_sources(model)))
     carry_passengers(job, model.config, sources, checkpointer)
     if job.checkpoint.enable and not job.lora.rank:
         check_layout(plan)
@@ -158,7 +159,7 @@ def assemble(checked: Checked) -> Trainer:
         if step == 0:
             return model
         initial = build_on_meta(job, model.config, dims, device)
-        fill(job, initial, checkpointer.initial_sources(initial), device, checkpointer.group)
+        fill(initial, sources=checkpointer.initial_sources(initial))
         return initial
 
     check_rows(job, model, device)
@@ -243,14 +244,6 @@ def shard(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) ->
         assert isinstance(model, Decoder), "pipeline parallelism of a model of transformers"
         apply_pipeline_parallel(model, dims, mixed_precision_dtypes(job.training, device_type)[0])
     parallelize(model, job, dims, device_type)
-
-
-def fill(
-    job: JobConfig, model: Model, sources: list[SourceProvider], device: torch.device, waiting: Any = None
-) -> Plan:
-    """Materialize the sharded `model`; the group `waiting` has a timeout for ranks that read longer. Collective."""
-    where = torch.device("cpu") if job.training.enable_cpu_offload else device
-    return materialize(model, where, sources, seed=job.training.seed, buffer_device=device, waiting=waiting)
 
 
 def build_checkpointer(job: JobConfig, folder: Path) -> Checkpointer:

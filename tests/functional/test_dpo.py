@@ -22,7 +22,7 @@ from tests.saving import save_hf_model
 from titanlite.assemble import assemble, build_data
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
-from titanlite.data.loader import ValidationSet, build_loader
+from titanlite.data.loader import TrainLoader, ValidationSet, build_loader
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.plan import clean_name
@@ -75,6 +75,8 @@ class PairLoader:
 
     def validation_batches(self, num_steps: int) -> Iterator[Batch]:
         yield from self.micro_batches(1000)
+
+    coming_batches = TrainLoader.coming_batches
 
     def samples_before(self, step: int) -> int:
         return step * ROWS

@@ -43,6 +43,8 @@ class Batch:
 
     def count_tokens(self) -> Tensor:
         """Count the tokens, padding left out: int64 scalar on the batch's device; no synchronization."""
+        if self.document_ids is None:  # in benchmarks: a row is one document
+            return torch.tensor(self.tokens.numel(), device=self.tokens.device)
         return (self.document_ids >= 0).sum()
 
     def to(self, device: torch.device | str) -> "Batch":
