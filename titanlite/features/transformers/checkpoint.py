@@ -3,14 +3,15 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.base.agree import on_first_rank
+from titanlite.base.agree import on_first_rank, raise_together
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import FP8, OWN_FOLDER, Stored, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.hf_model import explain_untied, is_equal
@@ -259,12 +260,14 @@ def transformers_items(
         mine: by the same names, whether this rank writes its shard.
         dtype: dtype of parameters on disk; buffers keep theirs.
 
-    Collectives: one all-gather for each such tensor; every rank must call.
+    Raises CheckpointError: on all ranks; one of them could not convert a tensor.
+
+    Collectives: one all-gather for each such tensor, and one of objects after them; every rank must call.
     """
     names = {entry.fqn: name for name, entry in entries.items()}
     forms, rename = stored_forms(entries, model)
     converted: dict[str, torch.Tensor] = {}
-    current, num_converted, items = "", 0, list[Item]()
+    current, num_converted, problems, items = "", 0, list[str](), list[Item]()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for form in forms:
         stored = form.entry.saved_dtype(dtype)
@@ -274,16 +277,47 @@ def transformers_items(
             continue
         if form.group.first != current:
             current = form.group.first
-            tensors = {name: entries[name].tensor.detach() for name in form.group.keys}
-            full = {name: (t.full_tensor() if isinstance(t, DTensor) else t).cpu() for name, t in tensors.items()}
-            found = form.group.convert(full.__getitem__, model)
-            converted = {rename(key): value.contiguous() for key, value in found.items()}
+            found = _convert(form.group, entries, model, problems)
+            converted = {rename(key): value for key, value in found.items()}
+        if problems:
+            continue
         piece, local = whole(form.key, form.shape), converted[form.key]
         writes = num_converted % world_size == rank
         num_converted += 1
         local = local if writes else torch.empty_like(local, device="meta")
         items.append(Item(form.key, stored, piece.region, form.shape, local, piece.region, writes))
+    if current:
+        raise_together(CheckpointError, "checkpoint", problems)
     return items
+
+
+def _convert(
+    group: Group, entries: Mapping[str, TensorEntry], model: TransformersModel, problems: list[str]
+) -> dict[str, torch.Tensor]:
+    """Return the targets of `group`; none, with a problem more, if this rank cannot: the others wait for it.
+
+    Collectives: one all-gather for each source, also after a problem; one that fails is raised.
+    """
+    sources: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name in group.keys:
+        tensor = entries[name].tensor.detach()
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        with _noting(name, problems):
+            if not problems:
+                sources[name] = tensor.cpu()
+    with _noting(group.first, problems):
+        if not problems:
+            found = {key: value.contiguous() for key, value in group.convert(sources.__getitem__, model).items()}
+    return found
+
+
+@contextmanager
+def _noting(name: str, problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - no memory, on this rank alone; or of transformers' conversions
+        problems.append(f"{name}: cannot be converted to be saved: {type(error).__name__}: {error}.")
 
 
 class TransformersFormat:

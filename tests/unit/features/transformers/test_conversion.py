@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import core_model_loading
 
 from tests.saving import save_hf_model
-from titanlite.base.errors import PlanError
+from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint.hf_model import model_files, weights_of
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.conversion import ConvertingReader, Group, NotTraceable, Traced
@@ -235,6 +235,28 @@ def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kin
         read = {name.split(".")[-2] for name, reader in readers.items() if isinstance(reader, ConvertingReader)}
         return read, left
 
+    def failing() -> str:
+        model, plan = load()
+        if torch.distributed.get_rank() == 1:
+            convert = Group.convert
+
+            def without_memory(group: Group, value_of: Callable[[str], Any], model: TransformersModel) -> Any:
+                found = convert(group, value_of, model)
+                if any(isinstance(value, torch.Tensor) and not value.is_meta for value in found.values()):
+                    raise MemoryError("no memory for it")
+                return found
+
+            patch = pytest.MonkeyPatch()
+            patch.setattr(Group, "convert", without_memory)
+        with pytest.raises(CheckpointError) as raised:
+            save_hf_model(model, plan, None, tmp_path / "lost", torch.float32)
+        return str(raised.value)
+
+    if whole:  # of one rank alone, while the other one waits for the next tensor
+        first, second = run_ranks(2, failing)
+        problem = "model.layers.0.mlp.down_proj.weight: cannot be converted to be saved: MemoryError: no memory for it."
+        assert first == second == f"checkpoint: {problem} (rank 1)"
+        assert not (tmp_path / "lost").exists()
     name = "mlp.down_proj" if whole else "self_attn.qkv"
     assert run_ranks(2, rank_main) == [(whole, [f"model.layers.{layer}.{name}.weight"]) for layer in (1, 0)]
     stored, saved = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "saved"))
