@@ -50,8 +50,7 @@ def _read_jsonl(file: Path, start: int) -> _Numbered:
             continue
         num_rows += 1
         if isinstance(line, int):
-            text = f"the line has {line} bytes, more than the {_MOST_LINE_BYTES} of a row. Split it, or take it out."
-            yield number, RowError("too long", text)
+            yield number, _too_long("line", line)
         elif number == 1 and line.startswith(_UTF_16):
             yield 0, _not_utf8(file, "UTF-16")
             return
@@ -66,6 +65,11 @@ def _read_jsonl(file: Path, start: int) -> _Numbered:
                 yield number, error
             except UnicodeDecodeError:
                 yield number, _not_utf8(file)
+
+
+def _too_long(what: str, nbytes: int) -> RowError:
+    text = f"the {what} has {nbytes} bytes, more than the {_MOST_LINE_BYTES} of a row. Split it, or take it out."
+    return RowError("too long", text)
 
 
 def _not_utf8(file: Path, encoding: str = "ISO-8859-1") -> RowError:
@@ -228,9 +232,15 @@ def _read_parquet(file: Path, start: int) -> _Numbered:
                 number += size
                 continue
             for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group]):
-                for row in Dataset(Table.from_batches([batch]), fingerprint="rows"):
-                    number += 1
-                    yield number, drop_none(row)
+                is_long = batch.nbytes > _MOST_LINE_BYTES
+                for part in map(batch.slice, range(batch.num_rows), repeat(1)) if is_long else [batch]:
+                    if part.nbytes > _MOST_LINE_BYTES:
+                        number += 1
+                        yield number, _too_long("row", part.nbytes)
+                        continue
+                    for row in Dataset(Table.from_batches([part]), fingerprint="rows"):
+                        number += 1
+                        yield number, drop_none(row)
 
 
 def _read_arrow(file: Path, _: int) -> _Numbered:

@@ -213,12 +213,14 @@ def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "_MOST_ARRAY_BYTES", 20_000)
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".csv"])
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".csv", ".parquet"])
 def test_a_row_that_is_too_long_is_named_and_the_next_are_read(tmp_path: Path, short_lines: None, ending: str) -> None:
     texts = ["first", "x" * 9000, "y" * 70_000, "last"]
     path = tmp_path / f"rows{ending}"
     if ending == ".csv":
         path.write_text("\n".join(["text", *texts, ""]))
+    elif ending == ".parquet":
+        write_table(pa.table({"text": texts}), path)
     else:
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
         opened = pa.output_stream(path, compression={"gz": "gzip", "zst": "zstd"}.get(ending[7:]))
@@ -231,7 +233,7 @@ def test_a_row_that_is_too_long_is_named_and_the_next_are_read(tmp_path: Path, s
     if ending == ".csv":
         assert all("field larger than field limit (5000)" in str(row.content) for row in rows[1:3])
     else:
-        assert re.search(r"the line has 90\d\d bytes, more than the 5000 of a row\. Split", str(rows[1].content))
+        assert re.search(r"the (line|row) has 90\d\d bytes, more than the 5000 of a row\. Split", str(rows[1].content))
         assert re.search(r"has 700\d\d bytes", str(rows[2].content))
     for start in range(5):
         assert [row.number for row in LocalRows((path,)).iterate_from(start)] == [row.number for row in rows[start:]]
