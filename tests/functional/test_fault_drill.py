@@ -1,8 +1,7 @@
 """Fault drill: every few steps something goes wrong on a 4-rank run, and it ends with the weights of a quiet one.
 
 Nobody helps: the only thing done from outside is what a scheduler does, starting the same command again after it was
-asked to stop and ended with 0. Two faults of each kind; with twenty, by hand:
-`TITANLITE_FAULTS=20 python -m pytest tests/functional/test_fault_drill.py`
+asked to stop and ended with 0.
 """
 
 import json
@@ -28,9 +27,7 @@ from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 
 RANKS, SEED = 4, 6
 EVERY = 3  # steps of progress between two faults
-ROUNDS = ["kill", "corrupt", "nan", "disk", "stop", "term"] * 2
-if int(os.environ.get("TITANLITE_FAULTS", "12")) >= 20:
-    ROUNDS += ["kill"] * 3 + ["corrupt"] * 2 + ["nan"] * 2 + ["disk"]
+ROUNDS = ["kill"] * 5 + ["corrupt"] * 4 + ["nan"] * 4 + ["disk"] * 3 + ["stop"] * 2 + ["term"] * 2
 STEPS = EVERY * len(ROUNDS) + 6
 TIMEOUT_S = 5
 WAIT_S = 300  # for what takes 5 s on idle cores, or, of the quiet run, a minute
@@ -187,9 +184,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_run_with_faults_of_every_kind_ends_with_the_weights_of_a_quiet_one(
-    server, config_file, tmp_path, small_disk
-):
+def test_a_run_with_twenty_faults_ends_with_the_weights_of_a_quiet_one(server, config_file, tmp_path, small_disk):
     quiet = Drill(server, config_file, tmp_path / "quiet")
     assert quiet.launched.end(WAIT_S) == 0, quiet.out[-6000:]
 
@@ -206,7 +201,7 @@ def test_a_run_with_faults_of_every_kind_ends_with_the_weights_of_a_quiet_one(
     assert drill.launched.end(WAIT_S) == 0, drill.out[-6000:]
     print(f"rounds: {rounds}\nseconds until noticed: {times}")
 
-    assert Counter(rounds) == {kind: ROUNDS.count(kind) for kind in SAID}
+    assert Counter(rounds) == {kind: ROUNDS.count(kind) for kind in SAID} and len(rounds) >= 20
     for kind in SAID:
         assert drill.said(kind) >= ROUNDS.count(kind) >= 2, kind
     assert drill.said("corrupt") == ROUNDS.count("corrupt") == len(list(drill.checkpoints.glob("*.damaged*")))
