@@ -15,7 +15,8 @@ import shutil
 import socket
 import traceback
 import zlib
-from collections.abc import Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,6 +34,8 @@ BEST = "best"  # link next to the checkpoints, to the best of them
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 # Hidden folders of checkpoints that are being written, replaced or removed. Older versions added no random part.
 _HIDDEN = re.compile(r"\.(step-\d+)(?:\.[^.]+)?\.(tmp|old|gone)")
+_WEIGHTS = re.compile(rf"({OWN_FOLDER}/|adapter_)?model.*\.safetensors")
+_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 _CHUNK = 8 << 20
 # Errors that mean a damaged folder. Others, such as those of a stale mount, do not.
 _OF_DAMAGED_FOLDERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG)
@@ -138,7 +141,7 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
     files = manifest.get("files")
     if manifest.get("format") != 1 or not isinstance(files, dict) or not files:
         return [f"{folder}: {MANIFEST_FILE} lists no files, or is of a format that this version does not know."]
-    problems = []
+    problems = _find_unlisted(files) if share[0] == 0 else []
     for name, entry in list(files.items())[share[0] :: share[1]]:
         path = folder / name
         try:
@@ -155,6 +158,21 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
             _raise_unless_damaged(folder, name, error)
             problems.append(f"{shown(name)}: {error.strerror}.")
     return problems
+
+
+def _find_unlisted(names: Iterable[str]) -> list[str]:
+    """Return a problem if the files `names` have no weights among them, or if numbered ones are not all there.
+
+    Two runs in one folder have saved such checkpoints, with the right checksums.
+    """
+    if not any(map(_WEIGHTS.fullmatch, names)):
+        return [f"{MANIFEST_FILE} lists no weights: a process that was disturbed has saved it."]
+    counts = Counter(match.groups() for match in map(_NUMBERED.fullmatch, names) if match)
+    return [
+        f"{MANIFEST_FILE} lists {count} of {int(of)} files {shown(stem)}-*.safetensors."
+        for (stem, of), count in counts.items()
+        if count != int(of)
+    ]
 
 
 def _raise_unless_damaged(folder: Path, name: str, error: OSError) -> None:

@@ -434,6 +434,30 @@ def test_clean_up_removes_what_killed_processes_left(tmp_path):
     clean_up(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ({"config.json"}, "titanlite/manifest.json lists no weights: a process that was disturbed has saved it."),
+        ({"titanlite/optimizer.safetensors", "titanlite/weights.safetensors"}, "lists no weights"),
+        ({"model-00001-of-00002.safetensors"}, "lists 1 of 2 files model-*.safetensors."),
+        ({"model.safetensors", "titanlite/model-00002-of-00003.safetensors"}, "lists 1 of 3 files titanlite/model"),
+        ({"adapter_model.safetensors"}, ""),
+        ({"titanlite/model.safetensors"}, ""),
+    ],
+)
+def test_manifest_without_a_whole_model(tmp_path, names, problem):
+    """What lay in a folder that two processes wrote into, with the right checksums."""
+    folder = tmp_path / "step-1"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    (folder / "titanlite").mkdir(exist_ok=True)
+    write_manifest(folder, {"format": 1, "files": {name: {"bytes": 0, "crc32": "00000000"} for name in names}})
+    found = check_folder(folder, checksums=True)
+    assert [problem in text for text in found] == ([True] if problem else [])
+    assert check_folder(folder, share=(1, 2)) == []
+
+
 def test_clean_up_restores_what_a_replacement_had_set_aside(tmp_path):
     complete_folder(tmp_path / ".step-5.old", "the older one")
     complete_folder(tmp_path / ".step-5.tmp", "the newer one")
