@@ -47,3 +47,6 @@ def test_a_part_above_its_limit_is_named_and_fails(check_size, tmp_path: Path, m
     assert check_size.main() == 1
     above = [line for line in capsys.readouterr().out.splitlines() if line.endswith("TOO MUCH")]
     assert [line.split()[:3] for line in above] == [["lines", "of", "core"]]
+    monkeypatch.setattr(check_size, "READ_FIRST", {"trainer.py + ops/x.py": 15})
+    check_size.main()
+    assert "trainer.py + ops/x.py                16  limit      15" in capsys.readouterr().out
