@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from titanlite import __main__, __version__
 from titanlite.assemble import assemble
+from titanlite.base.text import format_count
 from titanlite.checkpoint import commit, writer
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
-from titanlite.features.estimate.cli import exact_plan, planned_sources
 from titanlite.features.tools import export as export_checkpoint
 from titanlite.features.tools import models as inspect_checkpoint
 from titanlite.models.families import family_of
@@ -243,7 +243,8 @@ def test_a_hostile_header_is_one_line(command, tmp_path):
     for header, claimed, word in (
         ("{}", 1 << 62, "cut off"),
         ("[" * 99_999, 99_999, "no safetensors file"),
-        ('{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}', 53, "not fully covered"),
+        ('{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}', 53, "a: bytes [0, 9) are not within the 0 bytes"),
+        ('{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,0]}}', 53, "a: U8 [9] needs more than the 0 bytes"),
     ):
         (tmp_path / MODEL).write_bytes(claimed.to_bytes(8, "little") + header.encode())
         command("inspect", tmp_path).assert_refused(str(tmp_path / MODEL), word)
@@ -252,20 +253,37 @@ def test_a_hostile_header_is_one_line(command, tmp_path):
 @pytest.mark.parametrize(
     "mesh", ["1", "FSDP4", "EP4", "HSDP2x2", "DDP4", "TP2xEP2", "HSDP2xTP2xEP2", "CP2xTP2", "PP2xTP2xEP2"]
 )
-def test_every_byte_is_read_once(step, config_file, meshes, mesh):
+def test_every_byte_is_read_once(command, step, config_file, meshes, mesh):
     """Of the model and of the biases beside it; the masters are for resuming only."""
     degrees = {"1": Degrees(), **meshes}[mesh]
     names = {"data_parallel_replicate": "dp_replicate", "data_parallel_shard": "dp_shard", "tensor_parallel": "tp"}
     names |= {"expert_parallel": "ep", "context_parallel": "cp", "pipeline_parallel": "pp"}
     flags = [f"--parallelism.{key}_degree={getattr(degrees, name)}" for key, name in names.items()]
-    ranks = degrees.world_size
-    settings = [f"--config={config_file}", f"--checkpoint.initial_load_path={step}", *flags]
-    checked = check(load_config(settings), ranks)
-    sources = planned_sources(checked, str(step))
-    plans = [exact_plan(checked, sources, rank, torch.device("cpu")) for rank in range(ranks)]
-    reads = [plan.read_bytes for plan in plans]
-    assert sum(reads) == total_bytes(step / MODEL, step / SIDECAR)
-    assert max(reads) < 1.3 * sum(reads) / ranks, "no rank reads for all"
+    ranks, biases, total = degrees.world_size, total_bytes(step / SIDECAR), total_bytes(step / MODEL, step / SIDECAR)
+    done = command("inspect", step, "--config", config_file, f"--world-size={ranks}", *flags)
+    rows = done.table("rank")
+    assert done.code == 0 and f"{degrees}, {format_count(ranks, 'rank')}" in done.out
+    assert column(rows, "rank") == [*range(ranks)]
+    holds, reads, receives = (column(rows, name) for name in ("holds", "reads", "receives"))
+    assert sum(reads) == total and f"all ranks together read {total} B" in done.out
+    assert [held - read for held, read in zip(holds, reads, strict=True)] == receives
+    assert max(reads) < 1.3 * total / ranks, "no rank reads for all"
+    once = degrees.dp_replicate * (total - biases) + ranks // degrees.pp * biases  # biases are on every rank of a stage
+    assert sum(holds) == once if degrees.tp == 1 else sum(holds) > once  # tensor parallel ranks all have the norms
+
+
+@pytest.mark.parametrize(
+    ("flag", "words", "lines"),
+    [
+        ("--model.overrides.num_layers=3", ["model.layers.2.self_attn.q_proj.weight: missing"], 12),
+        ("--model.overrides.num_kv_heads=1", ["layers.1.self_attn.v_proj.weight with shape (32, 64)"], 5),
+        ("--training.step=5", ["unknown key 'training.step'", "did you mean 'training.steps'?"], 1),
+        ("--parallelism.tensor_parallel_degree=3", ["does not divide the world size (4)"], 1),
+        ("--world-size=0", ["0"], 1),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(command, hf_model, config_file, flag, words, lines):
+    command("inspect", hf_model(), "--config", config_file, "--world-size=4", flag).assert_refused(*words, lines=lines)
 
 
 def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -92,6 +92,7 @@ def test_tensorboard_shows_the_same_numbers(run):
     # TensorBoard stores float32.
     assert [event.value for event in events.Scalars("loss/train")] == pytest.approx(expected, rel=1e-6)
     assert {"grad_norm", "lr", "loss/validation", "throughput/tokens_per_s"} <= set(events.Tags()["scalars"])
+    assert len(events.Images("moe/expert_load")) == STEPS
 
 
 def test_resolved_configuration_is_the_one_that_ran(run):

@@ -91,10 +91,10 @@ def measure(checked: Checked) -> dict[str, Any]:
     read = 0
 
     @contextmanager
-    def counting(text: str, nbytes: int, folder_bytes: int) -> Iterator[None]:
+    def counting(text: str, nbytes: int, folder_bytes: int, *, bar: bool) -> Iterator[Callable[[int], None]]:
         nonlocal read
         read += nbytes
-        yield
+        yield lambda _: None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "timed", counting)

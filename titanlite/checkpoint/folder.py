@@ -7,6 +7,7 @@ https://huggingface.co/docs/safetensors
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.files import open_regular, parse_json
 
 _PAGE_BYTES = 4096
+_MOST_HEADER_BYTES = 100_000_000  # the library refuses longer ones, too
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -65,37 +67,65 @@ class StoredTensor(NamedTuple):
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of the safetensors file `path` by key, in the order of their bytes. Reads the header only.
 
-    Raises CheckpointError: `path` cannot be read, is no regular file, has a name twice or dtypes that are not in
-    `DTYPES`, or the safetensors library refuses it: it is cut off, not JSON, or its offsets are out of range, overlap,
-    leave a gap, or contradict dtype and shape.
+    Raises CheckpointError: `path` cannot be read, is no regular file or cut off, or its header is not what the format
+    allows: no JSON, a name twice, an unknown dtype, offsets that are out of range, overlap, leave a gap, or contradict
+    dtype and shape. Names the file and such tensors; the safetensors library has the last word.
     """
     where = f"checkpoint {path}"
     try:
-        with open_regular(path) as file, safe_open(path, "numpy"):  # which looks at all that the header says
-            (length,) = struct.unpack("<Q", file.read(8))
+        with open_regular(path) as file:
+            (length,), size = struct.unpack("<Q", file.read(8)), os.fstat(file.fileno()).st_size
+            if length > min(size - 8, _MOST_HEADER_BYTES):
+                limit = f"of {size} bytes, and a header has at most {_MOST_HEADER_BYTES}"
+                raise ValueError(f"it says that its header has {length} bytes in a file {limit}")
             table = parse_json(file.read(length).decode("utf-8"))
+        if not isinstance(table, dict):
+            raise ValueError("its header is no JSON object")
         table.pop("__metadata__", None)
-        entries = [(key, v["dtype"], tuple(v["shape"]), *v["data_offsets"]) for key, v in table.items()]
+        damaged = ((key, _find_damage(entry, size - 8 - length)) for key, entry in table.items())
+        raise_problems(CheckpointError, where, [f"{shown(key)}: {problem}." for key, problem in damaged if problem])
+        with safe_open(path, "numpy"):  # which looks at all else: overlaps, gaps, metadata
+            pass
     except FileNotFoundError:
         raise CheckpointError(
             f"{where}: there is no such file. Copy it again from where the checkpoint came."
         ) from None
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}.") from None
-    except (SafetensorError, ValueError, TypeError, struct.error) as error:
+    except (SafetensorError, ValueError, struct.error) as error:
         raise CheckpointError(
             f"{where}: is cut off, damaged, or no safetensors file: {shown(error)}. Copy it again from where it came."
         ) from None
-    unknown = [
-        f"{shown(key)}: dtype {dtype} is unknown; there are {', '.join(DTYPES)}."
-        for key, dtype, *_ in entries
-        if dtype not in DTYPES
+    found = [
+        StoredTensor(key, DTYPES[entry["dtype"]], tuple(entry["shape"]), path, 8 + length + begin, end - begin)
+        for key, entry in table.items()
+        for begin, end in (entry["data_offsets"],)
     ]
-    raise_problems(CheckpointError, where, unknown)
-    return {
-        key: StoredTensor(key, DTYPES[dtype], shape, path, 8 + length + begin, end - begin)
-        for key, dtype, shape, begin, end in sorted(entries, key=lambda entry: entry[3:])
-    }
+    return {tensor.key: tensor for tensor in sorted(found, key=lambda tensor: (tensor.offset, tensor.nbytes))}
+
+
+def _find_damage(entry: Any, data_bytes: int) -> str:
+    """Return what is wrong with a tensor's entry in the header of a file with `data_bytes` of data, or nothing."""
+    match entry:
+        case {"dtype": str(name), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
+            pass
+        case _:
+            return "its entry is not an object with dtype, shape and data_offsets"
+    if name not in DTYPES:
+        return f"dtype {shown(name)} is unknown; there are {', '.join(DTYPES)}"
+    if not all(type(size) is int and size >= 0 for size in shape):
+        return f"shape {shown(shape)} is not a list of sizes"
+    if not 0 <= begin <= end <= data_bytes:
+        span = f"bytes [{shown(begin)}, {shown(end)})"
+        return f"{span} are not within the {data_bytes} bytes of data; the file is cut off or damaged"
+    nbytes = 0 if 0 in shape else DTYPES[name].itemsize
+    for size in shape if nbytes else ():
+        nbytes *= size
+        if nbytes > data_bytes:  # before the product of hostile sizes has a million digits
+            return f"{name} {shown(shape)} needs more than the {data_bytes} bytes of data"
+    if nbytes != end - begin:
+        return f"{name} {shown(shape)} has {nbytes} bytes, but its data_offsets span {end - begin}"
+    return ""
 
 
 def encode_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], int]]) -> bytes:
@@ -199,8 +229,8 @@ def read_model_headers(folder: Path) -> Stored:
     if SINGLE_FILE in names:
         return read_headers([folder / SINGLE_FILE], where)
     if INDEX_FILE in names:
-        names = set(_read_index(folder / INDEX_FILE).values())
-        return read_headers([folder / name for name in sorted(names)], where)
+        weight_map = _read_index(folder / INDEX_FILE)
+        return read_headers([folder / name for name in sorted(set(weight_map.values()))], where, weight_map)
     if ADAPTER_FILE in names:
         raise CheckpointError(
             f"{where}: has {ADAPTER_FILE}, adapters without their model. Set lora.rank to train them on, or merge "
@@ -228,8 +258,8 @@ def how_to_finish(folder: Path) -> str:
     return f"Finish it: python -m titanlite export {folder} OUT."
 
 
-def read_headers(paths: Iterable[Path], where: str) -> Stored:
-    """Read the headers of the files at `paths` together.
+def read_headers(paths: Iterable[Path], where: str, weight_map: Mapping[str, str] | None = None) -> Stored:
+    """Read the headers of the files at `paths` together; `weight_map` says which keys should be in which of them.
 
     Raises CheckpointError: a file is missing or damaged, or two files have the same key. Lists all problems.
     """
@@ -239,7 +269,10 @@ def read_headers(paths: Iterable[Path], where: str) -> Stored:
         try:
             tensors = read_header(file)
         except CheckpointError as error:
-            problems.append(str(error).removeprefix("checkpoint "))
+            lost = [shown(key) for key, name in (weight_map or {}).items() if name == file.name]
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            of_index = f" {INDEX_FILE} says that it has {lost[0]}{more}." if lost else ""
+            problems.append(str(error).removeprefix("checkpoint ") + of_index)
             continue
         found.file_bytes[file] = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
         for key, tensor in tensors.items():

@@ -27,6 +27,7 @@ from titanlite.checkpoint.folder import FP8, StoredTensor, find_scale
 from titanlite.checkpoint.pieces import bytes_of
 from titanlite.materialize import ReadRequest, Region
 from titanlite.materialize.layout import Encoding, rows_of
+from titanlite.metrics.console import transfer_bar
 
 JOB_BYTES, DIRECT_BYTES = 1 << 20, 8 << 20  # with and without a buffer
 
@@ -102,10 +103,10 @@ class SafetensorsReader:
         stored = [tensor for part in parts for tensor in (part.placed.stored, part.placed.scale) if tensor is not None]
         nbytes = is_logged * sum(part.box.numel * part.placed.stored.dtype.itemsize for part in parts)
         with (
-            timed(f"reading {self.name}", nbytes, sum(self._file_bytes.values())),
+            timed(f"reading {self.name}", nbytes, sum(self._file_bytes.values()), bar=True) as moved,
             opened(self._file_bytes, {tensor.file for tensor in stored}) as files,
         ):
-            run_jobs(_jobs(parts, files), self._threads)
+            run_jobs(_jobs(parts, files, moved), self._threads)
 
     def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
         """Return the bytes of each file that a read of `region` of tensor `name` takes; reads nothing."""
@@ -176,16 +177,22 @@ def read_bytes(files: Mapping[Path, int], file: Path, view: memoryview, offset: 
 
 
 _T = TypeVar("_T")
-_TAKES_LONG = 1 << 30  # bytes of one rank; above it, the start is logged, too
+_TAKES_LONG = 256 << 20  # bytes of one rank; above it, the start is logged, too
+_Moved = Callable[[int], None]  # takes how many bytes were moved
 
 
 @contextmanager
-def timed(text: str, nbytes: int, folder_bytes: int) -> Generator[None]:
-    """Log how fast the body moves a folder of `folder_bytes`, if this rank moves any of it (`nbytes`)."""
-    start = time.perf_counter()
-    if nbytes > _TAKES_LONG:
+def timed(text: str, nbytes: int, folder_bytes: int, *, bar: bool = False) -> Generator[_Moved]:
+    """Log how fast the body moves a folder of `folder_bytes`, if this rank moves any of it (`nbytes`).
+
+    With `bar`, what takes long has one on rank 0's terminal. Yields what takes how many bytes this rank has moved.
+    """
+    start, takes_long = time.perf_counter(), nbytes > _TAKES_LONG
+    if takes_long:
         logger.info("checkpoint: %s: %s", text, format_size(folder_bytes))
-    yield
+    with transfer_bar(text, folder_bytes) if bar and takes_long else nullcontext(None) as show:
+        # As if all ranks were as fast.
+        yield (lambda moved: show(moved / nbytes * folder_bytes)) if show is not None else (lambda _: None)
     if nbytes:
         logger.info("checkpoint: %s: %s", text, format_transfer(folder_bytes, time.perf_counter() - start))
 
@@ -219,7 +226,7 @@ def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
         return [result for worker in workers for result in worker.result()]
 
 
-def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callable[[], None]]:
+def _jobs(parts: Sequence[_Part], files: Mapping[Path, int], moved: _Moved) -> Iterator[Callable[[], None]]:
     """Yield jobs, each for one thread: consecutive reads of a file."""
     buffers = threading.local()
     for part in parts:
@@ -227,7 +234,7 @@ def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callabl
         memory, elements = _memory(part), JOB_BYTES // size
         if memory is not None:
             for box in part.box.within(part.placed.region).slabs(DIRECT_BYTES // size):
-                yield partial(_read_bytes, files, part.placed, box, memory[: box.numel * size])
+                yield partial(_read_bytes, files, part.placed, box, memory[: box.numel * size], moved)
                 memory = memory[box.numel * size :]
             continue
         if part.placed.scale is not None:
@@ -237,7 +244,7 @@ def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callabl
         if request.encoding is not None:  # whole rows
             elements = max(elements, part.box.lengths[-1])
         for box in part.box.slabs(elements):
-            yield partial(_read, files, replace(part, box=box), buffers)
+            yield partial(_read, files, replace(part, box=box), buffers, moved)
 
 
 @torch.no_grad()
@@ -275,14 +282,14 @@ def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buf
 
 
 @torch.no_grad()
-def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local) -> None:
+def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local, moved: _Moved) -> None:
     """Read one part into this thread's buffer, and copy it from there into the shard."""
     request, placed, encoding = part.request, part.placed, part.request.encoding
     stored, device, box = placed.stored, request.destination.device, part.box.within(placed.region)
     size = stored.dtype.itemsize
     buffer = _buffer(buffers, device, box.numel * size)
     raw = buffer.memory[: box.numel * size]
-    _read_bytes(files, placed, box, bytes_of(raw))
+    _read_bytes(files, placed, box, bytes_of(raw), moved)
     values, is_kept = raw.view(stored.dtype).view(box.lengths), False
     if placed.scale is not None:
         is_kept = encoding is not None and encoding.keeps(stored.dtype, placed.block)
@@ -301,11 +308,12 @@ def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local) -> N
         buffer.stream.synchronize()  # the buffer is used again at once; other threads go on
 
 
-def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: memoryview) -> None:
+def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: memoryview, moved: _Moved) -> None:
     """Read `box`, in coordinates of the stored tensor, into `memory`."""
     file, size, at = placed.stored.file, placed.stored.dtype.itemsize, 0
     for first, length in box.runs(placed.region.lengths):
         read_bytes(files, file, memory[at : (at := at + length * size)], placed.stored.offset + first * size)
+        moved(length * size)
 
 
 def _dequantize(

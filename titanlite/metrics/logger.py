@@ -5,14 +5,18 @@ import json
 import math
 import os
 import socket
+import struct
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from titanlite.base.agree import get_rank
@@ -22,7 +26,7 @@ from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.console import ProgressBar, can_show_bar, format_line
 from titanlite.metrics.flops import peak_flops
-from titanlite.metrics.point import StepPoint, describe_moe, describe_ranks
+from titanlite.metrics.point import StepPoint, describe_moe, describe_ranks, draw_load
 
 EXPERT_LOAD_FILE = "expert_load.jsonl"
 _LOAD_POINTS = 100
@@ -53,6 +57,12 @@ class EventWriter:
         """Return the record of the `values` of one step, by name."""
         points = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         return self._encode(step, summary=self._summary(value=points))
+
+    def encode_picture(self, step: int, name: str, pixels: NDArray[np.uint8]) -> bytes:
+        """Return the record of an RGB picture (height, width, 3)."""
+        height, width, _ = pixels.shape
+        image = self._summary.Image(height=height, width=width, colorspace=3, encoded_image_string=_encode_png(pixels))
+        return self._encode(step, summary=self._summary(value=[self._summary.Value(tag=name, image=image)]))
 
     def _encode(self, step: int, **content: Any) -> bytes:
         buffer = io.BytesIO()
@@ -227,7 +237,10 @@ class MetricsLogger:
             self._append(self._writer.file, self._writer.encode(step, scalars))
 
     def _write_load(self, step: int, tokens_per_expert: Tensor) -> None:
-        """Write the counts of all experts at some of the points, for the report."""
+        """Write the counts of all experts: a heat map for TensorBoard, and at some of the points for the report."""
+        if self._writer is not None:
+            picture = self._writer.encode_picture(step, "moe/expert_load", draw_load(tokens_per_expert))
+            self._append(self._writer.file, picture)
         if step < self._next_load_step:
             return
         self._next_load_step = step + self._num_steps // _LOAD_POINTS
@@ -266,6 +279,18 @@ class MetricsLogger:
         if bar is not None:
             with suppress(Exception):  # it is only the terminal's last line
                 bar.__exit__(None, None, None)
+
+
+def _encode_png(pixels: NDArray[np.uint8]) -> bytes:
+    """Encode an RGB picture (height, width, 3) as PNG: each line begins with a byte for its filter, here none."""
+    height, width, _ = pixels.shape
+    lines = np.pad(pixels.reshape(height, 3 * width), ((0, 0), (1, 0))).tobytes()
+    header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
+    encoded = b"\x89PNG\r\n\x1a\n"
+    for kind, content in ((b"IHDR", header), (b"IDAT", zlib.compress(lines)), (b"IEND", b"")):
+        part = kind + content
+        encoded += struct.pack(">I", len(content)) + part + struct.pack(">I", zlib.crc32(part))
+    return encoded
 
 
 def _on_one_line(text: str) -> str:

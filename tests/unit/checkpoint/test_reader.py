@@ -5,6 +5,8 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -335,3 +337,27 @@ def test_the_line_has_the_size_of_the_folder_not_that_of_the_rank(monkeypatch: p
         pass
     (line,) = said
     assert line.startswith("checkpoint: reading x: 4.00 MB in 0.0 s")
+
+
+def test_what_takes_long_has_a_bar_in_bytes_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rank 0's terminal; two ranks of equal shares read 1000 bytes each."""
+    shown: list[float] = []
+    asked: list[tuple[str, int]] = []
+
+    @contextmanager
+    def bar(text: str, nbytes: int) -> Iterator[Callable[[float], None]]:
+        asked.append((text, nbytes))
+        yield shown.append
+
+    monkeypatch.setattr(reader_module, "transfer_bar", bar)
+    save_file({"a": torch.zeros(2000, dtype=torch.uint8)}, tmp_path / "x.safetensors")
+    stored = read_header(tmp_path / "x.safetensors")["a"]
+    size = (tmp_path / "x.safetensors").stat().st_size
+    whole = Region((0,), (2000,))
+    reader = SafetensorsReader("x", {"a": ((2000,), [Placed(stored, whole)])}, {stored.file: size})
+    half = ReadRequest("a", Region((0,), (1000,)), torch.empty(1000, dtype=torch.uint8))
+    reader.read([half])
+    assert not asked, "a moment's work"
+    monkeypatch.setattr(reader_module, "_TAKES_LONG", 999)
+    reader.read([half])
+    assert asked == [("reading x", size)] and sum(shown) == pytest.approx(size)

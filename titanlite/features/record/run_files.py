@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -158,23 +158,41 @@ def build_run_plan(plan: Plan, muon: Container[torch.Tensor] = ()) -> RunPlan:
         gradients=_bytes_of(trained),
         optimizer=moments + _STEP_BYTES * sum(entry.tensor not in muon for entry in trained),
         buffers=plan.local_bytes - _bytes_of(params),
-        read_bytes=count_read_bytes(plan, rank),
+        read_bytes=count_reads(plan, [rank])[0].read,
     )
 
 
-def count_read_bytes(plan: Plan, rank: int) -> int:
-    """Bytes, as they are on disk, that global rank `rank` of the plan's stage reads itself.
+class RankReads(NamedTuple):
+    """Bytes of one rank as they are on disk."""
+
+    held: int  # what its shards are made of
+    read: int  # the part of it that this rank reads itself; the rest comes from ranks that hold the same
+    files: frozenset[Path]  # that it reads from
+
+
+def count_reads(plan: Plan, ranks: Iterable[int]) -> list[RankReads]:
+    """Return what each of the global `ranks`, of the plan's stage, will hold and read of a checkpoint.
 
     Replicas share the reads as in `materialize`. A reader without `plan_bytes` (bytes by file), such as that of
     adapters in memory, counts nothing.
     """
     reads = [(entry.tensor, entry.source) for entry in plan.entries if isinstance(entry.source, Read)]
-    total = 0
-    for share, (_, source) in zip(share_out((tensor for tensor, _ in reads), plan.group), reads, strict=True):
-        region, in_charge = share.place_of(rank)
-        if in_charge and (plan_bytes := getattr(source.reader, "plan_bytes", None)):
-            total += sum(plan_bytes(source.name, region).values())
-    return total
+    shares = list(share_out((tensor for tensor, _ in reads), plan.group))
+    found = []
+    for rank in ranks:
+        held = read = 0
+        files = set[Path]()
+        for share, (_, source) in zip(shares, reads, strict=True):
+            region, in_charge = share.place_of(rank)
+            if (plan_bytes := getattr(source.reader, "plan_bytes", None)) is None:
+                continue
+            needed: Mapping[Path, int] = plan_bytes(source.name, region)
+            held += sum(needed.values())
+            if in_charge:
+                read += sum(needed.values())
+                files.update(needed)
+        found.append(RankReads(held, read, frozenset(files)))
+    return found
 
 
 def save_run_plan(plan: Plan, muon: Container[torch.Tensor], folder: Path) -> None:

@@ -9,6 +9,8 @@ import hashlib
 import importlib.util
 import itertools
 import math
+import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from titanlite.base.errors import TitanliteError
 from titanlite.base.files import replace_file
@@ -69,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"titanlite[report]: `{sys.executable} -m pip install 'bokeh>=3.9'`."
         )
     run = read_run(known.run)
-    page = render_page(run)
+    page = render_page(run, output.resolve().parent)
     try:
         replace_file(output, page)
     except OSError as error:
@@ -81,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{output} ({len(page.encode()) / 1024:,.0f} KiB)")
 
 
-def render_page(run: Run) -> str:
-    """Return the page of a run."""
+def render_page(run: Run, folder: Path | None = None) -> str:
+    """Return the page of a run, for a file in `folder`; left out: the run's."""
     from bokeh.embed import components  # after `main` has found the package
     from bokeh.resources import Resources
 
@@ -120,6 +123,7 @@ def render_page(run: Run) -> str:
 {description and f"<p>{description}</p>"}
 <p class="status">{escape(describe_end(run))}</p>
 {_tiles(get_headline(run))}
+{_checkpoint(run, folder or run.folder)}
 <nav aria-label="Sections">{links}</nav>
 </header>
 <main>
@@ -149,6 +153,27 @@ def _tiles(tiles: Sequence[tuple[str, str, str]]) -> str:
     columns = -(-len(tiles) // -(-len(tiles) // _MOST_TILES))
     cells = [f"<dt>{escape(a)}</dt><dd>{escape(b)}<small>{escape(c)}</small></dd>" for a, b, c in tiles]
     return f'<dl class="tiles" style="--columns: {columns}"><div>{"</div><div>".join(cells)}</div></dl>'
+
+
+def _checkpoint(run: Run, page_folder: Path) -> str:
+    """Link the newest checkpoint, with how to load it; empty without one."""
+    saved = run.folder / str(run.config.get("checkpoint.folder", "checkpoint"))
+    steps = [int(path.name[5:]) for path in saved.glob("step-*") if path.name[5:].isdecimal()]
+    if not steps:
+        return ""
+    folder = saved / f"step-{max(steps)}"
+    link = escape(quote(os.path.relpath(folder, page_folder)))
+    library, kind = "transformers", "AutoModelForCausalLM"
+    if (folder / "adapter_config.json").exists():
+        library, kind = "peft", "AutoPeftModelForCausalLM"
+    elif run.config.get("data.dataset") == "images":
+        kind = "AutoModelForImageTextToText"
+    text = f"""from {library} import {kind}
+model = {kind}.from_pretrained({str(folder)!r})
+
+python -m titanlite generate {shlex.quote(str(folder))} --prompt TEXT"""
+    name = f'Newest checkpoint: <a href="{link}/">{folder.name}</a>, and how to load it'
+    return f"<details><summary>{name}</summary><pre>{escape(text)}</pre></details>"
 
 
 def _sections(run: Run, figures: Mapping[str, str]) -> dict[str, str]:

@@ -188,10 +188,15 @@ def _read_csv(file: Path, _: int) -> _Numbered:
             except csv.Error as error:
                 yield number, RowError("invalid CSV", f"not valid CSV ({error}). Quote fields that hold quotes.")
                 continue
-            if header is None:
-                header = cells or None
-            elif cells:
+            if not cells:
+                continue
+            if header is not None:
                 yield number, _csv_row(file, header, cells)
+                continue
+            header = cells
+            if len(cells) == 1 and (sign := next((sign for sign in ";\t|" if sign in cells[0]), "")):
+                yield number, RowError("invalid CSV", f"columns are separated by {sign!r}. Write ',' between them.")
+                return
 
 
 def _csv_row(file: Path, header: list[str], cells: list[str]) -> dict[str, Any] | RowError:

@@ -374,11 +374,12 @@ class Mxfp4Reader:
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast; errors are those of `SafetensorsReader`."""
-        nbytes = sum(sum(self.plan_bytes(request.name, request.region).values()) for request in requests)
-        with timed(f"reading MXFP4 of {self.name}", nbytes, self._folder_bytes):
-            for request in requests:
-                for expert in range(request.region.lengths[0] if request.region.numel else 0):
+        sizes = [sum(self.plan_bytes(request.name, request.region).values()) for request in requests]
+        with timed(f"reading MXFP4 of {self.name}", sum(sizes), self._folder_bytes, bar=True) as moved:
+            for request, nbytes in zip(requests, sizes, strict=True):
+                for expert in range(request.region.lengths[0] if nbytes else 0):
                     self._read_expert(request, expert)
+                moved(nbytes)
 
     def _read_expert(self, request: ReadRequest, expert: int) -> None:
         (first, _, row), (_, _, rows) = request.region.starts, request.region.lengths

@@ -72,6 +72,21 @@ def test_tiles_fill_their_rows(tmp_path: Path, number: int, columns: int):
     assert len(tiles_of(page)) == number and f'style="--columns: {columns}"' in page
 
 
+def test_the_newest_checkpoint_is_linked_with_how_to_load_it(tmp_path: Path):
+    run = write_run(tmp_path / "my run", steps=3)
+    assert "Newest checkpoint" not in render(run)
+    for step in (9, 10):
+        (run / f"checkpoint/step-{step}").mkdir(parents=True)
+    (run / "checkpoint/.step-11.tmp").mkdir()
+    page = render(run)
+    assert '<a href="checkpoint/step-10/">step-10</a>' in page and "Newest checkpoint" in page
+    assert "AutoModelForCausalLM.from_pretrained" in page and "titanlite generate &#x27;/" in page
+    (run / "checkpoint/step-10/adapter_config.json").write_text("{}")
+    assert "AutoPeftModelForCausalLM.from_pretrained" in render(run)
+    assert main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 0
+    assert 'href="my%20run/checkpoint/step-10/"' in (tmp_path / "page.html").read_text()
+
+
 def test_texts_of_a_run_are_never_markup(page: str, tmp_path: Path):
     assert NASTY not in page and "<img" not in own(page)
     assert page.count("<script>") == page.count("</script>") == 4

@@ -281,7 +281,16 @@ def test_rows_without_memory_and_deep_ones_are_named(tmp_path: Path, monkeypatch
     assert "there is no memory for what its 100006 bytes stand for" in str(next(iter(LocalRows((path,)))).content)
 
 
-def test_a_file_in_utf_16_is_said_once(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes('{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"))
-    (row,) = LocalRows((tmp_path / "a.jsonl",))
-    assert str(row.content).startswith("the file is UTF-16. Convert it: iconv -f")
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"), "the file is UTF-16. Convert it: iconv -f"),
+        ("a.csv", b"question;answer\na;b\nc;d\n", "columns are separated by ';'. Write ',' between them."),
+    ],
+)
+def test_what_is_wrong_with_a_file_as_a_whole_is_said_once(
+    tmp_path: Path, name: str, content: bytes, problem: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    (row,) = LocalRows((tmp_path / name,))
+    assert str(row.content).startswith(problem)

@@ -346,10 +346,7 @@ REFUSED = {
     "indented rows": (data("pretty.jsonl"), ["not valid JSON", "Write one JSON object per line"]),
     "commas": (data("commas.jsonl"), ["lines 1-30: not valid JSON (Extra data)"]),
     "Latin-1": (data("latin.csv"), ["lines 2-31: not UTF-8. Convert it: iconv -f ISO-8859-1 -t UTF-8 latin.csv > "]),
-    "tabs in CSV": (
-        data("tabs.csv"),
-        ["tabs.csv, line 2: the fields are 'instruction\toutput', which is no known form"],
-    ),
+    "tabs in CSV": (data("tabs.csv"), ["tabs.csv, line 1: columns are separated by '\\t'. Write ','"]),
     "True": (data("chats.jsonl", "packing = True"), ["text in quotes", "true or false"]),
     "a form of axolotl": (data("chats.jsonl", 'type = "sharegpt"'), ["here it is data.format"]),
 }
