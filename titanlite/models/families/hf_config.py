@@ -10,7 +10,7 @@ from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.hf_objects import build_config, decode_floats
 from titanlite.base.log import logger
 from titanlite.config.model import TransformersConfig
-from titanlite.models.families.keys import QUANTIZATION, describe_unreadable, find_absurd, find_quantization
+from titanlite.models.families.keys import PARTIAL, QUANTIZATION, describe_unreadable, find_absurd, find_quantization
 
 _SHOWN_CHARS = 80
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -170,12 +170,8 @@ def save_config(config: Any, folder: Path, original: Mapping[str, Any] | None = 
 
 def _with_older_keys(table: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
     """Return `table` with the keys that transformers 4.57 reads; its nested configurations likewise."""
-    derived: dict[str, Any] = {}
     rope = table.get("rope_parameters")
-    if isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()):  # one for all layers
-        derived = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-        scaling = {key: value for key, value in rope.items() if key not in derived}
-        derived["rope_scaling"] = scaling if len(scaling) > 1 else None
+    derived = _older_rope(rope, table.get("model_type", "")) if isinstance(rope, dict) else {}
     both = {key: value for key, value in table.items() if key not in derived}  # transformers 5.17 writes some defaults
     for key, value in table.items():
         if isinstance(value, dict) and key.endswith("_config"):
@@ -187,6 +183,22 @@ def _with_older_keys(table: Mapping[str, Any], original: Mapping[str, Any]) -> d
     return {**derived, **kept, **both, **literal}
 
 
+def _older_rope(rope: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """Return the separate keys that `rope_parameters` has replaced, by their names in transformers 4."""
+    theta, partial, local = _OLDER_NAMES.get(model_type, ("rope_theta", PARTIAL, ""))
+    older: dict[str, Any] = {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        if not local:
+            return {}  # transformers 4 has no such model
+        older[local] = (rope.get("sliding_attention") or {}).get("rope_theta")
+        rope = rope.get("full_attention") or {}
+    older |= {name: rope[key] for name, key in ((theta, "rope_theta"), (partial, PARTIAL)) if key in rope}
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", PARTIAL)}
+    if model_type in ("phi3", "phi4_multimodal"):  # count the entries
+        scaling = {"type" if key == "rope_type" else key: value for key, value in scaling.items() if key in _PHI3}
+    return older | {"rope_scaling": scaling if len(scaling) > 1 else None}
+
+
 def _is_part(expected: Any, read: Any) -> bool:
     """Return True if `read` has all that `expected` has, or more."""
     if isinstance(expected, dict) and isinstance(read, dict):
@@ -195,6 +207,15 @@ def _is_part(expected: Any, read: Any) -> bool:
     return expected == read
 
 
+# Names of the base, of the rotated part, and of the base in layers with a window, in transformers 4 where they are not
+# the common ones. OLMo 3 has one base for all layers.
+_OLDER_NAMES = {
+    **dict.fromkeys(("gpt_neox", "gpt_neox_japanese"), ("rotary_emb_base", "rotary_pct", "")),
+    **dict.fromkeys(("gemma3_text", "gemma3n_text"), ("rope_theta", PARTIAL, "rope_local_base_freq")),
+    "modernbert-decoder": ("global_rope_theta", PARTIAL, "local_rope_theta"),
+    "olmo3": ("rope_theta", PARTIAL, "rope_theta"),
+}
+_PHI3 = ("rope_type", "short_factor", "long_factor")
 # What a config.json may have in the older form, which transformers 5 does not write.
 _OLDER_KEYS = {
     *("rope_theta", "rope_scaling", "partial_rotary_factor", "num_experts"),
