@@ -114,9 +114,9 @@ def test_steps_of_every_family_are_traced_on_the_branches_of_cuda(family):
     has_experts = families()[family].presets["debug"].num_experts
     options = (f"--model.name={family}", "--moe.aux_loss_coeff=0")
     for mode in MODES:
-        is_split = has_experts and mode != "selective"
-        syncs, moe_layers = waits(trace(2, *options, experts_over(1 + is_split), MODE + mode))
-        assert syncs == (moe_layers if is_split else 0)
+        for degree in (1, 2) if has_experts and mode != "selective" else (1,):
+            syncs, moe_layers = waits(trace(2, *options, experts_over(degree), MODE + mode))
+            assert syncs == (moe_layers if degree > 1 else 0)
 
 
 @pytest.mark.parametrize(
