@@ -336,10 +336,12 @@ class TransformersModel(Model):
 
     def split_experts(self) -> list[nn.Module]:
         problems = [
-            f"{name}.{leaf} {tuple(param.shape)} has no slice for each expert. Set expert_parallel_degree to 1."
+            f"{name}.{leaf} {tuple(param.shape)} is not one slice for each of {count} experts. Set "
+            "expert_parallel_degree to 1."
             for name, module in self.expert_modules.items()
+            for count in [getattr(module, "num_experts", 0)]
             for leaf, param in module.named_parameters()
-            if param.shape[:1] != (getattr(module, "num_experts", 0),)
+            if param.shape[:1] != (count,)
         ]
         if not self.expert_modules:
             name = self.config.architecture
