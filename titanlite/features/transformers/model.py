@@ -330,9 +330,13 @@ class TransformersModel(Model):
         self, attention_backend: AttentionBackend, moe: MoESection, loss_chunk_tokens: int, device: torch.device
     ) -> None:
         self.loss_chunk_tokens = loss_chunk_tokens
-        if self.config.num_experts or any(is_routed(name) for name, _ in self.named_parameters()):
-            text = "moe: transformers' %s routes by itself: no balancing is added; its expert load %s"
-            logger.info(text, self.config.architecture, "is logged" if self.counters else "cannot be counted")
+        name = self.config.architecture
+        if self.config.num_experts or any(is_routed(parameter) for parameter, _ in self.named_parameters()):
+            sizes = sorted({getattr(module, "num_experts", 0) for module in self.expert_modules.values()})
+            why = " or ".join(map(str, sizes))
+            why = f"layers have {why} experts" if why else "experts are not called by transformers' interface"
+            load = "is logged" if self.counters else f"cannot be counted: {why}"
+            logger.info("moe: transformers' %s routes by itself: no balancing is added; its expert load %s", name, load)
 
     def split_experts(self) -> list[nn.Module]:
         problems = [
