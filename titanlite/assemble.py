@@ -183,22 +183,22 @@ _DATASETS = _TEXTS | _ROWS
 
 def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple[Any, TrainLoader]:
     """Build the tokenizer and the batches of one data-parallel rank, of all kinds of data: see `build_loader`."""
-    job, before = find_before(job)
-    return build_loader(job, dp_rank, dp_degree, _DATASETS, before and before.batch_size)
+    job, start = resolve_start(job)
+    return build_loader(job, dp_rank, dp_degree, _DATASETS, start and start.batch_size)
 
 
-def find_before(job: JobConfig) -> tuple[JobConfig, Progress | None]:
-    """Return `job`, with the rows held out that the resumed run held out, and that run's progress, if any."""
-    before = find_start(job.checkpoint, folder := job.job.dump_folder)
-    return replace(job, data=resolve_held_out(job.data, before, folder, wanted=wants_held_out(job))), before
+def resolve_start(job: JobConfig) -> tuple[JobConfig, Progress | None]:
+    """Return `job` with the held-out share of the run to resume, or of a new one, and that run's progress, if any."""
+    start = find_start(job.checkpoint, folder := job.job.dump_folder)
+    return replace(job, data=resolve_held_out(job.data, start, folder, wanted=wants_held_out(job))), start
 
 
 def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims) -> tuple[JobConfig, Any, TrainLoader]:
     """Return the job with its number of steps, the tokenizer, and the batches of this rank."""
-    job, before = find_before(job)
-    batch_before = before and before.batch_size
-    tokenizer, loader = build_loader(job, dims.dp_rank, dims.degrees.dp, _DATASETS, batch_before)
-    job = resolve_steps(job, loader, before)
+    job, start = resolve_start(job)
+    start_batch = start and start.batch_size
+    tokenizer, loader = build_loader(job, dims.dp_rank, dims.degrees.dp, _DATASETS, start_batch)
+    job = resolve_steps(job, loader, start)
     describe_pipeline(loader, model_config, dims.degrees)
     check_form(job, loader.dataset.form)
     check_vocabulary(job, loader.dataset.vocab_size, count_ids(tokenizer), model_config)
@@ -206,7 +206,7 @@ def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims)
 
 
 def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> Model:
-    """Describe the model on meta: the native decoder, or the class of transformers that stands in for it."""
+    """Build the model on meta: the native decoder, or the class of transformers that stands in for it."""
     if isinstance(config, TransformersConfig):
         logger.info("model: transformers' %s, because: %s", config.architecture, config.why)
         return build_transformers(config, dtype)
@@ -214,20 +214,20 @@ def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> M
 
 
 def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims, device: torch.device) -> Model:
-    """Describe the model on meta, configured and sharded for training on devices like `device`. No collective.
+    """Build the model on meta, configured and sharded for training on devices like `device`. No collective.
 
     Raises ConfigError, the same on all ranks: a pattern matches nothing, or transformers cannot build the model.
     """
     use_triton(job.training.triton_kernels)
-    model = describe_model(job, model_config, device.type)
+    model = build_unsharded(job, model_config, device.type)
     attention = choose_attention(job, model_config, device.type)
     model.configure(attention, job.moe, job.training.loss_chunk_tokens, device)
     shard(model, job, dims, device.type)
     return model
 
 
-def describe_model(job: JobConfig, model_config: AnyModelConfig, device_type: str) -> Model:
-    """Describe the unsharded model on meta, with adapters and frozen parameters; raises as `build_on_meta`."""
+def build_unsharded(job: JobConfig, model_config: AnyModelConfig, device_type: str) -> Model:
+    """Build the unsharded model on meta, with adapters and frozen parameters; raises as `build_on_meta`."""
     model = build_model(model_config, base_dtype(job.training, job.lora, device_type))
     apply_lora(model, job.lora, getattr(torch, job.training.dtype))
     if job.lora.base_dtype in BLOCK_SIZES:

@@ -83,11 +83,11 @@ class TrainStep:
         rate = get_bias_update_rate(job.moe, model)
         self.balancer = ExpertBiasBalancer(model, rate, all_reduce_sum, stage_size, chunks)
         self.grad_groups = group_parameters(model, whole=not job.metrics.grad_norm_groups)
-        most_bad = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
-        self.finite_guard = FiniteGuard(device, most_bad)
+        max_nonfinite = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
+        self.finite_guard = FiniteGuard(device, max_nonfinite)
         self.timer = timers.StepTimer(device)
         timers.activate(self.timer)
-        self._all_chunks = self._ending = tuple(range(dims.degrees.chunks))
+        self._all_chunks = self._last_chunks = tuple(range(dims.degrees.chunks))
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
         """Make one optimizer step over this rank's micro-batches. Collective: every rank must call.
@@ -102,28 +102,28 @@ class TrainStep:
         units, num_tokens = self.count_units(micro_batches)
         losses_finite = torch.ones(count, dtype=torch.bool, device=self.device)
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
-        open_losses: dict[tuple[int, int], ObjectiveSums] = {}
+        losses_in_flight: dict[tuple[int, int], ObjectiveSums] = {}
         for phase, number, chunk in self.schedule.turns(count):
             self.enter(phase, number)
             if phase == "forward":
                 with self.schedule.chunk(self.model, chunk):
-                    open_losses[number, chunk] = losses = objective(self.model, micro_batches[number])
+                    losses_in_flight[number, chunk] = losses = objective(self.model, micro_batches[number])
                 self.balancer.accumulate(chunk)
-                sums += (here := self.sums_here(losses, chunk))
-                losses_finite[number] &= here[:2].isfinite().all()
+                sums += (local := self.local_sums(losses, chunk))
+                losses_finite[number] &= local[:2].isfinite().all()
                 continue
             if count > 1:
-                self.end_backwards_of((chunk,) if number == count - 1 else ())
-            self.scaled_loss(open_losses.pop((number, chunk)), units, num_tokens).backward()
-        self.end_backwards_of(self._all_chunks)  # until the next step, each backward reduces its gradients
+                self.mark_last_backwards((chunk,) if number == count - 1 else ())
+            self.scaled_loss(losses_in_flight.pop((number, chunk)), units, num_tokens).backward()
+        self.mark_last_backwards(self._all_chunks)  # until the next step, each backward reduces its gradients
 
         self.enter("optimizer")
         sums = self.sum_over_data(sums, in_stages=True)
         reduce_replicated_grads(self.model.parameters(), self.dims)
-        where = torch.device("cpu") if self.job.training.enable_cpu_offload else self.device
+        norm_device = torch.device("cpu") if self.job.training.enable_cpu_offload else self.device
         max_norm = self.job.training.max_norm
         scale = partial(scale_gradients, self.optimizer)
-        grad_norm, group_norms = clip_grad_norms(self.grad_groups, max_norm, self.dims.stage_group, where, scale)
+        grad_norm, group_norms = clip_grad_norms(self.grad_groups, max_norm, self.dims.stage_group, norm_device, scale)
         self.step += 1
         finite = grad_norm.to(self.device).isfinite() & sums[:2].isfinite().all()  # both are global
         apply = self.finite_guard.admit(self.step, finite, losses_finite).to(grad_norm.device)
@@ -150,12 +150,12 @@ class TrainStep:
                     losses = self.objective(self.model, group[number])
                 yield group[number], chunk, losses
 
-    def end_backwards_of(self, chunks: tuple[int, ...]) -> None:
+    def mark_last_backwards(self, chunks: tuple[int, ...]) -> None:
         """Mark the next backwards of `chunks` as the last of the step, and those of all other chunks as not."""
-        if chunks != self._ending:
+        if chunks != self._last_chunks:
             once_per_step = self.job.parallelism.fsdp_once_per_step
             prepare_backward(self.model, self.dims, chunks, once_per_step=once_per_step)
-            self._ending = chunks
+            self._last_chunks = chunks
 
     def enter(self, phase: str, micro_batch: int | None = None) -> None:
         """Start `phase` in the step's timer and in the heartbeat, which shows the launcher hung ranks.
@@ -179,7 +179,7 @@ class TrainStep:
         """
         return losses.loss / units + losses.aux / num_tokens
 
-    def sums_here(self, losses: ObjectiveSums, chunk: int) -> torch.Tensor:
+    def local_sums(self, losses: ObjectiveSums, chunk: int) -> torch.Tensor:
         """Return this rank's summands of loss, balance losses and metrics, on the device.
 
         cp and tp ranks hold equal losses, but balance losses of their own positions. Each chunk has the balance losses
@@ -203,7 +203,7 @@ class TrainStep:
         copies = degrees.ranks_per_sequence * (1 if in_stages else degrees.pp)
         return value // copies if value.dtype == torch.int64 else value / copies
 
-    def describe(self, window: Window, losses: Sequence[float], learning_rate: float) -> StepPoint:
+    def build_point(self, window: Window, losses: Sequence[float], learning_rate: float) -> StepPoint:
         """Build the point of a log step from the measurements of all ranks since the last one. `losses` are of the
         steps in `window`, `learning_rate` of the latest. Collective: every rank must call. Synchronizes.
         """

@@ -106,10 +106,10 @@ class Trainer:
 
                 last = self.step == job.training.steps
                 if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:
-                    self.raise_if_not_finite()  # synchronization point: the device has finished this step
+                    self.check_finite()  # synchronization point: the device has finished this step
                     losses = window.read("loss")
                     self.loss = losses[-1]
-                    self.metrics.log_step(self.stepper.describe(window, losses, logged_lr))
+                    self.metrics.log_step(self.stepper.build_point(window, losses, logged_lr))
                     self.watch_spikes(self.step, losses, self.loader.samples_before(self.step))
                     window = Window()
                 self.stepper.timer.start(None)
@@ -136,9 +136,9 @@ class Trainer:
         for source, weight, batches in self.loader.validation_sets(self.job.validation.steps):
             loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
             units = torch.zeros((), dtype=torch.int64, device=self.device)
-            for batch, chunk, of_batch in self.stepper.run_forwards(batches):
+            for batch, chunk, sums in self.stepper.run_forwards(batches):
                 beat("validation")
-                loss_sum += self.stepper.sums_here(of_batch, chunk)[0]
+                loss_sum += self.stepper.local_sums(sums, chunk)[0]
                 units += self.stepper.objective.count(batch) if chunk == 0 else 0
             loss_sum, units = self.stepper.sum_over_data(loss_sum, in_stages=True), self.stepper.sum_over_data(units)
             if not units.item():
@@ -159,13 +159,13 @@ class Trainer:
         """
         validation, is_best = self.job.validation, False
         if validation.enable and (self.step % validation.freq == 0 or last):
-            self.raise_if_not_finite()
+            self.check_finite()
             loss, losses = self.validate()
             loss = on_first_rank(lambda: loss)  # bit-identical on all ranks: it decides when to stop and what to keep
             self.metrics.log_validation(self.step, loss, losses if len(losses) > 1 else {})
             is_best = self.results.add_validation(self.step, loss, self.loader.mixture)
         if self.evaluator is not None and self.evaluator.is_due(self.step, last or self.results.exhausted):
-            self.raise_if_not_finite()
+            self.check_finite()
             beat("evaluation")
             result = self.evaluator.run(self.model)
             values = {f"eval/{result.name}": result.score, "eval/ended": result.ended, "eval/seconds": result.seconds}
@@ -173,7 +173,7 @@ class Trainer:
             is_best |= self.results.add_evaluation(self.step, result.name, result.score)
         return is_best
 
-    def raise_if_not_finite(self) -> None:
+    def check_finite(self) -> None:
         """Diagnose a non-finite loss or gradient since the last check; end the run unless it may be skipped.
 
         Before the end, save the state before the first such step. Synchronizes; collective: every rank must call.
@@ -204,7 +204,7 @@ class Trainer:
 
     def save(self) -> None:
         """Save a checkpoint of this step, unless it was saved already. Collective: every rank must call."""
-        self.raise_if_not_finite()
+        self.check_finite()
         beat("saving")
         progress = Progress(
             step=self.step,

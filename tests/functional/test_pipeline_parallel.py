@@ -325,7 +325,7 @@ def test_steps_behind_one_that_was_looked_into_are_those_without_chunks(run_rank
                 layer.mlp.forward = spoiled
             for step in range(4):
                 norms.append(trainer.stepper.train_step(trainer.loader.micro_batches(step)).grad_norm.item())
-                trainer.raise_if_not_finite()
+                trainer.check_finite()
             return norms
 
         found.append(run_ranks(degrees.world_size, rank_main)[0])

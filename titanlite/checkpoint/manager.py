@@ -200,7 +200,7 @@ class Checkpointer:
         if not self._section.enable or progress.step == self._saved_step:
             return
         self.wait()
-        with self._going_on(progress.step):
+        with self._on_save_error(progress.step):
             began, folder, on_first = time.perf_counter(), step_folder(self.folder, progress.step), dist.get_rank() == 0
             lost = list[str]()
             attempt = partial(hf_model.attempt, self._parts_group, lost)
@@ -251,7 +251,7 @@ class Checkpointer:
             logger.warning("checkpoint: cannot mark the best or remove old checkpoints in %s: %s", self.folder, error)
 
     @contextmanager
-    def _going_on(self, step: int) -> Generator[None]:
+    def _on_save_error(self, step: int) -> Generator[None]:
         """Raise a `CheckpointError` of the body, which saves `step`, or warn of it: `checkpoint.on_save_error`."""
         try:
             yield
@@ -291,7 +291,7 @@ class Checkpointer:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            with self._going_on(self._saved_step):
+            with self._on_save_error(self._saved_step):
                 pending.result()
 
     def save_last(self, save: Callable[[], None]) -> None:

@@ -174,11 +174,11 @@ class StageLink:
         assert backward is not None
         round_forward, round_backward = dims.pp_round_groups or (forward, backward)
         stage, count = dims.stage, dims.degrees.pp
-        behind, before = (stage + 1) % count, (stage - 1) % count
+        next_stage, previous = (stage + 1) % count, (stage - 1) % count
         into, out_of = (round_forward, round_backward) if stage == 0 else (forward, backward)
-        self.hidden_in, self.gradient_out = _Channel(into, before, dtype), _Channel(out_of, before, dtype)
+        self.hidden_in, self.gradient_out = _Channel(into, previous, dtype), _Channel(out_of, previous, dtype)
         into, out_of = (round_backward, round_forward) if dims.is_last_stage else (backward, forward)
-        self.gradient_in, self.hidden_out = _Channel(into, behind, dtype), _Channel(out_of, behind, dtype)
+        self.gradient_in, self.hidden_out = _Channel(into, next_stage, dtype), _Channel(out_of, next_stage, dtype)
         self._all_group, self._last, self._is_last = forward, count - 1, dims.is_last_stage
         self._width, self._pieces = width, dims.degrees.ranks_per_sequence
 

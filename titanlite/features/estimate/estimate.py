@@ -82,20 +82,20 @@ class Hardware:
         size = len(ranks)
         if size < 2:
             return 0.0, 0.0
-        per_node = [rank // self.gpus_per_node for rank in ranks]
-        beside = per_node.count(per_node[0])
+        nodes = [rank // self.gpus_per_node for rank in ranks]
+        on_node = nodes.count(nodes[0])
         if kind == "send":  # to a neighbour along the axis
             return (
-                (nbytes / self.intra_node_bytes_s, 0.0) if beside == size else (0.0, nbytes / self.inter_node_bytes_s)
+                (nbytes / self.intra_node_bytes_s, 0.0) if on_node == size else (0.0, nbytes / self.inter_node_bytes_s)
             )
         if kind.endswith("all_to_all"):
-            inside, outside = nbytes * (beside - 1) / size, nbytes * (size - beside) / size
+            inside, outside = nbytes * (on_node - 1) / size, nbytes * (size - on_node) / size
             return inside / self.intra_node_bytes_s, outside / self.inter_node_bytes_s
         sent = nbytes * (size - 1) / size * (2 if kind == "all_reduce" else 1)
-        if beside == size:
+        if on_node == size:
             return sent / self.intra_node_bytes_s, 0.0
-        rate = beside * self.inter_node_bytes_s
-        return 0.0, sent / (min(rate, self.intra_node_bytes_s) if beside > 1 else rate)
+        rate = on_node * self.inter_node_bytes_s
+        return 0.0, sent / (min(rate, self.intra_node_bytes_s) if on_node > 1 else rate)
 
 
 # Name, TFLOP/s of dense products in bfloat16 (with float32 sums) and in float32, GiB as torch reports them, TB/s of the
@@ -344,7 +344,7 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int 
         parts[name] = parts[name] + part if name in parts else part
 
     for (micro_batch, _), entries in stretches.items():
-        busy = launches = beside = 0.0
+        busy = launches = overlapped = 0.0
         others: list[tuple[str, Work, float]] = []
         for kind, work in entries:
             launches += work.launches * LAUNCH_S
@@ -367,10 +367,10 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int 
                 busy += seconds
             else:
                 others.append((name, work, seconds))
-                beside += seconds
-        exposed = max(beside - busy, 0.0)
+                overlapped += seconds
+        exposed = max(overlapped - busy, 0.0)
         for name, work, seconds in others:
-            shown = exposed * seconds / beside if beside else 0.0
+            shown = exposed * seconds / overlapped if overlapped else 0.0
             add(name, Part(work, shown, seconds - shown))
         if launches > busy + exposed:
             add(_HOST, Part(Work(), launches - busy - exposed))

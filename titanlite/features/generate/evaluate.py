@@ -77,10 +77,10 @@ def read_evaluation_prompts(data: DataSection, path: str, split: str, tokenizer:
         DataError: there are no rows, a row cannot be used, or they are plain text, which has no answers.
     """
     from titanlite.features.sft.examples import build_examples
-    from titanlite.features.sft.rows import ShapedRows, find_rows
+    from titanlite.features.sft.rows import ConvertedRows, find_rows
 
     try:
-        rows = ShapedRows(find_rows(path, subset=data.subset, split=split), get_fields(data), data.converter)
+        rows = ConvertedRows(find_rows(path, subset=data.subset, split=split), get_fields(data), data.converter)
         settings = replace(data, format="auto", bad_rows="error", train_on="assistant")
         if not isinstance(next(iter(rows)).content, dict):  # columns have other names here
             rows = replace(rows, fields={})

@@ -103,8 +103,8 @@ class ExampleEncoder:
         serialized = serialize(tokenizer)
         self._plain = get_plain_encoder(serialized)
         self._special = get_plain_encoder(serialized, special_is_text=False)
-        alone, *behind = ([*self._encode_batch([(text, False)])[0]] for text in ("a", "\na", ".a", "-a"))
-        self._adds_space = not any(ids[-len(alone) :] == alone for ids in behind)
+        alone, *preceded = ([*self._encode_batch([(text, False)])[0]] for text in ("a", "\na", ".a", "-a"))
+        self._adds_space = not any(ids[-len(alone) :] == alone for ids in preceded)
         self._prefix = get_prefix(tokenizer)
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Iterator[list[Example] | RowError]:
@@ -147,30 +147,30 @@ class ExampleEncoder:
     def _draft(self, parsed: Chat | Plain) -> _Draft:
         if isinstance(parsed, Chat):
             return self._draft_chat(self.renderer.render(parsed))
-        other = TRAINED if self.train_all else 0
+        prompt_flags = TRAINED if self.train_all else 0
         if parsed.prompt is None:
             self.renderer.count_spelled(parsed.text)
             pieces = [_Piece(parsed.text, TRAINED)]
         else:
-            pieces = [_Piece(parsed.prompt, other), _Piece(parsed.text, TRAINED | ANSWER)]
+            pieces = [_Piece(parsed.prompt, prompt_flags), _Piece(parsed.text, TRAINED | ANSWER)]
         suffix = (self.eos_token_id,)
         return _Draft([piece for piece in pieces if piece.text], self._prefix, suffix, plain=parsed.prompt is None)
 
     def _draft_chat(self, chat: Conversation) -> _Draft:
-        turns, other = chat.turns, TRAINED if self.train_all else 0
+        turns, prompt_flags = chat.turns, TRAINED if self.train_all else 0
         if self.train_all and not chat.joined:  # the whole text is trained; only the last answer is evaluated
             turns = turns[-1:] if chat.whole.startswith(turns[-1].text) else []
         if not turns:
-            return _Draft([_Piece(chat.whole, other)])
+            return _Draft([_Piece(chat.whole, prompt_flags)])
         several = len(turns) > 1 and not self.train_all
         if several and not chat.joined:
             return _Draft([], apart=tuple(turns))
         pieces, place, last = [], 0, turns[-1].text
         for turn in turns:
-            pieces += [_Piece(last[place : len(turn.prompt)], other), *_get_answer(turn)]
+            pieces += [_Piece(last[place : len(turn.prompt)], prompt_flags), *_get_answer(turn)]
             place = len(turn.text)
         if chat.whole.startswith(last):
-            pieces.append(_Piece(chat.whole[place:], other))
+            pieces.append(_Piece(chat.whole[place:], prompt_flags))
         pieces = [piece for piece in pieces if piece.text]
         if not several:
             return _Draft(pieces)
@@ -183,11 +183,11 @@ class ExampleEncoder:
         seams: list[tuple[str, ...]] = []
         start = 0
         for match in (*self.renderer.cutting.finditer(prompt), None):
-            stop, behind = match.span() if match else (len(prompt), 0)
+            stop, next_start = match.span() if match else (len(prompt), 0)
             places = [start, *cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop]
             if len(places) > 2:
                 seams.append(tuple(prompt[i:j] for i, j in pairwise(places)))
-            start = behind
+            start = next_start
         return tuple(seams)
 
     def _tokenize(self, drafts: list[_Draft]) -> list[list[Document]]:

@@ -156,7 +156,7 @@ def _write(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", 
                 num_trained.append(found.num_trained)
                 places.append(found.places)
         if not headers:
-            raise _nothing(rows.names, num_rows, skipped)
+            raise _no_usable_row(rows.names, num_rows, skipped)
         index.write(np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64).tobytes())
         for column in (num_trained, places):
             index.write(np.concatenate(column).astype(np.int64).tobytes())
@@ -174,7 +174,7 @@ def _write(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", 
         file.write(json.dumps(asdict(header)).encode())
 
 
-def _nothing(names: tuple[str, ...], num_rows: int, skipped: dict[str, Skipped]) -> DataError:
+def _no_usable_row(names: tuple[str, ...], num_rows: int, skipped: dict[str, Skipped]) -> DataError:
     where = names[0] if len(names) == 1 else f"{len(names)} files"
     if not num_rows:
         return DataError(f"data: {where} holds no row. Set data.path to examples.")

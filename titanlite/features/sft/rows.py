@@ -61,7 +61,7 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class ShapedRows(Rows):
+class ConvertedRows(Rows):
     """Rows after the function of `data.converter`, if one is named, and with columns renamed to `fields`."""
 
     rows: Rows
@@ -296,7 +296,7 @@ def _digest_code(name: str) -> str:
 def open_rows(data: DataSection, *, streaming: bool = False) -> Rows:
     """Return the rows of `data.path` as `[data]` says: converted, with columns renamed."""
     rows = find_rows(data.path, data.pattern, data.subset, data.split, streaming=streaming)
-    return ShapedRows(rows, get_fields(data), data.converter)
+    return ConvertedRows(rows, get_fields(data), data.converter)
 
 
 def find_rows(

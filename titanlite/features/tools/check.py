@@ -8,7 +8,7 @@ from statistics import mean
 import numpy as np
 import torch
 
-from titanlite.assemble import describe_model, find_before
+from titanlite.assemble import build_unsharded, resolve_start
 from titanlite.base.errors import DataError, raise_problems
 from titanlite.base.text import command, format_count
 from titanlite.checkpoint.train_state import Progress
@@ -39,8 +39,8 @@ _Counts = tuple[float, int | None]
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what would be trained; exit code 2 after one clear error. Downloads descriptions of models, no weights."""
     checked = check_arguments(argv, weights=False)
-    (job, before), counts = find_before(checked.job), list[_Counts]()
-    lines = [*_describe_model(checked), *_describe_rows(job, counts), *_format(checked, counts, before)]
+    (job, start), counts = resolve_start(checked.job), list[_Counts]()
+    lines = [*_describe_model(checked), *_describe_rows(job, counts), *_format(checked, counts, start)]
     print("\n".join([f"OK on {format_count(checked.degrees.world_size, 'rank')}: {checked.degrees}", *lines]))
 
 
@@ -50,7 +50,7 @@ def _describe_model(checked: Checked) -> Iterator[str]:
     weights = f"weights of {base.name if base.on_hub else path}" if base else "random weights"
     family = f"{config.family} ({config.architecture})" if isinstance(config, TransformersConfig) else config.family
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = describe_model(job, config, device)
+    model = build_unsharded(job, config, device)
     lr_multipliers(model, job.optimizer)
     total, trained = count_parameters(model)
     some = "" if trained == total else f", {trained / 1e6:,.3f} M of them trained"
@@ -124,17 +124,17 @@ def _count_sequences(job: JobConfig, source: DataSection, rows: Rows, num_rows: 
     return examples, None if total == _MANY or source.streaming else round(train * len(lengths) / num_rows / examples)
 
 
-def _format(checked: Checked, counts: Sequence[_Counts], before: Progress | None) -> list[str]:
+def _format(checked: Checked, counts: Sequence[_Counts], start: Progress | None) -> list[str]:
     job, degrees, training, optimizer = checked.job, checked.degrees, checked.job.training, checked.job.optimizer
     known = counts if len(counts) == 1 == len(get_sources(job.data)) else []
     examples, num_sequences = known[0] if known else (1.0, None)
-    batch = resolve_global_batch_size(job, degrees.dp, examples, num_sequences, before and before.batch_size)
+    batch = resolve_global_batch_size(job, degrees.dp, examples, num_sequences, start and start.batch_size)
     warmup = job.lr_scheduler.warmup_steps
     warm = f"of {format_count(warmup, 'step')}" if warmup >= 0 else "3% of the steps, at most 200"
     warm += ", which is the whole run" if not training.epochs and warmup >= training.steps > 0 else ""
     guide = "guide, {} {} ({}), at most 1/32 of the data".format(*BATCHES[training.objective == "dpo"])
-    chosen = "" if training.global_batch_size else f"; from: {f'the run in {job.job.dump_folder}' if before else guide}"
-    about = "" if not chosen or before else "about " if known else "at most "
+    chosen = "" if training.global_batch_size else f"; from: {f'the run in {job.job.dump_folder}' if start else guide}"
+    about = "" if not chosen or start else "about " if known else "at most "
     tokens = f"{about}{training.steps * batch * training.seq_len:,} tokens with padding"
     length = f"{format_count(training.steps, 'step')}, {tokens}"
     length = format_count(training.epochs, "epoch") if training.epochs else length

@@ -157,14 +157,14 @@ def _lay_out(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> tuple[list[
     for entry in plan.entries:
         if not isinstance(entry.source, Read):
             continue
-        beside = is_sidecar(entry.fqn, family)
+        has_key = not is_sidecar(entry.fqn, family)
         stored = entry.saved_dtype(dtype)
         pieces = (
-            [whole(entry.fqn, entry.info.shape)] if beside else checkpoint_pieces(entry.fqn, entry.info.shape, family)
+            checkpoint_pieces(entry.fqn, entry.info.shape, family) if has_key else [whole(entry.fqn, entry.info.shape)]
         )
         for piece in pieces:
             item = Item(piece.key, stored, piece.region, piece.shape, entry.tensor, entry.region, mine=True)
-            (sidecar if beside else model).append(item)
+            (model if has_key else sidecar).append(item)
             values[piece.key] = partial(_read, entry)
     stem = f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}"
     return [*lay_out(model, "model"), *(lay_out(sidecar, stem) if sidecar else [])], values

@@ -147,8 +147,8 @@ class Painter:
         text = ""
         for start, stop in pairwise(cuts):
             part = escape_controls(str(self.tokenizer.decode(ids[start:stop])))
-            before, behind = _END_COLOR if ends[start] else self.marks
-            text += f"{before}{part}{behind}" if trained[start] else part
+            opening, closing = _END_COLOR if ends[start] else self.marks
+            text += f"{opening}{part}{closing}" if trained[start] else part
         return "\n".join(f"    {line}".rstrip() for line in text.split("\n"))
 
 
