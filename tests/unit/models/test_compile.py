@@ -109,9 +109,7 @@ def test_varlen_attention(tiny, graphs, checkpointing):
     assert len(varlen_kernel.forwards) == len(model.model.layers) * (2 if checkpointing == "full" else 1)
 
 
-@pytest.mark.parametrize(
-    ("checkpointing", "base"), [("none", "float32"), ("none", "nf4"), ("full", "nf4"), ("selective", "nf4")]
-)
+@pytest.mark.parametrize(("checkpointing", "base"), [("none", "float32"), ("full", "nf4"), ("selective", "nf4")])
 def test_adapters_with_dropout(tiny, graphs, checkpointing, base):
     def build() -> Decoder:
         model = build_decoder(tiny.config("dots1"))
@@ -129,23 +127,20 @@ def in_thread(calls: Callable[[], None]) -> None:
         pool.submit(calls).result()
 
 
-@torch._dynamo.config.patch(recompile_limit=8)
+@torch._dynamo.config.patch(recompile_limit=3)
 @pytest.mark.parametrize("run", [lambda calls: calls(), in_thread], ids=["here", "in a thread"])
 def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, graphs, run):
-    """Graphs are counted for all layers together, for they are of the same code; the default limit is 8. On CUDA
-    backward, which computes checkpointed layers again, is in a thread of its own."""
-    model = tiny.ours(tiny.config("dots1"))
+    """Graphs are counted for all layers together, for they are of the same code; torch's own limit is 8, here it is 3.
+    On CUDA backward, which computes checkpointed layers again, is in a thread of its own."""
+    model = tiny.ours(tiny.config("dots1", num_layers=2))
     wrap_layers(model, job_of("none", compiled=True), experts_on_own_mesh=False)
     tokens, documents = batch_of(0)
 
     def calls() -> None:
         for training in (True, False):
             model.train(training)
-            for document_ids in (documents, None):
-                for rows in (1, 2):
-                    ids = None if document_ids is None else document_ids[:rows]
-                    with torch.set_grad_enabled(training):
-                        model(tokens[:rows], tokens[:rows], document_ids_BS=ids)
+            with torch.set_grad_enabled(training):
+                model(tokens, tokens, document_ids_BS=documents if training else None)
 
     run(calls)
-    assert graphs.made > 8
+    assert graphs.made == 4, "of a dense and of an MoE layer, in training and in evaluation"
