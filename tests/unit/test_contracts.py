@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,14 @@ TELLS_KINDS = (
 KINDS = {"ModelConfig", "TransformersConfig", "Decoder"}
 
 
+parse = cache(ast.parse)
+
+
 def find_environment(code: str) -> list[int]:
     """Lines of `code` that read or set an environment variable."""
     return [
         node.lineno
-        for node in ast.walk(ast.parse(code))
+        for node in ast.walk(parse(code))
         if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv", "unsetenv"))
         or (isinstance(node, ast.ImportFrom) and node.module == "os" and node.names[0].name in ("environ", "getenv"))
     ]
@@ -35,13 +39,13 @@ def find_environment(code: str) -> list[int]:
 
 def find_job(code: str) -> list[int]:
     """Lines of `code` that name the whole configuration."""
-    nodes = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name | ast.alias | ast.Attribute))
+    nodes = (node for node in ast.walk(parse(code)) if isinstance(node, ast.Name | ast.alias | ast.Attribute))
     return [n.lineno for n in nodes if "JobConfig" in [getattr(n, key, "") for key in ("id", "name", "attr")]]
 
 
 def find_kinds(code: str) -> list[int]:
     """Lines of `code` that ask which kind of model there is."""
-    calls = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and len(node.args) == 2)
+    calls = (node for node in ast.walk(parse(code)) if isinstance(node, ast.Call) and len(node.args) == 2)
     asked = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("isinstance", "issubclass"))
     return [call.lineno for call in asked if KINDS & {n.id for n in ast.walk(call.args[1]) if isinstance(n, ast.Name)}]
 

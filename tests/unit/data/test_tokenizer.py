@@ -76,22 +76,36 @@ def test_training_does_not_depend_on_document_order(text_folder: Path, bpe: Toke
         assert train_bpe(Corpus(tuple(files)), 320).to_str() == bpe.to_str()
 
 
-@pytest.mark.parametrize("threads", [{"RAYON_NUM_THREADS": "1"}, {"TOKENIZERS_PARALLELISM": "false"}, {}])
-def test_training_does_not_depend_on_threads(text_folder: Path, bpe: Tokenizer, threads: dict[str, str]) -> None:
-    script = (
-        "import sys; from titanlite.data.corpus import build_text_corpus;"
-        "from titanlite.data.tokenizer import train_bpe;"
-        "sys.stdout.write(train_bpe(build_text_corpus(sys.argv[1]), 320).to_str())"
-    )
+# Threads are made when they are first needed, so each fork has its own number of them.
+THREADS_SCRIPT = """
+import os, sys
+from pathlib import Path
+from titanlite.data.corpus import build_text_corpus
+from titanlite.data.tokenizer import train_bpe
+for number, variable in enumerate(("RAYON_NUM_THREADS=1", "TOKENIZERS_PARALLELISM=false", "NOTHING=")):
+    if not os.fork():
+        try:
+            os.putenv(*variable.split("="))
+            Path(sys.argv[2], str(number)).write_text(train_bpe(build_text_corpus(sys.argv[1]), 320).to_str())
+        finally:
+            os._exit(0)
+    os.wait()
+"""
+
+
+def test_training_does_not_depend_on_threads(text_folder: Path, tmp_path: Path, bpe: Tokenizer) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TOKENIZERS_PARALLELISM"}
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(text_folder)],
-        cwd=ROOT,
-        env=environment | threads,
-        capture_output=True,
-        check=True,
-    )
-    assert result.stdout.decode() == bpe.to_str()
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::DeprecationWarning",
+        "-c",
+        THREADS_SCRIPT,
+        str(text_folder),
+        str(tmp_path),
+    ]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+    assert [(tmp_path / f"{number}").read_text() for number in range(3)] == [bpe.to_str()] * 3
     assert result.stderr == b""
 
 

@@ -96,9 +96,10 @@ def test_rows(make_job: MakeJob, packing: bool, streaming: bool) -> None:
     dataset = build(make_job(rows, seq_len=48, **settings))
     found = [check_against_batch(dataset, index) for index in dataset.get_train_indices(42, 0, 9).tolist()]
     assert any(len(documents) > 1 for documents in found) == packing
+    tokenizer = build_data(make_job(rows), 0, 1)[0]
     for document in (document for documents in found for document in documents):
         path, _, line = document.place.partition(", line ")
-        text = build_data(make_job(rows), 0, 1)[0].decode(document.ids)
+        text = tokenizer.decode(document.ids)
         assert path.endswith("rows.jsonl") and text.startswith(f"{int(line) - 1}:") and document.num_trained > 1
 
 
