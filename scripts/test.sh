@@ -28,7 +28,7 @@ setup_env dev || exit 1
 # Ranks and test processes share few cores: more threads than this only get in each other's way.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-trap "exit 130" INT
+trap 'kill "${types_pid:-}" 2>/dev/null; exit 130' INT
 summary=()
 failed=0
 closing_line=""
@@ -60,18 +60,32 @@ run_pytest() {
     return "$status"
 }
 
+# The type checker keeps one core busy for half a minute: it starts here, and its phase waits for it.
+types_output="$(mktemp)"
+"$PYTHON" -m basedpyright </dev/null >"$types_output" 2>&1 &
+types_pid=$!
+
+check_types() {
+    local status=0
+    wait "$types_pid" || status=$?
+    cat "$types_output"
+    rm -f "$types_output"
+    return "$status"
+}
+
 phase "ruff format" "$PYTHON" -m ruff format --check .
 phase "ruff check" "$PYTHON" -m ruff check .
 phase "import-linter" "$PYTHON" -c 'from importlinter.cli import lint_imports_command; lint_imports_command(["--no-logo"])'
 phase "size" "$PYTHON" scripts/check_size.py
-phase "basedpyright" "$PYTHON" -m basedpyright
 phase "config reference" "$PYTHON" scripts/config_reference.py --check
 # Unit tests are single processes, one per core. A functional test has ranks for all cores, but they often wait for one
 # another, or for a time limit: three files at a time fill the gaps.
 if [ "$fast" -eq 1 ]; then
     phase "pytest unit" run_pytest tests/unit --numprocesses auto --maxprocesses 8 --fast
+    phase "basedpyright" check_types
 else
     phase "pytest unit" run_pytest tests/unit --numprocesses auto --maxprocesses 8
+    phase "basedpyright" check_types
     phase "pytest functional" run_pytest tests/functional --numprocesses 3 --dist loadfile --no-loadscope-reorder
 fi
 
