@@ -243,7 +243,7 @@ class Trainer:
         elif self.checkpointer.start is not None and self.step == self.checkpointer.start.step:
             logger.info(
                 "nothing left to train: the checkpoint is of step %d of %d. Raise training.%s to train on, or set "
-                "another job.dump_folder to begin anew.",
+                "another job.dump_folder to start a new run.",
                 *(self.step, job.training.steps, "epochs" if job.training.epochs else "steps"),
             )
         self.log_sample()

@@ -97,7 +97,7 @@ def test_adapters_that_cannot_be_laid_out_are_saved_anew_by_the_same_command(
     (said, weights), _ = train_broken(job, PeftFormat)
     assert said[-1] == (
         f"checkpoint: {folder} was saved without adapter_model.safetensors (RuntimeError: no memory for it (rank "
-        f"1)). All adapters are kept, and a resume reads them. Run the same command again: it saves {folder} anew."
+        f"1)). All adapters are kept, and a resume reads them. Run the same command again: it saves {folder} again."
     )
     assert not (folder / ADAPTER_FILE).exists() and (folder / "adapter_config.json").is_file()
     for options in ([], ["--merge"]):

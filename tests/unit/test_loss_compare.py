@@ -97,7 +97,7 @@ def test_a_damaged_line_is_named_and_left_out(script, write, capsys):
     assert script.main([run, write("b", {1: 1.0, 3: 2.0})]) == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines()[1].split() == ["loss/train", "2", "2", "0", "-", "-"]
-    assert captured.err == f"loss_compare: warning: {path}: 1 of 4 lines are broken and left out (line 2).\n"
+    assert captured.err == f"loss_compare: warning: {path}: 1 of 4 lines are broken and skipped (line 2).\n"
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def render(write: Callable[[Path], None]) -> dict[str, bytes]:
 
     Raises CheckpointError: `write` raises an exception, of any kind.
     """
-    with _explained("what stands beside the weights"), TemporaryDirectory(prefix="titanlite-") as name:
+    with _explained("the description of the model"), TemporaryDirectory(prefix="titanlite-") as name:
         write(Path(name))
         files = sorted(path for path in Path(name).rglob("*") if path.is_file())
         return {str(path.relative_to(name)): path.read_bytes() for path in files}

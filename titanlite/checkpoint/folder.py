@@ -195,8 +195,8 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-# What titanlite adds to a Hugging Face model lies in a folder of its own: vLLM reads every *.safetensors that lies
-# beside a model without an index, and people copy folders with a glob.
+# Files that titanlite adds to a Hugging Face model are in a subfolder: vLLM reads every *.safetensors next to a model
+# without an index, and people copy folders with a glob.
 OWN_FOLDER = "titanlite"
 # In that folder: all weights under their run-time names, where they could not be saved in the model's own form.
 UNFINISHED_FILES = "model*.safetensors"
@@ -254,7 +254,7 @@ def how_to_finish(folder: Path) -> str:
     if not any((folder / OWN_FOLDER).glob(UNFINISHED_FILES)):
         return ""
     if (folder / ADAPTER_CONFIG).exists():
-        return "Finish it: run the command that trained it once more; it goes on from there and saves them anew."
+        return "Finish it: run the command that trained it once more; it resumes from there and saves them again."
     return f"Finish it: python -m titanlite export {folder} OUT."
 
 

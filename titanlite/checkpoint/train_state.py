@@ -91,8 +91,8 @@ def resolve_held_out(data: DataSection, before: Progress | None, dump_folder: st
     has_any = any(source.validation_path or source.validation_share != 0 for source in get_sources(data).values())
     if wanted and not has_any:
         raise ConfigError(
-            f"data: the run in {dump_folder} is trained on all rows, and now some are to be held out. Set "
-            "data.validation_path to others, or another job.dump_folder to begin anew."
+            f"data: the run in {dump_folder} was trained on all rows, and now some are to be held out. Set "
+            "data.validation_path to others, or another job.dump_folder to start a new run."
         )
     return data
 

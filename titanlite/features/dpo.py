@@ -256,7 +256,7 @@ def _load(path: Path, weights: str) -> _Pairs:
                 return {}
             keys, values = file.get_tensor("keys"), file.get_tensor("log_probs")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"dpo.reference: cannot read {path}: {error}. Remove it; it is made anew.") from None
+        raise CheckpointError(f"dpo.reference: cannot read {path}: {error}. Remove it; it is computed again.") from None
     return {key.tobytes(): (chosen, rejected) for key, (chosen, rejected) in zip(keys, values.tolist(), strict=True)}
 
 

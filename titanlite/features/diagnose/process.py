@@ -123,7 +123,7 @@ def check_triton(job: JobConfig, device: torch.device) -> None:
     if device.type != "cuda" or not job.training.triton_kernels:
         return
     if (problem := triton_problem()) is not None:
-        logger.warning("%s titanlite's kernels are left out, which is slower. Install a newer torch.", problem)
+        logger.warning("%s titanlite's kernels are not used, which is slower. Install a newer torch.", problem)
         return
     problem = None
     try:
@@ -182,7 +182,7 @@ def use_flash_attention_3(job: JobConfig, model_config: AnyModelConfig, device: 
     if found and attention.current_flash_attention_impl() == _FLASH_3:
         attention.restore_flash_attention_impl()
     if why := next(filter(None, problems), None):
-        logger.warning("attention: FlashAttention 2, for 3 does not run with the heads of this model: %s.", why)
+        logger.warning("attention: FlashAttention 2 is used: 3 fails with the heads of this model: %s.", why)
 
 
 def _try_attention(config: ModelConfig, device: torch.device) -> None:

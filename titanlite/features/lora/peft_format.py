@@ -170,7 +170,7 @@ def read_adapter(folder: Path, prefix: str = "", *, exact: bool = False) -> tupl
         problems[-1] += (
             " titanlite has plain LoRA only, W + scaling * B A on an unchanged W. If peft can merge this kind, let it: "
             f"PeftModel.from_pretrained(model, {str(folder)!r}).merge_and_unload().save_pretrained(OUT), and use OUT. "
-            "Where init_lora_weights is the problem, merge in the process that trained them: loading may begin anew."
+            "Where init_lora_weights is the problem, merge in the process that trained them: loading may redraw it."
         )
     rank: Any = table.get("r")
     alpha: Any = table.get("lora_alpha")
@@ -272,7 +272,7 @@ class PeftFormat(HFFormat):
     """Checkpoints of the adapters alone; every run reads the pretrained model anew."""
 
     part = ADAPTER_FILE
-    remedy = "All adapters are kept, and a resume reads them. Run the same command again: it saves {} anew."
+    remedy = "All adapters are kept, and a resume reads them. Run the same command again: it saves {} again."
 
     def __init__(self, section: CheckpointSection, model: ModelSection, lora: LoRASection) -> None:
         super().__init__(section, model)

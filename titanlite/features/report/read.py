@@ -73,7 +73,7 @@ def read_run(folder: Path) -> Run:
     resumed run did steps again, the later lines count, and earlier ones of later steps are dropped.
 
     Raises:
-        TitanliteError: there is no such folder, it is no run, or there is no point of training in it.
+        TitanliteError: there is no such folder, it is no run, or no training step was logged.
     """
     folder = folder.expanduser().resolve()
     path = folder / METRICS
@@ -87,7 +87,7 @@ def read_run(folder: Path) -> Run:
     if "loss/train" not in run.scalars:
         broken = "".join(f"; {problem.rstrip('.')}" for problem in run.problems[:3])
         raise TitanliteError(
-            f"report: {path} has no point of training yet. Wait for its first log step (metrics.log_freq), or look at "
+            f"report: {path} has no logged step yet. Wait for its first log step (metrics.log_freq), or look at "
             f"its log for an error{broken}."
         )
     _read_load(run)
@@ -154,7 +154,7 @@ def _read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
         problems.append(f"{path.name} cannot be read: {error.strerror}.")
     if broken:
         shown = ", ".join(map(str, broken[:8])) + (", ..." if len(broken) > 8 else "")
-        problems.append(f"{path.name}: {len(broken)} of {number} lines are broken and left out (line {shown}).")
+        problems.append(f"{path.name}: {len(broken)} of {number} lines are broken and skipped (line {shown}).")
 
 
 def _add(run: Run, line: Mapping[str, Any]) -> None:

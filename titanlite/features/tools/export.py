@@ -238,7 +238,7 @@ def _check_tokenizer(file: Path, out: Path, rows: int) -> None:
         return
     if (num_ids := max(ids, default=-1) + 1) > rows:
         logger.warning(
-            "export: the tokenizer in %s has %d tokens, but the embedding %d rows: with one of those from %d on the "
+            "export: the tokenizer in %s has %d tokens, but the embedding %d rows: with a token id from %d on the "
             "model fails. Export with the tokenizer that the model was trained with, or enlarge the model with "
             "transformers' resize_token_embeddings(%d).",
             *(out, num_ids, rows, rows, num_ids),

@@ -303,7 +303,7 @@ def _read_tools(path: Path | None) -> Any:
         raise DataError(f"generate: --tools {path}: cannot be read: {getattr(error, 'strerror', error)}.") from None
     if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools):
         return tools
-    raise DataError(f"generate: --tools {path}: is no list of objects. Write the tools as [{{...}}, ...].")
+    raise DataError(f"generate: --tools {path}: is not a list of objects. Write the tools as [{{...}}, ...].")
 
 
 def _print_texts(request: _Request, continuations: Sequence[Continuation], tokenizer: Any) -> None:
@@ -360,7 +360,7 @@ def chat(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited, and called back
-    print("Chat with the model. /reset begins anew, /exit or Control-D ends, Control-C stops an answer.")
+    print("Chat with the model. /reset starts over, /exit or Control-D ends, Control-C stops an answer.")
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -375,7 +375,7 @@ def chat(
             return
         if line == "/reset":
             messages.clear()
-            print("The chat begins anew.")
+            print("The chat starts over.")
         elif line:
             messages.append({"role": "user", "content": line})
             try:

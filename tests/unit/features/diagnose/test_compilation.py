@@ -126,7 +126,7 @@ def test_flash_attention_3_that_fails_on_a_models_heads_is_taken_back(hopper, mo
     monkeypatch.setattr(process, "_try_attention", lambda *_: {}["head size"])
     use_flash_attention_3(JobConfig(), FLASH_CONFIG, CUDA)
     assert hopper == ["FA3", "restored"]
-    assert "FlashAttention 2, for 3 does not run with the heads of this model: KeyError: 'head size'." in caplog.text
+    assert "FlashAttention 2 is used: 3 fails with the heads of this model: KeyError: 'head size'." in caplog.text
 
 
 def test_flash_attention_3_is_taken_back_where_another_rank_has_none(hopper, monkeypatch):

@@ -207,7 +207,7 @@ def test_broken_lines_are_said_on_the_console_too(tmp_path: Path, capsys):
         file.write("{broken\n")
     assert main(["report", str(tmp_path)]) == 0
     captured = capsys.readouterr()
-    assert "lines are broken and left out (line 3)" in captured.err
+    assert "lines are broken and skipped (line 3)" in captured.err
     assert captured.out.startswith(str(tmp_path / "report.html"))
 
 

@@ -75,7 +75,7 @@ def test_a_metric_all_of_whose_points_are_redone_is_gone(tmp_path: Path):
 def test_a_torn_last_line_is_left_out_in_silence_and_others_are_named(tmp_path: Path):
     run = read_run(write(tmp_path, train(1), '{"step": 2, "lo\n', "[1, 2]\n", train(3), '{"step": 4, "loss/tr'))
     assert list(points(run, "loss/train")) == [1, 3]
-    assert run.problems == ["metrics.jsonl: 2 of 5 lines are broken and left out (line 2, 3)."]
+    assert run.problems == ["metrics.jsonl: 2 of 5 lines are broken and skipped (line 2, 3)."]
 
 
 def test_values_that_are_not_finite_stay_as_gaps(tmp_path: Path):
@@ -104,8 +104,8 @@ def test_broken_files_beside_the_metrics_are_named(tmp_path: Path):
             lambda folder: write(folder) / "metrics.jsonl",
             r"is no run, there is no metrics\.jsonl in it\. Give the job\.dump_folder",
         ),
-        (lambda folder: write(folder), r"has no point of training yet\. Wait for its first log step"),
-        (lambda folder: write(folder, "{broken\n"), r"1 of 1 lines are broken and left out \(line 1\)"),
+        (lambda folder: write(folder), r"has no logged step yet\. Wait for its first log step"),
+        (lambda folder: write(folder, "{broken\n"), r"1 of 1 lines are broken and skipped \(line 1\)"),
     ],
 )
 def test_what_is_no_run_is_a_clear_error(tmp_path: Path, prepare, message: str):

@@ -179,7 +179,7 @@ def test_a_chat_keeps_what_was_said(talk, tmp_path):
     code, lines = talk(["the fox", "the fox", "/reset", "", "the fox", KeyboardInterrupt(), "/exit"])
     assert code == 0 and answer and second != answer
     assert [line.strip() for line in lines] == [
-        *(answer, second, "The chat begins anew.", answer),
+        *(answer, second, "The chat starts over.", answer),
         *("", "/exit or Control-D ends."),
     ]
     system = said(f"<|im_start|> system old news <|im_end|> {first}")
@@ -217,6 +217,6 @@ def test_tools_reach_the_template(tmp_path, capsys):
     assert main(arguments) == 0
     text = "2 <|im_start|> user the fox <|im_end|> <|im_start|> fox"
     assert capsys.readouterr().out.strip() == expect(base, None, text)
-    for content, problem in ((b"{}", "is no list of objects"), (b"[", "cannot be read"), (b"[1]", "is no list of")):
+    for content, problem in ((b"{}", "not a list of objects"), (b"[", "cannot be read"), (b"[1]", "not a list of")):
         file.write_bytes(content)
         assert main(arguments) == 2 and problem in capsys.readouterr().err
