@@ -21,6 +21,12 @@ TELLS_KINDS = (
     *("config/", "models/families/", "features/", "data/tokenizer.py", "assemble.py"),
     *("distributed/parallelize.py", "checkpoint/description.py"),
 )
+# What a module computes is changed from outside by hooks and documented attributes. One function puts another forward
+# in place of a layer's; the others exchange tensors, give a record its fields, and make a Python module callable.
+OVERRIDES = (
+    *("distributed/activation_checkpoint.py", "distributed/fsdp.py", "distributed/parallel_dims.py"),
+    *("materialize/execute.py", "features/lora/block_formats.py", "metrics/point.py", "train.py"),
+)
 KINDS = {"ModelConfig", "TransformersConfig", "Decoder"}
 
 
@@ -50,6 +56,27 @@ def find_kinds(code: str) -> list[int]:
     return [call.lineno for call in asked if KINDS & {n.id for n in ast.walk(call.args[1]) if isinstance(n, ast.Name)}]
 
 
+def find_overrides(code: str) -> list[int]:
+    """Lines of `code` that give an object another forward, another class, or attributes past its class."""
+    lines = []
+    for node in ast.walk(ast.parse(code)):
+        is_written = isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load)
+        if isinstance(node, ast.Attribute):
+            is_dict = ast.unparse(node.value).startswith("vars(") and node.attr in ("update", "pop", "setdefault")
+            found = node.attr == "__dict__" or is_dict or (is_written and node.attr in ("forward", "__class__"))
+        elif isinstance(node, ast.Subscript):
+            found = is_written and ast.unparse(node.value).startswith("vars(")
+        else:
+            found = (
+                isinstance(node, ast.Call)
+                and ast.unparse(node).startswith("setattr(")
+                and "'forward'" in [ast.unparse(value) for value in node.args[1:2]]
+            )
+        if found:
+            lines.append(node.lineno)
+    return lines
+
+
 @pytest.mark.parametrize(
     ("find", "code"),
     [
@@ -60,6 +87,13 @@ def find_kinds(code: str) -> list[int]:
         (find_job, "\nfrom titanlite.config import JobConfig as Job, fill_in"),
         (find_job, "from titanlite import config\ndef f(job: config.JobConfig): pass"),
         (find_kinds, "\nisinstance(model.config, ModelConfig)"),
+        (find_overrides, "\nlayer.forward = f"),
+        (find_overrides, "\nsetattr(model.head, 'forward', f)"),
+        (find_overrides, "\nmodule.__class__ = Other"),
+        (find_overrides, "\nvars(model.layers)['norm'] = f"),
+        (find_overrides, "\nvars(model).update(norm=f)"),
+        (find_overrides, "\ndel vars(model)['norm']"),
+        (find_overrides, "\nmodel.__dict__['norm'] = f"),
         (find_kinds, "\nx = f(isinstance(c, dict | TransformersConfig))"),
     ],
 )
@@ -72,6 +106,7 @@ def test_what_may_not_stand_everywhere_is_found(find: Callable[[str], list[int]]
     [
         (find_environment, READS_ENVIRONMENT, "base/process.py is asked"),
         (find_job, KNOWS_JOB, "a function takes the section or the values that it uses"),
+        (find_overrides, OVERRIDES, "a hook or a documented attribute of the module is set"),
         (find_kinds, TELLS_KINDS, "the model's interface, or an attribute that both kinds have, is asked"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -47,21 +46,17 @@ def checkpoint_operations(model: Model, section: ActivationCheckpointSection) ->
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.draws_random()}
 
-    # torch 2.11 traces no method of a partial.
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(partial(type(module).forward, module), *args, context_fn=_contexts, **options, **kwargs)
-
-    def attend(module: SelfAttention, *args: Any) -> Any:
-        return checkpoint(partial(type(module).attend, module), *args, context_fn=_contexts, **options)
+    # One function for all: a compiled graph is then one for all layers. No partial, which torch 2.11 does not trace.
+    def recompute(compute: Callable[..., Any], *args: Any) -> Any:
+        return checkpoint(compute, *args, context_fn=_contexts, **options)
 
     for module in model.modules():
-        # Methods of the same function for all: a compiled graph is then one for all layers.
-        if isinstance(module, SelfAttention):
-            module.attend = MethodType(attend, module)  # type: ignore[method-assign]
-        elif (isinstance(module, Experts) and not module.is_fused) or (
-            isinstance(module, FeedForward) and _is_wide(module)
+        if (
+            isinstance(module, SelfAttention)
+            or (isinstance(module, Experts) and not module.is_fused)
+            or (isinstance(module, FeedForward) and _is_wide(module))
         ):
-            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+            module.around = recompute
 
 
 def _is_wide(module: FeedForward) -> bool:
@@ -80,7 +75,16 @@ def checkpoint_layers(model: Model, section: ActivationCheckpointSection) -> Non
     every = 1 if section.mode == "full" else int(section.selective_ac_option)
     keeps_rng, here = model.draws_random(), set(model.decoder_layers())
     for layer in here.intersection(model.all_layers()[::every]):
-        layer.forward = partial(_checkpoint, layer.forward, preserve_rng_state=keeps_rng)
+        wrap_forward(layer, lambda forward: partial(_checkpoint, forward, preserve_rng_state=keeps_rng))
+
+
+def wrap_forward(layer: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `wrap` of a layer's forward in its place: the one exception from hooks and documented attributes.
+
+    A hook cannot run the forward again. A module around the layer has other names of parameters, and is not of the
+    class that transformers looks for; torch's own wrappers and `nn.Module.compile` take FSDP's hooks in.
+    """
+    layer.forward = wrap(layer.forward)
 
 
 def _checkpoint(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:

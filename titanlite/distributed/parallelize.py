@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.base.process import get_cache_home, set_defaults
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
-from titanlite.distributed.activation_checkpoint import checkpoint_layers, checkpoint_operations
+from titanlite.distributed.activation_checkpoint import checkpoint_layers, checkpoint_operations, wrap_forward
 from titanlite.distributed.context_parallel import apply_context_parallel
 from titanlite.distributed.expert_parallel import apply_expert_parallel
 from titanlite.distributed.fsdp import apply_fsdp, mixed_precision_dtypes
@@ -63,7 +64,7 @@ def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> N
         options = _let_many_graphs()
         for layer in model.decoder_layers():
             in_parts = experts_on_own_mesh and bool(model.experts_in(layer))
-            layer.forward = torch.compile(layer.forward, fullgraph=not in_parts, **options)
+            wrap_forward(layer, partial(torch.compile, fullgraph=not in_parts, **options))
     checkpoint_layers(model, job.activation_checkpoint)
 
 

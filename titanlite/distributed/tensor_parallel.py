@@ -27,7 +27,7 @@ from titanlite.models.attention import Attention, LatentAttention, SelfAttention
 from titanlite.models.decoder import Decoder
 from titanlite.models.layers import Embedding, FeedForward, Linear, OutputHead
 from titanlite.models.moe import Experts, MoE
-from titanlite.ops import VocabShard, linear_cross_entropy, local_tensor
+from titanlite.ops import VocabShard, linear_cross_entropy
 
 _SEQUENCE_DIM = 1
 
@@ -51,9 +51,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
             module.gate.sequence_sums.append(partial(all_reduce, group=group))
         elif isinstance(module, Embedding):
             start = region_of(module.weight).starts[0]
-            module.forward = partial(  # type: ignore[method-assign]
-                _vocab_parallel_embedding, module, start=start, group=group
-            )
+            module.look_up = partial(_look_up_own_rows, start=start, group=group)
         elif isinstance(module, OutputHead):
             module.register_forward_pre_hook(partial(_gather_sequence, group=group))
             module.register_forward_hook(partial(_gather_logits, group=group))
@@ -103,14 +101,14 @@ def _all_reduce_max(x: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tenso
     return x
 
 
-def _vocab_parallel_embedding(module: Embedding, tokens_BS: torch.Tensor, *, start: int, group: str) -> torch.Tensor:
+def _look_up_own_rows(
+    tokens_BS: torch.Tensor, weight_VD: torch.Tensor, padding: int | None, *, start: int, group: str
+) -> torch.Tensor:
     """Look up the tokens of this rank's rows (from `start` on), zeros elsewhere; sum while scattering the sequence."""
-    weight_VD = local_tensor(module.weight)
     local_BS = tokens_BS - start
     mine_BS = (local_BS >= 0) & (local_BS < weight_VD.shape[0])
-    padding = None if module.padding_idx is None else module.padding_idx - start
-    if padding is not None and not 0 <= padding < weight_VD.shape[0]:
-        padding = None
+    if padding is not None:
+        padding = padding - start if 0 <= padding - start < weight_VD.shape[0] else None
     x_BSD = F.embedding(local_BS.where(mine_BS, 0), weight_VD, padding) * mine_BS.unsqueeze(-1)
     return reduce_scatter(x_BSD, _SEQUENCE_DIM, group)
 

@@ -40,7 +40,7 @@ _MUCH_WAITING = 0.5  # of a step
 
 MOST_SENT = 2
 _MOST_DIMS = 3  # of logits
-_CHUNKS = "chunk_attributes"
+_CHUNKS = "stand_ins_of_chunks"  # attribute of the model
 
 
 class PipelineSchedule(Schedule):
@@ -92,9 +92,7 @@ def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dty
     backbone, stage = model.model, dims.stage
     layers, link = backbone.layers, StageLink(dims, model.config.hidden_size, dtype)
     parts = dims.degrees.stage_parts(len(layers), stage)
-    chunks: list[dict[nn.Module, dict[str, Any]]] = [
-        {backbone: {"layers": [layers[number] for number in part]}} for part in parts
-    ]
+    chunks: list[dict[str, Any]] = [{"layers": [layers[number] for number in part]} for part in parts]
     receive, send = partial(_receive, link=link), partial(_send, link=link)
     here = {number for part in parts for number in part}
     for number in set(range(len(layers))) - here:
@@ -105,36 +103,29 @@ def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dty
         backbone.embed_tokens = Elsewhere(backbone.embed_tokens, receive)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         for chunk in chunks[1:]:
-            chunk[backbone]["embed_tokens"] = receive
+            chunk["embed_tokens"] = receive
     if not dims.is_last_stage:
         backbone.norm = Elsewhere(backbone.norm, _hand_on)  # pyright: ignore[reportAttributeAccessIssue]
         model.lm_head = Elsewhere(model.lm_head, send)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         for chunk in chunks[:-1]:
-            chunk[backbone]["norm"] = _hand_on
-            chunk[model] = {"lm_head": send}
-    vars(model)[_CHUNKS] = chunks
+            chunk |= {"norm": _hand_on, "lm_head": send}
+    setattr(model, _CHUNKS, chunks)
     model.register_forward_hook(partial(_share_logits, link=link))
     assert dims.stage_group is not None
     set_sharing_group(model, dims.stage_group)
 
 
 @contextmanager
-def only_chunk(model: nn.Module, chunk: int) -> Iterator[None]:
-    """Restrict forwards of `model` to one chunk of this stage's layers; without stages the one chunk is all layers.
-
-    Modules, parameters and their names stay: instance attributes hide the modules that the forward would call.
-    """
-    chunks: list[dict[nn.Module, dict[str, Any]]] = vars(model).get(_CHUNKS, [{}])
-    attributes = chunks[chunk] if len(chunks) > 1 else {}
-    for module, values in attributes.items():
-        vars(module).update(values)
+def only_chunk(model: Any, chunk: int) -> Iterator[None]:
+    """Restrict forwards of `model` to one chunk of this stage's layers; modules, parameters and their names stay."""
+    chunks = getattr(model, _CHUNKS, [{}])
+    if len(chunks) > 1:
+        model.stand_ins = chunks[chunk]
     try:
         yield
     finally:
-        for module, values in attributes.items():
-            for name in values:
-                del vars(module)[name]
+        model.stand_ins = {}
 
 
 class Elsewhere(nn.Module):
@@ -149,7 +140,8 @@ class Elsewhere(nn.Module):
 
     def __init__(self, module: nn.Module, instead: Callable[..., Any], *, between_chunks: bool = False) -> None:
         super().__init__()
-        vars(self).update(vars(module))  # the same dictionaries: a parameter is exchanged in both
+        # The same dictionaries: a parameter is exchanged in both.
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self._original = (module,)  # in a tuple, or it would be a module below this one
         self.instead, self.between_chunks = instead, between_chunks
         for tensor in [*module.parameters(), *module.buffers()]:

@@ -63,9 +63,13 @@ class Embedding(nn.Embedding):
     """Token embedding, weight (V, D), initialized N(0, std).
 
     The lookup of `padding_idx`, if there is one, has no gradient, and from scratch its row is 0, as in transformers.
+
+    Attributes:
+        look_up: (tokens, weight, padding_idx) to their rows: torch's, or a lookup in this rank's part of the weight.
     """
 
     weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
+    look_up: Callable[..., torch.Tensor] = staticmethod(F.embedding)
 
     def __init__(self, vocab_size: int, hidden_size: int, *, std: float, padding_idx: int | None = None) -> None:
         super().__init__(vocab_size, hidden_size, padding_idx)
@@ -78,7 +82,7 @@ class Embedding(nn.Embedding):
         return {"weight": Init(Normal(std=self.std, zero_row=self.padding_idx))}
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens_BS, local_tensor(self.weight), self.padding_idx)
+        return self.look_up(tokens_BS, local_tensor(self.weight), self.padding_idx)
 
 
 class RMSNorm(nn.Module):
@@ -115,8 +119,19 @@ class RotaryEmbedding(nn.Module):
         return rope_cos_sin(self.inv_freq, positions_BS, dtype, 1.0 if scaling is None else scaling.attention_scaling)
 
 
+def call(compute: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """Return `compute(*args)`: `around` of modules, until activation checkpointing has it run again in backward."""
+    return compute(*args)
+
+
 class FeedForward(nn.Module):
-    """Dense SwiGLU: `down(silu(gate(x)) * up(x))`."""
+    """Dense SwiGLU: `down(silu(gate(x)) * up(x))`.
+
+    Attributes:
+        around: calls `compute`, its first argument, on the others; see `call`.
+    """
+
+    around: Callable[..., torch.Tensor] = staticmethod(call)
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, std: float) -> None:
         super().__init__()
@@ -125,6 +140,9 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, std=std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.around(self.compute, x)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(swiglu(torch.cat([self.gate_proj(x), self.up_proj(x)], dim=-1)))
 
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Init, Normal, Source, Zeros
-from titanlite.models.layers import FeedForward, keep
+from titanlite.models.layers import FeedForward, call, keep
 from titanlite.ops import group_by_expert, grouped_gemm, local_tensor, permute_tokens, swiglu, unpermute_sum
 from titanlite.ops.matmul import GroupedGemmBackend, wide_linear
 from titanlite.ops.moe_experts import Travel, moe_experts
@@ -168,8 +168,15 @@ class _Weights(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """All experts of a layer, laid out as in Hugging Face's models: gate_up_proj (E, 2 I, D), down_proj (E, D, I)."""
+    """All experts of a layer, laid out as in Hugging Face's models: gate_up_proj (E, 2 I, D), down_proj (E, D, I).
 
+    Attributes:
+        around: calls `compute`, its first argument, on the others; see `call`.
+        multiply: of quantized weights: (rows, weight, offsets, backend) to the rows times them, transposed. None: none.
+        read: a parameter to this rank's part of it; FSDP may set `ExpertCopies`.
+    """
+
+    around: Callable[..., Tensor] = staticmethod(call)
     stacked_matrices: ClassVar[dict[str, int]] = {"gate_up_proj": 2}
     """Number of matrices stacked in the rows of a parameter, for optimizers that treat each by itself (Muon)."""
 
@@ -180,9 +187,8 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, inner))
         self.std = config.initializer_range
         self.grouped_gemm_backend: GroupedGemmBackend = "auto"
-        # Multiplies rows by quantized weights, transposed: (rows, weight, offsets, backend) -> rows. None: none are.
         self.multiply: Callable[..., Tensor] | None = None
-        self.read: Callable[[nn.Parameter], Tensor] = local_tensor  # FSDP may set `ExpertCopies`
+        self.read: Callable[[nn.Parameter], Tensor] = local_tensor
 
     @property
     def num_experts(self) -> int:
@@ -205,6 +211,9 @@ class Experts(nn.Module):
         if self.is_fused:
             weights, backend = (self.read(self.gate_up_proj), self.read(self.down_proj)), self.grouped_gemm_backend
             return moe_experts(x_TD, *weights, weight_R, token_R, rows_Tk, offsets_E, backend, travel)
+        return self.around(self.compute, x_TD, weight_R, token_R, rows_Tk, offsets_E)
+
+    def compute(self, x_TD: Tensor, weight_R: Tensor, token_R: Tensor, rows_Tk: Tensor, offsets_E: Tensor) -> Tensor:
         gate_up_R2I = self.project("gate_up_proj", permute_tokens(x_TD, token_R, rows_Tk), offsets_E)
         y_RD = self.project("down_proj", swiglu(gate_up_R2I, weight_R), offsets_E)
         return unpermute_sum(y_RD, token_R, rows_Tk)

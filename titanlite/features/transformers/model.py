@@ -7,7 +7,7 @@ Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -36,6 +36,31 @@ from titanlite.models.moe import is_routed
 from titanlite.ops import IGNORE_INDEX, linear_cross_entropy, local_tensor
 from titanlite.ops.attention import AttentionBackend
 
+Around = Generator[tuple[Any, ...], torch.Tensor, torch.Tensor]
+"""What goes on around a forward: yields its arguments, is sent its result, and returns another one."""
+
+
+def hook_around(module: nn.Module, around: Callable[..., Around]) -> None:
+    """Run `around` of the arguments with every forward of `module`, by hooks. A forward that raises closes it."""
+    running: list[Around] = []
+
+    def before(module: nn.Module, args: Any) -> Any:
+        running.append(around(*args))
+        return next(running[-1])
+
+    def after(module: nn.Module, args: Any, result: torch.Tensor | None) -> torch.Tensor | None:
+        if not running:  # another hook has raised before
+            return None
+        call = running.pop()
+        try:
+            call.close() if result is None else call.send(result)
+        except StopIteration as end:
+            return end.value
+        return None
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
+
 
 class TransformersModel(Model):
     """A model of transformers that takes batches and gives losses as `Decoder` does.
@@ -44,8 +69,9 @@ class TransformersModel(Model):
         all_conversions: transformers' mapping from the keys of checkpoints to this model, those of old versions too.
         own_conversions: the same without those of old versions.
         conversions: what of it was used for loading; None before that. Saving reverts it.
-        head_project: the head's own forward, if that is nothing but a matrix product with a weight of V rows, all of
-            them or this rank's; else None. With labels, the loss is then computed without any logits.
+        is_plain_head: the head is nothing but a matrix product with a weight of V rows, all of them or this rank's.
+            With labels, the loss is then computed without any logits.
+        gather_logits: makes whole logits of those that the head gives for this rank's rows; None if these are all.
         cross_entropy: `linear_cross_entropy` or, when the vocabulary is split over ranks, the version that reduces.
         loss_copies: ranks that compute the same loss; each gives an equal part of its gradient, unless
         has_split_head: this rank has a part of a plain head's rows, whose gradient is its own.
@@ -91,14 +117,13 @@ class TransformersModel(Model):
         self._labels: tuple[torch.Tensor, Literal["sum", "none"]] | None = None
         head = probes.find_head(model)
         self._head = [head]  # in a list, so that it is no submodule a second time
-        self.head_project: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.gather_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.cross_entropy: Callable[..., torch.Tensor] = linear_cross_entropy
         self.loss_copies = 1
         self.has_split_head = False
-        self._is_linear_head = isinstance(head, nn.Linear) and head.bias is None
+        self.is_plain_head = self._is_linear_head = isinstance(head, nn.Linear) and head.bias is None
         if self._is_linear_head:
-            self.head_project = head.forward
-            head.forward = self.head_forward  # type: ignore[method-assign]
+            hook_around(head, self._logits_or_loss)
 
     @property
     def head(self) -> Any:
@@ -281,11 +306,12 @@ class TransformersModel(Model):
             self._can_cache = probes.is_same_with_cache(self, device)
         return self._can_cache
 
-    def head_forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
-        """Return the logits, or with labels the loss without logits, in place of the head's own forward."""
-        assert self.head_project is not None
+    def _logits_or_loss(self, hidden_BSD: torch.Tensor) -> Around:
+        """Make of the head's result whole logits, or with labels the loss: the head then projects no token."""
         if self._labels is None:
-            return self.head_project(hidden_BSD)
+            logits = yield (hidden_BSD,)
+            return logits if self.gather_logits is None else self.gather_logits(logits)
+        yield (hidden_BSD[:0],)
         labels_BS, reduction = self._labels
         weight_VD = local_tensor(self.head.weight)
         hidden_TD = hidden_BSD.flatten(0, 1)

@@ -116,7 +116,7 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
             starts, with_boundaries = 0, False
             reasons += ["its encoder reads one prompt for each row"] * model.is_encoder_decoder
     return Facts(
-        has_plain_head=is_plain and model.head_project is not None,
+        has_plain_head=is_plain and model.is_plain_head,
         is_causal=bool(moved <= _LEAK * effect),
         is_alike=is_alike,
         keeps_apart=not reasons,

@@ -35,12 +35,11 @@ from titanlite.distributed.collectives import all_gather, all_reduce, register_g
 from titanlite.distributed.context_parallel import Peers
 from titanlite.distributed.parallel_dims import ParameterPlacements, shard_parameters
 from titanlite.distributed.tensor_parallel import vocab_shard
-from titanlite.features.transformers.model import TransformersModel
+from titanlite.features.transformers.model import Around, TransformersModel, hook_around
 from titanlite.materialize.layout import region_of
 from titanlite.models.layers import Linear
 from titanlite.ops import linear_cross_entropy, local_tensor
 
-_Forward = Callable[..., torch.Tensor]
 Style = Literal["colwise", "colwise_gather", "rowwise", "rowwise_split", "embedding_rows", "embedding_columns"]
 """How a module is split: its output, left split or gathered; its input, which comes split or is cut here; or its table,
 by tokens or by width."""
@@ -81,20 +80,19 @@ def apply_transformers_tensor_parallel(model: TransformersModel, mesh: DeviceMes
     placements = _placements(holders, styles)
     shard_parameters(model, mesh, placements)
     axis = Peers(register_group(mesh.get_group()), mesh.size(), mesh.get_local_rank())
-    for module in inner.modules():
-        if module in holders or _convolutions(module):
-            module.forward = _split_forward(module, styles.get(module), axis)
     head = inner.get_output_embeddings()
-    if styles.get(head) == "colwise_gather" and model.head_project is not None:
-        # With labels the head gives a loss: over this rank's part of the vocabulary, and not to be gathered.
-        model.head_project = _split_forward(head, "colwise_gather", axis, model.head_project)
-        head.forward = partial(_on_local_parameters, head, model.head_forward)
+    if styles.get(head) == "colwise_gather" and model.is_plain_head:
+        del styles[head]  # with labels the head gives a loss, of this rank's part of the vocabulary: not to be gathered
+        model.gather_logits = partial(_gather_last, width=head.weight.shape[0], axis=axis)
         model.cross_entropy = partial(linear_cross_entropy, shard=vocab_shard(head.weight, mesh))
         model.has_split_head = True
     elif head in styles:
-        model.head_project = None
+        model.is_plain_head = False
+    for module in inner.modules():
+        if module in holders or _convolutions(module):
+            _hook_style(module, styles.get(module), axis)
     for module in experts:
-        module.forward = partial(_own_tokens, module.forward, axis=axis)
+        hook_around(module, partial(_own_tokens, axis=axis))
     for counter in model.expert_counters().values():
         counter.tp_share = (axis.rank, axis.size)
     model.loss_copies = mesh.size()
@@ -119,25 +117,21 @@ def _placements(holders: Iterable[nn.Module], styles: dict[nn.Module, Style]) ->
     return found
 
 
-def _split_forward(module: nn.Module, style: Style | None, axis: Peers, forward: _Forward | None = None) -> _Forward:
-    """Return the forward of `module` on its local parameters, with the collectives of its style."""
-    forward = module.forward if forward is None else forward
-    if style in ("rowwise", "rowwise_split"):
-        product = partial(_on_local_parameters, module, forward, hidden="bias")
-        return partial(_sum_output, module, product, axis=axis, cut_input=style == "rowwise_split")
-    local = partial(_on_local_parameters, module, forward)
-    if style == "embedding_rows":
-        return _split_table(module, local, axis)
-    if style in ("colwise_gather", "embedding_columns"):
+def _hook_style(module: nn.Module, style: Style | None, axis: Peers) -> None:
+    """Run the forward of `module` on its local parameters, with the collectives of its style around it."""
+    is_sum = style in ("rowwise", "rowwise_split")
+    hook_around(module, partial(_on_local_parameters, module, hidden="bias" if is_sum else ""))
+    if is_sum:
+        hook_around(module, partial(_sum_output, module, axis=axis, cut_input=style == "rowwise_split"))
+    elif style == "embedding_rows":
+        hook_around(module, _split_table(module, axis))
+    elif style in ("colwise_gather", "embedding_columns"):
         weight: Any = module.weight
-        return partial(_gather_output, local, width=weight.shape[SPLIT_DIM[style]], axis=axis)
-    return local
+        hook_around(module, partial(_gather_output, width=weight.shape[SPLIT_DIM[style]], axis=axis))
 
 
-def _on_local_parameters(
-    module: nn.Module, forward: Callable[..., Any], *args: Any, hidden: str = "", **kwargs: Any
-) -> Any:
-    """Run `forward` while the DTensors among the parameters that the module reads are this rank's parts of them.
+def _on_local_parameters(module: nn.Module, *args: Any, hidden: str) -> Around:
+    """Have the DTensors among the parameters that the module reads be this rank's parts of them.
 
     The code of transformers would mix DTensors and tensors. The parameter `hidden` is not there meanwhile.
     """
@@ -150,7 +144,7 @@ def _on_local_parameters(
     for held, name, param in own:
         held[name] = None if name == hidden else local_tensor(param)  # type: ignore[assignment]
     try:
-        return forward(*args, **kwargs)
+        return (yield args)
     finally:
         for held, name, param in own:
             held[name] = param  # type: ignore[assignment]
@@ -161,42 +155,43 @@ def _convolutions(module: nn.Module) -> list[nn.Module]:
     return [child for child in module.children() if isinstance(child, nn.Conv1d)]
 
 
-def _gather_output(forward: _Forward, *args: Any, width: int, axis: Peers) -> torch.Tensor:
+def _gather_output(x: torch.Tensor, *, width: int, axis: Peers) -> Around:
+    return _gather_last((yield (x,)), width=width, axis=axis)
+
+
+def _gather_last(piece: torch.Tensor, *, width: int, axis: Peers) -> torch.Tensor:
     """Gather all ranks' pieces of the last dim, `width` in all; those of the last ranks may be shorter."""
-    out = forward(*args)
-    piece = -(-width // axis.size)
-    whole = all_gather(F.pad(out, (0, piece - out.shape[-1])), out.dim() - 1, axis.group)
+    missing = -(-width // axis.size) - piece.shape[-1]
+    whole = all_gather(F.pad(piece, (0, missing)), piece.dim() - 1, axis.group)
     return _no_view(whole[..., :width])
 
 
-def _sum_output(module: nn.Module, product: _Forward, x: torch.Tensor, *, axis: Peers, cut_input: bool) -> torch.Tensor:
+def _sum_output(module: nn.Module, x: torch.Tensor, *, axis: Peers, cut_input: bool) -> Around:
     """Return the sum of all ranks' products, plus the bias once."""
-    if cut_input:
-        x = x.chunk(axis.size, dim=-1)[axis.rank]
-    out = all_reduce(product(x), axis.group)
+    product = yield (x.chunk(axis.size, dim=-1)[axis.rank] if cut_input else x,)
+    out = all_reduce(product, axis.group)
     bias = module._parameters.get("bias")
     return out if bias is None else out + local_tensor(bias)
 
 
-def _split_table(module: Any, forward: _Forward, axis: Peers) -> _Forward:
-    """Return a forward that looks up the tokens of this rank's rows, zeros elsewhere, and sums over the ranks."""
+def _split_table(module: Any, axis: Peers) -> Callable[[torch.Tensor], Around]:
+    """Have the tokens of this rank's rows looked up, zeros elsewhere, and sum over the ranks."""
     region = region_of(module.weight)
     start, rows = region.starts[0], region.lengths[0]
     if module.padding_idx is not None:  # its row has no gradient
         padding = module.padding_idx - start
         module.padding_idx = padding if 0 <= padding < rows else None
 
-    def look_up(tokens: torch.Tensor) -> torch.Tensor:
+    def look_up(tokens: torch.Tensor) -> Around:
         local = tokens - start
         mine = (local >= 0) & (local < rows)
-        return all_reduce(forward(local.where(mine, 0)) * mine.unsqueeze(-1), axis.group)
+        found = yield (local.where(mine, 0),)
+        return all_reduce(found * mine.unsqueeze(-1), axis.group)
 
     return look_up
 
 
-def _own_tokens(
-    forward: _Forward, hidden_TD: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor, *, axis: Peers
-) -> torch.Tensor:
+def _own_tokens(hidden_TD: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor, *, axis: Peers) -> Around:
     """Run the experts on this rank's share of the tokens, and return the results of all ranks.
 
     Where tokens do not go round, the last ones are zeros for the first expert, with weight 0.
@@ -205,8 +200,8 @@ def _own_tokens(
     share = -(-num_tokens // axis.size)
     mine = slice(axis.rank * share, (axis.rank + 1) * share)
     missing = share * axis.size - num_tokens
-    parts = [F.pad(x, (0, 0, 0, missing))[mine] for x in (hidden_TD, ids_Tk, weights_Tk)]
-    return _no_view(all_gather(forward(*parts), 0, axis.group)[:num_tokens])
+    results = yield tuple(F.pad(x, (0, 0, 0, missing))[mine] for x in (hidden_TD, ids_Tk, weights_Tk))
+    return _no_view(all_gather(results, 0, axis.group)[:num_tokens])
 
 
 def _no_view(x: torch.Tensor) -> torch.Tensor:

@@ -125,8 +125,7 @@ def test_a_class_that_takes_boundaries_is_told(monkeypatch: pytest.MonkeyPatch) 
     expected = torch.cat([alone(model, tokens, 5, 9, 6), alone(model, tokens, 20)])
     monkeypatch.setattr(inner, "forward", forward)
     monkeypatch.setattr(model, "_takes_more", True)
-    monkeypatch.setattr(inner.lm_head, "forward", model.head_project)
-    monkeypatch.setattr(model, "head_project", None)  # the logits are put together, not the losses
+    monkeypatch.setattr(model, "is_plain_head", False)  # the logits are put together, not the losses
     rows, ids = tokens.repeat(2, 1), torch.cat([DOCUMENTS, torch.zeros_like(DOCUMENTS)])
     with torch.no_grad():
         logits = model(rows, document_ids_BS=ids)
