@@ -154,11 +154,12 @@ def compare(checked: Checked, source: str, ranks: list[dict[str, Any]], *, balan
         assert (trace.weights, trace.optimizer, trace.buffers) == (plan.weights, plan.optimizer, plan.buffers)
         assert trace.weights + trace.padding == real["storages"]
         called: Counter[tuple[str, str, str]] = Counter()
-        for traffic, work in trace.traffic.items():
-            ranks_of = axis_ranks(checked.degrees, traffic.axis, rank)
-            axis = traffic.axis if len(ranks_of) < checked.degrees.world_size else "all"
-            called[traffic.kind, axis, "count"] += work.launches
-            called[traffic.kind, axis, "bytes"] += work.nbytes
+        for kind, work in trace.step_work():
+            if kind.group:  # a collective
+                ranks_of = axis_ranks(checked.degrees, kind.group, rank)
+                axis = kind.group if len(ranks_of) < checked.degrees.world_size else "all"
+                called[kind.call.rate, axis, "count"] += work.launches
+                called[kind.call.rate, axis, "bytes"] += work.nbytes
         if balanced:
             assert called == real["calls"]
             assert trace.total.flops == real["flops"]

@@ -43,21 +43,13 @@ class Moment(NamedTuple):
     turn: int
 
 
-class Traffic(NamedTuple):
-    """Collectives that are counted together."""
-
-    kind: str  # as in `Moved`
-    axis: str  # of the mesh, or "stage" (all ranks of a pipeline stage), or "world"
-    per_step: bool  # and not per micro-batch
-
-
 @dataclass(frozen=True)
 class StepTrace:
     """Cost of one optimizer step on this rank."""
 
     peaks: dict[Moment, dict[str, int]]  # live bytes by category (`tracker.CATEGORIES`) when each stretch is fullest
     # Work of one of each traced micro-batch, and of the once-per-step part, recomputation included; the group of a
-    # collective is its axis.
+    # collective is its axis of the mesh, or "stage" (all ranks of a pipeline stage), or "world".
     work: dict[Kind, Work]
     repeats: tuple[int, ...]  # how often the step does the work of each traced micro-batch
     model_flops_per_token: int  # as MFU counts them: causal attention, no recomputation
@@ -79,16 +71,6 @@ class StepTrace:
     def total(self) -> Work:
         """Of kernels, in the whole step."""
         return sum((work for kind, work in self.step_work() if not kind.group), Work())
-
-    @property
-    def traffic(self) -> dict[Traffic, Work]:
-        """Collectives of the whole step: calls are `launches`."""
-        found: dict[Traffic, Work] = {}
-        for kind, work in self.step_work():
-            if kind.group:
-                traffic = Traffic(kind.call.rate, kind.group, kind.micro_batch < 0)
-                found[traffic] = found.get(traffic, Work()) + work
-        return found
 
     def plus(self, times: int, larger: "StepTrace", smaller: "StepTrace") -> "StepTrace":
         """Return this trace with `times` the difference of two others added: as many layers more."""
