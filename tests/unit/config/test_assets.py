@@ -15,7 +15,7 @@ import pytest
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, load_config
-from titanlite.config.assets import local_folder, resolve_assets
+from titanlite.config.assets import find_missing_files, local_folder, resolve_assets
 from titanlite.config.data import DataSection
 from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection
@@ -130,6 +130,13 @@ def test_home_of_nobody_is_no_traceback(asked):
     else:
         assert folder == name
     assert asked == []
+
+
+@pytest.mark.parametrize("init", ["auto", "pretrained", "random"])
+def test_a_model_path_that_does_not_exist_is_one_problem(init, asked):
+    Path("run.toml").write_text(f'[model]\npath = "./nowhere"\ninit = "{init}"\n')
+    (problem,) = find_missing_files(load_config(["--config", "run.toml"]))
+    assert problem.startswith("model.path: ./nowhere does not exist. Give a path that exists or an id")
 
 
 # ---- the hub ----
