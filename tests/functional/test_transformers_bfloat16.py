@@ -20,7 +20,7 @@ from titanlite.distributed.parallelize import parallelize
 from titanlite.features.transformers.build import build_transformers
 from titanlite.materialize import materialize
 from titanlite.materialize.plan import clean_name
-from titanlite.models.families.hf_config import transformers_config
+from titanlite.models.families.config_json import transformers_config
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.preflight import check
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from tiny_transformers import ALL_MODELS
 
-from titanlite.models.families.hf_config import transformers_config
+from titanlite.models.families.config_json import transformers_config
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import sweep_stages

@@ -29,14 +29,14 @@ from titanlite.data.dataset import TrainDataset
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import describe_other_ids
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
-from titanlite.models.families.family import KEY_ALIASES
-from titanlite.models.families.hf_config import (
+from titanlite.models.families.config_json import (
     find_refused,
     format_json,
     format_refusal,
     load_config_and_class,
     save_config,
 )
+from titanlite.models.families.family import KEY_ALIASES
 
 _COMPARED_SEQUENCES, _COMPARED_TOKENS = 64, 1 << 16  # at most, by two tokenizers
 

@@ -115,8 +115,8 @@ def find_missing_files(job: JobConfig) -> list[str]:
             given = {"path": source.path, "validation_path": source.validation_path}
             paths += [(get_source_key(data, name, setting), path, on_hub) for setting, path in given.items()]
     paths.append(("evaluation.path", job.evaluation.path, True))
-    place = Path(job.job.dump_folder).absolute()
-    there = next(path for path in (place, *place.parents) if path.exists())
+    folder = Path(job.job.dump_folder).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     problems = []
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "it cannot be written to" if there.is_dir() else "it is a file"

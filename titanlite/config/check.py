@@ -173,9 +173,9 @@ def _find_unused(data: DataSection) -> list[str]:
     """Return a problem for each setting of examples, or of one of their sources, that has an effect on none."""
     unused, used, hub = dict[str, str](), set[str](), "a dataset of the hub"
     for name, source in get_sources(data).items():
-        places = [(path, Path(path)) for path in (source.path, source.validation_path)]
-        on_hub, held_on_hub = (is_hub_id(path) and not place.exists() for path, place in places)
-        is_folder, held_in_folder = (path != "" and place.is_dir() for path, place in places)
+        paths = source.path, source.validation_path
+        on_hub, held_on_hub = (is_hub_id(path) and not Path(path).exists() for path in paths)
+        is_folder, held_in_folder = (path != "" and Path(path).is_dir() for path in paths)
         for setting, what, is_used in (
             ("split", hub, on_hub or is_folder),
             ("subset", hub, on_hub),

@@ -114,7 +114,7 @@ def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[str]:
     elif steps is None and not training.epochs:
         return ["training.epochs = 0 trains nothing. Set it to more, or leave it out."]
     elif steps is not None and training.epochs:
-        is_late = [place.startswith("override") for place in (steps, epochs)]
+        is_late = [where.startswith("override") for where in (steps, epochs)]
         if is_late[0] == is_late[1]:
             return [
                 f"training.steps = {training.steps} and training.epochs = {training.epochs:g} both say how long the "
@@ -143,12 +143,12 @@ def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixe
 
     A path that does not exist is rows if its name is that of a dataset of the hub or of a file of rows.
     """
-    place = Path(os.path.expanduser(path))
-    if not place.is_dir():
-        return "examples" if holds_rows(place.name) or (is_hub_id(path) and not place.exists()) else "text"
+    found = Path(os.path.expanduser(path))
+    if not found.is_dir():
+        return "examples" if holds_rows(found.name) or (is_hub_id(path) and not found.exists()) else "text"
     if pattern:
         return "examples" if holds_rows(pattern) else "text"
-    names = islice((name for _, _, files in os.walk(place) for name in files), _MOST_NAMES)
+    names = islice((name for _, _, files in os.walk(found) for name in files), _MOST_NAMES)
     kinds = {holds_rows(name) for name in names if name.endswith(".txt") or holds_rows(name)}
     return "mixed" if len(kinds) == 2 else "examples" if True in kinds else "text"
 
@@ -182,8 +182,8 @@ def _fill_in_data(job: JobConfig, given: Mapping[str, str], default: Callable[[s
         default("data.dataset", "none")
     sources = get_sources(data).values() if data.dataset == "text" else ()
     for source in sources:
-        place = Path(os.path.expanduser(source.path))
-        if place.is_file() and (what := _find_no_text(place)):
+        file = Path(os.path.expanduser(source.path))
+        if file.is_file() and (what := _find_no_text(file)):
             return [f"data.path = {format_value(source.path)} is {what}."]
     rows = [s.path for s in sources if (not Path(s.path).is_dir() and holds_rows(s.path)) or ".jsonl" in s.pattern]
     if rows:

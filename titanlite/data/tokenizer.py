@@ -27,7 +27,7 @@ from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, Transformer
 from titanlite.config.assets import weights_key
 from titanlite.config.data import DataSection
 from titanlite.data.corpus import Corpus, get_cache_folder, load_or_build, split_text
-from titanlite.models.families.hf_config import load_config_and_class
+from titanlite.models.families.config_json import load_config_and_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

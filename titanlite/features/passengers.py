@@ -33,7 +33,7 @@ from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.materialize import ReadRequest, Region, SourceProvider
 from titanlite.models.families import family_of
-from titanlite.models.families.hf_config import save_config
+from titanlite.models.families.config_json import save_config
 
 _CHUNK_BYTES = 4 << 20
 

@@ -62,8 +62,8 @@ def find_largest(values: Sequence[float], last_step: int) -> Largest:
 
     Raises ValueError: there are no values.
     """
-    place = max(range(len(values)), key=lambda i: values[i] if math.isfinite(values[i]) else math.inf)
-    return Largest(values[place], last_step - len(values) + 1 + place)
+    largest = max(range(len(values)), key=lambda i: values[i] if math.isfinite(values[i]) else math.inf)
+    return Largest(values[largest], last_step - len(values) + 1 + largest)
 
 
 @dataclass(frozen=True)

@@ -93,15 +93,15 @@ INTERPRETED = not isinstance(_row_gemm, triton.JITFunction)
 SOFTMAX_BLOCK, SOFTMAX_WARPS = 64 if INTERPRETED else 8192, 8  # columns at once
 
 
-class How(TypedDict, total=False):
-    """Ways of a launch, for measuring: by default those of the table, and TMA descriptors where they fit."""
+class LaunchOptions(TypedDict, total=False):
+    """Options of a launch, for measuring: by default the tile of the table, and TMA descriptors where they fit."""
 
     tile: Tile | None
     tma: bool | None  # whether to use descriptors, where the kernel can
 
 
 def row_grouped_gemm(
-    x: Tensor, weight_EKN: Tensor, offsets_E: Tensor, rows_M: Tensor | None = None, **how: Unpack[How]
+    x: Tensor, weight_EKN: Tensor, offsets_E: Tensor, rows_M: Tensor | None = None, **options: Unpack[LaunchOptions]
 ) -> Tensor:
     """y[m] = x[m or rows[m]] @ weight[group of m], (M, N); rows after the last group are zero.
 
@@ -113,7 +113,7 @@ def row_grouped_gemm(
     """
     M, (_, _, N) = _num_rows(x, rows_M), weight_EKN.shape
     y = x.new_empty(M, N)
-    _launch_rows(x, weight_EKN, offsets_E, rows_M, PLAIN, N, how, y=y)
+    _launch_rows(x, weight_EKN, offsets_E, rows_M, PLAIN, N, options, y=y)
     return y
 
 
@@ -125,12 +125,12 @@ def row_grouped_swiglu(
     row_weight_M: Tensor,
     *,
     keep: bool,
-    **how: Unpack[How],
+    **options: Unpack[LaunchOptions],
 ) -> tuple[Tensor, Tensor | None]:
     """Return (h, z): z = [gate | up] = x @ weight, (M, 2 I), if `keep`; h = silu(gate) * up * row_weight, (M, I)."""
     M, inner = _num_rows(x, rows_M), weight_EKN.shape[2] // 2
     h, z = x.new_empty(M, inner), x.new_empty(M, 2 * inner) if keep else None
-    _launch_rows(x, weight_EKN, offsets_E, rows_M, SWIGLU, inner, how, z=z, h=h, row_weight=row_weight_M)
+    _launch_rows(x, weight_EKN, offsets_E, rows_M, SWIGLU, inner, options, z=z, h=h, row_weight=row_weight_M)
     return h, z
 
 
@@ -141,13 +141,13 @@ def row_grouped_swiglu_backward(
     rows_M: Tensor | None,
     row_weight_M: Tensor,
     z_M2I: Tensor,
-    **how: Unpack[How],
+    **options: Unpack[LaunchOptions],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dz, h, drow_weight) from the gradient of h / row_weight, `dy[rows] @ weight`; weight (E, D, I)."""
     M, inner = _num_rows(dy, rows_M), weight_EKN.shape[2]
-    tma = how.get("tma")
+    tma = options.get("tma")
     by_tma = _tma_fits(weight_EKN) if tma is None else tma
-    tile = how.get("tile") or _tile_of("swiglu_backward", dy, tma=by_tma)
+    tile = options.get("tile") or _tile_of("swiglu_backward", dy, tma=by_tma)
     dz, h = dy.new_empty(M, 2 * inner), dy.new_empty(M, inner)
     parts = torch.empty(M, -(-inner // tile.cols), dtype=torch.float32, device=dy.device)
     out = {"y": dz, "z": z_M2I, "h": h, "row_weight": row_weight_M, "drow_weight": parts}
@@ -163,7 +163,7 @@ def reduction_grouped_gemm(
     dy_rows_M: Tensor | None = None,
     *,
     k_major: bool = True,
-    **how: Unpack[How],
+    **options: Unpack[LaunchOptions],
 ) -> Tensor:
     """dweight[e] = x_e^T @ dy_e, (E, K, N), stored as (E, N, K) if `k_major`; both operands may be gathered."""
     E, K, N = offsets_E.shape[0], x.shape[1], dy.shape[1]
@@ -172,11 +172,11 @@ def reduction_grouped_gemm(
         return dw.zero_()
     unfenced = _is_unfenced(x)
     # On an H200, TMA wins more than a copy costs: 519 for 380 TFLOP/s.
-    if unfenced or (how.get("tile") is how.get("tma") is None and _tma_fits(x, dy)):
+    if unfenced or (options.get("tile") is options.get("tma") is None and _tma_fits(x, dy)):
         x, dy = (t if r is None else t.index_select(0, r) for t, r in ((x, x_rows_M), (dy, dy_rows_M)))
         x_rows_M = dy_rows_M = None
     gathered = x_rows_M is not None or dy_rows_M is not None
-    tile, tma = how.get("tile") or _tile_of("wgrad_gather" if gathered else "wgrad", x), how.get("tma")
+    tile, tma = options.get("tile") or _tile_of("wgrad_gather" if gathered else "wgrad", x), options.get("tma")
     tma = not gathered and (_tma_fits(x, dy) if tma is None else tma)
     operands: list[Any] = [x, dy]
     if tma:
@@ -187,7 +187,7 @@ def reduction_grouped_gemm(
     programs = E * triton.cdiv(K, tile.rows) * triton.cdiv(N, tile.cols)
     sizes = (N, K, E, x.stride(0), dy.stride(0), *dw.stride())
     constants = {"BK": tile.rows, "BN": tile.cols, "BM": tile.depth, "TMA": tma}
-    constants |= _options(x, tile, in_one_stage=unfenced and not tma)
+    constants |= _constants(x, tile, in_one_stage=unfenced and not tma)
     with device_of(x):
         grid = (min(programs, _most_programs(x, tile)),)
         _wgrad[grid](*operands, dw, x_rows_M, dy_rows_M, offsets_E, *sizes, **constants)
@@ -214,11 +214,11 @@ def _launch_rows(
     rows: Tensor | None,
     epilogue: int,
     N: int,
-    how: How,
+    options: LaunchOptions,
     **out: Tensor | None,
 ) -> None:
     E, K, _ = weight.shape
-    M, tile, tma = _num_rows(x, rows), how.get("tile"), how.get("tma")
+    M, tile, tma = _num_rows(x, rows), options.get("tile"), options.get("tma")
     if not M or not N:
         return
     if (unfenced := _is_unfenced(x)) and rows is not None:
@@ -245,18 +245,18 @@ def _launch_rows(
     strides = (x.stride(0), weight.stride(0), weight.stride(2), weight.stride(1), *out_strides)
     constants = {"BM": tile.rows, "BN": tile.cols, "BK": tile.depth, "EPILOGUE": epilogue, "K_MAJOR": k_major}
     constants |= {"TMA_X": operands[0] is not x, "TMA_W": use_tma, "EVEN_K": K % tile.depth == 0}
-    constants |= {"E_CEIL": triton.next_power_of_2(E + 1), **_options(x, tile, in_one_stage=unfenced and not by_tma)}
+    constants |= {"E_CEIL": triton.next_power_of_2(E + 1), **_constants(x, tile, in_one_stage=unfenced and not by_tma)}
     with device_of(x):
         grid = (min(most_tiles, _most_programs(x, tile)),)
         _row_gemm[grid](*operands, *pointers, M, N, K, E, *strides, **constants)
 
 
-def _options(x: Tensor, tile: Tile, *, in_one_stage: bool) -> dict[str, Any]:
+def _constants(x: Tensor, tile: Tile, *, in_one_stage: bool) -> dict[str, Any]:
     stages = 1 if in_one_stage else tile.stages
-    options = {"num_warps": tile.warps, "num_stages": stages, "enable_fp_fusion": True}
+    launch = {"num_warps": tile.warps, "num_stages": stages, "enable_fp_fusion": True}
     # float32 is multiplied as float32 unless the user allowed TF32.
     is_exact = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
-    return {"BAND": _SWIZZLE, "PRECISION": "ieee" if is_exact else "tf32", **options}
+    return {"BAND": _SWIZZLE, "PRECISION": "ieee" if is_exact else "tf32", **launch}
 
 
 def _is_unfenced(x: Tensor) -> bool:

@@ -17,7 +17,7 @@ from titanlite.base.errors import DataError
 from titanlite.base.hf_objects import build_from_config
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.images import load_processor
-from titanlite.models.families.hf_config import load_config_and_class
+from titanlite.models.families.config_json import load_config_and_class
 
 PACKAGE = Path(titanlite.__file__).parent
 DOOR = "base/hf_objects.py"
@@ -30,7 +30,7 @@ INTO_TRANSFORMERS = {
 EXEMPT = {
     ("checkpoint/description.py", "for_model"),
     ("checkpoint/description.py", "from_dict"),
-    ("models/families/hf_config.py", "from_dict"),
+    ("models/families/config_json.py", "from_dict"),
 }
 
 

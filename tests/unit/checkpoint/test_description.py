@@ -12,7 +12,7 @@ from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.description import describe_model, save_tokenizer
 from titanlite.config import AnyModelConfig, ModelConfig, RopeScaling
 from titanlite.models.families import families, model_config_from_hf
-from titanlite.models.families.hf_config import transformers_config
+from titanlite.models.families.config_json import transformers_config
 
 YARN = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=1024)
 QWEN3 = families()["qwen3"].presets["debug"]

@@ -16,8 +16,8 @@ from titanlite.base import log as logging
 from titanlite.base.errors import ConfigError
 from titanlite.features.transformers.build import build_transformers
 from titanlite.models.families import families, model_config_from_hf
+from titanlite.models.families.config_json import transformers_config
 from titanlite.models.families.family import _KINDS
-from titanlite.models.families.hf_config import transformers_config
 from titanlite.models.families.keys import HEADS, MISSING, SHARE, Key, NotNativeError
 
 FAMILIES = sorted(families())

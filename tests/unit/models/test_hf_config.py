@@ -15,7 +15,7 @@ from titanlite.checkpoint.folder import read_json
 from titanlite.config.model import ModelSection, TransformersConfig
 from titanlite.features.transformers.build import build_transformers
 from titanlite.models.families import resolve_model_config
-from titanlite.models.families.hf_config import load_config_and_class, transformers_config
+from titanlite.models.families.config_json import load_config_and_class, transformers_config
 
 _MAMBA2 = {"model_type": "mamba2", "hidden_size": 32, "num_heads": 8, "head_dim": 8, "vocab_size": 64}
 

@@ -17,7 +17,7 @@ from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.probes import plain_tokens
 from titanlite.materialize import materialize
-from titanlite.models.families.hf_config import transformers_config
+from titanlite.models.families.config_json import transformers_config
 from titanlite.preflight import check
 
 LIMIT, LONGEST = 8, 48

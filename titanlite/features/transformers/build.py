@@ -21,9 +21,9 @@ from titanlite.base.log import logger
 from titanlite.config.model import TransformersConfig
 from titanlite.features.transformers.experts import find_experts, replace_unaligned_experts
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.features.transformers.recording import UNWRITTEN, Call, Place, Recording, Replay, leaves
+from titanlite.features.transformers.recording import UNWRITTEN, Call, Recording, Replay, View, leaves
 from titanlite.materialize import Alias, Compute, Constant, Init, Normal, Recipe, Source, TruncatedNormal, Uniform
-from titanlite.models.families.hf_config import load_config_and_class
+from titanlite.models.families.config_json import load_config_and_class
 from titanlite.models.families.keys import MOST_PARAMETERS
 
 
@@ -144,28 +144,28 @@ def _source_of(name: str, replay: Replay, *, may_draw: bool) -> Source | None:
 
 def _recipe_of(replay: Replay) -> Recipe | None:
     """Return the recipe of one call that draws all of a parameter, and perhaps of a second that makes a row zero."""
-    call, place = replay.calls[0], replay.place
+    call, whole = replay.calls[0], replay.view
     written = call.results if call.target is None else call.target
     make = (_MADE if call.target is None else _DRAWN).get(call.name)
-    if len(replay.calls) > 2 or make is None or written != place or not place.is_whole:
+    if len(replay.calls) > 2 or make is None or written != whole or not whole.is_whole:
         return None
     try:
-        recipe = None if leaves((call.args[1:], call.kwargs), Place) else make(*call.args[1:], **call.kwargs)
+        recipe = None if leaves((call.args[1:], call.kwargs), View) else make(*call.args[1:], **call.kwargs)
     except (TypeError, IndexError):  # arguments of another kind, such as `Tensor.uniform_(to=...)`
         return None
     if recipe is None or len(replay.calls) == 1:
         return recipe
-    row = _zero_row(place, replay.calls[1])
+    row = _zero_row(whole, replay.calls[1])
     return None if row is None else replace(recipe, zero_row=row)
 
 
-def _zero_row(place: Place, call: Call) -> int | None:
+def _zero_row(whole: View, call: Call) -> int | None:
     """Return the row of a parameter that a call makes zero: an embedding's padding."""
-    view = call.target
+    row = call.target
     value = {"zeros_": 0, "zero_": 0}.get(call.name, call.args[1] if call.name in ("fill_", "constant_") else None)
-    if value != 0 or view is None or view.shape != place.shape[1:] or view.stride != place.stride[1:]:
+    if value != 0 or row is None or row.shape != whole.shape[1:] or row.stride != whole.stride[1:]:
         return None
-    return (view.offset - place.offset) // place.stride[0]
+    return (row.offset - whole.offset) // whole.stride[0]
 
 
 def _value(value: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -151,8 +151,8 @@ class TransformersCheckpoint:
         cut, first, count = _block(stored, part), part.source_starts[0], part.source_lengths[0]
         if len(stored.shape) != 2 or first % rows:
             raise NotTraceable("a cut inside a block of FP8")
-        factors = scale.rows(first // rows, -(-count // rows))._replace(key=scale.key)
-        return [Placed(cut, region, factors, (rows, _))]
+        scales = scale.rows(first // rows, -(-count // rows))._replace(key=scale.key)
+        return [Placed(cut, region, scales, (rows, _))]
 
     def _drop_tied(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Leave out the second name of a tied tensor that is stored under both."""

@@ -232,16 +232,16 @@ def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[
 
     mapping, shapes = deepcopy(model.all_conversions), model.state_shapes
     renamings, converters = _by_kind(mapping)
-    prefix, unexpected, places = model.transformers_model.base_model_prefix, list[str](), dict[str, Any]()
+    prefix, unexpected, targets = model.transformers_model.base_model_prefix, list[str](), dict[str, Any]()
     for key in sorted(keys, key=dot_natural_key):  # in transformers' order: some renamings wait for a key
         name, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
         if name not in shapes and key in shapes:
             name, pattern = key, None  # it has the name of the tensor in memory already
         if name in shapes:
-            places[key] = name, pattern
+            targets[key] = name, pattern
         else:
             unexpected.append(key)
-    groups = _group(places, converters)
+    groups = _group(targets, converters)
     model.conversions = [entry for entry in mapping if entry.was_used()]
     return groups, unexpected
 
@@ -271,13 +271,13 @@ def _by_kind(mapping: list[Any]) -> tuple[list[Any], list[Any]]:
     return [x for x in mapping if isinstance(x, WeightRenaming)], [x for x in mapping if isinstance(x, WeightConverter)]
 
 
-def _group(places: Mapping[str, tuple[str, str | None]], converters: Sequence[Any]) -> list[Group]:
-    """Group sources by where they go: `places` has the first target of each, and the pattern of a conversion."""
+def _group(targets: Mapping[str, tuple[str, str | None]], converters: Sequence[Any]) -> list[Group]:
+    """Group sources by where they go: the first of `targets` of each; with it the pattern of a conversion, or None."""
     from transformers.core_model_loading import WeightRenaming
 
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     groups: dict[str, Group] = {}
-    for source, (target, pattern) in places.items():
+    for source, (target, pattern) in targets.items():
         if target not in groups:
             entry = by_pattern[pattern] if pattern is not None else WeightRenaming(source, target)
             groups[target] = Group(target, entry)

@@ -29,8 +29,8 @@ _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floord
 _NO_CALL = {"__get__", "__set__", "requires_grad_", "detach_"}
 
 
-class Place(NamedTuple):
-    """The memory of a tensor at the time of a call; `size` elements in all share its storage."""
+class View(NamedTuple):
+    """What a tensor saw of its storage, of `size` elements in all, at the time of a call."""
 
     storage: int
     size: int
@@ -40,7 +40,7 @@ class Place(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Place":
+    def of(cls, tensor: torch.Tensor) -> "View":
         storage = tensor.untyped_storage()
         size, offset = storage.nbytes() // tensor.element_size(), int(tensor.storage_offset())
         return cls(storage._cdata, size, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call with places instead of tensors.
+    """A call with views instead of tensors.
 
     Attributes:
         target: where an operation in place writes.
@@ -64,7 +64,7 @@ class Call(NamedTuple):
     args: Any
     kwargs: Any
     results: Any
-    target: Place | None
+    target: View | None
     reads: frozenset[int]
     overwrites: bool
 
@@ -117,34 +117,34 @@ class Recording(TorchFunctionMode):
     def _note(self, function: Any, args: Any, kwargs: Any, target: Any, *, overwrites: bool, run: bool) -> Any:
         self._noting = False  # what the function calls is part of this call
         try:
-            taken = _map(self._place, args), _map(self._place, kwargs)
-            target = None if target is None else self._place(target)
+            taken = _map(self._view, args), _map(self._view, kwargs)
+            target = None if target is None else self._view(target)
             overwrites = overwrites and target is not None and target.is_whole
             held = args[1:] if overwrites else args
             reads = [tensor for tensor in leaves((held, kwargs), torch.Tensor) if tensor.layout == torch.strided]
             for tensor in reads:
                 self._keep_contents(tensor)
             result = function(*args, **kwargs) if run else args[0]
-            places = _map(self._place, result)
+            views = _map(self._view, result)
         finally:
             self._noting = True
-        known = {place.storage for place in leaves(taken, Place)}
-        writes = {place.storage for place in leaves(places, Place)} - known if target is None else {target.storage}
+        known = {view.storage for view in leaves(taken, View)}
+        writes = {view.storage for view in leaves(views, View)} - known if target is None else {target.storage}
         for storage in writes:
             self._writers[storage].append(len(self._calls))
         if writes:
             name = getattr(function, "__name__", "")
             read = frozenset(tensor.untyped_storage()._cdata for tensor in reads)
             self._calls.append(
-                Call(function, name, taken[0], taken[1], places, target, read, overwrites or target is None)
+                Call(function, name, taken[0], taken[1], views, target, read, overwrites or target is None)
             )
         return result
 
-    def _place(self, value: Any) -> Any:
+    def _view(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             return value
         self._alive.append(value.untyped_storage())
-        return Place.of(value)
+        return View.of(value)
 
     def _keep_contents(self, tensor: torch.Tensor) -> None:
         key = tensor.untyped_storage()._cdata
@@ -170,11 +170,11 @@ class Recording(TorchFunctionMode):
                     break
         calls = tuple(found[number] for number in sorted(found))
         read = {storage for call in calls for storage in call.reads} & self._constants.keys()
-        return Replay(calls=calls, place=Place.of(tensor), constants={key: self._constants[key] for key in read})
+        return Replay(calls=calls, view=View.of(tensor), constants={key: self._constants[key] for key in read})
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, tuple | list) and not isinstance(value, Place):
+    if isinstance(value, tuple | list) and not isinstance(value, View):
         return tuple(_map(function, item) for item in value)
     if isinstance(value, dict):
         return {key: _map(function, item) for key, item in value.items()}
@@ -201,7 +201,7 @@ class Replay(Recipe):
     """
 
     calls: Sequence[Call]
-    place: Place
+    view: View
     constants: Mapping[int, torch.Tensor]
 
     def __str__(self) -> str:
@@ -220,7 +220,7 @@ class Replay(Recipe):
             return torch.full((size,), (poison_of(dtype) or 0) if filling is None else filling, dtype=dtype)
 
         def real(value: Any) -> Any:
-            if isinstance(value, Place):
+            if isinstance(value, View):
                 if value.storage not in memory:
                     memory[value.storage] = fresh(value.size, value.dtype)
                 flat = memory[value.storage].view(value.dtype)  # another where complex numbers are seen as pairs
@@ -234,12 +234,12 @@ class Replay(Recipe):
                 result = call.function(*_map(real, call.args), **_map(real, call.kwargs))
                 if call.target is not None:
                     continue
-                for place, tensor in zip(leaves(call.results, Place), leaves(result, torch.Tensor), strict=True):
-                    if place.storage not in memory:
-                        made = fresh(place.size, place.dtype) if call.name in UNWRITTEN else _flat(tensor)
-                        memory[place.storage] = made.to(place.dtype)
-        return real(self.place)
+                for view, tensor in zip(leaves(call.results, View), leaves(result, torch.Tensor), strict=True):
+                    if view.storage not in memory:
+                        made = fresh(view.size, view.dtype) if call.name in UNWRITTEN else _flat(tensor)
+                        memory[view.storage] = made.to(view.dtype)
+        return real(self.view)
 
     def is_small(self) -> bool:
-        places = [place for call in self.calls for place in leaves((call.args, call.results), Place)]
-        return sum({place.storage: place.size for place in places}.values()) <= _MOST_TRIED
+        views = [view for call in self.calls for view in leaves((call.args, call.results), View)]
+        return sum({view.storage: view.size for view in views}.values()) <= _MOST_TRIED

@@ -19,8 +19,8 @@ from titanlite.base.text import suggest
 from titanlite.config.assets import suggest_path, weights_key
 from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, ModelSection, RopeScaling
 from titanlite.config.schema import JobConfig
+from titanlite.models.families.config_json import transformers_config
 from titanlite.models.families.family import Family, check_model_config
-from titanlite.models.families.hf_config import transformers_config
 from titanlite.models.families.keys import NotNativeError
 
 # Torchtitan's names of families and flavors.

@@ -18,7 +18,7 @@ from titanlite.checkpoint.hf_model import weights_of
 from titanlite.features.images import ImageDataset, load_processor, read_image_rows
 from titanlite.features.transformers.build import build_transformers
 from titanlite.materialize import materialize
-from titanlite.models.families.hf_config import transformers_config
+from titanlite.models.families.config_json import transformers_config
 
 SEQ_LEN = 96
 # The image's own place in a chat, and the tokens that a processor or a model knows.

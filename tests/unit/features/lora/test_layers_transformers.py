@@ -20,7 +20,7 @@ from titanlite.features.tools.export import export_merged
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, materialize
-from titanlite.models.families.hf_config import transformers_config
+from titanlite.models.families.config_json import transformers_config
 from titanlite.models.interface import is_adapter
 
 # Both compute in float32 (6e-8) through 2 layers, in a different order of operations.

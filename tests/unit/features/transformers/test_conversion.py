@@ -23,7 +23,7 @@ from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.conversion import ConvertingReader, Group, NotTraceable, Traced
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, Region, materialize
-from titanlite.models.families.hf_config import transformers_config
+from titanlite.models.families.config_json import transformers_config
 
 
 def assembled(traced: Traced, sources: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -22,7 +22,7 @@ from titanlite.materialize import materialize
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.models.decoder import Decoder
 from titanlite.models.families import family_of
-from titanlite.models.families.hf_config import _TOP_K, _number, transformers_config
+from titanlite.models.families.config_json import _TOP_K, _number, transformers_config
 from titanlite.models.moe import dispatch_locally
 from titanlite.optim.expert_bias import ExpertBiasBalancer
 

@@ -17,7 +17,7 @@ from titanlite.features.transformers.build import build_transformers, find_sourc
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.recording import Recording
 from titanlite.materialize import Alias, Init, build_plan, materialize
-from titanlite.models.families.hf_config import transformers_config
+from titanlite.models.families.config_json import transformers_config
 from titanlite.preflight import Checked, check
 
 

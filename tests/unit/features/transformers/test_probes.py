@@ -15,7 +15,7 @@ from titanlite.features.generate.generate import generate
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.packing import boundaries
 from titanlite.features.transformers.probes import check_rows
-from titanlite.models.families.hf_config import transformers_config
+from titanlite.models.families.config_json import transformers_config
 
 CPU = torch.device("cpu")
 _ENCODER: dict[str, Any] = {

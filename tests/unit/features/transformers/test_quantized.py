@@ -20,7 +20,7 @@ from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, ReadRequest, Region, materialize
 from titanlite.materialize.layout import local_of
-from titanlite.models.families.hf_config import transformers_config
+from titanlite.models.families.config_json import transformers_config
 
 BLOCK = (8, 16)
 

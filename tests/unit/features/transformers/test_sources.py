@@ -16,7 +16,7 @@ from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.recording import Replay
 from titanlite.materialize import Compute, Init, Normal, Region, materialize
-from titanlite.models.families.hf_config import transformers_config
+from titanlite.models.families.config_json import transformers_config
 
 SHAPE = (24, 16)
 

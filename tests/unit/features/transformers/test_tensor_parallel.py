@@ -9,7 +9,7 @@ from titanlite.base.errors import ConfigError
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.tensor_parallel import resolve_tensor_parallel_plan
-from titanlite.models.families.hf_config import transformers_config
+from titanlite.models.families.config_json import transformers_config
 
 
 def build(name: str, **changes: Any) -> TransformersModel:
