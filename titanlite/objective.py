@@ -26,7 +26,6 @@ class Objective(Protocol):
         """Prepare for the run: called once before the first step, with all coming batches (on the host, lazy)
         and the model with the run's initial weights. Collective: every rank must call.
         """
-        ...
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Count the units in `batch`, int64 scalar on its device; no synchronization."""

@@ -103,11 +103,8 @@ def find_missing_files(job: JobConfig) -> list[str]:
     """Return a problem for each path of a model, of data or of a run that does not exist and is no name of the hub."""
     data = job.data
     on_hub = data.dataset == "examples"
-    described, weights = (
-        (assets_key(job), job.model.hf_assets_path),
-        (weights_key(job), job.checkpoint.initial_load_path),
-    )
-    paths = [(key, name, True) for key, name in dict.fromkeys((described, weights))]  # both may be of model.path
+    models = (assets_key(job), job.model.hf_assets_path), (weights_key(job), job.checkpoint.initial_load_path)
+    paths = [(key, name, True) for key, name in dict.fromkeys(models)]  # both may be model.path
     paths += [("lora.init_from", job.lora.init_from, True), ("data.tokenizer_path", data.tokenizer_path, False)]
     paths.append(("data.chat_template", data.chat_template, False))
     if data.dataset not in ("stdlib", "none"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.models.attention import SelfAttention
@@ -14,10 +14,10 @@ from titanlite.models.interface import Model
 from titanlite.models.layers import FeedForward, kept
 from titanlite.models.moe import Experts
 from titanlite.ops import local_tensor
-from titanlite.ops.kernels import is_costly
+from titanlite.ops.kernels import get_costly
 
 # Results that selective checkpointing keeps, for they are costly, as are those of kernels; the rest is recomputed.
-_KEPT_OPS = {
+_KEPT_OPS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -27,7 +27,7 @@ _KEPT_OPS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
     torch.ops.titanlite.grouped_mm.default,
-}
+)
 
 
 def checkpoint_operations(model: Model, section: ActivationCheckpointSection) -> None:
@@ -56,7 +56,7 @@ def checkpoint_operations(model: Model, section: ActivationCheckpointSection) ->
             or (isinstance(module, Experts) and not module.is_fused)
             or (isinstance(module, FeedForward) and _is_wide(module))
         ):
-            module.around = recompute
+            module.recompute = recompute
 
 
 def _is_wide(module: FeedForward) -> bool:
@@ -105,8 +105,4 @@ def _is_by_operation(section: ActivationCheckpointSection) -> bool:
 
 
 def _contexts() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
-
-
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT_OPS or is_costly(op) else CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts([*_KEPT_OPS, *get_costly()])

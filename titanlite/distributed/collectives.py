@@ -252,12 +252,6 @@ def own_part(x: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
     return x.unflatten(dim, (size, -1)).select(dim, rank)
 
 
-@host_all_gather.register_fake
-@host_reduce_scatter.register_fake
-def _(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
-    pass
-
-
 @gather_parts.register_fake
 @all_gather.register_fake
 def _(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:

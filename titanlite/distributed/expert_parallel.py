@@ -95,9 +95,8 @@ class ExpertParallelDispatcher:
     ) -> tuple[list[int], list[int], int]:
         """Return copies that go to each rank, copies that come from each, and how many rows those become."""
         sent, received = torch.stack([sent_n22, received_n22]).tolist()  # synchronization point
-        if (
-            kernel := find_kernel("expert_splits", sent_n22.device)
-        ) is not None:  # of a plan, whose numbers mean nothing
+        kernel = find_kernel("expert_splits", sent_n22.device)  # of a plan, whose numbers mean nothing
+        if kernel is not None:
             return kernel(shape, num_experts, self._size)
         send, receive = ([end - begin for (begin, end), _ in by_rank] for by_rank in (sent, received))
         return send, receive, sum(end - begin for by_rank in received for begin, end in by_rank)
@@ -120,14 +119,12 @@ class _Travel:
         return out
 
     def wait(self) -> None:
-        """As `ops.moe_experts.Travel`."""
         if self._work is not None:
             with timers.collective():
                 self._work.wait()
             self._work = None
 
     def begin(self, dx_TD: Tensor) -> None:
-        """As `ops.moe_experts.Travel`."""
         self.sent = self.start(dx_TD, self.back)
 
 

@@ -135,11 +135,11 @@ def prepare_backward(model: Model, dims: ParallelDims, ending: Collection[int], 
                 modules += [*layers, *(embedding if chunk == 0 else []), *(head if dims.is_last_part(chunk) else [])]
     if once_per_step:
         root.set_is_last_backward(bool(ending))
-        for module, value in [(root, False), *((module, True) for module in modules)]:
+    for module, value in [(root, False), *((module, True) for module in modules)]:
+        if once_per_step:
             module.set_reshard_after_backward(value)
             module.set_requires_gradient_sync(value)
-    elif dims.degrees.dp_replicate > 1:
-        for module, value in [(root, False), *((module, True) for module in modules)]:
+        elif dims.degrees.dp_replicate > 1:
             module.set_requires_all_reduce(value)
 
 

@@ -64,9 +64,7 @@ def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return `local` as the local part of a tensor laid out as `tensor`; `empty_like` would cost 160 us for each."""
     if not isinstance(tensor, DTensor):
         return local
-    if (
-        local.device.type != tensor.device_mesh.device_type
-    ):  # offloaded: `from_local` would move it to the mesh's device
+    if local.device.type != tensor.device_mesh.device_type:  # offloaded: `from_local` would move it there
         new = torch.empty_like(tensor, dtype=local.dtype, device=local.device)
         new._local_tensor = local  # pyright: ignore[reportAttributeAccessIssue]
         return new

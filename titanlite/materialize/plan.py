@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.base.errors import PlanError, raise_problems
+from titanlite.base.text import format_table
 from titanlite.materialize.layout import (
     Encoding,
     Region,
@@ -104,9 +105,7 @@ class Plan:
             local = "elsewhere" if entry.is_elsewhere else f"[{local}]"
             rows.append((entry.fqn, str(entry.info.shape), entry.form, local, str(entry.source)))
             rows += [(name, "", "", "", str(Alias(entry.fqn))) for name in entry.names[1:]]
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-        return "\n".join(lines)
+        return format_table(rows, indent="")
 
 
 def clean_name(fqn: str) -> str:

@@ -7,14 +7,12 @@ Shapes: B batch, S sequence, D hidden, H query heads, G key/value heads, K width
 value head, R rotated part of a head, C latent width.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from titanlite.config.model import ModelConfig
 from titanlite.models.interface import LayerCache
-from titanlite.models.layers import Linear, RMSNorm, call
+from titanlite.models.layers import Linear, Recomputable, RMSNorm
 from titanlite.ops import apply_rope
 from titanlite.ops.attention import AttentionMask, attention
 
@@ -45,21 +43,14 @@ class CoreAttention(nn.Module):
         return attend(q_BSHK, k_BSGK, v_BSGV, mask, scale=self.scale)
 
 
-class SelfAttention(nn.Module):
-    """Attention of a layer.
-
-    Attributes:
-        around: calls `attend`, its first argument, on the others; see `call`.
-    """
-
+class SelfAttention(Recomputable):
     o_proj: Linear
     core_attention: CoreAttention
-    around: Callable[..., torch.Tensor] = staticmethod(call)
 
     def forward(
         self, x_BSD: torch.Tensor, cos_sin: CosSin, mask: AttentionMask, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        return self.o_proj(self.around(self.attend, x_BSD, cos_sin, mask, cache))
+        return self.o_proj(self.run(self.attend, x_BSD, cos_sin, mask, cache))
 
     def attend(
         self, x_BSD: torch.Tensor, cos_sin: CosSin, mask: AttentionMask, cache: LayerCache | None = None

@@ -84,10 +84,9 @@ class Backbone(nn.Module):
         tokens_BS: torch.Tensor,
         positions_BS: torch.Tensor | None,
         document_ids_BS: torch.Tensor | None,
+        stand_ins: Mapping[str, Any],
         cache: Cache | None = None,
         starts_N1: torch.Tensor | None = None,
-        *,
-        stand_ins: Mapping[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the final hidden states (B, S, D) and the sum of the layers' balance losses, or None."""
         if positions_BS is None:
@@ -107,17 +106,11 @@ class Backbone(nn.Module):
         return x_BSD, torch.stack(aux_losses).sum() if aux_losses else None
 
 
-def is_here(module: nn.Module) -> bool:
-    """Return False for a module whose parameters another pipeline stage holds."""
-    return not any(map(is_elsewhere, module.parameters()))
-
-
 class Decoder(Model):
     """Decoder-only language model with Hugging Face's parameter names.
 
     Attributes:
-        stand_ins: what a forward calls in place of some of `embed_tokens`, `layers`, `norm` and `lm_head`, by these
-            names: a part of the model, for a time.
+        stand_ins: what a forward calls in place of some of `embed_tokens`, `layers`, `norm` and `lm_head`, by name.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -160,13 +153,11 @@ class Decoder(Model):
         """
         lm_head = self.stand_ins.get("lm_head", self.lm_head)
         if cache is not None:
-            hidden_BSD, _ = self.model(tokens_BS, cache.positions(tokens_BS), None, cache, stand_ins=self.stand_ins)
+            hidden_BSD, _ = self.model(tokens_BS, cache.positions(tokens_BS), None, self.stand_ins, cache)
             logits_BV = lm_head(hidden_BSD, select=cache.newest)
             cache.advance()
             return logits_BV
-        hidden_BSD, aux = self.model(
-            tokens_BS, positions_BS, document_ids_BS, starts_N1=starts_N1, stand_ins=self.stand_ins
-        )
+        hidden_BSD, aux = self.model(tokens_BS, positions_BS, document_ids_BS, self.stand_ins, starts_N1=starts_N1)
         out = lm_head(hidden_BSD, labels_BS, reduction)
         return out if labels_BS is None else LossSums(out, out.new_zeros(()) if aux is None else aux)
 
@@ -196,7 +187,7 @@ class Decoder(Model):
             return [], []
         before, after = [self.model.embed_tokens], [self.model.norm, self.lm_head]
         # Modules of other pipeline stages are not called here.
-        return [m for m in before if is_here(m)], [m for m in after if is_here(m)]
+        return [m for m in before if not is_elsewhere(m.weight)], [m for m in after if not is_elsewhere(m.weight)]
 
     def embedding_and_head(self) -> tuple[nn.Module, nn.Module]:
         return self.model.embed_tokens, self.lm_head

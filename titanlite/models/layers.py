@@ -119,19 +119,21 @@ class RotaryEmbedding(nn.Module):
         return rope_cos_sin(self.inv_freq, positions_BS, dtype, 1.0 if scaling is None else scaling.attention_scaling)
 
 
-def call(compute: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-    """Return `compute(*args)`: `around` of modules, until activation checkpointing has it run again in backward."""
-    return compute(*args)
-
-
-class FeedForward(nn.Module):
-    """Dense SwiGLU: `down(silu(gate(x)) * up(x))`.
+class Recomputable(nn.Module):
+    """A module with a part that may run again in backward.
 
     Attributes:
-        around: calls `compute`, its first argument, on the others; see `call`.
+        recompute: calls that part, a function, on the rest of its arguments, now and in backward; None: once is enough.
     """
 
-    around: Callable[..., torch.Tensor] = staticmethod(call)
+    recompute: Callable[..., torch.Tensor] | None = None
+
+    def run(self, part: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        return part(*args) if self.recompute is None else self.recompute(part, *args)
+
+
+class FeedForward(Recomputable):
+    """Dense SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, std: float) -> None:
         super().__init__()
@@ -140,7 +142,7 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, std=std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.around(self.compute, x)
+        return self.run(self.compute, x)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(swiglu(torch.cat([self.gate_proj(x), self.up_proj(x)], dim=-1)))

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Init, Normal, Source, Zeros
-from titanlite.models.layers import FeedForward, call, keep
+from titanlite.models.layers import FeedForward, Recomputable, keep
 from titanlite.ops import group_by_expert, grouped_gemm, local_tensor, permute_tokens, swiglu, unpermute_sum
 from titanlite.ops.matmul import GroupedGemmBackend, wide_linear
 from titanlite.ops.moe_experts import Travel, moe_experts
@@ -167,16 +167,14 @@ class _Weights(torch.autograd.Function):
         return None, dlogits_BSE if is_softmax else dlogits_BSE.mul_(1 - scores_BSE), *[None] * 6
 
 
-class Experts(nn.Module):
+class Experts(Recomputable):
     """All experts of a layer, laid out as in Hugging Face's models: gate_up_proj (E, 2 I, D), down_proj (E, D, I).
 
     Attributes:
-        around: calls `compute`, its first argument, on the others; see `call`.
         multiply: of quantized weights: (rows, weight, offsets, backend) to the rows times them, transposed. None: none.
         read: a parameter to this rank's part of it; FSDP may set `ExpertCopies`.
     """
 
-    around: Callable[..., Tensor] = staticmethod(call)
     stacked_matrices: ClassVar[dict[str, int]] = {"gate_up_proj": 2}
     """Number of matrices stacked in the rows of a parameter, for optimizers that treat each by itself (Muon)."""
 
@@ -211,7 +209,7 @@ class Experts(nn.Module):
         if self.is_fused:
             weights, backend = (self.read(self.gate_up_proj), self.read(self.down_proj)), self.grouped_gemm_backend
             return moe_experts(x_TD, *weights, weight_R, token_R, rows_Tk, offsets_E, backend, travel)
-        return self.around(self.compute, x_TD, weight_R, token_R, rows_Tk, offsets_E)
+        return self.run(self.compute, x_TD, weight_R, token_R, rows_Tk, offsets_E)
 
     def compute(self, x_TD: Tensor, weight_R: Tensor, token_R: Tensor, rows_Tk: Tensor, offsets_E: Tensor) -> Tensor:
         gate_up_R2I = self.project("gate_up_proj", permute_tokens(x_TD, token_R, rows_Tk), offsets_E)

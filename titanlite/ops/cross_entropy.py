@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titanlite.ops.matmul import multiply, resolve_backend, sum_over_rows
+from titanlite.ops.matmul import get_launchers, multiply, resolve_backend, sum_over_rows
 
 IGNORE_INDEX = -100
 
@@ -88,28 +88,19 @@ def _softmax_parts(
 @torch.library.custom_op("titanlite::softmax_statistics", mutates_args=())
 def softmax_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (maximum, sum of exp(logit - maximum), logit in `column`) of each row of `logits` (C, V), float32 (C,)."""
-    from titanlite.ops import launchers as kernels
-
-    return kernels.softmax_statistics(logits, column)
+    return get_launchers().softmax_statistics(logits, column)
 
 
 @torch.library.custom_op("titanlite::softmax_gradient_", mutates_args=("logits",))
 def softmax_gradient_(logits: Tensor, shift: Tensor, scale: Tensor, hit: Tensor, column: Tensor) -> None:
     """Write exp(logit - shift) * scale, less `hit` in `column`, over `logits` (C, V); the others are (C,), float32."""
-    from titanlite.ops import launchers as kernels
-
-    kernels.softmax_gradient_(logits, shift, scale, hit, column)
+    get_launchers().softmax_gradient_(logits, shift, scale, hit, column)
 
 
 @softmax_statistics.register_fake
 def _(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     maximum, total, target = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(3))
     return maximum, total, target
-
-
-@softmax_gradient_.register_fake
-def _(logits: Tensor, shift: Tensor, scale: Tensor, hit: Tensor, column: Tensor) -> None:
-    pass
 
 
 def _chunks(

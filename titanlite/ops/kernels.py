@@ -47,9 +47,9 @@ def has_triton(device: torch.device) -> bool:
     return _has_triton and kernel_device(device) == "cuda"
 
 
-def is_costly(op: Any) -> bool:
-    """Return True for the torch operators that were installed as costly."""
-    return op in _costly
+def get_costly() -> set[Any]:
+    """Return the torch operators that were installed as costly."""
+    return _costly
 
 
 @contextmanager

@@ -16,24 +16,12 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titanlite.ops.kernels_triton import (
-    PLAIN,
-    SWIGLU,
-    SWIGLU_BACKWARD,
-    gather_sum_kernel,
-    row_gemm_kernel,
-    softmax_gradient_kernel,
-    softmax_statistics_kernel,
-    wgrad_kernel,
-)
+from titanlite.ops import kernels_triton
+from titanlite.ops.kernels_triton import PLAIN, SWIGLU, SWIGLU_BACKWARD
 from titanlite.ops.matmul import has_fences
 
 # `kernel[grid](...)` takes options in addition to the kernel's own arguments, which its static type does not know.
-_row_gemm: Any = row_gemm_kernel
-_wgrad: Any = wgrad_kernel
-_gather_sum: Any = gather_sum_kernel
-_softmax_statistics: Any = softmax_statistics_kernel
-_softmax_gradient: Any = softmax_gradient_kernel
+_kernels: Any = kernels_triton
 
 _SWIZZLE = 8  # row tiles that are neighbours in time
 _ROUNDS_AMONG_RANKS = 4
@@ -89,7 +77,7 @@ _INTERPRETED_TILE = Tile(32, 32, 16, 4, 2, 1)  # edges, several tiles per group,
 _INTERPRETED_SMS = 4
 
 # TRITON_INTERPRET=1, read when the kernels were decorated: they run on CPU tensors, slowly.
-INTERPRETED = not isinstance(_row_gemm, triton.JITFunction)
+INTERPRETED = not isinstance(_kernels.row_gemm_kernel, triton.JITFunction)
 SOFTMAX_BLOCK, SOFTMAX_WARPS = 64 if INTERPRETED else 8192, 8  # columns at once
 
 
@@ -147,11 +135,11 @@ def row_grouped_swiglu_backward(
     M, inner = _num_rows(dy, rows_M), weight_EKN.shape[2]
     tma = options.get("tma")
     by_tma = _tma_fits(weight_EKN) if tma is None else tma
-    tile = options.get("tile") or _tile_of("swiglu_backward", dy, tma=by_tma)
+    options["tile"] = tile = options.get("tile") or _tile_of("swiglu_backward", dy, tma=by_tma)
     dz, h = dy.new_empty(M, 2 * inner), dy.new_empty(M, inner)
     parts = torch.empty(M, -(-inner // tile.cols), dtype=torch.float32, device=dy.device)
     out = {"y": dz, "z": z_M2I, "h": h, "row_weight": row_weight_M, "drow_weight": parts}
-    _launch_rows(dy, weight_EKN, offsets_E, rows_M, SWIGLU_BACKWARD, inner, {"tile": tile, "tma": tma}, **out)
+    _launch_rows(dy, weight_EKN, offsets_E, rows_M, SWIGLU_BACKWARD, inner, options, **out)
     return dz, h, parts.sum(dim=1)
 
 
@@ -190,7 +178,7 @@ def reduction_grouped_gemm(
     constants |= _constants(x, tile, in_one_stage=unfenced and not tma)
     with device_of(x):
         grid = (min(programs, _most_programs(x, tile)),)
-        _wgrad[grid](*operands, dw, x_rows_M, dy_rows_M, offsets_E, *sizes, **constants)
+        _kernels.wgrad_kernel[grid](*operands, dw, x_rows_M, dy_rows_M, offsets_E, *sizes, **constants)
     return dw
 
 
@@ -203,7 +191,7 @@ def gather_sum(y_MN: Tensor, rows_Tk: Tensor) -> Tensor:
         with device_of(y_MN):
             sizes = (*y_MN.shape, y_MN.stride(0), out.stride(0))
             constants = {"TOP_K": top_k, "BN": block, "num_warps": 4, "enable_fp_fusion": True}
-            _gather_sum[(T, triton.cdiv(y_MN.shape[1], block))](y_MN, rows_Tk, out, *sizes, **constants)
+            _kernels.gather_sum_kernel[(T, triton.cdiv(y_MN.shape[1], block))](y_MN, rows_Tk, out, *sizes, **constants)
     return out
 
 
@@ -248,7 +236,7 @@ def _launch_rows(
     constants |= {"E_CEIL": triton.next_power_of_2(E + 1), **_constants(x, tile, in_one_stage=unfenced and not by_tma)}
     with device_of(x):
         grid = (min(most_tiles, _most_programs(x, tile)),)
-        _row_gemm[grid](*operands, *pointers, M, N, K, E, *strides, **constants)
+        _kernels.row_gemm_kernel[grid](*operands, *pointers, M, N, K, E, *strides, **constants)
 
 
 def _constants(x: Tensor, tile: Tile, *, in_one_stage: bool) -> dict[str, Any]:
@@ -348,10 +336,9 @@ def softmax_statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Ten
     rows, vocab_size = logits_CV.shape
     maximum_C, sum_C, target_C = (logits_CV.new_empty(rows, dtype=torch.float32) for _ in range(3))
     if rows:
-        sizes, found = (vocab_size, logits_CV.stride(0)), (maximum_C, sum_C, target_C)
-        block = min(SOFTMAX_BLOCK, triton.next_power_of_2(vocab_size))
+        found, sizes = (maximum_C, sum_C, target_C), (vocab_size, logits_CV.stride(0))
         with device_of(logits_CV):
-            _softmax_statistics[(rows,)](logits_CV, column_C, *found, *sizes, BLOCK=block, num_warps=SOFTMAX_WARPS)
+            _kernels.softmax_statistics_kernel[(rows,)](logits_CV, column_C, *found, *sizes, **_softmax(vocab_size))
     return maximum_C, sum_C, target_C
 
 
@@ -359,8 +346,12 @@ def softmax_gradient_(logits_CV: Tensor, shift_C: Tensor, scale_C: Tensor, hit_C
     """Write exp(logit - shift) * scale, less `hit` in `column`, over the logits; columns have stride 1."""
     rows, vocab_size = logits_CV.shape
     if rows:
-        block = min(SOFTMAX_BLOCK, triton.next_power_of_2(vocab_size))
         operands, sizes = (logits_CV, shift_C, scale_C, hit_C, column_C), (vocab_size, logits_CV.stride(0))
-        grid = (rows, triton.cdiv(vocab_size, block))
+        options = _softmax(vocab_size)
+        grid = (rows, triton.cdiv(vocab_size, options["BLOCK"]))
         with device_of(logits_CV):
-            _softmax_gradient[grid](*operands, *sizes, BLOCK=block, num_warps=SOFTMAX_WARPS)
+            _kernels.softmax_gradient_kernel[grid](*operands, *sizes, **options)
+
+
+def _softmax(vocab_size: int) -> dict[str, Any]:
+    return {"BLOCK": min(SOFTMAX_BLOCK, triton.next_power_of_2(vocab_size)), "num_warps": SOFTMAX_WARPS}

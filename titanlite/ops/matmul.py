@@ -186,7 +186,7 @@ def is_blackwell() -> bool:
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
     """Compute `grouped_gemm` without argument checks, as a torch operator."""
     if backend == "triton":
-        return _kernels().row_grouped_gemm(x, weight, offsets)
+        return get_launchers().row_grouped_gemm(x, weight, offsets)
     if _use_torch_kernel(x, weight, backend):
         is_tail_M = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
         return F.grouped_mm(x, weight, offs=offsets).masked_fill_(is_tail_M.unsqueeze(-1), 0.0)
@@ -217,7 +217,7 @@ def grouped_mm_wgrad(
     """
     num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
     if backend == "triton":
-        return _kernels().reduction_grouped_gemm(x, dy, offsets, x_rows, dy_rows, k_major=k_major)
+        return get_launchers().reduction_grouped_gemm(x, dy, offsets, x_rows, dy_rows, k_major=k_major)
     if _use_torch_kernel(x, dy, backend):
         left, right = (dy, x) if k_major else (x, dy)
         dw = F.grouped_mm(left.mT, right, offs=offsets)
@@ -233,7 +233,7 @@ def grouped_mm_wgrad(
     return dw.mT if k_major else dw
 
 
-def _kernels() -> Any:
+def get_launchers() -> Any:
     """Import the Triton kernels where they are used: nothing else needs triton, and importing it takes a while."""
     from titanlite.ops import launchers
 

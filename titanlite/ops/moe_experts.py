@@ -21,7 +21,14 @@ from torch.autograd.function import once_differentiable
 
 from titanlite.ops.elementwise import swiglu
 from titanlite.ops.kernels import find_kernel
-from titanlite.ops.matmul import GroupedGemmBackend, grouped_gemm, grouped_mm, grouped_mm_wgrad, resolve_backend
+from titanlite.ops.matmul import (
+    GroupedGemmBackend,
+    get_launchers,
+    grouped_gemm,
+    grouped_mm,
+    grouped_mm_wgrad,
+    resolve_backend,
+)
 
 
 def gather_sum(y_RD: Tensor, rows_Tk: Tensor) -> Tensor:
@@ -41,9 +48,7 @@ def gather_sum(y_RD: Tensor, rows_Tk: Tensor) -> Tensor:
 @torch.library.custom_op("titanlite::gather_sum", mutates_args=())
 def gather_sum_rows(y: Tensor, rows: Tensor) -> Tensor:
     """Compute `gather_sum` by titanlite's kernel."""
-    from titanlite.ops import launchers as kernels
-
-    return kernels.gather_sum(y.contiguous(), rows)
+    return get_launchers().gather_sum(y.contiguous(), rows)
 
 
 @gather_sum_rows.register_fake
@@ -202,9 +207,7 @@ def gather_swiglu(
     x: Tensor, gate_up: Tensor, row_weight: Tensor, token: Tensor, offsets: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """Return (h, z) by Triton: h (R, I), multiplied by the row's weight, of z (R, 2 I); z is empty unless `keep`."""
-    from titanlite.ops import launchers as kernels
-
-    h, z = kernels.row_grouped_swiglu(x, gate_up.mT, offsets, token, row_weight, keep=keep)
+    h, z = get_launchers().row_grouped_swiglu(x, gate_up.mT, offsets, token, row_weight, keep=keep)
     return h, x.new_empty(0, 2 * h.shape[1]) if z is None else z
 
 
@@ -213,9 +216,7 @@ def gather_swiglu_backward(
     dout: Tensor, down: Tensor, row_weight: Tensor, token: Tensor, offsets: Tensor, z: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dz, h, drow_weight) by Triton; the last in float32."""
-    from titanlite.ops import launchers as kernels
-
-    return kernels.row_grouped_swiglu_backward(dout, down, offsets, token, row_weight, z)
+    return get_launchers().row_grouped_swiglu_backward(dout, down, offsets, token, row_weight, z)
 
 
 @gather_swiglu.register_fake
