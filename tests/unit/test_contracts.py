@@ -25,7 +25,8 @@ TELLS_KINDS = (
 # in place of a layer's; the others exchange tensors, give a record its fields, and make a Python module callable.
 OVERRIDES = (
     *("distributed/activation_checkpoint.py", "distributed/fsdp.py", "distributed/parallel_dims.py"),
-    *("materialize/execute.py", "features/lora/block_formats.py", "metrics/point.py", "train.py"),
+    *("materialize/execute.py", "checkpoint/description.py", "features/lora/block_formats.py", "metrics/point.py"),
+    "train.py",
 )
 KINDS = {"ModelConfig", "TransformersConfig", "Decoder"}
 
