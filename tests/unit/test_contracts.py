@@ -61,19 +61,17 @@ def find_overrides(code: str) -> list[int]:
     """Lines of `code` that give an object another forward, another class, or attributes past its class."""
     lines = []
     for node in ast.walk(ast.parse(code)):
-        is_written = isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load)
+        found = False
         if isinstance(node, ast.Attribute):
             is_dict = ast.unparse(node.value).startswith("vars(") and node.attr in ("update", "pop", "setdefault")
+            is_written = not isinstance(node.ctx, ast.Load)
             found = node.attr == "__dict__" or is_dict or (is_written and node.attr in ("forward", "__class__"))
         elif isinstance(node, ast.Subscript):
-            found = is_written and ast.unparse(node.value).startswith("vars(")
-        else:
-            found = (
-                isinstance(node, ast.Call)
-                and ast.unparse(node).startswith("setattr(")
-                and "'forward'" in [ast.unparse(value) for value in node.args[1:2]]
-            )
-        if found:
+            found = not isinstance(node.ctx, ast.Load) and ast.unparse(node.value).startswith("vars(")
+        elif isinstance(node, ast.Call):
+            names = [ast.unparse(value) for value in node.args[1:2]]
+            found = ast.unparse(node.func) == "setattr" and names == ["'forward'"]
+        if found and isinstance(node, ast.expr):
             lines.append(node.lineno)
     return lines
 
