@@ -1,4 +1,4 @@
-"""Ranks that fail together: what one rank finds wrong, all ranks raise, so that none waits for another in vain."""
+"""Errors raised together: a problem of one rank is raised on all ranks, so that none waits for another in vain."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -110,7 +110,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def get_rank() -> int:
-    """Return this rank's number, also before it has joined the others."""
+    """Return this rank's number, also before the process group exists."""
     return dist.get_rank() if dist.is_initialized() else read_rank()
 
 

@@ -15,9 +15,9 @@ _MOST_LISTED = 32
 
 
 class TitanliteError(Exception):
-    """A problem that the user can mend. Its text is the whole message; no traceback is needed to act on it."""
+    """A problem that the user can fix. Its text is the whole message; no traceback is needed to act on it."""
 
-    exit_code = 2  # of a rank that it ends; 3 where a new start from the last checkpoint may do better
+    exit_code = 2  # of a rank that it ends; 3 if a restart from the last checkpoint may succeed
 
 
 class ConfigError(TitanliteError):
@@ -41,7 +41,7 @@ class CheckpointError(TitanliteError):
 
 
 class SaveError(CheckpointError):
-    """The last checkpoint of a run cannot be written; what was trained since the one before it would be lost."""
+    """The last checkpoint of a run cannot be written; training since the previous one would be lost."""
 
     exit_code = 3
 

@@ -1,4 +1,4 @@
-"""Functions and objects of the user's that a setting names, as "package.module:name".
+"""User-defined functions and objects that a setting names, as "package.module:name".
 
 The module is imported from the folder of the configuration file, the current folder, PYTHONPATH or the environment.
 """

@@ -1,7 +1,7 @@
 """Files of a user: regular ones only, and those of a run survive a full disk; one run at a time writes into a folder.
 
-Opening a pipe waits for its other end, and reading a device may never end. What cannot be appended waits, what cannot
-be replaced stays.
+Opening a pipe waits for its other end, and reading a device may never end. Records that cannot be appended wait; files
+that cannot be replaced stay.
 """
 
 import errno
@@ -99,10 +99,10 @@ def read_json(path: str | Path) -> Any:
 
 
 class AppendedFile:
-    """A file that records are appended to, whole or not at all. Those that cannot be written wait for the next call.
+    """A file whose records are appended whole or not at all. Those that cannot be written wait for the next call.
 
-    It is opened anew each time, its folder made if it is missing: nothing is lost if the process is killed, nor if
-    the disk was full when the run began. At most 16 MiB wait; of more, the oldest records are given up.
+    It is opened each time, its folder made if missing, so that a killed process, or a disk that was full when the run
+    began, loses nothing. At most 16 MiB wait; beyond that, the oldest records are dropped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -151,14 +151,14 @@ def write_atomic(path: Path) -> Iterator[IO[bytes]]:
         with temporary.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # else a power cut can leave the new name with the right size and zeros inside
+            os.fsync(file.fileno())  # otherwise a power cut can leave the new name with the right size and zeros inside
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write `text` to `path`; if that fails, what was there before is there still.
+    """Write `text` to `path`; if that fails, the old content stays.
 
     Raises OSError: it cannot be written, or `path` is there and no regular file.
     """
@@ -178,7 +178,7 @@ def sync(path: Path) -> None:
 
 
 def is_full(error: OSError) -> bool:
-    """Return True if there is no space, or not for this user or file: what may be better later."""
+    """Return True if there is no space, or not for this user or file: it may succeed later."""
     return error.errno in _NO_SPACE
 
 
@@ -195,7 +195,7 @@ _UNKNOWN = {"pid": 0, "host": "an unknown machine", "since": "an unknown time", 
 class FolderLock:
     """The right to write into a run's folder, until this object or its process is gone, however it ends.
 
-    In one process there is one for each folder: who asks again gets the same. Reading needs none.
+    One per folder and process: a second call gets the same. Reading needs no lock.
     """
 
     _held: ClassVar["weakref.WeakValueDictionary[Path, FolderLock]"] = weakref.WeakValueDictionary()

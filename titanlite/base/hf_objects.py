@@ -1,7 +1,7 @@
-"""The one door to objects that transformers makes from a folder or a config.json, which a stranger may have written.
+"""The only loader of objects that transformers builds from a folder or a config.json, which may be untrusted.
 
-No code that comes with a model is run or downloaded, nobody is asked on the terminal whether it shall be, nothing is
-unpickled, and the network is not used. `tests/unit/base/test_hf_objects.py` finds any other way into transformers.
+No code of a model is run or downloaded, nothing is asked on the terminal or unpickled, and the network is not used.
+`tests/unit/base/test_hf_objects.py` finds any other way into transformers.
 """
 
 import os

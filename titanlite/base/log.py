@@ -37,7 +37,7 @@ class _OutputHandler(logging.StreamHandler[TextIO]):
 
 
 class _FileHandler(logging.Handler):
-    """Handler that keeps lines until it knows its file, then appends each to it. Lines that it cannot write wait."""
+    """Handler that keeps lines until it knows its file, then appends each to it. Lines that cannot be written wait."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def get_cache_home() -> Path:
 
 @contextmanager
 def environment_kept() -> Iterator[None]:
-    """Put all variables back as they were."""
+    """Restore all environment variables afterwards."""
     before = dict(os.environ)
     try:
         yield
@@ -83,7 +83,7 @@ class Console:
     """Standard output or error: no control character of a text gets through, and any character can be written.
 
     What draws on a terminal writes to `raw_stream`. Other attributes are those of the stream. With `goes_on`, text that
-    cannot be written is dropped, for a run is worth more than its console; otherwise the OSError is raised.
+    cannot be written is dropped, because a run is worth more than its console; otherwise the OSError is raised.
     """
 
     def __init__(self, stream: TextIO, *, goes_on: bool) -> None:
@@ -166,7 +166,7 @@ def allow_many_files() -> None:
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """Import what a program needs in this; the collector is off meanwhile, and leaves it alone later and at exit.
+    """Import a program's modules inside; the garbage collector is off meanwhile, and ignores them later and at exit.
 
     torch and what it imports are a million objects that live as long as the process: the collector takes a third of the
     4 CPU seconds of a rank that imports everything and ends. Finalizers of objects in cycles do not run at exit.
@@ -183,11 +183,11 @@ def lean_imports() -> Iterator[None]:
 
 
 def leave(code: int, *, at_once: bool = False) -> NoReturn:
-    """End this process with this exit code: the exit handlers of what was imported run, but nothing is torn down.
+    """End this process with this exit code: exit handlers run, but modules and threads are not torn down.
 
-    The threads of process groups outlive `destroy_process_group` while a mesh holds their group. One that still drops a
-    tensor when Python has begun to end aborts the process, after all its work was done (pytorch #179291, #190489).
-    With `at_once` without the exit handlers: after an error they might wait for ranks that are gone.
+    The threads of process groups outlive `destroy_process_group` while a mesh holds their group. A thread that drops a
+    tensor while Python shuts down aborts the process, after all its work was done (pytorch #179291, #190489). With
+    `at_once`, skip the exit handlers: after an error they might wait for ranks that are gone.
     """
     global _exit_code
     _exit_code = code

@@ -45,7 +45,7 @@ def _scale(number: float, *units: tuple[str, float]) -> str:
 
 
 def fold_key(name: str) -> tuple[str, ...]:
-    """Return what names of the same tensor in different layers and experts have in common; the key to fold them by."""
+    """Return the common form of a tensor's names in different layers and experts: the key to fold them by."""
     return tuple(_NUMBER.split(name)[::2])
 
 

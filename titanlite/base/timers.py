@@ -1,4 +1,4 @@
-"""Where the time of a step goes: phases that follow each other, and the collectives inside them.
+"""Timers of a step: consecutive phases, and the collectives inside them.
 
 On the CPU a phase is timed with `perf_counter`, and every collective blocks its caller. On CUDA events are recorded and
 read once they have passed; nothing synchronizes. How long the compute stream waits for FSDP's collectives, on other
@@ -46,7 +46,7 @@ class StepTimer:
     def start(self, phase: str | None) -> None:
         """End the current phase and begin `phase`; None: time that belongs to no phase, such as a validation.
 
-        What lies between two calls with None is a step.
+        The time between two calls with None is a step.
         """
         now = self.mark()
         if self._phase is not None:
@@ -84,7 +84,7 @@ class StepTimer:
 
     @contextmanager
     def collective(self, *, on_own_stream: bool = False) -> Iterator[None]:
-        """Count what is inside as communication; a collective inside of another one counts once."""
+        """Count the body as communication; a collective inside of another one counts once."""
         if self._in_collective or self._phase is None:
             yield
             return
@@ -132,7 +132,7 @@ _active: list[StepTimer] = []
 
 
 def activate(timer: StepTimer) -> None:
-    """Make `collective` count for `timer`, in all of this process: collectives have no reference to a trainer."""
+    """Make `collective` count for `timer` in the whole process: collectives have no reference to a trainer."""
     _active[:] = [timer]
 
 
@@ -142,5 +142,5 @@ def get_active() -> StepTimer | None:
 
 
 def collective(*, on_own_stream: bool = False) -> AbstractContextManager[None]:
-    """Count what is inside as communication of the active timer, if there is one."""
+    """Count the body as communication of the active timer, if there is one."""
     return _active[0].collective(on_own_stream=on_own_stream) if _active else nullcontext()

@@ -13,7 +13,7 @@ TrainOn = Literal["assistant", "all"]
 TooLong = Literal["error", "cut", "drop", "split"]
 BadRows = Literal["error", "skip"]
 DroppedParts = Literal["error", "warn"]
-# What a column can be taken for, with `data.fields`.
+# Fields that a column can be mapped to with `data.fields`.
 FIELDS = (
     *("messages", "conversations", "question", "answer", "instruction", "input", "output", "response", "query"),
     *("problem", "solution", "context", "system", "tools", "prompt", "completion", "text", "chosen", "rejected"),
@@ -140,7 +140,7 @@ def holds_rows(name: str) -> bool:
 
 
 def get_sources(data: DataSection) -> dict[str, DataSection]:
-    """Return one `[data]` section for each source, by name, with what it does not set; or `data` itself, as ""."""
+    """Return one complete `[data]` section per source, by name; without sources `data` itself, as ""."""
     if not data.sources:
         return {"": data}
     return {name: replace(data, sources={}, **_get_given(source)) for name, source in sorted(data.sources.items())}

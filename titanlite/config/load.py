@@ -1,4 +1,4 @@
-"""From the command line to a checked `JobConfig`, and back to a TOML file.
+"""Loading of a checked `JobConfig` from the command line, and saving as TOML.
 
 TOML values and override texts are converted by the declared type, and only then given to OmegaConf: its own
 parsers read YAML 1.1 before they know the type (`off` becomes False, `12:30` becomes 750, True is a valid int) and
@@ -86,7 +86,7 @@ def save_resolved(job: JobConfig, path: str | Path) -> None:
 
 
 def find_changes(job: JobConfig, path: str | Path) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of `job` that were others when `save_resolved` wrote `path`, by key, as (before, now)."""
+    """Return the settings of `job` that differ from those saved in `path`, by key, as (before, now)."""
     try:
         before = load_config(["--config", str(path)]) if Path(path).exists() else job
     except ConfigError:

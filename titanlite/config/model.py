@@ -47,7 +47,7 @@ class RopeScaling:
 
     @property
     def attention_scaling(self) -> float:
-        """Factor on queries and keys, with which attention stays as sharp over more tokens; 1 but in yarn."""
+        """Factor on queries and keys that keeps attention sharp over more tokens; 1 except in yarn."""
         if self.rope_type != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -158,9 +158,9 @@ class TransformersConfig:
     tie_word_embeddings: bool
     takes_images: bool = False
     has_tp_plan: bool = False  # its class says how it is split by tensor parallelism
-    rope_limit: int | None = None  # from so many tokens on rotary frequencies depend on the longest one of a forward
-    num_dense_layers: int = 0  # always: which layers are MoE is the class's business
-    why: str = ""  # it is not the native decoder, for the log
+    rope_limit: int | None = None  # tokens from which on rotary frequencies depend on the longest sequence of a forward
+    num_dense_layers: int = 0  # always 0: the class decides which layers are MoE
+    why: str = ""  # the reason that it is not the native decoder, for the log
 
 
 AnyModelConfig = ModelConfig | TransformersConfig

@@ -38,7 +38,7 @@ class Degrees:
 
     @property
     def fsdp(self) -> int:
-        """Ranks that share one copy of the dense parameters, or of what tp leaves of them."""
+        """Ranks that share one copy of the dense parameters, or of their tp shards."""
         return self.dp_shard * self.cp
 
     @property
@@ -68,8 +68,8 @@ class Degrees:
         return rank // self.stage_size
 
     def part_sizes(self, num_layers: int) -> list[int]:
-        """Layers of each part of the model, in its order. What is left over goes to those next to the last: it has the
-        output head, and the first stage holds the activations of most micro-batches.
+        """Layers of each part of the model, in its order. The remainder goes to the parts next to the last: that has
+        the output head, and the first stage holds the activations of most micro-batches.
         """
         if self.layers:
             return list(self.layers)
@@ -93,7 +93,7 @@ class Degrees:
         return later if self.chunks == 1 else 2 * later + (self.chunks - 1) * self.pp
 
     def waiting(self, num_micro_batches: int) -> float:
-        """Return the share of a step that a rank waits for other pipeline stages: (p - 1) / (v * n + p - 1)."""
+        """Return the bubble: the share of a step that a rank waits for other stages, (p - 1) / (v * n + p - 1)."""
         return (self.pp - 1) / (self.chunks * num_micro_batches + self.pp - 1)
 
     @property
@@ -102,7 +102,7 @@ class Degrees:
         return self.tp > 1 or self.ep > 1
 
     def expert_shard_dim(self, num_experts: int) -> int:
-        """Dim that FSDP splits in expert weights: 0, or 1 where whole experts would not go round."""
+        """Dim that FSDP splits in expert weights: 0, or 1 if there are fewer experts than ranks."""
         return 1 if self.efsdp * self.ep > num_experts else 0
 
     def __str__(self) -> str:
@@ -166,7 +166,7 @@ def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
 
 
 def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
-    """Everything that the model's sizes and the batch sizes forbid, one message each."""
+    """Return everything that the model's sizes and the batch sizes forbid, one message each."""
     if isinstance(model, TransformersConfig):
         return _check_transformers(job, model, degrees) + _check_batches(job, model, degrees)
     problems, tp, ep = list[str](), degrees.tp, degrees.ep

@@ -230,7 +230,7 @@ def _remedy(setting: Setting, value: Any) -> str:
     """Return what to write instead of a TOML value of the wrong type."""
     remedy = _REMEDIES[setting.kind]
     if isinstance(value, str) and setting.kind is not str:
-        with suppress(BadValueError):  # otherwise the plain remedy says what is wanted; TOML has no none
+        with suppress(BadValueError):  # otherwise the general remedy; TOML has no null
             return f"Write {format_value(parse_text(setting._replace(optional=False), value))} without quotes"
     if setting.kind is int and isinstance(value, float) and value.is_integer():
         return f"Write {int(value)}"
@@ -254,7 +254,7 @@ def parse_text(setting: Setting, text: str) -> Any:
     if setting.kind is str:
         try:
             text.encode()
-        except UnicodeEncodeError:  # bytes of the command line that Python could only smuggle in as surrogates
+        except UnicodeEncodeError:  # bytes of the command line that Python passes on as surrogates
             raise BadValueError(f"{setting.key} is not valid UTF-8 text. Use UTF-8.") from None
     elif setting.kind is bool and text in ("true", "false"):
         value = text == "true"

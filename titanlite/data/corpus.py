@@ -227,7 +227,7 @@ def get_cache_folder(data: DataSection) -> Path:
 
 @cache
 def get_code_digest(*folders: Path) -> str:
-    """Return a digest of the code in `folders`: what is cached was made by it, and changes with it."""
+    """Return a digest of the code in `folders`, which is part of cache keys: other code, other results."""
     digest = sha256()
     for file in sorted(file for folder in folders for file in folder.glob("*.py")):
         digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
@@ -314,13 +314,13 @@ def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[
     """Return `compute()`, or its cached result for the same files: a value for JSON, not None.
 
     A digest of a terabyte would otherwise take each rank a quarter of an hour at each start. `files` are the same if
-    their stamps are; `what` says which value it is, with all else that it depends on. Where the cache `folder` cannot
+    their stamps are; `what` identifies the value, with all else that it depends on. Where the cache `folder` cannot
     be used, it is computed.
     """
     try:
         stamps = stamp_files(files)
     except OSError:
-        return compute()  # says which file it is
+        return compute()  # its error names the file
     key = sha256(json.dumps([get_code_digest(Path(__file__).parent), what, stamps]).encode()).hexdigest()[:32]
     path = folder / "read" / f"{key}.json"
 

@@ -31,7 +31,7 @@ class Batch:
 
     tokens: Tensor  # input token ids
     labels: Tensor  # the token that follows, or -100 where there is none to predict, as after an end-of-text token
-    positions: Tensor  # of the token in its document as far as this row shows it, from 0
+    positions: Tensor  # of the token in its document, counted from the document's start in this row
     # Documents of the row, counted from 0; attention must not cross them. Padding has -1. Of a preference pair, chosen
     # has the id 2n and rejected 2n + 1, in the same row.
     document_ids: Tensor

@@ -56,7 +56,7 @@ class ValidationSet(NamedTuple):
 
 @dataclass
 class TrainLoader:
-    """The part of every global batch that one data-parallel rank trains on.
+    """Share of every global batch that one data-parallel rank trains on.
 
     Step s trains on the samples [s * G, (s + 1) * G) of the endless sample order of `dataset`, G being
     `global_batch_size`, on any mesh. Micro-batch m of rank r holds `local_batch_size` samples of those, starting at
@@ -118,7 +118,7 @@ class TrainLoader:
         """
         first, samples = self._start
         if step < first:
-            raise ValueError(f"step {step} is before step {first}, from which this run goes on")
+            raise ValueError(f"step {step} is before step {first}, from which this run resumes")
         return samples + (step - first) * self.global_batch_size
 
     def micro_batches(self, step: int) -> list[Batch]:
@@ -239,7 +239,7 @@ def get_kind(data: DataSection) -> str:
 
 
 def build_text(job: JobConfig, make: Maker = PackedDataset) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
-    """Return the tokenizer and the sequences of plain text; the tokenizer of a run that goes on is its own."""
+    """Return the tokenizer and the sequences of plain text; a resumed run keeps its own tokenizer."""
     data = resolve_tokenizer_path(job)
     tokenizer = None if data.tokenizer_path else _load_own_tokenizer(job)
     return build_packed(data, job.training.seq_len, "data", tokenizer, get_model_type(job.model), make)
@@ -295,7 +295,7 @@ def build_packed(
 
 
 def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> JobConfig:
-    """Return `job` with its batch, and the steps that its epochs are, counted on from `before`, a `Progress`."""
+    """Return `job` with its global batch size, and its epochs as steps, counted on from `before`, a `Progress`."""
     size, num_sequences = loader.global_batch_size, loader.dataset.num_train_sequences
     if job.training.global_batch_size is None:
         kept, guide = before is None or before.batch_size in (-1, size), BATCHES[job.training.objective == "dpo"]
@@ -304,7 +304,7 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
         log("training: training.global_batch_size is not set, so a step has %s (%s)", text, how)
         job = replace(job, training=replace(job.training, global_batch_size=size))
     steps, taken, done = job.training.steps, 0, 0
-    if before is not None and not job.data.skip_to_sample:  # otherwise what was left out would count
+    if before is not None and not job.data.skip_to_sample:  # otherwise skipped samples would count
         taken, done = before.samples, before.step
     if job.training.epochs and num_sequences is not None:
         steps = done + math.ceil((job.training.epochs * num_sequences - taken) / size)
@@ -319,7 +319,7 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
 
 
 def check_form(job: JobConfig, form: str) -> None:
-    """Refuse rows of a `form` for trained models where random weights were not asked for: a ConfigError."""
+    """Refuse rows of a fine-tuning `form` if the model has random weights that were not asked for: a ConfigError."""
     if form == "text" or job.checkpoint.initial_load_path or job.model.init == "random":
         return
     raise ConfigError(
@@ -329,7 +329,7 @@ def check_form(job: JobConfig, form: str) -> None:
 
 
 def describe_sources(job: JobConfig, loader: TrainLoader, step: int = 0) -> None:
-    """Log how much of each source of a mixture a run takes to its end, with what it took before it began at `step`."""
+    """Log how many sequences of each source the whole run takes, including those before `step`, where it began."""
     sizes = {source.name: source.dataset.num_train_sequences for source in get_sources(loader.dataset)}
     for name, count in loader.get_taken(max(step, job.training.steps)).items():
         size = sizes[name]

@@ -1,8 +1,8 @@
 """Context parallelism by exchanging heads for positions (DeepSpeed-Ulysses, arXiv:2309.14509), for a decoder on meta.
 
-The ranks of a group are given the same sequences, and each holds S / n positions of every one from the embedding to the
-loss. Only attention needs more: one all-to-all makes of a piece of the sequence with all heads the whole sequence with
-some of the heads, and another one goes back. So each attention backend, packed documents and the cache work as on one
+The ranks of a group get the same sequences, and each holds S / n positions of every one from the embedding to the loss.
+Only attention needs all positions: one all-to-all turns a piece of the sequence with all heads into the whole sequence
+with some heads, and another one turns it back. So each attention backend, packed documents and the cache work as on one
 rank.
 
 FSDP shards parameters over these ranks too, and so adds up the gradients of all positions. Tensor parallelism, applied
@@ -36,7 +36,7 @@ class Peers(NamedTuple):
 
 
 def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make the ranks of `group`, in their order, hold one piece each of every sequence that `model` is called with.
+    """Split every sequence that `model` is called with over the ranks of `group`, in their order.
 
     The model is called as before, with whole sequences, the same on all these ranks: tokens, labels, positions and
     documents. Losses and logits are those of whole sequences, alike on all ranks; balance losses are sums over a rank's
@@ -64,7 +64,7 @@ def _gather_positions(module: nn.Module, args: Any, *, peers: Peers) -> Any:
     """Exchange s positions of all heads for all positions of h and g heads, of queries, keys and values at once."""
     q_BsHK, k_BsGK, v_BsGV, *rest = args
     num_kv_heads = k_BsGK.shape[_HEADS_DIM]
-    if num_kv_heads < peers.size:  # several ranks have query heads that read the same one
+    if num_kv_heads < peers.size:  # several ranks have query heads of the same one
         repeats = peers.size // num_kv_heads
         k_BsGK, v_BsGV = (x.repeat_interleave(repeats, dim=_HEADS_DIM) for x in (k_BsGK, v_BsGV))
     by_rank = [x.unflatten(_HEADS_DIM, (peers.size, -1)).movedim(_HEADS_DIM, 0) for x in (q_BsHK, k_BsGK, v_BsGV)]
@@ -113,7 +113,7 @@ def _keep_own_labels(module: nn.Module, args: Any, kwargs: Any, *, peers: Peers)
 
 
 def _gather_results(module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor, *, peers: Peers) -> torch.Tensor:
-    """Return the results of all positions, or the sum of the ranks' losses, to the last bit alike on all ranks."""
+    """Return the results of all positions, or the sum of the ranks' losses, bit-identical on all ranks."""
     if kwargs.get("select") is not None:
         return out
     if out.dim() == 0:

@@ -1,4 +1,4 @@
-"""Gradients after the last backward: sums of what tensor parallelism replicates, global norm and clipping."""
+"""Gradients after the last backward: sums for replicated parameters of tensor parallelism, global norm and clipping."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -63,7 +63,7 @@ def clip_grad_norms(
     num_sharing = dist.get_world_size(sharing)
     # By replicas and group: kernels over many gradients at once, however many groups there are.
     found: defaultdict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-    replicas_of: dict[object, int] = {}  # by layout: a mesh is slow to ask, and parameters are many
+    replicas_of: dict[object, int] = {}  # cached by layout: looking up a mesh is slow, and parameters are many
     for index, params in enumerate(groups.values()):
         for grad in (param.grad for param in params if param.grad is not None):
             layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
@@ -79,7 +79,7 @@ def clip_grad_norms(
         local = [grad for _, grad in entries]
         dtype = torch.promote_types(local[0].dtype, torch.float32)  # bfloat16 would round the norms to 8 bits
         norms = torch.stack(torch._foreach_norm(local, 2, dtype=dtype)).to(torch.float64)
-        # Those of a group lie together, so no order depends on atomics.
+        # A group's squares are contiguous, so no order depends on atomics.
         sizes = [[index for index, _ in entries].count(group) for group in range(len(groups))]
         squares += torch.stack([part.sum() for part in norms.square().split(sizes)]) / replicas
     with timers.collective():

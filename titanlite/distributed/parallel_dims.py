@@ -56,14 +56,14 @@ def _explain(error: RuntimeError) -> Exception:
 def _choose_interfaces() -> None:
     """Name gloo and NCCL the loopback interface if all ranks are here, unless the user has named another.
 
-    What listens elsewhere can be reached by everybody, without authentication. With several machines, gloo is named the
-    interface that leads to the first one.
+    Other interfaces can be reached by everybody, without authentication. With several machines, gloo uses the interface
+    that leads to the first one.
     """
     world_size, here = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE")
     for name in _INTERFACES:
         if world_size in ("1", here):
             os.environ.setdefault(name, _LOOPBACK)
-        elif os.environ.get(name) == _LOOPBACK:  # left by a run on one machine that started this one
+        elif os.environ.get(name) == _LOOPBACK:  # inherited from a run on one machine that started this one
             del os.environ[name]
     if here not in (None, world_size) and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = find_interface(os.environ["MASTER_ADDR"])
@@ -72,7 +72,7 @@ def _choose_interfaces() -> None:
 def _find_store(timeout: timedelta) -> dict[str, Any]:
     """Return arguments for `init_process_group`: the store where the ranks meet, a file if the launcher named one.
 
-    Ranks that meet again, for another run in their processes, must not find what they left there before.
+    Ranks that meet again, for another run in the same processes, must not find stale keys.
     """
     path, number = os.environ.get(STORE_FILE), next(_meetings)
     if path is None and number == 0:
@@ -106,7 +106,7 @@ def _refuse_idle_gpus() -> None:
 
 @contextmanager
 def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be rank `rank` of a process group of `world_size` ranks that are not there: collectives return at once.
+    """Make this process rank `rank` of a fake process group of `world_size` ranks: collectives return at once.
 
     Meshes and shards come out as in a real run, so that a layout can be looked at without a cluster.
     """
@@ -129,7 +129,7 @@ def _forget_meshes() -> None:
 
 
 def end_distributed() -> None:
-    """Leave the other ranks and close the connections to them. Undoes `init_distributed`."""
+    """Destroy the process groups and close the connections. Undoes `init_distributed`."""
     dist.destroy_process_group()
     forget_groups()
     _forget_meshes()
@@ -212,7 +212,7 @@ class ParallelDims:
             through = range(rank % size, d.world_size, size)
             backward_group = _new_group(through)
             round_groups = (_new_group(through), _new_group(through)) if d.chunks > 1 else None
-        if d.cp > 1:  # a group of its own also where it has all ranks
+        if d.cp > 1:  # a separate group, even if it has all ranks
             first = rank - rank // d.tp % d.cp * d.tp
             cp_group = _new_group(range(first, first + d.cp * d.tp, d.tp))
         return cls(d, dense, sparse, cp_group, stage_group, backward_group, round_groups)
@@ -231,7 +231,7 @@ class ParallelDims:
 
     @cached_property
     def pp_mesh(self) -> DeviceMesh:
-        """Return the mesh of the ranks at this one's place in all stages; only with pp > 1."""
+        """Return the mesh of the corresponding ranks of all stages; only with pp > 1."""
         return self.dense["pp"]
 
     @cached_property
@@ -288,8 +288,8 @@ def _new_group(ranks: range) -> dist.ProcessGroup:
 def _build_mesh(device_type: str, sizes: dict[str, int], always: str) -> DeviceMesh:
     """Make the mesh over the axes of more than one rank, and over `always`. Collective."""
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == always}
-    # Tokens get a group of their own even if it has all ranks. In the default one they would queue after FSDP's
-    # all-gather of the next layer: NCCL serves one communicator in order.
+    # Tokens get a separate group even if it has all ranks. In the default one they would queue after FSDP's all-gather
+    # of the next layer: NCCL serves one communicator in order.
     own: Any = {"ep": dist.get_backend_config()} if "ep" in sizes else None
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own)
 

@@ -1,4 +1,4 @@
-"""The launcher's watch over its ranks: which one ended first and why, who waits for whom, and whether to start again.
+"""Watch of the launcher over its ranks: which one failed first and why, which ranks hang, and whether to restart.
 
 Everything of torchrun that torch may change is in `Agent`.
 """
@@ -37,7 +37,7 @@ from titanlite.launch.protocol import (
 )
 
 _HANG = 124  # exit code, as of timeout(1)
-# When one rank has failed, the others may print what they have to say (the same error), and then end.
+# Time for the other ranks to print the same error and end, after one rank has failed.
 _LAST_WORDS_S = 0.5
 # A collective that failed because a rank died: the death shows within this time.
 _DEATH_SHOWS_S = 1.5
@@ -89,7 +89,7 @@ class Guard:
             self._end(pids)
 
     def note_failure(self, rank: int, code: int) -> None:
-        """Take this as why all ranks end, unless an earlier cause is known. It may happen between two looks."""
+        """Note why all ranks end, unless an earlier cause is known. It may happen between two looks."""
         self.failure = self.failure or Failure(f"rank {rank} {_how(code)}", code if code > 0 else 128 - code)
 
     def wants_restart(self, restarts: int, most: int) -> bool:
@@ -282,7 +282,7 @@ def save_records(folder: str | Path, beats: Mapping[int, Beat]) -> list[Path]:
 
 
 def describe(folder: str | Path, beats: Mapping[int, Beat], silent: Iterable[int]) -> str:
-    """Describe who does not move, and who waits for it in which collective; `silent` ranks have not begun to beat."""
+    """Describe the hung ranks, and the ranks that wait for them in collectives; `silent` ranks have not started."""
     now = time.monotonic()
     stuck: list[str] = []
     waiting: defaultdict[str, list[int]] = defaultdict(list)

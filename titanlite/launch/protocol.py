@@ -31,7 +31,7 @@ from typing import IO
 from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.base.process import read_rank
 
-ENDING = "ending"  # the launcher ends all ranks: nobody shall wait for anything
+ENDING = "ending"  # the launcher ends all ranks: nobody waits any more
 _RESTART, _ERROR, _STOP, _ABORT = "restart", "error", "stop", "abort"
 _SHOWN_CHARS = 200
 TORCH_LOGS = "torchelastic"  # folder for what torchrun writes about each start
@@ -40,8 +40,8 @@ _KEPT = (_STOP, _ABORT, _RESTART, _LAUNCHER, TORCH_LOGS)  # the others are about
 _FOLDER_PREFIX = "titanlite-launch-"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 STACK_SIGNAL = signal.SIGUSR1
-# What takes no longer than a collective may wait. Loading, saving, generating and looking for the cause of a NaN may,
-# and the first step after loading compiles.
+# Phases that take no longer than a collective may wait. Loading, saving, generating and diagnosing a NaN may, and the
+# first step after loading compiles.
 _LIMITED = ("data", "forward", "backward", "optimizer", "validation")
 _OF_A_STEP = _LIMITED[:4]
 _RECORD_BYTES = 1024
@@ -148,7 +148,7 @@ def claim(name: str) -> bool:
     except FileExistsError:
         return False
     except OSError:
-        pass  # better said twice than not at all
+        pass  # better printed twice than never
     return True
 
 
@@ -217,7 +217,7 @@ class Beat:
     step: int = 0  # training step that it is in or has just done, counted from 1; 0 before the first
     phase: str = "starting"  # or 'loading', 'data', 'forward', 'backward', 'optimizer', 'validation', ...
     time_s: float = 0.0  # when that began, on this machine's monotonic clock
-    limit_s: float = 0.0  # after which a rank in this phase hangs; 0 if only a collective that waits for it can tell
+    limit_s: float = 0.0  # after which a rank in this phase counts as hung; 0 if only a waiting collective can tell
     stopped_limit_s: float = 0.0  # after which a rank hangs that is stopped by a signal, in any phase; 0: not known yet
     grace_s: float = 0.0  # from SIGTERM to the end of the run; 0 if it may take as long as it needs
     dump_folder: str = ""  # of the run; empty as long as the configuration is not read
@@ -296,7 +296,7 @@ def read_beats(folder: str | Path) -> dict[int, Beat]:
     for path in Path(folder).glob("beat-*"):
         try:
             found = Beat(**json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError):  # being written; the next look has it
+        except (OSError, ValueError, TypeError):  # still being written; read at the next look
             continue
         beats[found.rank] = found
     return beats

@@ -1,4 +1,4 @@
-"""How the machines of a run find each other: addresses and ports, torchrun's options, and its errors in one line.
+"""Rendezvous of the machines of a run: addresses and ports, torchrun's options, and its errors in one line.
 
 On one machine nothing listens: `LocalRendezvous`. Several machines meet at a port, which has no authentication.
 
@@ -37,7 +37,7 @@ _SIOCGIFADDR = 0x8915
 # Nothing is sent there: connecting a datagram socket only asks the kernel for the route.
 _SOMEWHERE = "8.8.8.8"
 _ANY_PORT = 9
-# Below, services have numbers of their own; above, Linux gives any to a connection, which may get it meanwhile.
+# Lower ports belong to services; higher ones Linux gives to any connection, which may take one meanwhile.
 PORTS = range(10_000, 32_768)
 # Environment variable with the file where the ranks of one machine meet, each start in a new one.
 STORE_FILE = "TITANLITE_STORE_FILE"
@@ -211,7 +211,7 @@ def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
 
     Raises ConfigError: the host of the rendezvous cannot be resolved, or is not reached within the join timeout.
     """
-    if options.standalone or options.nnodes in ("1", "1:1"):  # no ranks of other machines belong to the run, or may
+    if options.standalone or options.nnodes in ("1", "1:1"):  # one machine only, now and later
         rendezvous_handler_registry.register(_LOCAL, LocalRendezvous)
         options.standalone, options.rdzv_backend, options.rdzv_id = False, _LOCAL, str(uuid.uuid4())
         options.rdzv_endpoint = "localhost"  # not used; without one torchrun warns of its default master_addr
@@ -285,7 +285,7 @@ def _get_join_timeout(options: argparse.Namespace) -> int:
 
 
 def _wait_for(host: str, port: int, timeout_s: float) -> None:
-    """Return once something listens there. torch would wait in C, where no signal is heard."""
+    """Return once something listens there. torch would wait in C, where signals are not handled."""
     end = time.monotonic() + timeout_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Which part of the global tensor a rank holds, and in which form.
+"""Layout: the part of the global tensor that a rank holds, and its form there.
 
 An `Encoding` keeps a tensor in another form than its values. Names, global shapes, regions and sources stay those of
 the values. The encoding alone writes the tensor's memory, in whole rows of values.
@@ -105,7 +105,7 @@ class Encoding(Protocol):
         ...
 
     def values_in(self, stored: Region) -> Region:
-        """Return the region of the values that lies in `stored`, a region of the tensor itself."""
+        """Return the region of the values in `stored`, a region of the tensor itself."""
         ...
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ def leave_elsewhere(tensor: torch.Tensor) -> None:
 
 
 def set_sharing_group(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Name the ranks that share what is not left elsewhere: plain tensors are on all of them, DTensors on no others."""
+    """Set the ranks that share what is not left elsewhere: plain tensors are on all of them, DTensors on no others."""
     setattr(model, _SHARING_GROUP, group)
 
 

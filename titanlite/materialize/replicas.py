@@ -1,6 +1,6 @@
-"""Replicas: one rank reads what several ranks hold, and the others get it from there.
+"""Replicas: one rank reads what several ranks hold, and broadcasts it to the others.
 
-Which ranks hold the same elements follows from placements and meshes alone, so all ranks know it without asking.
+The ranks that hold the same elements follow from placements and meshes alone, so no communication is needed.
 """
 
 import math
@@ -34,7 +34,7 @@ class Share:
 
     tensor: torch.Tensor  # DTensor, or plain and then held by all ranks of `group`
     mine: bool  # this rank is in charge
-    hops: tuple[Hop, ...]  # broadcasts that take the copy in charge to the others; empty without replicas
+    hops: tuple[Hop, ...]  # broadcasts from the replica in charge to the others; empty without replicas
     key: Hashable  # equal for tensors whose hops are the same ones
     axes: tuple[int, ...]  # of the mesh, that are replicated
     replica: tuple[int, ...]  # index of the replica in charge along each of them
@@ -50,7 +50,7 @@ class Share:
 
 
 def share_out(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> Iterator[Share]:
-    """Put one replica in charge of each tensor, in turns, so that all ranks get about equally many bytes.
+    """Put one replica in charge of each tensor, in turns, so that the ranks get about equally many bytes.
 
     Every rank of `group` (None: all) must give the same tensors in the same order, and comes to the same result without
     communication. Of tensors that others hold, no rank of the group is in charge.

@@ -1,6 +1,6 @@
 """Sources: where the value of a tensor comes from. Every tensor has exactly one.
 
-Who says so, strongest first:
+In order of precedence:
 
 1. a tensor that is not on meta keeps its value (`Keep`);
 2. the `sources` given to `materialize`: a checkpoint, or claims by name or pattern; two claims are an error;
@@ -31,7 +31,7 @@ class Init:
 
     recipe: "Recipe"
     may_be_absent: bool = False  # a checkpoint need not have the tensor; then the recipe is used
-    dtype: torch.dtype | None = None  # that the tensor must have, whatever the model is cast to
+    dtype: torch.dtype | None = None  # the tensor keeps it when the model is cast
 
     def __str__(self) -> str:
         return f"init {self.recipe}"
@@ -50,7 +50,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Alias:
-    """Tied: the same tensor object as `target`. Never a comparison of values, which on meta would be nonsense."""
+    """Tied: the same tensor object as `target`. Values are never compared: on meta there are none."""
 
     target: str
 
@@ -93,7 +93,7 @@ class Read:
     reader: TensorReader
     name: str
     shape: tuple[int, ...]
-    keeps_float32: bool = False  # stored in float32 among tensors of fewer bits, and saved so again
+    keeps_float32: bool = False  # stored in float32 among tensors of fewer bits; saved in float32 again
 
     def __str__(self) -> str:
         return f"checkpoint {self.reader.name}:{self.name}"
@@ -146,7 +146,7 @@ class Patterns:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A distribution to draw one tensor from, with a counter-based generator that does not know how it is sharded.
+    """A distribution to draw one tensor from, with a counter-based generator that is independent of sharding.
 
     The global tensor, seen as (rows, last dim), is cut into tiles of 256 x 256. Each tile has its own Philox stream,
     keyed by (seed, tensor name, tile row, tile column). A rank draws, on the host, the tiles that overlap its shard:
@@ -250,7 +250,7 @@ class Constant(Recipe):
         local.fill_(self.value)
 
 
-def Zeros() -> Constant:  # noqa: N802 - reads as a recipe beside Normal
+def Zeros() -> Constant:  # noqa: N802 - reads as a recipe next to Normal
     """Return the recipe of zeros."""
     return Constant(value=0.0)
 

@@ -1,4 +1,4 @@
-"""Parameters by what they are for, FLOPs per token and peak FLOP/s: for gradient norms by group, throughput and MFU."""
+"""Groups of parameters, FLOPs per token and peak FLOP/s: for gradient norms by group, throughput and MFU."""
 
 import re
 

@@ -30,7 +30,7 @@ from titanlite.config.settings import get_sections_of, get_settings, get_value
 from titanlite.launch.protocol import read_restart
 
 _WRITTEN = (".jsonl", ".json", ".toml", ".txt")  # files of the run
-# A run that differs in one of these is another one.
+# Settings that identify a run.
 _BASE = "checkpoint.initial_load_path"
 _IDENTITY = (
     _BASE,
@@ -44,8 +44,8 @@ _IDENTITY = (
 )
 EVENTS_FILE = "events.jsonl"
 _state: dict[str, AppendedFile] = {}
-# These may lie elsewhere on each machine, with the same in them: a model of the hub is in each machine's cache. Whether
-# the run's folder is the same, `check_shared_folder` finds out.
+# Paths that may differ between machines and hold the same files: a hub model is in each machine's cache.
+# `check_shared_folder` checks the run's folder.
 _MAY_DIFFER = {
     *("job.dump_folder", "model.path", "model.hf_assets_path", "checkpoint.initial_load_path", "lora.init_from"),
     *("data.path", "data.validation_path", "data.tokenizer_path", "data.cache_folder", "data.chat_template"),
@@ -176,7 +176,7 @@ def _is_same(before: str, now: str) -> bool:
 
 
 def record_start(folder: Path, step: int, where: str, *, resumed: bool, changes: Mapping[str, tuple[Any, Any]]) -> None:
-    """Record that training begins after `step`: its settings, and one event, of the kind that says most. On rank 0.
+    """Record the start of training after `step`: settings, and one event of the most specific kind. On rank 0.
 
     If the ranks started again, it is also logged why; and of a run that is resumed, which settings changed.
     """
@@ -206,7 +206,7 @@ def record_event(kind: str, text: str, step: int) -> None:
     """Append one event on rank 0; other ranks, and a process without an open run, write nothing.
 
     `kind` is a word for events alike ("start", "save", "skip", "error", ...), `text` a sentence for people. A file that
-    cannot be written is a warning, for an event often goes before a worse error; the next event brings it along.
+    cannot be written is a warning, because an event often precedes a worse error; the next event writes it, too.
     """
     file = _state.get("file")
     if get_rank() or file is None:
@@ -319,9 +319,9 @@ def check_shared_folder(folder: Path) -> None:
 
 @contextmanager
 def waiting_for_machines() -> Iterator[None]:
-    """Give each machine its own time for what is inside: at the end all wait for the last, whatever `comm` says.
+    """Let machines take different times for the body: at the end all wait for the last, whatever `comm` says.
 
-    One may have the data in its cache where another, that took the place of a lost one, has hours of work to do.
+    One machine may have the data cached, while another, which replaces a lost one, works for hours.
 
     Raises TitanliteError: on all ranks; that of the first rank that raises one inside. Collectives: one gather at the
     end, with several machines over a group made for it; every rank must call, and the body must have none.
@@ -341,7 +341,7 @@ def _appears(path: Path) -> bool:
     end = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
         with suppress(OSError):  # rank 0 has made the folder just now
-            if path.name in os.listdir(path.parent):  # asks the server, where a look-up may be answered from a cache
+            if path.name in os.listdir(path.parent):  # asks the server: a plain look-up may be cached
                 return True
         if time.monotonic() > end:
             return False

@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 from titanlite.ops.kernels import find_kernel, kernel_device
 
 AttentionBackend = Literal["sdpa", "varlen"]
-# Grouped heads are what the kernel always takes; torch 2.12 and newer want to be told that they are meant.
+# The kernel always takes grouped heads; torch 2.12 and newer want that stated.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
@@ -29,7 +29,7 @@ class AttentionMask:
 
 
 def leave_out_cudnn() -> None:
-    """Leave cuDNN's attention out, in all this process.
+    """Disable cuDNN's attention in this process.
 
     torch 2.11 and newer prefer it on H100 and later. With a mask its backward can give NaN (pytorch#196678), and
     generating costs a plan, tens of milliseconds, per new number of keys.
@@ -55,7 +55,7 @@ def build_attention_mask(
     """
     if document_ids_BS is None:
         return AttentionMask()
-    kernel = find_kernel("attention_mask", document_ids_BS.device)  # of a plan, where documents cannot be looked at
+    kernel = find_kernel("attention_mask", document_ids_BS.device)  # of a plan, where document ids have no values
     if kernel is not None and (mask := kernel(backend)) is not None:
         return mask
     if backend == "varlen":

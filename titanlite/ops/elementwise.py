@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # operators need nothing but torch and triton
 
 
 class _HostRMSNorm(torch.autograd.Function):
-    """Takes a third to a half of the time of torch's composition for the CPU, and keeps x and a number per row."""
+    """RMSNorm on the CPU in a third to a half of the time of torch's composition; keeps x and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -89,7 +89,7 @@ def swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None = None) -> t
     None. Kept for backward: the arguments, nothing of size I.
     """
     if torch.compiler.is_compiling():
-        # What torch traces it fuses, and keeps the same for backward; writing into parts of a tensor is a graph break.
+        # Traced, torch fuses it and keeps the same for backward; writing into parts of a tensor is a graph break.
         gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
         h_RI = F.silu(gate_RI) * up_RI
         return h_RI if weight_R is None else (h_RI * weight_R.unsqueeze(-1)).to(h_RI.dtype)

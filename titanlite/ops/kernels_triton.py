@@ -1,4 +1,4 @@
-"""Triton kernels: grouped GEMMs of experts, without padding and without a word to the host; softmax over a vocabulary.
+"""Triton kernels: grouped GEMMs of experts, without padding or synchronization; softmax over a vocabulary.
 
 - `row_gemm_kernel`: `y[m] = x[rows[m]] @ w[group of m]`. Forward, and with a transposed weight the gradient of the
   input. Epilogues: SwiGLU times the router's weight, and its backward.
@@ -22,7 +22,7 @@ Shapes: M rows, E groups, K reduction, N columns; C rows of logits, V columns.
 import triton
 import triton.language as tl
 
-# What a program of `row_gemm_kernel` does with its accumulator.
+# Epilogues of `row_gemm_kernel`.
 PLAIN, SWIGLU, SWIGLU_BACKWARD = 0, 1, 2
 
 
@@ -175,7 +175,7 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
             tl.store(h_ptr + out * stride_hm + n[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
         if EPILOGUE == 2:
             weight = tl.load(weight_ptr + m, mask=real, other=0.0).to(tl.float32)[:, None]
-            # One half after the other: as a whole, this needs more registers than there are.
+            # One half after the other: together they need more registers than there are.
             left, right = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
             n_left = col_tile * BN + tl.arange(0, BN // 2)
             dweight = _swiglu_backward(

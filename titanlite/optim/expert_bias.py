@@ -31,7 +31,7 @@ class ExpertBiasBalancer:
     ) -> None:
         numbers, counters = model.moe_layer_numbers(), model.expert_counters()
         self._num_layers = len(numbers)
-        # The layers of a chunk follow one another; of those of other pipeline stages this rank has zeros to add.
+        # The layers of a chunk are consecutive; for layers of other pipeline stages this rank adds zeros.
         of_chunks = (
             [counters] if chunks is None else [{i: counters[i] for i in chunk if i in counters} for chunk in chunks]
         )
@@ -43,7 +43,7 @@ class ExpertBiasBalancer:
         self._rows_are_known = bool(numbers) and not counters  # then other stages know
         if numbers:
             self.counts = self._make_counts(model)  # (layers, E) int64, rows of this rank since the last `step`
-            self.row_difference = torch.zeros_like(self.counts)  # those its tokens chose less those its experts got
+            self.row_difference = torch.zeros_like(self.counts)  # rows chosen minus rows that its experts got
             self._row_errors = self.counts.new_zeros(2, self._num_layers)
         frozen = sum(not router.weight.requires_grad for router in self._routers)
         if frozen and update_rate:
@@ -67,7 +67,7 @@ class ExpertBiasBalancer:
             self._compare_rows(counters, here)
 
     def _compare_rows(self, counters: list[ExpertCounter], here: slice) -> None:
-        """Add what routers chose less what experts were given: zero over all ranks, unless rows are lost."""
+        """Add the rows that routers chose minus those that experts got: zero over all ranks, unless rows are lost."""
         chosen = [counter.chosen_rows for counter in counters if counter.chosen_rows is not None]
         ends = [counter.row_ends for counter in counters if counter.row_ends is not None]
         self._rows_are_known = len(chosen) == len(ends) == len(counters)

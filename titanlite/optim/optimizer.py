@@ -46,10 +46,10 @@ class LocalAdamW(torch.optim.AdamW):
 def build_optimizer(
     model: Any, section: OptimizerSection, others: Mapping[str, Callable[..., torch.optim.Optimizer]] | None = None
 ) -> torch.optim.Optimizer:
-    """Build AdamW of the trained parameters, or what the builder in `others` for `section.name` makes of them.
+    """Build AdamW of the trained parameters, or call the builder in `others` for `section.name`.
 
-    The builder of the user's own optimizers is under `FORM`. Parameters that other ranks hold are in the groups, too,
-    and never stepped here.
+    `others[FORM]` builds user-defined optimizers. Parameters that other ranks hold are in the groups, too, and never
+    stepped here.
 
     Raises ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
@@ -162,7 +162,7 @@ def build_lr_scheduler(
 
 @dataclass(frozen=True)
 class NonFiniteSteps:
-    """Steps that were not finite since the last look, on the host."""
+    """Non-finite steps since the last look, on the host."""
 
     first_new: int  # first such step since the last look
     first: int  # first step of the run of such steps up to the latest; -1 if the latest was finite
@@ -205,9 +205,8 @@ class Diagnosis:
 class FiniteGuard:
     """Decision on the device which steps are applied; the host waits for it only in `look`.
 
-    After `limit` steps in a row that are not finite no step is applied any more, so that weights, optimizer states and
-    biases are those before the first of them when the host finds out. All ranks feed it the same reduced values, which
-    are on `device`.
+    After `limit` non-finite steps in a row no step is applied any more, so that weights, optimizer states and biases
+    are those before the first of them when the host finds out. All ranks pass it the same reduced values, on `device`.
     """
 
     def __init__(self, device: torch.device, limit: int = 1) -> None:
@@ -246,7 +245,7 @@ class FiniteGuard:
         return finite & ~frozen
 
     def look(self) -> NonFiniteSteps | None:
-        """Return what was not finite since the last look, or None. Synchronizes; only `micro_batches` vary by rank."""
+        """Return the non-finite steps since the last look, or None. Synchronizes; only `micro_batches` vary by rank."""
         first_new, first, in_a_row, total = self._state.tolist()
         if total == self.total:
             return None
