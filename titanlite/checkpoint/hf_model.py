@@ -101,7 +101,7 @@ def _read_stored(folder: Path, exact: bool) -> Stored:
         stored = read_headers(unfinished, f"checkpoint {folder}") if unfinished else read_model_headers(folder)
         wide = {key: t.nbytes for key, t in stored.tensors.items() if t.dtype in (torch.float32, torch.float64)}
         # A minority of float32 bytes is so on purpose, as routers are; a majority is a folder in float32.
-        kept = frozenset(wide if 2 * sum(wide.values()) < sum(t.nbytes for t in stored.tensors.values()) else ())
+        in_float32 = frozenset(wide if 2 * sum(wide.values()) < sum(t.nbytes for t in stored.tensors.values()) else ())
         own = [folder / OWN_FOLDER / SIDECAR_FILE, *sorted((folder / OWN_FOLDER).glob("weights*.safetensors"))]
         own = [path for path in own if path.exists() and (exact or path.name == SIDECAR_FILE)]
         if own and not unfinished:
@@ -113,7 +113,7 @@ def _read_stored(folder: Path, exact: bool) -> Stored:
         if problem := describe_unreadable(quantization):
             raise CheckpointError(f"checkpoint {folder}: config.json: {problem}")
         block = {"weight_block_size": (128, 128), **(quantization or {})}["weight_block_size"]
-        return replace(stored, block=block and tuple(block), in_float32=kept)
+        return replace(stored, block=block and tuple(block), in_float32=in_float32)
 
     return on_first_rank(read)
 
@@ -153,8 +153,8 @@ class HFCheckpoint:
             parts = [part for piece in found for part in self._place(piece, used, problems)]
             claims += [(name, Unfit(problem)) for problem in problems]
             placed[name] = (info.shape, parts)
-            kept = not self.stored.in_float32.isdisjoint(piece.key for piece in found)
-            claims.append((name, Read(self.reader, name, info.shape, kept)))
+            keeps_float32 = not self.stored.in_float32.isdisjoint(piece.key for piece in found)
+            claims.append((name, Read(self.reader, name, info.shape, keeps_float32)))
         claims += [(name, Unfit(problem)) for name, problem in self.untied.items()]
         self.passengers = find_passengers(self.stored.tensors, used)
         known = used.union(self.passengers)
