@@ -365,36 +365,42 @@ def train_run(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checke
     return train
 
 
+def call_anew(function: Callable[..., Any], *args: Any) -> Any:
+    torch.manual_seed(0)
+    return function(*args)
+
+
 @pytest.fixture(scope="module")
-def warm_ranks() -> Iterator[Callable[[int], Ranks]]:
-    """`warm_ranks(world_size)`: ranks that have trained before, but not too often: each run makes groups of ranks."""
+def run_warm() -> Iterator[Callable[..., list[Any]]]:
+    """`run_ranks` on ranks that the tests of a file share: nothing that a test has patched is seen there, and the
+    function is one of a module. They have trained before, but not too often: each run makes groups of ranks."""
     made: dict[int, tuple[Ranks, int]] = {}
 
-    def warm_run_on_this_rank(job: Checked, steps: int) -> Run:
-        torch.manual_seed(0)
-        return run_on_this_rank(job, steps)
-
-    def get(world_size: int) -> Ranks:
+    def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         ranks, calls = made.get(world_size, (None, 0))
         if ranks is not None and (calls == CALLS_OF_RANKS or not ranks.is_usable):
             ranks.end()
             ranks, calls = None, 0
-        made[world_size] = ranks or Ranks(world_size, warm_run_on_this_rank), calls + 1
-        return made[world_size][0]
+        made[world_size] = ranks or Ranks(world_size, call_anew), calls + 1
+        return made[world_size][0].call(function, *args)
 
-    yield get
+    yield run
     for ranks, _ in made.values():
         ranks.end()
 
 
 @pytest.fixture
-def warm_run(warm_ranks: Callable[[int], Ranks], checked: Callable[..., Checked]) -> Callable[..., list[Run]]:
-    """`train_run` on ranks that the tests of a file share: nothing that a test has patched is seen there."""
+def warm_run(run_warm: Callable[..., list[Any]], checked: Callable[..., Checked]) -> Callable[..., list[Run]]:
+    """`train_run` on the ranks of `run_warm`."""
 
     def train(degrees: Degrees, *overrides: str, steps: int = 5) -> list[Run]:
-        return warm_ranks(degrees.world_size).call(checked(degrees, *overrides), steps)
+        return run_warm(degrees.world_size, run_on_this_rank, checked(degrees, *overrides), steps)
 
     return train
+
+
+def train_to_the_end(job: Checked) -> None:
+    assemble(job).train()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from files import file_digest
 from quantized_folder import write_fp8
 from safetensors.torch import load_file, save_file
 
+from tests.functional.conftest import train_to_the_end
 from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError, VerifyError
 from titanlite.config.parallelism import Degrees
@@ -200,12 +201,12 @@ def test_what_is_not_finite_in_the_model_is_found_when_it_is_loaded(run_ranks, c
 
 
 @pytest.mark.parametrize("mesh", ["TP2xEP2"])
-def test_resume_is_bit_for_bit(run_ranks, checked, base_of, meshes, tmp_path, mesh):
+def test_resume_is_bit_for_bit(run_warm, checked, base_of, meshes, tmp_path, mesh):
     given = settings(base_of("qwen3_moe"), "qwen3_moe", "nf4", "--training.steps=2", "--checkpoint.interval=1")
 
     def train(folder: Path) -> Path:
         job = checked(meshes[mesh], f"--job.dump_folder={folder}", *given)
-        run_ranks(4, lambda: assemble(job).train())
+        run_warm(4, train_to_the_end, job)
         return folder / "checkpoint/step-2"
 
     whole = train(tmp_path / "whole")

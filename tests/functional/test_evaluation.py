@@ -48,20 +48,22 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(titanlite.features.generate.evaluate, "build_evaluation_prompts", lambda *_: PROMPTS)
 
 
+def train_with_losses(job: Checked, losses: list[float] | None) -> None:
+    trainer = assemble(job)
+    if losses is not None:
+        trainer.validate = lambda: ((BEFORE, *losses)[trainer.step], {})  # type: ignore[method-assign]
+    trainer.train()
+
+
 @pytest.fixture
-def train(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path) -> Callable[..., Path]:
-    """`train(degrees, *overrides)` -> folder of a run that `Trainer.train` has finished."""
+def train(
+    run_ranks: Callable[..., list[Any]], run_warm: Callable[..., list[Any]], checked: Callable[..., Checked]
+) -> Callable[..., Path]:
+    """`train(degrees, *overrides)` -> folder of a run that `Trainer.train` has finished; `patched` by the test."""
 
-    def run(degrees: Degrees, *overrides: str, losses: list[float] | None = None) -> Path:
+    def run(degrees: Degrees, *overrides: str, losses: list[float] | None = None, patched: bool = False) -> Path:
         job = checked(degrees, *BASE, *overrides)
-
-        def rank_main() -> None:
-            trainer = assemble(job)
-            if losses is not None:
-                trainer.validate = lambda: ((BEFORE, *losses)[trainer.step], {})  # type: ignore[method-assign]
-            trainer.train()
-
-        run_ranks(degrees.world_size, rank_main)
+        (run_ranks if patched else run_warm)(degrees.world_size, train_with_losses, job, losses)
         return Path(job.job.job.dump_folder)
 
     return run
@@ -235,7 +237,7 @@ def test_the_best_by_score(train, monkeypatch):
         "--checkpoint.save_best=evaluation",
         "--checkpoint.keep_latest_k=1",
     ]
-    folder = train(Degrees(), *arguments)
+    folder = train(Degrees(), *arguments, patched=True)
     assert points(folder, "eval/made_up") == pytest.approx({0: 0.9, 1: 0.1, 2: 0.5, 3: 0.2, 4: 0.5})
     assert list_steps(folder / "checkpoint") == [2, 4] and read_best(folder / "checkpoint") == 2
 

@@ -10,6 +10,7 @@ import torch
 from files import file_digest
 from safetensors.torch import load_file
 
+from tests.functional.conftest import train_to_the_end
 from titanlite.assemble import assemble, build_model
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
@@ -78,12 +79,12 @@ def test_frozen_stays_and_the_rest_moves(run_ranks, checked, meshes, gather_full
 
 
 @pytest.fixture
-def train(run_ranks, checked) -> Callable[..., None]:
+def train(run_warm, checked) -> Callable[..., None]:
 
     def run(degrees: Degrees, folder: Path) -> None:
         schedule = ["--training.steps=2", "--checkpoint.interval=1", f"--job.dump_folder={folder}"]
         job = checked(degrees, *PATTERNS, *schedule)
-        run_ranks(degrees.world_size, lambda: assemble(job).train())
+        run_warm(degrees.world_size, train_to_the_end, job)
 
     return run
 

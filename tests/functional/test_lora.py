@@ -11,6 +11,7 @@ import torch
 from files import file_digest
 from safetensors.torch import load_file
 
+from tests.functional.conftest import train_to_the_end
 from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError, ConfigError, PlanError
 from titanlite.checkpoint.folder import ADAPTER_FILE
@@ -161,11 +162,11 @@ def test_dropout_is_the_same_when_layers_are_recomputed(warm_run, overrides_of):
 
 
 @pytest.fixture
-def train(run_ranks, checked) -> Callable[..., None]:
+def train(run_warm, checked) -> Callable[..., None]:
 
     def run(degrees: Degrees, folder: Path, *overrides: str) -> None:
         job: Checked = checked(degrees, f"--job.dump_folder={folder}", *overrides)
-        run_ranks(degrees.world_size, lambda: assemble(job).train())
+        run_warm(degrees.world_size, train_to_the_end, job)
 
     return run
 

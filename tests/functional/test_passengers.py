@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.functional.conftest import train_to_the_end
 from titanlite.assemble import assemble
 from titanlite.checkpoint.commit import check_folder
 from titanlite.checkpoint.manager import Checkpointer
@@ -57,12 +58,12 @@ def follows(got: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor]) -
 
 
 @pytest.fixture
-def train(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path):
+def train(run_warm: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path):
     """`train(degrees, *overrides)` in one run's folder; returns its newest checkpoint."""
 
     def run(degrees: Degrees, *overrides: str) -> Path:
         job = checked(degrees, *overrides)
-        run_ranks(degrees.world_size, lambda: assemble(job).train())
+        run_warm(degrees.world_size, train_to_the_end, job)
         return max((tmp_path / "run/checkpoint").glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
 
     return run
