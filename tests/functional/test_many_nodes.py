@@ -212,7 +212,7 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
     """2 launchers x 2 ranks, in two network namespaces where the test may make them. First SIGTERM to one: all save and
     end with 0. Then, in the run that goes on from there, SIGKILL to all processes of one: it comes back, and the ranks
     of both resume from the newest checkpoint."""
-    run: Cluster = cluster(60, "--checkpoint.interval=10", "--checkpoint.keep_latest_k=0")
+    run: Cluster = cluster(36, "--checkpoint.interval=6", "--checkpoint.keep_latest_k=0")
     run.folder = tmp_path / "cluster"
     run.folder.mkdir()
     run.arguments[2] = f"--job.dump_folder={run.folder / 'run'}"
@@ -223,14 +223,14 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
     second.process.terminate()
     run.end(first, second)
     stopped = list_steps(run.checkpoints)[-1]
-    assert f"stopped after step {stopped} of 60, saved" in run.out
+    assert f"stopped after step {stopped} of 36, saved" in run.out
     assert "Traceback" not in first.err + second.err
     assert second.err.count("SIGTERM: finishing this step and saving") == 1
     assert first.err == f"titanlite: waiting for 2 machines at {host['RDZV_ENDPOINT']}, rendezvous " + (
         f"'{host['RDZV_ID']}' ...\n"
     )
 
-    newest = (stopped // 10 + 1) * 10
+    newest = (stopped // 6 + 1) * 6
     first, second = run.start("c", host, here), run.start("d", other, there)
     run.wait_for(lambda: newest + 2 in run.steps(), first)
     second.kill()
@@ -238,13 +238,13 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
     run.end(first, again)
     resumed = [int(step) for step in re.findall(r"resuming from \S*step-(\d+)", run.out)]
     assert len(resumed) == 2 and resumed[0] == stopped and resumed[1] >= newest
-    assert run.steps() == set(range(1, 61))
+    assert run.steps() == set(range(1, 37))
     assert "Traceback" not in first.err + again.err, run.report()
 
-    undisturbed(60)
+    undisturbed(36)
     for name in FILES:
-        expected = tmp_path / "run/checkpoint/step-60" / name
-        assert file_digest(run.checkpoints / "step-60" / name) == file_digest(expected), name
+        expected = tmp_path / "run/checkpoint/step-36" / name
+        assert file_digest(run.checkpoints / "step-36" / name) == file_digest(expected), name
 
 
 @pytest.mark.slow

@@ -354,8 +354,8 @@ class TestCompile:
         ("degrees", "checkpointing"),
         [
             (Degrees(), "full"),
-            (Degrees(dp_shard=2, tp=2, ep=2), "selective"),
-            (Degrees(cp=2, ep=2), "full"),
+            (Degrees(tp=2, ep=2), "selective"),
+            (Degrees(cp=2), "full"),  # experts are a unit of FSDP
             (Degrees(pp=2), "selective"),
         ],
         ids=str,
