@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import titanlite.assemble
 import titanlite.train_step
+from tests.functional.conftest import train_to_the_end
 from tests.saving import save_hf_model
 from titanlite.assemble import assemble, build_data
 from titanlite.config.parallelism import Degrees
@@ -136,7 +137,6 @@ def expected_step(job: Any, step: int) -> tuple[float, dict[str, float], dict[st
     ("mesh", "family"),
     [
         (Degrees(), QWEN3),
-        ("FSDP4", QWEN3),
         ("TP2xFSDP2", QWEN3),
         ("TP2xEP2", []),
         ("CP2xTP2", []),
@@ -145,7 +145,6 @@ def expected_step(job: Any, step: int) -> tuple[float, dict[str, float], dict[st
     ],
     ids=[
         "one rank",
-        "FSDP4",
         "TP2xFSDP2",
         "TP2xEP2 experts",
         "CP2xTP2 experts",
@@ -194,15 +193,12 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
 
 
 @pytest.fixture
-def train(run_ranks, checked) -> Callable[..., list[Any]]:
+def train(run_warm, checked) -> Callable[..., list[Any]]:
     def run(degrees: Degrees, folder: Path, *overrides: str) -> list[Any]:
         local = f"--training.local_batch_size={ROWS // degrees.dp}"
         job = checked(degrees, *DPO, local, f"--job.dump_folder={folder}", "--training.steps=4", *overrides)
 
-        def rank_main() -> None:
-            assemble(job).train()
-
-        return run_ranks(degrees.world_size, rank_main)
+        return run_warm(degrees.world_size, train_to_the_end, job)
 
     return run
 
@@ -247,14 +243,16 @@ def test_training_prefers_what_was_chosen(run_ranks, checked, meshes):
 
 @pytest.mark.parametrize(
     ("with_adapters", "stages"),
-    [(False, Degrees(pp=4)), (True, Degrees(pp=2, chunks=2))],
+    [(False, Degrees(pp=2)), (True, Degrees(pp=2, chunks=2))],
     ids=["cached", "adapters off, chunks"],
 )
-def test_stages_of_a_pipeline_have_the_reference_of_one_process(run_ranks, checked, tmp_path, with_adapters, stages):
+def test_stages_of_a_pipeline_have_the_reference_of_one_process(
+    run_ranks, run_warm, checked, tmp_path, with_adapters, stages
+):
     """With adapters off, each forward of training holds one without gradients, which goes through the stages too."""
     lora = ["--optimizer.lr=1e-3"]
     if with_adapters:
-        begin = checked(Degrees(), "--model.overrides.num_layers=5")
+        begin = checked(Degrees(), "--model.overrides.num_layers=4")
 
         def save_base() -> None:
             model = build_decoder(begin.model_config)
@@ -268,10 +266,10 @@ def test_stages_of_a_pipeline_have_the_reference_of_one_process(run_ranks, check
     found = []
     for degrees in (Degrees(), stages):
         folder = tmp_path / str(degrees.pp)
-        sizes = ["--model.overrides.num_layers=5", "--training.local_batch_size=1", "--training.steps=3"]
+        sizes = ["--model.overrides.num_layers=4", "--training.local_batch_size=2", "--training.steps=2"]
         sizes += [f"--parallelism.pipeline_parallel_chunks={degrees.chunks}"]
         job = checked(degrees, *DPO, *lora, *validation, *sizes, f"--job.dump_folder={folder}")
-        run_ranks(degrees.world_size, lambda job=job: assemble(job).train())
+        run_warm(degrees.world_size, train_to_the_end, job)
         found.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
     one, many = found
     assert len(one) == len(many) and {"loss/validation", "rewards/margin"} <= {name for point in many for name in point}

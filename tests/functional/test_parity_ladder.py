@@ -61,10 +61,9 @@ FAMILIES = {
         "--moe.z_loss_coeff=0.001",
     ],
 }
-FAMILIES["yarn_untied"] = [*FAMILIES["yarn"], "--model.overrides.tie_word_embeddings=false"]
 FAMILIES |= {
     f"muon_{name}": [*FAMILIES[name], MUON]
-    for name in ("qwen3_moe", "uneven", "few_experts", "dots1", "deep_dots1", "llama", "qwen3_tied", "deepseek_v3")
+    for name in ("qwen3_moe", "uneven", "few_experts", "dots1", "deep_dots1", "qwen3_tied", "deepseek_v3")
 }
 # A weight of 1 whatever the scores leaves the router a gradient of rounding errors, and Muon makes them a full step.
 FAMILIES["muon_few_experts"] += ["--model.overrides.norm_topk_prob=false"]
@@ -161,13 +160,9 @@ def test_pipeline_trains_like_one_process(compare, mesh):
     [
         ("PP2xTP2xEP2", "deep", [SELECTIVE_AC]),
         ("PP2xEP2", "deep", ["--training.local_batch_size=4"]),  # one micro-batch: a stage waits for all others
-        ("PP2xEP2", "deep", ["--training.local_batch_size=2", "--parallelism.pipeline_parallel_layers=1,4"]),
         ("PP2xTP2xEP2", "dots1_balance_losses", []),  # the first stage has the dense layers
         ("PP2xFSDP2", "dots1", ["--parallelism.pipeline_parallel_layers=1,2"]),  # and no other
-        ("PP2xCP2", "balance_losses", []),
         ("PP2xFSDP2", "uneven", []),
-        ("PP2xFSDP2", "few_experts", []),
-        ("PP2xCP2", "yarn_untied", []),
         ("PP2xTP2", "deepseek_v3", []),
         ("PP2xTP2xEP2", "muon_dots1", []),
     ],
@@ -185,8 +180,6 @@ def test_pipeline_beside_everything_else_trains_like_one_process(compare, mesh, 
         ("EP2xFSDP2", "dots1_balance_losses", [SELECTIVE_AC]),
         ("CP2xTP2", "deep", []),
         ("TP2xFSDP2", "qwen3_tied", []),
-        ("FSDP4", "uneven", []),
-        ("EP2xFSDP2", "muon_qwen3_moe", []),
         ("PP2xTP2xEP2", "deep", []),
     ],
 )
@@ -229,11 +222,8 @@ def test_replication_beside_other_axes_trains_like_one_process(compare, mesh):
         ("DDP4", "qwen3_moe"),
         ("HSDP2xTP2xEP2", "qwen3_moe"),
         ("EP2xFSDP2", "uneven"),
-        ("TP2xEP2", "uneven"),
-        ("FSDP4", "few_experts"),
         ("TP2xEP2", "few_experts"),
         ("TP2xEP4", "dots1"),
-        ("HSDP2x2", "llama"),
         ("TP2xFSDP2", "qwen3_tied"),
     ],
 )
@@ -335,12 +325,10 @@ def test_pieces_of_sequences_train_like_one_process(compare, mesh):
         ("CP2xTP2xEP4", "qwen3_moe", [SELECTIVE_AC, "--activation_checkpoint.selective_ac_option=op"]),
         ("CP2xTP2", "balance_losses", [FULL_AC]),
         ("CP4", "dots1_balance_losses", []),
-        ("CP2xEP2", "glm4_moe", []),
         ("CP2xTP2xEP4", "deepseek_v3", [SELECTIVE_AC]),
         ("CP2xFSDP2", "qwen3_tied", [SELECTIVE_AC]),
         ("CP2xTP2", "qwen3_bias", []),
         ("CP2xFSDP2", "yarn", []),
-        ("CP4", "few_experts", []),
         ("CP2xEP2", "uneven", []),
         ("CP2xTP2", "muon_qwen3_moe", []),
     ],
