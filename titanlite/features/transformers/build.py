@@ -6,10 +6,12 @@ completely gets a `Replay` of them on the CPU. Buffers are small, so they are co
 source, and the plan fails with its name.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,7 +148,8 @@ def _recipe_of(replay: Replay) -> Recipe | None:
     """Return the recipe of one call that draws all of a parameter, and perhaps of a second that makes a row zero."""
     call, whole = replay.calls[0], replay.view
     written = call.results if call.target is None else call.target
-    make = (_MADE if call.target is None else _DRAWN).get(call.name)
+    scaled = _SCALED.get(call.name)
+    make = _MADE.get(call.name) if call.target is None else partial(scaled, whole) if scaled else _DRAWN.get(call.name)
     if len(replay.calls) > 2 or make is None or written != whole or not whole.is_whole:
         return None
     try:
@@ -206,6 +209,30 @@ def _truncated(
     return TruncatedNormal(mean=mean, std=std, bound=(b - mean) / std)
 
 
+def _fans(view: View) -> dict[str, int]:
+    inner = math.prod(view.shape[2:])
+    return {"fan_in": view.shape[1] * inner, "fan_out": view.shape[0] * inner}
+
+
+def _uniform(std: float) -> Recipe:
+    return Uniform(low=-math.sqrt(3.0) * std, high=math.sqrt(3.0) * std)
+
+
+def _xavier(kind: Callable[..., Recipe], view: View, gain: float = 1.0, generator: Any = None) -> Recipe:
+    return kind(std=gain * math.sqrt(2.0 / sum(_fans(view).values())))
+
+
+def _kaiming(
+    kind: Any, view: View, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
+) -> Recipe:
+    return kind(std=nn.init.calculate_gain(nonlinearity, a) / math.sqrt(_fans(view)[mode]))
+
+
+def _lecun(view: View) -> Recipe | None:
+    # transformers makes up for a cut at two standard deviations, and then cuts at the values -2 and 2.
+    return _truncated(std=math.sqrt(1.0 / _fans(view)["fan_in"]) / 0.87962566103423978)
+
+
 def _constant(value: float) -> Callable[..., Recipe]:
     return lambda *args, **kwargs: Constant(value=value)
 
@@ -220,5 +247,14 @@ _DRAWN: dict[str, Callable[..., Recipe | None]] = {
     "zero_": _constant(0.0),
     "ones_": _constant(1.0),
     "trunc_normal_": _truncated,
+}
+# Those whose deviation follows from the shape.
+_SCALED: dict[str, Callable[..., Recipe | None]] = {
+    "xavier_uniform_": partial(_xavier, _uniform),
+    "xavier_normal_": partial(_xavier, Normal),
+    "kaiming_uniform_": partial(_kaiming, _uniform),
+    "kaiming_normal_": partial(_kaiming, Normal),
+    "lecun_normal_": _lecun,
+    "default_flax_embed_init_": lambda view: Normal(std=math.sqrt(1.0 / _fans(view)["fan_in"])),
 }
 _MADE = {"zeros": _constant(0.0), "ones": _constant(1.0)}

@@ -15,7 +15,7 @@ from titanlite.features.transformers import build
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.recording import Replay
-from titanlite.materialize import Compute, Init, Normal, Region, materialize
+from titanlite.materialize import Compute, Init, Normal, Region, TruncatedNormal, Uniform, materialize
 from titanlite.models.families.config_json import transformers_config
 
 SHAPE = (24, 16)
@@ -130,12 +130,19 @@ def test_what_a_class_writes_is_what_it_gets(odd: TransformersModel) -> None:
 
 def test_sources_are_recipes_where_one_call_draws_all(odd: TransformersModel) -> None:
     sources = odd.declare_sources()
+    bound = 1 / math.sqrt(16)  # of a Linear, and of the same call in `_init_weights`
+    for name in ("odd.kaiming", "odd.linear.weight"):
+        source = sources[name]
+        assert isinstance(source, Init) and isinstance(source.recipe, Uniform), name
+        assert (source.recipe.low, source.recipe.high) == pytest.approx((-bound, bound)), name
+    assert sources["odd.flax"] == Init(Normal(std=0.25))
+    assert isinstance(sources["odd.lecun"], Init) and isinstance(sources["odd.lecun"].recipe, TruncatedNormal | Normal)
     assert sources["embedding.weight"] == Init(Normal(std=0.02, zero_row=2))
     assert sources["odd.covered"] == Init(Normal(std=0.3))
     assert sources["odd.plain"] == Init(Normal(mean=1.0, std=0.5))
     for name in ("computed", "on_meta", "eye", "alpha"):
         assert isinstance(sources[f"odd.{name}"], Compute), name
-    for name in ("drawn", "chained", "kaiming", "orthogonal", "sliced", "legacy_values"):
+    for name in ("drawn", "chained", "orthogonal", "sliced", "legacy_values"):
         source = sources[f"odd.{name}"]
         assert isinstance(source, Init) and isinstance(source.recipe, Replay), name
 
