@@ -24,7 +24,7 @@ TELLS_KINDS = (
 # What a module computes is changed from outside by hooks and documented attributes. One function puts another forward
 # in place of a layer's; the others exchange tensors, give a record its fields, and make a Python module callable.
 OVERRIDES = (
-    *("distributed/activation_checkpoint.py", "distributed/fsdp.py", "distributed/parallel_dims.py"),
+    *("distributed/parallelize.py", "distributed/fsdp.py", "distributed/parallel_dims.py"),
     *("materialize/execute.py", "checkpoint/description.py", "features/lora/block_formats.py", "metrics/point.py"),
     "train.py",
 )

@@ -1,32 +1,54 @@
-"""The one order in which a pipeline stage is sharded: cp, tp, ep, activation checkpointing and compile, fsdp."""
+"""The one order in which a pipeline stage is sharded: cp, tp, ep, activation checkpointing and compile, fsdp.
+
+Activation checkpointing (arXiv:1604.06174) is of whole layers, or of selected operations inside them.
+"""
 
 import inspect
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.base.process import get_cache_home, set_defaults
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
-from titanlite.distributed.activation_checkpoint import checkpoint_layers, checkpoint_operations, wrap_forward
+from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.distributed.context_parallel import apply_context_parallel
 from titanlite.distributed.expert_parallel import apply_expert_parallel
 from titanlite.distributed.fsdp import apply_fsdp, mixed_precision_dtypes
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.tensor_parallel import apply_tensor_parallel
+from titanlite.models.attention import SelfAttention
 from titanlite.models.decoder import Decoder
 from titanlite.models.interface import Model
+from titanlite.models.layers import FeedForward, kept
+from titanlite.models.moe import Experts
+from titanlite.ops import local_tensor
 from titanlite.ops.attention import AttentionBackend
+from titanlite.ops.kernels import get_costly
 from titanlite.ops.matmul import resolve_backend
 
 _MOST_GRAPHS = 64
 """Graphs of all layers together. Dense and MoE layers, training and evaluation, masks and shapes have graphs of their
 own; beyond torch's limit, 8, compiling is an error or the layer runs uncompiled."""
 _CACHE, _OTHERS_WRITE = "TORCHINDUCTOR_CACHE_DIR", 0o022
+# Results that selective checkpointing keeps, for they are costly, as are those of kernels; the rest is recomputed.
+_KEPT_OPS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.titanlite.grouped_mm.default,
+)
 
 
 def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
@@ -56,6 +78,10 @@ def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> N
     whole layer is checkpointed around its compiled code: a graph break inside of a checkpoint would leave all of the
     layer uncompiled. With `experts_on_own_mesh`, FSDP's hooks on experts and the exchange of tokens are not compiled,
     so a layer with experts becomes several graphs. Every other layer is one graph, or training ends with an error.
+
+    Here alone another forward takes the place of a module's. A hook cannot run it again. A module around the layer has
+    other names of parameters, and is not of the class that transformers looks for; torch's own wrappers and
+    `nn.Module.compile` take FSDP's hooks in.
     """
     checkpoint_operations(model, job.activation_checkpoint)
     if job.compile.enable:
@@ -64,8 +90,77 @@ def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> N
         options = _let_many_graphs()
         for layer in model.decoder_layers():
             in_parts = experts_on_own_mesh and bool(model.experts_in(layer))
-            wrap_forward(layer, partial(torch.compile, fullgraph=not in_parts, **options))
+            layer.forward = torch.compile(layer.forward, fullgraph=not in_parts, **options)
     checkpoint_layers(model, job.activation_checkpoint)
+
+
+def checkpoint_operations(model: Model, section: ActivationCheckpointSection) -> None:
+    """Make regions of a layer keep the results of costly operators alone, if `section` says so.
+
+    Regions, not whole layers: selective checkpointing replays a region operation by operation, and the hooks of an FSDP
+    unit inside it would do other operations the second time. A region also keeps its own result if a product makes it,
+    so regions are attention up to its output projection, feed-forward that is wider inside than outside, and experts
+    with adapters or in few bits; other experts are fused, and keep what their backward needs.
+
+    The collectives of tensor and expert parallelism lie between the regions, so their results are kept. Those of
+    context parallelism lie inside of attention and are done again: what they send is kept already, and what they bring
+    is as large. Compiled layers are traced with their regions.
+    """
+    if not _is_by_operation(section):
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.draws_random()}
+
+    # One function for all: a compiled graph is then one for all layers. No partial, which torch 2.11 does not trace.
+    def recompute(compute: Callable[..., Any], *args: Any) -> Any:
+        return checkpoint(compute, *args, context_fn=_contexts, **options)
+
+    for module in model.modules():
+        if (
+            isinstance(module, SelfAttention)
+            or (isinstance(module, Experts) and not module.is_fused)
+            or (isinstance(module, FeedForward) and _is_wide(module))
+        ):
+            module.recompute = recompute
+
+
+def _is_wide(module: FeedForward) -> bool:
+    """Return True if this rank's part of it is wider inside than its result is."""
+    inside, outside = (local_tensor(linear.weight).shape[0] for linear in (module.up_proj, module.down_proj))
+    return inside > outside
+
+
+def checkpoint_layers(model: Model, section: ActivationCheckpointSection) -> None:
+    """Keep nothing but the input of whole layers: of all in mode `full`, or of every Nth.
+
+    Module names and parameters stay as they are. A layer may be compiled: it is called again in backward.
+    """
+    if section.mode == "none" or _is_by_operation(section):
+        return
+    every = 1 if section.mode == "full" else int(section.selective_ac_option)
+    keeps_rng, here = model.draws_random(), set(model.decoder_layers())
+    for layer in here.intersection(model.all_layers()[::every]):
+        layer.forward = partial(_checkpoint, layer.forward, preserve_rng_state=keeps_rng)
+
+
+def _checkpoint(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return checkpoint(partial(_run, forward, []), *args, use_reentrant=False, **options)
+
+
+def _run(forward: Callable[..., Any], values: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `forward`, in which `keep` fills `values`, and takes them in each further run."""
+    token = kept.set(iter(values) if values else values)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        kept.reset(token)
+
+
+def _is_by_operation(section: ActivationCheckpointSection) -> bool:
+    return section.mode == "selective" and section.selective_ac_option == "op"
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts([*_KEPT_OPS, *get_costly()])
 
 
 def _let_many_graphs() -> dict[str, Any]:

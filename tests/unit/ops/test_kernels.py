@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from triton_interpreter import repair
 
 from titanlite.config.schema import ActivationCheckpointSection
-from titanlite.distributed.activation_checkpoint import checkpoint_operations
+from titanlite.distributed.parallelize import checkpoint_operations
 from titanlite.models.moe import Experts
 from titanlite.ops import grouped_gemm
 from titanlite.ops import launchers as kernels

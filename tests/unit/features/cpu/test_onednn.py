@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import ActivationCheckpointSection
-from titanlite.distributed.activation_checkpoint import checkpoint_operations
+from titanlite.distributed.parallelize import checkpoint_operations
 from titanlite.features.cpu import experts
 from titanlite.features.cpu.experts import get_onednn_op, prefers_onednn
 from titanlite.features.estimate.operators import count_flops

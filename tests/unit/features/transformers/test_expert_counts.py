@@ -14,7 +14,7 @@ from torch import nn
 from titanlite.config import JobConfig
 from titanlite.config.model import ModelConfig
 from titanlite.config.schema import ActivationCheckpointSection
-from titanlite.distributed.activation_checkpoint import checkpoint_layers
+from titanlite.distributed.parallelize import checkpoint_layers
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.experts import build_counters, use_titanlite_experts
 from titanlite.features.transformers.model import TransformersModel
