@@ -433,10 +433,10 @@ def test_the_expert_load_of_a_run_is_that_of_the_native_model(
     assert [line["step"] for line in loads["native"]] == [1, 2]
     assert loads["one"] == loads["many"] == loads["native"]
     of_native = {key for key in points["native"][0] if key.startswith("moe/")}
-    names = ("expert_bias_min", "expert_bias_max", "dropped_rows", "duplicated_rows")
-    shared = of_native - {f"moe/{name}" for name in names}
-    for name in ("one", "many"):
-        assert {key for key in points[name][0] if key.startswith("moe/")} == shared
+    shared = of_native - {"moe/expert_bias_min", "moe/expert_bias_max"}
+    counted = {"moe/dropped_rows", "moe/duplicated_rows"}  # by a dispatcher, which titanlite's grouped GEMM has
+    for name, missing in (("one", counted), ("many", set())):
+        assert {key for key in points[name][0] if key.startswith("moe/")} == shared - missing
     for key in shared:
         assert points["many"][-1][key] == points["native"][-1][key], key
 
