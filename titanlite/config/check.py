@@ -15,7 +15,7 @@ from titanlite.base.text import find_near, parse_date, parse_multipliers, parse_
 from titanlite.config.assets import is_hub_id
 from titanlite.config.data import DataSection, get_fields, get_source_key, get_sources
 from titanlite.config.schema import JobConfig, OptimizerSection
-from titanlite.config.settings import format_value, get_sections_of, get_value
+from titanlite.config.settings import format_value, get_value, get_values
 
 _OF_EXAMPLES = (
     *("split", "subset", "validation_path", "validation_split", "format", "text_field", "fields", "train_on"),
@@ -39,8 +39,7 @@ def check_values(job: JobConfig) -> list[str]:
 
 def _check_ranges(job: JobConfig) -> list[str]:
     problems = []
-    for setting in (each for settings in get_sections_of(job).values() for each in settings):
-        value = get_value(job, setting.key)
+    for setting, value in get_values(job):
         if setting.kind not in (int, float) or setting.section.startswith("model.") or value is None:
             continue
         bounds = setting.bounds if "gt" in setting.bounds else {"ge": 0, **setting.bounds}

@@ -38,6 +38,7 @@ from titanlite.config.settings import (
     get_sections_of,
     get_settings,
     get_value,
+    get_values,
     parse_text,
     shorten,
 )
@@ -92,12 +93,7 @@ def find_changes(job: JobConfig, path: str | Path) -> dict[str, tuple[Any, Any]]
     except ConfigError:
         return {}
     old, new = (
-        {
-            setting.key: get_value(one, setting.key)
-            for settings in get_sections_of(one).values()
-            for setting in settings
-            if setting.key.endswith("_path") or not follows(one, setting.key)
-        }
+        {s.key: value for s, value in get_values(one) if s.key.endswith("_path") or not follows(one, s.key)}
         for one in (before, job)
     )
     both = {key: (old.get(key), new.get(key)) for key in old | new}

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import SequenceMatcher
@@ -129,13 +129,19 @@ def get_sections_of(job: JobConfig) -> dict[str, list[Setting]]:
     return get_sections() | {f"{SOURCES}.{name}": get_source_section(name) for name in job.data.sources}
 
 
+def get_values(job: JobConfig) -> Iterator[tuple[Setting, Any]]:
+    """Yield the settings that `job` has, with their values."""
+    for setting in (each for settings in get_sections_of(job).values() for each in settings):
+        yield setting, get_value(job, setting.key)
+
+
 def find_extension_problems(job: JobConfig) -> list[str]:
     """Return what is wrong with the user's functions that settings of `job` name. Imports their modules."""
     problems = []
-    for setting in (each for settings in get_sections_of(job).values() for each in settings if each.calls):
-        if is_extension(value := get_value(job, setting.key)):
+    for setting, value in get_values(job):
+        if setting.calls and is_extension(value):
             try:
-                load_extension(setting.key, value, setting.calls or ())
+                load_extension(setting.key, value, setting.calls)
             except ConfigError as error:
                 problems.append(str(error))
     return problems

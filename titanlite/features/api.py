@@ -24,7 +24,7 @@ from titanlite.base.process import environment_kept, read_variable, read_world_s
 from titanlite.config import JobConfig
 from titanlite.config.defaults import follows
 from titanlite.config.load import CODE, Reader
-from titanlite.config.settings import get_sections_of, get_value
+from titanlite.config.settings import get_values
 from titanlite.distributed.parallel_dims import end_distributed
 from titanlite.launch import protocol
 from titanlite.metrics import open_events, record_event
@@ -72,8 +72,7 @@ def make_config(config: Config, overrides: Sequence[str] = (), **sections: Any) 
     """
     reader, path = Reader(), None
     if isinstance(config, JobConfig):
-        for setting in (setting for settings in get_sections_of(config).values() for setting in settings):
-            value = get_value(config, setting.key)
+        for setting, value in get_values(config):
             if value is not None and not follows(config, setting.key):
                 reader.accept(CODE, setting, value)
     elif isinstance(config, Mapping):

@@ -26,7 +26,7 @@ from titanlite.config import JobConfig, find_changes, format_changes, save_resol
 from titanlite.config.assets import base_model_of, is_hub_id
 from titanlite.config.data import holds_rows
 from titanlite.config.schema import ProfilingSection
-from titanlite.config.settings import get_sections_of, get_settings, get_value
+from titanlite.config.settings import get_settings, get_value, get_values
 from titanlite.launch.protocol import read_restart
 
 _WRITTEN = (".jsonl", ".json", ".toml", ".txt")  # files of the run
@@ -272,8 +272,7 @@ def check_same_settings(job: JobConfig) -> None:
 
     Raises ConfigError: on all ranks; names the settings and the ranks. Collective: every rank must call.
     """
-    keys = [setting.key for settings in get_sections_of(job).values() for setting in settings]
-    mine = {key: get_value(job, key) for key in keys if re.sub(r"\.sources\.\w+", "", key) not in _MAY_DIFFER}
+    mine = {s.key: x for s, x in get_values(job) if re.sub(r"\.sources\.\w+", "", s.key) not in _MAY_DIFFER}
     first = [mine]
     dist.broadcast_object_list(first, src=0)
     problems = [
