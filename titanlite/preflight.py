@@ -16,7 +16,7 @@ from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.process import begin_process
 from titanlite.base.text import Parser, command
 from titanlite.config import AnyModelConfig, JobConfig, load_config
-from titanlite.config.assets import assets_key, find_missing_files, find_missing_packages, resolve_assets
+from titanlite.config.assets import assets_key, find_missing_files, find_missing_packages, resolve_assets, weights_key
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees, resolve_seq_len
 from titanlite.config.settings import find_extension_problems
 from titanlite.models.families import find_other_model, resolve_model_config
@@ -42,7 +42,7 @@ def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
     try:
         job = resolve_assets(job, weights=weights)
         model_config = resolve_model_config(job.model, assets_key(job))
-        problems += find_other_model(job, model_config)
+        problems += find_other_model(job.model, model_config, job.checkpoint.initial_load_path, weights_key(job))
         job = resolve_seq_len(job, model_config)
     except ConfigError as error:
         problems.append(str(error))

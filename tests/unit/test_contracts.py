@@ -13,7 +13,7 @@ READS_ENVIRONMENT = ("base/", "launch/", "distributed/parallel_dims.py")
 # The configuration as a whole: where it is made and checked; the build order, with the loop and the step that it
 # builds, and the order of sharding; features and datasets, whose builders get it; and what saves or compares all of it.
 KNOWS_JOB = (
-    *("config/", "models/families/", "preflight.py", "features/", "data/", "metrics/"),
+    *("config/", "preflight.py", "features/", "data/", "metrics/"),
     *("assemble.py", "trainer.py", "train_step.py", "distributed/parallelize.py"),
 )
 # Native and transformers' models are told apart where they are described, built, sharded and written.

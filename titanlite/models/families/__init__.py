@@ -16,9 +16,8 @@ from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.extension import is_extension, load_extension
 from titanlite.base.files import read_json
 from titanlite.base.text import suggest
-from titanlite.config.assets import suggest_path, weights_key
+from titanlite.config.assets import suggest_path
 from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, ModelSection, RopeScaling
-from titanlite.config.schema import JobConfig
 from titanlite.models.families.config_json import transformers_config
 from titanlite.models.families.family import Family, check_model_config
 from titanlite.models.families.keys import NotNativeError
@@ -95,23 +94,23 @@ def get_model_type(section: ModelSection) -> str:
     return _preset(section).family if section.flavor else section.name
 
 
-def find_other_model(job: JobConfig, config: AnyModelConfig) -> list[str]:
-    """Return a problem if `config`, of a flavor, is another model than the one whose weights the run begins with.
+def find_other_model(section: ModelSection, config: AnyModelConfig, weights: str, where: str) -> list[str]:
+    """Return a problem if `config`, of a flavor, is another model than that in the folder `weights`, if there is one.
 
-    Weights of the same shapes fit, and yet are another function with another rope_theta or epsilon. What is set in
-    [model.overrides] is meant.
+    `where` is the setting that names the folder. Weights of the same shapes fit, and yet are another function with
+    another rope_theta or epsilon. What is set in [model.overrides] is meant.
     """
-    folder, flavor = Path(job.checkpoint.initial_load_path), job.model.flavor
-    if not job.checkpoint.initial_load_path or not flavor or not isinstance(config, ModelConfig):
+    folder, flavor = Path(weights), section.flavor
+    if not weights or not flavor or not isinstance(config, ModelConfig):
         return []
     if not (folder / "config.json").is_file():
         return []
     remedy = "Leave model.name and model.flavor out: then its config.json counts."
     try:
-        theirs = model_config_from_hf(folder, weights_key(job))
+        theirs = model_config_from_hf(folder, where)
     except NotNativeError as error:
-        return [f"model.flavor = '{flavor}' is not the model of {weights_key(job)}: {error} {remedy}"]
-    meant = _given_overrides(job.model)
+        return [f"model.flavor = '{flavor}' is not the model of {where}: {error} {remedy}"]
+    meant = _given_overrides(section)
     scaling: Mapping[str, Any] = meant.pop("rope_scaling", {})
     names = {*meant, *(f"rope_scaling.{name}" for name in scaling)}
     if "rope_type" in scaling:
