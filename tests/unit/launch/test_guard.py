@@ -343,7 +343,7 @@ def test_a_collective_through_shared_memory_is_named(tmp_path):
     for rank, name in enumerate(["all_gather", "all_to_all"]):
         guard.stack_path(tmp_path, rank).write_text(
             "Current thread 0x2 (most recent call first):\n"
-            '  File "/x/titanlite/features/cpu/shared_memory.py", line 160 in _meet\n'
+            '  File "/x/titanlite/features/cpu/shared_memory.py", line 160 in _synchronize\n'
             f'  File "/x/titanlite/features/cpu/shared_memory.py", line 90 in {name}\n'
             '  File "/x/titanlite/distributed/collectives.py", line 60 in all_to_all_single\n'
             '  File "/x/titanlite/distributed/expert_parallel.py", line 100 in dispatch\n'

@@ -111,7 +111,7 @@ class SharedMemory:
             regions, part = self._next_regions(x.dtype), pieces[:, start : start + width]
             mine_in = slice(self._rank * part.shape[1], (self._rank + 1) * part.shape[1])
             regions[self._rank, : part.numel()].view_as(part).copy_(part)
-            self._meet("reduce_scatter", x)
+            self._synchronize("reduce_scatter", x)
             sum_pieces(mine[start : start + width], regions[:, mine_in])
 
     def all_reduce(self, x: torch.Tensor) -> None:
@@ -125,7 +125,7 @@ class SharedMemory:
         for start in range(0, mine.numel(), width):
             regions, part = self._next_regions(x.dtype), mine[start : start + width]
             regions[self._rank, : part.numel()].copy_(part)
-            self._meet(kind, x)
+            self._synchronize(kind, x)
             yield slice(start, start + part.numel()), regions[:, : part.numel()]
 
     def all_to_all(
@@ -147,7 +147,7 @@ class SharedMemory:
             part = sent[done:upto]
             regions[self._rank, : part.numel()].copy_(part)
             more = upto < sent.numel()
-            for peer, message in self._meet("all_to_all", x, parts, more=more).items():
+            for peer, message in self._synchronize("all_to_all", x, parts, more=more).items():
                 target, expected = receive[peer][0], receive[peer][1] - receive[peer][0]
                 if message.length != expected:
                     what = "more" if message.length > expected else "fewer"
@@ -163,12 +163,12 @@ class SharedMemory:
         self._round += 1
         return self._bytes[self._round % 2].view(dtype)
 
-    def _meet(
+    def _synchronize(
         self, kind: str, x: torch.Tensor, parts: dict[int, tuple[int, int]] | None = None, *, more: bool = False
     ) -> dict[int, _Message]:
         """Tell every peer that this rank has written, wait until all have, and return their messages."""
         mine = _Message(self._round, _KINDS.index(kind), _DTYPES.index(x.dtype), 0, x.numel(), more)
-        said = {}
+        messages = {}
         for peer, connection in self._peers.items():
             message = mine if parts is None else mine._replace(start=parts[peer][0], length=parts[peer][1])
             # Peers that have ended are found below; the others must not wait for this rank, but fail alike.
@@ -183,10 +183,10 @@ class SharedMemory:
                 raise self._failed(peer, f"has hung up ({error.strerror})") from None
             if not data:
                 raise self._failed(peer, f"ended, failed, or left the group, before {kind}")
-            said[peer] = theirs = _Message(*_FORMAT.unpack(data))
+            messages[peer] = theirs = _Message(*_FORMAT.unpack(data))
             if theirs[:3] != mine[:3] or (parts is None and theirs.length != mine.length):
                 raise self._failed(peer, f"is in {_describe(theirs)}, this rank in {_describe(mine)}")
-        return said
+        return messages
 
     def _failed(self, peer: int, what: str) -> Exception:
         """Return the error to raise; tell the peers that this rank sends nothing more, whatever its program does."""
