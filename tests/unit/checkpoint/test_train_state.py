@@ -75,7 +75,7 @@ def test_a_run_goes_on_with_the_rows_that_it_was_trained_on(identity, wants, sha
 def test_rows_that_were_trained_on_are_not_held_out_later():
     before = Progress(7, 56, "data", 4, {}, identity={"data.validation_share": "0"})
     data = DataSection()
-    with pytest.raises(ConfigError, match=r"is trained on all rows, .* Set data\.validation_path to others"):
+    with pytest.raises(ConfigError, match=r"was trained on all rows, .* Set data\.validation_path to others"):
         resolve_held_out(data, before, "outputs", wanted=True)
     data.validation_path = "others.jsonl"
     assert resolve_held_out(data, before, "outputs", wanted=True).validation_share == 0
