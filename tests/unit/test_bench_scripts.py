@@ -6,6 +6,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -290,9 +291,15 @@ def test_no_time_and_no_memory_are_reported(monkeypatch):
     assert "out of memory" in moe_gpu.report(MACHINE, [], rows, budget, None)
 
 
+@pytest.fixture
+def fewer_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter has no order of threads that could change."""
+    monkeypatch.setattr(moe_gpu_checks, "repeat_error", partial(moe_gpu_checks.repeat_error, repeats=1))
+
+
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_checks_pass_on_right_kernels(dtype, capsys):
+def test_checks_pass_on_right_kernels(dtype, capsys, fewer_repeats):
     checks = moe_gpu_checks.run_checks([(TINY, 10)], "cpu", dtype, large=False, matmuls=[(40, 24)])
     assert [check for check in checks if not check.ok] == [] and len(checks) == 2 * 4 + 5 + 1
     for errors in (
@@ -303,7 +310,7 @@ def test_checks_pass_on_right_kernels(dtype, capsys):
 
 
 @interpreted
-def test_checks_fail_on_wrong_kernels(monkeypatch, capsys):
+def test_checks_fail_on_wrong_kernels(monkeypatch, capsys, fewer_repeats):
     right = launch.row_grouped_gemm
     monkeypatch.setattr(launch, "row_grouped_gemm", lambda *args, **kwargs: right(*args, **kwargs) * 1.02)
     checks = moe_gpu_checks.run_checks([(TINY, 10)], "cpu", torch.bfloat16, large=False, matmuls=[(40, 24)])

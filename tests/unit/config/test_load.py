@@ -459,7 +459,7 @@ def build_job(chosen: list[tuple[Setting, Any]]) -> JobConfig:
 EVERY_CONTROL = "".join(map(chr, range(0x21))) + '\x7f\x80\u2028\U0001f600"\\'
 
 
-@PROPERTY
+@settings(PROPERTY, max_examples=25)
 @given(chosen=assignments)
 @example(chosen=[(get_settings()["job.description"], EVERY_CONTROL)])
 @example(chosen=[(get_settings()["optimizer.lr"], 5e-324), (get_settings()["training.max_norm"], 1e300)])

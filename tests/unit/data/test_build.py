@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from titanlite.base.errors import DataError
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
 from titanlite.data import build_corpus
+from titanlite.data import corpus as corpus_module
 from titanlite.data.tokenizer import build_tokenizer
 
 
@@ -115,13 +117,15 @@ def test_the_bpe_has_the_form_of_the_model(job: JobConfig, tmp_path: Path) -> No
     assert splits_digits()
 
 
-def test_standard_library(tmp_path: Path) -> None:
-    # The real data of the default configuration; 2 to 4 s on 2 cores.
+def test_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eighth of the real data of the default configuration. The quick start in test_end_to_end.py has all of it."""
+    corpus = corpus_module.build_stdlib_corpus()
+    monkeypatch.setattr(corpus_module, "build_stdlib_corpus", lambda: replace(corpus, files=corpus.files[::8]))
     job = JobConfig(data=DataSection(cache_folder=str(tmp_path), bpe_vocab_size=512))
     _, loader = build_data(job, 0, 1)
-    assert loader.dataset.num_train_sequences > 1000
+    assert loader.dataset.num_train_sequences > 125
     assert loader.dataset.tokenized.vocab_size == 512
-    assert loader.dataset.tokenized.num_documents > 300
+    assert loader.dataset.tokenized.num_documents > 40
 
 
 def test_import_does_not_import_transformers() -> None:

@@ -59,8 +59,14 @@ def collectives(trace: StepTrace) -> Counter[tuple[str, str, bool]]:
     [
         (8, 8, (CP + "2", TP + "2", EP + "2", MODE + "selective")),
         (4, 10, ("--training.global_batch_size=16", MODE + "full")),  # fullest in the last layer but one
-        (4, 17, ("--model.name=qwen3", "--moe.aux_loss_coeff=0", MODE + "selective", EVERY_SECOND)),
-        (4, 14, ("--model.name=dots1", "--model.overrides.num_dense_layers=11", EP + "2", MODE + "selective")),
+        pytest.param(
+            *(4, 17, ("--model.name=qwen3", "--moe.aux_loss_coeff=0", MODE + "selective", EVERY_SECOND)),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(4, 14, ("--model.name=dots1", "--model.overrides.num_dense_layers=11", EP + "2", MODE + "selective")),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_few_layers_stand_for_all(checked, world_size, num_layers, overrides):
@@ -81,7 +87,10 @@ def test_few_layers_stand_for_all(checked, world_size, num_layers, overrides):
     ("rank", "num_layers", "overrides"),
     [
         (0, 20, (EP + "2", MODE + "full")),  # gradients add up beside FSDP: 4 of 10, and 5
-        (2, 17, ("--model.name=dots1", "--model.overrides.num_dense_layers=3", MODE + "full", ONCE)),
+        pytest.param(
+            *(2, 17, ("--model.name=dots1", "--model.overrides.num_dense_layers=3", MODE + "full", ONCE)),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_few_layers_stand_for_all_of_a_stage(checked, rank, num_layers, overrides):
@@ -150,7 +159,7 @@ def test_what_is_done_once_per_step_is_counted_once(checked, replicas):
         assert plain["all_reduce", "dp_replicate"] == once["all_reduce", "dp_replicate"] == 4  # 2 layers, 2 ends
 
 
-@pytest.mark.parametrize(("rank", "mode"), [(2, (ONCE,)), (0, (REPLICATE + "2",))])
+@pytest.mark.parametrize(("rank", "mode"), [(2, (ONCE,)), pytest.param(0, (REPLICATE + "2",), marks=pytest.mark.slow)])
 def test_chunks_send_more_and_gather_and_reduce_no_more(checked, mode, rank):
     """4 micro-batches in 2 stages of 3 layers, as one chunk, and as 2 and 3."""
 
