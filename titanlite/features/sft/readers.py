@@ -224,8 +224,6 @@ def _read_parquet(file: Path, start: int) -> _Numbered:
     """Yield the rows as `datasets` decodes them (its JSON columns are objects again). Row groups before `start` are not
     read.
     """
-    from datasets import Dataset
-    from pyarrow import Table
     from pyarrow.parquet import ParquetFile
 
     number = 0
@@ -243,9 +241,25 @@ def _read_parquet(file: Path, start: int) -> _Numbered:
                         number += 1
                         yield number, _too_long("row", part.nbytes)
                         continue
-                    for row in Dataset(Table.from_batches([part]), fingerprint="rows"):
+                    for row in _convert(part):
                         number += 1
-                        yield number, drop_none(row)
+                        yield number, row
+
+
+def _convert(part: Any) -> Iterator[dict[str, Any] | RowError]:
+    """Yield the rows of a record batch; a text that is not UTF-8 is an error of its row."""
+    from datasets import Dataset
+    from pyarrow import Table
+
+    done = 0
+    while done < part.num_rows:
+        try:
+            for row in Dataset(Table.from_batches([part.slice(done)]), fingerprint="rows"):
+                done += 1
+                yield drop_none(row)
+        except UnicodeDecodeError as error:
+            done += 1
+            yield RowError("not UTF-8", f"a text of the row is not UTF-8 ({error.reason}). Write the file again.")
 
 
 def _read_arrow(file: Path, _: int) -> _Numbered:

@@ -281,6 +281,15 @@ def test_rows_without_memory_and_deep_ones_are_named(tmp_path: Path, monkeypatch
     assert "there is no memory for what its 100006 bytes stand for" in str(next(iter(LocalRows((path,)))).content)
 
 
+def test_a_text_of_a_parquet_file_that_is_not_utf8(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    offsets = pa.array([0, 1, 2, 3], pa.int32()).buffers()[1]
+    write_table(pa.table({"text": pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"a\xffc"))}), file)
+    found = _assert_starts_anywhere(find_rows(str(file)))
+    assert [row.content for row in found[::2]] == [{"text": "a"}, {"text": "c"}] and found[1].number == 2
+    assert str(found[1].content) == "a text of the row is not UTF-8 (invalid start byte). Write the file again."
+
+
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
