@@ -330,6 +330,7 @@ def _import_everything() -> None:
     Raises:
         RuntimeError: there are more.
     """
+    import numpy.ma  # noqa: F401 - a step does
     import torch
     import torch._dynamo  # FSDP imports it in every rank otherwise
     import torch.utils.tensorboard

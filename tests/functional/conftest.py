@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy.ma  # noqa: F401
 import pytest
 import torch
 from launches import Launch
@@ -22,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.tensor import DTensor
 from traced_layers import Graphs
 
-# Saving imports these; here it costs 2 s once, in every forked rank it would cost them again.
+# Steps and saves import these; here it costs 2 s once, in every forked rank it would cost them again.
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
 import titanlite.features.generate.evaluate

@@ -154,22 +154,22 @@ def test_clip_grad_norm_scales_all_shards_to_the_norm_of_one_process(run_ranks, 
         assert after.item() == pytest.approx(0.5, rel=1e-5)
 
 
-def test_accumulated_step_is_the_step_on_the_whole_batch(train_run):
-    (whole,) = train_run(Degrees(), "--training.local_batch_size=8", steps=3)
-    (split,) = train_run(Degrees(), "--training.local_batch_size=2", steps=3)
+def test_accumulated_step_is_the_step_on_the_whole_batch(warm_run):
+    (whole,) = warm_run(Degrees(), "--training.local_batch_size=8", steps=3)
+    (split,) = warm_run(Degrees(), "--training.local_batch_size=2", steps=3)
     # Float32 sums in another order.
     assert split.losses == pytest.approx(whole.losses, rel=1e-5)
     assert split.grad_norms == pytest.approx(whole.grad_norms, rel=1e-5)
     assert split.tokens_per_expert == whole.tokens_per_expert
 
 
-def test_clipping_reaches_the_optimizer(train_run):
+def test_clipping_reaches_the_optimizer(warm_run):
     """With eps = 1 far above the gradients, AdamW is momentum: clipped to norm 1e-4, weights hardly move."""
     overrides = ["--training.local_batch_size=8", "--optimizer.eps=1.0", "--optimizer.weight_decay=0"]
-    start = train_run(Degrees(), *overrides, steps=0)[0].weights
+    start = warm_run(Degrees(), *overrides, steps=0)[0].weights
     moved, norms = [], []
     for max_norm in ("1e-4", "0"):
-        (run,) = train_run(Degrees(), f"--training.max_norm={max_norm}", *overrides, steps=2)
+        (run,) = warm_run(Degrees(), f"--training.max_norm={max_norm}", *overrides, steps=2)
         names = [name for name in start if name.endswith("weight")]
         moved.append(sum((run.weights[name] - start[name]).square().sum() for name in names).sqrt().item())
         norms.append(run.grad_norms[0])
@@ -230,8 +230,8 @@ def test_step_with_a_non_finite_gradient_changes_nothing_on_any_rank(
         assert found == (2, 1)
 
 
-def test_training_stops_at_the_next_log_step_and_names_the_step(run_ranks, checked, meshes, monkeypatch):
-    job = checked(meshes["TP2xEP2"], "--training.steps=9", "--metrics.log_freq=4", "--checkpoint.enable=false")
+def test_training_stops_at_the_next_log_step_and_names_the_step(run_ranks, checked, monkeypatch):
+    job = checked(Degrees(dp_shard=2, ep=2), "--training.steps=9", "--metrics.log_freq=4", "--checkpoint.enable=false")
     poison_step(monkeypatch, 3, math.nan)
 
     def rank_main() -> tuple[int, str]:
@@ -240,7 +240,7 @@ def test_training_stops_at_the_next_log_step_and_names_the_step(run_ranks, check
             trainer.train()
         return trainer.step, str(raised.value), trainer.stepper.lr_scheduler.last_epoch
 
-    (result,) = set(run_ranks(4, rank_main))
+    (result,) = set(run_ranks(2, rank_main))
     assert result[2] == 4, "steps 1 and 4 log"
     assert result[0] == 2, "and the state is that of before the bad step"
     assert "step 3 is not finite" in result[1] and "those of step 2" in result[1]
@@ -264,9 +264,9 @@ def test_absurd_learning_rate_ends_in_a_training_error(run_ranks, checked):
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_recomputation_does_not_double_tokens_per_expert(train_run, mode):
+def test_recomputation_does_not_double_tokens_per_expert(warm_run, mode):
     overrides = ["--training.local_batch_size=2", f"--activation_checkpoint.mode={mode}"]
-    (run,) = train_run(Degrees(), *overrides, steps=2)
+    (run,) = warm_run(Degrees(), *overrides, steps=2)
     for counts in run.tokens_per_expert:
         assert [sum(layer) for layer in counts] == [8 * 32 * 2] * 2, "8 sequences of 32 tokens, 2 experts each"
 
@@ -326,15 +326,15 @@ def test_padding_is_neither_counted_nor_trained(run_ranks, checked, meshes, mesh
 
 
 @pytest.mark.parametrize("mesh", ["TP2xEP4"])
-def test_two_runs_are_bit_identical(train_run, meshes, mesh):
-    first, second = (train_run(meshes[mesh], FULL_AC, "--training.local_batch_size=2", steps=3) for _ in range(2))
+def test_two_runs_are_bit_identical(warm_run, meshes, mesh):
+    first, second = (warm_run(meshes[mesh], FULL_AC, "--training.local_batch_size=2", steps=3) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert (a.losses, a.grad_norms, a.tokens_per_expert) == (b.losses, b.grad_norms, b.tokens_per_expert)
     assert [name for name, w in first[0].weights.items() if not torch.equal(w, second[0].weights[name])] == []
 
 
-def test_another_seed_is_another_run(train_run):
-    first, second = (train_run(Degrees(), f"--training.seed={seed}", steps=1)[0] for seed in (1, 2))
+def test_another_seed_is_another_run(warm_run):
+    first, second = (warm_run(Degrees(), f"--training.seed={seed}", steps=1)[0] for seed in (1, 2))
     assert first.losses != second.losses
     matrices = [name for name, weight in first.weights.items() if weight.dim() >= 2]
     assert [name for name in matrices if first.digests[name] == second.digests[name]] == []
@@ -360,7 +360,7 @@ class TestCompile:
         ],
         ids=str,
     )
-    def test_traced_moe_layers_give_the_same_loss(self, checked, train_run, traced_run, degrees, checkpointing):
+    def test_traced_moe_layers_give_the_same_loss(self, checked, warm_run, traced_run, degrees, checkpointing):
         """Tracing alone, without code generation: the same operations, up to their order.
 
         Every layer of every forward runs compiled, and all layers share their graphs: one, or those before and after
@@ -370,7 +370,7 @@ class TestCompile:
             *("--training.local_batch_size=2", f"--activation_checkpoint.mode={checkpointing}"),
             *("--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"),
         ]
-        plain = train_run(degrees, *settings, steps=2)
+        plain = warm_run(degrees, *settings, steps=2)
         traced, graphs = traced_run(degrees, *settings, steps=2)
         for a, b in zip(plain, traced, strict=True):
             assert b.losses == pytest.approx(a.losses, rel=1e-5)
