@@ -1,4 +1,4 @@
-"""From what the configuration calls a model, a path or a repository of the hub, to a local folder; and back."""
+"""Resolution of the configured names of models, paths and hub repositories to local folders, and back."""
 
 import importlib.util
 import os
@@ -22,7 +22,7 @@ _HUB_ADDRESS = re.compile(
 _HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)")
 _DESCRIPTION = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "README.md"]
 _WEIGHTS = ["*.safetensors"]
-# Copies of the weights in other layouts, and whatever lies in folders of its own.
+# Copies of the weights in other layouts, and all subfolders.
 _IGNORED = ["consolidated*", "*/*"]
 
 
@@ -91,7 +91,7 @@ def assets_key(job: JobConfig) -> str:
 
 
 def assets_folder(model: ModelSection, checkpoint: CheckpointSection) -> Path | None:
-    """Folder with the description of the model that the run began with, where there is one: `resolve_assets` first."""
+    """Return the folder with the description of the run's first model, if any: call `resolve_assets` first."""
     described = "" if model.flavor else model.hf_assets_path  # with a flavor, only the tokenizer is from there
     for name in (described, checkpoint.initial_load_path):
         if name and (Path(name) / "config.json").is_file():
@@ -123,7 +123,7 @@ def find_missing_files(job: JobConfig) -> list[str]:
             if name:
                 check_regular(os.path.expanduser(name))
         except IsADirectoryError:
-            pass  # where a file is wanted, its reader says so
+            pass  # if a file is expected, its reader reports it
         except FileNotFoundError:
             if not (may_be_on_hub and is_hub_id(name)) or holds_rows(name):
                 problems.append(f"{key}: {name} does not exist. {suggest_path(key, name)}")

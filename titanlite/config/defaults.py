@@ -13,7 +13,7 @@ from titanlite.config.data import get_sources, holds_rows
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import format_value
 
-_MOST_NAMES = 10_000  # of a folder, which are alike after these
+_MOST_NAMES = 10_000  # of a folder that are looked at
 
 # Peak learning rate where a run begins with pretrained weights, by (is it DPO, are they adapters).
 _FINE_TUNING_RATES = {
@@ -22,7 +22,7 @@ _FINE_TUNING_RATES = {
     (True, False): 5e-7,  # Zephyr, arXiv:2310.16944; Tulu 3, arXiv:2411.15124
     (True, True): 5e-6,  # the LoRA recipe of Zephyr
 }
-# Sections and settings, and what they have no effect without.
+# Sections and settings, with the setting that they need to have an effect.
 _SWITCHES = {
     "lora": "lora.rank",
     "dpo": "training.objective",
@@ -63,7 +63,7 @@ def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[str]:
     default("training.seq_len", -1)
     default("job.dump_folder", f"outputs/{name}" if name else "outputs")
     if job.checkpoint.initial_load_path and (job.data.dataset not in ("text", "stdlib") or job.lora.rank > 0):
-        default("training.global_batch_size", None)  # other runs with weights go on with pretraining
+        default("training.global_batch_size", None)  # other runs with weights continue pretraining
     elif job.training.global_batch_size is None:
         job.training.global_batch_size = -1
     if job.checkpoint.initial_load_path:
@@ -130,7 +130,7 @@ def wants_held_out(job: JobConfig) -> bool:
 
 
 def follows(job: JobConfig, key: str) -> bool:
-    """Return True for a setting that `fill_in` derives from others: it is not saved, so that these can be changed."""
+    """Return True for a setting that `fill_in` derives from others: it is not saved, so that those can be changed."""
     if key == "training.steps":
         return job.training.epochs > 0
     if key == "data.validation_share":
@@ -139,7 +139,7 @@ def follows(job: JobConfig, key: str) -> bool:
 
 
 def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixed"]:
-    """Tell what is at `path`, by file names: rows for fine-tuning, documents as they are, or both in a folder.
+    """Detect the kind of data at `path` by file names: rows for fine-tuning, plain documents, or both in a folder.
 
     A path that does not exist is rows if its name is that of a dataset of the hub or of a file of rows.
     """

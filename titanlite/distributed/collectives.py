@@ -1,8 +1,8 @@
 """Differentiable collectives as torch operators: gather and scatter along a dim, sum, all-to-all of rows.
 
 As operators (`titanlite::...`) with fake kernels they can be kept by selective activation checkpointing, and do not
-break a compiled graph. A process group is passed by name, for operators take no objects. FSDP2 gathers and reduces with
-`all_gather_single` and `reduce_scatter_single`; these and `all_reduce_sum` are not differentiable.
+break a compiled graph. A process group is passed by name, because operators take no objects. FSDP2 gathers and reduces
+with `all_gather_single` and `reduce_scatter_single`; these and `all_reduce_sum` are not differentiable.
 
 Collectives: every rank of the group must call, in the same order.
 """
@@ -28,7 +28,7 @@ _FEW_BYTES = 64 << 10
 
 
 class Transport(Protocol):
-    """A way for the ranks of one group to exchange contiguous host tensors, in place of gloo's.
+    """An exchange of contiguous host tensors between the ranks of one group, in place of gloo's.
 
     The kernel `transport`, called with a group and a timeout in seconds, opens one, or returns None. It is collective,
     and so are all methods. Sums are those of `sum_pieces`.
@@ -61,7 +61,7 @@ def limit_waiting(timeout_s: float) -> None:
 
 
 def forget_groups() -> None:
-    """Forget all groups, which hold connections and threads as long as someone knows them."""
+    """Forget all groups: they keep connections and threads as long as they are referenced."""
     for transport in _transports.values():
         if transport is not None:
             transport.close()
@@ -92,8 +92,8 @@ def reduce_scatter_single(
 def all_reduce_sum(x: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> None:
     """Sum `x` over the ranks of `group`, or all, in place: on the host contiguous, and in the order of the ranks.
 
-    On the host every rank adds up all of a few numbers, for which gloo takes several times as long. Of more, each rank
-    sums a part, and the parts are gathered. The bits are the same either way.
+    On the host, every rank sums a small tensor completely, for which gloo takes several times as long. Of a larger one
+    each rank sums a part, and the parts are gathered. The bits are the same either way.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -138,7 +138,7 @@ def all_to_all_single(
 
 
 def _is_on_gloo(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    # Not `get_backend`: of a group with a backend for each type of device, that is not the name of one.
+    # Not `get_backend`: for a group with a backend per type of device, it names none of them.
     return x.device.type == "cpu" and out.dtype == x.dtype and "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 
@@ -229,7 +229,7 @@ def gather_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("titanlite::all_to_all", mutates_args=())
 def all_to_all(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> torch.Tensor:
-    """Send `input_splits[r]` rows of x to each rank r, receive `output_splits[r]`; the gradient goes the way back."""
+    """Send `input_splits[r]` rows of x to each rank r, receive `output_splits[r]`; the gradient goes back alike."""
     out = x.new_empty(sum(output_splits), *x.shape[1:])
     with timers.collective():
         all_to_all_single(out, x.contiguous(), output_splits, input_splits, group=_groups[group])

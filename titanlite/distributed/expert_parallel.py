@@ -65,7 +65,7 @@ class ExpertParallelDispatcher:
         return _Return.apply(y_PD, token_C, rows_Tk, travel), ends_e
 
     def _route(self, topk_expert_ids_Tk: Tensor, num_experts: int) -> tuple[Any, ...]:
-        """Return which token each copy sent is of and for which experts, and the order of the rows received.
+        """Return token and experts of each copy sent, and the order of the rows received.
 
         `rows_Tk` are the copies of each token, `rows_Pk` the rows of each copy received: k or fewer.
         """
@@ -93,9 +93,9 @@ class ExpertParallelDispatcher:
     def _splits(
         self, sent_n22: Tensor, received_n22: Tensor, shape: torch.Size, num_experts: int
     ) -> tuple[list[int], list[int], int]:
-        """Return copies that go to each rank, copies that come from each, and how many rows those become."""
+        """Return the numbers of copies sent to each rank and received from each, and of the rows received."""
         sent, received = torch.stack([sent_n22, received_n22]).tolist()  # synchronization point
-        kernel = find_kernel("expert_splits", sent_n22.device)  # of a plan, whose numbers mean nothing
+        kernel = find_kernel("expert_splits", sent_n22.device)  # of a plan, whose tensors have no values
         if kernel is not None:
             return kernel(shape, num_experts, self._size)
         send, receive = ([end - begin for (begin, end), _ in by_rank] for by_rank in (sent, received))
@@ -131,7 +131,7 @@ class _Travel:
 class _Send(torch.autograd.Function):
     """All-to-all of the tokens to the ranks of their experts. In backward the exchange may be in flight already.
 
-    With `order_Q` it is of the weights of all choices, of which each row received takes its own.
+    With `order_Q` it sends the weights of all choices, and each row received takes its own.
     """
 
     @staticmethod

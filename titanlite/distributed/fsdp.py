@@ -1,8 +1,8 @@
 """FSDP2 (`fully_shard`): parameters, gradients and optimizer states sharded over the data-parallel ranks.
 
-Experts form FSDP units of their own whenever they live on the sparse mesh, and none where they are split no further
-than by expert parallelism: over one rank FSDP would only cast and copy. Gradients are summed, never averaged: the loss
-is divided by the global number of valid tokens, so that dense and expert gradients scale alike.
+Experts are separate FSDP units if they are on the sparse mesh, and no units if only expert parallelism splits them:
+over one rank FSDP would only cast and copy. Gradients are summed, never averaged: the loss is divided by the global
+number of valid tokens, so that dense and expert gradients scale alike.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -56,8 +56,8 @@ def apply_fsdp(
     """
     attributes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
     param_dtype, reduce_dtype = mixed_precision_dtypes(training, device_type)
-    # Inputs are not cast: activations have the parameters' dtype from the embedding on, and what does not (the router's
-    # weights of the rows, which enter the experts) is float32 on purpose.
+    # Inputs are not cast: activations have the parameters' dtype from the embedding on, and the exceptions (the
+    # router's weights of the rows, which enter the experts) are float32 on purpose.
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     shared: dict[str, Any] = {
         "mp_policy": policy,
@@ -102,7 +102,7 @@ def apply_fsdp(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             mesh = dims.expert_fsdp_mesh if module in on_expert_mesh else dims.fsdp_mesh
-            if mesh.size() > 1:  # of one rank, FSDP would copy the gradients once more, divided by 1
+            if mesh.size() > 1:  # over one rank, FSDP would copy the gradients again, divided by 1
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
             _time_collectives(module, has_replicas=dims.degrees.dp_replicate > 1)
@@ -239,7 +239,7 @@ class _ReadCopy(torch.autograd.Function):
 
 
 def _prefetch_nothing_in_backward(units: Iterable[nn.Module]) -> None:
-    """Turn backward prefetching off, for units that are gathered once per step and a pipeline stage's first units.
+    """Turn backward prefetching off, for units that are gathered once per step and for a pipeline stage's first units.
 
     FSDP2 lists the units of all micro-batches together, and would gather the last one again before the first.
     """

@@ -59,14 +59,14 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _placements(model: Decoder) -> ParameterPlacements:
-    """Placement of every parameter but the experts'; a tied one appears once."""
+    """Return the placement of every parameter except the experts'; a tied one appears once."""
     experts = {p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
     found: ParameterPlacements = {param: Replicate() for param in model.parameters() if param not in experts}
     for module in model.modules():
         split: dict[Linear | Embedding, int] = {}
         if isinstance(module, Attention):
             split = {module.q_proj: 0, module.k_proj: 0, module.v_proj: 0, module.o_proj: 1}
-        elif isinstance(module, LatentAttention):  # every rank makes the latents, and of them its own heads
+        elif isinstance(module, LatentAttention):  # every rank computes the latents, and from them its own heads
             queries = module.q_b_proj if module.q_proj is None else module.q_proj
             assert queries is not None
             split = {queries: 0, module.kv_b_proj: 0, module.o_proj: 1}

@@ -74,7 +74,7 @@ def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def exchange(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Give `tensor` the contents of `new`; it stays the same object, of the same class, with attributes and hooks."""
+    """Swap the contents of `new` into `tensor`: the same object, of the same class, with attributes and hooks."""
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
     if type(new) is not type(tensor):
@@ -106,7 +106,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     nbytes = math.prod(shape) * dtype.itemsize
     if sys.platform != "linux" or device.type != "cpu" or nbytes < 2 * _HUGE_PAGE_BYTES:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
-    # The system takes huge pages at multiples of their size only. What lies before is never touched and costs nothing.
+    # Huge pages start at multiples of their size only. Memory before that is never touched and costs nothing.
     memory = torch.empty(nbytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)
     start = -memory.data_ptr() % _HUGE_PAGE_BYTES
     memory = memory[start : start + nbytes]
@@ -261,7 +261,7 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
             ):
                 problems.append(f"{fqn}: has infinite elements.")
     elif not isinstance(entry.source, Keep) and local.numel():
-        # Every integer is a legal value; a whole tensor of the one that no one wants is a forgotten one.
+        # Every integer is a legal value, but a whole tensor of poison was not filled.
         poison = poison_of(local.dtype)
         if poison is not None and bool((local == poison).all()):
             problems.append(f"{fqn}: not filled (all its elements are {poison}).")
@@ -273,7 +273,7 @@ def _chunk_of(local: torch.Tensor) -> int:
 
 
 def bit_digest(local: torch.Tensor) -> torch.Tensor:
-    """Sum the bits of `local` plainly and weighted by position, modulo 2**64: int64 (2,), on its device.
+    """Sum the bits of `local`, plain and weighted by position, modulo 2**64: int64 (2,), on its device.
 
     Comparable on the same type of device.
     """

@@ -49,9 +49,9 @@ class TensorEntry:
     info: TensorInfo  # under its first name
     names: tuple[str, ...]  # under which the model holds it; more than one when tied
     source: Source
-    tensor: torch.Tensor  # the object, which stays the same when it is materialized
+    tensor: torch.Tensor  # materialized in place: the object stays the same
     region: Region  # of the values, on this rank
-    dtype: torch.dtype  # that it gets: the declared one for buffers that must not follow a cast of the model
+    dtype: torch.dtype  # after materialization: the declared one for buffers that must not follow a cast of the model
 
     @property
     def fqn(self) -> str:
@@ -92,7 +92,7 @@ class Plan:
     model: nn.Module
     entries: tuple[TensorEntry, ...]
     group: dist.ProcessGroup | None = None  # ranks that share what this one holds (`layout.set_sharing_group`), or all
-    waiting: dist.ProcessGroup | None = None  # all ranks, waiting as long as one may read longer; None: the default one
+    waiting: dist.ProcessGroup | None = None  # all ranks, with a timeout for slow reads; None: the default one
 
     @property
     def local_bytes(self) -> int:
@@ -170,7 +170,7 @@ def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str,
 def _declarations(model: nn.Module, infos: Mapping[str, TensorInfo], problems: list[str]) -> dict[str, Source]:
     declared = _Claims(infos, problems)
     for raw_prefix, module in model.named_modules():
-        # On the type: a wrapper (torch.compile) forwards the attributes of the module inside, which speaks for itself.
+        # On the type: a wrapper (torch.compile) forwards attributes of the inner module, which declares for itself.
         declare = getattr(type(module), "declare_sources", None)
         if declare is None:
             continue

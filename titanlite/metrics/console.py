@@ -1,4 +1,4 @@
-"""What a run shows on the console: a line per log step, and progress bars where they can move."""
+"""Console output of a run: a line per log step, and progress bars where the terminal can redraw."""
 
 import sys
 import time
@@ -41,7 +41,7 @@ def format_line(
     layers: Mapping[str, Sequence[float]] | None = None,
     slow_reason: str = "",
 ) -> str:
-    """Write the values of one log step, keyed by metric name, as one aligned line; what is absent is left out.
+    """Write the values of one log step, keyed by metric name, as one aligned line; absent values are skipped.
 
     Of the values per MoE layer, `layers`, it shows the worst load. A rank that others wait for is named only if it is
     much slower than they are; `slow_reason` says why. Padding is shown if there is much of it: FLOP/s and MFU count it,
@@ -117,7 +117,7 @@ class ProgressBar:
     def show(self, step: int, values: Mapping[str, float] | None = None) -> None:
         """Redraw the bar after `step`, with the `values` of a log step, keyed by metric name, or the latest ones."""
         now = time.monotonic()
-        self._first = self._first or (step, now)  # the first step compiles and warms up: it tells nothing of the pace
+        self._first = self._first or (step, now)  # the first step compiles and warms up: no measure of the pace
         if values is None and now - self._drawn_s < _REDRAW_S:
             return
         self._values, self._drawn_s = values or self._values, now

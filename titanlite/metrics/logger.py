@@ -189,7 +189,7 @@ class MetricsLogger:
             logger.info(f"  {prompt} -> {prediction} (wanted {reference}, score {example['score']:g})")
 
     def close(self) -> None:
-        """Write what waits, if anything, and take the progress bar away; later calls do nothing."""
+        """Write the waiting records, if any, and remove the progress bar; later calls do nothing."""
         if not self._enabled:
             return
         self._enabled = False
@@ -203,7 +203,7 @@ class MetricsLogger:
             logger.warning(f"metrics: records that could not be written: {', '.join(lost)}. They are lost.")
 
     def __enter__(self) -> Self:
-        self._began_s = time.monotonic()  # what was loaded before, or computed for DPO, is no pace
+        self._began_s = time.monotonic()  # loading, or reference passes of DPO, do not count
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -294,7 +294,7 @@ def _encode_png(pixels: NDArray[np.uint8]) -> bytes:
 
 
 def _on_one_line(text: str) -> str:
-    """Quoted, without line breaks, and its end if it is long: of a prompt the end is what counts."""
+    """Quote a text on one line; of a long one keep the end, which matters most in a prompt."""
     return repr(text if len(text) <= _SHOWN_CHARS else "..." + text[-_SHOWN_CHARS:])
 
 

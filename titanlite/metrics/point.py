@@ -1,4 +1,4 @@
-"""What one log step knows and the values that it becomes, ranks compared; results of validations and evaluations."""
+"""Data of one log step and the values made of it, ranks compared; results of validations and evaluations."""
 
 import math
 import resource
@@ -137,7 +137,7 @@ class StepPoint:
 
     @property
     def unpadded_tokens(self) -> int:
-        """Those of `tokens` that are no padding: what the model learns from."""
+        """Number of `tokens` without padding."""
         return self.tokens - self.num_padding
 
     def values(self, steps: int, flops_per_token: int, num_ranks: int) -> dict[str, float]:
@@ -294,7 +294,7 @@ class Results:
     def add_validation(self, step: int, loss: float, mixture: str = "") -> bool:
         """Take a validation loss; True if the checkpoint of this step is the one to keep as the best.
 
-        Losses of one `mixture` of sources, in words, say nothing about those of another: with it all begins anew.
+        Losses of one `mixture` of sources are not comparable with those of another: with it the record restarts.
         """
         series, name = self.validation, f"validation loss ({mixture})" if mixture else "validation loss"
         if series.name not in ("", name):

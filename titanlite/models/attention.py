@@ -22,7 +22,7 @@ _LATENT_EPS = 1e-6
 
 
 class CoreAttention(nn.Module):
-    """Attention itself, which has no weights: the one place where a token meets the others of its sequence.
+    """Core attention, without weights: the only place where tokens of a sequence interact.
 
     A module, so that context parallelism can put its exchange around it.
     """
@@ -91,9 +91,9 @@ class Attention(SelfAttention):
 class LatentAttention(SelfAttention):
     """Multi-head latent attention of DeepSeek-V2 and V3 (arXiv:2405.04434, section 2.1).
 
-    Keys and values of all heads are made of one narrow latent, and queries, if `q_lora_rank` says so, of another one.
+    Keys and values of all heads are projected from one narrow latent; with `q_lora_rank`, queries from another one.
     Part of each head has no position; the rotated part of the keys is the same for all heads. In training the latents
-    are expanded: attention then is that of H heads with a key and a value each.
+    are expanded, and attention is that of H heads with a key and a value each.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -190,15 +190,15 @@ class OutputHead(Linear):
         return losses if reduction == "sum" else losses.unflatten(0, labels_BS.shape).clone()
 
 
-# What `keep` has of the layer that runs, or now takes. None: the layer is not recomputed as a whole.
+# Values that `keep` stores of the running layer, or now returns. None: the layer is not recomputed as a whole.
 kept: ContextVar[list[Any] | Iterator[Any] | None] = ContextVar("kept", default=None)
 
 
 def keep(make: Callable[[], Any]) -> Any:
-    """Return `make()`, or, while a whole layer is recomputed, what it returned in the forward: for what is small.
+    """Return `make()`; while a whole layer is recomputed, return its small result of the forward instead.
 
-    A tensor is kept without its history: gradients flow through what the forward returned. In compiled code, which
-    fuses what is small, everything is made again.
+    A tensor is kept detached: gradients flow through the forward's result. Compiled code fuses small operations and
+    recomputes them.
     """
     values = None if torch.compiler.is_compiling() else kept.get()
     if isinstance(values, Iterator):

@@ -1,9 +1,9 @@
 """Mixture of experts: router, experts, and the seam where expert parallelism plugs in.
 
-A token's way: `Router` scores it and picks top_k experts; the dispatcher groups the (token, expert) rows by expert,
-on this rank or across ranks; `Experts` runs one grouped GEMM pair over all groups; the dispatcher brings the rows back
-and sums them per token in a fixed order. The router's weight of a row is folded into SwiGLU's result, so that the
-way back is a plain sum.
+Path of a token: `Router` scores it and picks top_k experts; the dispatcher groups the (token, expert) rows by expert,
+on this rank or across ranks; `Experts` runs one grouped GEMM pair over all groups; the dispatcher returns the rows and
+sums them per token in a fixed order. The router's weight of a row is folded into SwiGLU's result, so that the return is
+a plain sum.
 
 Shapes: B batch, S sequence, T = B * S tokens, D hidden, E experts, k experts per token, R = T * k rows, I expert width.
 """
@@ -89,7 +89,7 @@ class Router(nn.Module):
         return Routing(topk_scores_Tk, chosen[1], aux_loss)
 
     def _choose(self, scores_BSE: Tensor, valid_BS: Tensor | None) -> tuple[Any, ...]:
-        """Return weights and ids of the chosen experts, and factors and sums of all scores in the balance loss."""
+        """Return weights and ids of the chosen experts, and for the balance loss factors and sums of all scores."""
         config, scores_TE = self.config, scores_BSE.flatten(0, 1)
         choice_TE = scores_TE + self.expert_bias
         if config.num_limited_groups < config.num_expert_groups:

@@ -4,8 +4,8 @@ For Qwen3 (V = 151,936) and 16,384 tokens, float32 logits and their gradient wou
 projected, its loss and its gradients are computed at once, and the logits are dropped. On CUDA two kernels
 (`kernels_triton.py`) do what comes between the products, on logits in the model's dtype.
 
-Losses per token (`reduction="none"`) have an upstream gradient each, which is not known in forward: of those only the
-logarithm of the softmax's denominator is kept, and backward projects every chunk a second time.
+Losses per token (`reduction="none"`) have an upstream gradient each, unknown in forward: only the logarithm of the
+softmax's denominator is kept, and backward projects every chunk again.
 
 Shapes: T tokens, C tokens of a chunk, D width, V vocabulary rows of this rank.
 """
@@ -51,7 +51,7 @@ def _wide(x: Tensor) -> torch.dtype:
 def _targets(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard | None):
     """Return the factor of each token's loss, whether its label is a column of this rank, and which one.
 
-    The factor is 1, 0 without a label, and NaN for one outside the vocabulary, for a plausible number would hide it.
+    The factor is 1, 0 without a label, and NaN outside the vocabulary: a plausible number would hide that.
     """
     valid_C = labels_C != IGNORE_INDEX
     start, vocab_size = (0, logits_CV.shape[-1]) if shard is None else (shard.start, shard.vocab_size)
@@ -93,7 +93,7 @@ def softmax_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, 
 
 @torch.library.custom_op("titanlite::softmax_gradient_", mutates_args=("logits",))
 def softmax_gradient_(logits: Tensor, shift: Tensor, scale: Tensor, hit: Tensor, column: Tensor) -> None:
-    """Write exp(logit - shift) * scale, less `hit` in `column`, over `logits` (C, V); the others are (C,), float32."""
+    """Write exp(logit - shift) * scale, minus `hit` in `column`, over `logits` (C, V); the others are (C,), float32."""
     get_launchers().softmax_gradient_(logits, shift, scale, hit, column)
 
 

@@ -24,8 +24,8 @@ _has_triton = True
 def install_kernel(operator: str, device_type: str, kernel: Kernel, costly: Sequence[Any] = ()) -> None:
     """Install `kernel` for `operator` on devices of a type, in this process, in place of the one that was there.
 
-    It takes what the operator documents; returns the result, or None where the operator's own way is better. `costly`
-    are torch operators that it calls, whose results selective activation checkpointing keeps.
+    It takes the operator's arguments; returns the result, or None where the operator's own way is better. `costly` are
+    torch operators that it calls, whose results selective activation checkpointing keeps.
     """
     _kernels[operator, device_type] = kernel
     _costly.update(costly)

@@ -1,6 +1,6 @@
 """Launchers of the Triton kernels: grouped GEMM, with the table of its tiles, and cross entropy.
 
-The table takes the place of an autotuner, which would measure on every rank, choose by chance, and so give other sums.
+A table, not an autotuner, which would measure on every rank, choose by chance, and so give different sums.
 
 Shapes: M rows, E groups, K reduction, N columns, T tokens, I expert width; C rows of logits, V columns.
 """
@@ -226,7 +226,7 @@ def _launch_rows(
         if rows is None and (_tma_fits(x) if tma is None else tma):
             operands[0] = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
     by_tma = operands[0] is not x and use_tma
-    most_tiles = (M // tile.rows + E + 1) * triton.cdiv(N, tile.cols)  # how many there are, only the device knows
+    most_tiles = (M // tile.rows + E + 1) * triton.cdiv(N, tile.cols)  # only the device knows the exact number
     y, z, h = (out.get(name) for name in ("y", "z", "h"))
     pointers = (y, z, h, out.get("row_weight"), out.get("drow_weight"), rows, offsets)
     out_strides = (0 if t is None else t.stride(0) for t in (y, z, h))
@@ -280,7 +280,7 @@ def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
 
 @cache
 def _properties(device: torch.device) -> Any:
-    """Return what torch would look up anew for every launch, in 0.1 ms."""
+    """Return properties that torch would look up for every launch, in 0.1 ms."""
     return torch.cuda.get_device_properties(device)
 
 
@@ -308,8 +308,8 @@ def table_of(major: int, shared_bytes: int) -> str:
 def _most_programs(x: Tensor, tile: Tile) -> int:
     """Return as many as the device runs at once; for a run of several ranks, a few times as many.
 
-    There, collectives hold some of the multiprocessors meanwhile. Programs that find no room start when others have
-    ended: of one round the kernel would take two, of several shorter rounds one more.
+    In such a run, collectives occupy some multiprocessors. Programs without room start when others have ended: instead
+    of two full rounds, the kernel takes several short ones and one more.
     """
     if INTERPRETED:
         return _INTERPRETED_SMS

@@ -61,7 +61,7 @@ def sum_over_rows(
 def wide_linear(x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """Return `x.float() @ weight.float().T`, (..., N) float32, of x (..., K).
 
-    On CUDA two-byte operands are multiplied as they are, which is exact, and kept as they are for backward.
+    On CUDA two-byte operands are multiplied without a cast, which is exact, and kept so for backward.
     """
     if kernel_device(x.device) == "cuda" and x.dtype == weight_NK.dtype and x.dtype.itemsize == 2:
         return _WideLinear.apply(x, weight_NK)

@@ -158,7 +158,7 @@ def moe_experts(
 
 
 class _Experts(torch.autograd.Function):
-    """Backward of all. The result only brings the gradient from `_Results` here: its one element is not read."""
+    """Backward of the whole operator. The one element of its result only carries the gradient from `_Results`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
@@ -170,7 +170,7 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor):
         need_x, need_gate_up, need_down, need_row_weight = ctx.needs_input_grad[:4]
-        # Once: under activation checkpointing, unpacking recomputes and may not be repeated.
+        # Unpack once: under activation checkpointing that recomputes.
         x, gate_up, down, row_weight, token, rows, offsets, z = ctx.saved_tensors
         if ctx.travel is not None:
             ctx.travel.wait()

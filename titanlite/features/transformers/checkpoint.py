@@ -39,7 +39,7 @@ _UNTIE = ", and in its text_config if it has one; if both stay tied, correct the
 class TransformersCheckpoint:
     """A `SourceProvider`: every persistent tensor of a transformers model, read through transformers' own mapping.
 
-    Complete and strict as `HFCheckpoint`, with its attributes. What the class says may be absent is allowed to be.
+    Complete and strict as `HFCheckpoint`, with its attributes. Tensors that the class allows to be absent may be.
     """
 
     complete = True
@@ -64,7 +64,7 @@ class TransformersCheckpoint:
         return [*claims, *((shown(key), Unfit(explain_unexpected(self.name))) for key in unknown)]
 
     def _claim_stored(self, tensors: Mapping[str, TensorInfo]) -> list[str]:
-        """Claim all that is stored for `tensors`; what is left over."""
+        """Claim all that is stored for `tensors`; return the rest."""
         self._claims: dict[str, Source | Unfit] = {}
         self._placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
         self._whole: dict[str, Group] = {}
@@ -155,7 +155,7 @@ class TransformersCheckpoint:
         return [Placed(cut, region, scales, (rows, _))]
 
     def _drop_tied(self, tensors: Mapping[str, TensorInfo]) -> None:
-        """Leave out the second name of a tied tensor that is stored under both."""
+        """Drop the second name of a tied tensor that is stored under both."""
         for name, source in self._model.declare_sources().items():
             if isinstance(source, Alias) and name in self._claims and source.target in self._claims:
                 del self._claims[name]
@@ -252,8 +252,8 @@ def transformers_items(
 ) -> list[Item]:
     """Return the stored tensors of `model`, with the keys and layouts of the checkpoint that it was loaded from.
 
-    Tensors that are stored transposed or put together from several are gathered and converted whole; the ranks take
-    turns to keep and write them, in host memory.
+    Tensors that are stored transposed or merged are gathered and converted whole; the ranks take turns to keep and
+    write them, in host memory.
 
     Args:
         entries: from `saved_entries`.
@@ -294,7 +294,7 @@ def transformers_items(
 def _convert(
     group: Group, entries: Mapping[str, TensorEntry], model: TransformersModel, problems: list[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the targets of `group`; none, with a problem more, if this rank cannot: the others wait for it.
+    """Return the targets of `group`; none, and add a problem, if this rank cannot: the others wait for it.
 
     Collectives: one all-gather for each source, also after a problem; one that fails is raised.
     """

@@ -1,9 +1,9 @@
-"""Between the tensors of a checkpoint and those that a class of transformers has in memory.
+"""Conversion between the tensors of a checkpoint and those that a class of transformers has in memory.
 
-transformers describes the difference as renamings and as operations on whole tensors (stack the experts, concatenate
-gate and up, cut a fused projection). Here its own operations run on `Traced` stand-ins, which know which part of which
-stored tensor each of their elements is, and so where a shard lies in the files. Operations that a stand-in cannot
-follow (transpositions, permutations) are carried out on whole tensors, and MXFP4 is dequantized while it is read.
+transformers describes the difference as renamings and operations on whole tensors (stack the experts, concatenate gate
+and up, cut a fused projection). Here its own operations run on `Traced` stand-ins, which know the stored tensor and
+place of each of their elements, and so the place of a shard in the files. Operations that a stand-in cannot follow
+(transpositions, permutations) run on whole tensors, and MXFP4 is dequantized while it is read.
 """
 
 import math
@@ -236,7 +236,7 @@ def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[
     for key in sorted(keys, key=dot_natural_key):  # in transformers' order: some renamings wait for a key
         name, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
         if name not in shapes and key in shapes:
-            name, pattern = key, None  # it has the name of the tensor in memory already
+            name, pattern = key, None  # already the name of the tensor in memory
         if name in shapes:
             targets[key] = name, pattern
         else:
@@ -256,7 +256,7 @@ def saving_groups(names: Iterable[str], model: TransformersModel) -> tuple[list[
 
     used = model.conversions
     if used is None:
-        # Whether a prefix was there cannot be known, and old names are not written anew.
+        # It is unknown whether there was a prefix, and old names are not written again.
         used = [entry for entry in model.own_conversions if not isinstance(entry, PrefixChange)]
     renamings, converters = _by_kind([deepcopy(entry).reverse_transform() for entry in reversed(used)])
     ordered = sorted(names, key=dot_natural_key)
@@ -265,7 +265,7 @@ def saving_groups(names: Iterable[str], model: TransformersModel) -> tuple[list[
 
 
 def _by_kind(mapping: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Part a mapping of transformers into renamings and conversions."""
+    """Split a mapping of transformers into renamings and conversions."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     return [x for x in mapping if isinstance(x, WeightRenaming)], [x for x in mapping if isinstance(x, WeightConverter)]

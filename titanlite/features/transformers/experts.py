@@ -50,7 +50,7 @@ def find_experts(model: Any) -> dict[str, nn.Module]:
 def give_all_gradients(model: Any) -> None:
     """Give experts that are modules, each called if a token chose it (Switch), a gradient on every rank.
 
-    Where one has none, FSDP would reduce fewer bytes than on other ranks.
+    On a rank without one, FSDP would reduce fewer bytes than on others.
     """
 
     def touch(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def give_all_gradients(model: Any) -> None:
 def replace_unaligned_experts(model: Any, experts: Iterable[Any]) -> None:
     """Run `experts` on titanlite's grouped GEMM if a width is no multiple of 8 elements, 16 bytes in bfloat16.
 
-    torch's, which transformers calls, wants rows of so many bytes.
+    torch's grouped GEMM, which transformers calls, needs such rows.
     """
     shapes = [param.shape for module in experts for name, param in module.named_parameters() if name.endswith("_proj")]
     if any(size % _ALIGNED for shape in shapes for size in shape[-2:]):
@@ -117,7 +117,7 @@ class _HeldExperts:
         x = _linear(module, "down_proj", x, ids, offsets)
         if getattr(module, "has_post_expert_norm", False):
             x = module.post_expert_norm(x)
-        # Rows that no expert here computes are zero, but a bias, a norm or an activation of zero need not be.
+        # Rows of no local expert are zero, but a bias, a norm or an activation of zero need not be.
         x = torch.where((index < offsets[-1]).unsqueeze(-1), x * weight.unsqueeze(-1), 0.0)
         return unpermute_sum(x.to(dtype), token, rows)
 
@@ -192,7 +192,7 @@ class TransformersExpertCounter(nn.Module):
     def begin(self, valid_BS: torch.Tensor | None) -> None:
         """Begin a forward in training mode. If there are not as many tokens as in `valid_BS`, all are counted.
 
-        The mask stays, for recomputation in backward counts once more.
+        The mask stays, because recomputation in backward counts again.
         """
         self._valid_T = None if valid_BS is None else valid_BS.flatten()
         self.tokens_per_expert.zero_()  # a class may leave some experts out, such as those for images
@@ -231,7 +231,7 @@ class TransformersExpertCounter(nn.Module):
 def build_counters(experts: Mapping[str, nn.Module]) -> dict[int, TransformersExpertCounter]:
     """Return a counter for each module of experts, by the number of its layer, which its name tells; else 0, 1, ...
 
-    None if layers have other numbers of experts than others: one table is to hold all counts.
+    None if layers differ in their number of experts: one table holds all counts.
     """
     if len({getattr(module, "num_experts", 0) for module in experts.values()}) != 1:
         return {}

@@ -269,7 +269,7 @@ class TransformersModel(Model):
         if self._facts is None:
             tokens = probes.plain_tokens(self._transformers_model.config, probes.PROBE_TOKENS)
             tokens_1S = torch.tensor([tokens], device=device)
-            with probes.evaluation(self):  # through `self`, for FSDP gathers what lies outside of layers there
+            with probes.evaluation(self):  # through `self`: FSDP gathers parameters outside of layers there
                 self(tokens_1S, tokens_1S if self.is_encoder_decoder else None, None, torch.zeros_like(tokens_1S))
             for module in self.modules():
                 if isinstance(module, FSDPModule):
@@ -392,7 +392,7 @@ class TransformersModel(Model):
         apply_transformers_tensor_parallel(self, mesh)
 
     def draws_random(self) -> bool:
-        return True  # nobody knows what the class does
+        return True  # unknown: the class decides
 
     @property
     def checkpoint_format(self) -> Any:

@@ -25,7 +25,7 @@ _documents: ContextVar[torch.Tensor | None] = ContextVar("documents", default=No
 
 @contextmanager
 def inside_documents(document_ids_BS: torch.Tensor | None) -> Iterator[None]:
-    """While it lasts, masks of text are made so that tokens see their own document only; None changes nothing."""
+    """Restrict masks of text to each token's own document while the context is open; None changes nothing."""
     token = _documents.set(document_ids_BS)
     try:
         yield
@@ -72,7 +72,7 @@ def restarting_positions(document_ids_BS: torch.Tensor, positions_BS: torch.Tens
 
 
 def boundaries(document_ids_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Document ids (1, B * S) of the rows in one, and what kernels for such rows are told about them.
+    """Return document ids (1, B * S) of all rows in one, and the boundaries that kernels for such rows take.
 
     Each run of padding counts as a document. Synchronization point: the number of documents.
     """
@@ -87,7 +87,7 @@ def boundaries(document_ids_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, A
 def split_rows(
     tokens_BS: torch.Tensor, labels_BS: torch.Tensor | None, model: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Part each row for an encoder-decoder `TransformersModel`: the prompt ends before the first token that is learned.
+    """Split each row for an encoder-decoder `TransformersModel`: the prompt ends before the first trained token.
 
     Returns:
         The decoder's tokens, a first one and what follows the prompt; their labels; the place of each in the row, which
@@ -159,7 +159,7 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")  # of a class's forward; the seco
 class TransformersCache:
     """Keys and values of a batch of prompts: transformers' own cache, which appends as many tokens to every row.
 
-    So prompts are moved to the right, after padding that a mask hides; each row's positions count its own tokens.
+    So prompts are right-aligned, after padding that a mask hides; each row's positions count its own tokens.
     """
 
     def __init__(self, config: Any, lengths: Sequence[int], device: torch.device, first_position: int = 0) -> None:

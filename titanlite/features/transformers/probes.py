@@ -1,7 +1,7 @@
 """Facts about a model of transformers that its class does not state, found by forwards on a few fixed tokens.
 
-Each question has a control: the same rows, compared where the answer is known to be yes. A forward that raises answers
-no, and the log says what it raised.
+Each probe has a control: the same rows, compared where the answer is known to be yes. A forward that raises answers no,
+and the log has the exception.
 
 Shapes: S sequence; 2 rows in a batch.
 """
@@ -57,7 +57,7 @@ class Facts:
 @torch.inference_mode(False)  # where tensors have no versions
 @torch.no_grad()
 def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
-    """Look at how `model` computes, in evaluation mode.
+    """Probe how `model` computes, in evaluation mode.
 
     Collectives: those of two to five forwards, the same on all ranks, which have the same tokens.
     """
@@ -192,7 +192,7 @@ def is_same_with_cache(model: "TransformersModel", device: torch.device) -> bool
     rows = [tokens[:PROBE_TOKENS], tokens[PROBE_TOKENS:]]  # each with the token that comes next
     lengths = [len(row) - 1 for row in rows]
     prompts = [row[:-1] + [0] * (max(lengths) - len(row) + 1) for row in rows]
-    try:  # Through `model`, for FSDP gathers what lies outside of layers there.
+    try:  # Through `model`: FSDP gathers parameters outside of layers there.
         cache = model.build_cache(lengths, max(map(len, rows)), device)
         first_BV = model(torch.tensor(prompts, device=device), cache=cache)
         second_BV = model(torch.tensor([[row[-1] for row in rows]], device=device), cache=cache)
@@ -230,7 +230,7 @@ def plain_tokens(config: Any, count: int) -> list[int]:
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode for a while."""
+    """Put the model into evaluation mode while the context is open."""
     was_training = model.training
     model.eval()
     try:
@@ -261,7 +261,7 @@ def find_embedding(model: Any) -> nn.Module | None:
 def repeated_layers(model: Any) -> list[nn.Module]:
     """Return the modules of the classes that transformers says must not be split, outermost only.
 
-    One that shares a parameter with a module outside (BERT's embeddings) is not among them: FSDP would part the two.
+    One that shares a parameter with a module outside (BERT's embeddings) is not among them: FSDP would split the two.
     """
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()

@@ -1,7 +1,7 @@
 """Recordings of the torch calls that make tensors, and their replay.
 
-A class of transformers is built and initialized on meta, where nothing has a value. What it calls is noted meanwhile,
-and what some of the calls make together can be computed later, on the CPU.
+A class of transformers is built and initialized on meta, without values. Its calls are recorded, so that their results
+can be computed later, on the CPU.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ class Recording(TorchFunctionMode):
         self._calls: list[Call] = []
         self._writers: defaultdict[int, list[int]] = defaultdict(list)  # by storage, numbers of calls
         self._constants: dict[int, torch.Tensor] = {}  # by storage, contents that no call gave
-        self._alive: list[Any] = []  # no new storage is to have the address of an old one
+        self._alive: list[Any] = []  # keeps addresses of storages unique
         self._noting = False
 
     @contextmanager

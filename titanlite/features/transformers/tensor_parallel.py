@@ -1,8 +1,8 @@
 """Tensor parallelism for models of transformers, by the plan that their class carries.
 
-Between modules every tp rank holds all positions, for the code of transformers reads lengths and masks from what it
-gets. So the split layers gather nothing before and sum up after; norms, routers and whatever the plan leaves alone
-are computed on every rank.
+Between modules every tp rank holds all positions, because transformers' code reads lengths and masks from its inputs.
+So the split layers gather nothing before and sum up after; norms, routers and all else outside the plan are computed on
+every rank.
 
 Gradients follow one rule: **what a rank has as the gradient of something replicated is its part of a sum over tp.** The
 loss takes part in it (each rank of the vocabulary gives a part, or all give 1 / tp of the same), and the backward of
@@ -53,7 +53,7 @@ _STYLES: dict[str, Style | None] = {
     "rowwise_rep": "rowwise_split",
     "embedding_rowwise": "embedding_rows",
     "embedding_colwise": "embedding_columns",
-    # These split nothing. What they add to a gradient is done for every replicated parameter.
+    # These split nothing. Their sums of gradients are done for every replicated parameter.
     **dict.fromkeys(("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj")),
 }
 
@@ -194,7 +194,7 @@ def _split_table(module: Any, axis: Peers) -> Callable[[torch.Tensor], Around]:
 def _own_tokens(hidden_TD: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor, *, axis: Peers) -> Around:
     """Run the experts on this rank's share of the tokens, and return the results of all ranks.
 
-    Where tokens do not go round, the last ones are zeros for the first expert, with weight 0.
+    If tokens do not divide evenly, zeros for the first expert, with weight 0, fill up.
     """
     num_tokens = hidden_TD.shape[0]
     share = -(-num_tokens // axis.size)
