@@ -235,7 +235,7 @@ class BenchTrainer(TrainStep):
     def choose(self, variant: Variant) -> None:
         """Switch to `variant`; FSDP's hooks are outside of `forward`, so the model need not be built again."""
         for module in self.model.modules():
-            for wrapped in ("forward", "attend"):
+            for wrapped in ("forward", "recompute"):
                 vars(module).pop(wrapped, None)
         torch.compiler.reset()
         for moe in self.model.moe_layers().values():

@@ -440,7 +440,7 @@ def test_choosing_a_variant_wraps_and_unwraps(one_rank):
     trainer = train_gpu.BenchTrainer(config, 16, 2, one_rank)
 
     def wrapped() -> set[str]:
-        return {type(m).__name__ for m in trainer.model.modules() if {"forward", "attend"} & vars(m).keys()}
+        return {type(m).__name__ for m in trainer.model.modules() if {"forward", "recompute"} & vars(m).keys()}
 
     trainer.choose(train_gpu.Variant("torch", "full"))
     assert wrapped() == {"FSDPDecoderLayer"}
