@@ -85,7 +85,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 def run() -> NoReturn:
     """Run the command that this process's arguments name, and exit."""
-    begin_process(goes_on=sys.argv[1:2] == ["train"])
+    begin_process(lossy=sys.argv[1:2] == ["train"])
     leave(main())
 
 

@@ -122,5 +122,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    begin_process(goes_on=True)
+    begin_process(lossy=True)
     sys.exit(main())

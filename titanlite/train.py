@@ -26,7 +26,7 @@ def set_gpu_defaults() -> None:
 
 if __name__ == "__main__":
     protocol.end_with_launcher()
-    begin_process(goes_on=True)
+    begin_process(lossy=True)
     set_gpu_defaults()
 
 with lean_imports():

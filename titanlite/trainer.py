@@ -95,7 +95,7 @@ class Trainer:
             if self.step == 0 and not self.stopping:
                 self.assess(last=False)  # the model before training
             window = Window()
-            while self.step < job.training.steps and not (self.stopping or self.results.exhausted):
+            while self.step < job.training.steps and not (self.stopping or self.results.out_of_patience):
                 self.stepper.enter("data")
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
                 logged_lr = job.optimizer.lr * lr_factor(self.step, job.training.steps, job.lr_scheduler)
@@ -164,7 +164,7 @@ class Trainer:
             loss = on_first_rank(lambda: loss)  # bit-identical on all ranks: it decides when to stop and what to keep
             self.metrics.log_validation(self.step, loss, losses if len(losses) > 1 else {})
             is_best = self.results.add_validation(self.step, loss, self.loader.mixture)
-        if self.evaluator is not None and self.evaluator.is_due(self.step, last or self.results.exhausted):
+        if self.evaluator is not None and self.evaluator.is_due(self.step, last or self.results.out_of_patience):
             self.check_finite()
             beat("evaluation")
             result = self.evaluator.run(self.model)
@@ -236,7 +236,7 @@ class Trainer:
             record_event("stop", f"stopped after step {self.step} of {job.training.steps}, {saved}", self.step)
             return
         record_event("end", f"ended after step {self.step} of {job.training.steps}", self.step)
-        if self.results.exhausted:
+        if self.results.out_of_patience:
             logger.info(
                 "early stopping after step %d of %d: %s", self.step, job.training.steps, self.results.describe()
             )

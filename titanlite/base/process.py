@@ -82,12 +82,12 @@ def escape_controls(text: str) -> str:
 class Console:
     """Standard output or error: no control character of a text gets through, and any character can be written.
 
-    What draws on a terminal writes to `raw_stream`. Other attributes are those of the stream. With `goes_on`, text that
+    What draws on a terminal writes to `raw_stream`. Other attributes are those of the stream. With `lossy`, text that
     cannot be written is dropped, because a run is worth more than its console; otherwise the OSError is raised.
     """
 
-    def __init__(self, stream: TextIO, *, goes_on: bool) -> None:
-        self.raw_stream, self._dropped = stream, (OSError,) * goes_on
+    def __init__(self, stream: TextIO, *, lossy: bool) -> None:
+        self.raw_stream, self._dropped = stream, (OSError,) * lossy
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an ASCII terminal, or bytes of a path that are no UTF-8
 
@@ -115,7 +115,7 @@ class Console:
         return getattr(self.raw_stream, name)
 
 
-def open_console(*, goes_on: bool) -> None:
+def open_console(*, lossy: bool) -> None:
     """Put a `Console` in place of standard output and error, for as long as this process lives; call once, early.
 
     Descriptors that are closed are opened on nothing, or the next file that is opened would get what is printed.
@@ -129,7 +129,7 @@ def open_console(*, goes_on: bool) -> None:
             stream = open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
-    sys.stdout, sys.stderr = Console(sys.stdout, goes_on=goes_on), Console(sys.stderr, goes_on=True)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = Console(sys.stdout, lossy=lossy), Console(sys.stderr, lossy=True)  # type: ignore[assignment]
 
 
 def raw_output() -> TextIO:
@@ -137,13 +137,13 @@ def raw_output() -> TextIO:
     return getattr(sys.stdout, "raw_stream", sys.stdout)
 
 
-def begin_process(*, goes_on: bool) -> None:
+def begin_process(*, lossy: bool) -> None:
     """Open the console, let Ctrl-C end this process without a traceback (importing torch is slow), allow many files.
 
     End it with one error if a limit is so low that torch, imported next, would end in an abort or a traceback.
     """
     signal.signal(signal.SIGINT, lambda *_: _end_now(128 + signal.SIGINT))
-    open_console(goes_on=goes_on)
+    open_console(lossy=lossy)
     allow_many_files()
     low = [
         f"{limit >> bits} {what} (ulimit -{option}); {least} are needed"

@@ -26,7 +26,7 @@ from titanlite.launch.rendezvous import PORT_TAKEN, STORE_FILE, find_interface
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.ops.attention import leave_out_cudnn
 
-_meetings = count()  # of the ranks, in this process
+_rendezvous_number = count()  # of process groups made in this process
 _INTERFACES, _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
 
 
@@ -74,7 +74,7 @@ def _find_store(timeout: timedelta) -> dict[str, Any]:
 
     Ranks that meet again, for another run in the same processes, must not find stale keys.
     """
-    path, number = os.environ.get(STORE_FILE), next(_meetings)
+    path, number = os.environ.get(STORE_FILE), next(_rendezvous_number)
     if path is None and number == 0:
         return {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -18,7 +18,7 @@ from types import FrameType
 from titanlite.base.process import begin_process, lean_imports, leave
 
 if __name__ == "__main__":
-    begin_process(goes_on=True)
+    begin_process(lossy=True)
 
 with lean_imports():
     from torch.distributed.elastic.multiprocessing.api import SignalException

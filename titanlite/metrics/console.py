@@ -107,7 +107,7 @@ class ProgressBar:
     def __enter__(self) -> Self:
         self._streams = sys.stdout, sys.stderr
         self._progress.start()  # puts its own streams in place, which understand escapes
-        sys.stdout, sys.stderr = (EscapingConsole(stream, goes_on=True) for stream in (sys.stdout, sys.stderr))  # type: ignore[assignment]
+        sys.stdout, sys.stderr = (EscapingConsole(stream, lossy=True) for stream in (sys.stdout, sys.stderr))  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -309,7 +309,7 @@ class Results:
         return improved and self._save_best == "evaluation"
 
     @property
-    def exhausted(self) -> bool:
+    def out_of_patience(self) -> bool:
         """True once the validation loss has not improved for `validation.early_stopping_patience` validations."""
         patience = self._validation.early_stopping_patience
         return self._validation.enable and 0 < patience <= self.validation.stale

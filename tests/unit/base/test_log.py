@@ -67,7 +67,7 @@ SPEAKERS = {
 
 
 def run(code: str, *, stdout: str = "", **environment: str) -> subprocess.CompletedProcess[bytes]:
-    script = f"from titanlite.base.process import open_console\nopen_console(goes_on={bool(stdout)})\n{code}"
+    script = f"from titanlite.base.process import open_console\nopen_console(lossy={bool(stdout)})\n{code}"
     command = [sys.executable, "-c", script]
     if stdout:
         command = ["bash", "-c", f'exec "$@" {stdout}', "bash", *command]

@@ -61,7 +61,7 @@ def _end_with_a_busy_group(folder: Path, code: int) -> subprocess.CompletedProce
 
 
 def test_control_c_before_training_ends_a_process_without_a_traceback():
-    script = "import os, signal; from titanlite.base.process import begin_process; begin_process(goes_on=True); "
+    script = "import os, signal; from titanlite.base.process import begin_process; begin_process(lossy=True); "
     script += "os.kill(os.getpid(), signal.SIGINT); import torch"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -41,7 +41,7 @@ def test_patience():
     seen = []
     for step, loss in enumerate([3.0, 2.0, 2.1, 1.9, 1.9, 2.0], start=1):
         results.add_validation(step, loss)
-        seen.append(results.exhausted)
+        seen.append(results.out_of_patience)
     assert seen == [False, False, False, False, False, True]
     assert "best (1.9000) at step 4 and has not improved in 2 validations" in results.describe()
 
@@ -53,7 +53,7 @@ def test_min_delta_counts_against_the_last_improvement_and_not_the_last_loss():
     assert results.validation.stale == 0, "slow progress adds up: 1.85 is 0.15 below 2.0"
     for step, loss in enumerate([1.8, 1.78, 1.76], start=5):
         results.add_validation(step, loss)
-    assert results.exhausted
+    assert results.out_of_patience
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -74,8 +74,8 @@ def test_without_patience_or_validation_nothing_stops():
     results = make()
     for step in range(1, 50):
         results.add_validation(step, float(step))
-    assert not results.exhausted
-    assert not Results(ValidationSection(), "none").exhausted
+    assert not results.out_of_patience
+    assert not Results(ValidationSection(), "none").out_of_patience
 
 
 def test_state_goes_through_json_and_on():
@@ -86,9 +86,9 @@ def test_state_goes_through_json_and_on():
     assert resumed.state() == results.state() and "evaluation" not in results.state()
     for run in (results, resumed):
         assert not run.add_validation(4, 1.7)
-        assert not run.exhausted
+        assert not run.out_of_patience
         assert not run.add_validation(5, 1.55)
-        assert run.exhausted
+        assert run.out_of_patience
 
 
 def test_another_scorer_starts_anew():
