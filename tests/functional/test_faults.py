@@ -129,11 +129,11 @@ def test_nan_is_named_the_state_of_before_is_saved_and_a_transient_one_changes_n
     assert_same_state(tmp_path / "whole/checkpoint/step-5", tmp_path / "once/checkpoint/step-5")
 
 
-def test_nan_is_named_where_it_came_from_though_attention_gave_it_to_all_ranks(train, meshes):
-    put_in = poison_output("model.layers.0.mlp", step=2, rank=3, once=False)
-    (kind, _, text), _ = train(meshes["CP4"], "spread", "--checkpoint.enable=false", STEPS, before=put_in)
+def test_nan_is_named_where_it_came_from_though_attention_gave_it_to_all_ranks(train):
+    put_in = poison_output("model.layers.0.mlp", step=2, rank=1, once=False)
+    (kind, _, text), _ = train(Degrees(cp=2), "spread", "--checkpoint.enable=false", STEPS, before=put_in)
     assert kind == "TrainingError"
-    assert "first output that is not finite is that of model.layers.0.mlp (micro-batch 1, rank 3), that of " in text
+    assert "first output that is not finite is that of model.layers.0.mlp (micro-batch 1, rank 1), that of " in text
 
 
 def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run(train, meshes, tmp_path):
@@ -210,14 +210,14 @@ def test_a_rank_that_diverges_is_named_with_the_tensor(run_ranks, checked, meshe
     assert all("between step 2 and step" in first[what] for what in ("weight", "bias", "moment", "batch"))
 
 
-def test_divergence_ends_a_run_and_a_new_start_may_help(train, meshes):
+def test_divergence_ends_a_run_and_a_new_start_may_help(train):
     def put_in(trainer: Trainer) -> None:
         micro_batches = trainer.loader.micro_batches
         if dist.get_rank() == 1:
             trainer.loader.micro_batches = lambda step: micro_batches(step)[:: -1 if step == 3 else 1]  # type: ignore[method-assign]
 
     overrides = ["--training.divergence_check_freq=2", "--checkpoint.enable=false"]
-    (kind, code, text), step = train(meshes["TP2xFSDP2"], "run", *overrides, before=put_in)
+    (kind, code, text), step = train(Degrees(tp=2), "run", *overrides, before=put_in)
     assert (kind, code, step) == ("DivergenceError", 3, 4)
     assert text.startswith("ranks differ after step 4: the batch of data-parallel rank 0 is")
 
