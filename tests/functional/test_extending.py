@@ -82,7 +82,7 @@ def built_in(warm_run: Callable[..., Any], built_in_runs: dict[str, Any]) -> Cal
     ("name", "mesh"),
     [
         *(("my_losses:cross_entropy", mesh) for mesh in MESHES),
-        *(("my_losses:likelihood", mesh) for mesh in ("TP2xEP2", "CP2")),
+        ("my_losses:likelihood", "TP2xEP2"),
     ],
 )
 def test_a_loss_of_ones_own_is_the_built_in(warm_run: Callable[..., Any], built_in: Any, name: str, mesh: str):
