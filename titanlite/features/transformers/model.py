@@ -196,7 +196,7 @@ class TransformersModel(Model):
         else:
             self._labels = (labels_BS, reduction)
             try:
-                loss = self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)  # see `head_forward`
+                loss = self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)  # see `_logits_or_loss`
             finally:
                 self._labels = None
         in_parts = has_plain_head and self.has_split_head
