@@ -42,6 +42,7 @@ MESHES = {
     "CP2": Degrees(cp=2),
     "PP2": Degrees(pp=2),
 }
+FOUR = "--training.local_batch_size=4"  # two micro-batches, or one
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,7 +73,7 @@ def built_in(warm_run: Callable[..., Any], built_in_runs: dict[str, Any]) -> Cal
 
     def get(mesh: str) -> Any:
         if mesh not in built_in_runs:
-            built_in_runs[mesh] = warm_run(MESHES[mesh], steps=4)[0]
+            built_in_runs[mesh] = warm_run(MESHES[mesh], FOUR, steps=4)[0]
         return built_in_runs[mesh]
 
     return get
@@ -86,7 +87,7 @@ def built_in(warm_run: Callable[..., Any], built_in_runs: dict[str, Any]) -> Cal
     ],
 )
 def test_a_loss_of_ones_own_is_the_built_in(warm_run: Callable[..., Any], built_in: Any, name: str, mesh: str):
-    got = warm_run(MESHES[mesh], f"--training.objective={name}", steps=3)[0]
+    got = warm_run(MESHES[mesh], FOUR, f"--training.objective={name}", steps=3)[0]
     assert got.losses == pytest.approx(built_in(mesh).losses[:3], rel=1e-6)
     assert got.grad_norms == pytest.approx(built_in(mesh).grad_norms[:3], rel=1e-5)
 
@@ -100,7 +101,7 @@ def test_a_whole_objective_has_its_own_unit(warm_run: Callable[..., Any], built_
 
 @pytest.mark.parametrize("mesh", ["1", "TP2xEP2"])
 def test_an_optimizer_of_ones_own_is_the_built_in(warm_run: Callable[..., Any], built_in: Any, mesh: str):
-    got = warm_run(MESHES[mesh], "--optimizer.name=my_optimizers:adamw", steps=4)[0]
+    got = warm_run(MESHES[mesh], FOUR, "--optimizer.name=my_optimizers:adamw", steps=4)[0]
     assert got.losses == pytest.approx(built_in(mesh).losses, rel=1e-6)
 
 
