@@ -26,6 +26,7 @@ DOTS1 = ["--model.name=dots1"]
 CHUNKS = ["--parallelism.pipeline_parallel_chunks=2", "--model.overrides.num_layers=5"]
 MUON = ["--optimizer.name=Muon", "--training.divergence_check_freq=1"]  # replicas must stay the same to the last bit
 SCHEDULE = [f"--training.steps={ALL}", "--lr_scheduler.warmup_steps=4", f"--checkpoint.interval={HALF}"]
+SCHEDULE += ["--training.local_batch_size=2"]
 
 
 @pytest.fixture
@@ -176,7 +177,7 @@ def test_another_global_batch_size_goes_on_behind_the_samples_that_were_seen(
         assert trainer.step == HALF
         seen = HALF * 8  # of the batch size before
         dataset = trainer.loader.dataset
-        expected = dataset.batch(dataset.get_train_indices(job.job.training.seed, seen, seen + 4)[:1])
+        expected = dataset.batch(dataset.get_train_indices(job.job.training.seed, seen, seen + 4)[:2])
         assert torch.equal(trainer.loader.micro_batches(trainer.step)[0].tokens, expected.tokens)
 
     run_ranks(1, rank_main)
