@@ -40,6 +40,7 @@ EVALUATION = ["--evaluation.enable=true", "--evaluation.freq=2", "--evaluation.m
 VALIDATION = ["--validation.enable=true", "--validation.freq=1", "--validation.steps=1"]
 BEFORE = 0.5  # of the first validation, before the first step: better than what follows, and no candidate
 BASE = ["--training.steps=4", "--lr_scheduler.warmup_steps=1", "--checkpoint.interval=0"]
+BASE += ["--training.local_batch_size=2"]
 
 
 @pytest.fixture(autouse=True)

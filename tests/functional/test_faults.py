@@ -28,6 +28,7 @@ from titanlite.train_step import TrainStep
 from titanlite.trainer import Trainer
 
 QUIET = ["--metrics.log_freq=4", "--training.steps=8", "--lr_scheduler.warmup_steps=2", "--checkpoint.keep_latest_k=0"]
+QUIET += ["--training.local_batch_size=2"]  # two micro-batches on 2 data-parallel ranks
 STEPS = "--training.steps=5"
 # (name of the error's class, its exit code, its text), what `after` returned
 Outcome = tuple[tuple[str, int, str] | None, Any]
