@@ -27,7 +27,7 @@ from titanlite.data.dataset import IGNORE_INDEX, Batch
 from titanlite.distributed import ParallelDims
 from titanlite.features.generate.generate import generate
 from titanlite.features.transformers.packing import restarting_positions
-from titanlite.features.transformers.probes import check_rows
+from titanlite.features.transformers.probes import check_documents_per_row
 from titanlite.materialize import materialize
 from titanlite.materialize.plan import clean_name
 from titanlite.objective import NextToken
@@ -176,7 +176,7 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
             if job.data.packing
             else (batch, "prompts" if model.is_encoder_decoder else "apart")
         )
-    check_rows(job, model, _CPU)
+    check_documents_per_row(job, model, _CPU)
     gradients: dict[str, torch.Tensor] = {}
 
     def note(*args: Any) -> None:

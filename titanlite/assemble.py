@@ -53,7 +53,7 @@ from titanlite.features.sft.dataset import DocumentRows
 from titanlite.features.streams.mixture import build_mixture
 from titanlite.features.streams.stream import build_stream
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.probes import check_rows
+from titanlite.features.transformers.probes import check_documents_per_row
 from titanlite.launch.protocol import beat
 from titanlite.materialize import materialize
 from titanlite.metrics import record_event, run_folder
@@ -162,7 +162,7 @@ def assemble(checked: Checked) -> Trainer:
         fill(initial, sources=checkpointer.initial_sources(initial))
         return initial
 
-    check_rows(job, model, device)
+    check_documents_per_row(job, model, device)
     objective.prepare(loader.coming_batches(step, job), initial_model, device)
     return trainer
 

@@ -1,6 +1,6 @@
 """Range checks of single settings, and of the few that only make sense together.
 
-What needs the world size, the resolved model or the file system is checked where those are known.
+Checks that need the world size, the resolved model or the file system are made where those are known.
 """
 
 import math
@@ -99,7 +99,7 @@ def _check_sources(data: DataSection) -> list[str]:
 
 
 def _check_held_out(job: JobConfig) -> list[str]:
-    """Return problems of what is held out: a share without effect, and users of it that find nothing."""
+    """Return problems of held-out data: a share without effect, and users of it that find nothing."""
     data, sources, empty = job.data, get_sources(job.data), []
     for name, source in sources.items():
         names = ("validation_share", "validation_path", "streaming")
@@ -111,7 +111,7 @@ def _check_held_out(job: JobConfig) -> list[str]:
             return [f"{share} = {value} has no effect where {other} set. Leave it out."]
         if not source.validation_path and (source.streaming or source.validation_share == 0):
             empty.append(f"{streaming} holds no rows out" if source.streaming else f"{share} = 0 holds nothing out")
-    if len(empty) < len(sources):  # one that has some is enough
+    if len(empty) < len(sources):  # one source with held-out rows is enough
         return []
     users = {
         "validation.enable is on": job.validation.enable,
@@ -190,7 +190,7 @@ def _find_unused(data: DataSection) -> list[str]:
 
 
 def _check_contradictions(job: JobConfig) -> list[str]:
-    """Return problems of settings that would be ignored, or go without what they need, and of texts with a grammar."""
+    """Return problems of settings that would be ignored, that lack another one, or whose text cannot be parsed."""
 
     def shown(key: str) -> str:
         return f"{key} = {format_value(get_value(job, key))}"

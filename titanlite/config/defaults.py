@@ -129,7 +129,7 @@ def wants_held_out(job: JobConfig) -> bool:
     return job.validation.enable or (job.evaluation.enable and not job.evaluation.path)
 
 
-def follows(job: JobConfig, key: str) -> bool:
+def is_derived(job: JobConfig, key: str) -> bool:
     """Return True for a setting that `fill_in` derives from others: it is not saved, so that those can be changed."""
     if key == "training.steps":
         return job.training.epochs > 0

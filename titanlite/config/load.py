@@ -20,7 +20,7 @@ from titanlite.base.files import read_regular, replace_file
 from titanlite.base.text import find_near, parse_object
 from titanlite.config.check import check_values
 from titanlite.config.data import SourceSection
-from titanlite.config.defaults import fill_in, follows
+from titanlite.config.defaults import fill_in, is_derived
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import (
     NAMES,
@@ -79,7 +79,7 @@ def save_resolved(job: JobConfig, path: str | Path) -> None:
     """
     lines: list[str] = []
     for section, settings in get_sections_of(job).items():
-        values = [(setting.name, get_value(job, setting.key)) for setting in settings if not follows(job, setting.key)]
+        values = [(each.name, get_value(job, each.key)) for each in settings if not is_derived(job, each.key)]
         body = [f"{name} = {format_value(value)}" for name, value in values if value is not None]
         lines += [f"[{section}]", *body, ""] if body else []
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def find_changes(job: JobConfig, path: str | Path) -> dict[str, tuple[Any, Any]]
     except ConfigError:
         return {}
     old, new = (
-        {s.key: value for s, value in get_values(one) if s.key.endswith("_path") or not follows(one, s.key)}
+        {s.key: value for s, value in get_values(one) if s.key.endswith("_path") or not is_derived(one, s.key)}
         for one in (before, job)
     )
     both = {key: (old.get(key), new.get(key)) for key in old | new}

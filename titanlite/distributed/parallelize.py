@@ -37,7 +37,7 @@ _MOST_GRAPHS = 64
 """Graphs of all layers together. Dense and MoE layers, training and evaluation, masks and shapes have graphs of their
 own; beyond torch's limit, 8, compiling is an error or the layer runs uncompiled."""
 _CACHE, _OTHERS_WRITE = "TORCHINDUCTOR_CACHE_DIR", 0o022
-# Results that selective checkpointing keeps, for they are costly, as are those of kernels; the rest is recomputed.
+# Results that selective checkpointing keeps because they are costly, as are those of kernels; it recomputes the rest.
 _KEPT_OPS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -95,16 +95,16 @@ def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> N
 
 
 def checkpoint_operations(model: Model, section: ActivationCheckpointSection) -> None:
-    """Make regions of a layer keep the results of costly operators alone, if `section` says so.
+    """Make regions of a layer keep only the results of costly operators, if `section` says so.
 
     Regions, not whole layers: selective checkpointing replays a region operation by operation, and the hooks of an FSDP
-    unit inside it would do other operations the second time. A region also keeps its own result if a product makes it,
+    unit inside it would run other operations the second time. A region also keeps its own result if a product makes it,
     so regions are attention up to its output projection, feed-forward that is wider inside than outside, and experts
     with adapters or in few bits; other experts are fused, and keep what their backward needs.
 
-    The collectives of tensor and expert parallelism lie between the regions, so their results are kept. Those of
-    context parallelism lie inside of attention and are done again: what they send is kept already, and what they bring
-    is as large. Compiled layers are traced with their regions.
+    The collectives of tensor and expert parallelism are between the regions, so their results are kept. Those of
+    context parallelism are inside attention and run again: their inputs are kept already, and their results are as
+    large. Compiled layers are traced with their regions.
     """
     if not _is_by_operation(section):
         return
@@ -130,7 +130,7 @@ def _is_wide(module: FeedForward) -> bool:
 
 
 def checkpoint_layers(model: Model, section: ActivationCheckpointSection) -> None:
-    """Keep nothing but the input of whole layers: of all in mode `full`, or of every Nth.
+    """Keep only the inputs of whole layers: of all in mode `full`, or of every Nth.
 
     Module names and parameters stay as they are. A layer may be compiled: it is called again in backward.
     """
@@ -147,7 +147,7 @@ def _checkpoint(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def _run(forward: Callable[..., Any], values: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `forward`, in which `keep` fills `values`, and takes them in each further run."""
+    """Run `forward`, in which `keep` fills `values` the first time, and reads them later."""
     token = kept.set(iter(values) if values else values)
     try:
         return forward(*args, **kwargs)
@@ -174,9 +174,9 @@ def _let_many_graphs() -> dict[str, Any]:
 
 
 def secure_cache() -> None:
-    """Name torch.compile a cache in the user's own cache folder (0700), unless TORCHINDUCTOR_CACHE_DIR names another.
+    """Set torch.compile's cache folder to one of the user's own (0700), unless TORCHINDUCTOR_CACHE_DIR names another.
 
-    The libraries in it are loaded and run. torch's own is a folder in /tmp with a name that anybody can make first.
+    Libraries in the cache are loaded and run. torch's default is in /tmp, under a name that anybody can create first.
 
     Raises ConfigError: it belongs to another user, others can write to it, or it cannot be made.
     """

@@ -22,7 +22,7 @@ from titanlite.base.files import FolderLock
 from titanlite.base.log import logger, setup_logger, warn_once
 from titanlite.base.process import environment_kept, read_variable, read_world_size
 from titanlite.config import JobConfig
-from titanlite.config.defaults import follows
+from titanlite.config.defaults import is_derived
 from titanlite.config.load import CODE, Reader
 from titanlite.config.settings import get_values
 from titanlite.distributed.parallel_dims import end_distributed
@@ -73,7 +73,7 @@ def make_config(config: Config, overrides: Sequence[str] = (), **sections: Any) 
     reader, path = Reader(), None
     if isinstance(config, JobConfig):
         for setting, value in get_values(config):
-            if value is not None and not follows(config, setting.key):
+            if value is not None and not is_derived(config, setting.key):
                 reader.accept(CODE, setting, value)
     elif isinstance(config, Mapping):
         reader.read_table(CODE, _plain(config))

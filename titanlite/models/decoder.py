@@ -215,7 +215,7 @@ class Decoder(Model):
 
 
 def build_decoder(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Describe the model on the meta device; parameters in `dtype`, buffers in their own. No memory, no values."""
+    """Build the model on the meta device; parameters in `dtype`, buffers in their own. No memory, no values."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

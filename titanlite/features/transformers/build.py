@@ -1,9 +1,9 @@
 """Describe a model of transformers on the meta device, with a source for each of its tensors.
 
-transformers says in constructors, and then per module in `_init_weights`, how parameters are drawn and buffers are
-computed. A `Recording` notes these calls. A parameter that one call draws gets a recipe, any other that calls write
-completely gets a `Replay` of them on the CPU. Buffers are small, so they are computed. What no call writes has no
-source, and the plan fails with its name.
+transformers draws parameters and computes buffers in constructors, and then per module in `_init_weights`. A
+`Recording` notes these calls. A parameter that one call draws gets a recipe; any other that calls write completely gets
+a `Replay` of them on the CPU. Buffers are small, so they are computed. A tensor that no call writes has no source, and
+the plan fails with its name.
 """
 
 import math
@@ -30,7 +30,7 @@ from titanlite.models.families.keys import MOST_PARAMETERS
 
 
 def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.float32) -> TransformersModel:
-    """Describe the model on the meta device; parameters in `dtype`, buffers in the dtypes of `from_pretrained`.
+    """Build the model on the meta device; parameters in `dtype`, buffers in the dtypes of `from_pretrained`.
 
     Raises ConfigError: transformers refuses the configuration.
     """
@@ -61,7 +61,7 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers, which logs what it thinks of generation settings each time a model is built."""
+    """Silence transformers, which logs remarks on generation settings each time a model is built."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -127,7 +127,7 @@ def find_sources(model: Any, recording: Recording) -> dict[str, Source]:
 
 
 def _source_of(name: str, replay: Replay, *, may_draw: bool) -> Source | None:
-    """Return a recipe, a value that ignores the seed, or the calls as they are; None if they leave some unwritten."""
+    """Return a recipe, a value that ignores the seed, or a replay of the calls; None if they leave some unwritten."""
     if all(call.name in UNWRITTEN for call in replay.calls):
         return None
     if may_draw and (recipe := _recipe_of(replay)) is not None:
@@ -175,7 +175,7 @@ def _value(value: torch.Tensor) -> Callable[[], torch.Tensor]:
     def give() -> torch.Tensor:
         return value
 
-    give.__name__ = "as transformers does"  # which the plan shows
+    give.__name__ = "as transformers does"  # for the plan
     return give
 
 

@@ -153,7 +153,7 @@ def check_facts(facts: Facts, model: "TransformersModel", inputs: Collection[str
         )
 
 
-def check_rows(job: JobConfig, model: nn.Module, device: torch.device) -> None:
+def check_documents_per_row(job: JobConfig, model: nn.Module, device: torch.device) -> None:
     """Refuse, before anything is trained, rows of several documents for a model that mixes them.
 
     Collectives: those of a few forwards; every rank must call.

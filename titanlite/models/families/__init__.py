@@ -57,7 +57,7 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def resolve_model_config(section: ModelSection, where: str = "model.hf_assets_path") -> AnyModelConfig:
-    """Sizes of the model that `[model]` describes: a flavor or a config.json, which `where` names, then the overrides.
+    """Resolve the sizes of the model in `[model]`: a flavor or a config.json, which `where` names, then the overrides.
 
     With `model.implementation` = "auto" it is the native decoder where that can express the model, else transformers'
     class.
@@ -86,7 +86,7 @@ def resolve_model_config(section: ModelSection, where: str = "model.hf_assets_pa
 
 
 def get_model_type(section: ModelSection) -> str:
-    """Hugging Face's name of the family of the model that `[model]` describes."""
+    """Return Hugging Face's name of the family of the model that `[model]` describes."""
     folder = Path(section.hf_assets_path)
     has_config = not section.flavor and section.hf_assets_path and _config_file(folder).is_file()
     if has_config:
@@ -97,8 +97,8 @@ def get_model_type(section: ModelSection) -> str:
 def find_other_model(section: ModelSection, config: AnyModelConfig, weights: str, where: str) -> list[str]:
     """Return a problem if `config`, of a flavor, is another model than that in the folder `weights`, if there is one.
 
-    `where` is the setting that names the folder. Weights of the same shapes fit, and yet are another function with
-    another rope_theta or epsilon. What is set in [model.overrides] is meant.
+    `where` is the setting that names the folder. Weights of equal shapes load, but are another function with
+    another rope_theta or epsilon. Settings in [model.overrides] are intended.
     """
     folder, flavor = Path(weights), section.flavor
     if not weights or not flavor or not isinstance(config, ModelConfig):

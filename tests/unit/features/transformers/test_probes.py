@@ -14,7 +14,7 @@ from titanlite.config.schema import DataSection, JobConfig, TrainingSection
 from titanlite.features.generate.generate import generate
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.packing import boundaries
-from titanlite.features.transformers.probes import check_rows
+from titanlite.features.transformers.probes import check_documents_per_row
 from titanlite.models.families.config_json import transformers_config
 
 CPU = torch.device("cpu")
@@ -176,13 +176,13 @@ def test_a_class_that_needs_more_than_text_is_refused(monkeypatch: pytest.Monkey
 def test_rows_are_refused_before_the_first_step() -> None:
     mixes, packs = build(transformers.MambaConfig(**_MAMBA)), build(ALL_MODELS["llama"]())
     job = JobConfig(data=DataSection(dataset="text"))
-    check_rows(job, packs, CPU)
+    check_documents_per_row(job, packs, CPU)
     with pytest.raises(ConfigError, match=r"mixes documents .*data\.packing = true .* Set data\.packing = false"):
-        check_rows(job, mixes, CPU)
-    check_rows(replace(job, data=replace(job.data, packing=False)), mixes, CPU)
+        check_documents_per_row(job, mixes, CPU)
+    check_documents_per_row(replace(job, data=replace(job.data, packing=False)), mixes, CPU)
     pairs = JobConfig(data=DataSection(packing=False), training=TrainingSection(objective="dpo"))
     with pytest.raises(ConfigError, match=r'training\.objective = "dpo" puts both sides of a pair into one'):
-        check_rows(pairs, mixes, CPU)
+        check_documents_per_row(pairs, mixes, CPU)
 
 
 def test_a_class_that_mixes_up_positions_of_a_longer_row_is_refused() -> None:
@@ -324,12 +324,12 @@ def test_a_class_for_language_models_of_both_kinds_is_what_its_configuration_say
 def test_an_encoder_decoder_wants_prompts_and_does_not_generate() -> None:
     model = t5gemma2()
     examples = DataSection(dataset="examples", packing=False)
-    check_rows(JobConfig(data=examples), model, CPU)
+    check_documents_per_row(JobConfig(data=examples), model, CPU)
     for data in (replace(examples, dataset="text"), replace(examples, train_on="all")):
         with pytest.raises(ConfigError, match=r'is an encoder-decoder, .* Set data\.dataset = "examples" and data\.tr'):
-            check_rows(JobConfig(data=data), model, CPU)
+            check_documents_per_row(JobConfig(data=data), model, CPU)
     with pytest.raises(ConfigError, match=r"its encoder reads one prompt for each row.* Set data\.packing = false"):
-        check_rows(JobConfig(data=replace(examples, packing=True)), model, CPU)
+        check_documents_per_row(JobConfig(data=replace(examples, packing=True)), model, CPU)
     assert not model.can_cache(CPU)
     with pytest.raises(ConfigError, match=r"T5Gemma2ForConditionalGeneration .* generates nothing\. Save it"):
         generate(model, [[5, 6]], max_new_tokens=2, device=CPU)
