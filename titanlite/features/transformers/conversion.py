@@ -70,8 +70,7 @@ class Traced:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        implementation = _FUNCTIONS.get(function)
-        if implementation is None:
+        if (implementation := _FUNCTIONS.get(function)) is None:
             raise NotTraceable(getattr(function, "__name__", str(function)))
         return implementation(*args, **(kwargs or {}))
 
