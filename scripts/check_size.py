@@ -14,9 +14,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "titanlite"
 SUFFIXES = (".py", ".js", ".css")
 # Part of the package -> limit and target in lines. What is in no other part is the core.
-LINES = {"core": (9_634, 7_500), "floor": (9_460, 6_000), "features": (17_374, 11_000)}
+LINES = {"core": (9_634, 7_500), "floor": (9_460, 6_000), "features": (17_373, 11_000)}
 FLOOR = ("base", "config", "models/families", "data", "metrics", "launch", "__main__.py")
-FILES, TOP_LEVEL, FOLDER, FILE_LINES = (166, 150), (20, 20), (19, 14), (401, 400)
+FILES, TOP_LEVEL, FOLDER, FILE_LINES = (166, 150), (20, 20), (19, 14), (400, 400)
 
 READ_FIRST = {"assemble.py": 300, "trainer.py + train_step.py": 500}  # what a reader opens first
 

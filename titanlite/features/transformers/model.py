@@ -183,8 +183,7 @@ class TransformersModel(Model):
             options = {**prompt, **options, "valid_BS": None}
         if labels_BS is None:
             return self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)
-        has_plain_head = self._facts is not None and self._facts.has_plain_head
-        if not has_plain_head:
+        if not (has_plain_head := self._facts is not None and self._facts.has_plain_head):
             logits_TV = self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options).flatten(0, 1)
             # In float32 as everywhere, and labels as they are: already the next token.
             logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
