@@ -313,7 +313,7 @@ def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: 
     file, size, at = placed.stored.file, placed.stored.dtype.itemsize, 0
     for first, length in box.runs(placed.region.lengths):
         read_bytes(files, file, memory[at : (at := at + length * size)], placed.stored.offset + first * size)
-        moved(length * size)
+    moved(at)
 
 
 def _dequantize(

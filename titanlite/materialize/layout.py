@@ -47,9 +47,9 @@ class Region:
 
     def within(self, outer: "Region") -> "Region":
         """Return the region with its starts counted from those of `outer`, which contains it."""
-        return (
-            self if not any(outer.starts) else Region(tuple(map(operator.sub, self.starts, outer.starts)), self.lengths)
-        )
+        if not any(outer.starts):
+            return self
+        return Region(tuple(map(operator.sub, self.starts, outer.starts)), self.lengths)
 
     def slabs(self, elements: int) -> Iterator["Region"]:
         """Yield the region in parts of at most so many elements, which follow one another in its row-major order."""
