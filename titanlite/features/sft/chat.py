@@ -36,10 +36,10 @@ from titanlite.features.sft.chat_frame import (
     list_python_texts,
     put_probe,
 )
-from titanlite.features.sft.chat_template import REMEDY, ChatTemplate, Marks
+from titanlite.features.sft.chat_template import ChatTemplate, Marks
 from titanlite.features.sft.forms import Chat, Messages
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.row_limits import run_row
+from titanlite.features.sft.row_limits import REMEDY, run_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

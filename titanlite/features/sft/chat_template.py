@@ -19,14 +19,13 @@ from titanlite.checkpoint.train_state import find_start
 from titanlite.config import JobConfig
 from titanlite.features.sft.forms import Messages
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.row_limits import check_template
+from titanlite.features.sft.row_limits import REMEDY, check_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Marks = list[tuple[int, int]]  # places in a text that the template marks with {% generation %}
 
-REMEDY = "Correct the row, or give another template with data.chat_template."
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 # Exceptions of a template: its own raise_exception, and errors of expressions on unexpected values.

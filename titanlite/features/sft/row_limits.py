@@ -17,6 +17,7 @@ from titanlite.features.sft.readers import RowError
 
 T = TypeVar("T")
 ROW_LIMIT_S = 60.0
+REMEDY = "Correct the row, or give another template with data.chat_template."
 _LOOK_S = 0.5
 
 
@@ -96,7 +97,7 @@ def run_row(function: Callable[..., T], *arguments: Any) -> T:
     except MemoryError:
         text = "the row, or the chat template with it, needs more memory than there is"
     reason = "beyond a limit"
-    raise RowError(reason, f"{text}. Correct the row, or give another template with data.chat_template.")
+    raise RowError(reason, f"{text}. {REMEDY}")
 
 
 def render_chat(owner: Any, messages: list[Any], *, add_generation_prompt: bool = False, **options: Any) -> str:
