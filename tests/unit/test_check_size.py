@@ -1,4 +1,4 @@
-"""scripts/check_size.py: the limits on the size of the package."""
+"""scripts/check_size.py: the limits on the size of the repository."""
 
 import importlib.util
 from pathlib import Path
@@ -17,36 +17,55 @@ def check_size():
     return module
 
 
-def make_package(folder: Path) -> None:
-    for name, lines in {
-        "trainer.py": 5,
-        "ops/x_triton.py": 7,
-        "ops/x.py": 11,
-        "data/order.py": 13,
-        "features/report/page.js": 17,
-        "features/report/notes.md": 19,
-    }.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("x = 1\n" * lines)
+def write(root: Path, name: str, lines: int) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x = 1\n" * lines)
 
 
-def test_lines_are_counted_by_part(check_size, tmp_path: Path) -> None:
-    make_package(tmp_path)
-    parts, files, entries = check_size.count(tmp_path)
-    assert parts == {"core": 5 + 11, "floor": 7 + 13, "features": 17}
-    assert len(files) == 5 and files["trainer.py"] == 5
-    assert entries == {"titanlite": 4, "ops": 2, "data": 1, "features": 1, "features/report": 1}
+def make_repository(root: Path) -> None:
+    write(root, "titanlite/trainer.py", 5)
+    write(root, "titanlite/ops/x.py", 11)
+    write(root, "titanlite/ops/x_triton.py", 7)
+    write(root, "titanlite/data/order.py", 13)
+    write(root, "titanlite/features/lora/x_triton.py", 17)
+    write(root, "tests/unit/test_x.py", 19)
+    write(root, "scripts/bench/x.py", 23)
 
 
-def test_a_part_above_its_limit_is_named_and_fails(check_size, tmp_path: Path, monkeypatch, capsys) -> None:
-    make_package(tmp_path)
-    monkeypatch.setattr(check_size, "PACKAGE", tmp_path)
+def test_tokens_leave_out_docstrings_comments_and_layout(check_size) -> None:
+    packed = "def f(a, b): return g(a, 'text')"
+    spread = '''
+def f(
+    a,
+    b,
+):
+    """Add, as the docstring of a function says."""
+    # A comment.
+    return g(
+        a,
+        'text',
+    )
+'''
+    assert check_size.count_tokens(packed) == 16
+    assert check_size.count_tokens(spread) == 16 + 2  # two trailing commas
+
+
+def test_tokens_are_counted_by_part(check_size, tmp_path: Path) -> None:
+    make_repository(tmp_path)
+    parts = check_size.count_parts(tmp_path)
+    lines = {part: tokens / 3 for part, tokens in parts.items()}
+    assert lines == {"core": 5 + 11, "floor": 7 + 13, "features": 17, "tests": 19, "scripts": 23}
+
+
+def test_a_part_above_its_limit_is_named_and_fails(
+    check_size, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    make_repository(tmp_path)
+    monkeypatch.setattr(check_size, "ROOT", tmp_path)
     assert check_size.main() == 0
-    monkeypatch.setattr(check_size, "LINES", {**check_size.LINES, "core": (15, 10)})
-    capsys.readouterr()
+    assert "TOO MUCH" not in capsys.readouterr().out
+    monkeypatch.setattr(check_size, "LIMITS", {**check_size.LIMITS, "core": 47})
     assert check_size.main() == 1
     above = [line for line in capsys.readouterr().out.splitlines() if line.endswith("TOO MUCH")]
-    assert [line.split()[:3] for line in above] == [["lines", "of", "core"]]
-    monkeypatch.setattr(check_size, "READ_FIRST", {"trainer.py + ops/x.py": 15})
-    check_size.main()
-    assert "trainer.py + ops/x.py                16  limit      15" in capsys.readouterr().out
+    assert [line.split()[:3] for line in above] == [["tokens", "of", "core"]]
