@@ -21,6 +21,6 @@ def folder_digests(folder: Path) -> dict[str, str]:
 def write_manifest(folder: Path) -> None:
     """Make a checkpoint of what lies in `folder`, without the code under test."""
     contents = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    files = {name: {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"} for name, data in contents.items()}
+    files = {name: {"bytes": len(data), "adler32": f"{zlib.adler32(data):08x}"} for name, data in contents.items()}
     (folder / "titanlite").mkdir(exist_ok=True)
     (folder / "titanlite/manifest.json").write_text(json.dumps({"format": 1, "files": files}))

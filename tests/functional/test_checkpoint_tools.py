@@ -224,7 +224,7 @@ def test_a_flipped_bit_is_found_by_checksums(command, step, tmp_path, name):
 def test_a_manifest_of_other_things_is_damage(command, step, tmp_path, monkeypatch, name):
     copy = shutil.copytree(step, tmp_path / "copy")
     monkeypatch.setattr(commit, "_checksum_of", lambda *_: "0")  # that device never ends
-    (copy / commit.MANIFEST_FILE).write_text(json.dumps({"format": 1, "files": {name: {"bytes": 0, "crc32": "0"}}}))
+    (copy / commit.MANIFEST_FILE).write_text(json.dumps({"format": 1, "files": {name: {"bytes": 0, "adler32": "0"}}}))
     assert command("inspect", copy, "--checksums").code == 1
 
 

@@ -32,8 +32,8 @@ from titanlite.checkpoint.writer import FileLayout, checksum, create_files, writ
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
 BEST = "best"  # link next to the checkpoints, to the best of them
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-# Hidden folders of checkpoints that are being written, replaced or removed. Older versions added no random part.
-_HIDDEN = re.compile(r"\.(step-\d+)(?:\.[^.]+)?\.(tmp|old|gone)")
+# Hidden folders of checkpoints that are being written, replaced or removed, with a random part.
+_HIDDEN = re.compile(r"\.(step-\d+)\.[^.]+\.(tmp|old|gone)")
 _WEIGHTS = re.compile(rf"({OWN_FOLDER}/|adapter_)?model.*\.safetensors")
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 _CHUNK = 8 << 20
@@ -146,11 +146,10 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
         path = folder / name
         try:
             size, wanted = check_regular(path).st_size, entry["bytes"]
-            kind = "crc32" if "crc32" in entry else "adler32"  # the former in older versions
-            value = entry[kind]
+            value = entry["adler32"]
             if size != wanted:
                 problems.append(f"{shown(name)}: has {size} bytes, {MANIFEST_FILE} says {wanted}.")
-            elif checksums and _checksum_of(path, kind) != value:
+            elif checksums and _checksum_of(path) != value:
                 problems.append(f"{shown(name)}: its bytes are not those that were saved (the checksum differs).")
         except (TypeError, KeyError, ValueError):
             problems.append(f"{shown(name)}: its entry in {MANIFEST_FILE} is damaged.")
@@ -241,12 +240,11 @@ def remove_old(
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _checksum_of(path: Path, kind: str) -> str:
-    update = getattr(zlib, kind)
-    value = update(b"")
+def _checksum_of(path: Path) -> str:
+    value = zlib.adler32(b"")
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
-            value = update(chunk, value)
+            value = zlib.adler32(chunk, value)
     return f"{value:08x}"
 
 

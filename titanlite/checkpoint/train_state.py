@@ -41,7 +41,7 @@ class Progress:
 
     @property
     def batch_size(self) -> int:
-        return int(self.identity.get("training.global_batch_size", -1))
+        return int(self.identity["training.global_batch_size"])
 
     def to_json(self) -> bytes:
         return (json.dumps({"format": 1, **asdict(self)}, indent=1) + "\n").encode()
@@ -85,8 +85,9 @@ def resolve_held_out(data: DataSection, before: Progress | None, dump_folder: st
         return data
     if before is None:
         share = None if wanted else 0.0
-    else:  # older versions did not save it, and always held rows out
-        share = float(text) if (text := before.identity.get("data.validation_share", "")) else None
+    else:
+        text = before.identity["data.validation_share"]
+        share = float(text) if text else None
     data = replace(data, validation_share=share)
     has_any = any(source.validation_path or source.validation_share != 0 for source in get_sources(data).values())
     if wanted and not has_any:

@@ -298,7 +298,7 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
     """Return `job` with its global batch size, and its epochs as steps, counted on from `before`, a `Progress`."""
     size, num_sequences = loader.global_batch_size, loader.dataset.num_train_sequences
     if job.training.global_batch_size is None:
-        kept, guide = before is None or before.batch_size in (-1, size), BATCHES[job.training.objective == "dpo"]
+        kept, guide = before is None or before.batch_size == size, BATCHES[job.training.objective == "dpo"]
         how = "for {} {}: {}; at most 1/32 of all".format(*guide) if before is None else f"before: {before.batch_size}"
         log, text = logger.info if kept or get_rank() else logger.warning, format_count(size, "sequence")
         log("training: training.global_batch_size is not set, so a step has %s (%s)", text, how)

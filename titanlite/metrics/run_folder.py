@@ -141,7 +141,7 @@ def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> None
 
     def find() -> str:
         now = get_identity(job)
-        others = {key: (before[key], now[key]) for key in _IDENTITY if key in before}
+        others = {key: (before[key], now[key]) for key in _IDENTITY}
         others = {key: pair for key, pair in others.items() if not _is_same(*pair)}
         return format_changes({key: tuple(map(get_settings()[key].kind, pair)) for key, pair in others.items()})
 

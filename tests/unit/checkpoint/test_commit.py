@@ -61,7 +61,7 @@ def complete_folder(folder: Path, text: str = "some bytes") -> Path:
     contents = {"model.safetensors": text.encode(), "config.json": b"{}", "titanlite/rng.safetensors": b"x" * 50}
     for name, content in contents.items():
         (folder / name).write_bytes(content)
-    files = {n: {"bytes": len(c), "crc32": f"{zlib.crc32(c):08x}"} for n, c in contents.items()}
+    files = {n: {"bytes": len(c), "adler32": f"{zlib.adler32(c):08x}"} for n, c in contents.items()}
     write_manifest(folder, {"format": 1, "files": files})
     return folder
 
@@ -108,13 +108,13 @@ def test_older_folder_is_replaced_as_a_whole(tmp_path, process_group):
 
 
 def test_remains_of_a_killed_save_are_no_obstacle(tmp_path, process_group):
-    for name in (".step-1.tmp", ".step-1.old"):
+    for name in (".step-1.a.tmp", ".step-1.a.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
     commit_folder(tmp_path / "step-1", files_of(1.0), rest_of())
     commit_folder(tmp_path / "step-1", files_of(2.0), rest_of())
     assert load_file(tmp_path / "step-1" / "model.safetensors")["a"][0] == 2.0
-    assert names_in(tmp_path) == {"step-1", ".step-1.tmp", ".step-1.old"}  # of others; `clean_up` removes them
+    assert names_in(tmp_path) == {"step-1", ".step-1.a.tmp", ".step-1.a.old"}  # of others; `clean_up` removes them
     clean_up(tmp_path)
     assert names_in(tmp_path) == {"step-1"}
 
@@ -337,7 +337,7 @@ DAMAGED = {
     "text": "x",
     "list": [10, "00000000"],
     "empty": {},
-    "no bytes": {"crc32": "00000000"},
+    "no bytes": {"adler32": "00000000"},
     "no checksum": {"bytes": 10},
 }
 
@@ -364,7 +364,7 @@ def test_entry_with_an_impossible_size(tmp_path, nbytes):
 def test_entry_with_an_impossible_checksum(tmp_path, crc):
     folder = complete_folder(tmp_path / "step-1")
     table = manifest(folder)
-    table["files"]["model.safetensors"]["crc32"] = crc
+    table["files"]["model.safetensors"]["adler32"] = crc
     write_manifest(folder, table)
     assert len(check_folder(folder, checksums=True)) == 1
 
@@ -373,7 +373,7 @@ def test_entry_with_an_impossible_checksum(tmp_path, crc):
 def test_names_that_are_none_are_reported(tmp_path, name):
     folder = complete_folder(tmp_path / "step-1")
     table = manifest(folder)
-    table["files"][name] = {"bytes": 1, "crc32": "00000000"}
+    table["files"][name] = {"bytes": 1, "adler32": "00000000"}
     write_manifest(folder, table)
     (problem,) = check_folder(folder, checksums=True)
     assert problem.isprintable()
@@ -398,8 +398,8 @@ def test_list_steps_ignores_other_names(tmp_path):
     for name in ("step-10", "step-9", "step-0", "step-100"):
         (tmp_path / name).mkdir()
     for name in (
-        ".step-3.tmp",
-        ".step-4.old",
+        ".step-3.a.tmp",
+        ".step-4.a.old",
         "step-5.bak",
         "step-",
         "step-x",
@@ -422,9 +422,9 @@ def test_list_steps_names_only_folders_that_step_folder_finds(tmp_path):
 
 def test_clean_up_removes_what_killed_processes_left(tmp_path):
     complete_folder(tmp_path / "step-1")
-    complete_folder(tmp_path / ".step-1.old")  # killed after both renames of a replacement
-    complete_folder(tmp_path / ".step-2.tmp")  # complete perhaps, but not flushed
-    complete_folder(tmp_path / ".step-3.gone")  # killed while removing
+    complete_folder(tmp_path / ".step-1.a.old")  # killed after both renames of a replacement
+    complete_folder(tmp_path / ".step-2.a.tmp")  # complete perhaps, but not flushed
+    complete_folder(tmp_path / ".step-3.a.gone")  # killed while removing
     kept = {"step-1", ".other.tmp", "notes", ".step-4"}
     for name in kept - {"step-1"}:
         (tmp_path / name).mkdir()
@@ -452,22 +452,22 @@ def test_manifest_without_a_whole_model(tmp_path, names, problem):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     (folder / "titanlite").mkdir(exist_ok=True)
-    write_manifest(folder, {"format": 1, "files": {name: {"bytes": 0, "crc32": "00000000"} for name in names}})
+    write_manifest(folder, {"format": 1, "files": {name: {"bytes": 0, "adler32": "00000001"} for name in names}})
     found = check_folder(folder, checksums=True)
     assert [problem in text for text in found] == ([True] if problem else [])
     assert check_folder(folder, share=(1, 2)) == []
 
 
 def test_clean_up_restores_what_a_replacement_had_set_aside(tmp_path):
-    complete_folder(tmp_path / ".step-5.old", "the older one")
-    complete_folder(tmp_path / ".step-5.tmp", "the newer one")
+    complete_folder(tmp_path / ".step-5.a.old", "the older one")
+    complete_folder(tmp_path / ".step-5.a.tmp", "the newer one")
     clean_up(tmp_path)
     assert names_in(tmp_path) == {"step-5"}
     assert (tmp_path / "step-5" / "model.safetensors").read_text() == "the older one"
 
 
 def test_clean_up_does_not_restore_half_a_folder(tmp_path):
-    (complete_folder(tmp_path / ".step-5.old") / "config.json").unlink()  # killed while removing it
+    (complete_folder(tmp_path / ".step-5.a.old") / "config.json").unlink()  # killed while removing it
     clean_up(tmp_path)
     assert names_in(tmp_path) == set()
 

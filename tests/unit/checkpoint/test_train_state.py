@@ -1,4 +1,4 @@
-"""train_state.json: what is written is read, older files are, damaged ones are refused."""
+"""train_state.json: what is written is read, damaged files are refused."""
 
 import json
 
@@ -35,14 +35,6 @@ def test_round_trip(tmp_path, series):
     assert Results(JobConfig().validation, "none", Progress.read(tmp_path).results).validation.best == 2.5
 
 
-def test_a_file_without_results_is_of_an_older_version(tmp_path):
-    make(tmp_path)
-    table = json.loads((tmp_path / STATE_FILE).read_text())
-    del table["results"]
-    (tmp_path / STATE_FILE).write_text(json.dumps(table))
-    assert Progress.read(tmp_path).results == {}
-
-
 @pytest.mark.parametrize("change", [{"more": 1}, {"step": None}])
 def test_other_fields_are_refused(tmp_path, change):
     make(tmp_path)
@@ -60,12 +52,10 @@ def test_other_fields_are_refused(tmp_path, change):
         ({"data.validation_share": "0"}, False, 0.0),
         ({"data.validation_share": ""}, False, None),  # it began with validation, and goes on with the same rows
         ({"data.validation_share": ""}, True, None),
-        ({}, False, None),  # of a version that always held rows out
     ],
 )
 def test_a_run_goes_on_with_the_rows_that_it_was_trained_on(identity, wants, share):
     before = None if identity is None else Progress(7, 56, "data", 4, {}, identity=identity)
-    assert before is None or before.batch_size == -1, "of a version that knew no other default"
     data = DataSection()
     assert resolve_held_out(data, before, "outputs", wanted=wants).validation_share == share
     data.validation_share = 0.3

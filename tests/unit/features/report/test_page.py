@@ -77,7 +77,7 @@ def test_the_newest_checkpoint_is_linked_with_how_to_load_it(tmp_path: Path):
     assert "Newest checkpoint" not in render(run)
     for step in (9, 10):
         (run / f"checkpoint/step-{step}").mkdir(parents=True)
-    (run / "checkpoint/.step-11.tmp").mkdir()
+    (run / "checkpoint/.step-11.a.tmp").mkdir()
     page = render(run)
     assert '<a href="checkpoint/step-10/">step-10</a>' in page and "Newest checkpoint" in page
     assert "AutoModelForCausalLM.from_pretrained" in page and "titanlite generate &#x27;/" in page

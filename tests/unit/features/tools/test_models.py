@@ -109,7 +109,7 @@ def test_the_base_of_adapters(tmp_path, caplog):
 def complete(folder: Path) -> None:
     (folder / "titanlite").mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"12345678")
-    files = {"model.safetensors": {"bytes": 8, "crc32": "9ae0daaf"}}
+    files = {"model.safetensors": {"bytes": 8, "adler32": "074001a5"}}
     (folder / "titanlite/manifest.json").write_text(json.dumps({"format": 1, "files": files}))
 
 
