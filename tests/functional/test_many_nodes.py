@@ -338,7 +338,7 @@ def test_slurm_script(cluster, places, tmp_path, environment):
     variables["PATH"] = f"{tools}:{environment['PATH']}"
     with open(tmp_path / "job.out", "w") as out, open(tmp_path / "job.err", "w") as err:
         job = subprocess.Popen(
-            [ROOT / "scripts/launch/slurm.sh", *run.arguments],
+            [ROOT / "scripts/clusters/slurm.sh", *run.arguments],
             cwd=tmp_path,
             env={**environment, **slurm, **variables},
             stdout=out,

@@ -24,7 +24,7 @@ DOCUMENTS = sorted(
 
 # Comments of these are documentation, too.
 COMMENTED = sorted([*(ROOT / "configs").rglob("*.toml"), *(ROOT / "scripts").rglob("*.sh"), *ROOT.glob("*.sh")])
-COMMENTED += sorted((ROOT / "scripts").rglob("*.py")) + sorted((ROOT / "scripts/launch").glob("*.yaml"))
+COMMENTED += sorted((ROOT / "scripts").rglob("*.py")) + sorted((ROOT / "scripts/clusters").glob("*.yaml"))
 # An example of a mistake.
 WRONG_KEYS = {"training.step"}
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ["run_train.sh", "scripts/setup_env.sh", "scripts/test.sh", "scripts/launch/slurm.sh", ".ci/run"]
+SCRIPTS = ["run_train.sh", "scripts/setup_env.sh", "scripts/test.sh", "scripts/clusters/slurm.sh", ".ci/run"]
 
 # Stands in for python3 on PATH: has all dependencies, prints the arguments of every `-m` call.
 FAKE_PYTHON = """#!/usr/bin/env bash
@@ -202,9 +202,9 @@ def test_restarts_on_one_machine(tools: Path):
 
 
 def embedded_scripts() -> dict[str, str]:
-    job = yaml.safe_load((ROOT / "scripts/launch/pytorchjob.yaml").read_text())
+    job = yaml.safe_load((ROOT / "scripts/clusters/pytorchjob.yaml").read_text())
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    task = yaml.safe_load((ROOT / "scripts/launch/skypilot.yaml").read_text())
+    task = yaml.safe_load((ROOT / "scripts/clusters/skypilot.yaml").read_text())
     return {"kubernetes": container["command"][2], "sky setup": task["setup"], "sky run": task["run"]}
 
 
@@ -220,7 +220,7 @@ def test_scripts_inside_launch_files_parse(name: str, tmp_path: Path):
 
 def test_kubernetes_manifest(tools: Path):
     """Names that the training operator looks for, and the command as a pod would run it."""
-    job = yaml.safe_load((ROOT / "scripts/launch/pytorchjob.yaml").read_text())
+    job = yaml.safe_load((ROOT / "scripts/clusters/pytorchjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert list(job["spec"]["pytorchReplicaSpecs"]) == ["Worker"], "elastic jobs have no master"
     policy, worker = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
@@ -244,7 +244,7 @@ def test_kubernetes_manifest(tools: Path):
 
 
 def test_skypilot_file(tools: Path):
-    task = yaml.safe_load((ROOT / "scripts/launch/skypilot.yaml").read_text())
+    task = yaml.safe_load((ROOT / "scripts/clusters/skypilot.yaml").read_text())
     known = {"name", "num_nodes", "resources", "workdir", "envs", "file_mounts", "volumes", "setup", "run"}
     assert set(task) == known
     node = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
@@ -260,7 +260,7 @@ def test_skypilot_file(tools: Path):
 def test_slurm_script_started_wrongly(where: str, tools: Path, tmp_path: Path):
     """tests/functional/test_many_nodes.py trains with it."""
     variables = {} if where == "outside of a job" else {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    result = run(str(ROOT / "scripts/launch/slurm.sh"), "--config", "x.toml", tools=tools, **variables)
+    result = run(str(ROOT / "scripts/clusters/slurm.sh"), "--config", "x.toml", tools=tools, **variables)
     assert result.returncode == 2 and result.stdout == ""
     expected = "not in a SLURM job" if where == "outside of a job" else f"no run_train.sh in {tmp_path}"
     assert result.stderr.startswith(f"slurm.sh: {expected}")
@@ -301,7 +301,7 @@ def start_slurm_job(folder: Path, *overrides: str, **variables: str) -> subproce
     env = kept | {"PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}", "FAKE_FOLDER": str(folder)}
     env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_NUM_NODES": "2"}
     env |= {"SLURM_SUBMIT_DIR": str(ROOT), "ON_SIGTERM": ":"} | variables
-    command = [str(ROOT / "scripts/launch/slurm.sh"), "--config", str(ROOT / "configs/qwen3_moe.toml"), *overrides]
+    command = [str(ROOT / "scripts/clusters/slurm.sh"), "--config", str(ROOT / "configs/qwen3_moe.toml"), *overrides]
     command.append(f"--job.dump_folder={folder / 'run'}")
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on the nodes of a SLURM job: one launcher per node, and another job in the queue when the time limit comes.
 #
-#   sbatch --nodes=4 scripts/launch/slurm.sh --config configs/recipes/qwen3_30b_a3b_sft.toml [--section.key=value ...]
+#   sbatch --nodes=4 scripts/clusters/slurm.sh --config configs/recipes/qwen3_30b_a3b_sft.toml [--section.key=value ...]
 #
 # Submit it from the checkout, which must lie on a file system that all nodes share, as job.dump_folder must. Options of
 # sbatch on the command line come before those below. Variables that can be set before: TITANLITE_ROOT (the checkout, if
@@ -55,7 +55,7 @@ stop() {
 trap 'requeue=1; stop "the time limit is near"' USR1
 trap 'stop "SIGTERM"' TERM
 
-[ -n "${SLURM_JOB_ID:-}" ] || fail "not in a SLURM job. Start it with: sbatch --nodes=N scripts/launch/slurm.sh --config ..."
+[ -n "${SLURM_JOB_ID:-}" ] || fail "not in a SLURM job. Start it with: sbatch --nodes=N scripts/clusters/slurm.sh --config ..."
 root="${TITANLITE_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}"
 [ -x "$root/run_train.sh" ] ||
     fail "no run_train.sh in $root. Submit from the checkout, or set TITANLITE_ROOT to it: it must be on a shared file system."
