@@ -38,5 +38,5 @@ def test_the_saved_model_scores_the_same_in_transformers(
     folder = run / "checkpoint" / "step-200"
     rows = [json.loads(line) for line in (run / "made" / "heldout.jsonl").read_text().splitlines()]
     rows = [rows[i * len(rows) // SAMPLES] for i in range(SAMPLES)]  # those that the evaluation took
-    score = runpy.run_path(str(ROOT / "scripts" / "recipes" / "score_arithmetic.py"))["score"]
+    score = runpy.run_path(str(ROOT / "scripts/arithmetic" / "score_arithmetic.py"))["score"]
     assert score(folder, rows) == pytest.approx(scores[-1], abs=1e-9)

@@ -25,7 +25,7 @@ STEPS, ROWS, LR, BETAS, DECAY, MAX_NORM = 20, 8, 2e-3, (0.9, 0.95), 0.1, 1.0
 def model_and_rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny random Qwen3-MoE in Hugging Face format, and 400 chats about numbers for its tokenizer."""
     folder = tmp_path_factory.mktemp("sft")
-    arithmetic = runpy.run_path(str(ROOT / "scripts" / "recipes" / "make_arithmetic.py"))
+    arithmetic = runpy.run_path(str(ROOT / "scripts" / "arithmetic" / "make_arithmetic.py"))
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"head_dim": 8, "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 8}

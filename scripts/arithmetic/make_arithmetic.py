@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Make what configs/recipes/sft_arithmetic.toml trains with: a tiny random Qwen3-MoE and a chat set of additions.
 
-    python scripts/recipes/make_arithmetic.py [--folder outputs/sft_arithmetic/made]
+    python scripts/arithmetic/make_arithmetic.py [--folder outputs/sft_arithmetic/made]
 
 FOLDER/model            a Qwen3-MoE with random weights in Hugging Face format, with a tokenizer and its chat template
 FOLDER/train.jsonl      9,500 of the 10,000 additions of two numbers below 100, as conversations

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Score a model on the held-out additions of configs/recipes/sft_arithmetic.toml, with nothing but transformers.
 
-python scripts/recipes/score_arithmetic.py outputs/sft_arithmetic/checkpoint/step-1000 [--rows FILE]
+python scripts/arithmetic/score_arithmetic.py outputs/sft_arithmetic/checkpoint/step-1000 [--rows FILE]
 """
 
 import argparse
