@@ -1,12 +1,13 @@
 """Models of transformers under mixed precision: float32 parameters, bfloat16 arithmetic."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sweep_training
+import sweep_transformers
 import torch
 from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny
 
@@ -23,10 +24,6 @@ from titanlite.materialize.plan import clean_name
 from titanlite.models.families.config_json import transformers_config
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.preflight import check
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import sweep_training
-import sweep_transformers
 
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 5])
 

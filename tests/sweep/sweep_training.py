@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from sweep_stages import is_same
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.saving import save_hf_model
 from titanlite.assemble import build_on_meta, build_schedule, make_optimizer

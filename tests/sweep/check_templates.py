@@ -1,6 +1,6 @@
 """Is my chat template trained right? Runs templates through conversations and judges what would be trained.
 
-    python scripts/check_templates.py FOLDER_OR_FILE.jinja [--verbose]
+    python tests/sweep/check_templates.py FOLDER_OR_FILE.jinja [--verbose]
 
 Each conversation says words that occur nowhere else. The judge knows which of them must be trained, which must be seen
 and which must not be trained; it looks at the tokens alone, and shares nothing with the code that it judges. Classes:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Does titanlite take every model of transformers? Builds each one tiny, and compares titanlite with transformers.
 
-    python scripts/sweep_transformers.py [TYPE ...] [--part 2/8] [--stages reads,builds,probes]
+    python tests/sweep/sweep_transformers.py [TYPE ...] [--part 2/8] [--stages reads,builds,probes]
 
 Every causal and image-text class of the installed transformers gets a configuration shrunk so that each kind of layer
 is there, and random weights. A stage is a function of `STAGES` that returns one word for the table, or raises: a

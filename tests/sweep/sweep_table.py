@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Results of `sweep_transformers.py`, counted; and the part of docs/models.md that shows them, written anew.
 
-python scripts/sweep_table.py RESULTS.jsonl            # counts
-python scripts/sweep_table.py RESULTS.jsonl --write    # and docs/models.md
+python tests/sweep/sweep_table.py RESULTS.jsonl            # counts
+python tests/sweep/sweep_table.py RESULTS.jsonl --write    # and docs/models.md
 """
 
 import json
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _BEGINNING, _WIDTH = "## All classes, tried", 120  # where the part begins, and its columns
 # What the page says of a stage, and the words that stand for "as in transformers".
 _STAGES: Mapping[str, tuple[str, str]] = {
@@ -95,8 +95,8 @@ def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
     possible = sum(result.why_untrained not in (_NOT_CAUSAL, _NO_TEXT) for result in built)
     yield from (_BEGINNING, "")
     yield from _filled(
-        "`scripts/sweep_transformers.py` builds each class of transformers' auto mappings for text, images with text, "
-        "and text to text, tiny and random, and compares it with transformers, in float32. Of "
+        "`tests/sweep/sweep_transformers.py` builds each class of transformers' auto mappings for text, images with "
+        "text, and text to text, tiny and random, and compares it with transformers, in float32. Of "
         f"{len(results)} entries {len(built)} "
         f"are built, and {len(trained)} of those trained: {len(trained) / len(built):.1%}, and of those that can "
         f"predict tokens after text or images {len(trained) / possible:.1%}; {wrong or 'none'} ended in a traceback, "
