@@ -25,41 +25,19 @@
 
 set -euo pipefail
 
-fail() {
-    echo "slurm.sh: $*" >&2
-    exit 2
-}
-
-# Put back into the queue, the same job would save nothing again, forever.
-say_without_progress() {
-    echo "slurm.sh: the signal before the time limit came before a first checkpoint; the job is not put back into the" \
-        "queue. Raise --time, or let the signal come later: sbatch --signal=B:USR1@SECONDS ..." >&2
-}
-
 requeue=0
 interrupted=0
-# SIGTERM makes every launcher finish its step, save and end with exit code 0; srun passes it on to all of them. Set
-# before anything slow, for a signal without a trap ends this script; `$!` is srun, once that is started.
+# SIGTERM makes every launcher finish its step, save and end with exit code 0; srun, whose process is `$!` once it is
+# started, passes it on to all of them.
 stop() {
     echo "slurm.sh: $1: asking the run to save and end"
     interrupted=1
-    if [ -n "${!:-}" ]; then
-        kill -TERM "$!" 2>/dev/null || true
-    elif [ "$requeue" -eq 1 ]; then
-        say_without_progress
-        exit 2
-    else
-        exit 143
-    fi
+    kill -TERM "${!:-}" 2>/dev/null || exit 143
 }
 trap 'requeue=1; stop "the time limit is near"' USR1
 trap 'stop "SIGTERM"' TERM
 
-[ -n "${SLURM_JOB_ID:-}" ] || fail "not in a SLURM job. Start it with: sbatch --nodes=N scripts/clusters/slurm.sh --config ..."
-root="${TITANLITE_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}"
-[ -x "$root/run_train.sh" ] ||
-    fail "no run_train.sh in $root. Submit from the checkout, or set TITANLITE_ROOT to it: it must be on a shared file system."
-
+root="${TITANLITE_ROOT:-${SLURM_SUBMIT_DIR:?start it with: sbatch --nodes=N scripts/clusters/slurm.sh --config ...}}"
 # The launchers meet on the first node. Jobs that share a node need different ports.
 hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
 export NNODES="$SLURM_JOB_NUM_NODES"
@@ -72,50 +50,42 @@ unset NODE_RANK MASTER_ADDR MASTER_PORT
 
 # Makes or finds the Python environment once, before all nodes ask for it.
 python="$("$root/scripts/setup_env.sh")"
-
 checkpoints="$(PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$python" - "$@" <<'PY'
 import sys
 
 from titanlite.config import load_config
-from titanlite.base.errors import TitanliteError
 
-try:
-    job = load_config(sys.argv[1:])
-except TitanliteError as error:
-    sys.exit(f"titanlite: error: {error}")
+sys.tracebacklimit = 0
+job = load_config(sys.argv[1:])
 print(f"{job.job.dump_folder}/{job.checkpoint.folder}")
 PY
 )" || exit 2
+start="$(mktemp)"
 
-# When the newest checkpoint was written, in Unix seconds; 0 without one.
-time_of_newest_checkpoint() {
-    { stat -c %Y "$checkpoints"/step-*/titanlite/manifest.json 2>/dev/null || echo 0; } | sort -n | tail -n 1
-}
-saved_before="$(time_of_newest_checkpoint)"
-
-echo "slurm.sh: job $SLURM_JOB_ID on $SLURM_JOB_NUM_NODES nodes, rendezvous $RDZV_ENDPOINT, start ${SLURM_RESTART_COUNT:-0}"
+echo "slurm.sh: job $SLURM_JOB_ID on $NNODES nodes, rendezvous $RDZV_ENDPOINT, start ${SLURM_RESTART_COUNT:-0}"
 # One launcher that fails ends the others: they would wait for it. One that ends well may upload for longer. srun of
 # SLURM 22.05 to 23.02 does not take over the job's --cpus-per-task: each launcher would have one core for all ranks.
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=0 \
+srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=0 \
     ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} "$root/run_train.sh" "$@" &
 srun_pid=$!
-while true; do
+# A signal ends the wait, not srun: wait again for its exit code.
+while
+    interrupted=0
     code=0
     wait "$srun_pid" || code=$?
-    # A signal ends the wait, not srun: wait again for its exit code.
-    if [ "$interrupted" -eq 0 ]; then break; fi
-    interrupted=0
-done
+    [ "$interrupted" -eq 1 ]
+do :; done
 
-saved=0
-[ "$(time_of_newest_checkpoint)" -le "$saved_before" ] || saved=1
-[ "$code" -eq 0 ] || echo "slurm.sh: the run ended with exit code $code" >&2
-if [ "$requeue" -eq 1 ] && [ "$saved" -eq 0 ]; then
-    say_without_progress
-    [ "$code" -ne 0 ] || code=2
-fi
-[ "$code" -eq 0 ] || exit "$code"
-if [ "$requeue" -eq 1 ]; then
+if [ "$code" -ne 0 ]; then
+    echo "slurm.sh: the run ended with exit code $code" >&2
+elif [ "$requeue" -eq 1 ] && [ -z "$(find "$checkpoints" -name manifest.json -newer "$start" 2>/dev/null)" ]; then
+    # Put back into the queue, the same job would save nothing again, forever.
+    echo "slurm.sh: nothing was saved before the time limit; the job is not put back into the queue. Raise --time, or" \
+        "let the signal come later: sbatch --signal=B:USR1@SECONDS ..." >&2
+    code=2
+elif [ "$requeue" -eq 1 ]; then
     echo "slurm.sh: saved; putting job $SLURM_JOB_ID back into the queue, where it goes on from the checkpoint"
     scontrol requeue "$SLURM_JOB_ID"
 fi
+rm -f "$start"
+exit "$code"
