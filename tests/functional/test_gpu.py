@@ -259,6 +259,27 @@ def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run():
         assert different == [], f"run {run}"
 
 
+def test_tensors_of_more_than_two_to_the_31_elements():
+    """The last group of x, of dx and of z, each of 2.2e9 elements, against float64. It takes 20 GB."""
+    rows, hidden, inner, last = 1_100_000, 2048, 1024, 1000
+    x = torch.empty(rows, hidden, device="cuda", dtype=torch.bfloat16)
+    for part in x.split(65536):
+        part.normal_()
+    dy, weight, gate_up = randn(rows, 128), randn(4, 128, hidden), randn(4, 2 * inner, hidden)
+    offsets = torch.tensor([rows // 3, rows // 2, rows - last, rows], dtype=torch.int32, device="cuda")
+    tail, dy_tail, end = x[-last:].double(), dy[-last:].double(), weight[3].double()
+    bound = 5e-3  # rounding to bfloat16 alone gives 1.7e-3
+    y = kernels.row_grouped_gemm(x, weight.mT, offsets)
+    assert relative_error(y[-last:], tail @ end.T) < bound
+    dw = kernels.reduction_grouped_gemm(x, dy, offsets)
+    assert relative_error(dw[3], tail.T @ dy_tail) < bound
+    dx = kernels.row_grouped_gemm(dy, weight, offsets)
+    assert relative_error(dx[-last:], dy_tail @ end) < bound
+    del dx
+    _, z = kernels.row_grouped_swiglu(x, gate_up.mT, offsets, None, torch.ones(rows, device="cuda"), keep=True)
+    assert z is not None and relative_error(z[-last:], tail @ gate_up[3].double().T) < bound
+
+
 def test_a_kernel_can_be_the_first_of_its_thread():
     """As in autograd's thread, which has no CUDA context then."""
     x, weight = randn(256, 128), randn(2, 64, 128)
