@@ -10,14 +10,10 @@ way that loads garbage fails.
 
 wall s     from the first rank's start to the last rank's end: median over the rounds, then lowest and highest
 CPU s      user and system time of all threads of all ranks
-peak MB    highest memory that no file backs (anonymous, not RSS, for mapped files count there), above the start
-above MB   the same less the rank's shards, which it has to hold; on a save they are there before the start
-read       bytes that read calls returned on all ranks, over the size of the checkpoint; "mmap": they do not show there
-written    bytes that write calls took on all ranks, into files and gloo's sockets, over the size of the checkpoint
-fsync      whether the way flushes the final weight files to the disk before it ends
+above MB   highest memory that no file backs (anonymous, not RSS, for mapped files count there), above the start and the
+           rank's shards, which it has to hold; on a save they are there before the start
 MB are 1e6 bytes; "a / b" is rank 0 / the worst other rank. The `floor` only copies each rank's share of the files from
-the page cache into fresh memory; `floor_huge` asks for huge pages there, as titanlite does. `accelerate` needs the
-extra: `pip install -c constraints.txt -e .[bench]`.
+the page cache into fresh memory. titanlite alone flushes what it saved.
 """
 
 import argparse
@@ -32,7 +28,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -51,7 +46,6 @@ from load_ways import load_ways, save_ways
 _WARM_UP_GB = 0.001
 # Imported by every way, or once per process by someone: forked ranks find them there.
 _MODULES = (
-    "accelerate",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -96,17 +90,14 @@ def main() -> int:
         for part, ways_of in parts:
             warm_up(ways_of(checkpoint_path(tiny, _WARM_UP_GB)), arguments, output)
             read_all(folder)
-            results[part] = run_rounds(part, ways_of(folder), arguments, output, size)
+            results[part] = run_rounds(part, ways_of(folder), arguments, output)
 
     for part, measured in results.items():
-        print("\n" + table(part, measured, size))
+        print("\n" + table(part, measured))
     print("\n" + describe(size, files, arguments))
     if arguments.json:
-        raw = {
-            part: {name: [asdict(m) for m in runs] for name, runs in found.items()} for part, found in results.items()
-        }
-        facts = {"machine": describe(size, files, arguments), "checkpoint_bytes": size, "ranks": arguments.ranks}
-        arguments.json.write_text(json.dumps({**facts, "results": raw}, indent=1) + "\n")
+        raw = {"machine": describe(size, files, arguments), "results": results}
+        arguments.json.write_text(json.dumps(raw, default=vars, indent=1) + "\n")
     return 0 if any(runs for found in results.values() for runs in found.values()) else 1
 
 
@@ -152,7 +143,7 @@ def warm_up(ways: Mapping[str, Way], arguments: argparse.Namespace, output: Path
 
 
 def run_rounds(
-    part: str, ways: Mapping[str, Way], arguments: argparse.Namespace, output: Path, size: int
+    part: str, ways: Mapping[str, Way], arguments: argparse.Namespace, output: Path
 ) -> dict[str, list[Measurement]]:
     """Every way once per round; each round begins with another one. A way that failed is not run again."""
     results: _Results = {name: [] for name in ways if name in arguments.ways}
@@ -178,41 +169,33 @@ def run_rounds(
     return results
 
 
-def table(part: str, results: Mapping[str, Sequence[Measurement]], size: int) -> str:
+def table(part: str, results: Mapping[str, Sequence[Measurement]]) -> str:
     """Medians over the rounds as a Markdown table."""
-    saving = part == "save"
-    head = [part, "wall s", "min - max", "x titanlite", "CPU s", "x titanlite"]
-    rows = [[*head, "above MB", "written", "fsync"] if saving else [*head, "peak MB", "above MB", "read"]]
-    ours = results.get("titanlite")
+    rows = [[part, "wall s", "min - max", "x titanlite", "CPU s", "x titanlite", "above MB"]]
+    ours = results.get("titanlite") or []
     for name, runs in results.items():
         if not runs:
-            rows.append([name, "failed", *[""] * 7])
+            rows.append([name, "failed", *[""] * 5])
             continue
-        wall, cpu = (statistics.median(getattr(run, key) for run in runs) for key in ("wall_s", "cpu_s"))
-        ratios = ["", ""]
-        if ours:
-            ratios[0] = f"{wall / statistics.median(run.wall_s for run in ours):.2f}"
-            ratios[1] = f"{cpu / statistics.median(run.cpu_s for run in ours):.2f}"
-        walls = sorted(run.wall_s for run in runs)
-        peak = worst(runs, lambda run: run.peak_bytes)
-        if saving:
-            written = statistics.median(sum(run.written_bytes) for run in runs) / size
-            last = [peak, f"{written:.2f}", "yes" if runs[0].flushed else "no"]
-        else:
-            above = worst(runs, lambda run: [p - h for p, h in zip(run.peak_bytes, run.held_bytes, strict=True)])
-            read = statistics.median(sum(run.read_bytes) for run in runs) / size
-            last = [peak, above, f"{read:.2f}" if read > 0.1 else "mmap"]
-        spread = f"{walls[0]:.2f} - {walls[-1]:.2f}"
-        rows.append([name, f"{wall:.2f}", spread, ratios[0], f"{cpu:.2f}", ratios[1], *last])
+        row = [name]
+        for key in ("wall_s", "cpu_s"):
+            values = [getattr(run, key) for run in runs]
+            middle = statistics.median(values)
+            row.append(f"{middle:.2f}")
+            row += [f"{min(values):.2f} - {max(values):.2f}"] if key == "wall_s" else []
+            row.append(f"{middle / statistics.median(getattr(run, key) for run in ours):.2f}" if ours else "")
+        held = part == "load"
+        above = [[p - h * held for p, h in zip(run.peak_bytes, run.held_bytes, strict=True)] for run in runs]
+        rows.append([*row, worst(above)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     rows.insert(1, ["-" * width for width in widths])
     lines = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def worst(runs: Sequence[Measurement], bytes_of: Callable[[Measurement], Sequence[int]]) -> str:
-    """Medians over the runs in MB: rank 0 / the worst other rank."""
-    by_rank = [statistics.median(values) / 1e6 for values in zip(*map(bytes_of, runs), strict=True)]
+def worst(runs: Sequence[Sequence[int]]) -> str:
+    """Medians over the runs of bytes by rank, in MB: rank 0 / the worst other rank."""
+    by_rank = [statistics.median(values) / 1e6 for values in zip(*runs, strict=True)]
     return f"{by_rank[0]:.0f} / {max(by_rank[1:]):.0f}"
 
 
@@ -221,13 +204,11 @@ def describe(size: int, files: int, arguments: argparse.Namespace) -> str:
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = next((line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
     versions = [f"python {platform.python_version()}"]
-    for name in ("torch", "transformers", "accelerate", "safetensors"):
+    for name in ("torch", "transformers", "safetensors"):
         with suppress(metadata.PackageNotFoundError):
             versions.append(f"{name} {metadata.version(name)}")
-    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    mode = huge.read_text().partition("[")[2].partition("]")[0] if huge.exists() else "?"
     return (
-        f"{cpu}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}, huge pages {mode}; "
+        f"{cpu}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}; "
         f"{', '.join(versions)}; checkpoint {size / 1e6:.0f} MB in {files} files, "
         f"{arguments.ranks} ranks, {arguments.rounds} rounds"
     )

@@ -1,4 +1,4 @@
-"""Run one way on forked ranks and measure it: wall time, CPU time, memory that no file backs, bytes read."""
+"""Run one way on forked ranks and measure it: wall time, CPU time, memory that no file backs."""
 
 import ctypes
 import gc
@@ -37,18 +37,14 @@ class Way:
     """One way to load or save.
 
     Attributes:
-        name: as on the command line.
         act: what is timed; gets what `prepare` returned.
         check: raises ValueError if the result of `act` is wrong, and returns the bytes that the rank has to hold.
         prepare: runs before the clock starts.
-        output: folder that a save writes to.
     """
 
-    name: str
     act: Callable[[Any], Any]
     check: Callable[[Any], int]
     prepare: Callable[[], Any] = lambda: None
-    output: Path | None = None
 
 
 @dataclass
@@ -61,9 +57,6 @@ class RankResult:
     base_bytes: int = 0
     end_bytes: int = 0
     held_bytes: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    fsynced: set[int] = field(default_factory=set)
     imported: list[str] = field(default_factory=list)
 
 
@@ -76,9 +69,6 @@ class Measurement:
         cpu_s: user and system time of all threads of all ranks.
         peak_bytes: highest memory that no file backs, above that at the start.
         held_bytes: what the rank has to hold at the end, or held already before a save: its shards.
-        read_bytes: growth of `rchar`, which mmap does not show.
-        written_bytes: growth of `wchar`.
-        flushed: every weight file of a save was given to os.fsync by some rank.
         imported: modules that the way imported while the clock ran.
     """
 
@@ -86,9 +76,6 @@ class Measurement:
     cpu_s: float
     peak_bytes: list[int]
     held_bytes: list[int]
-    read_bytes: list[int]
-    written_bytes: list[int]
-    flushed: bool
     imported: list[str]
 
 
@@ -138,9 +125,6 @@ def run_way(way: Way, ranks: int, timeout_s: float = 600) -> Measurement:
         cpu_s=sum(r.cpu_s for r in results),
         peak_bytes=peaks,
         held_bytes=[r.held_bytes for r in results],
-        read_bytes=[r.read_bytes for r in results],
-        written_bytes=[r.written_bytes for r in results],
-        flushed=_weight_inodes(way.output) <= {inode for r in results for inode in r.fsynced},
         imported=sorted({name for r in results for name in r.imported}),
     )
 
@@ -247,21 +231,17 @@ def _measure(way: Way) -> RankResult:
     state = way.prepare()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # or the way would fill free memory of the heap, its own or the parent's, unseen
-    _note_fsyncs(result.fsynced)
     dist.all_reduce(torch.zeros(1))  # opens the connections
     modules = set(sys.modules)
     dist.barrier()
     result.base_bytes = memory_bytes()
-    before = _io_bytes()
     cpu = _cpu_s()
     result.start = time.monotonic()
     outcome = way.act(state)
     dist.barrier()
     result.end = time.monotonic()
     result.cpu_s = _cpu_s() - cpu
-    after = _io_bytes()
     result.end_bytes = memory_bytes()
-    result.read_bytes, result.written_bytes = after[0] - before[0], after[1] - before[1]
     result.imported = sorted(set(sys.modules) - modules)
     result.held_bytes = way.check(outcome)
     return result
@@ -270,24 +250,3 @@ def _measure(way: Way) -> RankResult:
 def _cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
-
-
-def _io_bytes() -> tuple[int, int]:
-    """Bytes that went through read and write calls so far."""
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["rchar"]), int(lines["wchar"])
-
-
-def _note_fsyncs(inodes: set[int]) -> None:
-    """Collect the files that Python flushes; safetensors, the only other writer here, flushes none (strace)."""
-    real = os.fsync
-
-    def fsync(descriptor: Any) -> None:
-        inodes.add(os.fstat(descriptor).st_ino)
-        real(descriptor)
-
-    os.fsync = fsync
-
-
-def _weight_inodes(folder: Path | None) -> set[int]:
-    return set() if folder is None else {path.stat().st_ino for path in folder.glob("*.safetensors")}

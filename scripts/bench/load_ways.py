@@ -17,7 +17,7 @@ from load_checkpoint import (
     weight_bytes,
     weight_files,
 )
-from load_ranks import Way, fresh_memory
+from load_ranks import Way
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,15 +34,11 @@ def load_ways(folder: Path) -> dict[str, Way]:
 
     functions: dict[str, Callable[[Path], Any]] = {
         "titanlite": load_titanlite,
-        "from_pretrained": load_from_pretrained,
         "transformers_sharded": load_transformers_sharded,
-        "accelerate": load_accelerate,
-        "rank0_broadcast": load_rank0_broadcast,
         "dcp": load_dcp,
     }
-    ways = {name: Way(name, lambda _, load=load: load(folder), check) for name, load in functions.items()}
-    for name, huge in (("floor", False), ("floor_huge", True)):
-        ways[name] = Way(name, lambda _, huge=huge: read_share(folder, huge), lambda memory: memory.nbytes)
+    ways = {name: Way(lambda _, load=load: load(folder), check) for name, load in functions.items()}
+    ways["floor"] = Way(lambda _: read_share(folder), lambda memory: memory.nbytes)
     return ways
 
 
@@ -65,8 +61,7 @@ def save_ways(folder: Path, output: Path) -> dict[str, Way]:
         "dcp": (load_dcp, save_dcp),
     }
     return {
-        name: Way(name, partial(save, output=output), check, partial(prepare, load), output)
-        for name, (load, save) in pairs.items()
+        name: Way(partial(save, output=output), check, partial(prepare, load)) for name, (load, save) in pairs.items()
     }
 
 
@@ -90,14 +85,6 @@ def load_titanlite(folder: Path) -> nn.Module:
     return model
 
 
-def load_from_pretrained(folder: Path) -> nn.Module:
-    """The whole model on every rank, then FSDP2."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    return _fully_shard(model)
-
-
 def load_transformers_sharded(folder: Path) -> nn.Module:
     """FSDP2 by transformers itself: each rank reads only its shards."""
     from transformers import AutoModelForCausalLM
@@ -108,48 +95,18 @@ def load_transformers_sharded(folder: Path) -> nn.Module:
     )
 
 
-def load_accelerate(folder: Path) -> nn.Module:
-    """FSDP2 by accelerate with RAM-efficient loading, as `accelerate launch` would set it up.
-
-    Without mixed precision, for accelerate would make float32 shards of a bf16 model.
-    """
-    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-    from transformers import AutoModelForCausalLM
-
-    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_VERSION="2")
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        cpu_ram_efficient_loading=True,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"],
-    )
-    accelerator = Accelerator(cpu=True)
-    # Accelerate offers FSDP only where there is an accelerator, although its code for it runs on the CPU too.
-    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    # It refuses a model without an optimizer; this one has no state.
-    return accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0]
-
-
-def load_rank0_broadcast(folder: Path) -> nn.Module:
-    """Rank 0 loads the whole model; torch broadcasts it tensor by tensor into a model sharded on meta."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-    from transformers import AutoModelForCausalLM
-
-    full: dict[str, torch.Tensor] = {}
-    if dist.get_rank() == 0:
-        full = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
-    model = _fully_shard(_meta_model(folder))
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, full, options=options)
-    return _with_rotary_buffers(model)
-
-
 def load_dcp(folder: Path) -> nn.Module:
     """DCP, told by hand which views of the local shards are which keys on disk."""
     import torch.distributed.checkpoint as dcp
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = _with_rotary_buffers(_fully_shard(_meta_model(folder)).to_empty(device="cpu"))
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (*model.model.layers, model):
+        fully_shard(layer, mesh=mesh)
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are in no checkpoint
     entries: dict[str, Any] = {}
     for fqn, param in model.named_parameters():
         param = param.detach()
@@ -163,17 +120,11 @@ def load_dcp(folder: Path) -> nn.Module:
     return model
 
 
-def read_share(folder: Path, huge: bool = False) -> torch.Tensor:
-    """Copy this rank's contiguous share of all weight files into fresh memory, of `huge` pages or as it comes.
-
-    No way can do with less.
-    """
+def read_share(folder: Path) -> torch.Tensor:
+    """Copy this rank's contiguous share of all weight files into fresh memory. No way can do with less."""
     total, rank, ranks = weight_bytes(folder), dist.get_rank(), dist.get_world_size()
     first, last = total * rank // ranks, total * (rank + 1) // ranks
-    if huge:
-        memory = torch.frombuffer(fresh_memory(last - first, huge=True), dtype=torch.uint8)
-    else:
-        memory = torch.empty(last - first, dtype=torch.uint8)
+    memory = torch.empty(last - first, dtype=torch.uint8)
     data, file_start, done = memory.numpy().data, 0, 0
     for path in weight_files(folder):
         size = path.stat().st_size
@@ -233,25 +184,3 @@ def check_saved(folder: Path, output: Path) -> None:
     for key in [*same, *fused][dist.get_rank() :: dist.get_world_size()]:
         tensor = after.read(key)
         before.compare(key, tensor, [0] * tensor.dim())
-
-
-def _meta_model(folder: Path) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-
-
-def _with_rotary_buffers(model: Any) -> nn.Module:
-    """Make the only buffers anew: they are in no checkpoint, and were on meta or are uninitialized."""
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    return model
-
-
-def _fully_shard(model: Any) -> nn.Module:
-    """FSDP2 over all ranks: each layer, then the rest. Returns `model`."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model

@@ -5,7 +5,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import cache_from_source
 from pathlib import Path
 
@@ -75,39 +74,3 @@ def test_enough_is_marked():
     expected |= {"faults.md", "observability.md", "plan.md"}
     assert expected <= set(counts)
     assert sum(counts.values()) >= 19, counts
-
-
-# --- the machinery itself
-
-
-@pytest.fixture
-def document(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "page.md"
-
-
-def test_blocks_with_options_and_outputs(document: Path, server: RankServer):
-    document.write_text(
-        '<!-- run: append="--a.b=1 --c" replace="step-200->step-4" prepare="echo first" exit=3 -->\n'
-        "```bash\n./run_train.sh x\nls step-200\n```\ntext\n"
-        "<!-- output -->\n```\n10:00 step 1/200  loss 3.5e-3\n...\n```\n"
-        "```bash\nnot run\n```\n<!-- file: a.toml -->\n```toml\n[a]\n```\n<!-- run -->\n```bash\nexit 3\n```\n"
-    )
-    first, second = read_blocks(document)
-    assert first.script == "echo first\n./run_train.sh x --a.b=1 --c\nls step-4"
-    assert first.missing_lines("x\n11:59 step   4/4 loss 7.25\n") == []
-    assert first.missing_lines("11:59 step   4/4 loss nan\n") == ["10:00 step 1/200  loss 3.5e-3"]
-    assert second.script == "cat > a.toml <<'END'\n[a]\nEND\nexit 3"
-    with pytest.raises(AssertionError, match=r"page\.md:19"):
-        run_block(second, document.parent, server)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["<!-- run: steps=4 -->\n```bash\n```", "<!-- run -->\n\n```bash\n```", "<!-- run: append -->\n```bash\n```"]
-    + ["<!-- run -->\n```python\n```", "<!-- output -->\n```\n```", "<!-- run append=x -->\n```bash\n```"]
-    + ["<!-- file -->\n```toml\n```"],
-)
-def test_marks_that_mean_nothing_are_errors(document: Path, text: str):
-    document.write_text(text + "\n")
-    with pytest.raises(AssertionError, match=r"page\.md:1"):
-        read_blocks(document)

@@ -77,30 +77,6 @@ def find_overrides(code: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("find", "code"),
-    [
-        (find_environment, "import os\nos.environ['A']"),
-        (find_environment, "import os\nos.getenv('A')"),
-        (find_environment, "import os\nf(x, e=os.environ)"),
-        (find_environment, "\nfrom os import environ"),
-        (find_job, "\nfrom titanlite.config import JobConfig as Job, fill_in"),
-        (find_job, "from titanlite import config\ndef f(job: config.JobConfig): pass"),
-        (find_kinds, "\nisinstance(model.config, ModelConfig)"),
-        (find_overrides, "\nlayer.forward = f"),
-        (find_overrides, "\nsetattr(model.head, 'forward', f)"),
-        (find_overrides, "\nmodule.__class__ = Other"),
-        (find_overrides, "\nvars(model.layers)['norm'] = f"),
-        (find_overrides, "\nvars(model).update(norm=f)"),
-        (find_overrides, "\ndel vars(model)['norm']"),
-        (find_overrides, "\nmodel.__dict__['norm'] = f"),
-        (find_kinds, "\nx = f(isinstance(c, dict | TransformersConfig))"),
-    ],
-)
-def test_what_may_not_stand_everywhere_is_found(find: Callable[[str], list[int]], code: str):
-    assert find(code) == [2]
-
-
-@pytest.mark.parametrize(
     ("find", "places", "remedy"),
     [
         (find_environment, READS_ENVIRONMENT, "base/process.py is asked"),
