@@ -21,7 +21,6 @@ _MODULES = {
     "inspect": "titanlite.features.tools.models",
     "export": "titanlite.features.tools.export",
     "generate": "titanlite.features.tools.generate",
-    "report": "titanlite.features.report.page",
 }
 # Packages that every command imports. If one is missing, titanlite was not installed for this Python.
 _PACKAGES = ("omegaconf", "torch", "numpy", "safetensors", "transformers")
@@ -33,8 +32,7 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
   data       show what a run would train on: --config FILE [--samples N] [--world-size N] [--section.key=value ...]
   inspect    show what is in a checkpoint: MODEL [--checksums] [--all] [--config FILE --world-size N ...]
   export     write a checkpoint as a plain Hugging Face model: MODEL OUT --dtype bfloat16 [--merge --base MODEL]
-  generate   continue prompts with a model, or chat with it: MODEL [--prompt TEXT] [--max-new-tokens N ...]
-  report     write an HTML page on a run: RUN [--output FILE]"""
+  generate   continue prompts with a model, or chat with it: MODEL [--prompt TEXT] [--max-new-tokens N ...]"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

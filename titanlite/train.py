@@ -108,7 +108,7 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def _record_error(text: str) -> None:
-    """Record the error for the report of the run. Rank 0 writes; errors of other ranks are on the console only."""
+    """Record the error in the run's events. Rank 0 writes; errors of other ranks are on the console only."""
     record_event("error", protocol.first_sentence(text), protocol.steps_done())
 
 

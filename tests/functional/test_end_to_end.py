@@ -130,7 +130,6 @@ def test_run_ends_with_sample_checkpoint_and_tensorboard_command(run):
     assert "def __init__(self" in end
     assert f"checkpoint: {dump / 'checkpoint' / f'step-{STEPS}'}" in end
     assert f"tensorboard --logdir {dump / 'tb'}" in end
-    assert f"report:     python -m titanlite report {dump}" in end
     assert [line[20:] for line in (dump / "log.txt").read_text().splitlines() if "step " in line] == [
         line[9:] for line in done.stdout.splitlines() if "step " in line and line[2] == ":"
     ]
@@ -139,7 +138,7 @@ def test_run_ends_with_sample_checkpoint_and_tensorboard_command(run):
 
 def test_run_leaves_nothing_else_behind(run):
     _, dump = run
-    logs = ["environment.json", "events.jsonl", "expert_load.jsonl", "log.txt", "metrics.jsonl", "plan.json"]
+    logs = ["environment.json", "events.jsonl", "log.txt", "metrics.jsonl", "plan.json"]
     assert sorted(path.name for path in dump.iterdir()) == [".run.lock", "checkpoint", "config.toml", *logs, "tb"]
     assert [path.name for path in (dump / "checkpoint").iterdir()] == [f"step-{STEPS}"]
 

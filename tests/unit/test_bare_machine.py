@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Dependencies of titanlite and of its tests, and some more, that such an image lacked.
-LACKING = "omegaconf antlr4 datasets dill multiprocess bokeh importlinter grimp basedpyright wandb torchvision"
+LACKING = "omegaconf antlr4 datasets dill multiprocess importlinter grimp basedpyright wandb torchvision"
 
 _CODE = f"""
 import sys

@@ -17,7 +17,6 @@ from typing import Any, Self, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from titanlite.base.agree import get_rank
 from titanlite.base.errors import TitanliteError
@@ -28,8 +27,6 @@ from titanlite.metrics.console import ProgressBar, can_show_bar, format_line
 from titanlite.metrics.flops import peak_flops
 from titanlite.metrics.point import StepPoint, describe_moe, describe_ranks, draw_load
 
-EXPERT_LOAD_FILE = "expert_load.jsonl"
-_LOAD_POINTS = 100
 _SHOWN_CHARS = 80
 
 
@@ -103,7 +100,6 @@ class MetricsLogger:
         self._device = device
         self._last_step = self._start_step = start_step
         self._began_s = time.monotonic()
-        self._next_load_step = 0
         self._moe_layers = list(moe_layers)
         dtype = torch.float32 if job.training.mixed_precision_param == "float32" else torch.bfloat16
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
@@ -115,7 +111,6 @@ class MetricsLogger:
         if not self._enabled:
             return
         self._file = AppendedFile(Path(dump_folder) / "metrics.jsonl")
-        self._load_file = AppendedFile(Path(dump_folder) / EXPERT_LOAD_FILE)
         self._failing: set[Path] = set()  # files that have not been written since the warning
         self._append(self._file)
         if job.metrics.enable_tensorboard:
@@ -158,8 +153,9 @@ class MetricsLogger:
         if layers:
             lists |= {f"moe/{name}": value for name, value in self._layer_numbers().items()}
         self._write(point.step, values, layers, lists)
-        if point.moe is not None:
-            self._write_load(point.step, point.moe.tokens_per_expert)
+        if point.moe is not None and self._writer is not None:
+            picture = self._writer.encode_picture(point.step, "moe/expert_load", draw_load(point.moe.tokens_per_expert))
+            self._append(self._writer.file, picture)
         line = format_line(point.step, self._num_steps, values, layers, lists.get("ranks/slowest_reason", ""))
         pace = (time.monotonic() - self._began_s) / max(point.step - self._start_step, 1)  # validations included
         logger.info(f"{line}  left {timedelta(seconds=round(pace * (self._num_steps - point.step)))}")
@@ -194,7 +190,7 @@ class MetricsLogger:
             return
         self._enabled = False
         self._stop_bar()
-        files = [self._file, self._load_file, *([] if self._writer is None else [self._writer.file])]
+        files = [self._file, *([] if self._writer is None else [self._writer.file])]
         waiting = [file for file in files if file.num_waiting]
         for file in waiting:
             self._append(file)
@@ -224,8 +220,6 @@ class MetricsLogger:
         line.update({name: [_or_none(value) for value in column] for name, column in (layers or {}).items()})
         line.update(extra or {})
         self._append(self._file, _to_json(line))
-        if self._load_file.num_waiting:
-            self._append(self._load_file)
         scalars = dict(values)
         for name, column in (layers or {}).items():
             for row, value in enumerate(column):
@@ -235,17 +229,6 @@ class MetricsLogger:
             self._sink(step, scalars)
         if self._writer is not None:
             self._append(self._writer.file, self._writer.encode(step, scalars))
-
-    def _write_load(self, step: int, tokens_per_expert: Tensor) -> None:
-        """Write the counts of all experts: a heat map for TensorBoard, and at some of the points for the report."""
-        if self._writer is not None:
-            picture = self._writer.encode_picture(step, "moe/expert_load", draw_load(tokens_per_expert))
-            self._append(self._writer.file, picture)
-        if step < self._next_load_step:
-            return
-        self._next_load_step = step + self._num_steps // _LOAD_POINTS
-        line = {"step": step, **self._layer_numbers(), "tokens_per_expert": tokens_per_expert.tolist()}
-        self._append(self._load_file, _to_json(line))
 
     def _layer_numbers(self) -> dict[str, Any]:
         """Return which layers the rows are: the first one and, if others lie between them, all."""

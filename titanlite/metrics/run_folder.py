@@ -225,7 +225,6 @@ def log_outputs(job: JobConfig, dump_folder: Path, checkpoint: Path, cls: str) -
         logger.info("checkpoint: %s (%s.from_pretrained)", checkpoint, how)
     if job.metrics.enable_tensorboard:
         logger.info("metrics:    tensorboard --logdir %s", dump_folder / job.metrics.save_tb_folder)
-    logger.info("report:     python -m titanlite report %s", dump_folder)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import build_text_corpus
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.images import load_image, read_image_rows
-from titanlite.features.report.read import read_run
 from titanlite.features.sft.build import _read_template
 from titanlite.features.sft.readers import READERS
 from titanlite.features.sft.rows import LocalRows
@@ -43,11 +42,6 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
 }
 
 
-def read_log(path: Path) -> None:
-    (path.parent / "metrics.jsonl").write_text('{"step": 1, "loss/train": 1.0}\n')
-    raise TitanliteError(str(read_run(path.parent).problems))
-
-
 # Where the package opens what a user names, and the name that the file must have there.
 OPENED: dict[str, Callable[[Path], Any]] = {
     "config.toml": lambda path: load_config(["--config", str(path)]),
@@ -59,8 +53,6 @@ OPENED: dict[str, Callable[[Path], Any]] = {
     "images.jsonl": read_image_rows,
     "corpus.txt": lambda path: dict(build_text_corpus(path.parent)),
     "image.png": lambda path: load_image("row 1", path),
-    "metrics.jsonl": lambda path: read_run(path.parent),
-    **dict.fromkeys(("log.txt", "events.jsonl", "expert_load.jsonl", "plan.json", "environment.json"), read_log),
     **{f"rows{ending}": lambda path: list(LocalRows((path,))) for ending in READERS},
     **{f"skipped{ending}": lambda path: list(LocalRows((path,)).iterate_from(3)) for ending in READERS},
     **{f"digest{ending}": lambda path: LocalRows((path,)).get_digest(path.parent) for ending in READERS},

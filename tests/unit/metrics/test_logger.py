@@ -138,8 +138,6 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig,
     images = events.Images("moe/expert_load")
     assert [(image.step, image.width, image.height) for image in images] == [(10, 96, 48), (20, 96, 48)]
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(images[0].encoded_image_string))), draw_load(COUNTS))
-    loads = [json.loads(line) for line in (tmp_path / "expert_load.jsonl").read_text().splitlines()]
-    assert loads == [{"step": step, "first_layer": 3, "tokens_per_expert": COUNTS.tolist()} for step in (10, 20)]
 
 
 def test_padding_counts_as_work_but_not_as_tokens(job: JobConfig, tmp_path: Path):
@@ -161,19 +159,6 @@ def test_rows_have_the_numbers_of_their_layers(job: JobConfig, tmp_path: Path):
     assert {name for name in line if name.startswith("moe/")} == of_layers | {"moe/first_layer", "moe/layers"}
     tags = {tag for tag in read_events(tmp_path / "tb").Tags()["scalars"] if tag.startswith("moe/")}
     assert tags == {f"{name}/layer_{number}" for name in of_layers for number in ("01", "03")}
-    load = json.loads((tmp_path / "expert_load.jsonl").read_text())
-    assert load == {"step": 10, "first_layer": 1, "layers": [1, 3], "tokens_per_expert": COUNTS.tolist()}
-
-
-def test_expert_load_is_kept_at_about_a_hundred_points(job: JobConfig, tmp_path: Path):
-    job.training.steps = 1000
-    job.metrics.enable_tensorboard = False
-    with build(job, tmp_path) as metrics:
-        for step in range(1, 1001):
-            log(metrics, step, moe=moe())
-    steps = [json.loads(line)["step"] for line in (tmp_path / "expert_load.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 1001, 10))
-    assert len(read_lines(tmp_path)) == 1000
 
 
 def test_values_that_are_not_finite_stay_valid_json(job: JobConfig, tmp_path: Path):
@@ -309,8 +294,6 @@ def test_a_full_disk_is_one_warning_and_the_points_come_later(job: JobConfig, tm
     steps = [5, 10, 15, 20, 25, 30]
     assert [point["step"] for point in read_lines(tmp_path)] == steps
     assert [point.step for point in read_events(tmp_path / "tb").Scalars("loss/train")] == steps
-    loads = [json.loads(line)["step"] for line in (tmp_path / "expert_load.jsonl").read_text().splitlines()]
-    assert loads == steps
     out = console.getvalue()
     assert out.count("metrics: cannot write") == 2 and out.count("metrics: all that waited is written") == 2, out
     assert "metrics.jsonl: File too large. Training goes on" in out
