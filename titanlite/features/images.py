@@ -29,7 +29,6 @@ from titanlite.features.sft.build import get_padding
 from titanlite.features.sft.chat_frame import FrameFinder
 from titanlite.features.sft.chat_template import set_date
 from titanlite.features.sft.readers import READERS, RowError, first_line
-from titanlite.features.sft.row_limits import render_chat
 from titanlite.ops import IGNORE_INDEX
 
 # Pillow reads 40 more; one of them, PostScript, starts a program.
@@ -188,9 +187,8 @@ class ImageDataset(ShuffledSequences):
 
     def _show(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
         try:
-            return render_chat(self._processor, messages, add_generation_prompt=prompt, **self._options)
-        except RowError:
-            raise
+            options = self._options | {"add_generation_prompt": prompt}
+            return str(self._processor.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # a template raises anything
             text = f"the model's processor refuses it: {first_line(error)}"
             raise RowError("template failed", text) from error

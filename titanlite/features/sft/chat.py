@@ -36,10 +36,9 @@ from titanlite.features.sft.chat_frame import (
     list_python_texts,
     put_probe,
 )
-from titanlite.features.sft.chat_template import ChatTemplate, Marks
+from titanlite.features.sft.chat_template import REMEDY, ChatTemplate, Marks
 from titanlite.features.sft.forms import Chat, Messages
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.row_limits import REMEDY, run_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -328,7 +327,7 @@ def get_end_token(tokenizer: "PreTrainedTokenizerFast") -> int | None:
     """Return the special token that ends an answer of the tokenizer's chat template; None if there is none."""
     chat = Chat([{"role": "user", "content": PROBES[0]}, {"role": "assistant", "content": PROBES[1]}])
     try:
-        turn = run_row(ChatRenderer(tokenizer).render, chat).turns[0]
+        turn = ChatRenderer(tokenizer).render(chat).turns[0]
     except (DataError, RowError):
         return None  # it has no template, or one that wants more than every chat has
     ids: list[int] = tokenizer.encode(turn.end, add_special_tokens=False)

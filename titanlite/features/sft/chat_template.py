@@ -19,17 +19,17 @@ from titanlite.checkpoint.train_state import find_start
 from titanlite.config import JobConfig
 from titanlite.features.sft.forms import Messages
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.row_limits import REMEDY, check_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+REMEDY = "Correct the row, or give another template with data.chat_template."
 Marks = list[tuple[int, int]]  # places in a text that the template marks with {% generation %}
 
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 # Exceptions of a template: its own raise_exception, and errors of expressions on unexpected values.
-_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _KNOWN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "date_string"}
 
 
@@ -90,7 +90,6 @@ class ChatTemplate:
                 template = self._tokenizer.get_chat_template(None, cast(Any, tools))
             except ValueError as error:  # several named templates, none of them the default
                 raise DataError(f"data: {error} Set data.chat_template to a Jinja file.") from None
-            check_template(template)
             self._texts[has_tools] = set_date(template, self._date), bool(_GENERATION.search(template))
         return self._texts[has_tools]
 

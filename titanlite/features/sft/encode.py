@@ -23,7 +23,6 @@ from titanlite.data.tokens import get_plain_encoder
 from titanlite.features.sft.chat import ANSWER, END, TRAINED, ChatRenderer, Conversation, Turn
 from titanlite.features.sft.forms import Chat, Form, Plain, parse_row
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.row_limits import run_row
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -112,7 +111,7 @@ class ExampleEncoder:
         drafts: list[list[_Draft] | RowError] = []
         for row in rows:
             try:
-                drafts.append(run_row(self._draft_row, row))
+                drafts.append(self._draft_row(row))
             except RowError as error:
                 drafts.append(error)
         documents = iter(self._tokenize([one for found in drafts if not isinstance(found, RowError) for one in found]))

@@ -41,7 +41,6 @@ from titanlite.features.generate.generate import (
     get_eos_token_ids,
 )
 from titanlite.features.sft.readers import READERS, RowError
-from titanlite.features.sft.row_limits import run_row
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model, load_model
 from titanlite.models.families import any_model_config_from_hf
 from titanlite.ops.attention import leave_out_cudnn
@@ -288,7 +287,7 @@ def _encode(tokenizer: Any, prompt: Any, *, chat: bool, options: argparse.Namesp
     if options.system is not None:
         row["messages"] = [{"role": "system", "content": options.system}, *row["messages"]]
     try:
-        return run_row(encode_prompt, tokenizer, row)
+        return encode_prompt(tokenizer, row)
     except RowError as error:
         shown = _shorten(str(row["messages"]))
         raise DataError(f"generate: --chat: the chat template refuses {shown}: {error}") from None
