@@ -141,7 +141,7 @@ def expected_step(job: Any, step: int) -> tuple[float, dict[str, float], dict[st
         ("TP2xEP2", []),
         ("CP2xTP2", []),
         ("PP2xFSDP2", []),
-        ("TP2xEP2", TRANSFORMERS),
+        ("EP2xFSDP2", TRANSFORMERS),
     ],
     ids=[
         "one rank",
@@ -149,7 +149,7 @@ def expected_step(job: Any, step: int) -> tuple[float, dict[str, float], dict[st
         "TP2xEP2 experts",
         "CP2xTP2 experts",
         "PP2xFSDP2 experts",
-        "TP2xEP2 experts, transformers' class",
+        "EP2xFSDP2 experts, transformers' class",
     ],
 )
 def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, family):

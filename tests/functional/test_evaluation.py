@@ -81,7 +81,7 @@ def points(folder: Path, key: str) -> dict[int, Any]:
 TRANSFORMERS = ["--model.implementation=transformers", "--moe.expert_bias_update_rate=none"]
 
 
-@pytest.mark.parametrize(("mesh", "overrides"), [("TP2xEP2", []), ("TP2xEP2", TRANSFORMERS)])
+@pytest.mark.parametrize(("mesh", "overrides"), [("TP2xEP2", []), ("EP2xFSDP2", TRANSFORMERS)])
 def test_it_takes_place_before_at_intervals_and_at_the_end(train, meshes, mesh, overrides):
     folder = train(meshes[mesh], *EVALUATION, "--training.steps=3", *overrides)
     assert points(folder, "eval/exact_match") == {0: 0.0, 2: 0.0, 3: 0.0}

@@ -7,16 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny, save_tiny_llava
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate
 
 from tests.saving import save_hf_model
 from titanlite.assemble import assemble
@@ -125,7 +122,6 @@ def test_sharded_loading_equals_from_pretrained_bit_for_bit(
 BOUND = 1e-5
 # Of AdamW. With a smaller one a step takes gradients that are all rounding for as large as the others.
 EPS = 1e-3
-TP2 = "--parallelism.tensor_parallel_degree=2"
 MESHES = {
     "FSDP4": ("qwen3", ["--parallelism.data_parallel_shard_degree=4"]),
     "FSDP4, recomputed": ("gemma3_text", ["--activation_checkpoint.mode=full"]),
@@ -136,14 +132,6 @@ MESHES = {
         "glm4_moe",
         ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.expert_parallel_degree=2"],
     ),
-    "TP2, replicated": ("llama", [TP2, "--parallelism.data_parallel_replicate_degree=2"]),
-    "TP2, tied, recomputed": ("gemma3_text", [TP2, "--activation_checkpoint.mode=full"]),
-    "TP2, biases": ("phi", [TP2]),
-    "TP2, outputs gathered": ("phi3", [TP2]),
-    "TP2xEP4": ("gpt_oss", [TP2, "--parallelism.expert_parallel_degree=4"]),
-    "TP4": ("deepseek_v3", ["--parallelism.tensor_parallel_degree=4"]),
-    "TP2, experts": ("glm4_moe", [TP2, "--activation_checkpoint.mode=full"]),
-    "TP2, vision tower": ("qwen2_5_vl", [TP2]),
 }
 DOCUMENTS = [[0] * 7 + [1] * 5, [0] * 3 + [1] * 6 + [-1] * 3, [0] * 12, [0] * 1 + [1] * 11]
 STEPS = 2
@@ -238,7 +226,7 @@ def test_training_equals_a_plain_loop_over_single_documents(
                     loads[mesh] = (counts.tolist(), None if errors is None else errors.tolist())
                 total = loss.detach().clone()
                 torch.distributed.all_reduce(total)
-                losses.append(total.item() / job.degrees.tp)
+                losses.append(total.item())
                 reduce_replicated_grads(model.parameters(), dims)
                 norm = clip_grad_norms({"": model.parameters()}, 0.0)[0].item()
                 gradients = {
@@ -277,34 +265,6 @@ def test_training_equals_a_plain_loop_over_single_documents(
                 for key, value in expected.items()
             }
             assert {key: error.item() for key, error in errors.items() if error > 10 * BOUND} == {}, mesh
-
-
-def test_a_head_that_the_plan_leaves_whole(
-    run_ranks: Callable[..., list[Any]], cases: dict[str, Case], rows: Rows
-) -> None:
-    """Both ranks compute the same loss then; gradients are still those of one."""
-    job = check_folder(cases["llama"].folder, 2, TP2)
-
-    def rank_main() -> tuple[float, dict[str, torch.Tensor]]:
-        with patch.object(transformers.LlamaForCausalLM, "_tp_plan", {}):
-            model, _ = load(job, cases["llama"].folder)
-        head = model.transformers_model.lm_head.weight
-        assert isinstance(head.placements[head.device_mesh.mesh_dim_names.index("tp")], Replicate)
-        dims = ParallelDims.build(job.degrees, "cpu")
-        sums = model(rows.tokens, rows.labels, None, rows.documents)
-        loss = sums.cross_entropy / (rows.labels != -100).sum()
-        loss.backward()
-        reduce_replicated_grads(model.parameters(), dims)
-        gradients = {clean_name(k): p.grad.full_tensor() for k, p in model.named_parameters() if p.grad is not None}
-        return loss.item(), gradients
-
-    seen = run_ranks(2, rank_main)
-    losses, expected = plain_steps(copy.deepcopy(cases["llama"].reference).train(), rows, 1)
-    for loss, gradients in seen:
-        assert loss == pytest.approx(losses[0], rel=BOUND)
-        assert gradients.keys() == expected.keys()
-        errors = {key: (gradients[key] - value).norm() / value.norm() for key, value in expected.items()}
-        assert {key: error.item() for key, error in errors.items() if error > 10 * BOUND} == {}
 
 
 def image_rows() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -375,7 +335,7 @@ def test_trainer_trains_saves_and_resumes(
         "--checkpoint.export_dtype=bfloat16",
         "--moe.expert_bias_update_rate=0",
     ]
-    degrees = Degrees(tp=2, ep=2)
+    degrees = Degrees(dp_shard=2, ep=2)
     whole = checked(degrees, *shared, f"--job.dump_folder={tmp_path / 'whole'}")
     resumed = checked(degrees, *shared, f"--job.dump_folder={tmp_path / 'resumed'}")
 
@@ -411,7 +371,7 @@ def test_the_expert_load_of_a_run_is_that_of_the_native_model(
         "native": (Degrees(), []),
         "one": (Degrees(), ["--model.implementation=transformers"]),
         "many": (
-            Degrees(dp_shard=2, tp=2, ep=2),
+            Degrees(dp_shard=4, ep=2),
             ["--model.implementation=transformers", "--activation_checkpoint.mode=full"],
         ),
     }

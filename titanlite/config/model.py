@@ -157,7 +157,6 @@ class TransformersConfig:
     top_k: int
     tie_word_embeddings: bool
     takes_images: bool = False
-    has_tp_plan: bool = False  # its class says how it is split by tensor parallelism
     rope_limit: int | None = None  # tokens from which on rotary frequencies depend on the longest sequence of a forward
     num_dense_layers: int = 0  # always 0: the class decides which layers are MoE
     why: str = ""  # the reason that it is not the native decoder, for the log

@@ -270,11 +270,10 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
     """Return what a class of transformers cannot do here, and settings that it would ignore."""
     what = f"{model.architecture} is transformers' implementation"
     problems = _check_experts(model, degrees.ep)
-    tp, form, backend = degrees.tp, job.lora.base_dtype, job.model.attention_backend
+    form, backend = job.lora.base_dtype, job.model.attention_backend
     rows = (
         ("parallelism.context_parallel_degree", degrees.cp, degrees.cp > 1, "attention cannot be split so"),
         ("parallelism.pipeline_parallel_degree", degrees.pp, degrees.pp > 1, "forward cannot be cut into stages"),
-        ("parallelism.tensor_parallel_degree", tp, tp > 1 and not model.has_tp_plan, "class carries no plan for it"),
         ("lora.base_dtype", form, form in BLOCK_SIZES, "layers multiply with plain weights"),
         ("moe.expert_bias_update_rate", rate := job.moe.expert_bias_update_rate, rate, "routers have no such bias"),
         ("moe.aux_loss_coeff", job.moe.aux_loss_coeff, job.moe.aux_loss_coeff, "routers have no such loss"),
@@ -287,6 +286,11 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
         for key, value, is_set, why in rows
         if is_set
     ]
+    if degrees.tp > 1:
+        problems.append(
+            f"parallelism.tensor_parallel_degree = {degrees.tp}: {what}, whose layers are not split. Set it to 1: "
+            "data_parallel_shard_degree shards the model, and expert_parallel_degree its experts."
+        )
     section = job.activation_checkpoint
     if section.mode == "selective" and section.selective_ac_option == "op":
         problems.append(

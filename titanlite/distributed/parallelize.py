@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -61,10 +61,7 @@ def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: s
     if dims.cp_group is not None:
         apply_context_parallel(model, dims.cp_group)
     if dims.degrees.tp > 1:
-        if isinstance(model, Decoder):
-            apply_tensor_parallel(model, dims.tp_mesh)
-        else:
-            model.apply_tensor_parallel(dims.tp_mesh)
+        apply_tensor_parallel(cast(Decoder, model), dims.tp_mesh)
     if dims.degrees.ep > 1:
         apply_expert_parallel(model, dims.ep_mesh)
     wrap_layers(model, job, experts_on_own_mesh=dims.degrees.experts_on_own_mesh)

@@ -105,10 +105,6 @@ class Model(nn.Module):
         """Route tokens through `dispatch`, a `TokenDispatcher`, to experts that are split over the one-axis `mesh`."""
         raise NotImplementedError
 
-    def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
-        """Shard the model over the one-axis `mesh`, in place; only where the native plan does not apply."""
-        raise NotImplementedError
-
     def draws_random(self) -> bool:
         """Return True if a forward in training mode may draw random numbers: recomputed layers must draw them again."""
         raise NotImplementedError

@@ -161,7 +161,6 @@ class TransformersExpertCounter(nn.Module):
     """Counts the rows that a layer's router gives to each expert; an `ExpertCounter`.
 
     A hook before the experts' forward sees what the router chose, whatever implementation computes the experts then.
-    It lies outside of what tensor parallelism makes of that forward, so it sees the tokens of all tp ranks.
 
     Args:
         experts: a module that transformers' experts interface serves. It becomes no submodule.
@@ -169,7 +168,6 @@ class TransformersExpertCounter(nn.Module):
     Attributes:
         tokens_per_expert: (E,) int64, not saved; overwritten, never added to, so that a second run under activation
             checkpointing changes nothing.
-        tp_share: rank and size of the axis whose ranks hold the same tokens; each counts its part of them.
         chosen_rows, row_ends: those of the token dispatcher that it watches; None without one.
     """
 
@@ -182,7 +180,6 @@ class TransformersExpertCounter(nn.Module):
         super().__init__()
         counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=next(experts.parameters()).device)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
-        self.tp_share: tuple[int, int] = (0, 1)
         self._valid_T: torch.Tensor | None = None
         experts.register_forward_pre_hook(self._count, with_kwargs=True)
 
@@ -201,12 +198,11 @@ class TransformersExpertCounter(nn.Module):
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not module.training:
             return
-        num_experts, (rank, size) = self.tokens_per_expert.numel(), self.tp_share
+        num_experts = self.tokens_per_expert.numel()
         ids_Tk = (args[1] if len(args) > 1 else kwargs["top_k_index"]).flatten(0, -2)
         if self._valid_T is not None and self._valid_T.numel() == ids_Tk.shape[0]:
             ids_Tk = ids_Tk.masked_fill(~self._valid_T.unsqueeze(-1), num_experts)
-        share = -(-ids_Tk.shape[0] // size)
-        self.tokens_per_expert.copy_(self._count_rows(ids_Tk[rank * share : (rank + 1) * share]))
+        self.tokens_per_expert.copy_(self._count_rows(ids_Tk))
 
     def _count_rows(self, ids_Tk: torch.Tensor) -> torch.Tensor:
         num_experts = self.tokens_per_expert.numel()

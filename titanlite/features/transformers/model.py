@@ -69,12 +69,8 @@ class TransformersModel(Model):
         all_conversions: transformers' mapping from the keys of checkpoints to this model, those of old versions too.
         own_conversions: the same without those of old versions.
         conversions: what of it was used for loading; None before that. Saving reverts it.
-        is_plain_head: the head is nothing but a matrix product with a weight of V rows, all of them or this rank's.
+        is_plain_head: the head is nothing but a matrix product with a weight of V rows.
             With labels, the loss is then computed without any logits.
-        gather_logits: makes whole logits of those that the head gives for this rank's rows; None if these are all.
-        cross_entropy: `linear_cross_entropy` or, when the vocabulary is split over ranks, the version that reduces.
-        loss_copies: ranks that compute the same loss; each gives an equal part of its gradient, unless
-        has_split_head: this rank has a part of a plain head's rows, whose gradient is its own.
         counters: of the rows that each layer's experts are given; none where they cannot be counted.
         expert_modules: those with fused experts that transformers' experts interface computes, by name.
         is_encoder_decoder: an encoder reads a row's prompt, as tokens if it `takes_prompts`; a decoder says the rest.
@@ -117,12 +113,8 @@ class TransformersModel(Model):
         self._labels: tuple[torch.Tensor, Literal["sum", "none"]] | None = None
         head = probes.find_head(model)
         self._head = [head]  # in a list, so that it is no submodule a second time
-        self.gather_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self.cross_entropy: Callable[..., torch.Tensor] = linear_cross_entropy
-        self.loss_copies = 1
-        self.has_split_head = False
-        self.is_plain_head = self._is_linear_head = isinstance(head, nn.Linear) and head.bias is None
-        if self._is_linear_head:
+        self.is_plain_head = isinstance(head, nn.Linear) and head.bias is None
+        if self.is_plain_head:
             hook_around(head, self._logits_or_loss)
 
     @property
@@ -183,7 +175,7 @@ class TransformersModel(Model):
             options = {**prompt, **options, "valid_BS": None}
         if labels_BS is None:
             return self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)
-        if not (has_plain_head := self._facts is not None and self._facts.has_plain_head):
+        if self._facts is None or not self._facts.has_plain_head:
             logits_TV = self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options).flatten(0, 1)
             # In float32 as everywhere, and labels as they are: already the next token.
             logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
@@ -198,9 +190,6 @@ class TransformersModel(Model):
                 loss = self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)  # see `_logits_or_loss`
             finally:
                 self._labels = None
-        in_parts = has_plain_head and self.has_split_head
-        if self.loss_copies > 1 and not in_parts and loss.requires_grad:
-            loss.register_hook(lambda grad: grad / self.loss_copies)
         # Cloned: FSDP2 wants no view as a module's result.
         if reduction != "sum":
             loss = loss.unflatten(0, labels_BS.shape)
@@ -306,15 +295,14 @@ class TransformersModel(Model):
         return self._can_cache
 
     def _logits_or_loss(self, hidden_BSD: torch.Tensor) -> Around:
-        """Make of the head's result whole logits, or with labels the loss: the head then projects no token."""
+        """Make of the head's result the loss, if there are labels: the head then projects no token."""
         if self._labels is None:
-            logits = yield (hidden_BSD,)
-            return logits if self.gather_logits is None else self.gather_logits(logits)
+            return (yield (hidden_BSD,))
         yield (hidden_BSD[:0],)
         labels_BS, reduction = self._labels
         weight_VD = local_tensor(self.head.weight)
         hidden_TD = hidden_BSD.flatten(0, 1)
-        return self.cross_entropy(
+        return linear_cross_entropy(
             hidden_TD, weight_VD, labels_BS.flatten(), self.loss_chunk_tokens, reduction=reduction
         )
 
@@ -346,7 +334,7 @@ class TransformersModel(Model):
             return [module] if list(module.parameters()) else []
 
         # A head with a bias returns a view, which FSDP warns of: an operation in place on it would lose FSDP's hook.
-        return alone(probes.find_embedding(model)), alone(self.head) if self._is_linear_head else []
+        return alone(probes.find_embedding(model)), alone(self.head) if self.is_plain_head else []
 
     def embedding_and_head(self) -> tuple[nn.Module | None, nn.Module | None]:
         return probes.find_embedding(self._transformers_model), self.head
@@ -384,11 +372,6 @@ class TransformersModel(Model):
         for experts, send in zip(self.expert_modules.values(), watched, strict=True):
             setattr(experts, DISPATCH, send)
         use_titanlite_experts(self._transformers_model)
-
-    def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
-        from titanlite.features.transformers.tensor_parallel import apply_transformers_tensor_parallel
-
-        apply_transformers_tensor_parallel(self, mesh)
 
     def draws_random(self) -> bool:
         return True  # unknown: the class decides

@@ -50,7 +50,6 @@ def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> Tra
         top_k=_number(text, *_TOP_K) or 0,
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         takes_images=hasattr(config, "vision_config"),
-        has_tp_plan=bool(getattr(cls, "_tp_plan", None) or getattr(text, "base_model_tp_plan", None)),
         rope_limit=_get_rope_limit(text),
         why=why,
     )

@@ -144,21 +144,6 @@ def test_ids_beyond_the_last_expert_are_not_counted() -> None:
     assert loads_of(model)[0].tolist() == [2, 0, 0, 1]
 
 
-def test_tp_ranks_count_a_part_each() -> None:
-    model = build(TEXT_MODELS["mixtral"]())
-    tokens, labels = draw(VOCAB_SIZE)
-    model(tokens, labels, None, DOCUMENTS)
-    whole = loads_of(model).clone()
-    parts = []
-    for rank in range(3):  # 40 tokens do not go round
-        for counter in model.expert_counters().values():
-            counter.tp_share = (rank, 3)
-        model(tokens, labels, None, DOCUMENTS)
-        parts.append(loads_of(model).clone())
-    assert torch.equal(torch.stack(parts).sum(dim=0), whole)
-    assert all(part.any() for part in parts)
-
-
 def test_layers_have_their_numbers() -> None:
     sizes = TEXT_MODELS["mixtral"]().to_dict()
     common = {key: sizes[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")}

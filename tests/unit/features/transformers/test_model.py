@@ -194,12 +194,7 @@ def test_auto_takes_the_native_decoder_where_it_can(
         ("gemma3_text", {"hidden_size": "wide"}, [], "transformers refuses it"),
         ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, [], "quant_method 'awq' cannot be read"),
         ("gemma3_text", {}, ["--model.overrides.num_layers=3"], "num_layers cannot be changed here"),
-        (
-            "gemma3_text",
-            {"model_type": "opt"},
-            ["--parallelism.tensor_parallel_degree=2"],
-            "class carries no plan",
-        ),
+        ("gemma3_text", {}, ["--parallelism.tensor_parallel_degree=2"], r"degree = 2: Gemma3.* Set it to 1: data_"),
         ("gemma3_text", {}, ["--parallelism.expert_parallel_degree=2"], "the model has no experts"),
         ("gpt_oss", {"num_local_experts": 3}, ["--parallelism.expert_parallel_degree=2"], r"\(2\) does not divide"),
         ("mixtral", {}, ["--moe.aux_loss_coeff=0.1"], r"moe\.aux_loss_coeff = 0\.1: MixtralForCausalLM"),
