@@ -24,7 +24,7 @@ _STAGES: Mapping[str, tuple[str, str]] = {
     "loads": ("parameters, buffers and ties are those of `from_pretrained`, bit for bit", "equal"),
     "trains": (
         "losses of 2 optimizer steps to 1e-6, gradients to 1e-4, each document alone",
-        "packed|apart|prompts|inputs",
+        "packed|apart|inputs",
     ),
     "exports": ("transformers reads what was trained, bit for bit, under the same keys", "equal"),
     "generates": ("greedy tokens in a batch are those of `generate`, with and without a cache", "cached|whole"),
@@ -38,7 +38,6 @@ _NOT_CAUSAL, _NO_TEXT = (
 _REASONS: Mapping[str, str] = {
     _NOT_CAUSAL: r"is not causal",
     _NO_TEXT: r"does not run on text alone",
-    "what it predicts depends on the length of the row": r"length of the row",
     "transformers does not read what it saves of it": r"^lost",
     "not built: a package is missing here": r"ImportError|ModuleNotFoundError",
     "not built: no small configuration of it was found": r"^not built",
@@ -68,7 +67,7 @@ class Result:
     def why_untrained(self) -> str:
         """The reason in `_REASONS` for which it is not trained; empty if it is."""
         words = [self.words.get(stage, "") for stage in ("built", "loads", "trains")]
-        if words[2].startswith(("packed", "apart", "prompts", "inputs")):
+        if words[2].startswith(("packed", "apart", "inputs")):
             return ""
         return next((why for why, told in _REASONS.items() if any(re.search(told, word) for word in words)), "")
 
@@ -95,8 +94,8 @@ def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
     possible = sum(result.why_untrained not in (_NOT_CAUSAL, _NO_TEXT) for result in built)
     yield from (_BEGINNING, "")
     yield from _filled(
-        "`tests/sweep/sweep_transformers.py` builds each class of transformers' auto mappings for text, images with "
-        "text, and text to text, tiny and random, and compares it with transformers, in float32. Of "
+        "`tests/sweep/sweep_transformers.py` builds each class of transformers' auto mappings for text, images with text, "
+        "and text to text, except encoder-decoders, tiny and random, and compares it with transformers, in float32. Of "
         f"{len(results)} entries {len(built)} "
         f"are built, and {len(trained)} of those trained: {len(trained) / len(built):.1%}, and of those that can "
         f"predict tokens after text or images {len(trained) / possible:.1%}; {wrong or 'none'} ended in a traceback, "
@@ -105,13 +104,10 @@ def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
     yield from ("", "| stage | compared | as in transformers |", "|---|---|---|")
     for stage, (text, good) in _STAGES.items():
         of = trained if stage in ("exports", "generates") else built
-        if stage == "generates":  # encoder-decoders do not, here
-            of = [result for result in trained if not _is("prompts")(result)]
         count = sum(bool(re.match(good, result.words.get(stage, ""))) for result in of)
         yield f"| {stage} | {text} | {count} of {len(of)} |"
     yield ""
     yield from _named("Trained on rows of one document each (`data.packing = false`)", results, _is("apart"))
-    yield from _named("Trained on prompts and completions, by encoder and decoder", results, _is("prompts"))
     yield from _named("Trained with images only (tried with random ones)", results, _is("inputs"))
     for why in _REASONS:
         yield from _named(f"Refused: {why}", results, lambda result, why=why: result.why_untrained == why)  # type: ignore[misc]

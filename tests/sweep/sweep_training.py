@@ -4,7 +4,6 @@ A stage takes a case and returns a word, as those in `sweep_stages.py` do. The s
 described on meta, sharded (over one rank), filled from the folder that transformers saved, stepped by `TrainStep`.
 """
 
-import inspect
 import sys
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -77,12 +76,6 @@ def inputs_of(model_type: str, config: Any, tokens: torch.Tensor) -> dict[str, t
     """Random images and the like for classes that want more than text, by row; marks their places in `tokens`."""
     rows, length = tokens.shape
     kinds = {"blip", "blip-2", "instructblip", "instructblipvideo", "idefics", "kosmos-2", "paligemma"}
-    kinds |= {"florence2", "pp_formulanet", "udop", "vision-encoder-decoder"}
-    if model_type == "pix2struct":
-        vision = config.vision_config
-        patches = torch.randn(rows, 8, 2 + vision.patch_embed_hidden_size, generator=torch.Generator().manual_seed(4))
-        patches[:, :, :2] = torch.arange(8).unsqueeze(1)  # row and column of a patch
-        return {"flattened_patches": patches, "attention_mask": torch.ones(rows, 8, dtype=torch.int64)}
     if model_type == "molmo2":
         return {"mm_token_type_ids": torch.zeros_like(tokens)}
     if model_type not in kinds:
@@ -98,10 +91,7 @@ def inputs_of(model_type: str, config: Any, tokens: torch.Tensor) -> dict[str, t
         found["image_attention_mask"] = torch.ones(rows, length, 1, dtype=torch.int64)
     if model_type == "kosmos-2":
         found["image_embeds_position_mask"] = (torch.arange(length) < config.latent_query_num).expand(rows, -1)
-    if model_type == "udop":
-        found["bbox"] = torch.rand(rows, length, 4, generator=generator)
-        found["bbox"][:, 8:] = 0.0  # as its tokenizer has it for the prompt's end and padding
-    places = {"florence2": 5}
+    places: dict[str, int] = {}
     if model_type == "paligemma":
         places["paligemma"] = (size // vision.patch_size) ** 2
     places |= {kind: config.num_query_tokens for kind in kinds if hasattr(config, "num_query_tokens")}
@@ -168,14 +158,7 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
         job.data.dataset = "images"
     else:
         job.data.packing = model.find_facts(_CPU).keeps_apart
-        if model.is_encoder_decoder:
-            labels = batch.labels.where(torch.arange(batch.labels.shape[1]) >= 8, IGNORE_INDEX)
-            batch, job.data.dataset = replace(batch, labels=labels), "examples"
-        batch, kind = (
-            (rows_of(packed=True), "packed")
-            if job.data.packing
-            else (batch, "prompts" if model.is_encoder_decoder else "apart")
-        )
+        batch, kind = (rows_of(packed=True), "packed") if job.data.packing else (batch, "apart")
     check_documents_per_row(job, model, _CPU)
     gradients: dict[str, torch.Tensor] = {}
 
@@ -201,8 +184,6 @@ def their_steps(case: Any, batch: Batch) -> Trained:
         model.get_parameter(name).requires_grad_(param.requires_grad)
     optimizer = torch.optim.AdamW(model.parameters(), _LR, (0.9, 0.95), _EPS, 0.0)
     documents = torch.zeros_like(batch.tokens) if batch.document_ids is None else batch.document_ids
-    takes_both = "decoder_input_ids" in inspect.signature(model.forward).parameters
-    is_encoder_decoder = takes_both and model.config.is_encoder_decoder
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
     for _ in range(_STEPS):
@@ -211,9 +192,6 @@ def their_steps(case: Any, batch: Batch) -> Trained:
             extra = {name: value[row : row + 1] for name, value in batch.inputs.items()}
             for number in range(int(ids.max()) + 1):
                 mine = ids == number
-                if is_encoder_decoder:
-                    loss = loss + their_completion_loss(model, tokens, labels, extra)
-                    continue
                 inputs = extra | {"input_ids": tokens[mine].unsqueeze(0)}
                 logits = model(**inputs, use_cache=False, return_dict=True).logits[0]
                 loss = loss + F.cross_entropy(logits.float(), labels[mine], ignore_index=IGNORE_INDEX, reduction="sum")
@@ -224,28 +202,6 @@ def their_steps(case: Any, batch: Batch) -> Trained:
         gradients = gradients or {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
     return Trained(losses, gradients)
-
-
-def their_completion_loss(
-    model: Any, tokens: torch.Tensor, labels: torch.Tensor, extra: dict[str, torch.Tensor]
-) -> torch.Tensor:
-    """The class's own loss of one row's completion, summed: what it makes of `labels` by itself."""
-    wanted = labels != IGNORE_INDEX
-    end = int(wanted.nonzero()[0]) + 1
-    completion = labels[wanted].unsqueeze(0)
-    parameters = inspect.signature(model.forward).parameters
-    prompt = {"input_ids": tokens[:end].unsqueeze(0)}
-    if "bbox" in extra:  # UDOP counts patches from after the padding
-        is_prompt = torch.arange(len(tokens)).unsqueeze(0) < end
-        prompt = {"input_ids": tokens.unsqueeze(0) * is_prompt, "attention_mask": is_prompt.to(torch.int64)}
-    inputs = {**(prompt if "input_ids" in parameters else {}), **extra}
-    kind = type(model).__name__
-    if kind.startswith("PPFormulaNet"):  # it does not shift labels
-        start = torch.tensor([[model.config.text_config.decoder_start_token_id]])
-        inputs["decoder_input_ids"] = torch.cat([start, completion[:, :-1]], dim=1)
-    elif kind.startswith("FSMT"):  # it shifts the prompt
-        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(completion)
-    return model(**inputs, labels=completion, use_cache=False, return_dict=True).loss * completion.numel()
 
 
 def trains(case: Any) -> str:

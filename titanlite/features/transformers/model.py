@@ -73,7 +73,6 @@ class TransformersModel(Model):
             With labels, the loss is then computed without any logits.
         counters: of the rows that each layer's experts are given; none where they cannot be counted.
         expert_modules: those with fused experts that transformers' experts interface computes, by name.
-        is_encoder_decoder: an encoder reads a row's prompt, as tokens if it `takes_prompts`; a decoder says the rest.
         sources: of all its tensors, by name; adapters are added.
         state_shapes: global shape of every tensor of a checkpoint, by name, as transformers has them in memory.
     """
@@ -101,10 +100,7 @@ class TransformersModel(Model):
         self.config = config
         parameters = inspect.signature(model.forward).parameters
         self._arguments = frozenset(parameters)
-        configs = model.config, model.config.get_text_config()  # BLIP-2 has language models of both kinds
-        self.is_encoder_decoder = "decoder_input_ids" in self._arguments and any(c.is_encoder_decoder for c in configs)
-        self.takes_prompts = self.is_encoder_decoder and "input_ids" in self._arguments
-        self._takes_positions = "position_ids" in self._arguments and not self.is_encoder_decoder
+        self._takes_positions = "position_ids" in self._arguments
         self._cache_argument = next((name for name in packing.CACHE_ARGUMENTS if name in self._arguments), "")
         self._takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._can_cache: bool | None = None  # not known before `can_cache`
@@ -163,16 +159,11 @@ class TransformersModel(Model):
                 if self.config.rope_limit is not None:  # padding is not to be the longest run of the row
                     positions_BS = positions_BS.where(document_ids_BS >= 0, 0)
                 if facts.keeps_apart:
-                    positions_BS = positions_BS + facts.first_position
                     options["with_boundaries"] = facts.takes_boundaries
                 else:
                     packing.check_single_documents(document_ids_BS, self.config.architecture, facts.why_mixed)
                     # Padding on the right changes nothing before it. Positions are left to the class.
                     document_ids_BS, positions_BS = None, None if self.config.rope_limit is None else positions_BS
-        order_BS = None
-        if self.is_encoder_decoder:
-            tokens_BS, labels_BS, order_BS, prompt = packing.split_rows(tokens_BS, labels_BS, self)
-            options = {**prompt, **options, "valid_BS": None}
         if labels_BS is None:
             return self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)
         if self._facts is None or not self._facts.has_plain_head:
@@ -192,8 +183,7 @@ class TransformersModel(Model):
                 self._labels = None
         # Cloned: FSDP2 wants no view as a module's result.
         if reduction != "sum":
-            loss = loss.unflatten(0, labels_BS.shape)
-            loss = loss.clone() if order_BS is None else torch.zeros_like(loss).scatter(1, order_BS, loss)
+            loss = loss.unflatten(0, labels_BS.shape).clone()
         return LossSums(loss, loss.new_zeros(()))
 
     def compute_logits(
@@ -209,7 +199,6 @@ class TransformersModel(Model):
         """Return what the class's own forward returns as logits; it sees no other document of a row.
 
         Args:
-            tokens_BS: of an encoder-decoder what its decoder reads; `inputs` are the encoder's, or it gets the first.
             valid_BS: False for padding, which expert counters leave out.
             with_boundaries: also tell the class where documents begin, in one row (1, B * S) as its kernels want it.
 
@@ -222,13 +211,10 @@ class TransformersModel(Model):
             positions_BS = None if positions_BS is None else positions_BS.reshape(1, -1)
         if positions_BS is not None and self._takes_positions:
             inputs["position_ids"] = positions_BS
-        prompt = {"input_ids": tokens_BS[:, :1]} if self.takes_prompts else {}
-        inputs = {**prompt, **inputs, "decoder_input_ids" if self.is_encoder_decoder else "input_ids": tokens_BS}
+        inputs = {**inputs, "input_ids": tokens_BS}
         if self.training:
             for counter in self._counters.values():
                 counter.begin(valid_BS)
-        if self.config.rope_limit is not None:
-            packing.forget_longest_forward(self._transformers_model)
         try:
             with packing.inside_documents(document_ids_BS):
                 found = self._transformers_model(use_cache=False, return_dict=True, **inputs)
@@ -241,12 +227,9 @@ class TransformersModel(Model):
         found = found.logits
         return found.view(*shape, -1) if found.shape[:-1] == (1, shape.numel()) != shape else found  # or it is a loss
 
-    def document_options(self) -> list[tuple[int, bool]]:
-        """Find how the class keeps documents apart: (position of their first token, whether boundaries are passed)."""
-        padding = getattr(self._transformers_model.config.get_text_config(), "pad_token_id", None)
-        # RoBERTa and its kin count from after the padding's id.
-        starts = [0, padding + 1] if self._takes_positions and isinstance(padding, int) else [0]
-        return [(start, False) for start in starts] + [(0, True)] * self._takes_more
+    def document_options(self) -> list[bool]:
+        """Return, for each way in which the class may keep documents apart, whether boundaries are passed."""
+        return [False, True] if self._takes_more else [False]
 
     @torch.no_grad()
     def find_facts(self, device: torch.device) -> probes.Facts:
@@ -258,7 +241,7 @@ class TransformersModel(Model):
             tokens = probes.plain_tokens(self._transformers_model.config, probes.PROBE_TOKENS)
             tokens_1S = torch.tensor([tokens], device=device)
             with probes.evaluation(self):  # through `self`: FSDP gathers parameters outside of layers there
-                self(tokens_1S, tokens_1S if self.is_encoder_decoder else None, None, torch.zeros_like(tokens_1S))
+                self(tokens_1S, None, None, torch.zeros_like(tokens_1S))
             for module in self.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # the root stays gathered after a forward; optimizers are built on shards
@@ -267,8 +250,6 @@ class TransformersModel(Model):
         return self._facts
 
     def _next_logits(self, tokens: torch.Tensor, cache: packing.TransformersCache) -> torch.Tensor:
-        if self.config.rope_limit is not None:
-            packing.forget_longest_forward(self._transformers_model)
         inputs = cache.inputs(tokens, self._cache_argument)
         if not self._takes_positions:
             del inputs["position_ids"]
@@ -277,8 +258,7 @@ class TransformersModel(Model):
         return self._transformers_model(**inputs).logits[:, -1]
 
     def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> packing.TransformersCache:
-        first_position = 0 if self._facts is None else self._facts.first_position
-        return packing.TransformersCache(self._transformers_model.config, lengths, device, first_position)
+        return packing.TransformersCache(self._transformers_model.config, lengths, device)
 
     def can_cache(self, device: torch.device) -> bool:
         """Return True if the model computes the same with its keys and values kept, also for rows of two lengths.
@@ -288,7 +268,7 @@ class TransformersModel(Model):
         Collectives: those of a few forwards, on the first call; every rank must call.
         """
         self.find_facts(device)
-        if self.is_encoder_decoder or not self._cache_argument or self._transformers_model._is_stateful:
+        if not self._cache_argument or self._transformers_model._is_stateful:
             return False
         if self._can_cache is None:
             self._can_cache = probes.is_same_with_cache(self, device)

@@ -1,4 +1,4 @@
-"""Rows as classes of transformers take them: of several documents, of a prompt and what is said, and with a cache.
+"""Rows as classes of transformers take them: of several documents, and with a cache.
 
 Most of transformers' models make their masks from positions that restart; some (gpt-oss, Qwen2.5-VL in 5.23) do not
 look at them and would let packed documents see each other. All of them build masks through the functions that are
@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from titanlite.base.errors import ConfigError
-from titanlite.ops import IGNORE_INDEX
 from titanlite.ops.attention import find_starts
 
 _IMPLEMENTATIONS = ("sdpa", "eager")
@@ -84,50 +82,6 @@ def boundaries(document_ids_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, A
     return ids_1T, {**told, "seq_idx": ids_1T.to(torch.int32)}
 
 
-def split_rows(
-    tokens_BS: torch.Tensor, labels_BS: torch.Tensor | None, model: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Split each row for an encoder-decoder `TransformersModel`: the prompt ends before the first trained token.
-
-    Returns:
-        The decoder's tokens, a first one and what follows the prompt; their labels; the place of each in the row, which
-        is turned to begin there, and keeps its length; and the encoder's inputs: the prompt, padded and masked.
-
-    Raises ConfigError: there are no labels, which tell where the prompt ends, or nothing begins the decoder's text.
-    """
-    name, inner = model.config.architecture, model.transformers_model
-    if labels_BS is None:
-        raise ConfigError(
-            f"model: {name} of transformers is an encoder-decoder, which is trained here on prompts and their "
-            "completions, and generates nothing. Save it, and let transformers generate."
-        )
-    index_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-    learned_BS = labels_BS != IGNORE_INDEX
-    first_B1 = learned_BS.to(torch.uint8).argmax(dim=1, keepdim=True)  # predicted by the prompt's end
-    order_BS = (index_S + first_B1) % len(index_S)
-    if _begins_with_last(inner):
-        start: Any = labels_BS.gather(1, (learned_BS * index_S).amax(dim=1, keepdim=True)).clamp(min=0)
-    else:  # in the order of transformers' `generate`
-        configs = (inner.config, inner.config.get_text_config(decoder=True))
-        starts = [getattr(c, key, None) for key in ("decoder_start_token_id", "bos_token_id") for c in configs]
-        start = next((token for token in starts if token is not None), None)
-    if start is None:
-        raise ConfigError(f"model: no token begins what {name} says. Set decoder_start_token_id in its config.json.")
-    said_BS = tokens_BS.gather(1, order_BS).where(index_S > 0, start)
-    is_prompt_BS = index_S <= first_B1
-    prompt = {"input_ids": tokens_BS * is_prompt_BS, "attention_mask": is_prompt_BS.to(torch.int64)}
-    return said_BS, labels_BS.gather(1, order_BS), order_BS, prompt if model.takes_prompts else {}
-
-
-def _begins_with_last(inner: Any) -> bool:
-    """Return True for classes whose decoder first reads the last token of what it is to say, a language (mBART)."""
-    make = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
-    try:
-        return make is not None and int(make(labels=torch.tensor([[3, 4, 5]]))[0, 0]) == 5
-    except ValueError:  # its configuration has no such token
-        return False
-
-
 def check_single_documents(document_ids_BS: torch.Tensor, name: str, why: str) -> None:
     """Refuse rows where a document follows another one or padding, for a class that mixes them.
 
@@ -140,19 +94,6 @@ def check_single_documents(document_ids_BS: torch.Tensor, name: str, why: str) -
         )
 
 
-def forget_longest_forward(model: nn.Module) -> None:
-    """Reset `dynamic` rotary embeddings of transformers, which keep the frequencies of the longest forward."""
-    for module in model.modules():
-        if not hasattr(module, "original_max_seq_len"):
-            continue
-        for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
-            prefix = name.removesuffix("max_seq_len_cached")
-            original: Any = getattr(module, f"{prefix}original_inv_freq", None)
-            if original is not None and getattr(module, name) > module.original_max_seq_len:
-                setattr(module, f"{prefix}inv_freq", original.to(getattr(module, f"{prefix}inv_freq").device))
-                setattr(module, name, module.original_max_seq_len)
-
-
 CACHE_ARGUMENTS = ("cache", "past_key_values")  # of a class's forward; the second one before transformers 5.24
 
 
@@ -162,13 +103,12 @@ class TransformersCache:
     So prompts are right-aligned, after padding that a mask hides; each row's positions count its own tokens.
     """
 
-    def __init__(self, config: Any, lengths: Sequence[int], device: torch.device, first_position: int = 0) -> None:
+    def __init__(self, config: Any, lengths: Sequence[int], device: torch.device) -> None:
         from transformers import DynamicCache
 
         self._past = DynamicCache(config=config)
         self._lengths_B = torch.tensor(lengths, dtype=torch.int64, device=device)
         self._mask_BS: torch.Tensor | None = None
-        self._first_position = first_position  # which the class gives to the first token
 
     def inputs(self, tokens: torch.Tensor, cache_argument: str) -> dict[str, Any]:
         """Return a forward's inputs: for prompts (B, S) padded on the right, then for new tokens and padding (1, B)."""
@@ -186,7 +126,7 @@ class TransformersCache:
         return {
             "input_ids": tokens,
             "attention_mask": self._mask_BS,
-            "position_ids": positions + self._first_position,
+            "position_ids": positions,
             cache_argument: self._past,
             "use_cache": True,
             "return_dict": True,

@@ -6,7 +6,6 @@ and the log has the exception.
 Shapes: S sequence; 2 rows in a batch.
 """
 
-import json
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 6
 _LEAK = 0.05  # of what a document changes in the next one where nothing separates them
-_FLAGS = {"is_decoder": True, "is_causal": True, "causal": True, "attn_type": "uni"}  # what makes a class causal
 
 
 @dataclass(frozen=True)
@@ -36,20 +34,16 @@ class Facts:
     Attributes:
         has_plain_head: the logits are what the head's module returns: nothing scales, caps, masks or casts them.
         is_causal: another last token does not change earlier logits.
-        is_alike: nor does a longer row, except by the longest position.
         keeps_apart: tokens give the same logits alone and after another document in a row.
         takes_boundaries: it does so only if it is told where documents begin (`packing.boundaries`).
-        first_position: position of a document's first token.
         failure: exception of a forward on text alone, as text; empty if there is none.
         why_mixed: difference or exception for which it does not keep documents apart.
     """
 
     has_plain_head: bool = False
     is_causal: bool = True
-    is_alike: bool = True
     keeps_apart: bool = False
     takes_boundaries: bool = False
-    first_position: int = 0
     failure: str = ""
     why_mixed: str = ""
 
@@ -64,7 +58,7 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
     size = PROBE_TOKENS
     tokens = plain_tokens(model.transformers_model.config, 3 * size)
     first, second, other = tokens[:size], tokens[size : 2 * size], tokens[2 * size :]
-    alone_3S = torch.tensor([second, [*second[:-1], other[-1]], first], device=device)
+    alone_2S = torch.tensor([second, [*second[:-1], other[-1]]], device=device)
     both_2S = torch.tensor([first + second, other + second], device=device)
     ids_2S = (torch.arange(2 * size, device=device) // size).expand(2, -1)
     reasons: list[str] = []
@@ -83,26 +77,22 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
         returned.append((output, getattr(output, "_version", None)))
 
     with evaluation(model), nullcontext() if model.head is None else model.head.register_forward_hook(note):
-        alone = run(alone_3S)
+        alone = run(alone_2S)
         of_alone = list(returned)
         mixed = run(both_2S)  # the control: how much a document changes what comes after it
         if alone is None or mixed is None or not alone.isfinite().all():
             return Facts(failure=reasons[0] if reasons else "its logits on 6 tokens are not finite")
-        if alone.shape[:2] != alone_3S.shape:
-            return Facts(failure=f"it has logits {list(alone.shape)} for {list(alone_3S.shape)} tokens")
+        if alone.shape[:2] != alone_2S.shape:
+            return Facts(failure=f"it has logits {list(alone.shape)} for {list(alone_2S.shape)} tokens")
         # Of another version are logits that were changed in place: Chameleon masks some.
         is_plain = [(id(output), version) for output, version in of_alone] == [(id(alone), alone._version)]
         effect = (mixed[0, size:] - mixed[1, size:]).float().norm()
         expected = alone[0].float()
         moved = (alone[0, :-1] - alone[1, :-1]).float().norm()
         # Experts get other numbers of rows, and kernels other shapes, so the last bits may differ.
-        is_exact = is_float32(alone, model.head)
-        bound = (1e-4 if is_exact else 0.05) * expected.norm()
-        # ProphetNet mixes up positions. Where rotary frequencies depend on the longest position, rows have a limit.
-        moved_by_length = (alone[-1] - mixed[0, :size]).float().norm()
-        is_alike = model.config.rope_limit is not None or bool(moved_by_length <= bound * (1 if is_exact else 5))
-        for starts, with_boundaries in () if model.is_encoder_decoder else model.document_options():
-            positions_2S = restarting_positions(ids_2S, None) + starts
+        bound = (1e-4 if is_float32(alone, model.head) else 0.05) * expected.norm()
+        positions_2S = restarting_positions(ids_2S, None)
+        for with_boundaries in model.document_options():
             packed = run(both_2S, positions_2S, ids_2S, with_boundaries=with_boundaries)
             if packed is None:
                 continue
@@ -113,15 +103,12 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
                 break
             reasons.append(f"logits differ by {(error / expected.norm()).item():.1g}")
         else:
-            starts, with_boundaries = 0, False
-            reasons += ["its encoder reads one prompt for each row"] * model.is_encoder_decoder
+            with_boundaries = False
     return Facts(
         has_plain_head=is_plain and model.is_plain_head,
         is_causal=bool(moved <= _LEAK * effect),
-        is_alike=is_alike,
         keeps_apart=not reasons,
         takes_boundaries=with_boundaries,
-        first_position=starts,
         why_mixed=reasons[-1] if reasons else "",
     )
 
@@ -132,7 +119,7 @@ def check_facts(facts: Facts, model: "TransformersModel", inputs: Collection[str
     Raises ConfigError: its forward raises on text alone, if it gets no more, or it is not causal, if it is not told
     where to be (`token_type_ids` of PaliGemma).
     """
-    name, config = model.config.architecture, model.transformers_model.config.get_text_config()
+    name = model.config.architecture
     if facts.failure and not inputs:
         raise ConfigError(
             f"model: {name} of transformers does not run on text alone: {facts.failure}. Use another one."
@@ -140,16 +127,9 @@ def check_facts(facts: Facts, model: "TransformersModel", inputs: Collection[str
     if "token_type_ids" in inputs:
         return
     if not facts.is_causal:
-        flags = [f"{flag} = {json.dumps(v)}" for flag, v in _FLAGS.items() if getattr(config, flag, v) not in (v, None)]
-        remedy = f"Set {' and '.join(flags)} in its config.json" if flags else "Use another one"
         raise ConfigError(
             f"model: {name} of transformers is not causal: other tokens change the logits of earlier ones, so "
-            f"it sees what it is to predict. {remedy}."
-        )
-    if not facts.is_alike:
-        raise ConfigError(
-            f"model: logits of {name} of transformers depend on the length of the row, so what is learned in one does "
-            "not hold in another. Use another one."
+            "it sees what it is to predict. Use another one."
         )
 
 
@@ -165,11 +145,6 @@ def check_documents_per_row(job: JobConfig, model: nn.Module, device: torch.devi
     if not isinstance(model, TransformersModel) or job.data.dataset == "images":
         return
     facts = model.find_facts(device)
-    if model.is_encoder_decoder and (job.data.dataset != "examples" or job.data.train_on == "all"):
-        raise ConfigError(
-            f"model: {model.config.architecture} of transformers is an encoder-decoder, and learns completions of "
-            'prompts. Set data.dataset = "examples" and data.train_on = "assistant", and give it rows with both.'
-        )
     if facts.keeps_apart:
         return
     what = f"{model.config.architecture} of transformers mixes documents that share a row ({facts.why_mixed})"

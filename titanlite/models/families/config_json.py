@@ -32,6 +32,12 @@ def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> Tra
     }
     config, cls = load_config_and_class(hf, where)
     text = config.get_text_config()
+    # A decoder that is a part of such a class (BartForCausalLM) says of itself that it is none.
+    if any(getattr(part, "is_encoder_decoder", False) for part in (config, text, type(config), type(text))):
+        raise ConfigError(
+            f"{where}: {cls.__name__} belongs to an encoder-decoder, which cannot be trained here. Use a model "
+            "that has a decoder only."
+        )
     hidden, heads = _number(text, "hidden_size") or 0, _number(text, "num_attention_heads") or 1
     width = heads * (_number(text, "head_dim") or hidden // heads)
     plain, rotary, values = (_number(text, f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v"))
@@ -61,11 +67,9 @@ def _get_rope_limit(text: Any) -> int | None:
     tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]  # one, or one per kind of layer
     limits = []
     for table in tables:
-        kind, longest = str(table.get("rope_type")), getattr(text, "max_position_embeddings", None)
-        if kind == "longrope":
+        if table.get("rope_type") == "longrope":
+            longest = getattr(text, "max_position_embeddings", None)
             limits.append(table.get("original_max_position_embeddings") or longest)
-        elif "dynamic" in kind:
-            limits.append(longest)
     return min(limits) if limits else None
 
 
