@@ -34,7 +34,7 @@ from titanlite.distributed.parallelize import check_device, choose_attention, pa
 from titanlite.features.cpu import install as install_cpu
 from titanlite.features.custom import build_custom_objective, build_custom_optimizer, build_metric
 from titanlite.features.diagnose.process import explain_failure, prepare_device, prepare_process
-from titanlite.features.diagnose.values import DivergenceCheck, SpikeDetector, diagnose
+from titanlite.features.diagnose.values import diagnose
 from titanlite.features.dpo import build_dpo, turn_off_dropout
 from titanlite.features.generate.evaluate import build_evaluator, log_sample
 from titanlite.features.generate.generate import get_end_of_turn_ids
@@ -140,8 +140,6 @@ def assemble(checked: Checked) -> Trainer:
         stepper=stepper,
         results=Results(job.validation, job.checkpoint.save_best, start and start.results),
         evaluator=build_evaluator(job, loader.dataset, tokenizer, model_config, dims, device),
-        divergence=DivergenceCheck(job, plan, optimizer, dims, step),
-        watch_spikes=SpikeDetector(job.spike, checkpointer.folder).watch,
         diagnose=partial(diagnose, model, whole_layers=job.compile.enable, stage=dims.stage),
         metrics=build_metrics(job, folder, model, loader, dims, device, step),
         render_card=partial(render_model_card, job, family=model_config.family, num_parameters=total),

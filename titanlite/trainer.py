@@ -40,13 +40,6 @@ class Evaluator(Protocol):
     def run(self, model: Model) -> EvaluationResult: ...
 
 
-class DivergenceCheck(Protocol):
-    """Comparison of the tensors that ranks must hold alike; they raise together. `check` is collective."""
-
-    def is_due(self, step: int) -> bool: ...
-    def check(self, step: int, data: str, samples: int, batches: Sequence[Batch]) -> None: ...
-
-
 @dataclass
 class Trainer:
     """Training loop of one rank, built by `assemble`. `evaluator` and the fields after it are optional."""
@@ -62,9 +55,6 @@ class Trainer:
     metrics: MetricsLogger
     results: Results
     evaluator: Evaluator | None = None
-    divergence: DivergenceCheck | None = None
-    # Called at log steps with (step, losses since the last log step, samples of the data order before the next step).
-    watch_spikes: Callable[[int, Sequence[float], int], None] = lambda *_: None
     # Called with (micro-batches, scaled loss of one, what was not finite). Collective.
     diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor], NonFiniteSteps], Diagnosis] = lambda *_: (
         Diagnosis("Its origin was not searched.", repeats=True)
@@ -110,13 +100,9 @@ class Trainer:
                     losses = window.read("loss")
                     self.loss = losses[-1]
                     self.metrics.log_step(self.stepper.build_point(window, losses, logged_lr))
-                    self.watch_spikes(self.step, losses, self.loader.samples_before(self.step))
                     window = Window()
                 self.stepper.timer.start(None)
                 pause = time.perf_counter()
-                if self.divergence is not None and self.divergence.is_due(self.step):
-                    samples = self.loader.samples_before(self.step)
-                    self.divergence.check(self.step, self.loader.fingerprint, samples, micro_batches)
                 is_best = self.assess(last=last)
                 self.stopping = self.checkpointer.agree(is_stop_requested())
                 if self.checkpointer.is_due(self.step) or is_best:

@@ -58,7 +58,7 @@ class Drill:
             *("--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=100", "-m", "titanlite.train"),
             *("--config", str(config), f"--job.dump_folder={dump}", f"--training.steps={STEPS}"),
             *("--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=2"),
-            *("--checkpoint.interval=2", "--checkpoint.on_save_error=continue", "--training.divergence_check_freq=5"),
+            *("--checkpoint.interval=2", "--checkpoint.on_save_error=continue"),
             f"--comm.timeout_seconds={TIMEOUT_S}",
         ]
         self.said_before = ""  # by those that have ended in good order

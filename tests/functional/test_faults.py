@@ -1,13 +1,11 @@
-"""A run that errs while it trains: values that are not finite, replicas that differ, loss spikes, failed saves."""
+"""A run that errs while it trains: values that are not finite, failed saves."""
 
 import errno
 import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from titanlite.assemble import assemble
-from titanlite.base.errors import DivergenceError, TitanliteError
+from titanlite.base.errors import TitanliteError
 from titanlite.checkpoint import manager
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
-from titanlite.features.diagnose.values import DivergenceCheck
-from titanlite.materialize.layout import local_of
-from titanlite.metrics.point import StepResult
-from titanlite.train_step import TrainStep
 from titanlite.trainer import Trainer
 
 QUIET = ["--metrics.log_freq=4", "--training.steps=8", "--lr_scheduler.warmup_steps=2", "--checkpoint.keep_latest_k=0"]
@@ -157,106 +151,6 @@ def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run(train, mesh
     assert (kind, step) == ("TrainingError", 4)
     assert "the loss or gradient of step 5 is not finite; it is the first of 2 in a row" in text
     assert list_steps(tmp_path / "ends/checkpoint") == [4]
-
-
-# --- replicas that differ
-
-
-def test_a_rank_that_diverges_is_named_with_the_tensor(run_ranks, checked, meshes):
-    job = checked(meshes["TP2xEP2"], "--training.divergence_check_freq=2")
-
-    def rank_main() -> dict[str, str]:
-        trainer = assemble(job)
-        section = replace(job.job.job, dump_folder=f"/machine-{dist.get_rank()}/run")  # as `check_same_settings` allows
-        elsewhere = replace(job.job, job=section)
-        trainer.divergence = DivergenceCheck(
-            elsewhere, trainer.plan, trainer.stepper.optimizer, trainer.stepper.dims, 0
-        )
-        batches = trainer.loader.micro_batches(0)
-        trainer.stepper.train_step(batches)
-        norm = trainer.model.model.layers[0].input_layernorm.weight
-        expert_bias = trainer.model.model.layers[1].mlp.gate.expert_bias
-        moment = trainer.stepper.optimizer.state[norm]["exp_avg"]
-        texts = {}
-
-        def check(what: str, step: int, batches: list[Any]) -> None:
-            try:
-                trainer.divergence.check(step, "the order", 8, batches)
-                texts[what] = ""
-            except DivergenceError as error:
-                texts[what] = str(error)
-
-        check("nothing", 2, batches)
-        for what, tensor in (("weight", local_of(norm)), ("bias", expert_bias), ("moment", local_of(moment))):
-            kept = tensor.detach().clone()
-            with torch.no_grad():
-                tensor[0] += 1e-6 if dist.get_rank() == 1 else 0
-            check(what, 4, batches)
-            with torch.no_grad():
-                tensor.copy_(kept)
-        check("batch", 6, batches[:: -1 if dist.get_rank() == 1 else 1])
-        check("nothing again", 8, batches)
-        return texts
-
-    first, *others = run_ranks(4, rank_main)
-    assert others == [first] * 3
-    assert first["nothing"] == first["nothing again"] == ""
-    start = "ranks differ after step 4: model.layers."
-    assert first["weight"].startswith(f"{start}0.input_layernorm.weight: replicas differ between ranks 0 and ranks 1. ")
-    assert first["bias"].startswith(
-        f"{start}1.mlp.gate.expert_bias: replicas differ between ranks 0, 2, 3 and ranks 1."
-    )
-    assert "exp_avg of model.layers.0.input_layernorm.weight: replicas differ between ranks 0 and" in first["moment"]
-    assert "the batch of data-parallel rank 0 is not the same on ranks 0 and ranks 1." in first["batch"]
-    assert all("between step 2 and step" in first[what] for what in ("weight", "bias", "moment", "batch"))
-
-
-def test_divergence_ends_a_run_and_a_new_start_may_help(train):
-    def put_in(trainer: Trainer) -> None:
-        micro_batches = trainer.loader.micro_batches
-        if dist.get_rank() == 1:
-            trainer.loader.micro_batches = lambda step: micro_batches(step)[:: -1 if step == 3 else 1]  # type: ignore[method-assign]
-
-    overrides = ["--training.divergence_check_freq=2", "--checkpoint.enable=false"]
-    (kind, code, text), step = train(Degrees(tp=2), "run", *overrides, before=put_in)
-    assert (kind, code, step) == ("DivergenceError", 3, 4)
-    assert text.startswith("ranks differ after step 4: the batch of data-parallel rank 0 is")
-
-
-# --- loss spikes
-
-
-def test_spike_says_how_to_restart_without_its_data(run_ranks, checked, tmp_path, monkeypatch):
-    """The loss of step 7 is reported ten times too high."""
-    overrides = [
-        *("--training.steps=12", "--checkpoint.interval=4", "--metrics.log_freq=5", "--checkpoint.keep_latest_k=0"),
-        *("--spike.enable=true", "--spike.window=8", "--spike.threshold=20", "--lr_scheduler.warmup_steps=2"),
-    ]
-    job = checked(Degrees(dp_shard=2), *overrides, f"--job.dump_folder={tmp_path / 'run'}")
-    original = TrainStep.train_step
-
-    def train_step(trainer: TrainStep, batches: list[Any]) -> StepResult:
-        result = original(trainer, batches)
-        if trainer.step == 10:
-            result.loss.mul_(10)
-        return result
-
-    monkeypatch.setattr(TrainStep, "train_step", train_step)
-    run_ranks(2, lambda: assemble(job).train())
-    folder = tmp_path / "run/checkpoint"
-    lines = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    (text,) = [line["text"] for line in lines if line["kind"] == "spike"]
-    assert text.endswith(
-        f"move the checkpoints after step-8 out of {folder}, and start the same command with --data.skip_to_sample=80"
-    )
-    shutil.rmtree(folder / "step-12")
-    skipping = replace(job.job, data=replace(job.job.data, skip_to_sample=80))
-
-    def resume() -> tuple[int, int, int]:
-        trainer = assemble(replace(job, job=skipping))
-        return trainer.step, trainer.loader.samples_before(8), trainer.loader.samples_before(12)
-
-    assert run_ranks(2, resume) == [(8, 80, 112)] * 2
 
 
 # --- saves that fail

@@ -56,10 +56,6 @@ class TransientError(TrainingError):
     exit_code = 3
 
 
-class DivergenceError(TransientError):
-    """Replicas or the data order differ between ranks."""
-
-
 def raise_problems(error: type[TitanliteError], where: str, problems: Iterable[str]) -> None:
     """Raise one `error` that lists `problems` in order, at most 32 of them; return quietly if there are none.
 

@@ -1,4 +1,3 @@
 """Checkpoints: Hugging Face folders in and out, with the state of a run in them."""
 
-from titanlite.checkpoint.commit import find_complete_before
 from titanlite.checkpoint.train_state import Progress

@@ -110,9 +110,7 @@ class DataSection:
         "Arguments of the chat template, as a JSON object or a TOML table ({enable_thinking = false}); those of a row "
         "win.",
     )
-    skip_to_sample: int = setting(
-        0, "Leave out the samples of the data order before this one, as the message about a loss spike says."
-    )
+    skip_to_sample: int = setting(0, "Leave out the samples of the data order before this one.")
     chat_date: str = setting(
         "", "Today's date for chat templates (YYYY-MM-DD). Empty: the day on which the run first began."
     )

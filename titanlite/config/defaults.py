@@ -30,7 +30,6 @@ _SWITCHES = {
     "validation": "validation.enable",
     "evaluation": "evaluation.enable",
     "evaluation.split": "evaluation.path",
-    "spike": "spike.enable",
     "metrics.wandb_project": "metrics.enable_wandb",
     "profiling.profile_freq": "profiling.enable_profiling",
 }

@@ -68,9 +68,6 @@ class TrainingSection:
         "'skip': warn, and go on.",
     )
     max_nonfinite_steps: int = setting(10, "With on_nonfinite = 'skip': end after this many such steps in a row.", ge=1)
-    divergence_check_freq: int = setting(
-        100, "Steps between checks that replicas and the data order agree on all ranks. 0: never."
-    )
 
 
 @dataclass
@@ -314,15 +311,6 @@ class EvaluationSection:
 
 
 @dataclass
-class SpikeSection:
-    enable: bool = setting(False, "Warn about a loss spike, and print how to restart before it without its data.")
-    window: int = setting(100, "Steps in the window that a loss is compared with.", ge=8)
-    threshold: float = setting(
-        8.0, "A spike is more than this many robust standard deviations above the window's median.", gt=0
-    )
-
-
-@dataclass
 class CommSection:
     timeout_seconds: int = setting(
         300,
@@ -353,5 +341,4 @@ class JobConfig:
     data: DataSection = field(default_factory=DataSection)
     validation: ValidationSection = field(default_factory=ValidationSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
-    spike: SpikeSection = field(default_factory=SpikeSection)
     comm: CommSection = field(default_factory=CommSection)

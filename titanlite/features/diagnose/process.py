@@ -224,13 +224,14 @@ def explain_refusal(error: BaseException) -> ConfigError | None:
 
 FOLDER = "memory"
 _GIB = 2**30
-_LONG = 8192  # tokens of a sequence on a rank
 # Allocations and frees that are kept with their stacks: some steps, and some 100 MB of host memory.
 _ENTRIES = 100_000
 # A private part of torch: looked up, so that a version without it is one clear error and not an AttributeError.
 _RECORD, _DUMP = "_record_memory_history", "_dump_snapshot"
-_DATA_ROOMS = tuple(f"titanlite/{room}" for room in ("data", "features/images", "features/sft", "features/streams"))
-_DATA_REMEDY = "Give data in smaller rows and files (data.path), or start fewer ranks on this machine."
+_REMEDY = (
+    'Lower training.local_batch_size or training.seq_len, set activation_checkpoint.mode = "full", train on more ranks '
+    "(parallelism.data_parallel_shard_degree), or give data in smaller files (data.path)."
+)
 # Errors that have no class of their own: torch's allocator of the host; cudaHostAlloc, for one, and Triton; cuBLAS.
 _OF_HOST = "DefaultCPUAllocator"
 _OF_DEVICE = ("CUDA error: out of memory", "[CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -269,10 +270,9 @@ def explain_out_of_memory(job: JobConfig, error: BaseException) -> TrainingError
     reason = f" ({said[0].rstrip('.')})" if said else ""
     place = _place(error)
     memory, snapshot = (_device_memory(), _dump(job)) if of_device else ("", "")
-    remedies = _DATA_REMEDY if any(room in place for room in _DATA_ROOMS) else _describe_remedies(job)
     return TrainingError(
         f"memory: rank {read_rank()} ran out of memory of {'the GPU' if of_device else 'the host'}"
-        f"{place}{reason}.{memory} {remedies}{snapshot}"
+        f"{place}{reason}.{memory} {_REMEDY}{snapshot}"
     )
 
 
@@ -299,30 +299,6 @@ def _place(error: BaseException) -> str:
         return ""
     path = Path(frames[-1].filename).relative_to(package.parent)
     return f" in {frames[-1].name}, {path}:{frames[-1].lineno}"
-
-
-def _describe_remedies(job: JobConfig) -> str:
-    """Name the settings that save memory, with their values; leave out what cannot be lowered any more."""
-    training, found = job.training, []
-    if job.parallelism.fsdp_once_per_step:
-        found.append("set parallelism.fsdp_once_per_step = false")
-    if training.local_batch_size > 1:
-        found.append(f"lower training.local_batch_size ({training.local_batch_size})")
-    if job.activation_checkpoint.mode != "full":
-        found.append(f'set activation_checkpoint.mode = "full" (now "{job.activation_checkpoint.mode}")')
-    found.append(f"lower training.seq_len ({training.seq_len})")
-    cp = job.parallelism.context_parallel_degree
-    if job.model.implementation != "transformers" and training.seq_len // cp >= _LONG:
-        found.append(f"split sequences over more ranks (parallelism.context_parallel_degree, {cp})")
-    if job.model.attention_backend == "sdpa":
-        found.append("set model.attention_backend = 'varlen', which needs no mask of seq_len x seq_len")
-    if training.loss_chunk_tokens == 0:
-        found.append("set training.loss_chunk_tokens = 256")
-    elif training.loss_chunk_tokens > 256:
-        found.append(f"lower training.loss_chunk_tokens ({training.loss_chunk_tokens})")
-    found.append("or train on more ranks (parallelism.data_parallel_shard_degree)")
-    text = ", ".join(found)
-    return f"{text[0].upper()}{text[1:]}."
 
 
 def _device_memory() -> str:
