@@ -21,7 +21,6 @@ from titanlite.base.errors import ConfigError
 from titanlite.base.hf_objects import build_from_config
 from titanlite.base.log import logger
 from titanlite.config.model import TransformersConfig
-from titanlite.features.transformers.experts import find_experts, replace_unaligned_experts
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.recording import UNWRITTEN, Call, Recording, Replay, View, leaves
 from titanlite.materialize import Alias, Compute, Constant, Init, Normal, Recipe, Source, TruncatedNormal, Uniform
@@ -55,7 +54,6 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
         )
     sources = find_sources(model, recording)
     model.tie_weights(recompute_mapping=False)
-    replace_unaligned_experts(model, find_experts(model).values())
     return TransformersModel(model, config, sources)
 
 

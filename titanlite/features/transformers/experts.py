@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, T tokens, k experts per token, E experts.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from titanlite.ops import grouped_gemm, local_tensor, permute_tokens, unpermute_
 from titanlite.ops.moe_experts import Travel, moe_experts
 
 NAME = "titanlite"
-_ALIGNED = 8
 DISPATCH = "titanlite_dispatch"  # attribute of an experts module that holds its token dispatcher
 
 
@@ -45,31 +44,6 @@ def find_experts(model: Any) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")
     }
-
-
-def give_all_gradients(model: Any) -> None:
-    """Give experts that are modules, each called if a token chose it (Switch), a gradient on every rank.
-
-    On a rank without one, FSDP would reduce fewer bytes than on others.
-    """
-
-    def touch(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        touched = [param.flatten()[0] * 0 for param in module.parameters() if param.requires_grad]
-        return sum(touched, output) if torch.is_grad_enabled() else output
-
-    for module in model.modules():
-        if isinstance(module, nn.ModuleDict | nn.ModuleList) and hasattr(module, "num_experts"):
-            module.register_forward_hook(touch)
-
-
-def replace_unaligned_experts(model: Any, experts: Iterable[Any]) -> None:
-    """Run `experts` on titanlite's grouped GEMM if a width is no multiple of 8 elements, 16 bytes in bfloat16.
-
-    torch's grouped GEMM, which transformers calls, needs such rows.
-    """
-    shapes = [param.shape for module in experts for name, param in module.named_parameters() if name.endswith("_proj")]
-    if any(size % _ALIGNED for shape in shapes for size in shape[-2:]):
-        use_titanlite_experts(model)
 
 
 def experts_forward(

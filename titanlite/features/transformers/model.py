@@ -26,7 +26,6 @@ from titanlite.features.transformers.experts import (
     TransformersExpertCounter,
     build_counters,
     find_experts,
-    give_all_gradients,
     use_titanlite_experts,
 )
 from titanlite.materialize.sources import Source
@@ -90,7 +89,6 @@ class TransformersModel(Model):
         # All of these look at class names, which sharding changes, so they are asked now.
         self._layers = tuple(probes.repeated_layers(model))  # no containers: the modules are registered below `model`
         self.expert_modules = find_experts(model)
-        give_all_gradients(model)
         self._counters = build_counters(self.expert_modules)
         self.counters = nn.ModuleList(self._counters.values())
         self.state_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
