@@ -8,19 +8,15 @@ Shapes: B rows, S tokens, N documents of the fullest row (even), P = N / 2 pairs
 """
 
 import hashlib
-import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from titanlite.base.agree import gather_objects, on_first_rank
-from titanlite.base.errors import CheckpointError, DataError, TrainingError
-from titanlite.base.files import write_atomic
+from titanlite.base.agree import gather_objects
+from titanlite.base.errors import DataError, TrainingError
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import Batch
@@ -94,17 +90,10 @@ def build_dpo(job: JobConfig, form: str) -> DPO | None:
         )
     if job.training.objective != "dpo":
         return None
-    section = job.dpo
     # Adapters that were trained before belong to the model that training begins with.
     fresh_adapters = job.lora.rank > 0 and not job.lora.init_from
-    if section.reference == "adapters_off" or (section.reference == "auto" and fresh_adapters):
-        return DPO(section.beta, section.label_smoothing, AdaptersOff())
-    dtypes = f"{job.training.dtype}, computed in {job.training.mixed_precision_param}"
-    weights = describe_weights(job.checkpoint.initial_load_path, job.training.seed, dtypes)
-    if job.lora.init_from:
-        weights += f" with {describe_weights(job.lora.init_from, job.training.seed, dtypes)}"
-    reference = CachedReference(Path(job.job.dump_folder) / "reference_log_probs.safetensors", weights)
-    return DPO(section.beta, section.label_smoothing, reference)
+    is_off = job.dpo.reference == "adapters_off" or (job.dpo.reference == "auto" and fresh_adapters)
+    return DPO(job.dpo.beta, job.dpo.label_smoothing, AdaptersOff() if is_off else CachedReference())
 
 
 def turn_off_dropout(model: torch.nn.Module) -> None:
@@ -119,10 +108,6 @@ def turn_off_dropout(model: torch.nn.Module) -> None:
                 setattr(module, name, 0.0)
     if found:
         logger.info("dpo: dropout of %s is off, as in the reference", ", ".join(map(str, sorted(found))))
-
-
-_KEY_BYTES = 16
-_Pairs = dict[bytes, tuple[float, float]]
 
 
 def document_log_probs(model: Model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,14 +151,13 @@ def reference_log_probs(model: Model, batch: Batch) -> torch.Tensor:
 
 
 class CachedReference:
-    """Log-probabilities of the initial weights, by pair, kept in the file `path` of this run. A pair is keyed by the
-    hash of its tokens and labels, so that another mesh, batch size or data order finds it again. `weights` identifies
-    the initial weights; a file of others is ignored.
+    """Log-probabilities of the initial weights, by pair, computed before the first step of a process.
+
+    A pair is keyed by the hash of its tokens and labels.
     """
 
-    def __init__(self, path: Path, weights: str) -> None:
-        self._path, self._weights = path, weights
-        self._pairs: _Pairs = {}
+    def __init__(self) -> None:
+        self._pairs: dict[bytes, tuple[float, float]] = {}
 
     def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
         """Log p(document), (B, N) float64; the batch is copied to the host to be looked up.
@@ -192,18 +176,12 @@ class CachedReference:
         return torch.from_numpy(found).to(batch.tokens.device)
 
     def fill(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
-        """Compute and save all pairs of this rank's `batches` (as many on every rank) that the file does not have. The
-        model with the initial weights is built only if a pair is missing.
-
-        Raises:
-            CheckpointError: on all ranks; the file is damaged, or cannot be written.
+        """Compute all pairs of this rank's `batches` (as many on every rank) with the model of the initial weights.
 
         Collectives: one small all-reduce per batch, a forward of the model where a pair is missing on any rank, and a
         gather at the end; every rank must call.
         """
-        path, weights = self._path, self._weights
-        self._pairs = on_first_rank(lambda: _load(path, weights))
-        known, new, model = len(self._pairs), {}, None
+        model = None
         for batch in batches:
             keys = list(_keys(batch))
             missing = torch.tensor(any(key not in self._pairs for _, _, key in keys), dtype=torch.int32, device=device)
@@ -214,22 +192,10 @@ class CachedReference:
             log_probs_BN = reference_log_probs(model, batch.to(device)).cpu().numpy()
             for row, pair, key in keys:
                 chosen, rejected = log_probs_BN[row, 2 * pair : 2 * pair + 2].tolist()
-                self._pairs[key] = new[key] = (chosen, rejected)
+                self._pairs[key] = (chosen, rejected)
         # Of several pipeline stages the last has the values, and its ranks come last.
-        found = {key: value for pairs in gather_objects(new) for key, value in pairs.items()}
-        if found:
-            self._pairs |= found
-            on_first_rank(lambda: _save(path, weights, self._pairs))
-        logger.info("dpo: reference log-probabilities of %d pairs from %s, %d computed", known, path, len(found))
-
-
-def describe_weights(folder: str, seed: int, dtype: str) -> str:
-    """Identify the weights that a run begins with: by the files in `folder` (name, size, time), or by the seed."""
-    if not folder:
-        return f"random weights, seed {seed}, {dtype}"
-    files = sorted(Path(folder).glob("*.safetensors"))
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return f"{os.path.abspath(folder)} {hashlib.sha256(json.dumps(stats).encode()).hexdigest()}, {dtype}"
+        self._pairs = {key: value for pairs in gather_objects(self._pairs) for key, value in pairs.items()}
+        logger.info("dpo: reference log-probabilities of %d pairs computed", len(self._pairs))
 
 
 def _keys(batch: Batch) -> Iterator[tuple[int, int, bytes]]:
@@ -237,38 +203,8 @@ def _keys(batch: Batch) -> Iterator[tuple[int, int, bytes]]:
     tokens, labels, ids = (tensor.cpu().numpy() for tensor in (batch.tokens, batch.labels, batch.document_ids))
     for row in range(ids.shape[0]):
         for pair in range(-(-(int(ids[row].max()) + 1) // 2)):
-            digest = hashlib.blake2b(digest_size=_KEY_BYTES)
+            digest = hashlib.blake2b(digest_size=16)
             for document in (2 * pair, 2 * pair + 1):
                 at = ids[row] == document
                 digest.update(np.int64(at.sum()).tobytes() + tokens[row][at].tobytes() + labels[row][at].tobytes())
             yield row, pair, digest.digest()
-
-
-def _load(path: Path, weights: str) -> _Pairs:
-    from safetensors import SafetensorError, safe_open
-
-    if not path.exists():
-        return {}
-    try:
-        with safe_open(path, "np") as file:
-            if (file.metadata() or {}).get("weights") != weights:
-                logger.warning("dpo: %s is of other initial weights and is not used", path)
-                return {}
-            keys, values = file.get_tensor("keys"), file.get_tensor("log_probs")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"dpo.reference: cannot read {path}: {error}. Remove it; it is computed again.") from None
-    return {key.tobytes(): (chosen, rejected) for key, (chosen, rejected) in zip(keys, values.tolist(), strict=True)}
-
-
-def _save(path: Path, weights: str, pairs: _Pairs) -> None:
-    from safetensors.numpy import save
-
-    keys = np.frombuffer(b"".join(pairs), dtype=np.uint8).reshape(-1, _KEY_BYTES)
-    values = np.array(list(pairs.values()), dtype=np.float64)
-    try:
-        with write_atomic(path) as file:
-            file.write(save({"keys": keys, "log_probs": values}, {"format": "np", "weights": weights}))
-    except OSError as error:
-        raise CheckpointError(
-            f"dpo.reference: cannot write {path}: {error}. Free space or change job.dump_folder."
-        ) from None

@@ -4,10 +4,10 @@ import pytest
 import torch
 from preference_pairs import direct_dpo, log_prob, pack, random_pairs
 
-from titanlite.base.errors import CheckpointError, TrainingError
+from titanlite.base.errors import TrainingError
 from titanlite.config.schema import LoRASection
 from titanlite.data.dataset import IGNORE_INDEX
-from titanlite.features.dpo import DPO, AdaptersOff, CachedReference, describe_weights, document_log_probs
+from titanlite.features.dpo import DPO, AdaptersOff, CachedReference, document_log_probs
 from titanlite.features.lora.layers import apply_lora
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
@@ -137,14 +137,14 @@ def test_rows_of_padding_add_nothing(tiny):
 
 
 @pytest.fixture
-def cache(tiny, tmp_path, run_ranks):
-    """`cache(batches, look, weights)`: fill a reference on one rank, return `look(reference, calls, model)`."""
+def cache(tiny, run_ranks):
+    """`cache(batches, look)`: fill a reference on one rank, return `look(reference, calls, model)`."""
     model = tiny.ours(tiny.config("qwen3"), 1)
 
-    def fill(batches, look, weights="first"):
+    def fill(batches, look):
         def rank_main():
             calls = []
-            reference = CachedReference(tmp_path / "cache.safetensors", weights)
+            reference = CachedReference()
 
             def get_model():
                 calls.append(1)
@@ -169,34 +169,5 @@ def test_cache_finds_pairs_however_they_are_packed(cache):
         return calls
 
     batches = [pack(ROWS, 40), pack([PAIRS[:1]], 40)]
-    assert cache(batches, look) == 1
-    assert cache(batches, look) == 0, "the file was not used"
-    assert cache(batches, look, "second") == 1, "the file is of other weights"
-
-
-def test_cache_computes_only_what_is_missing(cache):
-    cache([pack([PAIRS[:3]], 40)], lambda *_: None)
-
-    def look(reference, calls, model):
-        assert len(reference(model, pack(ROWS, 40))) == 2
-        return calls
-
-    assert cache([pack([PAIRS[:3]], 40), pack([PAIRS[3:]], 40)], look) == 1
-
-
-def test_damaged_cache_is_one_clear_error(cache, tmp_path):
-    cache([pack(ROWS, 40)], lambda *_: None)
-    path = tmp_path / "cache.safetensors"
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}: .*cache.safetensors"):
-        cache([pack(ROWS, 40)], lambda *_: None)
-
-
-def test_weights_are_told_apart(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"1")
-    first = describe_weights(str(tmp_path), 1, "float32")
-    assert first == describe_weights(str(tmp_path), 2, "float32")
-    assert first != describe_weights(str(tmp_path), 1, "bfloat16")
-    (tmp_path / "model.safetensors").write_bytes(b"12")
-    assert first != describe_weights(str(tmp_path), 1, "float32")
-    assert describe_weights("", 1, "float32") != describe_weights("", 2, "float32")
+    assert cache(batches, look) == 1, "the model is built once"
+    assert cache([], lambda reference, calls, model: calls) == 0, "nothing is left to train"
