@@ -41,7 +41,7 @@ from titanlite.features.generate.generate import get_end_of_turn_ids
 from titanlite.features.images import build_images
 from titanlite.features.lora.block_formats import encode_weights
 from titanlite.features.lora.layers import apply_lora
-from titanlite.features.lora.peft_format import PeftFormat, warn_of_changed_base
+from titanlite.features.lora.peft_format import PeftFormat
 from titanlite.features.muon import build_muon, muon_matrices
 from titanlite.features.passengers import carry_passengers
 from titanlite.features.pipeline import PipelineSchedule, apply_pipeline_parallel, describe_pipeline
@@ -91,7 +91,6 @@ def assemble(checked: Checked) -> Trainer:
     with run_folder.waiting_for_machines():  # ranks read files independently: no collective inside
         job, tokenizer, loader = _read_data(job, model_config, dims)
         warn_of_ignored_balancing(job.moe, model_config.num_experts)
-        warn_of_changed_base(job, model_config)
     changes = run_folder.make_dump_folder(job, folder)
     run_folder.check_shared_folder(folder)
 

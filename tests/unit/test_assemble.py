@@ -1,6 +1,5 @@
 """What is looked at when a run is set up."""
 
-import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -28,11 +27,10 @@ from titanlite.data.tokenizer import check_vocabulary
 from titanlite.data.tokens import TokenizedCorpus
 from titanlite.distributed.parallelize import check_device, choose_attention
 from titanlite.features.dpo import turn_off_dropout
-from titanlite.features.lora.peft_format import warn_of_changed_base
 from titanlite.features.sft import chat_template
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.streams.mixture import MixtureDataset
-from titanlite.models.families import any_model_config_from_hf, families, family_of
+from titanlite.models.families import any_model_config_from_hf, families
 from titanlite.optim.expert_bias import warn_of_ignored_balancing
 
 CONFIG = replace(families()["qwen3_moe"].presets["debug"], vocab_size=1000)
@@ -58,25 +56,6 @@ def test_a_tokenizer_far_smaller_than_the_embedding_is_a_warning_of_rank_0(warni
     (text,) = warnings
     assert text.startswith("data: the tokenizer has 499 tokens, the embedding 1000 rows")
     assert text.endswith("model.overrides.vocab_size = 499.")
-
-
-def test_adapters_on_a_changed_base_are_a_warning_of_rank_0(warnings, monkeypatch, tmp_path):
-    table = {**family_of(CONFIG).to_hf(CONFIG), "model_type": CONFIG.family}
-    (tmp_path / "config.json").write_text(json.dumps(table))
-    job = JobConfig()
-    job.checkpoint.initial_load_path, job.lora.rank = str(tmp_path), 4
-    changed = replace(CONFIG, top_k=3)
-    warn_of_changed_base(job, CONFIG)
-    monkeypatch.setenv("RANK", "1")
-    warn_of_changed_base(job, changed)
-    assert warnings == []
-    monkeypatch.setenv("RANK", "0")
-    warn_of_changed_base(job, changed)
-    (text,) = warnings
-    assert f"another model than {tmp_path} describes: top_k is 3, there 2. Merge them" in text
-    job.lora.rank = 0
-    warn_of_changed_base(job, changed)
-    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize(

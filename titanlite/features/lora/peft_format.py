@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from titanlite.base.agree import get_rank, on_first_rank
+from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.log import logger
 from titanlite.checkpoint.description import render, save_tokenizer, write_config
@@ -34,8 +34,7 @@ from titanlite.checkpoint.hf_model import HFFormat
 from titanlite.checkpoint.pieces import MASTER_PREFIX
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
-from titanlite.config.assets import weights_key
+from titanlite.config import ModelConfig
 from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection, LoRASection
 from titanlite.features.lora.layers import (
@@ -57,7 +56,7 @@ from titanlite.materialize import (
     local_of,
     share_out,
 )
-from titanlite.models.families import describe_differences, family_of, model_config_from_hf
+from titanlite.models.families import family_of
 from titanlite.models.interface import Model, is_adapter
 
 PREFIX = "base_model.model."
@@ -162,16 +161,11 @@ def read_adapter(folder: Path, prefix: str = "", *, exact: bool = False) -> tupl
     stored = read_headers(files, where)
     table = read_json(folder / ADAPTER_CONFIG, where)
     problems = [
-        f"{ADAPTER_CONFIG}: {key} = {value!r} is not supported."
-        for key, value in sorted({"peft_type": None, **table}.items())
-        if key not in _HARMLESS and value not in _PLAIN.get(key, _OFF)
+        f"{ADAPTER_CONFIG}: {key} = {table.get(key)!r} is not plain LoRA, W + scaling * B A on an unchanged W. Merge "
+        "the adapters with peft, and use the merged model."
+        for key, plain in _PLAIN.items()
+        if table.get(key) not in plain
     ]
-    if problems:
-        problems[-1] += (
-            " titanlite has plain LoRA only, W + scaling * B A on an unchanged W. If peft can merge this kind, let it: "
-            f"PeftModel.from_pretrained(model, {str(folder)!r}).merge_and_unload().save_pretrained(OUT), and use OUT. "
-            "Where init_lora_weights is the problem, merge in the process that trained them: loading may redraw it."
-        )
     rank: Any = table.get("r")
     alpha: Any = table.get("lora_alpha")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
@@ -186,24 +180,15 @@ def read_adapter(folder: Path, prefix: str = "", *, exact: bool = False) -> tupl
     return stored, AdapterConfig(rank, scaling, name, tuple(map(str, parameters)))
 
 
-# Keys of adapter_config.json, as peft 0.21 writes it, that do not change what the stored matrices compute: where they
-# come from, which layers have some, and settings of what other keys switch on.
-_HARMLESS = frozenset(
-    (
-        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-        *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
-        *("r", "lora_alpha", "lora_dropout", "runtime_config", "megatron_core", "qalora_group_size"),
-        *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-    )
-)
-# Values of other keys that mean plain LoRA; unknown keys must have a value that switches them off.
-_OFF: tuple[Any, ...] = (None, False, [], {})
+# Values that mean plain LoRA, of the keys of adapter_config.json that could change what the stored matrices compute.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_rslora": (True, *_OFF),
-    # These change the initial A and B. Any other (pissa, olora, corda, loftq, lora_ga) changes W, too.
+    "bias": ("none", None),
+    # Others (pissa, olora, corda, loftq, lora_ga) change W, too.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
+    **dict.fromkeys(
+        ("use_dora", "alpha_pattern", "fan_in_fan_out", "alora_invocation_tokens", "kasa_config"), (None, False, [], {})
+    ),
 }
 
 
@@ -383,17 +368,3 @@ def _shorten(targeted: Mapping[str, bool], short_of: Mapping[str, str]) -> list[
     return sorted(
         {name if short_of[name] in not_all else short_of[name] for name, is_target in targeted.items() if is_target}
     )
-
-
-def warn_of_changed_base(job: JobConfig, model_config: AnyModelConfig) -> None:
-    """Warn on rank 0 if adapters are trained on another model than the one that peft would load them onto."""
-    folder = Path(job.checkpoint.initial_load_path)
-    is_native = isinstance(model_config, ModelConfig)
-    if not job.lora.rank or not is_native or get_rank() != 0 or not (folder / "config.json").is_file():
-        return
-    if text := describe_differences(model_config, model_config_from_hf(folder, weights_key(job))):
-        logger.warning(
-            "lora: the adapters are for another model than %s describes: %s. Merge them (python -m titanlite export "
-            "--merge), or change its config.json before they are loaded onto it.",
-            *(folder, text),
-        )

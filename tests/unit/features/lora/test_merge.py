@@ -131,9 +131,9 @@ def test_what_does_not_fit_is_one_error(tmp_path, run_ranks, capsys):
     assert not (tmp_path / "out").exists()
 
     table = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(table | {"rank_pattern": {"q_proj": 8}}))
+    (adapter / "adapter_config.json").write_text(json.dumps(table | {"use_dora": True}))
     assert main([str(adapter), str(tmp_path / "out"), "--merge"]) == 2
-    assert "rank_pattern = {'q_proj': 8} is not supported" in capsys.readouterr().err
+    assert "use_dora = True is not plain LoRA" in capsys.readouterr().err
 
 
 def test_inspect_shows_adapters(tmp_path, run_ranks, capsys):

@@ -3,11 +3,9 @@
 import json
 import shutil
 import warnings
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -28,7 +26,7 @@ from titanlite.models.families import families, model_config_from_hf
 
 BOUND = 1e-5  # float32 through 2 layers in another order of operations
 TARGETS = ["q_proj", "down_proj"]
-# For every field of LoraConfig values other than its default: those that are plain LoRA, ...
+# Values of fields of LoraConfig other than their defaults: those that are plain LoRA, ...
 PLAIN: dict[str, list[Any]] = {
     "task_type": ["CAUSAL_LM", "SEQ_2_SEQ_LM"],
     "auto_mapping": [{"base_model_class": "Qwen3ForCausalLM", "parent_library": "transformers.models.qwen3"}],
@@ -58,24 +56,11 @@ OTHER: dict[str, list[Any]] = {
     "peft_type": ["VERA", "ADALORA", "LOHA", "BONE", None],
     "fan_in_fan_out": [True],
     "bias": ["all", "lora_only"],
-    "modules_to_save": [["lm_head"]],
     "init_lora_weights": ["pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "loftq", "lora_ga", "something new"],
-    "rank_pattern": [{"q_proj": 8}],
     "alpha_pattern": [{"q_proj": 8}],
-    "megatron_config": [{"hidden_size": 8}],
-    "trainable_token_indices": [[1, 2], {"embed_tokens": [0]}],
     "use_dora": [True],
-    "velora_config": [{"num_groups": 2}],
     "alora_invocation_tokens": [[5, 6]],
-    "use_qalora": [True],
-    "monteclora_config": [{"num_samples": 8}],
-    "layer_replication": [[[0, 2], [1, 2]]],
-    "lora_bias": [True],
-    "use_bdlora": [{"target_modules_bd_a": ["q_proj"], "nblocks": 2}],
-    "arrow_config": [{"top_k": 3}],
     "kasa_config": [{"beta": 1e-4}],
-    "ensure_weight_tying": [True],
-    "a_field_of_a_later_version": [{"x": 1}, 0.5, "on"],
 }
 
 
@@ -102,11 +87,6 @@ def make(base: Path, folder: Path, **values: Any) -> torch.Tensor:
         again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
     with torch.no_grad():
         return again(torch.arange(20).view(2, 10)).logits
-
-
-def test_every_field_of_peft_is_drawn() -> None:
-    assert {field.name for field in fields(LoraConfig)} - {"layers_pattern"} <= PLAIN.keys() | OTHER.keys()
-    assert peft.__version__.split(".")[:2] <= ["0", "21"], "look at what is new"
 
 
 @pytest.mark.parametrize(("field", "value"), [(name, value) for name, values in PLAIN.items() for value in values])
@@ -140,7 +120,7 @@ def test_what_is_not_plain_is_refused(base: Path, tmp_path: Path, capsys: Any, f
     path = tmp_path / "adapter/adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     assert main([str(tmp_path / "adapter"), str(tmp_path / "merged"), "--merge", "--base", str(base)]) == 2
-    text = f"{field} = {value!r} is not supported. titanlite has plain LoRA only"
+    text = f"{field} = {value!r} is not plain LoRA, W + scaling * B A"
     assert text in capsys.readouterr().err and not (tmp_path / "merged").exists()
     with pytest.raises(CheckpointError) as raised:
         adapter_checkpoint(tmp_path / "adapter", LoRASection(rank=4, alpha=12.0), key="lora.init_from")
@@ -174,15 +154,13 @@ def test_adapters_of_embedding_and_head(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"rank_pattern": {"q_proj": 8}},
-        {"rank_pattern": {r".*\.1\..*q_proj": 2}, "alpha_pattern": {"down_proj": 3}, "use_rslora": True},
-        *({"alpha_pattern": {"q_proj": 8}}, {"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}),
-        *({"trainable_token_indices": [1, 2]}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}),
+        {"alpha_pattern": {"down_proj": 3}, "use_rslora": True},
+        *({"use_dora": True}, {"bias": "all"}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}),
     ],
 )
 def test_the_remedy_gives_what_peft_computes(base: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     expected = make(base, tmp_path / "adapter", **settings)
-    with pytest.raises(CheckpointError, match=f"{next(iter(settings))} = .* is not supported"):
+    with pytest.raises(CheckpointError, match=f"{next(iter(settings))} = .* is not plain LoRA, .* Merge the"):
         read_adapter(tmp_path / "adapter")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
