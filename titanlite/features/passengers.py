@@ -3,7 +3,7 @@
 Examples: layers for multi-token prediction and, in a run on text, the vision tower (`find_passengers` has the rule).
 They stay in their files, and saving copies their bytes, 1 MiB at a time. Two kinds change:
 
-- Copies of the embedding or of the output head, recognized by their bytes, are written from the trained tensor.
+- Copies of the embedding or of the output head, recognized by their names, are written from the trained tensor.
 - Block FP8 is dequantized, as the trained weights are: the saved config.json declares no scales, and readers would take
   the codes for weights. MXFP4 stays as it is: no reader takes its keys for weights.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.base.agree import get_rank, on_first_rank
+from titanlite.base.agree import get_rank
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.hf_objects import build_config
 from titanlite.base.log import logger
@@ -35,7 +35,7 @@ from titanlite.materialize import ReadRequest, Region, SourceProvider
 from titanlite.models.families import family_of
 from titanlite.models.families.config_json import save_config
 
-_CHUNK_BYTES = 4 << 20
+_COPIES = ("embed_tokens.weight", "head.weight")
 
 
 def carry_passengers(
@@ -60,8 +60,6 @@ def find_carried(
 
     Raises:
         CheckpointError: FP8 without its scales. The same on all ranks.
-
-    Collectives: a broadcast, if there are passengers; rank 0 reads those that may be copies.
     """
     source: Any = next((source for source in sources if getattr(source, "passengers", ())), None)
     if source is None:
@@ -81,8 +79,8 @@ class CarriedTensors:
         self._file_bytes: dict[Path, int] = dict(source.stored.file_bytes)
         self._stored = {key: tensors[key] for key in source.passengers}
         self._scales = self._take_scales()
-        # By copy, the stored tensors (no passengers) with the same bytes, the likeliest first.
-        self._copies = on_first_rank(lambda: self._find_copies(tensors))
+        # By copy, the stored tensors (no passengers) that it may be one of, the likeliest first.
+        self._copies = self._find_copies(tensors)
 
     @property
     def nbytes(self) -> int:
@@ -164,25 +162,16 @@ class CarriedTensors:
         return scales
 
     def _find_copies(self, tensors: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
-        """Find the passengers that are the same, byte for byte, as stored tensors with a row for each token."""
+        """Find the passengers that are named as tables of all tokens are: layers for prediction have copies."""
         rows = self._config.vocab_size
-        tables = [
-            t for key, t in tensors.items() if key not in self._stored and len(t.shape) == 2 and t.shape[0] == rows
-        ]
+        tables = [t for key, t in tensors.items() if key not in self._stored and t.shape[:1] == (rows,)]
         found = {}
         for key, tensor in self._stored.items():
-            like = [table for table in tables if (table.shape, table.dtype) == (tensor.shape, tensor.dtype)]
-            same = [table.key.removeprefix(MASTER_PREFIX) for table in like if self._is_same(tensor, table)]
-            if same:
+            like = [t for t in tables if (t.shape, t.dtype) == (tensor.shape, tensor.dtype)]
+            same = [t.key.removeprefix(MASTER_PREFIX) for t in like if len(t.shape) == 2]
+            if same and key.endswith(_COPIES):
                 found[key] = sorted(same, key=lambda name, of_head="head" in key: ("head" in name) != of_head)
         return found
-
-    def _is_same(self, first: StoredTensor, second: StoredTensor) -> bool:
-        def is_same_at(start: int) -> bool:
-            size = min(_CHUNK_BYTES, first.nbytes - start)
-            return torch.equal(*(_read_bytes(t, self._file_bytes, start, size) for t in (first, second)))
-
-        return all(map(is_same_at, range(0, first.nbytes, _CHUNK_BYTES)))
 
     def _items(self, saved: Mapping[str, Item]) -> list[Item]:
         """Return the items to save, split over the ranks by bytes; a copy is written from the `saved` tensor."""

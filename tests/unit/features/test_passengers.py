@@ -107,7 +107,7 @@ def test_what_is_neither_computed_nor_a_passenger_is_refused(saved: Path, tmp_pa
     assert str(error.value).endswith(f"model.layers.0.mlp.up.weight: {text.format(tmp_path / 'base')}")
 
 
-def test_copies_are_told_by_their_bytes_and_said(saved: Path, tmp_path: Path, caplog: Any) -> None:
+def test_copies_are_told_by_their_names_and_said(saved: Path, tmp_path: Path, caplog: Any) -> None:
     tensors = load_file(saved / "model.safetensors")
     embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
     more = EH_PROJ | {COPY_OF_EMBEDDING: embedding, COPY_OF_HEAD: head, f"{LAYER}other.weight": embedding + 1}
