@@ -30,9 +30,6 @@ from titanlite.optim.optimizer import LocalAdamW, build_adamw, group_parameters
 AllToAll = Callable[..., object]
 """`torch.distributed.all_to_all_single(out, x, output_splits, input_splits, group=group)`, or what stands for it."""
 
-_Loads = defaultdict[tuple[int, ...], Counter[int]]
-"""What each rank has to do, for each tuple of ranks."""
-
 # Elements of its shards that a rank handles at once, in the mean over the ranks that share a parameter.
 _ELEMENTS_AT_ONCE = 1 << 25
 
@@ -94,7 +91,7 @@ class MatrixExchange:
             any(region.numel and region.lengths[-2:] != tuple(param.shape[-2:]) for _, region in held)
             for param, held in zip(self._params, holders, strict=True)
         ]
-        self._loads: _Loads = defaultdict(Counter)
+        self._turns = Counter[tuple[int, ...]]()  # matrices given out, by the ranks that hold them
         self.buckets: list[list[int]] = []
         total = 0.0
         for number in sorted(range(len(is_split)), key=is_split.__getitem__):
@@ -108,9 +105,7 @@ class MatrixExchange:
         self._routes = [self._find_route(some, holders) if is_split[some[0]] else None for some in self.buckets]
 
     def _find_route(self, bucket: list[int], holders: list[list[tuple[int, Region]]]) -> _Route:
-        """Share the matrices of a bucket among the ranks that hold a piece: the costliest first, each for the rank that
-        has the least to do yet.
-        """
+        """Share the matrices of a bucket among the ranks that hold a piece, in turn, the costliest first."""
         me, found = dist.get_rank(), []
         known: dict[int, dict[tuple[int, ...], tuple[tuple[int, Region], ...]]] = {}
         for number in bucket:
@@ -120,13 +115,11 @@ class MatrixExchange:
             rows, columns = param.shape[-2:]
             cost = min(rows // self._stacked[number], columns) * rows * columns
             found += [(cost, number, index, holding) for index, holding in known[layout].items()]
-        route, loads = _Route(), cast(_Loads, defaultdict(Counter))
-        for cost, number, index, holding in sorted(found, key=lambda item: -item[0]):  # stable: alike on all ranks
+        route = _Route()
+        for _, number, index, holding in sorted(found, key=lambda item: -item[0]):  # stable: alike on all ranks
             ranks = tuple(rank for rank, _ in holding)
-            load, total = loads[ranks], self._loads[ranks]  # all wait for each bucket, so that comes first
-            owner = min(ranks, key=lambda rank: (load[rank], total[rank]))
-            load[owner] += cost
-            total[owner] += cost
+            owner = ranks[self._turns[ranks] % len(ranks)]
+            self._turns[ranks] += 1
             place = (i - first for i, first in zip(index, dict(holding)[me].starts, strict=False))
             route.sent[owner].append((number, tuple(place)))
             if owner == me:
