@@ -244,7 +244,6 @@ def load_image(place: str, path: Path) -> Any:
         with open_regular(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is lower
             with Image.open(file, formats=_FORMATS) as image:
-                _limit_pixels(image)
                 return _to_rgb(image)
     except Exception as error:  # a decoder raises anything on a damaged file
         if isinstance(error, OSError) and error.filename is not None:
@@ -255,26 +254,14 @@ def load_image(place: str, path: Path) -> Any:
         ) from error
 
 
-def _limit_pixels(image: Any) -> None:
-    """Refuse an image with too many pixels before it is decoded; decode a JPEG to a half, a quarter or an eighth of its
-    size.
-    """
-    width, height = image.size
-    scale = next((scale for scale in (1, 2, 4) if width * height <= _MOST_PIXELS * scale**2), 8)
-    if scale > 1:
-        image.draft(None, (width // scale, height // scale))  # a no-op in other formats
-    if image.width * image.height > _MOST_PIXELS:
-        raise ValueError(f"it has {width} x {height} pixels, more than {_MOST_PIXELS}; shrink it")
-
-
 def _to_rgb(image: Any) -> Any:
     """Return the first frame, decoded, and turned as its EXIF data say, as transformers turns it at inference."""
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
-    if image.mode.startswith("I;16"):  # Pillow would show all above 255 of 65535 as white
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    if image.mode in ("I", "F"):
-        raise ValueError(f"its pixels are numbers of 32 bits (mode {image.mode}) without a known range; convert it")
+    if image.width * image.height > _MOST_PIXELS:
+        raise ValueError(f"it has {image.width} x {image.height} pixels, more than {_MOST_PIXELS}; shrink it")
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # Pillow would show all above 255 as white
+        raise ValueError(f"its pixels are numbers of more than 8 bits (mode {image.mode}); convert it")
     return ImageOps.exif_transpose(image).convert("RGB")
 
 

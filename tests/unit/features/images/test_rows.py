@@ -199,22 +199,19 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, sid
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000, "KiB"
 
 
-def test_a_large_jpeg_is_decoded_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_jpeg_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titanlite.features.images._MOST_PIXELS", 1000)
-    path = save(tmp_path, "x.jpg")(Image.new("RGB", (128, 64), "red"))
-    assert load_image("row", path).size == (32, 16)
     with pytest.raises(DataError, match="256 x 512 pixels, more than 1000; shrink it"):
         load_image("row", save(tmp_path, "y.jpg")(Image.new("L", (256, 512))))
 
 
-@pytest.mark.parametrize("ending", ["png", "tiff"])
-def test_sixteen_bits_keep_their_shades(tmp_path: Path, ending: str) -> None:
-    shades = np.array([[0, 300, 32768, 65535]], dtype=np.uint16)
-    path = save(tmp_path, f"x.{ending}")(Image.fromarray(shades))
-    assert pixels_of(path)[0].tolist() == [[value] * 3 for value in (0, 1, 128, 255)]
-    for values in (shades.astype(np.int32) * 9, shades.astype(np.float32)):
-        with pytest.raises(DataError, match=r"numbers of 32 bits \(mode [IF]\) without a known range"):
-            load_image("row", save(tmp_path, "x.tiff")(Image.fromarray(values)))
+@pytest.mark.parametrize(
+    ("dtype", "ending"), [(np.uint16, "png"), (np.uint16, "tiff"), (np.int32, "tiff"), (np.float32, "tiff")]
+)
+def test_more_than_eight_bits_are_refused(tmp_path: Path, dtype: Any, ending: str) -> None:
+    path = save(tmp_path, f"x.{ending}")(Image.fromarray(np.array([[0, 300, 32768, 65535]], dtype=dtype)))
+    with pytest.raises(DataError, match=r"numbers of more than 8 bits \(mode [IF].*\); convert it"):
+        load_image("row", path)
 
 
 def test_color_spaces_and_animations_give_one_rgb_picture(tmp_path: Path) -> None:
