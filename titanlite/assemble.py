@@ -36,7 +36,7 @@ from titanlite.features.custom import build_custom_objective, build_custom_optim
 from titanlite.features.diagnose.process import explain_failure, prepare_device, prepare_process
 from titanlite.features.diagnose.values import diagnose
 from titanlite.features.dpo import build_dpo, turn_off_dropout
-from titanlite.features.generate.evaluate import build_evaluator, log_sample
+from titanlite.features.generate.evaluate import build_evaluator
 from titanlite.features.generate.generate import get_end_of_turn_ids
 from titanlite.features.images import build_images
 from titanlite.features.lora.block_formats import encode_weights
@@ -142,7 +142,6 @@ def assemble(checked: Checked) -> Trainer:
         diagnose=partial(diagnose, model, whole_layers=job.compile.enable, stage=dims.stage),
         metrics=build_metrics(job, folder, model, loader, dims, device, step),
         render_card=partial(render_model_card, job, family=model_config.family, num_parameters=total),
-        log_sample=partial(log_sample, job, model, tokenizer, device, dims),
         push_to_hub=push_to_hub,
     )
     matrices = muon_matrices(model, job.optimizer) if job.optimizer.name == "Muon" else {}

@@ -60,7 +60,6 @@ class Trainer:
         Diagnosis("Its origin was not searched.", repeats=True)
     )
     render_card: Callable[..., str] = lambda **_: ""  # renders a README.md from `progress` and `results`
-    log_sample: Callable[[], None] = lambda: None  # logs a generated text. Collective
     push_to_hub: Callable[[Path, str], None] = lambda *_: None  # called with (folder, repository) on rank 0
     stopping: bool = False  # the run was asked to end early
     loss: float | None = None  # of the last step that was logged
@@ -75,7 +74,7 @@ class Trainer:
         return self.stepper.model
 
     def train(self) -> None:
-        """Run the configured steps, save on the way and at the end, and show a sample.
+        """Run the configured steps, and save on the way and at the end.
 
         Collective: every rank must call. SIGTERM or SIGINT end it early, after a step, with a checkpoint.
         """
@@ -207,7 +206,7 @@ class Trainer:
         self.checkpointer.save(self.model, self.plan, self.stepper.optimizer, progress, card)
 
     def finish(self) -> None:
-        """Save, log a sample and the paths of all outputs, and upload. Collective: every rank must call."""
+        """Save, log the paths of all outputs, and upload. Collective: every rank must call."""
         job = self.job
         if self.step > 0 or not self.stopping:  # otherwise stopped before the first step
             self.checkpointer.save_last(self.save)
@@ -232,7 +231,6 @@ class Trainer:
                 "another job.dump_folder to start a new run.",
                 *(self.step, job.training.steps, "epochs" if job.training.epochs else "steps"),
             )
-        self.log_sample()
         cls = getattr(self.model.config, "architecture", "AutoModelForCausalLM")
         log_outputs(job, self.dump_folder, step_folder(self.checkpointer.folder, self.step), cls)
         if job.checkpoint.push_to_hub and dist.get_rank() == 0:

@@ -18,7 +18,6 @@ from torch import nn
 from titanlite.base.agree import failing_together, raise_together
 from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.base.extension import load_extension
-from titanlite.base.log import logger
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import assets_folder
 from titanlite.config.data import DataSection, get_fields
@@ -26,7 +25,7 @@ from titanlite.data.dataset import TrainDataset, get_sources
 from titanlite.data.tokenizer import count_ids
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum
-from titanlite.features.generate.generate import Sampling, generate, get_end_of_turn_ids, get_eos_token_ids
+from titanlite.features.generate.generate import generate, get_end_of_turn_ids, get_eos_token_ids
 from titanlite.features.sft.chat import ANSWER, END
 from titanlite.features.sft.dataset import ExampleDataset
 from titanlite.features.streams.stream import StreamDataset
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 Scorer = Callable[[str, str], float]
 _EXAMPLES = 2
-_SAMPLE_TOKENS = 48
 
 
 class EvaluationPrompt(NamedTuple):
@@ -71,7 +69,8 @@ def evaluation_prompts(dataset: TrainDataset, tokenizer: Any) -> list[Evaluation
 def read_evaluation_prompts(data: DataSection, path: str, split: str, tokenizer: Any) -> list[EvaluationPrompt]:
     """Read prompts of all rows at `path`: what `data.path` may be; `split` is that of a dataset of the hub.
 
-    Rows are converted and rendered as `data` says for training, but may be of another form; all of them must be usable.
+    Rows have the columns, are converted and rendered as `data` says for training, but may be of another form; all of
+    them must be usable.
 
     Raises:
         DataError: there are no rows, a row cannot be used, or they are plain text, which has no answers.
@@ -82,9 +81,6 @@ def read_evaluation_prompts(data: DataSection, path: str, split: str, tokenizer:
     try:
         rows = ConvertedRows(find_rows(path, subset=data.subset, split=split), get_fields(data), data.converter)
         settings = replace(data, format="auto", bad_rows="error", train_on="assistant")
-        if not isinstance(next(iter(rows)).content, dict):  # columns have other names here
-            rows = replace(rows, fields={})
-            settings = replace(settings, fields="", text_field=DataSection.text_field)
         examples = build_examples(settings, rows, tokenizer)
         count = (len(examples.offsets) - 1) // examples.header.documents_per_example
         found = _prompts(examples, range(count), tokenizer)
@@ -260,25 +256,3 @@ def build_evaluator(
         return None
     with failing_together():  # each rank reads the prompts and imports the scorer
         return Evaluator(job, dataset, tokenizer, model_config, dims, device)
-
-
-def log_sample(job: JobConfig, model: nn.Module, tokenizer: Any, device: torch.device, dims: ParallelDims) -> None:
-    """Log a sample at temperature 0.7 of a model trained on plain text; evaluations show samples of other models.
-
-    Collectives: as in `generate`; every rank must call.
-    """
-    if job.data.dataset not in ("stdlib", "text"):
-        return
-    ids: list[int] = tokenizer.encode("def __init__(self" if job.data.dataset == "stdlib" else "The")
-    (continuation,) = generate(
-        model,
-        [ids],
-        max_new_tokens=_SAMPLE_TOKENS,
-        device=device,
-        dims=dims,
-        eos_token_ids=get_eos_token_ids(tokenizer),
-        vocab_size=len(tokenizer),
-        sampling=Sampling(temperature=0.7, top_k=40),
-    )
-    sample = tokenizer.decode(ids + continuation.tokens)
-    logger.info("sample (temperature 0.7):\n\n    %s\n", sample.replace("\n", "\n    "))

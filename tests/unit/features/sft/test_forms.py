@@ -77,10 +77,9 @@ def test_pairs_and_evaluation_have_the_names_that_they_are_given(make_job: MakeJ
     job = make_job([{"q": "a", "good": "b", "bad": "c"}] * 8, seq_len=48, fields=fields)
     tokenizer, loader = build_data(job, 0, 1)
     assert loader.dataset.form == "preference"
-    for row in ({"q": "a", "good": "b", "bad": "c"}, CHAT):  # as the rows that are trained on, or in a form of its own
-        (tmp_path / "other.jsonl").write_text(json.dumps(row) + "\n")
-        (prompt,) = read_evaluation_prompts(job.data, str(tmp_path / "other.jsonl"), "test", tokenizer)
-        assert prompt.reference.startswith("b")
+    (tmp_path / "other.jsonl").write_text(json.dumps({"q": "a", "good": "b", "bad": "c"}) + "\n")
+    (prompt,) = read_evaluation_prompts(job.data, str(tmp_path / "other.jsonl"), "test", tokenizer)
+    assert prompt.reference.startswith("b")
 
 
 def test_a_column_that_is_missing_is_named_once_with_its_rows(make_job: MakeJob) -> None:
@@ -105,14 +104,6 @@ def test_unknown_fields_are_refused(make_job: MakeJob) -> None:
         job.data.fields = text
         (found,) = check_values(job)
         assert found.startswith(problem)
-
-
-def test_prompts_to_evaluate_on_are_no_text(make_job: MakeJob, tmp_path: Path) -> None:
-    job = make_job(make_rows("content"), seq_len=48, text_field="content", format="text")
-    tokenizer, _ = build_data(job, 0, 1)
-    (tmp_path / "chats.jsonl").write_text(json.dumps(CHAT) + "\n")
-    (prompt,) = read_evaluation_prompts(job.data, str(tmp_path / "chats.jsonl"), "test", tokenizer)
-    assert prompt.reference.startswith("b")
 
 
 def test_where_the_setting_has_no_effect_it_is_refused(make_job: MakeJob) -> None:
