@@ -26,13 +26,12 @@ class TrainResult(NamedTuple):
 
 
 def train(config: Any, overrides: Sequence[str] = (), **sections: Mapping[str, Any]) -> TrainResult:
-    """Train in this process, alone or as a rank, and leave it as it was; docs/extending.md has examples.
+    """Train in this process, alone or as a rank; docs/extending.md has examples.
 
     `config` is a TOML file, a dictionary of sections, or a parsed configuration. `sections` (training={"steps": 5})
     override it, and `overrides` ("--training.steps=5") override both. Collective: every rank of a launcher must call.
 
     Raises:
         TitanliteError: what is wrong, and what to do; on all ranks.
-        KeyboardInterrupt: after Ctrl-C, when the step is done and saved; at once before the first step.
     """
     return import_module("titanlite.features.api").train(config, overrides, sections)  # torch is imported here

@@ -1,17 +1,11 @@
-"""Training from Python: `titanlite.train`, which leaves the process as it was."""
+"""Training from Python: `titanlite.train`, which may be called several times in a process."""
 
 import os
-import random
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -35,7 +29,7 @@ Config = str | os.PathLike[str] | Mapping[str, Any] | JobConfig
 
 def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any]) -> TrainResult:
     """Implement `titanlite.train`. Collective: every rank of a launcher must call."""
-    with environment_kept(), _left_as_found(), _deferred():
+    with environment_kept(), _alone():
         job = make_config(config, overrides, **sections)
         if job.job.prepare:
             prepare(job)
@@ -96,77 +90,28 @@ def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _deferred() -> Iterator[None]:
-    """Defer SIGTERM and SIGINT: they end training after its current step, and are delivered when the context exits.
+def _alone() -> Iterator[None]:
+    """Give a run its own log, events and process group, and undo them, so that another run can follow in the process.
 
-    The second one, and one before the first step, is delivered at once. Only in the main thread.
+    After an error, several ranks keep their process group: others may be in collectives, and destroying it would wait
+    for them.
     """
-    protocol.stop_requested.clear()
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught: list[int] = []
-
-    def catch(number: int, frame: object) -> None:
-        caught.append(number)
-        protocol.stop_requested.set()
-        if len(caught) > 1 or not protocol.current_beat().trains:
-            signal.signal(number, handlers[number])
-            signal.raise_signal(number)
-
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in protocol.STOP_SIGNALS}
-    undo = protocol.catch_signals() if read_variable(NOTICE_FOLDER) is not None else lambda: None
-    try:
-        for number in protocol.STOP_SIGNALS if read_variable(NOTICE_FOLDER) is None else ():
-            signal.signal(number, catch)
-        yield
-    finally:
-        undo()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if caught:
-        signal.raise_signal(caught[0])
-
-
-@contextmanager
-def _left_as_found() -> Iterator[None]:
-    """Restore the process state that a run changes. After an error, several ranks keep their process group: others may
-    be in collectives, and destroying it would wait for them.
-    """
-    had_group, cudnn, sdp = dist.is_initialized(), cast(Any, torch.backends.cudnn), torch.backends.cuda
-    deterministic = cast(Any, torch.utils.deterministic)
+    had_group, handlers, failed = dist.is_initialized(), logger.handlers[:], True
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: list[tuple[Callable[[Any], object], Any]] = [
-        (logger.setLevel, logger.level),
-        (partial(setattr, logger, "propagate"), logger.propagate),
-        (partial(setattr, cudnn, "deterministic"), cudnn.deterministic),
-        (partial(setattr, cudnn, "benchmark"), cudnn.benchmark),
-        (partial(setattr, deterministic, "fill_uninitialized_memory"), deterministic.fill_uninitialized_memory),
-        (partial(torch.use_deterministic_algorithms, warn_only=warn_only), is_deterministic),
-        (sdp.enable_mem_efficient_sdp, sdp.mem_efficient_sdp_enabled()),
-        (sdp.enable_cudnn_sdp, sdp.cudnn_sdp_enabled()),
-        (torch.set_default_dtype, torch.get_default_dtype()),
-        (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state()),
-        (torch.set_rng_state, torch.get_rng_state()),
-    ]
-    if torch.cuda.is_initialized():
-        settings.append((torch.cuda.set_device, torch.cuda.current_device()))
-        settings.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    path, handlers, failed = list(sys.path), logger.handlers[:], True
     logger.handlers.clear()
     setup_logger()
     logger.handlers += handlers
     warn_once.cache_clear()
     open_events(None)
+    has_launcher = read_variable(NOTICE_FOLDER) is not None
+    undo = protocol.catch_signals() if has_launcher else lambda: None
     try:
         yield
         failed = False
     finally:
+        undo()
         if dist.is_initialized() and not had_group and not (failed and dist.get_world_size() > 1):
             end_distributed()
         open_events(None)
-        logger.handlers[:], sys.path[:] = handlers, path
-        for put_back, value in settings:
-            put_back(value)
+        logger.handlers[:] = handlers
+        torch.use_deterministic_algorithms(is_deterministic)
