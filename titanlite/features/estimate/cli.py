@@ -1,7 +1,6 @@
 """`python -m titanlite plan`: whether a run fits, how fast it is and what to change, without a GPU or weights."""
 
 import argparse
-import json
 import logging
 import re
 import sys
@@ -119,7 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--proposals", action=argparse.BooleanOptionalAction, help="say what to change (default: if that is quick)")
     add("--tensors", action="store_true", help="show every tensor of a rank, layers folded")
     add("--rank", type=int, default=0, help="rank to look at (default: 0)")
-    add("--json", type=Path, metavar="FILE", help="write the plan there, too")
     add("--every-layer", action="store_true", help="trace all layers, not few of each kind; slower")
     for option, (_, _, text) in _FIGURES.items():
         add(f"--{option}", type=float, help=text)
@@ -267,8 +265,6 @@ def _plan(request: Request, planner: _Planner) -> int:
         parts.append(render.render_tensors(run_plan))
     print("\n\n".join([*parts, "\n".join(["assumed:", *_assumptions(checked)])]))
     print(f"{planner.describe()}, {estimate.trace.traced_layers} layers traced each time")
-    if known.json is not None:
-        _write(known.json, render.to_json(run_plan, base, estimate, proposals or []))
     return 0 if base.fits else 1
 
 
@@ -280,9 +276,6 @@ def _sweep(request: Request, planner: _Planner) -> int:
     if refused:
         print(f"  not legal for this model and batch: {refused} more; plan one of them to see why")
     print(planner.describe())
-    if known.json is not None:
-        data = {"world_size": known.world_size, "hardware": vars(request.hardware)}
-        _write(known.json, {**data, "planned": [render.planned_to_json(one, one) for one in found]})
     return 0 if found[0].fits else 1
 
 
@@ -300,14 +293,6 @@ def _assumptions(checked: Checked) -> Iterator[str]:
     if job.training.global_batch_size is None:
         yield "  training.global_batch_size is not set: one example in a sequence; packed, a step has fewer"
     yield "  expected: published and assumed efficiencies, not measured here (docs/plan.md); no validation, no saving"
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json={path}: cannot be written: {error.strerror}. Choose another file.") from None
-    print(f"written to {path}")
 
 
 class AssumedCheckpoint:

@@ -1,7 +1,6 @@
-"""The plan as text and as JSON. The verdict has at most 12 lines."""
+"""The plan as text. The verdict has at most 12 lines."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from titanlite.base.text import format_memory, format_size, format_table
 from titanlite.features.estimate.estimate import STAGING_BYTES, Estimate
@@ -198,50 +197,6 @@ def render_sweep(found: Sequence[Planned]) -> str:
     if not fitting:
         title = f"none of {len(found)} legal combinations of degrees fits {gpu}; the smallest:"
     return f"sweep: {title}\n{format_table(rows)}"
-
-
-def to_json(plan: RunPlan, base: Planned, estimate: Estimate, proposals: Iterable[Planned]) -> dict[str, Any]:
-    """Everything, bytes and seconds. Begins like `plan.json` of a real run; `run`, `stages` and `proposals` are of the
-    run, all else of one rank.
-    """
-    memory, data = estimate.memory, plan.to_json()
-    data["memory"] |= {
-        "padding": estimate.trace.padding,
-        "at_peak": {**memory.working, "where": memory.where},
-        "on_host": memory.on_host,
-        "total": memory.total,
-        "usable": estimate.hardware.usable_bytes,
-        "fits": estimate.fits,
-    }
-    data["parts"] = {name: {**vars(part), "work": vars(part.work)} for name, part in estimate.time.parts.items()}
-    data["stages"] = [
-        {
-            "stage": stage,
-            "layers": sum(one.trace.num_layers),
-            "total": one.memory.total,
-            "fits": one.fits,
-            "expected_s": one.time.expected_s,
-        }
-        for stage, one in sorted(base.stages.items())
-    ]
-    data["run"] = planned_to_json(base, base)
-    data["proposals"] = [planned_to_json(one, base) for one in proposals]
-    return data
-
-
-def planned_to_json(one: Planned, base: Planned) -> dict[str, Any]:
-    """Return the figures of one command line."""
-    return {
-        "arguments": list(one.arguments),
-        "note": one.describe_changes(base),
-        "degrees": vars(one.estimate.degrees),
-        "activation_checkpoint": one.checked.job.activation_checkpoint.mode,
-        "total": one.estimate.memory.total,
-        "fits": one.fits,
-        "expected_tokens_per_s": one.rate,
-        "at_best_tokens_per_s": one.estimate.best_rate,
-        "tokens": one.estimate.tokens,
-    }
 
 
 def _ms(seconds: float) -> str:

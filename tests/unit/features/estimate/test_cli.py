@@ -1,4 +1,4 @@
-"""`python -m titanlite plan`: what it prints and writes, and what it refuses."""
+"""`python -m titanlite plan`: what it prints, and what it refuses."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from titanlite.__main__ import main
 from titanlite.base.errors import ConfigError
 from titanlite.features.estimate import estimate, proposals
 from titanlite.features.estimate.cli import _Planner, read_request
-from titanlite.features.estimate.proposals import sweep
+from titanlite.features.estimate.proposals import propose, sweep
 from titanlite.features.estimate.trace import trace_step
 from titanlite.models.families import families
 
@@ -45,9 +45,8 @@ def each_trace_once() -> Iterator[None]:
         yield
 
 
-def test_a_plan_that_fits(capsys, tmp_path):
-    json_file = f"--json={tmp_path / 'plan.json'}"
-    code = main(["plan", *TINY, "--world-size=4", "--rank=3", "--tensors", "--no-proposals", json_file])
+def test_a_plan_that_fits(capsys):
+    code = main(["plan", *TINY, "--world-size=4", "--rank=3", "--tensors", "--no-proposals"])
     out, err = capsys.readouterr()
     assert code == 0 and err == ""
     first, memory, bound, speed, length = out.splitlines()[:5]
@@ -65,13 +64,6 @@ def test_a_plan_that_fits(capsys, tmp_path):
     assert re.search(r"\n +all_to_all over ep +[\d.]+ +21 ", out)
     assert re.search(r"\n +overlapped all_to_all over ep +[\d.]+ +3 ", out)
     assert "  at best" in out and "not measured here" in out and "checkpoint: none, weights are random" in out
-    data = json.loads((tmp_path / "plan.json").read_text())
-    assert (data["rank"], data["world_size"], data["read_bytes"]) == (3, 4, 0)
-    memory = data["memory"]
-    assert memory["optimizer"] == 2 * memory["gradients"] + 4 * sum(t["count"] for t in data["tensors"] if t["trained"])
-    assert sum(t["local_bytes"] for t in data["tensors"]) == memory["weights"] + memory["buffers"]
-    working = sum(value for name, value in memory["at_peak"].items() if name != "where")
-    assert memory["total"] == memory["weights"] + memory["padding"] + memory["optimizer"] + memory["buffers"] + working
 
 
 def test_progress_is_one_line_of_a_terminal(capsys, monkeypatch):
@@ -85,33 +77,29 @@ def test_progress_is_one_line_of_a_terminal(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("is_small", [False, True])
-def test_what_to_change_shows_the_promised_figures(capsys, tmp_path, is_small):
+def test_what_to_change_shows_the_promised_figures(capsys, is_small):
     """Each proposal on the command line, and its plan has the memory and the rate that were promised."""
-    file = tmp_path / "plan.json"
-    base = ["plan", *TINY, "--gpus=4xh100", "--reserved-gib=0", f"--json={file}"]
+    base = [*TINY, "--gpus=4xh100", "--reserved-gib=0"]
     if is_small:
-        assert main([*base, "--no-proposals"]) == 0
-        base.append(f"--memory-gib={0.97 * json.loads(file.read_text())['memory']['total'] / 2**30}")
-        capsys.readouterr()
-    code = main(base)
+        base.append(f"--memory-gib={0.97 * _Planner(base).plan().estimate.memory.total / 2**30}")
+    planner = _Planner(base)
+    planned = planner.plan()
+    proposals = propose(planned, planner.plan)
+    code = main(["plan", *base])
     lines = capsys.readouterr().out.splitlines()
-    data = json.loads(file.read_text())
-    assert code == is_small and data["run"]["fits"] == (not is_small)
-    assert 1 <= len(data["proposals"]) <= 5 and lines[5].split() == ["memory", "expected", "to", "change"]
-    assert len(lines[:12]) > 5 + len(data["proposals"]) and lines[6 + len(data["proposals"])] == ""
-    for line, promised in zip(lines[6:], data["proposals"], strict=False):
-        assert promised["fits"] and " ".join(promised["arguments"]) in line
-        trains_less = any("--lora." in argument for argument in promised["arguments"])
-        assert ("trains adapters, not all weights" in promised["note"]) == trains_less
-        assert main([*base, *promised["arguments"], "--no-proposals"]) == 0
+    assert code == is_small and planned.fits == (not is_small)
+    assert 1 <= len(proposals) <= 5 and lines[5].split() == ["memory", "expected", "to", "change"]
+    assert len(lines[:12]) > 5 + len(proposals) and lines[6 + len(proposals)] == ""
+    for line, promised in zip(lines[6:], proposals, strict=False):
+        assert promised.fits and " ".join(promised.arguments) in line
+        trains_less = any("--lora." in argument for argument in promised.arguments)
+        assert ("trains adapters, not all weights" in line) == trains_less
+        assert main(["plan", *base, *promised.arguments, "--no-proposals"]) == 0
         shown = capsys.readouterr().out.splitlines()
         memory, rate = re.match(r"([\d.]+ [KMG]iB) +([\d,]+ tokens/s) +", line).groups()
         assert f"free: {memory} of" in shown[1] and f" {rate} per GPU expected" in shown[3]
-        found = json.loads(file.read_text())["run"]
-        assert {**found, "arguments": 0, "note": ""} == {**promised, "arguments": 0, "note": ""}
-    fast = [one for one in data["proposals"] if "adapters" not in one["note"]]
-    if not is_small:
-        assert all(one["expected_tokens_per_s"] > 1.02 * data["run"]["expected_tokens_per_s"] for one in fast)
+        if not (is_small or trains_less):
+            assert promised.rate > 1.02 * planned.rate
 
 
 STAGES = (
@@ -129,7 +117,7 @@ def plan_of(capsys, *arguments: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def test_a_pipeline_is_as_full_as_its_fullest_stage(capsys, tmp_path):
+def test_a_pipeline_is_as_full_as_its_fullest_stage(capsys):
     """Of 2 stages the second has 5 of 6 layers; whichever rank is looked at, the run does not fit."""
     uneven = ("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_layers=1,5")
     uneven += ("--model.overrides.num_layers=6", "--world-size=2", "--reserved-gib=0", "--training.global_batch_size=4")
@@ -139,18 +127,15 @@ def test_a_pipeline_is_as_full_as_its_fullest_stage(capsys, tmp_path):
     room = f"--memory-gib={sum(totals) / 2 / 1024}"
     floors = []
     for rank in (0, 1):
-        file = tmp_path / f"{rank}.json"
-        code, out = plan_of(capsys, *uneven, room, f"--rank={rank}", f"--json={file}")
-        data = json.loads(file.read_text())
+        code, out = plan_of(capsys, *uneven, room, f"--rank={rank}")
         assert code == 1 and "DOES NOT FIT" in out and "done in layers 1 to 5" in out
-        assert [stage["fits"] for stage in data["stages"]] == [True, False]
-        assert [stage["layers"] for stage in data["stages"]] == [1, 5]
-        assert data["memory"]["total"] == data["stages"][rank]["total"]
+        stages = re.findall(r"\n  [01]  +[01]  +(\d-\d) .* ([\d.]+ MiB)  (fits|does not fit) ", out)
+        assert [(layers, fits) for layers, _, fits in stages] == [("0-0", "fits"), ("1-5", "does not fit")]
+        assert re.search(rf"\n  total on the GPU +{stages[rank][1]} ", out)
         floors += re.findall(r"speed .*|  at best .*", out)
     assert floors[:2] == floors[2:], "the run's, not the rank's"
-    code, out = plan_of(capsys, *uneven, room, "--sweep", f"--json={tmp_path / 'sweep.json'}")
-    rows = json.loads((tmp_path / "sweep.json").read_text())["planned"]
-    assert [row["fits"] for row in rows] == [False] * len(rows), "not judged by its first stage"
+    code, out = plan_of(capsys, *uneven, room, "--sweep")
+    assert code == 1 and "none of 1 legal combinations of degrees fits" in out, "not judged by its first stage"
 
 
 def test_stages_that_are_alike_are_looked_at_once(capsys):
@@ -164,28 +149,24 @@ def test_a_sweep_needs_ranks_for_all_stages(capsys):
     assert code == 2 and "pipeline_parallel_degree (4) does not divide the world size (6)" in capsys.readouterr().err
 
 
-def test_a_sweep(capsys, tmp_path):
+def test_a_sweep(capsys):
     heads = ("--model.overrides.num_kv_heads=1", "--model.overrides.num_experts=4", "--gpus-per-node=1")
-    code = main(["plan", *TINY, *heads, "--world-size=2", "--sweep", f"--json={tmp_path / 'sweep.json'}"])
+    argv = [*TINY, *heads, "--world-size=2"]
+    code = main(["plan", *argv, "--sweep"])
     out = capsys.readouterr().out
     assert code == 0 and "not legal for this model and batch: 2 more" in out  # one head of keys: no tp
-    rows = json.loads((tmp_path / "sweep.json").read_text())["planned"]
-    rates = [row["expected_tokens_per_s"] for row in rows]
-    assert rates == sorted(rates, reverse=True) and all(row["fits"] for row in rows)
-    degrees = [tuple(row["degrees"][name] for name in ("dp_replicate", "dp_shard", "tp", "ep")) for row in rows]
-    assert sorted(degrees) == [(1, 2, 1, 1), (1, 2, 1, 2), (2, 1, 1, 1)]
-    argv = [
-        "plan",
-        *TINY,
-        *heads,
-        "--world-size=2",
-        "--no-proposals",
-        *rows[0]["arguments"],
-        f"--json={tmp_path / '1'}",
+    request = read_request(argv)
+    found, refused = sweep(request.job, request.hardware, 2, _Planner(argv).plan)
+    rates = [one.rate for one in found]
+    assert refused == 2 and rates == sorted(rates, reverse=True) and all(one.fits for one in found)
+    degrees = [one.estimate.degrees for one in found]
+    assert sorted((d.dp_replicate, d.dp_shard, d.tp, d.ep) for d in degrees) == [
+        (1, 2, 1, 1),
+        (1, 2, 1, 2),
+        (2, 1, 1, 1),
     ]
-    assert main(argv) == 0
-    shown = json.loads((tmp_path / "1").read_text())["run"]
-    assert {**shown, "arguments": 0} == {**rows[0], "arguments": 0}
+    assert main(["plan", *argv, "--no-proposals", *found[0].arguments]) == 0
+    assert f"{rates[0]:,.0f} tokens/s per GPU expected" in capsys.readouterr().out
 
 
 def test_a_sweep_of_long_sequences():
@@ -266,10 +247,6 @@ def test_a_folder_that_has_sizes_alone(capsys, tmp_path):
         (["--world-size=4", "--training.step=1"], "did you mean 'training.steps'?"),
         (["--world_sise=4"], "plan: there is no argument '--world_sise'. Did you mean '--world-size'?"),
         (["--world-size=4", "--objective=dop"], "'dop' is not one of sft, pretrain, dpo. Did you mean 'dpo'?"),
-        (
-            ["--world-size=4", "--no-proposals", "--json=/nowhere/plan.json"],
-            "--json=/nowhere/plan.json: cannot be written: No such file",
-        ),
     ],
 )
 def test_refusals(arguments, message, capsys):
