@@ -1,4 +1,4 @@
-"""`python -m titanlite inspect` and `export`: sums that add up, damage that is found, copies that are the source."""
+"""`python -m titanlite inspect` and `export`: every tensor, damage that is found, copies that are the source."""
 
 import json
 import os
@@ -19,10 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from titanlite import __main__, __version__
 from titanlite.assemble import assemble
-from titanlite.base.text import format_count
 from titanlite.checkpoint import commit, writer
 from titanlite.config import load_config
-from titanlite.config.parallelism import Degrees
 from titanlite.features.tools import export as export_checkpoint
 from titanlite.features.tools import models as inspect_checkpoint
 from titanlite.models.families import family_of
@@ -118,10 +116,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def column(rows: list[dict[str, str]], name: str) -> list[int]:
-    return [int(row[name].removesuffix(" B")) for row in rows]
-
-
 def edit_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
@@ -171,8 +165,8 @@ def test_parameters_are_counted_as_transformers_does(command, hf_model, tmp_path
 
 @pytest.mark.parametrize("saved_by", ["titanlite", "transformers"])
 def test_rows_cover_every_tensor(command, step, hf_model, saved_by):
-    """Model, masters, optimizer and biases: one row per tensor with --all, else counts and sizes add up."""
-    folder, itemsize = (step, 2) if saved_by == "titanlite" else (hf_model(max_shard_size="100KB"), 4)
+    """Model, masters, optimizer and biases: one row per tensor with --all, none without."""
+    folder = step if saved_by == "titanlite" else hf_model(max_shard_size="100KB")
     files = list(folder.rglob("*.safetensors"))
     expected = {
         key: (DTYPES[tensor.dtype], str(tuple(tensor.shape)), f"{tensor.nbytes} B", str(file.relative_to(folder)))
@@ -181,20 +175,15 @@ def test_rows_cover_every_tensor(command, step, hf_model, saved_by):
     }
     every = command("inspect", folder, "--all").table("tensor")
     assert {r["tensor"]: (r["dtype"], r["shape"], r["size"], r["file"]) for r in every} == expected
-    assert len(every) == len(expected) and {row["count"] for row in every} == {"1"}
-    rows = command("inspect", folder).table("tensor")
-    assert len(rows) < 0.5 * len(expected) and sum(column(rows, "count")) == len(expected)
-    assert sum(column(rows, "size")) == total_bytes(*files)
-    (experts,) = [row for row in rows if row["tensor"] == "model.layers.{0-1}.mlp.experts.{0-7}.up_proj.weight"]
-    assert (experts["count"], experts["size"]) == ("16", f"{16 * 32 * 64 * itemsize} B")
+    assert len(every) == len(expected) and "down_proj" not in command("inspect", folder).out
 
 
 @pytest.mark.parametrize("names", [["a.*.w", "a.1.w"], [f"a.{'1' * 5000}"], ["\x1b.0\n"]], ids=["*", "digits", "ESC"])
 def test_any_name_can_be_shown(command, tmp_path, names):
     save_file({name: torch.zeros(2) for name in names}, tmp_path / MODEL)  # allows every text
-    done = command("inspect", tmp_path)
+    done = command("inspect", tmp_path, "--all")
     assert (done.code, done.err) == (0, "") and "\x1b" not in done.out
-    assert sum(column(done.table("tensor"), "count")) == len(names)
+    assert len(done.table("tensor")) == len(names)
 
 
 @pytest.mark.parametrize("name", [MODEL, MASTERS, OPTIMIZER, SIDECAR, STATE, "config.json", "tokenizer.json"])
@@ -248,42 +237,6 @@ def test_a_hostile_header_is_one_line(command, tmp_path):
     ):
         (tmp_path / MODEL).write_bytes(claimed.to_bytes(8, "little") + header.encode())
         command("inspect", tmp_path).assert_refused(str(tmp_path / MODEL), word)
-
-
-@pytest.mark.parametrize(
-    "mesh", ["1", "FSDP4", "EP4", "HSDP2x2", "DDP4", "TP2xEP2", "HSDP2xTP2xEP2", "CP2xTP2", "PP2xTP2xEP2"]
-)
-def test_every_byte_is_read_once(command, step, config_file, meshes, mesh):
-    """Of the model and of the biases beside it; the masters are for resuming only."""
-    degrees = {"1": Degrees(), **meshes}[mesh]
-    names = {"data_parallel_replicate": "dp_replicate", "data_parallel_shard": "dp_shard", "tensor_parallel": "tp"}
-    names |= {"expert_parallel": "ep", "context_parallel": "cp", "pipeline_parallel": "pp"}
-    flags = [f"--parallelism.{key}_degree={getattr(degrees, name)}" for key, name in names.items()]
-    ranks, biases, total = degrees.world_size, total_bytes(step / SIDECAR), total_bytes(step / MODEL, step / SIDECAR)
-    done = command("inspect", step, "--config", config_file, f"--world-size={ranks}", *flags)
-    rows = done.table("rank")
-    assert done.code == 0 and f"{degrees}, {format_count(ranks, 'rank')}" in done.out
-    assert column(rows, "rank") == [*range(ranks)]
-    holds, reads, receives = (column(rows, name) for name in ("holds", "reads", "receives"))
-    assert sum(reads) == total and f"all ranks together read {total} B" in done.out
-    assert [held - read for held, read in zip(holds, reads, strict=True)] == receives
-    assert max(reads) < 1.3 * total / ranks, "no rank reads for all"
-    once = degrees.dp_replicate * (total - biases) + ranks // degrees.pp * biases  # biases are on every rank of a stage
-    assert sum(holds) == once if degrees.tp == 1 else sum(holds) > once  # tensor parallel ranks all have the norms
-
-
-@pytest.mark.parametrize(
-    ("flag", "words", "lines"),
-    [
-        ("--model.overrides.num_layers=3", ["model.layers.2.self_attn.q_proj.weight: missing"], 12),
-        ("--model.overrides.num_kv_heads=1", ["layers.1.self_attn.v_proj.weight with shape (32, 64)"], 5),
-        ("--training.step=5", ["unknown key 'training.step'", "did you mean 'training.steps'?"], 1),
-        ("--parallelism.tensor_parallel_degree=3", ["does not divide the world size (4)"], 1),
-        ("--world-size=0", ["0"], 1),
-    ],
-)
-def test_a_run_that_cannot_be_is_refused(command, hf_model, config_file, flag, words, lines):
-    command("inspect", hf_model(), "--config", config_file, "--world-size=4", flag).assert_refused(*words, lines=lines)
 
 
 def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -128,14 +128,8 @@ def test_the_commands_take_a_folder_of_any_model(tmp_path: Path, capsys: pytest.
     out, err = capsys.readouterr()
     assert out.startswith("what is this") and len(out.split()) >= 4
     assert "1 prompt, 4 new tokens" in err and "keeps no keys" not in err
-    config = tmp_path / "job.toml"
-    config.write_text(f'checkpoint.initial_load_path = "{folder}"\ntraining.seq_len = 16\n')
-    options = [folder, "--config", config, "--world-size", "4"]
-    assert main(["inspect", *map(str, options)]) == 0
-    out = capsys.readouterr().out
-    assert "  model      llava, " in out
-    rows = [line.split() for line in out.splitlines()]
-    assert [row[0] for row in rows if len(row) == 8 and row[0].isdigit()] == ["0", "1", "2", "3"]
+    assert main(["inspect", str(folder)]) == 0
+    assert "  model      llava, " in capsys.readouterr().out
     assert main(["export", str(folder), str(tmp_path / "out"), "--dtype", "float32"]) == 0
     assert capsys.readouterr().out.endswith("LlavaForConditionalGeneration.from_pretrained loads it\n")
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))

@@ -1,28 +1,24 @@
 """The model that a command is given: found (a run, a step, a Hugging Face folder, or a hub id), loaded, and inspected.
 
-`python -m titanlite inspect MODEL` shows the contents of a checkpoint, whether it is complete, and what each rank of a
-run would read of it.
+`python -m titanlite inspect MODEL` shows the contents of a checkpoint, and whether it is complete.
 """
 
 import os
 import sys
 import tomllib
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from titanlite.assemble import build_model, build_on_meta
+from titanlite.assemble import build_model
 from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.base.log import logger
 from titanlite.base.text import (
     Parser,
     command,
-    fold_key,
-    fold_names,
     format_count,
     format_size,
     format_table,
@@ -45,26 +41,19 @@ from titanlite.checkpoint.folder import (
     shown,
 )
 from titanlite.checkpoint.hf_model import weights_of
-from titanlite.checkpoint.pieces import find_passengers
 from titanlite.checkpoint.train_state import STATE_FILE
-from titanlite.config import AnyModelConfig, JobConfig, load_config
+from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import local_folder
 from titanlite.config.parallelism import check_parallelism, resolve_degrees
 from titanlite.config.schema import ParallelismSection, TrainingSection
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.parallel_dims import fake_ranks
 from titanlite.distributed.parallelize import parallelize
 from titanlite.features.lora.merge import MergedSource
 from titanlite.features.lora.peft_format import read_adapter
-from titanlite.features.record.run_files import RankReads, count_reads
 from titanlite.features.transformers.conversion import find_packed
-from titanlite.materialize import SourceProvider, build_plan, materialize
-from titanlite.materialize.plan import named_tensors
-from titanlite.models.families import any_model_config_from_hf
+from titanlite.materialize import SourceProvider, materialize
 from titanlite.models.interface import Model
-from titanlite.preflight import check
 
-_MOST_RANKS = 16  # with a line of their own
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MODEL_HELP = "run's folder (its newest complete checkpoint), step-N folder, Hugging Face folder, or hub id"
 
@@ -182,21 +171,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; exit code 0, 1 if the checkpoint is damaged, 2 if it cannot be inspected."""
     parser = Parser(
         "inspect",
-        "Show what is in a checkpoint or Hugging Face model, and check it against its manifest. With --config and "
-        "--world-size (and overrides), also what each rank of such a run would read.",
+        "Show what is in a checkpoint or Hugging Face model, and check it against its manifest.",
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--checksums", action="store_true", help="read every byte and compare with the manifest")
-    parser.add_argument("--all", action="store_true", help="one line per tensor, layers and experts not summed up")
-    parser.add_argument("--config", action="append", default=[], help="configuration of the run to show")
-    parser.add_argument("--world-size", type=int, help="ranks of the run to show (default: 1)")
-    known, rest = parser.parse_known_args(argv)
+    parser.add_argument("--all", action="store_true", help="one line per tensor, too")
+    known = parser.parse_args(argv)
     try:
         folder = find_model("inspect", known.model)
         damaged = show_folder(folder, checksums=known.checksums, every=known.all)
-        if known.config or known.world_size is not None or rest:
-            settings = [*(f"--config={file}" for file in known.config), *rest]
-            show_reads(folder, settings, 1 if known.world_size is None else known.world_size)
     except BrokenPipeError:
         raise
     except OSError as error:  # a name that no file can have, or a folder that may not be looked into
@@ -205,23 +188,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
-    """Print tensors, sizes and the manifest check of `folder`; return True if it is damaged, or ties other values."""
+    """Print tensors, sizes and the manifest check of `folder`; return True if it is damaged."""
     has_manifest = (folder / MANIFEST_FILE).exists()
     problems = check_folder(folder, checksums=checksums) if has_manifest else []
-    untied, carried = list[str](), set[str]()
     try:
         lines, tensors = _describe(folder)
-        try:
-            untied, carried = _compare_with_class(folder, {tensor.key for tensor in tensors})
-        except ConfigError as error:  # tensors are shown whatever the model is
-            lines.append(f"  ties       not looked at: {error}")
     except CheckpointError as error:
         if not problems:
             raise
         lines, tensors = [f"  model      {error}"], []  # damage, which the manifest names
-    if carried:
-        size = format_size(sum(tensor.nbytes for tensor in tensors if tensor.key in carried))
-        lines.append(f"  carried    {format_count(len(carried), 'tensor')} ({size}) with *, not computed or trained")
     print("\n".join([str(folder), *lines]))
     if has_manifest:
         looked_at = "sizes and checksums" if checksums else "sizes"
@@ -229,25 +204,10 @@ def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
         print("\n    ".join([f"  manifest   {verdict}", *problems]))
     else:
         print(f"  manifest   none; {MANIFEST_FILE} is written by titanlite only")
-    if untied:
-        print("\n    ".join(["  ties       broken", *untied]))
-    if tensors:
+    if tensors and every:
         print()
-        print(format_table(_rows(folder, tensors, every, carried)))
-    return bool(problems or untied)
-
-
-def _compare_with_class(folder: Path, keys: Collection[str]) -> tuple[list[str], set[str]]:
-    """Return a problem for each tied tensor that is stored with other values, and the keys that are not computed."""
-    of_parts = find_passengers(keys, ())  # the class tells which of them are computed
-    if not (of_parts or "lm_head.weight" in keys) or not (folder / "config.json").is_file():
-        return [], set()
-    config = any_model_config_from_hf(folder, "inspect")
-    if not (of_parts or config.tie_word_embeddings):
-        return [], set()
-    source = weights_of(folder, model := build_model(config))
-    list(source({name: info for name, _, info in named_tensors(model)}))  # then it knows its passengers
-    return [f"{name}: {text}" for name, text in source.untied.items()], set(source.passengers)
+        print(format_table(_rows(folder, tensors)))
+    return bool(problems)
 
 
 def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:
@@ -289,49 +249,10 @@ def _describe_model(folder: Path, model: Stored) -> str:
     return f"{name}, {numel / 1e6:,.1f} M parameters, {dtypes}, {format_size(size)} in {files}"
 
 
-def _rows(folder: Path, tensors: Iterable[StoredTensor], every: bool, starred: set[str]) -> list[tuple[str, ...]]:
-    """Return one row per tensor, or per name, dtype and shape that differ only in the numbers of layers and experts."""
-    groups: defaultdict[tuple[tuple[str, ...], str, tuple[int, ...]], list[StoredTensor]] = defaultdict(list)
+def _rows(folder: Path, tensors: Iterable[StoredTensor]) -> list[tuple[str, ...]]:
+    rows = [("tensor", "dtype", "shape", "size", "file")]
     for tensor in tensors:
-        between = (tensor.key,) if every else fold_key(tensor.key)
-        star = " *" if tensor.key in starred else ""
-        groups[(*between, star), _DTYPE_NAMES[tensor.dtype], tensor.shape].append(tensor)
-    rows = [("tensor", "count", "dtype", "shape", "size", "file")]
-    for ((*_, star), dtype, shape), held in groups.items():
-        files = sorted({str(tensor.file.relative_to(folder)) for tensor in held})
-        where = files[0] if len(files) == 1 else f"{len(files)} files"
-        size = format_size(sum(tensor.nbytes for tensor in held))
-        name = shown(fold_names([tensor.key for tensor in held])) + star
-        rows.append((name, str(len(held)), dtype, str(shape), size, where))
+        where = str(tensor.file.relative_to(folder))
+        size = format_size(tensor.nbytes)
+        rows.append((shown(tensor.key), _DTYPE_NAMES[tensor.dtype], str(tensor.shape), size, where))
     return rows
-
-
-def show_reads(folder: Path, settings: Sequence[str], world_size: int) -> None:
-    """Print how many bytes of the checkpoint in `folder` each rank of a run with `settings` would hold and read.
-
-    Raises:
-        TitanliteError: the configuration is wrong, or the checkpoint does not fit its model; all problems at once.
-    """
-    checked = check(load_config(list(settings)), world_size, weights=False)
-    degrees, found = checked.degrees, list[RankReads]()
-    kinds = dict[str, str]()  # of source, by tensor
-    with fake_ranks(world_size):  # as rank 0, the one that reads headers
-        sources = [weights_of(folder, build_model(checked.model_config))]
-    for first in range(0, world_size, degrees.stage_size):  # each pipeline stage has tensors of its own
-        with fake_ranks(world_size, first):
-            dims, cpu = ParallelDims.build(degrees, "cpu"), torch.device("cpu")
-            plan = build_plan(build_on_meta(checked.job, checked.model_config, dims, cpu), sources)
-            found += count_reads(plan, range(first, first + degrees.stage_size))
-        here = (entry for entry in plan.entries if not entry.is_elsewhere)
-        kinds |= {entry.fqn: type(entry.source).__name__.lower() for entry in here}
-    rows = [("rank", "holds", "reads", "receives", "files")]
-    for rank, (held, read, files) in enumerate(found[:_MOST_RANKS]):
-        rows.append((str(rank), format_size(held), format_size(read), format_size(held - read), str(len(files))))
-    print(f"\n{degrees}, {format_count(world_size, 'rank')}; bytes as they are on disk:\n")
-    print(format_table(rows))
-    if world_size > _MOST_RANKS:
-        print(f"  ... and {world_size - _MOST_RANKS} ranks more")
-    others = [kind for kind in kinds.values() if kind != "read"]
-    total = format_size(sum(reads.read for reads in found))
-    print(f"\n  all ranks together read {total}; {len(kinds) - len(others)} tensors come from the checkpoint,")
-    print(f"  {len(others)} do not ({', '.join(sorted(set(others))) or 'none'})")
