@@ -46,7 +46,7 @@ from titanlite.features.muon import build_muon, muon_matrices
 from titanlite.features.passengers import carry_passengers
 from titanlite.features.pipeline import PipelineSchedule, apply_pipeline_parallel, describe_pipeline
 from titanlite.features.record.publish import configure_wandb, finish_wandb, open_wandb, push_to_hub, render_model_card
-from titanlite.features.record.run_files import check_space, save_environment, save_run_plan
+from titanlite.features.record.run_files import check_space, log_held, save_environment
 from titanlite.features.sft.build import build_sft
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.sft.dataset import DocumentRows
@@ -145,7 +145,7 @@ def assemble(checked: Checked) -> Trainer:
         push_to_hub=push_to_hub,
     )
     matrices = muon_matrices(model, job.optimizer) if job.optimizer.name == "Muon" else {}
-    save_run_plan(plan, matrices, folder)
+    log_held(plan, matrices)
     check_space(job, plan, matrices, checkpointer.folder, step, checkpointer.carried_bytes)
     facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
     configure_wandb(save_environment(folder, device, facts))

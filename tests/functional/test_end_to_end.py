@@ -136,7 +136,7 @@ def test_run_ends_with_checkpoint_and_tensorboard_command(run):
 
 def test_run_leaves_nothing_else_behind(run):
     _, dump = run
-    logs = ["environment.json", "events.jsonl", "log.txt", "metrics.jsonl", "plan.json"]
+    logs = ["environment.json", "events.jsonl", "log.txt", "metrics.jsonl"]
     assert sorted(path.name for path in dump.iterdir()) == [".run.lock", "checkpoint", "config.toml", *logs, "tb"]
     assert [path.name for path in (dump / "checkpoint").iterdir()] == [f"step-{STEPS}"]
 

@@ -1,10 +1,8 @@
 """Plans against real runs on 4 gloo ranks: bytes, collectives, FLOPs and live memory, on every rank."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.saving import save_hf_model
 from titanlite import train_step
 from titanlite.assemble import assemble, build_data
-from titanlite.checkpoint import reader
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import collectives, expert_parallel, fsdp, grads
-from titanlite.features.estimate.cli import exact_plan, planned_sources
 from titanlite.features.estimate.estimate import axis_ranks
 from titanlite.features.estimate.stand_in import observed
 from titanlite.features.estimate.trace import StepTrace, axis_names, trace_step
 from titanlite.features.estimate.tracker import StepRecorder
-from titanlite.features.record.run_files import PLAN_FILE
+from titanlite.features.record.run_files import count_held
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.models.decoder import build_decoder
@@ -87,18 +83,9 @@ def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
 
 
 def measure(checked: Checked) -> dict[str, Any]:
-    """Two real steps on this rank: what lies in memory, is read, called and computed."""
-    read = 0
-
-    @contextmanager
-    def counting(text: str, nbytes: int, folder_bytes: int, *, bar: bool) -> Iterator[Callable[[int], None]]:
-        nonlocal read
-        read += nbytes
-        yield lambda _: None
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "timed", counting)
-        trainer = assemble(checked)
+    """Two real steps on this rank: what lies in memory, is called and computed."""
+    trainer = assemble(checked)
+    held_at_start = count_held(trainer.plan, ())
     gradients = []
     zero_grad = trainer.stepper.optimizer.zero_grad
 
@@ -126,7 +113,7 @@ def measure(checked: Checked) -> dict[str, Any]:
         "gradients": gradients[0],
         "optimizer": sum(local_of(state).nbytes for state in states),
         "buffers": sum(buffer.nbytes for buffer in buffers),
-        "read": read,
+        "logged": held_at_start,
         "calls": calls,
         "torch_flops": flops.get_total_flops(),
         "flops": sum(work.flops for kind, work in recorder.work.items() if not kind.group),
@@ -134,24 +121,15 @@ def measure(checked: Checked) -> dict[str, Any]:
     }
 
 
-def compare(checked: Checked, source: str, ranks: list[dict[str, Any]], *, balanced: bool) -> list[StepTrace]:
-    """Every rank's figures with those planned for it; the traces of the first and the last rank."""
-    sources = planned_sources(checked, source)
+def compare(checked: Checked, ranks: list[dict[str, Any]], *, balanced: bool) -> list[StepTrace]:
+    """Compare every rank's figures with those logged, and two ranks' with their plans; return the traces of these."""
     traces = []
     for rank, real in enumerate(ranks):
-        plan = exact_plan(checked, sources, rank, torch.device("cpu"))
-        for name in ("weights", "gradients", "optimizer", "buffers"):
-            assert getattr(plan, name) == real[name], f"rank {rank}: {name}"
-        assert plan.read_bytes == real["read"]
-        assert sum(tensor.local_bytes for tensor in plan.tensors) == real["weights"] + real["buffers"]
-        if rank == 0:
-            saved = json.loads(Path(checked.job.job.dump_folder, PLAN_FILE).read_text())
-            assert saved == json.loads(json.dumps(plan.to_json()))
-
+        assert real["logged"] == (real["weights"], real["gradients"], real["optimizer"]), f"rank {rank}"
         if rank not in (0, len(ranks) - 1):
             continue
         trace = trace_step(checked.job, checked.model_config, checked.degrees, rank=rank, device_type="cpu")
-        assert (trace.weights, trace.optimizer, trace.buffers) == (plan.weights, plan.optimizer, plan.buffers)
+        assert (trace.weights, trace.optimizer, trace.buffers) == (real["weights"], real["optimizer"], real["buffers"])
         assert trace.weights + trace.padding == real["storages"]
         called: Counter[tuple[str, str, str]] = Counter()
         for kind, work in trace.step_work():
@@ -177,7 +155,7 @@ def compare(checked: Checked, source: str, ranks: list[dict[str, Any]], *, balan
 def test_plan_of_tensor_and_expert_parallel_with_uneven_shards(checked, run_ranks):
     job = checked(Degrees(dp_shard=2, tp=2, ep=2), "--training.local_batch_size=2", "--moe.aux_loss_coeff=1e-3")
     ranks = run_ranks(4, lambda: measure(job))
-    traces = compare(job, "", ranks, balanced=False)
+    traces = compare(job, ranks, balanced=False)
     assert traces[0].padding != traces[-1].padding  # 155 rows of vocabulary over two ranks
 
 
@@ -185,7 +163,7 @@ def test_plan_of_pieces_of_sequences(checked, run_ranks):
     overrides = ["--activation_checkpoint.mode=selective", "--training.global_batch_size=2"]
     job = checked(Degrees(dp_shard=1, cp=2, tp=2, ep=2), *overrides)
     ranks = run_ranks(4, lambda: measure(job))
-    compare(job, "", ranks, balanced=False)
+    compare(job, ranks, balanced=False)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +182,7 @@ def test_plan_of_several_micro_batches(checked, run_ranks, degrees, overrides):
     job = checked(degrees, f"--model.overrides.num_layers={layers}", "--training.local_batch_size=1", *overrides)
     assert job.job.training.global_batch_size // degrees.dp > 3 or degrees.dp == 4
     ranks = run_ranks(4, lambda: measure(job))
-    compare(job, "", ranks, balanced=degrees.ep == 1)
+    compare(job, ranks, balanced=degrees.ep == 1)
 
 
 def test_plan_of_bfloat16_states_with_a_frozen_tied_embedding(checked, run_ranks):
@@ -214,7 +192,7 @@ def test_plan_of_bfloat16_states_with_a_frozen_tied_embedding(checked, run_ranks
     )
     job = checked(Degrees(dp_shard=4), *overrides)
     ranks = run_ranks(4, lambda: measure(job))
-    traces = compare(job, "", ranks, balanced=True)
+    traces = compare(job, ranks, balanced=True)
     # No operator of titanlite's own multiplies here, so torch's counter sees all but the CPU's attention: two products
     # in forward, again when it is recomputed, five in backward.
     sizes = job.model_config
@@ -239,5 +217,4 @@ def test_plan_of_adapters_on_a_checkpoint(checked, run_ranks, tmp_path):
     lora = ("--lora.rank=4", "--moe.expert_bias_update_rate=none", "--lora.base_dtype=nf4", path)
     job = checked(Degrees(dp_replicate=2, dp_shard=2), *cleared, *lora, "--training.global_batch_size=4")
     ranks = run_ranks(4, lambda: measure(job))
-    assert sum(real["read"] for real in ranks) > 0
-    compare(job, str(tmp_path / "base"), ranks, balanced=True)
+    compare(job, ranks, balanced=True)

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
@@ -13,8 +12,6 @@ from functools import wraps
 from typing import Any, NoReturn
 
 from titanlite.base.errors import ConfigError, TitanliteError, raise_problems
-
-_NUMBER = re.compile(r"(?<=\.)(\d{1,18})(?=\.|$)")
 
 
 def format_table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
@@ -42,23 +39,6 @@ def format_memory(nbytes: float) -> str:
 def _scale(number: float, *units: tuple[str, float]) -> str:
     unit, scale = next(((unit, scale) for unit, scale in units if abs(number) >= scale), ("B", 1))
     return f"{number:.0f} B" if scale == 1 else f"{number / scale:.2f} {unit}"
-
-
-def fold_key(name: str) -> tuple[str, ...]:
-    """Return the common form of a tensor's names in different layers and experts: the key to fold them by."""
-    return tuple(_NUMBER.split(name)[::2])
-
-
-def fold_names(names: Sequence[str]) -> str:
-    """Return `layers.{0-10,47-58}.mlp` for names that differ only in the numbers of layers and experts."""
-    between = fold_key(names[0])
-    folded = between[0]
-    if len(between) > 1:
-        columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
-        for column, text in zip(columns, between[1:], strict=True):
-            # A number that all share stays as it is written: `cpu.00000` is the name of a tensor.
-            folded += (column[0] if len(set(column)) == 1 else f"{{{format_runs(map(int, column))}}}") + text
-    return folded
 
 
 def format_runs(numbers: Iterable[int]) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from titanlite.__main__ import main
 from titanlite.base.errors import ConfigError
-from titanlite.base.text import Parser, command, fold_names, one_of
+from titanlite.base.text import Parser, command, one_of
 from titanlite.config import load_config
 from titanlite.config.settings import spell_dtype
 
@@ -92,16 +92,3 @@ def test_dtypes_of_settings() -> None:
     assert job.checkpoint.export_dtype == "float32"
     with pytest.raises(ConfigError, match=r'training.dtype = "bf17" is not one of "float32", "bfloat16"'):
         load_config(["--config", CONFIG, "--training.dtype=bf17"])
-
-
-@pytest.mark.parametrize(
-    ("layers", "shown"),
-    [([3], "3"), ([0, 1, 2], "{0-2}"), ([47, 0, 1, 48, 10], "{0-1,10,47-48}"), ([0, 2], "{0,2}")],
-)
-def test_folded_names_have_the_numbers_that_are_there_and_no_others(layers, shown):
-    names = [f"model.layers.{layer}.mlp.experts.{expert}.up" for layer in layers for expert in (0, 1)]
-    assert fold_names(names) == f"model.layers.{shown}.mlp.experts.{{0-1}}.up"
-
-
-def test_a_name_alone_stays_as_it_is_written():
-    assert fold_names(["cpu.00000"]) == "cpu.00000"

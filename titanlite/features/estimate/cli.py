@@ -5,23 +5,17 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from titanlite.assemble import build_model, build_on_meta
-from titanlite.base.errors import CheckpointError, ConfigError, TitanliteError
+from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.log import logger
 from titanlite.base.text import Parser, one_of
-from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config import JobConfig, load_config
 from titanlite.config.assets import is_hub_id
 from titanlite.config.load import CODE, Reader
-from titanlite.distributed import ParallelDims
-from titanlite.distributed.parallel_dims import fake_ranks
 from titanlite.features.estimate import render
 from titanlite.features.estimate.estimate import (
     DEFAULT_GPU,
@@ -33,9 +27,6 @@ from titanlite.features.estimate.estimate import (
 )
 from titanlite.features.estimate.proposals import Planned, propose, sweep
 from titanlite.features.estimate.trace import layers_to_trace
-from titanlite.features.muon import muon_matrices
-from titanlite.features.record.run_files import RunPlan, build_run_plan
-from titanlite.materialize import Init, Read, ReadRequest, Region, Source, SourceProvider, TensorInfo, build_plan
 from titanlite.models.families import families
 from titanlite.preflight import Checked, check
 
@@ -56,7 +47,6 @@ _OBJECTIVES = {
     "dpo": ("--data.dataset=examples", "--training.objective=dpo"),
 }
 _SOME_DATA = {"sft": "train.jsonl", "pretrain": "corpus", "dpo": "pairs.jsonl"}  # need not exist
-_STORED_BYTES = 2  # per element: models are published in bfloat16
 # Suffixes after the size in names of models on the hub.
 _VARIANT = re.compile(r"([-_.](instruct|base|chat|thinking|hf|\d{4}))+$")
 
@@ -116,7 +106,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=float, help="tokens to train on, such as 2e9 (default: those of the run)")
     add("--sweep", action="store_true", help="try all degrees instead")
     add("--proposals", action=argparse.BooleanOptionalAction, help="say what to change (default: if that is quick)")
-    add("--tensors", action="store_true", help="show every tensor of a rank, layers folded")
     add("--rank", type=int, default=0, help="rank to look at (default: 0)")
     add("--every-layer", action="store_true", help="trace all layers, not few of each kind; slower")
     for option, (_, _, text) in _FIGURES.items():
@@ -252,17 +241,11 @@ def _plan(request: Request, planner: _Planner) -> int:
     proposals = propose(base, planner.plan) if wanted else None
     planner.show()
     print(render.render_verdict(base, request.weights, request.sizes, known.tokens, proposals) + "\n", flush=True)
-    run_plan = exact_plan(checked, planned_sources(checked, request.weights), known.rank)
     estimate = stages[checked.degrees.stage_of(known.rank)]
-    parts = [render.render_memory(run_plan, estimate)]
+    parts = [render.render_memory(estimate, known.rank)]
     if checked.degrees.pp > 1:
         parts.append(render.render_stages(stages))
-    parts += [
-        render.render_reads(run_plan, request.weights, bool(checked.job.checkpoint.initial_load_path)),
-        render.render_parts(base.estimate),
-    ]
-    if known.tensors:
-        parts.append(render.render_tensors(run_plan))
+    parts.append(render.render_parts(base.estimate))
     print("\n\n".join([*parts, "\n".join(["assumed:", *_assumptions(checked)])]))
     print(f"{planner.describe()}, {estimate.trace.traced_layers} layers traced each time")
     return 0 if base.fits else 1
@@ -293,57 +276,3 @@ def _assumptions(checked: Checked) -> Iterator[str]:
     if job.training.global_batch_size is None:
         yield "  training.global_batch_size is not set: one example in a sequence; packed, a step has fewer"
     yield "  expected: published and assumed efficiencies, not measured here (docs/plan.md); no validation, no saving"
-
-
-class AssumedCheckpoint:
-    """Assumed checkpoint of a model that is not downloaded: every required tensor, in two bytes per element.
-
-    Tensors that a checkpoint may not have, such as adapters, are absent. It cannot be read.
-    """
-
-    complete, proves_coverage = False, True
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source]]:
-        for name, info in tensors.items():
-            if info.persistent and not _may_be_absent(info):
-                yield name, Read(self, name, info.shape)
-
-    def read(self, requests: Sequence[ReadRequest]) -> None:
-        raise CheckpointError(f"checkpoint {self.name}: only assumed, for a plan. It cannot be read.")
-
-    def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
-        """Return the bytes of `region`, stored in bfloat16."""
-        return {Path(self.name): region.numel * _STORED_BYTES}
-
-
-def _may_be_absent(info: TensorInfo) -> bool:
-    declare = getattr(type(info.module), "declare_sources", None)
-    own = declare(info.module).get(info.fqn.rpartition(".")[2]) if declare is not None else None
-    return isinstance(own, Init) and own.may_be_absent
-
-
-def planned_sources(checked: Checked, weights: str) -> list[SourceProvider]:
-    """Return the source of weights: the folder, if it exists, or the assumed checkpoint of the model `weights`."""
-    folder = checked.job.checkpoint.initial_load_path
-    if not weights:
-        return []
-    if not folder:
-        return [AssumedCheckpoint(weights)]
-    with fake_ranks(checked.degrees.world_size):  # as rank 0, the one that reads headers
-        return [weights_of(Path(folder), build_model(checked.model_config))]
-
-
-def exact_plan(
-    checked: Checked,
-    sources: list[SourceProvider],
-    rank: int,
-    device: torch.device = torch.device("cuda"),  # noqa: B008 - immutable
-) -> RunPlan:
-    """Plan every tensor of `rank`; the model is described and sharded as in a run on devices like `device`."""
-    with fake_ranks(checked.degrees.world_size, rank):
-        dims = ParallelDims.build(checked.degrees, "cpu")
-        model = build_on_meta(checked.job, checked.model_config, dims, device)
-        return build_run_plan(build_plan(model, sources), muon_matrices(model, checked.job.optimizer))

@@ -154,8 +154,6 @@ def get_hardware(name: str) -> Hardware:
     )
 
 
-STAGING_BYTES = 16 << 20  # of checkpoint.reader: at most 16 threads, 1 MiB each on the device, and as much on the host
-
 # Axes whose collectives layers wait for; those of the others run next to other layers.
 _WAITED_FOR = ("ep", "tp", "cp")
 _SYNCS, _HOST = "host synchronizations", "waiting for launches"

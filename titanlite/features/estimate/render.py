@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from titanlite.base.text import format_memory, format_size, format_table
-from titanlite.features.estimate.estimate import STAGING_BYTES, Estimate
+from titanlite.base.text import format_memory, format_table
+from titanlite.features.estimate.estimate import Estimate
 from titanlite.features.estimate.proposals import Planned
 from titanlite.features.estimate.tracker import ACTIVATIONS, GRADIENTS, PARTS, TEMPORARIES, UNITS
-from titanlite.features.record.run_files import RunPlan
 
 _MOST_SWEPT = 15
 _EXPLAINED = {
@@ -85,18 +84,8 @@ def _hours(hours: float) -> str:
     return f"{hours:,.0f} h" if hours >= 100 else f"{hours:.2g} h" if hours >= 1 else f"{hours * 60:.2g} min"
 
 
-def render_tensors(plan: RunPlan) -> str:
-    """Return a table of tensors or groups of them."""
-    rows = [("tensor", "count", "shape", "dtype", "placement", "source", "bytes here")]
-    for tensor in plan.tensors:
-        size = format_memory(tensor.local_bytes)
-        shape = str(tensor.shape)
-        rows.append((tensor.name, str(tensor.count), shape, tensor.dtype, tensor.placement, tensor.source, size))
-    return f"tensors on rank {plan.rank} of {plan.world_size}\n" + format_table(rows)
-
-
-def render_memory(plan: RunPlan, estimate: Estimate) -> str:
-    """Render what a rank holds at the fullest moment of a step, against the GPU's memory."""
+def render_memory(estimate: Estimate, rank: int) -> str:
+    """Render what `rank` holds at the fullest moment of a step, against the GPU's memory."""
     memory, hardware, padding = estimate.memory, estimate.hardware, estimate.trace.padding
     padded = f", {format_memory(padding)} of it padding of uneven shards" if padding else ""
     host = " on the host" if memory.on_host else ""
@@ -108,10 +97,7 @@ def render_memory(plan: RunPlan, estimate: Estimate) -> str:
     ]
     for name, nbytes in memory.working.items():
         where = host if name == GRADIENTS else ""
-        note = _EXPLAINED[name]
-        if name == GRADIENTS:
-            note += f"; all of them {format_memory(plan.gradients)}, exact"
-        rows.append((f"{name}{where}", format_memory(nbytes), note))
+        rows.append((f"{name}{where}", format_memory(nbytes), _EXPLAINED[name]))
     rows.append(("total on the GPU", format_memory(memory.total), f"fullest: {memory.where}"))
     reserved = (
         f"of {format_memory(hardware.memory_bytes)}, {format_memory(hardware.reserved_bytes)} left to the "
@@ -119,7 +105,7 @@ def render_memory(plan: RunPlan, estimate: Estimate) -> str:
     )
     rows.append((f"{hardware.name}", format_memory(hardware.usable_bytes), reserved))
     lines = format_table(rows).splitlines()[1:]
-    return "\n".join([f"memory of rank {plan.rank}: {_verdict(estimate, 'does not fit')}", *lines])
+    return "\n".join([f"memory of rank {rank}: {_verdict(estimate, 'does not fit')}", *lines])
 
 
 def render_stages(stages: Mapping[int, Estimate]) -> str:
@@ -141,15 +127,6 @@ def render_stages(stages: Mapping[int, Estimate]) -> str:
     if left_out := some.degrees.pp - len(stages):
         lines.append(f"  {left_out} more have as many layers as the one before, and fewer micro-batches open")
     return "\n".join(lines)
-
-
-def render_reads(plan: RunPlan, weights: str, is_here: bool) -> str:
-    """Return the bytes that are read of a checkpoint."""
-    if not weights:
-        return "checkpoint: none, weights are random"
-    assumed = "" if is_here else ", which is not here: as if every tensor were stored in bfloat16"
-    staging = f"staging on the GPU {format_memory(STAGING_BYTES)}, before training"
-    return f"checkpoint: rank {plan.rank} reads {format_size(plan.read_bytes)} of {weights}{assumed}; {staging}"
 
 
 def render_parts(estimate: Estimate) -> str:

@@ -1,1 +1,1 @@
-"""Records of a run next to its checkpoints: plan.json, environment.json, the model card, uploads."""
+"""Records of a run next to its checkpoints: environment.json, the model card, uploads."""

@@ -1,6 +1,4 @@
-"""Files that describe a run, in its folder: its environment (environment.json), every tensor of a rank with placement,
-source and bytes (plan.json); and the disk space of its checkpoints.
-"""
+"""The environment of a run (environment.json in its folder), what a rank holds, and the disk space of checkpoints."""
 
 import json
 import math
@@ -12,28 +10,24 @@ import socket
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from titanlite.base.agree import gather_objects
 from titanlite.base.files import replace_file
 from titanlite.base.log import logger
-from titanlite.base.text import fold_key, fold_names, format_memory, format_size
+from titanlite.base.text import format_memory, format_size
 from titanlite.checkpoint.commit import list_steps
 from titanlite.checkpoint.description import describe_versions
 from titanlite.config import JobConfig
-from titanlite.materialize import Plan, Read, TensorEntry, share_out
-from titanlite.materialize.layout import is_elsewhere
+from titanlite.materialize import Plan, TensorEntry
 from titanlite.models.interface import is_adapter
 
-ENVIRONMENT_FILE, PLAN_FILE = "environment.json", "plan.json"
+ENVIRONMENT_FILE = "environment.json"
 _GIT_TIMEOUT_S = 5.0
 
 
@@ -103,145 +97,28 @@ def _describe_processor() -> str:
 _STEP_BYTES = 4  # AdamW's count of steps, one float32 per parameter
 
 
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor, or `count` tensors that differ only in the numbers of their layers."""
+def count_held(plan: Plan, muon: Container[torch.Tensor]) -> tuple[int, int, int]:
+    """Return this rank's bytes of weights, of their gradients, and of optimizer states, once there was a step.
 
-    name: str  # the first name, numbers folded: `model.layers.{0-47}.mlp.gate.weight`
-    count: int
-    shape: tuple[int, ...]  # of the values of each, over all ranks
-    dtype: str  # likewise; or the name of their encoding
-    placement: str  # mesh axes of one rank left out: `dp_shard 4: shard 0, tp 2: replicate`
-    source: str
-    trained: bool
-    local_bytes: int  # of all of them on this rank
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """Exact bytes of one rank, as tensors count them: the padding of uneven shards is not in."""
-
-    rank: int
-    world_size: int
-    tensors: tuple[PlannedTensor, ...]
-    weights: int
-    gradients: int  # of the weights that are trained, once all are there
-    optimizer: int  # its states, once there was a step
-    buffers: int
-    read_bytes: int  # of a checkpoint, by this rank itself, as they are on disk; optimizer states not counted
-
-    def to_json(self) -> dict[str, Any]:
-        names = ("weights", "gradients", "optimizer", "buffers")
-        return {
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "tensors": [asdict(tensor) for tensor in self.tensors],
-            "memory": {name: getattr(self, name) for name in names},
-            "read_bytes": self.read_bytes,
-        }
-
-
-def build_run_plan(plan: Plan, muon: Container[torch.Tensor] = ()) -> RunPlan:
-    """Return the figures of this rank. No communication; what lies in files is taken from their headers, read already.
-
-    `muon` are the parameters that Muon steps, and not AdamW, which counts its steps.
+    The padding of uneven shards is not counted. `muon` are the parameters that Muon steps; AdamW steps the others, and
+    counts its steps. No communication.
     """
     params = [entry for entry in plan.entries if entry.info.kind == "parameter" and not entry.is_elsewhere]
     trained = [entry for entry in params if entry.tensor.requires_grad]
     moments = sum(count_moments(entry.tensor, muon) * entry.local_bytes for entry in trained)
-    rank = dist.get_rank()
-    return RunPlan(
-        rank=rank,
-        world_size=dist.get_world_size(),
-        tensors=tuple(_group(plan.entries)),
-        weights=_bytes_of(params),
-        gradients=_bytes_of(trained),
-        optimizer=moments + _STEP_BYTES * sum(entry.tensor not in muon for entry in trained),
-        buffers=plan.local_bytes - _bytes_of(params),
-        read_bytes=count_reads(plan, [rank])[0].read,
-    )
+    steps = _STEP_BYTES * sum(entry.tensor not in muon for entry in trained)
+    return _bytes_of(params), _bytes_of(trained), moments + steps
 
 
-class RankReads(NamedTuple):
-    """Bytes of one rank as they are on disk."""
-
-    held: int  # what its shards are made of
-    read: int  # the part of it that this rank reads itself; the rest comes from ranks that hold the same
-    files: frozenset[Path]  # that it reads from
-
-
-def count_reads(plan: Plan, ranks: Iterable[int]) -> list[RankReads]:
-    """Return what each of the global `ranks`, of the plan's stage, will hold and read of a checkpoint.
-
-    Replicas share the reads as in `materialize`. A reader without `plan_bytes` (bytes by file), such as that of
-    adapters in memory, counts nothing.
-    """
-    reads = [(entry.tensor, entry.source) for entry in plan.entries if isinstance(entry.source, Read)]
-    shares = list(share_out((tensor for tensor, _ in reads), plan.group))
-    found = []
-    for rank in ranks:
-        held = read = 0
-        files = set[Path]()
-        for share, (_, source) in zip(shares, reads, strict=True):
-            region, in_charge = share.place_of(rank)
-            if (plan_bytes := getattr(source.reader, "plan_bytes", None)) is None:
-                continue
-            needed: Mapping[Path, int] = plan_bytes(source.name, region)
-            held += sum(needed.values())
-            if in_charge:
-                read += sum(needed.values())
-                files.update(needed)
-        found.append(RankReads(held, read, frozenset(files)))
-    return found
-
-
-def save_run_plan(plan: Plan, muon: Container[torch.Tensor], folder: Path) -> None:
-    """Write the plan of rank 0 to `plan.json` in `folder`, and log its sums; on rank 0. No communication."""
-    if dist.get_rank() != 0:
-        return
-    run_plan = build_run_plan(plan, muon)
-    write_json(folder / PLAN_FILE, run_plan.to_json())
-    sizes = (run_plan.weights, run_plan.gradients, run_plan.optimizer, run_plan.read_bytes)
-    logger.info(
-        "plan: rank 0 holds weights %s, gradients %s, optimizer states %s; reads %s of a checkpoint",
-        *map(format_memory, sizes),
-    )
+def log_held(plan: Plan, muon: Container[torch.Tensor]) -> None:
+    """Log what rank 0 will hold, on rank 0. No communication."""
+    if dist.get_rank() == 0:
+        sizes = map(format_memory, count_held(plan, muon))
+        logger.info("plan: rank 0 holds weights %s, gradients %s, optimizer states %s", *sizes)
 
 
 def _bytes_of(entries: Iterable[TensorEntry]) -> int:
     return sum(entry.local_bytes for entry in entries)
-
-
-def _group(entries: Iterable[TensorEntry]) -> Iterable[PlannedTensor]:
-    groups: defaultdict[Any, list[TensorEntry]] = defaultdict(list)
-    for entry in entries:
-        name = fold_key(entry.fqn)
-        alike = (entry.info.shape, entry.form, describe_placement(entry.tensor), _describe_source(entry))
-        groups[name, alike, entry.tensor.requires_grad].append(entry)
-    for (_, (shape, form, placement, source), trained), held in groups.items():
-        name = fold_names([entry.fqn for entry in held])
-        yield PlannedTensor(name, len(held), shape, form, placement, source, trained, _bytes_of(held))
-
-
-def describe_placement(tensor: torch.Tensor) -> str:
-    """Return mesh axes with more than one rank, and what each does to the tensor."""
-    if is_elsewhere(tensor):
-        return "other stages"
-    if not isinstance(tensor, DTensor):
-        return "replicate"
-    names = tensor.device_mesh.mesh_dim_names or ()
-    parts = []
-    for name, size, placement in zip(names, tensor.device_mesh.shape, tensor.placements, strict=True):
-        if size > 1:
-            dim = getattr(placement, "dim", None)
-            parts.append(f"{name} {size}: {'replicate' if dim is None else f'shard {dim}'}")
-    return ", ".join(parts) or "whole"
-
-
-def _describe_source(entry: TensorEntry) -> str:
-    """Describe the source; of a checkpoint without the key, which is the tensor's name or follows from it."""
-    source = entry.source
-    return f"checkpoint {source.reader.name}" if isinstance(source, Read) else str(source)
 
 
 def count_moments(param: torch.Tensor, muon: Container[torch.Tensor]) -> int:

@@ -46,7 +46,7 @@ def each_trace_once() -> Iterator[None]:
 
 
 def test_a_plan_that_fits(capsys):
-    code = main(["plan", *TINY, "--world-size=4", "--rank=3", "--tensors", "--no-proposals"])
+    code = main(["plan", *TINY, "--world-size=4", "--rank=3", "--no-proposals"])
     out, err = capsys.readouterr()
     assert code == 0 and err == ""
     first, memory, bound, speed, length = out.splitlines()[:5]
@@ -57,13 +57,11 @@ def test_a_plan_that_fits(capsys):
     assert re.match(
         r"time      [\d.]+ min expected, [\d.]+ min of GPUs; at best [\d.e-]+ min: .* in [\d,]+ steps of 256", length
     )
-    name, placement = r"model\.layers\.\{0-2\}\.mlp\.experts\.down_proj", "efsdp 2: shard 0, ep 2: shard 0"
-    assert re.search(rf"{name} +3 +\(\d+, \d+, \d+\) +float32 +{placement}", out)
-    assert "tensors on rank 3 of 4" in out and "memory of rank 3: fits" in out and "routing is balanced" in out
+    assert "memory of rank 3: fits" in out and "routing is balanced" in out
     # Of each of 3 layers counts, experts, tokens, weights and results in forward; in backward all but the first two.
     assert re.search(r"\n +all_to_all over ep +[\d.]+ +21 ", out)
     assert re.search(r"\n +overlapped all_to_all over ep +[\d.]+ +3 ", out)
-    assert "  at best" in out and "not measured here" in out and "checkpoint: none, weights are random" in out
+    assert "  at best" in out and "not measured here" in out
 
 
 def test_progress_is_one_line_of_a_terminal(capsys, monkeypatch):
@@ -227,7 +225,7 @@ def test_a_folder_that_has_sizes_alone(capsys, tmp_path):
     assert main(["plan", "--model", str(tmp_path), "--gpus", "2xa100", *more]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"dpo of adapters of rank 16 of {tmp_path} (config.json) on 2 x a100-80gb: ")
-    assert "2 B tokens in 976,563 steps of 2,048" in out and "which is not here" in out
+    assert "2 B tokens in 976,563 steps of 2,048" in out
     assert "training.global_batch_size is not set: one example in a sequence" in out, "32 pairs of 64 tokens"
 
 
@@ -302,11 +300,10 @@ def test_the_command_of_the_readme_meets_the_limits():
     """Qwen3-235B-A22B on 512 ranks: under 60 s on 2 cores, and 4 GB; time of the processor, for tests share theirs."""
     (line,) = re.findall(r"^python -m titanlite plan .*--world-size 512.*$", (ROOT / "README.md").read_text(), re.M)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, *shlex.split(line)[1:], "--tensors", "--no-proposals"]
+    command = [sys.executable, *shlex.split(line)[1:], "--no-proposals"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
-    assert "model.layers.{0-93}.mlp.experts.gate_up_proj" in done.stdout
     assert re.search(r"^planned .* s of processor time, 7 layers traced each time$", done.stdout, re.M)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
     assert after.ru_maxrss * 1024 < 4e9  # of the largest child so far
