@@ -14,7 +14,6 @@ from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.log import logger
 from titanlite.base.text import Parser, one_of
 from titanlite.config import JobConfig, load_config
-from titanlite.config.assets import is_hub_id
 from titanlite.config.load import CODE, Reader
 from titanlite.features.estimate import render
 from titanlite.features.estimate.estimate import (
@@ -27,7 +26,6 @@ from titanlite.features.estimate.estimate import (
 )
 from titanlite.features.estimate.proposals import Planned, propose, sweep
 from titanlite.features.estimate.trace import layers_to_trace
-from titanlite.models.families import families
 from titanlite.preflight import Checked, check
 
 # Option -> field of Hardware, its unit, help.
@@ -47,8 +45,6 @@ _OBJECTIVES = {
     "dpo": ("--data.dataset=examples", "--training.objective=dpo"),
 }
 _SOME_DATA = {"sft": "train.jsonl", "pretrain": "corpus", "dpo": "pairs.jsonl"}  # need not exist
-# Suffixes after the size in names of models on the hub.
-_VARIANT = re.compile(r"([-_.](instruct|base|chat|thinking|hf|\d{4}))+$")
 
 
 @dataclass(frozen=True)
@@ -63,13 +59,7 @@ class Request:
 
     def check(self) -> Checked:
         """Check the configuration; raises ConfigError."""
-        try:
-            return check(self.job, self.known.world_size, weights=False)
-        except ConfigError as error:
-            if "cannot be downloaded" not in str(error):
-                raise
-            flavors = (f"{name} {', '.join(family.presets)}" for name, family in families().items())
-            raise ConfigError(f"{error} Sizes known without a network: {'; '.join(flavors)}.") from None
+        return check(self.job, self.known.world_size, weights=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         "Say before a run is started whether it fits the GPUs, how fast it is, and what to change; then "
         "memory by purpose and where the time goes. Takes --config FILE and overrides as training does, or --model "
-        "without a file. Nothing is downloaded except a model's config.json, if no preset has its sizes.",
+        "without a file. Nothing is downloaded except the config.json of a model of the hub.",
     )
     add, objectives = parser.add_argument, "|".join(_OBJECTIVES)
     add("--model", metavar="PATH", help="hub id, folder or config.json; the same as --model.path")
@@ -132,7 +122,8 @@ def read_request(argv: Sequence[str]) -> Request:
         last = known.world_size - 1
         raise ConfigError(f"--rank={known.rank}: with --world-size={known.world_size} there are ranks 0 to {last}.")
     has_file = any(argument.split("=")[0] in ("--config", "--job.config_file") for argument in rest)
-    if not (has_file or known.model):
+    has_flavor = any(word.startswith("--model.flavor") for word in rest)
+    if not (has_file or known.model or has_flavor):
         raise ConfigError("plan: nothing to plan. Write --model=Qwen/Qwen3-8B --gpus=8xh100, or --config FILE.")
     model = [f"--model.path={known.model}"] if known.model else []
     objective = list(_OBJECTIVES.get(known.objective or ("" if has_file else "sft"), ()))
@@ -150,38 +141,13 @@ def read_request(argv: Sequence[str]) -> Request:
 def _localize(job: JobConfig) -> tuple[JobConfig, str, str]:
     """Return `job` for a machine without the weights, and the origins of weights and sizes, in words."""
     model, checkpoint = job.model, job.checkpoint
-    weights, described = checkpoint.initial_load_path, model.hf_assets_path
+    weights = checkpoint.initial_load_path
     if weights and not any(Path(weights).expanduser().glob("*.safetensors")):
         checkpoint = replace(checkpoint, initial_load_path="")
-        if not model.flavor and not described:
+        if not (model.flavor or model.hf_assets_path):
             model = replace(model, hf_assets_path=weights)
-    name, sizes = model.hf_assets_path, "" if model.flavor else "config.json"
-    if not model.flavor and not Path(name).expanduser().exists() and is_hub_id(name):
-        sizes = "config.json of the hub"
-        if preset := _preset_names().get(_plain(_VARIANT.sub("", name.partition("@")[0].rpartition("/")[2].lower()))):
-            model = replace(model, name=preset[0], flavor=preset[1], hf_assets_path="")
-    if model.flavor:
-        sizes = f"preset {model.name} {model.flavor}"
+    sizes = f"preset {model.name} {model.flavor}" if model.flavor else "config.json"
     return replace(job, model=model, checkpoint=checkpoint), weights, sizes
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower().removeprefix("meta-"))
-
-
-def _preset_names() -> dict[str, tuple[str, str]]:
-    """Return family and flavor of each preset by its name on the hub, without punctuation: `qwen330ba3b`."""
-    names = {}
-    for family in families().values():
-        for flavor in family.presets:
-            brand = family.name.split("_")[0]
-            if re.match(r"(\d+\.\d+|v\d+)-", flavor.lower()):  # the flavor has the version
-                brand = brand.rstrip("0123456789")
-            brand = "" if flavor.startswith("Moonlight") else brand
-            for text in (flavor, re.sub(r"-\d+B-A\d+B$", "", flavor)):
-                if re.search(r"\d", text):
-                    names[_plain(brand + text)] = family.name, flavor
-    return names
 
 
 def _hardware(known: argparse.Namespace) -> Hardware:

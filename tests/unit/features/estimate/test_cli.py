@@ -1,6 +1,7 @@
 """`python -m titanlite plan`: what it prints, and what it refuses."""
 
 import json
+import os
 import re
 import resource
 import shlex
@@ -186,32 +187,38 @@ def test_a_sweep_of_long_sequences():
         assert found >= {(1, 1), (1, 2)}
 
 
-@pytest.mark.parametrize(
-    ("name", "preset"),
-    [
-        *(
-            ("Qwen/Qwen3-30B-A3B", "30B-A3B"),
-            ("Qwen/Qwen3-30B-A3B-Instruct-2507", "30B-A3B"),
-            ("me/Qwen3-0.6B", "0.6B"),
-        ),
-        *(("Qwen/Qwen3-8B-Base", "8B"), ("Qwen/Qwen2.5-7B-Instruct", "2.5-7B"), ("zai-org/GLM-4.5-Air", None)),
-        *(("meta-llama/Meta-Llama-3.1-8B", "3.1-8B"), ("deepseek-ai/DeepSeek-V3", "V3-671B-A37B"), ("a/Qwen-14B", "")),
-        *(("moonshotai/Moonlight-16B-A3B-Instruct", "Moonlight-16B-A3B"), ("Qwen/Qwen3-8B-AWQ", ""), ("a/debug", "")),
-    ],
-)
-def test_sizes_of_known_names_need_no_network(name, preset):
-    request = read_request(["--model", name, "--gpus", "2x4090"])
-    assert request.job.model.flavor == ("4.5-Air-106B-A12B" if preset is None else preset)
-    assert request.weights == name and request.known.world_size == 2 and request.hardware.name == "rtx4090-24gb"
-    assert request.job.model.hf_assets_path == ("" if request.job.model.flavor else name)
+def add_to_cache(cache: Path, family: str, flavor: str) -> None:
+    """The config.json of Qwen3 of this size, as the hub's library lays it out in its cache."""
+    source, commit = families()[family], "0" * 40
+    root = cache / f"models--Qwen--Qwen3-{flavor}"
+    folder = root / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs/main").write_text(commit)
+    hf = {**source.to_hf(source.presets[flavor]), "model_type": family}
+    (folder / "config.json").write_text(json.dumps(hf))
 
 
-def test_a_model_without_preset_or_folder(capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of the hub with the descriptions of the documents' models, and no network."""
+    for family, flavor in (("qwen3_moe", "30B-A3B"), ("qwen3", "0.6B"), ("qwen3_moe", "235B-A22B")):
+        add_to_cache(tmp_path / "hub", family, flavor)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def test_a_model_that_is_neither_a_folder_nor_on_the_hub(capsys, cache):
     assert main(["plan", "--model", "nobody/nothing-1B", "--gpus=1xh100"]) == 2
-    err = capsys.readouterr().err
-    assert "model.path: 'nobody/nothing-1B' is no folder here" in err and "Sizes known without a network: " in err
+    assert "model.path: 'nobody/nothing-1B' is no folder here" in capsys.readouterr().err
+
+
+def test_sizes_of_a_preset_need_no_network(capsys, cache):
+    argv = ["plan", "--model.name=qwen3", "--model.flavor=0.6B", "--gpus", "2x4090", "--no-proposals"]
+    assert main(argv) in (0, 1)
+    expected = "sft of all weights of a new qwen3 (preset qwen3 0.6B) on 2 x rtx4090-24gb"
+    assert capsys.readouterr().out.startswith(expected)
 
 
 def test_a_folder_that_has_sizes_alone(capsys, tmp_path):
@@ -274,7 +281,7 @@ EXAMPLES = re.findall(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "text"), EXAMPLES, ids=[command.split()[2] for command, _ in EXAMPLES])
-def test_the_documentation_shows_what_the_command_prints(command, text, capsys, monkeypatch):
+def test_the_documentation_shows_what_the_command_prints(command, text, capsys, monkeypatch, cache):
     """Words exactly; numbers within 5 %, so that a kernel that moves a few bytes less needs no new page.
 
     The first example is searched for as the command does it, which takes 30 s of processor time; the others start with
@@ -296,12 +303,13 @@ def test_the_documentation_shows_what_the_command_prints(command, text, capsys, 
         assert numbers == pytest.approx(numbers_now, rel=0.05, abs=1.1)
 
 
-def test_the_command_of_the_readme_meets_the_limits():
+def test_the_command_of_the_readme_meets_the_limits(cache):
     """Qwen3-235B-A22B on 512 ranks: under 60 s on 2 cores, and 4 GB; time of the processor, for tests share theirs."""
     (line,) = re.findall(r"^python -m titanlite plan .*--world-size 512.*$", (ROOT / "README.md").read_text(), re.M)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, *shlex.split(line)[1:], "--no-proposals"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^planned .* s of processor time, 7 layers traced each time$", done.stdout, re.M)
