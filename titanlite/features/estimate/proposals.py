@@ -11,7 +11,6 @@ from operator import attrgetter
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.log import logger
 from titanlite.config import JobConfig, ModelConfig
-from titanlite.config.schema import BLOCK_SIZES
 from titanlite.features.estimate.estimate import Estimate, Hardware
 from titanlite.preflight import Checked
 
@@ -54,17 +53,6 @@ class Planned:
             return self.rate > other.rate * _WORTH
         return self.estimate.memory.total * _WORTH < other.estimate.memory.total
 
-    def describe_changes(self, base: "Planned") -> str:
-        """Return in words what the arguments change besides memory and time; mostly empty."""
-        job, before, notes = self.checked.job, base.checked.job, list[str]()
-        if job.lora.rank and not before.lora.rank:
-            notes.append("trains adapters, not all weights")
-        if job.lora.base_dtype != before.lora.base_dtype:
-            notes.append("frozen weights rounded to 4 bits")
-        if self.estimate.tokens != base.estimate.tokens:
-            notes.append(f"steps of {self.estimate.tokens:,} tokens")
-        return "; ".join(notes)
-
 
 # Plan the run with more arguments. Raises a TitanliteError if it is not legal.
 Plan = Callable[[Sequence[str]], Planned]
@@ -72,27 +60,19 @@ _Arguments = tuple[str, ...]
 
 
 def propose(base: Planned, plan: Plan) -> list[Planned]:
-    """Return up to 5 that fit, and are faster by more than 2 % if `base` fits: the best first, then other trainings.
+    """Return up to 5 that fit, and are faster by more than 2 % if `base` fits: the fastest first.
 
-    Each setting is tried by itself; then those that help are put together, the best first, as long as that helps. What
-    only fits so is tried with the others once more.
+    Each setting is tried by itself, then the two that help most are tried together.
     """
     singles = sorted(_try_all(plan, _candidates(base)), key=_merit, reverse=True)
-    helpful = [one for one in singles if one.is_better_than(base)][:_MOST]
-    best = base
-    for one in helpful:
-        joined = [one] if best is base else _try_all(plan, [_join(best.arguments, one.arguments)])
-        best = next((more for more in joined if more.is_better_than(best)), best)
-    if best.fits and not base.fits:  # what was too large by itself may make it faster now
-        rest = (_join(best.arguments, one.arguments) for one in singles if one not in helpful)
-        best = max((one for one in _try_all(plan, rest) if one.is_better_than(best)), key=_merit, default=best)
-    starts = [best] if best.fits or best is base else [base, best]
-    others = []
-    for arguments in _other_runs(base, best):
-        tried = _try_all(plan, (_join(start.arguments, arguments) for start in starts))
-        others += sorted((one for one in tried if one.fits), key=_rate)[-1:]
-    found = {one.arguments: one for one in (best, *helpful) if one.fits and one is not base}
-    return [*sorted(found.values(), key=_rate, reverse=True)[: _MOST - len(others)], *others]
+    helpful = [one for one in singles if one.is_better_than(base)]
+    joined = list[Planned]()
+    if len(helpful) > 1:
+        best, second = helpful[:2]
+        both = _try_all(plan, [_join(best.arguments, second.arguments)])
+        joined = [one for one in both if one.is_better_than(best)]
+    fitting = [one for one in (*joined, *helpful) if one.fits]
+    return sorted(fitting, key=_rate, reverse=True)[:_MOST]
 
 
 _rate, _merit = attrgetter("rate"), attrgetter("merit")
@@ -135,18 +115,6 @@ def _candidates(base: Planned) -> Iterator[_Arguments]:
         yield f"{_PARALLELISM}tensor_parallel_degree=2", _THE_REST
     if degrees.world_size > 1 and training.seq_len >= 2 * _SHORTEST_PIECE * degrees.cp:
         yield f"{_PARALLELISM}context_parallel_degree={2 * degrees.cp}", _THE_REST
-
-
-def _other_runs(base: Planned, best: Planned) -> Iterator[_Arguments]:
-    """Yield LoRA, a base of 4 bits, and twice as many GPUs where the run fits none: with the best other settings."""
-    lora, estimate = base.checked.job.lora, base.estimate
-    rank = () if lora.rank else ("--lora.rank=16",)
-    if rank:
-        yield rank
-    if lora.base_dtype not in BLOCK_SIZES:
-        yield (*rank, "--lora.base_dtype=nf4")
-    if not best.fits:
-        yield (f"--gpus={2 * estimate.degrees.world_size}x{estimate.hardware.name}",)
 
 
 def sweep(job: JobConfig, hardware: Hardware, world_size: int, plan: Plan) -> tuple[list[Planned], int]:

@@ -44,13 +44,16 @@ def render_verdict(
     if proposals is None:
         return "\n".join([*lines, "to change: not looked at, which would take minutes here; --proposals does"])
     if not proposals:
-        what = "setting was found that is faster by 2%" if estimate.fits else "other setting was found that fits"
-        return "\n".join([*lines, f"to change: no {what}; --sweep tries all degrees"])
+        found = (
+            "nothing that is faster by 2%" if estimate.fits else "nothing that fits; take more GPUs or --lora.rank=16"
+        )
+        return "\n".join([*lines, f"to change: {found}; --sweep tries all degrees"])
     rows = [("memory", "expected", "", "to change")]
     for one in proposals:
         faster = f"{one.rate / estimate.expected_rate - 1:+.0%}" if estimate.fits else "fits"
-        note = one.describe_changes(base)
-        settings = " ".join(one.arguments) + (f"  ({note})" if note else "")
+        settings = " ".join(one.arguments)
+        if one.estimate.tokens != estimate.tokens:
+            settings += f"  (steps of {one.estimate.tokens:,} tokens)"
         rows.append((format_memory(one.estimate.memory.total), _rate(one.rate), faster, settings))
     return "\n".join([*lines, format_table(rows, "")])
 
