@@ -4,9 +4,9 @@ import argparse
 import logging
 import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from titanlite.features.estimate.estimate import (
     get_hardware,
     merge_stages,
 )
-from titanlite.features.estimate.proposals import Planned, propose, sweep
+from titanlite.features.estimate.proposals import Plan, Planned, propose, sweep
 from titanlite.features.estimate.trace import layers_to_trace
 from titanlite.preflight import Checked, check
 
@@ -67,12 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     level = logger.level
     logger.setLevel(logging.ERROR)  # without the log lines of a run
-    planner = _Planner(given)
+    plan = partial(plan_run, given)
     try:
         request = read_request(given)
-        return _sweep(request, planner) if request.known.sweep else _plan(request, planner)
+        return _sweep(request, plan) if request.known.sweep else _plan(request, plan)
     except TitanliteError as error:
-        planner.show()
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2
     finally:
@@ -163,49 +162,30 @@ def _hardware(known: argparse.Namespace) -> Hardware:
     return hardware
 
 
-class _Planner:
-    """Plans of one command line with more arguments. Shows one line of progress if stderr is a terminal."""
-
-    def __init__(self, argv: Sequence[str]) -> None:
-        self._argv, self._count = argv, 0
-        self._started = time.perf_counter(), time.process_time()
-
-    def plan(self, more: Sequence[str] = ()) -> Planned:
-        request = read_request([*self._argv, *more])
-        checked, known = request.check(), request.known
-        self._count += 1
-        self.show(f"planning {self._count}: {' '.join(more) or 'the run'}")
-        stages = estimate_stages(
-            checked.job,
-            checked.model_config,
-            checked.degrees,
-            request.hardware,
-            rank=0 if more else known.rank,
-            # Which rank owns which of Muon's matrices does not repeat from layer to layer.
-            every_layer=known.every_layer or checked.job.optimizer.name == "Muon",
-        )
-        return Planned(tuple(more), checked, merge_stages(stages), stages)
-
-    def show(self, text: str = "") -> None:
-        """Replace the line of progress; without `text` clear it."""
-        if sys.stderr.isatty():
-            print(f"\r{text[:100]:<100}\r", end="", file=sys.stderr, flush=True)
-
-    def describe(self) -> str:
-        """Return `planned 9 times in 4.1 s, 3.9 s of processor time`; the latter is the same on a busy machine."""
-        wall, processor = time.perf_counter() - self._started[0], time.process_time() - self._started[1]
-        return f"planned {self._count} times in {wall:.1f} s, {processor:.1f} s of processor time"
+def plan_run(argv: Sequence[str], more: Sequence[str] = ()) -> Planned:
+    """Plan the command line `argv` with `more` arguments."""
+    request = read_request([*argv, *more])
+    checked, known = request.check(), request.known
+    stages = estimate_stages(
+        checked.job,
+        checked.model_config,
+        checked.degrees,
+        request.hardware,
+        rank=0 if more else known.rank,
+        # Which rank owns which of Muon's matrices does not repeat from layer to layer.
+        every_layer=known.every_layer or checked.job.optimizer.name == "Muon",
+    )
+    return Planned(tuple(more), checked, merge_stages(stages), stages)
 
 
-def _plan(request: Request, planner: _Planner) -> int:
+def _plan(request: Request, plan: Plan) -> int:
     known = request.known
-    base = planner.plan()
+    base = plan(())
     checked, stages, wanted = base.checked, base.stages, known.proposals
     if wanted is None:  # one trace of every layer takes as long as all proposals together
         is_quick = layers_to_trace(checked.job, checked.model_config, checked.degrees, 0) is not None
         wanted = is_quick and not known.every_layer and checked.job.optimizer.name != "Muon"
-    proposals = propose(base, planner.plan) if wanted else None
-    planner.show()
+    proposals = propose(base, plan) if wanted else None
     print(render.render_verdict(base, request.weights, request.sizes, known.tokens, proposals) + "\n", flush=True)
     estimate = stages[checked.degrees.stage_of(known.rank)]
     parts = [render.render_memory(estimate, known.rank)]
@@ -213,18 +193,15 @@ def _plan(request: Request, planner: _Planner) -> int:
         parts.append(render.render_stages(stages))
     parts.append(render.render_parts(base.estimate))
     print("\n\n".join([*parts, "\n".join(["assumed:", *_assumptions(checked)])]))
-    print(f"{planner.describe()}, {estimate.trace.traced_layers} layers traced each time")
     return 0 if base.fits else 1
 
 
-def _sweep(request: Request, planner: _Planner) -> int:
+def _sweep(request: Request, plan: Plan) -> int:
     known = request.known
-    found, refused = sweep(request.job, request.hardware, known.world_size, planner.plan)
-    planner.show()
+    found, refused = sweep(request.job, request.hardware, known.world_size, plan)
     print(render.render_sweep(found))
     if refused:
         print(f"  not legal for this model and batch: {refused} more; plan one of them to see why")
-    print(planner.describe())
     return 0 if found[0].fits else 1
 
 

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from titanlite.__main__ import main
 from titanlite.base.errors import ConfigError
 from titanlite.features.estimate import estimate, proposals
-from titanlite.features.estimate.cli import _Planner, read_request
+from titanlite.features.estimate.cli import plan_run, read_request
 from titanlite.features.estimate.proposals import propose, sweep
 from titanlite.features.estimate.trace import trace_step
 from titanlite.models.families import families
@@ -65,25 +66,14 @@ def test_a_plan_that_fits(capsys):
     assert "  at best" in out and "not measured here" in out
 
 
-def test_progress_is_one_line_of_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    planner = _Planner([])
-    planner.show("planning 1: --lora.rank=16")
-    planner.show()
-    out, err = capsys.readouterr()
-    assert out == "" and err.split("\r")[1].rstrip() == "planning 1: --lora.rank=16"
-    assert err.endswith(f"\r{' ' * 100}\r")
-
-
 @pytest.mark.parametrize("is_small", [False, True])
 def test_what_to_change_shows_the_promised_figures(capsys, is_small):
     """Each proposal on the command line, and its plan has the memory and the rate that were promised."""
     base = [*TINY, "--gpus=4xh100", "--reserved-gib=0"]
     if is_small:
-        base.append(f"--memory-gib={0.97 * _Planner(base).plan().estimate.memory.total / 2**30}")
-    planner = _Planner(base)
-    planned = planner.plan()
-    proposals = propose(planned, planner.plan)
+        base.append(f"--memory-gib={0.97 * plan_run(base).estimate.memory.total / 2**30}")
+    planned = plan_run(base)
+    proposals = propose(planned, partial(plan_run, base))
     code = main(["plan", *base])
     lines = capsys.readouterr().out.splitlines()
     assert code == is_small and planned.fits == (not is_small)
@@ -153,7 +143,7 @@ def test_a_sweep(capsys):
     out = capsys.readouterr().out
     assert code == 0 and "not legal for this model and batch: 2 more" in out  # one head of keys: no tp
     request = read_request(argv)
-    found, refused = sweep(request.job, request.hardware, 2, _Planner(argv).plan)
+    found, refused = sweep(request.job, request.hardware, 2, partial(plan_run, argv))
     rates = [one.rate for one in found]
     assert refused == 2 and rates == sorted(rates, reverse=True) and all(one.fits for one in found)
     degrees = [one.estimate.degrees for one in found]
@@ -310,6 +300,5 @@ def test_the_command_of_the_readme_meets_the_limits(cache):
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^planned .* s of processor time, 7 layers traced each time$", done.stdout, re.M)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
     assert after.ru_maxrss * 1024 < 4e9  # of the largest child so far
