@@ -3,7 +3,6 @@
 import logging
 import math
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
@@ -16,28 +15,20 @@ from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.base.log import logger
 from titanlite.base.process import escape_controls, raw_output, read_variable
 from titanlite.base.text import Parser, command, format_count
-from titanlite.config import data as data_config
 from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
-from titanlite.config.data import DataSection
 from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.features.images import ImageDataset
 from titanlite.features.sft import build as report
 from titanlite.features.sft.chat import END, TRAINED
-from titanlite.features.sft.chat_frame import describe_kind
 from titanlite.features.sft.chat_template import with_chat_date
-from titanlite.features.sft.dataset import DocumentRows, ExampleDataset, ExampleSet
-from titanlite.features.sft.examples import make_encoder
-from titanlite.features.sft.forms import Chat, parse_row
-from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.rows import Row, describe_place, open_rows
+from titanlite.features.sft.dataset import ExampleDataset, ExampleSet
 from titanlite.features.streams.mixture import MixtureDataset, naming_source
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.preflight import check
 
 _CANDIDATES = 64  # samples to choose from
-_KIND_ROWS = 512
 _COLOR, _END_COLOR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("\x1b[1;33m", "\x1b[0m"), ("[[", "]]")
 _FROM = ", from token {} on"
 
@@ -59,7 +50,7 @@ class ShownDocument:
 
 
 def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument]:
-    """Return the documents of sequence `index`, in order, without padding.
+    """Return the documents of sequence `index`, in order, without padding; of a corpus the sequence as one.
 
     The first call for a corpus reads all of its tokens, a stream reads on as far as needed.
 
@@ -71,7 +62,7 @@ def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument
         with naming_source(name):
             return [replace(found, place=f"{name}: {found.place}") for found in get_shown_documents(part, place)]
     if isinstance(dataset, PackedDataset):
-        return list(_get_from_corpus(dataset, index))
+        return [_get_from_corpus(dataset, index)]
     if isinstance(dataset, ExampleDataset | StreamDataset):
         return list(_get_from_examples(*dataset.get_members(index)))
     if isinstance(dataset, ImageDataset):
@@ -81,26 +72,19 @@ def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument
     raise DataError(f"data: the documents of {type(dataset).__name__} cannot be shown.")
 
 
-def _get_from_corpus(dataset: PackedDataset, index: int) -> Iterator[ShownDocument]:
-    """Parts of documents between the first token of the sequence and the label of its last one."""
-    corpus, ends = dataset.tokenized, dataset.tokenized.ends
-    position = index * dataset.seq_len
-    last = position + dataset.seq_len  # a label only
-    if isinstance(dataset, DocumentRows):
-        position, last = dataset.bounds[index].tolist()
-    are_documents = len(ends) == corpus.num_documents  # else the text itself has end-of-text tokens
-    while position < last:
-        number = int(np.searchsorted(ends, position))
-        start = int(ends[number - 1]) + 1 if number else 0
-        stop = min(int(ends[number]), last) + 1 if number < len(ends) else last + 1
-        ids = corpus.tokens[position:stop].tolist()
-        if are_documents:
-            place = escape_controls(corpus.describe_place(number)) + _FROM.format(position - start) * (position > start)
-        else:
-            place = f"tokens {position} to {position + len(ids) - 1} of {len(corpus.tokens)}"
-        # The first one follows nothing in this sequence: where it goes on, it is a label of the one before.
-        yield ShownDocument(place, "", ids, [False, *[True] * (len(ids) - 1)], min(len(ids), last - position))
-        position += len(ids)
+def _get_from_corpus(dataset: PackedDataset, index: int) -> ShownDocument:
+    """Return the whole sequence: what it is trained on lies between its first token and the label of its last one."""
+    corpus = dataset.tokenized
+    start = index * dataset.seq_len
+    stop = start + dataset.seq_len
+    places = np.arange(start, stop + 1)
+    trained = ~np.isin(places - 1, corpus.ends)  # the first token of a document follows nothing
+    trained[0] = False
+    place = f"tokens {start} to {stop} of {len(corpus.tokens)}"
+    if len(corpus.ends) == corpus.num_documents:  # else the text itself has end-of-text tokens
+        place += f", beginning in {corpus.describe_place(int(np.searchsorted(corpus.ends, start)))}"
+    ids = corpus.tokens[start : stop + 1].tolist()
+    return ShownDocument(escape_controls(place), "", ids, trained.tolist(), dataset.seq_len)
 
 
 def _get_from_examples(part: ExampleSet, members: np.ndarray) -> Iterator[ShownDocument]:
@@ -177,9 +161,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer, loader = build_data(job, 0, checked.degrees.dp)
         loader.start_from(0, 0, job.data.skip_to_sample)
         painter = Painter(tokenizer, color=color, max_tokens=known.tokens)
-        if job.data.dataset == "examples" and known.samples:
-            for name, data in data_config.get_sources(job.data).items():
-                _show_kinds(data, painter, name)
         _show_data(loader, painter, known.samples)
     finally:
         logger.setLevel(level)
@@ -207,39 +188,6 @@ def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
                 print(f"\n  chats so far{of}: {count:,} {escape_controls(what)}")
             for what, count in source.dataset.left_out.items():
                 print(f"\n  left out so far{of}: {count} {what}")
-
-
-def _show_kinds(data: DataSection, show: Painter, source: str = "") -> None:
-    """Print the first chat of each kind among the first rows, where these are of several kinds."""
-    rows = open_rows(data, streaming=data.streaming)
-    batch = list(islice(rows.iterate_from(0), _KIND_ROWS))
-    encoder = make_encoder(data, show.tokenizer, batch)
-    if encoder is None or encoder.form != "messages":
-        return
-    kinds = [(describe_kind(chat), row) for row, chat in _get_chats(batch)]
-    counts = Counter(kind for kind, _ in kinds)
-    firsts = dict(reversed(kinds))
-    for kind, count in counts.most_common() if len(counts) > 1 else ():
-        row = firsts[kind]
-        place = escape_controls(describe_place(rows.names, row.file, row.number))
-        print(f"kind: {kind}; {count} of the first {len(kinds)} chats{f' of {source}' if source else ''}; {place}")
-        for found in encoder.encode([row.content] if isinstance(row.content, dict) else []):
-            if isinstance(found, RowError):
-                print(f"    {escape_controls(str(found))}\n")
-                continue
-            for (document,) in found:
-                trained, ends = ((document.flags & bit) != 0 for bit in (TRAINED, END))
-                print(show(document.ids.tolist(), trained.tolist(), ends.tolist()), file=raw_output())
-                print()
-
-
-def _get_chats(batch: Sequence[Row]) -> Iterator[tuple[Row, Chat]]:
-    for row in batch:
-        try:
-            parsed = parse_row(row.content, "messages") if isinstance(row.content, dict) else ()
-        except RowError:
-            continue  # named in the report
-        yield from ((row, chat) for chat in parsed if isinstance(chat, Chat))
 
 
 def _count_trained(dataset: SequenceDataset) -> float:
