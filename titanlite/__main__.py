@@ -30,9 +30,9 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
   check      check a configuration without starting anything: --config FILE --world-size N
   plan       what a run will take, without a GPU: --config FILE --world-size N [--gpu NAME] [--sweep] [...]
   data       show what a run would train on: --config FILE [--samples N] [--world-size N] [--section.key=value ...]
-  inspect    show what is in a checkpoint: MODEL [--checksums] [--all] [--config FILE --world-size N ...]
+  inspect    show what is in a checkpoint: MODEL [--checksums] [--all]
   export     write a checkpoint as a plain Hugging Face model: MODEL OUT --dtype bfloat16 [--merge --base MODEL]
-  generate   continue prompts with a model, or chat with it: MODEL [--prompt TEXT] [--max-new-tokens N ...]"""
+  generate   continue prompts with a model: MODEL [--prompt TEXT] [--max-new-tokens N ...]"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

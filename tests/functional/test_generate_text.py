@@ -82,11 +82,6 @@ def test_one_prompt(command, folder, expect):
     assert not dist.is_initialized(), "one process needs no group"
 
 
-def test_streamed_text_is_the_text(command, folder, expect):
-    done = command("--model", folder, "--prompt", "import \u00e9", "--max-new-tokens", NEW, "--stream")
-    assert (done.code, done.out) == (0, "import \u00e9" + expect("import \u00e9") + "\n")
-
-
 def test_prompts_of_a_file(command, folder, expect, tmp_path):
     (tmp_path / "p.txt").write_text("return x\n\nself.\n", encoding="utf-8")
     arguments = ["--prompt", "def", "--prompts-file", tmp_path / "p.txt", "--max-new-tokens", NEW]
@@ -178,7 +173,6 @@ BAD_ARGUMENTS: Mapping[str, tuple[list[object], str]] = {
     "top_p": (["--prompt", "x", "--top-p", "nan"], "generate: top_p = nan is out of range."),
     "top_k": (["--prompt", "x", "--top-k", -2], "generate: top_k = -2 is out of range."),
     "max_new_tokens": (["--prompt", "x", "--max-new-tokens", 0], "generate: --max-new-tokens = 0 is out of range."),
-    "stream": (["--prompt", "x", "--prompt", "y", "--stream"], "--stream shows one prompt"),
     "tp": (["--prompt", "x", "--tp", 2, "--max-new-tokens", 3], "dp_replicate (1) * tp (2) = 2 does not divide"),
     "no file": (["--prompts-file", "/no/such/file"], "--prompts-file /no/such/file: cannot be read: No such file"),
     "no tokenizer": (["--prompt", "x", "--tokenizer", "/no/such"], "generate: /no/such has no tokenizer.json."),

@@ -18,7 +18,7 @@ key/value heads, K and V head widths, D hidden.
 
 import math
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,6 @@ def generate(
     vocab_size: int | None = None,
     sampling: Sampling | None = None,
     batch_size: int = 16,
-    on_token: Callable[[int], None] | None = None,
 ) -> list[Continuation]:
     """Continue each of `prompts` by at most `max_new_tokens` tokens; the result is in their order, on all ranks.
 
@@ -99,7 +98,6 @@ def generate(
         vocab_size: only smaller ids are chosen. An embedding may have more rows than the tokenizer has tokens.
         sampling: greedy if None.
         batch_size: prompts at once on each data-parallel rank.
-        on_token: called with each new token of the first prompt, on rank 0 only.
 
     Raises:
         ConfigError: an empty prompt; the same on all ranks. Callers check numbers, `Sampling.check` among them.
@@ -126,7 +124,7 @@ def generate(
         batch = _Batch(model, cached, device, dims, max_new_tokens, frozenset(eos_token_ids), vocab_size, sampling)
         for start in range(0, num_batches * batch_size, batch_size):
             numbers = mine[start : start + batch_size]
-            found.update(batch.run({i: prompts[i] for i in numbers}, on_token))
+            found.update(batch.run({i: prompts[i] for i in numbers}))
     if dims is not None and dist.get_world_size() > 1:
         found = {i: continuation for part in gather_objects(found) for i, continuation in part.items()}
     return [found[i] for i in range(len(prompts))]
@@ -154,12 +152,10 @@ class _Batch:
     vocab_size: int | None
     sampling: Sampling
 
-    def run(self, prompts: dict[int, Sequence[int]], on_token: Callable[[int], None] | None) -> dict[int, Continuation]:
+    def run(self, prompts: dict[int, Sequence[int]]) -> dict[int, Continuation]:
         """Continue these prompts, by number. With none it takes part in the other ranks' forwards."""
         rows = list(prompts.values()) or [[0]]
         streams = [random.Random(f"{self.sampling.seed} {number}") for number in prompts] or [random.Random(0)]
-        is_first_rank = self.dims is None or dist.get_rank() == 0
-        watched = list(prompts).index(0) if on_token is not None and 0 in prompts and is_first_rank else -1
         new: list[list[int]] = [[] for _ in rows]
         ended = [not prompts] * len(rows)
         longest, limit = max(map(len, rows)), _get_rope_limit(self.model)
@@ -176,8 +172,6 @@ class _Batch:
                     ended[row] = True
                     continue
                 new[row].append(token)
-                if on_token is not None and row == watched:
-                    on_token(token)
             if number == self.max_new_tokens or self._all_ended(ended):
                 break
             logits_BV = steps.send(chosen_B)

@@ -1,4 +1,4 @@
-"""`python -m titanlite generate MODEL --prompt TEXT`: continue prompts, or chat, with a model on one process or many.
+"""`python -m titanlite generate MODEL --prompt TEXT`: continue prompts with a model on one process or many.
 
 Several ranks, each with a share of the model: `python -m titanlite.launch --nproc-per-node 4 -m titanlite generate ...`
 (torchrun does as well). The text goes to standard output, messages to standard error.
@@ -6,12 +6,9 @@ Several ranks, each with a share of the model: `python -m titanlite.launch --npr
 
 import argparse
 import json
-import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -22,7 +19,7 @@ import torch.distributed as dist
 
 from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_problems
-from titanlite.base.files import parse_json, read_regular
+from titanlite.base.files import read_regular
 from titanlite.base.process import read_variable
 from titanlite.base.text import Parser, command, format_count, one_of, parse_object
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, OWN_FOLDER, read_json
@@ -32,7 +29,6 @@ from titanlite.config.settings import spell_dtype
 from titanlite.data.tokenizer import count_ids, load_tokenizer
 from titanlite.distributed.parallel_dims import end_distributed, init_distributed
 from titanlite.features.cpu import install as install_cpu
-from titanlite.features.diagnose.process import is_out_of_memory
 from titanlite.features.generate.generate import (
     Continuation,
     Sampling,
@@ -50,7 +46,7 @@ _shorten = partial(shorten, width=60, placeholder="...")
 
 
 class _Request(NamedTuple):
-    """Arguments of a generation, checked, and the same on all ranks; without prompts, a chat."""
+    """Arguments of a generation, checked, and the same on all ranks."""
 
     folder: Path  # of the weights
     adapters: Path | None  # folder of adapters to merge into them
@@ -74,16 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 2
         if get_rank() == 0:  # all ranks have the same one
             raise
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        code, said = 2, str(error).strip().partition("\n")[0].rstrip(".")
-        print(
-            f"titanlite: error: generate: rank {get_rank()} ran out of memory{f' ({said})' if said else ''}. Lower "
-            f"--batch-size ({options.batch_size}) or --max-new-tokens ({options.max_new_tokens}), or split the model "
-            f"over more ranks (--tp {options.tp}).",
-            file=sys.stderr,
-        )
     finally:
         if dist.is_initialized():
             if code == 0:
@@ -93,14 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("generate", "Continue prompts with a model, or, without any on a terminal, chat with it.")
+    parser = Parser("generate", "Continue prompts with a model.")
     add = parser.add_argument
     add("model", metavar="MODEL", help=MODEL_HELP)
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     add("--prompts-file", type=Path, metavar="FILE", help="a prompt per line; .jsonl: rows with prompt or messages")
     add("--chat", action="store_true", help="render prompts as messages of a user, by the tokenizer's chat template")
     add("--system", metavar="TEXT", help="system message of each chat; implies --chat")
-    add("--tools", type=Path, metavar="FILE.json", help="a list of tools for the chat template; implies --chat")
     add("--chat-template-kwargs", default="", metavar="JSON", help="arguments of the chat template, as an object")
     add("--tokenizer", type=Path, metavar="DIR", help="default: that of MODEL")
     add("--base", metavar="MODEL", help="the model of adapters; default: the one that adapter_config.json names")
@@ -115,7 +100,6 @@ def _parser() -> Parser:
     add("--batch-size", type=int, default=16, metavar="N", help="prompts at once per data-parallel rank")
     add("--tp", type=int, default=1, metavar="N", help="ranks that split each layer; the others shard by FSDP")
     add("--ep", type=int, default=1, metavar="N", help="ranks that split the experts")
-    add("--stream", action="store_true", help="print the text as it grows; for a single prompt")
     return parser
 
 
@@ -136,9 +120,6 @@ def _run(options: argparse.Namespace) -> None:
     for name, value in (("--max-new-tokens", options.max_new_tokens), ("--batch-size", options.batch_size)):
         if value < 1:
             problems.append(f"{name} = {value} is out of range. Set it to 1 or more.")
-    single = len(options.prompt) == 1 and not options.prompts_file
-    if options.stream and not single:
-        problems.append("--stream shows one prompt as it is continued. Give a single --prompt, or leave it out.")
     raise_problems(ConfigError, "generate", problems)
     local_folder("generate: MODEL", options.model, weights=True)  # on each machine
     tokenizer: Any = None
@@ -153,38 +134,21 @@ def _run(options: argparse.Namespace) -> None:
     request = on_first_rank(prepare)
     where = (request.folder, request.config, request.dtype, device)
     model, dims = load_model(*where, tp=options.tp, ep=options.ep, adapters=request.adapters)
-    continue_all = partial(
-        generate,
+    began = time.perf_counter()
+    continuations = generate(
         model,
+        request.prompt_ids,
+        max_new_tokens=options.max_new_tokens,
         device=device,
         dims=dims,
         eos_token_ids=request.eos_token_ids,
         vocab_size=min(request.vocab_size, request.config.vocab_size),
-        batch_size=options.batch_size,
-    )
-    if not request.prompts:
-        encode = partial(_encode, tokenizer, chat=True, options=options)
-        limit = request.config.max_position_embeddings
-        chat(tokenizer, encode, continue_all, sampling, options.max_new_tokens, limit)
-        return
-    stream = None
-    if options.stream or (single and sys.stdout.isatty()):
-        stream = TextStream(tokenizer, request.prompt_ids[0])
-        if get_rank() == 0:
-            print("" if request.chat else request.prompts[0], end="", flush=True)
-    began = time.perf_counter()
-    continuations = continue_all(
-        request.prompt_ids,
-        max_new_tokens=options.max_new_tokens,
         sampling=sampling,
-        on_token=None if stream is None else stream.add,
+        batch_size=options.batch_size,
     )
     seconds = time.perf_counter() - began
     if get_rank() == 0:
-        if stream is not None:
-            stream.end()
-        else:
-            _print_texts(request, continuations, tokenizer)
+        _print_texts(request, continuations, tokenizer)
         count = sum(len(continuation.tokens) for continuation in continuations)
         print(
             f"generate: {format_count(len(continuations), 'prompt')}, {count} new tokens in {seconds:.2f} s, "
@@ -205,12 +169,9 @@ def _prepare(options: argparse.Namespace, folder: Path, base: Path, tokenizer: A
     described = own if folder != base and (own / "config.json").exists() else base
     config = any_model_config_from_hf(described, "generate")
     prompts = [*options.prompt, *([] if options.prompts_file is None else _read_prompts(options.prompts_file))]
-    if not prompts and not (sys.stdin.isatty() and sys.stdout.isatty() and not dist.is_initialized()):
-        raise ConfigError(
-            "generate: there is no prompt. Give --prompt TEXT or --prompts-file FILE. On a terminal, and with one "
-            "process, a chat begins without either."
-        )
-    is_chat = options.chat or options.system is not None or options.tools is not None or not prompts
+    if not prompts:
+        raise ConfigError("generate: there is no prompt. Give --prompt TEXT or --prompts-file FILE.")
+    is_chat = options.chat or options.system is not None
     if is_chat and not tokenizer.chat_template:
         raise DataError(
             "generate: --chat: the tokenizer has no chat template. Leave --chat out and give --prompt TEXT, or add a "
@@ -283,7 +244,7 @@ def _encode(tokenizer: Any, prompt: Any, *, chat: bool, options: argparse.Namesp
 
     row = dict(prompt) if isinstance(prompt, dict) else {"messages": [{"role": "user", "content": prompt}]}
     arguments = parse_object("generate: --chat-template-kwargs", options.chat_template_kwargs)
-    row = {"chat_template_kwargs": arguments, "tools": _read_tools(options.tools)} | row
+    row = {"chat_template_kwargs": arguments} | row
     if options.system is not None:
         row["messages"] = [{"role": "system", "content": options.system}, *row["messages"]]
     try:
@@ -291,18 +252,6 @@ def _encode(tokenizer: Any, prompt: Any, *, chat: bool, options: argparse.Namesp
     except RowError as error:
         shown = _shorten(str(row["messages"]))
         raise DataError(f"generate: --chat: the chat template refuses {shown}: {error}") from None
-
-
-def _read_tools(path: Path | None) -> Any:
-    if path is None:
-        return None
-    try:
-        tools = parse_json(read_regular(path))
-    except (OSError, ValueError) as error:
-        raise DataError(f"generate: --tools {path}: cannot be read: {getattr(error, 'strerror', error)}.") from None
-    if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools):
-        return tools
-    raise DataError(f"generate: --tools {path}: is not a list of objects. Write the tools as [{{...}}, ...].")
 
 
 def _print_texts(request: _Request, continuations: Sequence[Continuation], tokenizer: Any) -> None:
@@ -318,76 +267,3 @@ def text_of(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
     before: str = tokenizer.decode(prompt)
     text: str = tokenizer.decode([*prompt, *new])
     return text[len(before) :] if text.startswith(before) else tokenizer.decode(new)
-
-
-class TextStream:
-    """Printer of a text as its tokens arrive; a character is held back until its last token is there."""
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self._tokenizer, self._prompt, self._printed = tokenizer, prompt, 0
-        self._new: list[int] = []
-
-    def add(self, token: int) -> None:
-        self._new.append(token)
-        text = text_of(self._tokenizer, self._prompt, self._new)
-        if not text.endswith("\ufffd"):
-            print(text[self._printed :], end="", flush=True)
-            self._printed = len(text)
-
-    def end(self) -> str:
-        """Print the rest, end the line, and return the text."""
-        text = text_of(self._tokenizer, self._prompt, self._new)
-        print(text[self._printed :], flush=True)
-        return text
-
-
-def chat(
-    tokenizer: Any,
-    encode: Callable[[Any], list[int]],
-    continue_all: Callable[..., list[Continuation]],
-    sampling: Sampling,
-    max_new_tokens: int,
-    limit: int | None,
-) -> None:
-    """Answer the terminal line by line, with the chat so far as history, until `/exit` or the end of the input.
-
-    Control-C stops an answer, of which the chat keeps what was printed; a line that cannot be answered is left out.
-
-    `encode` gives the tokens of a row with messages, `continue_all` is `generate` of the model, and each answer draws
-    with a seed of its own. An answer has at most `max_new_tokens`, the whole chat at most `limit` tokens.
-    """
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with suppress(ImportError):
-        import readline  # noqa: F401 - lines can be edited, and called back
-    print("Chat with the model. /reset starts over, /exit or Control-D ends, Control-C stops an answer.")
-    messages: list[dict[str, str]] = []
-    while True:
-        try:
-            line = input("> ").strip()
-        except KeyboardInterrupt:
-            print("\n/exit or Control-D ends.")
-            continue
-        except EOFError:
-            print()
-            return
-        if line == "/exit":
-            return
-        if line == "/reset":
-            messages.clear()
-            print("The chat starts over.")
-        elif line:
-            messages.append({"role": "user", "content": line})
-            try:
-                prompt = encode({"messages": messages})
-                room = max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt))
-                if room < 1:
-                    raise TitanliteError(f"the chat has {len(prompt)} tokens, and the model reads {limit}. Use /reset.")
-            except TitanliteError as error:
-                messages.pop()
-                print(f"generate: {str(error).removeprefix('generate: ')}")
-                continue
-            stream = TextStream(tokenizer, prompt)
-            drawn = replace(sampling, seed=sampling.seed + len(messages) // 2)
-            with suppress(KeyboardInterrupt):
-                continue_all([prompt], max_new_tokens=room, sampling=drawn, on_token=stream.add)
-            messages.append({"role": "assistant", "content": stream.end()})

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.features.generate.generate import generate, get_end_of_turn_ids, get_eos_token_ids
-from titanlite.features.tools import generate as generate_text
 
 CPU = torch.device("cpu")
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -96,12 +95,6 @@ def test_limits_and_ends(tiny_model):
     assert generate(tiny_model, [], max_new_tokens=3, device=CPU) == []
 
 
-def test_tokens_are_reported_as_they_come(tiny_model):
-    seen: list[int] = []
-    generate(tiny_model, [[0]], max_new_tokens=9, device=CPU, eos_token_ids=[4], on_token=seen.append)
-    assert seen == [1, 2, 3]
-
-
 def test_the_model_is_left_in_the_mode_it_was_in(tiny_model):
     modes = []
     tiny_model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
@@ -110,27 +103,3 @@ def test_the_model_is_left_in_the_mode_it_was_in(tiny_model):
         generate(tiny_model, [[0]], max_new_tokens=1, device=CPU)
         assert tiny_model.training == training
     assert modes == [False, False]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB."),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes\nmore"),
-    ],
-)
-def test_out_of_memory_names_what_to_lower(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
-) -> None:
-    def fail(_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(generate_text, "_run", fail)
-    assert generate_text.main(["--model", "x", "--batch-size", "7"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("titanlite: error: generate: rank 0 ran out of memory") and said.count("\n") == 1
-    assert "--batch-size (7)" in said and str(error).partition("\n")[0].rstrip(".") in said
-    error = RuntimeError("another")
-    with pytest.raises(RuntimeError, match="another"):
-        generate_text.main(["--model", "x"])

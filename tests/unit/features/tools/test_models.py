@@ -1,8 +1,6 @@
 """Commands take a run, a step or a model; adapters are merged into their model while it is read, as peft computes."""
 
-import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from titanlite.__main__ import main
 from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.features.lora import merge
-from titanlite.features.tools import generate as generate_tool
 from titanlite.features.tools.models import find_base, find_model
 
 WORDS = ["the", "quick", "brown", "fox", "over", "lazy", "dog", "reads", "a", "page", "of", "old", "news", "in", "sun"]
-SYSTEM = "{% if tools %}{{ tools | length }} {% endif %}"
 TEMPLATE = (
-    SYSTEM + "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
+    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> fox{% endif %}"
 )
 
@@ -138,85 +134,3 @@ def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"qwen3moe is no folder\. Did you mean 'qwen3_moe'\?"):
         find_model("generate", str(tmp_path / "qwen3moe"))
     assert main(["inspect", str(tmp_path / "other")]) == 2
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.fixture
-def talk(monkeypatch, tmp_path):
-    """Chat with a model on a terminal; a `KeyboardInterrupt` among the lines is one at the prompt."""
-    save_model(tmp_path / "base")
-
-    def run(lines, *options: str) -> tuple[int, list[str]]:
-        queue, out = list(lines), Terminal()
-        monkeypatch.setattr(sys, "stdin", Terminal())
-        monkeypatch.setattr(sys, "stdout", out)
-
-        def answer(prompt: str) -> str:
-            line = queue.pop(0) if queue else EOFError()
-            if isinstance(line, BaseException):
-                raise line
-            return line
-
-        monkeypatch.setattr("builtins.input", answer)
-        code = main(["generate", str(tmp_path / "base"), "--max-new-tokens", "12", *options])
-        assert not queue
-        return code, out.getvalue().splitlines()[1:]
-
-    return run
-
-
-def test_a_chat_keeps_what_was_said(talk, tmp_path):
-    def said(text: str) -> str:
-        return expect(tmp_path / "base", None, text)
-
-    first = "<|im_start|> user the fox <|im_end|> <|im_start|> fox"
-    answer = said(first)
-    second = said(f"<|im_start|> user the fox <|im_end|> <|im_start|> assistant {answer} <|im_end|> {first}")
-    code, lines = talk(["the fox", "the fox", "/reset", "", "the fox", KeyboardInterrupt(), "/exit"])
-    assert code == 0 and answer and second != answer
-    assert [line.strip() for line in lines] == [
-        *(answer, second, "The chat starts over.", answer),
-        *("", "/exit or Control-D ends."),
-    ]
-    system = said(f"<|im_start|> system old news <|im_end|> {first}")
-    assert [line.strip() for line in talk(["the fox"], "--system", "old news")[1]] == [system, ""]
-
-
-def test_control_c_stops_an_answer_only(talk, monkeypatch):
-    generate, calls = generate_tool.generate, []
-
-    def stop_first(model, prompts, *, on_token, **options):
-        def watch(token: int) -> None:
-            on_token(token)
-            calls.append(token)
-            if len(calls) == 3:
-                raise KeyboardInterrupt
-
-        return generate(model, prompts, on_token=watch, **options)
-
-    monkeypatch.setattr(generate_tool, "generate", stop_first)
-    code, lines = talk(["the fox", "the dog"])
-    assert code == 0 and len(lines[0].split()) == 3 and len(lines[1].split()) > 3
-
-
-def test_a_chat_that_is_too_long_says_so(talk):
-    code, lines = talk(["the " * 70, "the fox"])
-    assert code == 0 and "the model reads 64. Use /reset." in lines[0] and len(lines) == 3
-
-
-def test_tools_reach_the_template(tmp_path, capsys):
-    base, file = tmp_path / "base", tmp_path / "tools.json"
-    save_model(base)
-    arguments = ["generate", str(base), "--prompt", "the fox", "--tools", str(file), "--max-new-tokens", "12"]
-    tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {"type": "object"}}}
-    file.write_text(json.dumps([tool, tool]))
-    assert main(arguments) == 0
-    text = "2 <|im_start|> user the fox <|im_end|> <|im_start|> fox"
-    assert capsys.readouterr().out.strip() == expect(base, None, text)
-    for content, problem in ((b"{}", "not a list of objects"), (b"[", "cannot be read"), (b"[1]", "not a list of")):
-        file.write_bytes(content)
-        assert main(arguments) == 2 and problem in capsys.readouterr().err
