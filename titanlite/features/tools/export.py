@@ -12,11 +12,10 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from titanlite.assemble import build_model
 from titanlite.base.errors import CheckpointError, raise_problems
-from titanlite.base.log import logger, setup_logger
+from titanlite.base.log import setup_logger
 from titanlite.base.text import Parser, command, one_of
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, hidden_folder
 from titanlite.checkpoint.description import describe_model
@@ -141,7 +140,6 @@ def export_checkpoint(
             if adapters is not None:  # the run's tokenizer may have another chat template than the model's
                 _copy_rest(adapters, temporary, _ADAPTER_ONLY)
             _copy_rest(folder, temporary)
-            _check_tokenizer(temporary / "tokenizer.json", out, config.vocab_size)
             temporary.rename(out)
     except OSError as error:
         raise CheckpointError(f"export: cannot write {out}: {error}.") from None
@@ -225,24 +223,6 @@ def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, _Values], ou
                     handle.write(bytes_of(chunk.view(-1)))
             handle.flush()
             os.fsync(handle.fileno())
-
-
-def _check_tokenizer(file: Path, out: Path, rows: int) -> None:
-    """Warn of a tokenizer that knows ids for which the embedding has no row."""
-    if not file.exists():
-        return
-    try:
-        ids = Tokenizer.from_str(file.read_text(encoding="utf-8")).get_vocab().values()
-    except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
-        logger.warning("export: %s: tokenizer.json cannot be read: %s. It is copied as it is.", out, error)
-        return
-    if (num_ids := max(ids, default=-1) + 1) > rows:
-        logger.warning(
-            "export: the tokenizer in %s has %d tokens, but the embedding %d rows: with a token id from %d on the "
-            "model fails. Export with the tokenizer that the model was trained with, or enlarge the model with "
-            "transformers' resize_token_embeddings(%d).",
-            *(out, num_ids, rows, rows, num_ids),
-        )
 
 
 def _copy_rest(folder: Path, out: Path, but: Collection[str] = ()) -> None:

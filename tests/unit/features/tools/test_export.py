@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_transformers import VOCAB_SIZE, save_tiny
-from tokenizers import Tokenizer, models
+from tiny_transformers import save_tiny
 
 from titanlite.assemble import build_model
 from titanlite.base.errors import CheckpointError
@@ -72,26 +71,3 @@ def test_a_checkpoint_has_the_dtypes_of_the_folder_and_no_tensor_in_float32_twic
     masters = {key.removeprefix("master.") for key in found if key.startswith("master.")}
     wide = {key for key, tensor in stored.items() if tensor.dtype == torch.float32}
     assert masters and not masters & wide
-
-
-@pytest.mark.parametrize(("more", "warns"), [(0, False), (3, True)])
-@pytest.mark.parametrize("added", [False, True])
-def test_a_tokenizer_larger_than_the_embedding_is_a_warning(
-    tmp_path: Path, caplog, more: int, warns: bool, added: bool
-):
-    save_tiny("llama", tmp_path / "in")
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB_SIZE + (0 if added else more))}, "t0"))
-    tokenizer.add_tokens([f"t{i}" for i in range(VOCAB_SIZE + more)])
-    tokenizer.save(str(tmp_path / "in" / "tokenizer.json"))
-    export_checkpoint(tmp_path / "in", tmp_path / "out", torch.float32)
-    said = [text for text in caplog.messages if text.startswith("export: the tokenizer in ")]
-    assert len(said) == warns
-    assert not warns or f"has {VOCAB_SIZE + 3} tokens, but the embedding {VOCAB_SIZE} rows" in said[0]
-    assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == VOCAB_SIZE
-
-
-def test_a_tokenizer_that_cannot_be_read_is_copied_with_a_warning(tmp_path: Path, caplog):
-    save_tiny("llama", tmp_path / "in")
-    (tmp_path / "in/tokenizer.json").write_text("{")
-    export_checkpoint(tmp_path / "in", tmp_path / "out", torch.float32)
-    assert (tmp_path / "out/tokenizer.json").read_text() == "{" and "tokenizer.json cannot be read" in caplog.text
