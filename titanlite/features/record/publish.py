@@ -1,15 +1,13 @@
 """Publication of a run: points to Weights & Biases; the model, with its card, to the Hugging Face hub."""
 
-import atexit
 import importlib
 import json
 import os
 import re
-import threading
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from titanlite.base.agree import get_rank
 from titanlite.base.errors import CheckpointError
 from titanlite.base.files import read_regular, replace_file
 from titanlite.base.log import logger
-from titanlite.base.process import leave, read_variable
+from titanlite.base.process import read_variable
 from titanlite.base.text import format_count
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.folder import OWN_FOLDER, how_to_finish
@@ -176,7 +174,6 @@ def push_to_hub(folder: Path, repository: str) -> None:
 
 
 ID_FILE = "wandb_id"
-_FINISH_S = 10.0
 _opened: list["WandbRun"] = []
 
 
@@ -199,9 +196,9 @@ def configure_wandb(found: Mapping[str, Any]) -> None:
 
 
 def finish_wandb(exit_code: int) -> None:
-    """Close what `open_wandb` has opened, if anything. The process ends with `exit_code` afterwards."""
+    """Close what `open_wandb` has opened, if anything, as failed if the exit code is not 0."""
     while _opened:
-        _opened.pop().finish(exit_code)
+        _opened.pop().call(lambda run: run.finish(exit_code=exit_code))
 
 
 class WandbRun:
@@ -212,38 +209,28 @@ class WandbRun:
     """
 
     def __init__(self, job: JobConfig, folder: Path) -> None:
-        defaults: dict[str, tuple[str, Any]] = {
-            "WANDB_PROJECT": ("project", job.metrics.wandb_project),
-            "WANDB_NAME": ("run_name", folder.resolve().name),
-            "WANDB_RUN_ID": ("run_id", _get_id(folder / ID_FILE)),
-            "WANDB_RESUME": ("resume", "allow"),
-            "WANDB_DIR": ("root_dir", str(folder.resolve())),
-            "WANDB_NOTES": ("run_notes", job.job.description or None),
-            "WANDB_INIT_TIMEOUT": ("init_timeout", 30.0),
-            "WANDB_SHOW_INFO": ("show_info", False),  # nor does it ask for a key on a terminal then
-            "WANDB_CONSOLE": ("console", "off"),
-            # The command has paths, the address of a git remote may have a token.
-            "WANDB__DISABLE_META": ("x_disable_meta", True),
-            "WANDB_DISABLE_GIT": ("disable_git", True),
-        }
-        settings = dict(defaults[name] for name in defaults if read_variable(name) is None)
-        config: dict[str, dict[str, Any]] = {}
-        for section, known in get_sections_of(job).items():
-            values = {setting.name: get_value(job, setting.key) for setting in known}
-            public = {name: public_name(value) for name, value in values.items() if isinstance(value, str)}
-            config[section] = values | public
-        config["job"]["description"] = job.job.description
         self._run: Any = None
         self._is_off = False
-        self.call(lambda _: self._start(settings, config))
+        self.call(lambda _: self._start(job, folder.resolve()))
 
-    def _start(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    def _start(self, job: JobConfig, folder: Path) -> None:
         wandb = importlib.import_module("wandb")
-        wandb.setup(wandb.Settings(**settings))  # of `init`, what it prints does not follow them
-        self._run = run = wandb.init(config=config)
-        offline = f"`wandb sync {os.path.dirname(run.dir)}` uploads this run"
-        logger.info("W&B: %s", offline if run.settings.mode == "offline" else run.url or "disabled")
-        run.define_metric("*", step_metric="step")
+        # Without information it does not ask for a key on a terminal. The command has paths, and the address of a git
+        # remote may have a token.
+        quiet = {"show_info": False, "console": "off", "x_disable_meta": True, "disable_git": True}
+        wandb.setup(wandb.Settings(init_timeout=30.0, **quiet))  # `init` prints what its own settings forbid
+        self._run = wandb.init(
+            project=read_variable("WANDB_PROJECT") or job.metrics.wandb_project,
+            name=read_variable("WANDB_NAME") or folder.name,
+            id=_get_id(folder / ID_FILE),
+            resume="allow",
+            dir=str(folder),
+            notes=job.job.description or None,
+            config=_get_config(job),
+        )
+        self._run.define_metric("*", step_metric="step")
+        offline = f"offline, `wandb sync {os.path.dirname(self._run.dir)}` uploads this run"
+        logger.info("W&B: %s", self._run.url or offline)
 
     def call(self, function: Callable[[Any], object]) -> None:
         """Call `function` with wandb's run, if there was no error."""
@@ -252,24 +239,19 @@ class WandbRun:
         try:
             function(self._run)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, it is not the run's trouble
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            self._turn_off(lines[0].rstrip("."))
-
-    def finish(self, exit_code: int) -> None:
-        """End the W&B run, as failed if the exit code is not 0; wait for that for 10 s at most."""
-        finish = partial(self.call, lambda run: run.finish(exit_code=exit_code))
-        thread = threading.Thread(target=finish, name="wandb", daemon=True)
-        thread.start()
-        thread.join(_FINISH_S)
-        if thread.is_alive():
-            self._turn_off(f"not all is uploaded after {_FINISH_S:g} s")
-        if self._is_off:  # wandb's own exit handlers would wait for its servers
-            atexit.register(leave, exit_code, at_once=True)
-
-    def _turn_off(self, reason: str) -> None:
-        if not self._is_off:
             self._is_off = True
-            logger.warning("W&B: %s. It gets no more points; metrics.jsonl has all.", reason)
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            logger.warning("W&B: %s. It gets no more points; metrics.jsonl has all.", lines[0].rstrip("."))
+
+
+def _get_config(job: JobConfig) -> dict[str, dict[str, Any]]:
+    config = defaultdict[str, dict[str, Any]](dict)
+    for section, known in get_sections_of(job).items():
+        for setting in known:
+            value = get_value(job, setting.key)
+            is_text = isinstance(value, str) and setting.key != "job.description"
+            config[section][setting.name] = public_name(value) if is_text else value
+    return config
 
 
 def _get_id(path: Path) -> str:
