@@ -275,8 +275,6 @@ def load_or_make(
     load: Callable[[], T | None],
     make: Callable[[], T],
     save: Callable[[T, IO[bytes]], object],
-    *,
-    lock: Path | None = None,
 ) -> T:
     """Return `load()`, or what `make` makes under a lock; `save` writes it, unless the cache cannot be written.
 
@@ -287,7 +285,7 @@ def load_or_make(
     with ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_lock(lock or path.with_name(path.name + ".lock")))
+            stack.enter_context(_lock(path.with_name(path.name + ".lock")))
         except OSError:
             return make()
         if (value := load()) is None:

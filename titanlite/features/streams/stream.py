@@ -7,30 +7,27 @@ folder, and a resumed run skips the rows before its block without rendering or t
 Parquet without parsing them. Where the counts are missing (another machine, without a shared cache), the blocks are
 tokenized again.
 
-The blocks of the next step are made in a thread while the present one is trained on, once per machine: each rank needs
-every block, for the length of a block is not known without.
+Every rank makes every block, because the number of its sequences is known only after packing. The next block is made in
+a thread while the present one is trained on.
 """
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
-from zipfile import BadZipFile
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from titanlite.base.errors import DataError
 from titanlite.base.log import logger
-from titanlite.base.process import read_ranks_here
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
-from titanlite.data.corpus import get_cache_folder, get_code_digest, load_or_make, write_atomic
+from titanlite.data.corpus import get_cache_folder, write_atomic
 from titanlite.data.dataset import Batch, get_permutation
 from titanlite.data.loader import resolve_tokenizer_path
 from titanlite.data.tokenizer import count_ids
@@ -38,13 +35,10 @@ from titanlite.features.sft.build import build_held_out, get_chat_warnings, get_
 from titanlite.features.sft.dataset import ExampleSet, fit_examples, get_documents, make_batch, pack_examples
 from titanlite.features.sft.encode import ExampleEncoder
 from titanlite.features.sft.examples import (
-    CODE,
     EncodedBlock,
-    TokenizedExamples,
     encode_block,
     make_encoder,
     make_key,
-    read_header,
     refuse_rows,
 )
 from titanlite.features.sft.rows import Row, Rows, open_rows
@@ -55,8 +49,6 @@ if TYPE_CHECKING:
 _FORMAT_VERSION = 3  # raise it if blocks or their packing change
 
 _get_order = lru_cache(maxsize=16)(get_permutation)  # blocks are small, and there may be several streams
-
-_KEPT_FILES = 8  # at least, of blocks: several runs of a machine may be at different places of one stream
 
 
 @dataclass(frozen=True)
@@ -123,14 +115,13 @@ class StreamDataset:
         # A digest of rows and settings, in words.
         self.fingerprint = f"a stream of {', '.join(identity[:4])} (digest {digest}), sequences of {seq_len}"
         self._counts_file = get_cache_folder(data) / "streams" / f"{self._key}.json"
-        code = get_code_digest(*CODE, Path(__file__).parent)  # the key alone does not tell how blocks are made
-        self._blocks_folder = self._counts_file.with_name(f"{self._key}-{code}")
         self._known = _load_counts(self._counts_file)  # (first row, rows, sequences) of each block, in order
         self._ends = np.cumsum([block[2] for block in self._known], dtype=np.int64).tolist()
         self._encoder: ExampleEncoder | None = None
         self._reader: tuple[int, Iterator[Row]] | None = None
         self._blocks: dict[int, _Block] = {}
-        self._ahead = StreamAhead(self._make_block)
+        self._thread = ThreadPoolExecutor(1, "titanlite-stream")
+        self._ahead: tuple[int, Future[_Block]] | None = None  # the block that is made next, by its first row
 
     @property
     def form(self) -> str:
@@ -144,12 +135,9 @@ class StreamDataset:
         return count / next(size for _, _, size in self._known if size)
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
-        """Return training samples [start, stop) in the order of the stream; blocks for one and a half of the largest
-        step are made ahead.
-        """
+        """Return training samples [start, stop) in the order of the stream."""
         if seed != self.seed:
             raise ValueError(f"the stream is shuffled with seed {self.seed}, not {seed}")
-        self._ahead.num_wanted = max(self._ahead.num_wanted, -(-3 * (stop - start) // 2))
         return self.num_validation_sequences + np.arange(start, stop, dtype=np.int64)
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
@@ -178,7 +166,7 @@ class StreamDataset:
     def _get_block(self, number: int) -> _Block:
         if number not in self._blocks:
             before = self._known[number - 1] if number else (0, 0, 0)
-            block = self._ahead.take(number, self._get_next_start(before[0], before[1]))
+            block = self._take_block(self._get_next_start(before[0], before[1]))
             self._report(block)  # only now: a block that is made ahead may never be used
             if number == len(self._known):
                 self._add(block)
@@ -190,6 +178,15 @@ class StreamDataset:
             # Micro-batches may straddle two blocks; what is older is not asked for again but by a run that goes back.
             self._blocks = {n: kept for n, kept in self._blocks.items() if n == number - 1} | {number: block}
         return self._blocks[number]
+
+    def _take_block(self, start: int) -> _Block:
+        """Return the block from row `start` on, and begin to make the block after it."""
+        begun = self._ahead
+        if begun is None or begun[0] != start:
+            begun = (start, self._thread.submit(self._make_block, start))
+        block = begun[1].result()
+        self._ahead = (block.next_start, self._thread.submit(self._make_block, block.next_start))
+        return block
 
     def _get_next_start(self, start: int, num_rows: int) -> int:
         """Return the first row of the block after that of `num_rows` rows from `start`: a short one ends a pass."""
@@ -223,10 +220,7 @@ class StreamDataset:
             if self.form == "auto" and self._encoder is not None and self._encoder.form == "preference":
                 raise DataError('data: the stream has preference pairs. Say so with data.format = "preference".')
         left_out: Counter[str] = Counter()
-        # Another rank may be a step behind, which is fewer blocks than are made ahead, and has as many ahead itself.
-        keep = max(_KEPT_FILES, 3 * self._ahead.most_blocks)
-        encoder, names = self._encoder, self.rows.names
-        encoded = share_block(self._blocks_folder, start, lambda: encode_block(encoder, batch, names), keep=keep)
+        encoded = encode_block(self._encoder, batch, self.rows.names)
         content = self._collect(encoded, left_out)
         sequences = [] if content is None else pack_examples(content, self.seq_len, packing=self.data.packing)
         following = self._get_next_start(start, len(batch))
@@ -283,96 +277,3 @@ def build_stream_dataset(
     dataset = StreamDataset(data, rows, tokenizer, held_out, seq_len, get_padding(tokenizer), seed)
     logger.info("%s: %s; %d held out", where, dataset.fingerprint, dataset.num_validation_sequences)
     return tokenizer, dataset
-
-
-_ARRAYS = ("tokens", "flags", "offsets", "num_trained", "places")
-
-
-def share_block(folder: Path, start: int, make: Callable[[], EncodedBlock], *, keep: int) -> EncodedBlock:
-    """Return `make()`, called by the first process of this machine that asks for the block from row `start` on in this
-    folder.
-
-    The others wait. A run of one process per machine makes its blocks itself, and so does each process where the folder
-    cannot be written. Of all files in the folder the newest `keep` stay, for ranks that are not as far.
-    """
-    if read_ranks_here() == 1:
-        return make()
-    path = folder / f"{start}.npz"
-
-    def save(block: EncodedBlock, file: IO[bytes]) -> None:
-        _save(block, file)
-        _remove_old(folder, keep - 1)
-
-    return load_or_make(path, lambda: _load(path), make, save, lock=folder / "lock")
-
-
-def _remove_old(folder: Path, keep: int) -> None:
-    found = []
-    for path in folder.glob("*.npz"):
-        with suppress(OSError):
-            found.append((path.stat().st_mtime_ns, path))
-    for _, path in sorted(found, reverse=True)[keep:]:
-        with suppress(OSError):
-            path.unlink()
-
-
-def _save(block: EncodedBlock, file: IO[bytes]) -> None:
-    header = {"problems": block.problems, "header": block.examples and asdict(block.examples.header)}
-    arrays = {name: getattr(block.examples, name) for name in _ARRAYS} if block.examples is not None else {}
-    np.savez(file, json=np.frombuffer(json.dumps(header).encode(), dtype=np.uint8), **arrays)
-
-
-def _load(path: Path) -> EncodedBlock | None:
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            content = json.loads(stored["json"].tobytes())
-            problems = [(reason, text) for reason, text in content["problems"]]
-            if content["header"] is None:
-                return EncodedBlock(None, problems)
-            header = read_header(content["header"])
-            arrays = {name: stored[name] for name in _ARRAYS}
-    except (OSError, BadZipFile, ValueError, KeyError, TypeError, EOFError):
-        return None
-    return EncodedBlock(TokenizedExamples(header=header, content="", **arrays), problems)
-
-
-class StreamAhead:
-    """Blocks made before they are asked for: each begins after the last row of the one before, so one thread makes all.
-
-    Attributes:
-        num_wanted: sequences that are to be ready; may be changed at any time. As many blocks are made ahead as have
-            them in the mean of those that have any.
-        most_blocks: the most blocks that were begun and not taken at a time.
-    """
-
-    def __init__(self, make: Callable[[int], _Block]) -> None:
-        self.num_wanted = self.most_blocks = 1
-        self._make = make
-        self._futures: dict[int, Future[_Block]] = {}  # by the block's number
-        self._num_taken = self._num_sequences = 0
-        self._thread = ThreadPoolExecutor(1, "titanlite-stream")
-
-    def take(self, number: int, start: int) -> _Block:
-        """Return block `number`, whose first row is `start`, once it is made; earlier ones are dropped.
-
-        An error of `make` is raised here, as often as it is asked for, and nothing is made after it.
-        """
-        if number not in self._futures:
-            for future in self._futures.values():
-                future.cancel()
-            self._futures = {number: self._thread.submit(self._make, start)}
-        newest = self._futures[number]
-        block = newest.result()
-        self._futures = {n: future for n, future in self._futures.items() if n > number}
-        self._num_taken += block.num_sequences > 0
-        self._num_sequences += block.num_sequences
-        count = -(-self.num_wanted * self._num_taken // self._num_sequences) if self._num_sequences else 1
-        for following in range(number + 1, number + 1 + count):
-            if following not in self._futures:
-                self._futures[following] = self._thread.submit(self._make_after, newest)
-            newest = self._futures[following]
-        self.most_blocks = max(self.most_blocks, len(self._futures))
-        return block
-
-    def _make_after(self, before: Future[_Block]) -> _Block:
-        return self._make(before.result().next_start)  # done: the thread took it first

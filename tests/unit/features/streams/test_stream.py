@@ -1,16 +1,10 @@
 """Streams: every example once per pass, the same samples on any world size and after any resume."""
 
 import json
-import os
 import random
-import time
-from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -21,7 +15,6 @@ from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import TrainLoader
 from titanlite.features.sft.chat import NO_END
-from titanlite.features.sft.rows import Row
 from titanlite.features.streams import stream
 from titanlite.features.streams.stream import EncodedBlock, StreamDataset
 
@@ -41,14 +34,6 @@ def build(job: JobConfig) -> StreamDataset:
 
 def take(dataset: StreamDataset, start: int, stop: int) -> list[list[int]]:
     return [dataset.batch([i]).tokens[0].tolist() for i in dataset.get_train_indices(42, start, stop).tolist()]
-
-
-def wait(dataset: StreamDataset) -> list[Any]:
-    """The blocks that are ready when the thread has nothing more to do."""
-    futures = dataset._ahead._futures
-    while not all(future.done() for future in list(futures.values())):
-        time.sleep(0.001)
-    return [future.result() for future in futures.values()]
 
 
 def prompts_in(dataset: StreamDataset, start: int, stop: int) -> list[int]:
@@ -153,142 +138,20 @@ def test_streamed_documents_are_split_too(make_job: MakeJob) -> None:
     assert pairs[0] == pairs[1] and len(pairs[0]) > 12 * 16
 
 
-def test_the_processes_of_a_machine_tokenize_each_block_once(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_rows_that_have_changed_are_refused_where_the_counts_cannot_tell(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [*make_rows(30), {"prompt": 1}, *make_rows(9)]
-    settings = {"seq_len": 48, "streaming": True, "streaming_block_rows": 8, "bad_rows": "skip"}
-    job = make_job(rows, **settings)
-    alone = build(job)
-    expected = take(alone, 0, 40)
-    wait(alone)
-    made: list[int] = []
-    encode = stream.encode_block
-
-    def counted(encoder: Any, batch: list[Row], names: tuple[str, ...]) -> stream.EncodedBlock:
-        if names == (job.data.path,):  # not a thread that an earlier test has left
-            made.append(batch[0].number if batch else 0)
-        time.sleep(0.01)  # others come while it is made
-        return encode(encoder, batch, names)
-
-    monkeypatch.setattr(stream, "encode_block", counted)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    job.data.cache_folder += "-shared"
-    ranks = [build(job) for _ in range(3)]
-    with ThreadPoolExecutor(3) as pool:  # a lock is of an open file, so threads keep each other out as processes do
-        for sample in range(40):  # step by step, as ranks are
-            found = list(pool.map(partial(take, start=sample, stop=sample + 1), ranks))
-            assert found == [[expected[sample]]] * 3
-    assert all(rank.left_out == ranks[0].left_out for rank in ranks) and ranks[0].left_out.total() >= 1
-    for rank in ranks:
-        wait(rank)
-    assert len(ranks[0]._known) > 6  # more than a pass
-    assert made == [1, 9, 17, 25, 33, 0], "the second pass finds those of the first"
-
-
-@pytest.mark.parametrize("start", [0, 40])
-def test_ranks_at_several_places_of_a_stream_leave_each_other_their_blocks(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, start: int
-) -> None:
-    """Ranks that lag, of a second run whose counts are known from a first; or two runs, far from each other."""
-    job = make_job(make_rows(120), seq_len=48, streaming=True, streaming_block_rows=4)
-    alone = build(job)
-    expected = take(alone, 0, 100)
-    wait(alone)
-    made: list[int] = []
-    encode = stream.encode_block
-    monkeypatch.setattr(
-        stream,
-        "encode_block",
-        lambda encoder, batch, names: (made.extend(row.number for row in batch[:1]), encode(encoder, batch, names))[1],
-    )
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    lag = 5
-    first, second = build(job), build(job)
-    for sample in range(50):
-        assert take(first, sample, sample + 1) == expected[sample : sample + 1]
-        other = sample - lag if start == 0 else start + sample
-        if other >= 0:
-            assert take(second, other, other + 1) == expected[other : other + 1]
-    for rank in (first, second):
-        wait(rank)
-    if start == 0:
-        assert len(made) == len(set(made)), made
-    else:  # a run that comes where the other one has been long before makes those blocks again
-        assert max(Counter(made).values()) == 2, made
-    (folder,) = Path(job.data.cache_folder, "streams").glob("*/")
-    assert len(list(folder.glob("*.npz"))) == 8
-
-
-def test_blocks_of_rows_that_have_changed_are_not_taken(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the rows have their old size and time, as after `rsync -t`: the counts cannot tell."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     job = make_job([{"prompt": "a", "completion": "b"}] * 4, seq_len=48, streaming=True)
-    before = take(build(job), 0, 1)
-    file = Path(job.data.path)
-    times = file.stat()
-    file.write_text(file.read_text().replace('"b"', '"c"'))
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    after = take(build(job), 0, 1)
-    assert after != before
-    monkeypatch.setattr(stream, "get_code_digest", lambda *_: "other code")
+    take(build(job), 0, 1)
     monkeypatch.setattr(stream, "encode_block", lambda *_: EncodedBlock(None, []))
     with pytest.raises(DataError, match="gave 1 before"):
         take(build(job), 0, 1)
-
-
-def test_where_blocks_cannot_be_shared_each_process_makes_them(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = make_job(make_rows(9), seq_len=48, streaming=True)
-    alone = build(job)
-    expected = take(alone, 0, 3)
-    wait(alone)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    dataset = build(job)
-    dataset._blocks_folder.write_text("in the way")
-    assert take(dataset, 0, 3) == expected
-
-
-def test_a_step_larger_than_a_block_finds_its_blocks_ready(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no more than one and a half steps, and a block, are held."""
-    job = make_job(make_rows(400), seq_len=48, streaming=True, streaming_block_rows=8)
-    size = 14
-    goes_on, made = Event(), []
-    goes_on.set()
-    encode = stream.encode_block
-
-    def slow(encoder: Any, batch: list[Row], names: tuple[str, ...]) -> stream.EncodedBlock:
-        assert goes_on.wait(20)
-        if names == (job.data.path,):  # not a thread that an earlier test has left
-            made.append(batch[0].number)
-        return encode(encoder, batch, names)
-
-    monkeypatch.setattr(stream, "encode_block", slow)
-    dataset = build(job)
-    loader = TrainLoader(dataset, seed=42, global_batch_size=size, local_batch_size=2, dp_rank=0, dp_degree=1)
-    for step in range(4):
-        if step:
-            goes_on.clear()  # the model is trained; what is asked for now has to be there
-        with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(loader.micro_batches, step)
-            try:
-                batches = found.result(10)
-            finally:
-                goes_on.set()
-        assert [batch.tokens.shape for batch in batches] == [(2, 48)] * (size // 2)
-        ready = sum(block.num_sequences for block in wait(dataset))
-        largest = max(known[2] for known in dataset._known)
-        assert 1.5 * size <= ready <= 1.5 * size + largest
-    assert largest < size / 2  # a step is several blocks
-    assert made == list(range(1, 8 * len(made), 8))
 
 
 def test_a_bad_row_that_is_read_ahead_ends_the_run_when_it_is_reached(make_job: MakeJob) -> None:
     job = make_job([*make_rows(60), {"prompt": 1}, *make_rows(60)], seq_len=48, streaming=True, streaming_block_rows=8)
     dataset = build(job)
     before = take(dataset, 0, 8)
-    dataset.get_train_indices(42, 0, 60)  # a step of 60: the bad row is read at once
     taken = len(before)
     with pytest.raises(DataError, match=r"line 61: no field 'completion'"):
         for _ in range(100):
@@ -298,58 +161,13 @@ def test_a_bad_row_that_is_read_ahead_ends_the_run_when_it_is_reached(make_job: 
     assert taken == dataset._ends[-1] and len(dataset._ends) == 7
 
 
-def test_ranks_that_are_a_step_apart_share_blocks(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although a step is of several blocks, which are made ahead."""
-    job = make_job(make_rows(400), seq_len=48, streaming=True, streaming_block_rows=8)
-    made: list[int] = []
-    encode = stream.encode_block
-
-    def counted(encoder: Any, batch: list[Row], names: tuple[str, ...]) -> stream.EncodedBlock:
-        if names == (job.data.path,):  # not a thread that an earlier test has left
-            made.append(batch[0].number)
-        return encode(encoder, batch, names)
-
-    monkeypatch.setattr(stream, "encode_block", counted)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    first, second = (
-        TrainLoader(build(job), seed=42, global_batch_size=14, local_batch_size=7, dp_rank=rank, dp_degree=2)
-        for rank in range(2)
-    )
-    first.micro_batches(0)
-    wait(first.dataset)
-    for step in range(6):  # the first rank waits for the other at the end of its step
-        first.micro_batches(step + 1)
-        wait(first.dataset)
-        second.micro_batches(step)
-        wait(second.dataset)
-    assert len(first.dataset._known) >= 14 and made == list(range(1, 8 * len(made), 8))
-    (folder,) = Path(job.data.cache_folder, "streams").glob("*/")
-    assert len(list(folder.glob("*.npz"))) < len(made)
-
-
-@pytest.mark.parametrize("damage", [b"", b"PK", None])
-def test_a_damaged_block_is_made_again(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, damage: bytes | None
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    job = make_job(make_rows(9), seq_len=48, streaming=True)
-    expected = take(build(job), 0, 3)
-    (file,) = Path(job.data.cache_folder, "streams").glob("*/0.npz")
-    content = file.read_bytes()
-    place = content.index(b"tokens.npy") + 200  # in the array
-    flipped = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-    file.write_bytes(flipped if damage is None else damage)
-    assert take(build(job), 0, 3) == expected
-    assert file.read_bytes() == content
-
-
 def test_a_block_that_is_only_made_ahead_leaves_nothing_out_yet(make_job: MakeJob) -> None:
     """A stream of one block begins again while its first pass is trained on."""
     job = make_job([*make_rows(9), {"prompt": 1}], seq_len=48, streaming=True, bad_rows="skip")
     dataset = build(job)
     take(dataset, 0, 1)
-    (ahead,) = wait(dataset)
-    assert ahead.left_out.total() == 1
+    assert dataset._ahead is not None
+    assert dataset._ahead[1].result().left_out.total() == 1
     assert dataset.left_out.total() == 1
 
 
