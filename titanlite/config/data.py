@@ -15,8 +15,8 @@ BadRows = Literal["error", "skip"]
 DroppedParts = Literal["error", "warn"]
 # Fields that a column can be mapped to with `data.fields`.
 FIELDS = (
-    *("messages", "conversations", "question", "answer", "instruction", "input", "output", "response", "query"),
-    *("problem", "solution", "context", "system", "tools", "prompt", "completion", "text", "chosen", "rejected"),
+    *("messages", "conversations", "question", "answer", "instruction", "input", "output", "response", "context"),
+    *("system", "tools", "prompt", "completion", "text", "chosen", "rejected"),
 )
 
 

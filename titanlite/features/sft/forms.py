@@ -13,14 +13,11 @@ Rows are checked here, so that a template never has to guess: every message has 
 tool calls whose arguments are objects.
 """
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from titanlite.base.files import parse_json
-from titanlite.config.data import FIELDS
 from titanlite.features.sft.readers import RowError
 
 T = TypeVar("T", str, list[Any], dict[str, Any])
@@ -28,35 +25,22 @@ Form = Literal["messages", "prompt_completion", "text", "preference"]
 Messages = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-# Names for them in ShareGPT and other data, in lower case.
-_OTHER_ROLES = {"human": "user", "observation": "tool", "function_call": "assistant"}
-_OTHER_ROLES |= dict.fromkeys(("gpt", "bot", "chatbot", "chatgpt", "model", "ai"), "assistant")
+# ShareGPT's names for them.
+_OTHER_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
 # Fields of a question and its answer, as instruction data have them.
-QUESTIONS = {
-    "instruction": ("output", "response"),
-    "question": ("answer", "response"),
-    "query": ("response", "answer"),
-    "prompt": ("response", "answer", "output"),
-    "problem": ("solution", "answer"),
-    "input": ("output",),
-}
+QUESTIONS = (("instruction", "output"), ("instruction", "response"), ("question", "answer"), ("prompt", "response"))
 # Fields that a form takes from `data.fields`.
 FORM_FIELDS: dict[Form, tuple[str, ...]] = {
     "messages": (
-        *("messages", "conversations", "question", "answer", "instruction", "input", "output", "response", "query"),
-        *("problem", "solution", "context", "prompt", "system", "tools"),
+        *("messages", "conversations", "question", "answer", "instruction", "input", "output", "response", "context"),
+        *("prompt", "system", "tools"),
     ),
     "prompt_completion": ("prompt", "completion", "tools"),
     "text": ("text",),
-    "preference": ("prompt", "question", "instruction", "input", "chosen", "rejected", "system", "tools"),
+    "preference": ("prompt", "chosen", "rejected", "system", "tools"),
 }
-# Context of an instruction in Alpaca and Dolly; and columns that other questions depend on.
-_SUBJECTS = ("input", "context")
-_CONTEXTS = (*_SUBJECTS, "passage", "document", "history", "choices", "options", "cot", "rationale")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _KINDS = {str: "a string", list: "a list", dict: "an object"}
-# Columns that are recognized by name, also with capitals or blanks around it.
-COLUMNS = {*FIELDS, *_CONTEXTS, "system_prompt", "label", "chat_template_kwargs"}
 
 
 @dataclass(frozen=True)
@@ -80,19 +64,13 @@ class Plain:
 
 
 def rename_fields(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return `row` with its columns renamed: those in `fields` to their fields, others to the spelling in
-    `COLUMNS`. Raises RowError: a column of `fields` is missing.
-    """
-    others = (name for name in row if name not in COLUMNS and name not in fields.values())
-    plain = {name: known for name in others if (known := name.strip().lower()) in COLUMNS and known not in row}
-    if plain:
-        row = {plain.get(name, name): value for name, value in row.items()}
-    if not fields:
-        return row
+    """Return `row` with the columns in `fields` renamed to their fields. Raises RowError: one of them is missing."""
     for name, column in fields.items():
         if column not in row:
             setting = "data.text_field" if name == "text" else f"data.fields.{name}"
             raise _missing(row, column, setting)
+    if not fields:
+        return row
     others = {column: value for column, value in row.items() if column not in fields.values()}
     return others | {name: row[column] for name, column in fields.items()}
 
@@ -127,36 +105,26 @@ def _find_question(row: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the fields of a question and its answer, where `row` has no messages."""
     if "messages" in row or "conversations" in row:
         return None
-    pairs = ((question, answer) for question, answers in QUESTIONS.items() for answer in answers)
-    return next(((question, answer) for question, answer in pairs if question in row and answer in row), None)
+    return next((pair for pair in QUESTIONS if pair[0] in row and pair[1] in row), None)
 
 
-def _add_contexts(row: dict[str, Any], question: str) -> str:
-    """Return the text of the question and its context."""
-    text = _get_text(row, question)
-    for name in _CONTEXTS:
-        if not row.get(name) or name == question:
-            continue
-        if question != "instruction" or name not in _SUBJECTS:
-            raise RowError(
-                "field without a place",
-                f"field '{name}' belongs to question or answer, and where it goes is not known. Write it into "
-                f"'{question}', or write messages.",
-            )
-        text = f"{text}\n\n{_get_text(row, name)}"
-    return text
+def _get_question(row: dict[str, Any], name: str) -> str:
+    """Return the text of the question; an instruction is followed by Alpaca's input, or Dolly's context."""
+    names = ("input", "context") if name == "instruction" else ()
+    return "\n\n".join([_get_text(row, name), *(_get_text(row, more) for more in names if row.get(more))])
 
 
 def _get_system(row: dict[str, Any], turns: Messages) -> Messages:
     """Return the system message from a row's own field, unless its turns begin with one."""
-    texts = [text for name in ("system", "system_prompt") if isinstance(text := row.get(name), str) and text]
-    has_one = turns and turns[0]["role"] == "system"
-    return [{"role": "system", "content": text} for text in texts[:1] if not has_one]
+    text = row.get("system")
+    if not isinstance(text, str) or not text or (turns and turns[0]["role"] == "system"):
+        return []
+    return [{"role": "system", "content": text}]
 
 
 def _parse_messages(row: dict[str, Any]) -> Chat:
     if pair := _find_question(row):
-        asked, answer = _add_contexts(row, pair[0]), _get_text(row, pair[1])
+        asked, answer = _get_question(row, pair[0]), _get_text(row, pair[1])
         messages, untrained = (
             [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}],
             frozenset(),
@@ -168,13 +136,7 @@ def _parse_messages(row: dict[str, Any]) -> Chat:
 
 
 def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
-    if isinstance(row.get("label"), bool):
-        raise RowError(
-            "label",
-            "prompt, completion and a label that is true or false are of KTO: answers that are not wanted would be "
-            "imitated. Keep those with true and remove 'label', or write pairs of chosen and rejected.",
-        )
-    prompt, completion = (_unpack(row, name) for name in ("prompt", "completion"))
+    prompt, completion = (_get(row, name) for name in ("prompt", "completion"))
     kinds = {type(prompt), type(completion)}
     if kinds == {str, list}:
         text = "one of prompt and completion is a string, the other a list. Write both alike."
@@ -187,13 +149,10 @@ def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
 
 
 def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
-    asked = next((name for name in ("prompt", "question", "instruction", "query") if name in row), "prompt")
-    if asked != "prompt":
-        row = {**row, "prompt": _add_contexts(row, asked)}
-    sides = {name: _unpack(row, name) for name in ("chosen", "rejected")}
+    sides = {name: _get(row, name) for name in ("chosen", "rejected")}
     if sides["chosen"] == sides["rejected"]:
         raise RowError("equal pair", "chosen and rejected are equal, so nothing is preferred. Remove the row.")
-    prompt = _unpack(row, "prompt") if "prompt" in row else None
+    prompt = row.get("prompt")
     texts = [name for name, side in sides.items() if isinstance(side, str)]
     if len(texts) == 1:
         raise RowError("wrong type", f"{texts[0]} is a string, and the other side a list. Write both alike.")
@@ -228,11 +187,7 @@ def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[Messag
             raise RowError(
                 "missing field", "there is no 'prompt', and chosen and rejected begin with different messages. Add it."
             )
-        before = lists[0][:shared]
-        if isinstance(prompt, str) and prompt and all(message.get("content") != prompt for message in before):
-            text = "prompt is none of the messages that chosen and rejected begin with. Remove it, or correct it."
-            raise RowError("prompt differs", text)
-        return before, [messages[shared:] for messages in lists]
+        return lists[0][:shared], [messages[shared:] for messages in lists]
     before = _get_asked(row, prompt)
     if all(messages[: len(before)] == before for messages in lists):
         lists = [messages[len(before) :] for messages in lists]
@@ -260,24 +215,16 @@ def _expect(value: Any, kind: type[T], where: str) -> T:
 
 
 def _get_text(row: dict[str, Any], name: str, *, may_be_empty: bool = False, setting: str = "data.format") -> str:
-    if name not in row:
-        raise _missing(row, name, setting)
-    value = _expect(row[name], str, f"field '{name}'")
+    value = _expect(_get(row, name, setting), str, f"field '{name}'")
     if not value and not may_be_empty:
         raise RowError("empty field", f"field '{name}' is empty. Remove the row, or write text.")
     return value
 
 
-def _unpack(row: dict[str, Any], name: str) -> Any:
-    """Return the field; parse it if a CSV or Parquet file holds a list of messages as JSON text."""
+def _get(row: dict[str, Any], name: str, setting: str = "data.format") -> Any:
     if name not in row:
-        raise _missing(row, name)
-    value = row[name]
-    if isinstance(value, str) and value.startswith("[{"):
-        with suppress(json.JSONDecodeError):  # text that begins like JSON
-            json.loads(value)
-            return _from_json(value, f"field '{name}'")
-    return value
+        raise _missing(row, name, setting)
+    return row[name]
 
 
 def _from_json(value: Any, where: str) -> Any:
@@ -290,7 +237,7 @@ def _from_json(value: Any, where: str) -> Any:
 
 def _get_messages(row: dict[str, Any], name: str) -> tuple[Messages, frozenset[int]]:
     """Return the messages of a field in OpenAI's form, and the indices of those with weight 0."""
-    value = _expect(_unpack(row, name), list, f"field '{name}'")
+    value = _expect(_get(row, name), list, f"field '{name}'")
     if not value:
         raise RowError("empty field", f"field '{name}' holds no message. Remove the row, or write messages.")
     messages, untrained = [], set()

@@ -13,7 +13,7 @@ from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
 from titanlite.features.generate.evaluate import read_evaluation_prompts
 from titanlite.features.sft import examples
-from titanlite.features.sft.forms import Chat, Plain, detect_form, parse_row
+from titanlite.features.sft.forms import Chat, detect_form, parse_row
 from titanlite.features.sft.readers import RowError
 
 MakeJob = Callable[..., JobConfig]
@@ -73,7 +73,7 @@ def test_columns_have_the_names_that_they_are_given(make_job: MakeJob, case: str
 
 
 def test_pairs_and_evaluation_have_the_names_that_they_are_given(make_job: MakeJob, tmp_path: Path) -> None:
-    fields = json.dumps({"question": "q", "chosen": "good", "rejected": "bad"})
+    fields = json.dumps({"prompt": "q", "chosen": "good", "rejected": "bad"})
     job = make_job([{"q": "a", "good": "b", "bad": "c"}] * 8, seq_len=48, fields=fields)
     tokenizer, loader = build_data(job, 0, 1)
     assert loader.dataset.form == "preference"
@@ -158,11 +158,7 @@ ANSWER = {"role": "assistant", "content": "b"}
         ({"instruction": "a", "input": "c", "output": "b"}, "a\n\nc"),
         ({"instruction": "a", "context": "c", "response": "b"}, "a\n\nc"),
         ({"question": "a", "answer": "b", "id": 3, "context": ""}, "a"),
-        ({"query": "a", "response": "b"}, "a"),
         ({"prompt": "a", "response": "b"}, "a"),
-        ({"problem": "a", "solution": "b"}, "a"),
-        ({"question": "a", "response": "b"}, "a"),
-        ({"input": "a", "output": "b"}, "a"),
     ],
 )
 def test_a_question_and_its_answer_are_a_chat(row: dict[str, Any], question: str) -> None:
@@ -171,7 +167,6 @@ def test_a_question_and_its_answer_are_a_chat(row: dict[str, Any], question: str
     assert chat == Chat([{"role": "user", "content": question}, ANSWER])
     (chat,) = parse_row({**row, "system": "s"}, "messages")
     assert chat == Chat([{"role": "system", "content": "s"}, {"role": "user", "content": question}, ANSWER], 1)
-    assert parse_row({**row, "system_prompt": "s"}, "messages") == (chat,)
 
 
 def test_other_forms_go_before_questions() -> None:
@@ -189,25 +184,9 @@ def test_a_question_without_an_answer_is_a_bad_row(row: dict[str, Any]) -> None:
         parse_row(row, "messages")
 
 
-@pytest.mark.parametrize("extra", [{"context": "c"}, {"options": ["c"]}, {"history": [["c", "d"]]}])
-def test_a_question_is_not_asked_without_what_it_is_about(extra: dict[str, Any]) -> None:
-    with pytest.raises(RowError, match=r"belongs to question or answer, and where it goes is not known"):
-        parse_row({"question": "a", "answer": "b", **extra}, "messages")
-
-
-@pytest.mark.parametrize("name", ["question", "instruction", "query"])
-def test_the_prompt_of_a_pair_has_other_names(name: str) -> None:
-    pair = {"chosen": "b", "rejected": "c"}
-    assert parse_row({name: "a", **pair}, "preference") == parse_row({"prompt": "a", **pair}, "preference")
-    with pytest.raises(RowError, match="belongs to question or answer"):
-        parse_row({name: "a", **pair, "history": ["d"]}, "preference")
-
-
 def test_the_system_message_of_a_pair_is_in_its_prompt() -> None:
-    chosen, _ = parse_row({"system": "s", "question": "a", "chosen": "b", "rejected": "c"}, "preference")
+    chosen, _ = parse_row({"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"}, "preference")
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
     assert chosen == Chat([*asked, ANSWER], answers_from=2)
     lists = {side: [asked[1], {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
     assert parse_row({"system": "s", **lists}, "preference")[0].messages[:2] == asked
-    chosen, _ = parse_row({"instruction": "a", "input": "d", "chosen": "b", "rejected": "c"}, "preference")
-    assert chosen == Plain("a\n\nd", "b")

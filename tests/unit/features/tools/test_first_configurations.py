@@ -32,12 +32,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "pairs": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 30,
     "gsm": [{"q": "a", "a": "b"}] * 30,
     "summaries": [{"text": "a", "summary": "b"}] * 30,
-    "kto": [{"prompt": "a", "completion": "b", "label": False}] * 30,
 }
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 ROWS |= {
-    "capitals": [{" Instruction ": "a", "Output": "b"}] * 30,
-    "bots": [{"messages": [{"role": "Human", "content": "a"}, {"role": "bot", "content": "b"}]}] * 30,
+    "bots": [{"messages": [{"role": "Human", "content": "a"}, {"role": "GPT", "content": "b"}]}] * 30,
     "values": [{"conversations": [{"role": "user", "value": "a"}, {"role": "assistant", "value": "b"}]}] * 30,
     "mixed": [{"conversations": [{"from": "user", "content": "a"}, {"from": "gpt", "content": "b"}]}] * 30,
     "dialogs": [{"dialog": TURNS}] * 30,
@@ -54,7 +52,7 @@ FILES = {
     "wiki/test.txt": "one",
     **{f"splits/{name}.jsonl": json.dumps(ALPACA[0]) + "\n" for name in ("train", "test", "validation")},
     **{f"halves/{name}.jsonl": json.dumps(ALPACA[0]) + "\n" for name in ("rows", "dev")},
-    "quoted.csv": "Question, Answer\n" + '"say ""hi"", please","ok, hi"\n' * 30,
+    "quoted.csv": "question,answer\n" + '"say ""hi"", please","ok, hi"\n' * 30,
     "tabs.csv": "instruction\toutput\na\tb\n",
     "array.jsonl": json.dumps(ALPACA, indent=1),
     "pretty.jsonl": "\n".join(json.dumps(row, indent=1) for row in ALPACA),
@@ -184,7 +182,6 @@ TRAINED = {
     "a split of them": (data("splits", 'split = "test"'), ["; not read: train.jsonl, validation.jsonl"]),
     "rows beside a split": (data("halves"), ["; not read: dev.jsonl"]),
     "splits of text": (data("wiki"), ["; not read: test.txt"]),
-    "columns with capitals": (data("capitals.jsonl"), ["form messages"]),
     "roles of others": (data("bots.jsonl"), ["form messages"]),
     "role and value": (data("values.jsonl"), ["form messages"]),
     "from and content": (data("mixed.jsonl"), ["form messages"]),
@@ -325,7 +322,6 @@ REFUSED = {
     "a section in capitals": ('[Model]\npath = "model"\n', ["did you mean 'model'?"]),
     "adapters without a rank": (data("chats.jsonl") + "[lora]\nalpha = 32\n", ["Set lora.rank"]),
     "adapters by their default": (data("chats.jsonl") + "[lora]\nalpha = 16\n", ["Set lora.rank"]),
-    "labels of KTO": (data("kto.jsonl"), ["lines 1-30: ", "are of KTO"]),
     "a packed file": (data("rows.zip"), ["is packed. Unpack it"]),
     "tabs": (data("rows.tsv"), ["Write rows as .jsonl, .csv or .parquet"]),
     "JSON without an ending": (data("rows"), ["Rename it to .jsonl"]),

@@ -133,12 +133,6 @@ def test_text(preview: Callable[..., tuple[int, str, str]], tmp_path: Path) -> N
     )
 
 
-def test_json_rows_may_be_strings(preview: Callable[..., tuple[int, str, str]]) -> None:
-    """As CSV and Parquet files hold them."""
-    rows = [{"messages": json.dumps(row["messages"])} for row in chats(3)]
-    assert preview(rows)[0] == 0
-
-
 def test_stream(preview: Callable[..., tuple[int, str, str]]) -> None:
     rows = [*chats(9), {"messages": []}]
     code, out, err = preview(
