@@ -41,14 +41,6 @@ def _scale(number: float, *units: tuple[str, float]) -> str:
     return f"{number:.0f} B" if scale == 1 else f"{number / scale:.2f} {unit}"
 
 
-def format_runs(numbers: Iterable[int]) -> str:
-    """Return `0-10,47` for numbers in any order."""
-    found = set(numbers)
-    starts = sorted(number for number in found if number - 1 not in found)
-    ends = sorted(number for number in found if number + 1 not in found)
-    return ",".join(f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
-
-
 def split_patterns(key: str, text: str) -> list[str]:
     """Return the comma-separated patterns of the setting `key` = `text`. ConfigError: nothing between two commas."""
     patterns = [part.strip() for part in text.split(",")] if text.strip() else []

@@ -3,19 +3,18 @@
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from modulefinder import ModuleFinder
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from titanlite.base.errors import DataError
 from titanlite.base.extension import load_extension
 from titanlite.base.files import check_regular, open_regular
-from titanlite.base.text import format_runs
 from titanlite.config.assets import is_hub_id
 from titanlite.config.data import DataSection, get_fields
 from titanlite.data.corpus import choose_split, find_files, read_once, stamp_files
@@ -27,7 +26,6 @@ _SUFFIXES = tuple(READERS)
 _OF_LINES = (".jsonl", ".gz", ".zst", ".csv")
 _CHUNK_BYTES = 2**22
 _PROBLEM = re.compile(r"(.*?, (?:line|row)) (\d+): (.*)", re.DOTALL)
-_MOST_STRETCHES = 8
 
 
 @dataclass(frozen=True)
@@ -122,22 +120,17 @@ def describe_place(names: tuple[str, ...], file: int, number: int) -> str:
 
 
 def merge_row_problems(problems: Sequence[str]) -> list[str]:
-    """Merge problems of rows, "place: text": one line for all rows of a file with the same text."""
-    found: dict[tuple[str, str], list[int]] = {}
+    """Merge problems of rows, "place: text": one line, with the first place, for all rows of a file with one text."""
+    found = defaultdict[tuple[str, str], list[str]](list)
     for problem in problems:
         match = _PROBLEM.fullmatch(problem)
-        found.setdefault((match[1], match[3]) if match else (problem, ""), []).append(int(match[2]) if match else 0)
-    return [
-        f"{place}{'s' if len(numbers) > 1 else ''} {_format_numbers(numbers)}: {text}" if text else place
-        for (place, text), numbers in found.items()
-    ]
-
-
-def _format_numbers(numbers: list[int]) -> str:
-    """Format ascending numbers as "1-360, 362"; of many stretches the first ones and a count."""
-    stretches = format_runs(numbers).split(",")
-    more = f" and {len(numbers)} in all" if len(stretches) > _MOST_STRETCHES else ""
-    return ", ".join(stretches[:_MOST_STRETCHES]) + more
+        place, number, text = match.groups() if match else (problem, "", "")
+        found[place, text].append(number)
+    merged = []
+    for (place, text), numbers in found.items():
+        more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+        merged.append(f"{place} {numbers[0]}{more}: {text}" if text else place)
+    return merged
 
 
 @dataclass(frozen=True)
@@ -276,21 +269,9 @@ class HubRows(Rows):
 
 
 def _digest_code(name: str) -> str:
-    """Return sha256 in hex of the file of an imported extension, and of files of its folder or package it imports."""
-    module_name = name.partition(":")[0]
-    top = getattr(sys.modules[module_name.partition(".")[0]], "__file__", None) or "/none"
-    root = Path(top).parents[Path(top).name == "__init__.py"]
-    finder = ModuleFinder(path=[] if "site-packages" in root.parts else [str(root)])
-    try:
-        finder.import_hook(module_name)
-    except ImportError:  # not a file of Python, or installed
-        return sha256(module_name.encode()).hexdigest()
-    files = sorted(
-        (key, Path(module.__file__).read_bytes())
-        for key, module in cast(dict[str, Any], finder.modules).items()
-        if module.__file__
-    )
-    return sha256(repr(files).encode()).hexdigest()
+    """Return sha256 in hex of the file of an imported extension."""
+    file = sys.modules[name.partition(":")[0]].__file__
+    return sha256(Path(file).read_bytes() if file else name.encode()).hexdigest()
 
 
 def open_rows(data: DataSection, *, streaming: bool = False) -> Rows:

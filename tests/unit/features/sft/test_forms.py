@@ -34,7 +34,7 @@ def test_the_text_is_in_the_field_that_is_named(make_job: MakeJob, form: str, st
     assert batch.tokens.equal(expected.tokens) and batch.labels.equal(expected.labels)
     job.data.text_field = "code"
     text = r"no field 'code'; its fields are: 'content', 'path'\. Add or rename the field, or set data\.text_field\."
-    with pytest.raises(DataError, match=rf"lines 1-20: {text}"):
+    with pytest.raises(DataError, match=rf"line 1 and 19 more: {text}"):
         build_data(job, 0, 1)[1].micro_batches(0)
 
 
@@ -86,7 +86,7 @@ def test_a_column_that_is_missing_is_named_once_with_its_rows(make_job: MakeJob)
     rows = [{"q": "a", "a": "b"}] * 3 + [{"q": "a"}] * 360 + [{"q": "a", "a": "b"}] + [{"q": "a"}]
     job = make_job(rows, fields=json.dumps({"question": "q", "answer": "a"}))
     text = (
-        r"^data: \S+, lines 4-363, 365: no field 'a'; its fields are: 'q'\. Add or rename the field, or set "
+        r"^data: \S+, line 4 and 360 more: no field 'a'; its fields are: 'q'\. Add or rename the field, or set "
         r"data\.fields\.answer\. To leave such rows out"
     )
     with pytest.raises(DataError, match=text):
