@@ -49,7 +49,6 @@ from titanlite.features.record.publish import configure_wandb, finish_wandb, ope
 from titanlite.features.record.run_files import check_space, log_held, save_environment
 from titanlite.features.sft.build import build_sft
 from titanlite.features.sft.chat_template import with_chat_date
-from titanlite.features.sft.dataset import DocumentRows
 from titanlite.features.streams.mixture import build_mixture
 from titanlite.features.streams.stream import build_stream
 from titanlite.features.transformers.build import build_transformers
@@ -172,9 +171,8 @@ def _join(job: JobConfig, folder: Path) -> torch.device:
     return device
 
 
-_TEXTS = {"text": build_text, "documents": partial(build_text, make=DocumentRows)}
 _ROWS = {"examples": build_sft, "stream": build_stream, "mixture": build_mixture, "images": build_images}
-_DATASETS = _TEXTS | _ROWS
+_DATASETS = {"text": build_text} | _ROWS
 
 
 def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple[Any, TrainLoader]:

@@ -165,6 +165,11 @@ def _check_source(data: DataSection, name: str, source: DataSection) -> list[str
     if given:
         are = "have" if len(given) > 1 else "has"
         return [f'{", ".join(given)} {are} an effect on data.dataset = "examples" only. Set that, or remove them.']
+    if source.dataset in ("text", "stdlib") and not source.packing:
+        return [
+            f"{get_key('packing')} = false: documents of files are packed. Write them as rows with a field 'text', and "
+            f'set {get_key("too_long")} = "split" for the long ones.'
+        ]
     return []
 
 

@@ -95,7 +95,7 @@ class DataSection:
         "Examples longer than training.seq_len: an 'error', or 'cut' their end, 'drop' or 'split' them (text only).",
     )
     bad_rows: BadRows = setting("error", "Rows that cannot be used: refuse the data, or leave them out and report why.")
-    packing: bool = setting(True, "Put several examples, or documents, into one sequence. They do not see each other.")
+    packing: bool = setting(True, "Put several examples into one sequence. They do not see each other.")
     streaming: bool = setting(
         False, "Tokenize examples during training, for datasets that are too large to tokenize before."
     )

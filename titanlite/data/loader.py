@@ -37,7 +37,6 @@ from titanlite.models.families import get_model_type
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Maker = type[PackedDataset]
 DatasetBuilder = Callable[[JobConfig], tuple["PreTrainedTokenizerFast", TrainDataset]]
 _KEYED = ", order keyed"  # in the fingerprint of a run whose order is
 _MANY_EPOCHS = 10  # of a pretrained model's new data
@@ -222,7 +221,7 @@ def build_loader(
 
 
 def get_kind(data: DataSection) -> str:
-    """Return the configured kind of data: "text", "documents", "examples", "stream", "mixture" or "images".
+    """Return the configured kind of data: "text", "examples", "stream", "mixture" or "images".
 
     Raises DataError: it asks for none.
     """
@@ -234,15 +233,15 @@ def get_kind(data: DataSection) -> str:
     if data.sources and data.dataset != "images":
         return "mixture"
     if data.dataset in ("text", "stdlib"):
-        return "text" if data.packing else "documents"
+        return "text"
     return "stream" if data.dataset == "examples" and data.streaming else data.dataset
 
 
-def build_text(job: JobConfig, make: Maker = PackedDataset) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
+def build_text(job: JobConfig) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
     """Return the tokenizer and the sequences of plain text; a resumed run keeps its own tokenizer."""
     data = resolve_tokenizer_path(job)
     tokenizer = None if data.tokenizer_path else _load_own_tokenizer(job)
-    return build_packed(data, job.training.seq_len, "data", tokenizer, get_model_type(job.model), make)
+    return build_packed(data, job.training.seq_len, "data", tokenizer, get_model_type(job.model))
 
 
 def resolve_tokenizer_path(job: JobConfig) -> DataSection:
@@ -279,12 +278,12 @@ def _load_own_tokenizer(job: JobConfig) -> "PreTrainedTokenizerFast | None":
 
 
 def build_packed(
-    data: DataSection, seq_len: int, where: str, tokenizer: Any, model_type: str = "", make: Maker = PackedDataset
+    data: DataSection, seq_len: int, where: str, tokenizer: Any, model_type: str = ""
 ) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
     """Return the tokenizer, trained on the text unless it is given, and the sequences of `data.path`."""
     corpus = build_corpus(data)
     tokenizer = build_tokenizer(data, corpus, model_type) if tokenizer is None else tokenizer
-    dataset = make(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)
+    dataset = PackedDataset(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)
     logger.info(
         "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out%s",
         *(where, len(dataset.tokenized.tokens), dataset.tokenized.vocab_size, dataset.tokenized.num_documents),

@@ -1,7 +1,5 @@
 """Examples packed into rows: each example, or piece of a long document, in one row, several to a row where they fit.
 
-`DocumentRows` are rows of plain text with one document each, for models that mix the documents of a row.
-
 Shape suffixes: B rows in a batch, L tokens per row.
 """
 
@@ -19,13 +17,11 @@ from titanlite.base.errors import DataError, raise_problems
 from titanlite.config.data import TooLong
 from titanlite.data.dataset import (
     Batch,
-    PackedDataset,
     ShuffledOrder,
     ShuffledSequences,
     get_num_held_out,
     get_permutation,
 )
-from titanlite.data.tokens import TokenizedCorpus
 from titanlite.features.sft.chat import TRAINED
 from titanlite.features.sft.examples import TokenizedExamples
 from titanlite.features.sft.forms import Form
@@ -273,44 +269,6 @@ class ExampleDataset(ShuffledSequences):
         if places.size == 0 or places.min() < 0 or places.max() >= self.num_sequences:
             raise IndexError(f"sequence indices {list(indices)} are not all in [0, {self.num_sequences})")
         return make_batch([get_documents(*self._rows[i]) for i in places.tolist()], self.seq_len, self.pad_token_id)
-
-
-class DocumentRows(PackedDataset):
-    """Sequence i is L tokens of one document, or its last ones and padding (document id -1, no label).
-
-    Every prediction inside a document is made once. Raises as `PackedDataset`.
-    """
-
-    def count_sequences(self, tokenized: TokenizedCorpus, seq_len: int) -> int:
-        ends = np.append(tokenized.ends, len(tokenized.tokens) - 1)  # after the last end-of-text token may be more text
-        begins = np.insert(ends[:-1] + 1, 0, 0)
-        counts = np.maximum(-(-(ends - begins) // seq_len), 0)
-        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of a row in its document
-        starts = np.repeat(begins, counts) + number * seq_len
-        # (num_sequences, 2) int64: places of the first token, and of the label of the last one.
-        self.bounds = np.stack([starts, np.minimum(starts + seq_len, np.repeat(ends, counts))], axis=1)
-        return len(self.bounds)
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{super().fingerprint}, a document in each"
-
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        numbers_B = np.asarray(indices, dtype=np.int64)
-        if numbers_B.size == 0 or numbers_B.min() < 0 or numbers_B.max() >= self.num_sequences:
-            raise IndexError(f"sequence indices {list(indices)} are not all in [0, {self.num_sequences})")
-        bounds = self.bounds[numbers_B]
-        rows_BL1 = np.full((len(bounds), self.seq_len + 1), self.tokenized.eos_token_id, dtype=np.int64)
-        for row, (start, stop) in zip(rows_BL1, bounds.tolist(), strict=True):
-            row[: stop + 1 - start] = self.tokenized.tokens[start : stop + 1]
-        arange_L = np.arange(self.seq_len, dtype=np.int64)
-        is_text_BL = arange_L < np.diff(bounds, axis=1)
-        return Batch(
-            tokens=torch.from_numpy(np.ascontiguousarray(rows_BL1[:, :-1])),
-            labels=torch.from_numpy(np.where(is_text_BL, rows_BL1[:, 1:], IGNORE_INDEX)),
-            positions=torch.from_numpy(arange_L * is_text_BL),
-            document_ids=torch.from_numpy(is_text_BL.astype(np.int64) - 1),
-        )
 
 
 def pack_examples(part: ExampleSet, seq_len: int, *, packing: bool) -> list[np.ndarray]:

@@ -24,7 +24,6 @@ from titanlite.config.data import SourceSection
 from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import (
     Batch,
-    PackedDataset,
     SequenceDataset,
     ShuffledOrder,
     Source,
@@ -35,7 +34,6 @@ from titanlite.data.dataset import (
 from titanlite.data.loader import build_packed, resolve_tokenizer_path
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.sft.build import build_example_dataset, load_example_tokenizer
-from titanlite.features.sft.dataset import DocumentRows
 from titanlite.features.streams.stream import build_stream_dataset
 
 PERIOD = 1 << 14  # samples, where there are weights: shares are multiples of 1/16384
@@ -258,8 +256,7 @@ def build_mixture(job: JobConfig) -> tuple[Any, MixtureDataset]:
         where = f"data.sources.{name}"
         with naming_source(name):
             if source.dataset != "examples":
-                make = PackedDataset if source.packing else DocumentRows
-                _, parts[name] = build_packed(source, seq_len, where, tokenizer, make=make)
+                _, parts[name] = build_packed(source, seq_len, where, tokenizer)
             elif source.streaming:
                 seed = get_source_seed(job.training.seed, name)
                 _, parts[name] = build_stream_dataset(source, seq_len, seed, where, tokenizer)

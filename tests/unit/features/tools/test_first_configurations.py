@@ -338,6 +338,7 @@ REFUSED = {
     "a project alone": (data("chats.jsonl") + '[metrics]\nwandb_project = "x"\n', ["Set metrics.enable_wandb"]),
     "no learning": (data("chats.jsonl") + "[optimizer]\nlr = 0\n", ["more than 0 and at most 1"]),
     "2e5 for 2e-5": (data("chats.jsonl") + "[optimizer]\nlr = 2e5\n", ["more than 0 and at most 1"]),
+    "documents of files alone": (data("book.txt", "packing = false"), ["documents of files are packed", "'text'"]),
     "a file for a folder": (data("chats.jsonl") + '[job]\ndump_folder = "book.txt/x"\n', ["book.txt: it is a file"]),
     "a written length": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 2048\n', ["(512). Set it to"]),
     "a variable": (data("$HOME/rows.jsonl"), [f'Write "{Path.home()}/rows.jsonl"']),
