@@ -88,7 +88,7 @@ def fit_examples(
     """Return the examples that fit into `seq_len` tokens, or can be made to.
 
     'cut' keeps the first tokens; of a pair, the shorter side keeps what it has and the longer one the rest, or each
-    gets half. A cut example without a trained token is dropped, and so is a pair of equal sides. All are counted.
+    gets half. A cut example without a trained token is dropped, and counted.
     'split' is for documents of plain text: each becomes pieces of `seq_len` tokens and a rest (arXiv:2404.10830). Here
     the last token of a piece is the first of the next, so that each token is predicted once, as in a whole document.
 
@@ -135,10 +135,6 @@ def fit_examples(
             if not all(_count_trained(examples, i, document, lengths[i]) for document in range(size))
         ]
         drop(np.array(untrained, dtype=np.int64), f"no trained token among the first {seq_len}")
-    if size == 2:
-        equal = np.array([i for i in np.flatnonzero(kept).tolist() if _is_equal(examples, i, lengths[i])], dtype=int)
-        drop(equal[~is_long[equal]], "chosen and rejected have the same tokens")
-        drop(equal[is_long[equal]], f"chosen and rejected are equal when cut to {seq_len} tokens")
     num_cut = int(np.count_nonzero(is_long & kept))
     if not kept.any() and not may_be_empty:
         raise DataError(
@@ -146,16 +142,6 @@ def fit_examples(
             f"{', '.join(f'{count} {reason}' for reason, count in dropped.items())}. Raise training.seq_len."
         )
     return ExampleSet(examples, selected[kept], starts[kept], lengths[kept], num_cut=num_cut, dropped=dropped)
-
-
-def _is_equal(examples: TokenizedExamples, pair: int, lengths: np.ndarray) -> bool:
-    """Return True if the used parts of a pair's sides are equal, or would be if the shorter one were not cut first."""
-    places, used = list(examples.get_documents(pair)), int(lengths.min())
-    whole = places[lengths.argmin()]
-    if lengths[0] != lengths[1] and whole.stop - whole.start == used:
-        return False
-    chosen, rejected = (examples.tokens[place][:used] for place in places)
-    return np.array_equal(chosen, rejected)
 
 
 def _split(examples: TokenizedExamples, lengths: np.ndarray, seq_len: int) -> ExampleSet:

@@ -211,30 +211,6 @@ def test_only_documents_are_split(make_job: MakeJob) -> None:
         build(make_job(make_texts(), seq_len=1, too_long="split"))
 
 
-@pytest.mark.parametrize("seq_len", [20, 21])  # both sides are cut to 10, or to 10 and 11
-def test_pairs_that_a_cut_makes_equal_are_dropped_and_counted(make_job: MakeJob, seq_len: int) -> None:
-    """There is nothing to prefer. What ends earlier than it is cut is another answer."""
-    same = "a b c d e f g h i j k l m n o p q r s t "
-    rows = [{"prompt": "p", "chosen": same + "x", "rejected": same + "y"}] * 3
-    rows += [{"prompt": "p", "chosen": "x" + same, "rejected": "y" + same}] * 5
-    rows += [{"prompt": "p", "chosen": "a", "rejected": "a b"}, {"prompt": "p", "chosen": "a b", "rejected": "b"}] * 2
-    job = make_job(rows, seq_len=seq_len, too_long="cut")
-    dataset = build(job)
-    reason = f"dropped: chosen and rejected are equal when cut to {seq_len} tokens"
-    assert f"3 examples {reason}" in describe(dataset) and f"5 examples cut to {seq_len} tokens" in describe(dataset)
-    assert len(dataset.train.selected) + len(dataset.held_out.selected) == 9
-    for part in (dataset.train, dataset.held_out):
-        for member in range(len(part.selected)):
-            chosen, rejected = (part.examples.tokens[place].tolist() for place in part.get_documents(member))
-            assert chosen != rejected
-
-    job.data.streaming, job.data.format, job.data.streaming_block_rows = True, "preference", 6
-    _, loader = build_data(job, 0, 1)
-    for step in range(6):
-        loader.micro_batches(step)
-    assert loader.dataset.left_out[f"examples dropped: {reason.removeprefix('dropped: ')}"] >= 3  # type: ignore
-
-
 def test_cut_pairs_keep_both_sides(make_job: MakeJob) -> None:
     long, short = "g" * 60, "b"
     rows = [{"prompt": "p", "chosen": long, "rejected": short}, {"prompt": "p", "chosen": long, "rejected": "h" * 61}]
