@@ -60,7 +60,6 @@ class StepTrace:
     micro_batches: int  # per step
     num_layers: tuple[int, ...]  # that the figures are of, by kind; with pipeline stages those of this rank's
     traced_layers: int  # that were really traced
-    traced_micro_batches: int
     layers: tuple[range, ...]  # numbers of this rank's; of each chunk, where a pipeline stage has several
 
     def step_work(self) -> Iterator[tuple[Kind, Work]]:
@@ -271,7 +270,6 @@ def _summarize(
         micro_batches=sum(repeats),
         num_layers=num_layers,
         traced_layers=sum(num_layers),
-        traced_micro_batches=len(repeats),
         layers=tuple(trainer.dims.degrees.stage_parts(len(model.all_layers()), trainer.dims.stage)),
     )
 

@@ -21,7 +21,7 @@ from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset,
 from titanlite.data.loader import TrainLoader
 from titanlite.features.images import ImageDataset
 from titanlite.features.sft import build as report
-from titanlite.features.sft.chat import END, TRAINED
+from titanlite.features.sft.chat import TRAINED
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.sft.dataset import ExampleDataset, ExampleSet
 from titanlite.features.streams.mixture import MixtureDataset, naming_source
@@ -29,7 +29,7 @@ from titanlite.features.streams.stream import StreamDataset
 from titanlite.preflight import check
 
 _CANDIDATES = 64  # samples to choose from
-_COLOR, _END_COLOR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("\x1b[1;33m", "\x1b[0m"), ("[[", "]]")
+_COLOR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
 _FROM = ", from token {} on"
 
 
@@ -42,7 +42,6 @@ class ShownDocument:
     ids: list[int]
     trained: list[bool]  # for each token, whether it is a label
     num_tokens: int  # that the model reads; one less than there are where the last is a label only
-    ends: Sequence[bool] = ()  # for each token, whether it ends an answer; empty where that is not known
 
     @property
     def num_trained(self) -> int:
@@ -96,12 +95,11 @@ def _get_from_examples(part: ExampleSet, members: np.ndarray) -> Iterator[ShownD
             ids = part.examples.tokens[used].tolist()
             trained = ((part.examples.flags[used] & TRAINED) != 0).tolist()
             trained[0] = False  # the first token is never a label
-            ends = ((part.examples.flags[used] & END) != 0).tolist()
-            yield ShownDocument(place + _FROM.format(start) * (start > 0), side, ids, trained, len(ids), ends)
+            yield ShownDocument(place + _FROM.format(start) * (start > 0), side, ids, trained, len(ids))
 
 
 class Painter:
-    """Decoder of tokens, with marks around the runs of trained ones and a colour for the ends of answers.
+    """Decoder of tokens, with marks around the runs of trained ones.
 
     Marks are colours, or `[[ ]]` without `color`. Of documents of more than `max_tokens` (0: no limit) only the first
     and the last tokens are shown, so many in all.
@@ -111,27 +109,25 @@ class Painter:
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
         self.marks = _COLOR if color else _PLAIN
 
-    def __call__(self, ids: list[int], trained: list[bool], ends: Sequence[bool] = ()) -> str:
-        ends = ends if self.marks is _COLOR and ends else [False] * len(ids)
+    def __call__(self, ids: list[int], trained: list[bool]) -> str:
         num_hidden = len(ids) - self.max_tokens if self.max_tokens else 0
         if num_hidden <= 0:
-            return self._paint(ids, trained, ends)
+            return self._paint(ids, trained)
         stop = len(ids) - self.max_tokens // 4
         start = stop - num_hidden
         hidden = f"    ... {num_hidden} tokens, {sum(trained[start:stop])} of them trained ..."
-        begin = self._paint(ids[:start], trained[:start], ends[:start])
-        end = self._paint(ids[stop:], trained[stop:], ends[stop:])
+        begin = self._paint(ids[:start], trained[:start])
+        end = self._paint(ids[stop:], trained[stop:])
         return f"{begin}\n{hidden}\n{end}".rstrip("\n")
 
-    def _paint(self, ids: list[int], trained: list[bool], ends: Sequence[bool]) -> str:
+    def _paint(self, ids: list[int], trained: list[bool]) -> str:
         if not ids:
             return ""
-        kinds = list(zip(trained, ends, strict=True))
-        cuts = [0, *(i for i in range(1, len(ids)) if kinds[i] != kinds[i - 1]), len(ids)]
+        cuts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1]), len(ids)]
         text = ""
         for start, stop in pairwise(cuts):
             part = escape_controls(str(self.tokenizer.decode(ids[start:stop])))
-            opening, closing = _END_COLOR if ends[start] else self.marks
+            opening, closing = self.marks
             text += f"{opening}{part}{closing}" if trained[start] else part
         return "\n".join(f"    {line}".rstrip() for line in text.split("\n"))
 
@@ -241,7 +237,7 @@ def _show_samples(loader: TrainLoader, show: Painter, num_samples: int) -> None:
             side = f" ({document.side})" if document.side else ""
             counts = f"{document.num_tokens} tokens, {document.num_trained} trained"
             print(f"\nsample {number}{side}: {document.place}, {counts}")
-            print(show(document.ids, document.trained, document.ends), file=raw_output())  # in colors, and escaped
+            print(show(document.ids, document.trained), file=raw_output())  # in colors, and escaped
 
 
 def _get_samples(loader: TrainLoader) -> Iterator[list[ShownDocument]]:
