@@ -171,8 +171,13 @@ def _join(job: JobConfig, folder: Path) -> torch.device:
     return device
 
 
-_ROWS = {"examples": build_sft, "stream": build_stream, "mixture": build_mixture, "images": build_images}
-_DATASETS = {"text": build_text} | _ROWS
+_DATASETS = {
+    "text": build_text,
+    "examples": build_sft,
+    "stream": build_stream,
+    "mixture": build_mixture,
+    "images": build_images,
+}
 
 
 def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple[Any, TrainLoader]:
