@@ -108,15 +108,6 @@ class SafetensorsReader:
         ):
             run_jobs(_jobs(parts, files, moved), self._threads)
 
-    def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
-        """Return the bytes of each file that a read of `region` of tensor `name` takes; reads nothing."""
-        found: dict[Path, int] = {}
-        for placed in self._tensors[name][1]:
-            if box := placed.region.overlap(region):
-                stored = placed.stored
-                found[stored.file] = found.get(stored.file, 0) + box.numel * stored.dtype.itemsize
-        return found
-
     def _parts(self, request: ReadRequest) -> Iterator[_Part]:
         where, region = f"checkpoint {self.name}", request.region
         if not request.destination.is_contiguous():

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.materialize.layout import Region, is_elsewhere, local_of, region_at, region_of
+from titanlite.materialize.layout import is_elsewhere, local_of
 
 # Tensors below this are packed into one broadcast of at most as many bytes.
 _BUCKET_BYTES = 4 << 20
@@ -36,17 +36,6 @@ class Share:
     mine: bool  # this rank is in charge
     hops: tuple[Hop, ...]  # broadcasts from the replica in charge to the others; empty without replicas
     key: Hashable  # equal for tensors whose hops are the same ones
-    axes: tuple[int, ...]  # of the mesh, that are replicated
-    replica: tuple[int, ...]  # index of the replica in charge along each of them
-    group: dist.ProcessGroup | None = None  # that of `share_out`
-
-    def place_of(self, rank: int) -> tuple[Region, bool]:
-        """Return the region of the tensor that global rank `rank` of the group holds, and whether it is in charge."""
-        if is_elsewhere(self.tensor) or not isinstance(self.tensor, DTensor):
-            in_charge = not self.replica or rank == _global_rank(self.group, self.replica[0])
-            return region_of(self.tensor), in_charge
-        (where,) = (self.tensor.device_mesh.mesh == rank).nonzero().tolist()
-        return region_at(self.tensor, where), tuple(where[axis] for axis in self.axes) == self.replica
 
 
 def share_out(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> Iterator[Share]:
@@ -58,11 +47,11 @@ def share_out(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
     loads: defaultdict[Hashable, list[int]] = defaultdict(list)
     for tensor in tensors:
         if is_elsewhere(tensor):
-            yield Share(tensor, False, (), None, (), (), group)
+            yield Share(tensor, False, (), None)
             continue
         mesh_axes, sizes, coordinate = _replicas(tensor, group)
         if not sizes:
-            yield Share(tensor, True, (), None, (), (), group)
+            yield Share(tensor, True, (), None)
             continue
         # Which replicas there are, not which ranks: the same on all ranks of a mesh.
         load = loads[mesh_axes] = loads[mesh_axes] or [0] * math.prod(sizes)
@@ -70,7 +59,7 @@ def share_out(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
         load[turn] += tensor.numel() * tensor.dtype.itemsize
         chosen = tuple(map(int, np.unravel_index(turn, sizes)))
         hops = tuple(_hops(tensor, mesh_axes[1], chosen, coordinate, group))
-        yield Share(tensor, chosen == coordinate, hops, (mesh_axes, turn), mesh_axes[1], chosen, group)
+        yield Share(tensor, chosen == coordinate, hops, (mesh_axes, turn))
 
 
 def _replicas(

@@ -154,7 +154,6 @@ def test_only_the_experts_of_a_shard_are_read(tmp_path):
     shard = torch.empty(region.lengths)
     source.reader.read([ReadRequest(name, region, shard)])
     assert torch.equal(shard, weights[name][region.slices])
-    assert source.reader.plan_bytes(name, region) == {tmp_path / "model.safetensors": 2 * 30 * 64 * 4}
 
 
 def test_rotary_frequencies_of_other_programs_are_ignored(tmp_path):

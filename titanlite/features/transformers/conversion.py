@@ -7,11 +7,9 @@ place of each of their elements, and so the place of a shard in the files. Opera
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -308,13 +306,6 @@ class ConvertingReader:
             for request in of_group:
                 request.destination.copy_(found[request.name][request.region.slices])
 
-    def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
-        """Bytes of each file that a read of `region` of tensor `name` takes: all of its sources, if any."""
-        found = Counter[Path]()
-        for key in self._groups[name].keys if region.numel else ():
-            found[self._stored.tensors[key].file] += self._stored.tensors[key].nbytes
-        return found
-
     def _read_whole(self, keys: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Read `keys` in the dtypes of the files, FP8 in `dtype`."""
         tensors, block = self._stored.tensors, self._stored.block
@@ -373,7 +364,7 @@ class Mxfp4Reader:
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast; errors are those of `SafetensorsReader`."""
-        sizes = [sum(self.plan_bytes(request.name, request.region).values()) for request in requests]
+        sizes = [self._count_bytes(request) for request in requests]
         with timed(f"reading MXFP4 of {self.name}", sum(sizes), self._folder_bytes, bar=True) as moved:
             for request, nbytes in zip(requests, sizes, strict=True):
                 for expert in range(request.region.lengths[0] if nbytes else 0):
@@ -392,9 +383,7 @@ class Mxfp4Reader:
         values = _unpack(*(read.destination.squeeze(0) for read in reads))
         request.destination[expert].copy_(values[:, request.region.slices[1]].mT)
 
-    def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
-        """Bytes of each file that a read of `region` of tensor `name` takes; reads nothing."""
-        found = Counter[Path]()
-        for part in self._sources[name] if region.numel else ():
-            found[part.file] += region.lengths[0] * region.lengths[2] * math.prod(part.shape[2:])
-        return found
+    def _count_bytes(self, request: ReadRequest) -> int:
+        region = request.region
+        parts = self._sources[request.name] if region.numel else ()
+        return sum(region.lengths[0] * region.lengths[2] * math.prod(part.shape[2:]) for part in parts)

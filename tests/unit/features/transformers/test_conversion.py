@@ -1,6 +1,7 @@
 """Stand-ins follow transformers' operations exactly; what they cannot follow is converted whole; nothing is silent."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from titanlite.checkpoint.hf_model import model_files, weights_of
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.conversion import ConvertingReader, Group, NotTraceable, Traced
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize import Plan, Region, materialize
+from titanlite.materialize import Plan, Read, ReadRequest, Region, materialize
 from titanlite.models.families.config_json import transformers_config
 
 
@@ -180,15 +181,20 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_names(mixtral, tmp_path,
     assert all(param.is_meta for param in model.parameters()), "nothing was allocated"
 
 
-def test_each_rank_reads_its_bytes_only(mixtral):
+def test_each_rank_reads_its_bytes_only(mixtral, monkeypatch):
     """Of the experts' weights, a rank reads what its region needs, not the experts of others."""
     model = build(mixtral)
     provider = weights_of(mixtral, model)
-    materialize(model, "cpu", [provider])
+    plan = materialize(model, "cpu", [provider])
     name = "model.layers.0.mlp.experts.gate_up_proj"
     shape = model.state_shapes[name]
     region = Region((1, 0, 0), (1, *shape[1:]))
-    assert sum(provider.reader.plan_bytes(name, region).values()) == 4 * shape[1] * shape[2]
+    (source,) = (entry.source for entry in plan.entries if entry.fqn == name)
+    assert isinstance(source, Read)
+    preadv, sizes = os.preadv, []
+    monkeypatch.setattr(os, "preadv", lambda *arguments: (sizes.append(preadv(*arguments)), sizes[-1])[1])
+    source.reader.read([ReadRequest(source.name, region, torch.empty(region.lengths))])
+    assert sum(sizes) == 4 * shape[1] * shape[2]
 
 
 def transposed(tensors: dict[str, torch.Tensor]) -> None:
