@@ -4,6 +4,7 @@ Without a launcher it is rank 0 of 1.
 """
 
 import atexit
+import ctypes
 import gc
 import io
 import os
@@ -68,6 +69,9 @@ _LIMITS = (
     ("v", resource.RLIMIT_AS, 20, 4096, "MiB of memory"),
     ("d", resource.RLIMIT_DATA, 20, 4096, "MiB of memory"),
 )
+# From glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 _exit_code: int | None = None
 # All of C0 and C1 but tab and newline, and what changes the direction of text: names in a stranger's files must neither
 # steer the terminal nor look like others.
@@ -162,6 +166,18 @@ def allow_many_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def keep_freed_memory() -> None:
+    """Keep freed host memory in this process for its next tensors, as CUDA's caching allocator does on GPUs.
+
+    By default glibc returns blocks to the kernel, and the page faults of getting them again take a tenth of a small
+    model's CPU time in each step. The peak is unchanged. No-op if the C library is not glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 @contextmanager

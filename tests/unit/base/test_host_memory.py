@@ -7,11 +7,11 @@ import pytest
 
 FAULTS_OF_NEW_TENSORS = """
 import resource, torch
-from titanlite.features.cpu import install
+from titanlite.base.process import keep_freed_memory
 
 def faults(keep):
     if keep:
-        install(torch.device("cpu"))
+        keep_freed_memory()
     counts = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
