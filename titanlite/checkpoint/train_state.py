@@ -18,7 +18,7 @@ from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config.data import DataSection, get_sources
 from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import Plan, Read, region_of, share_out
-from titanlite.materialize.execute import empty, read_tensors, sharded_like
+from titanlite.materialize.execute import read_tensors, sharded_like
 from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
 
 STATE_FILE = f"{OWN_FOLDER}/train_state.json"
@@ -194,7 +194,7 @@ def _empty_state(
 ) -> torch.Tensor:
     if name != "step":
         local = local_of(param)
-        return sharded_like(param, empty(local.shape, local.dtype, local.device))
+        return sharded_like(param, torch.empty(local.shape, dtype=local.dtype, device=local.device))
     # torch keeps the step counter on the host unless a kernel reads it.
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
     return torch.empty(stored.shape, dtype=stored.dtype, device=local_of(param).device if on_device else "cpu")

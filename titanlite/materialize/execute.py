@@ -1,9 +1,7 @@
 """Allocate, fill, verify: meta tensors become real in place, poisoned first, then written once from their source."""
 
-import ctypes
 import math
 import os
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,9 +18,7 @@ from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
 from titanlite.materialize.replicas import broadcast, group_size, share_out
 from titanlite.materialize.sources import Compute, Init, Keep, Read, ReadRequest, Recipe, TensorReader
 
-_HUGE_PAGE_BYTES = 2 << 20
 _DRAWN_AT_ONCE = 1 << 22  # values that will be encoded
-_MADV_HUGEPAGE = 14
 # Elements of a tensor that are checked at once, with a few int64 copies in memory. A chunk on the host stays in the
 # cache; a chunk on a device costs eight launches.
 _HOST_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 22
@@ -48,7 +44,7 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
             new = torch.empty_like(tensor, device=target, dtype=entry.dtype, requires_grad=False)
             _poison(local_of(new), ends_only=False)
         elif tensor.is_meta:
-            local = empty(entry.local_shape, entry.dtype, target)
+            local = torch.empty(entry.local_shape, dtype=entry.dtype, device=target)
             # A pass over all memory costs as much as reading it. Where the reader itself proves that its reads cover
             # every element, the ends are enough to notice a tensor that is never read.
             _poison(local, ends_only=isinstance(entry.source, Read) and entry.source.reader.proves_coverage)
@@ -95,25 +91,6 @@ def poison_of(dtype: torch.dtype) -> float | int | None:
         return None
     info = torch.iinfo(dtype)
     return info.min or info.max
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return uninitialized memory; large CPU tensors get 2 MiB pages where the system has them.
-
-    A page fault per 4 KiB is the larger part of loading from the page cache: 3 GB take 1.0 CPU seconds with huge pages,
-    1.5 to 1.8 without (4 ranks, 2 cores).
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    if sys.platform != "linux" or device.type != "cpu" or nbytes < 2 * _HUGE_PAGE_BYTES:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-    # Huge pages start at multiples of their size only. Memory before that is never touched and costs nothing.
-    memory = torch.empty(nbytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)
-    start = -memory.data_ptr() % _HUGE_PAGE_BYTES
-    memory = memory[start : start + nbytes]
-    length = nbytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    # Advice only: a kernel without huge pages refuses, and nothing is lost.
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(length), _MADV_HUGEPAGE)
-    return memory.view(dtype).view(tuple(shape))
 
 
 def _poison(local: torch.Tensor, *, ends_only: bool) -> None:
