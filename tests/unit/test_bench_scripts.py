@@ -22,6 +22,7 @@ import gpu_common  # noqa: E402
 import moe_gpu  # noqa: E402
 import moe_gpu_cases as cases  # noqa: E402
 import moe_gpu_sweep  # noqa: E402
+import step_cpu  # noqa: E402
 import step_gpu  # noqa: E402
 import train_gpu  # noqa: E402
 
@@ -116,6 +117,29 @@ def few_tiles() -> ModelConfig:
     """One layer whose experts are one tile wide: kernels are interpreted."""
     sizes = {"hidden_size": 32, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16}
     return replace(families()["qwen3_moe"].presets["debug"], vocab_size=64, num_layers=1, **sizes)
+
+
+TINY_CASE = step_cpu.Case(ranks=2, vocab_size=64, hidden_size=32, expert_size=16, layers=1, sequences=1, seq_len=16)
+
+
+def test_two_ranks_of_step_cpu_make_the_same_steps(tmp_path, monkeypatch):
+    *_, name, ours, theirs, ratio, spread, _ = step_cpu.compare(TINY_CASE, steps=3).split("|")
+    assert name == " 2 ranks, 1 x 16 tokens, hidden size 32 " and " - " in spread
+    assert float(ours) > 0 and float(theirs) > 0 and float(ratio) > 0
+    monkeypatch.setattr(step_cpu, "_LOSS_TOLERANCE", -1.0)
+    with pytest.raises(ValueError, match=r"2 ranks.*, step 0: titanlite's loss is 4\.\d+, transformers' 4\.\d+"):
+        step_cpu.compare(TINY_CASE, steps=3)
+
+
+def test_a_rank_of_step_cpu_that_fails_is_an_error(tmp_path):
+    def build(folder: Path, ranks: int) -> step_cpu.Step:
+        raise ZeroDivisionError
+
+    with (
+        step_cpu.Team(TINY_CASE, build, tmp_path, "broken") as team,
+        pytest.raises(RuntimeError, match="ZeroDivisionError"),
+    ):
+        team.run(0)
 
 
 @interpreted

@@ -1,0 +1,296 @@
+#!/usr/bin/env python
+"""Compare the CPU seconds of a training step with the usual loop on transformers' model, in float32.
+
+    python scripts/bench/step_cpu.py
+
+Two comparisons, on a Qwen3-MoE with 16 experts, 4 per token, whose weights both ways read from one checkpoint:
+
+one process   4 layers, hidden size 128 with 4 x 256 tokens and 384 with 2 x 256; the usual loop
+four ranks    8 layers, hidden size 256, 1 x 512 tokens per rank; the loop's model is sharded by FSDP2
+
+The loop is forward, backward, `clip_grad_norm_` and fused AdamW, with grouped_mm experts. titanlite's
+step is the trainer's, on four ranks with the experts split over the ranks. Both have one document per
+row, no router loss and no recomputation. Each way has processes of its own, with one thread each; the
+ways take turns, step by step, so that a machine that becomes slower does so for both. Every step's
+losses are compared.
+
+CPU s   user and system time of all threads of all ranks, per step: median after two steps of warm-up
+ratio   the loop's CPU s over titanlite's in the same turn: median, and the middle half
+"""
+
+import argparse
+import multiprocessing
+import os
+import pickle
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# Before torch is imported: one thread per rank, as run_train.sh sets it, and no network.
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from titanlite.base.process import keep_freed_memory
+from titanlite.checkpoint.hf_model import hf_checkpoint
+from titanlite.config import JobConfig
+from titanlite.config.parallelism import Degrees
+from titanlite.data.dataset import IGNORE_INDEX, Batch
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.parallelize import parallelize
+from titanlite.materialize import materialize
+from titanlite.models.decoder import build_decoder
+from titanlite.models.families import model_config_from_hf
+from titanlite.objective import NextToken
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.train_step import Schedule, TrainStep
+
+_LEARNING_RATE, _WEIGHT_DECAY, _BETAS, _MAX_NORM = 3e-4, 0.1, (0.9, 0.95), 1.0
+_LOSS_TOLERANCE = 1e-5  # relative; seen: 3e-7
+_WARM_UP = 2  # steps
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its batches, for a number of ranks."""
+
+    ranks: int
+    vocab_size: int
+    hidden_size: int
+    expert_size: int
+    layers: int
+    sequences: int
+    seq_len: int
+
+    def __str__(self) -> str:
+        ranks = "one process" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{ranks}, {self.sequences} x {self.seq_len} tokens, hidden size {self.hidden_size}"
+
+    def to_config(self) -> Qwen3MoeConfig:
+        return Qwen3MoeConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=3 * self.hidden_size,
+            moe_intermediate_size=self.expert_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=32,
+            num_experts=16,
+            num_experts_per_tok=4,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+            max_position_embeddings=4096,
+            use_cache=False,
+            output_router_logits=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+
+    def make_tokens(self, step: int, rank: int) -> torch.Tensor:
+        """Make a rank's tokens of a step, (B, S): a token occurs as 1 / its id, so that there is something to learn."""
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        weights = 1.0 / torch.arange(1, self.vocab_size + 1)
+        tokens = torch.multinomial(weights, self.sequences * self.seq_len, True, generator=generator)
+        return tokens.view(self.sequences, self.seq_len)
+
+
+CASES = (
+    Case(ranks=1, vocab_size=1024, hidden_size=128, expert_size=64, layers=4, sequences=4, seq_len=256),
+    Case(ranks=1, vocab_size=1024, hidden_size=384, expert_size=192, layers=4, sequences=2, seq_len=256),
+    Case(ranks=4, vocab_size=8192, hidden_size=256, expert_size=256, layers=8, sequences=1, seq_len=512),
+)
+
+
+def build_titanlite(folder: Path, ranks: int) -> Step:
+    """Build the trainer's step, of a model that is sharded on meta and read from `folder`."""
+    keep_freed_memory()
+    job = JobConfig()
+    job.optimizer.lr, job.optimizer.weight_decay = _LEARNING_RATE, _WEIGHT_DECAY
+    job.optimizer.beta1, job.optimizer.beta2 = _BETAS
+    job.lr_scheduler.warmup_steps, job.lr_scheduler.min_lr_factor = 0, 1.0
+    job.training.max_norm = _MAX_NORM
+    job.activation_checkpoint.mode = "none"
+    if ranks > 1:
+        job.parallelism.fsdp_reshard_after_forward = "never"
+    config, device = model_config_from_hf(folder), torch.device("cpu")
+    dims = ParallelDims.build(Degrees(dp_shard=ranks, ep=ranks), "cpu")
+    model = build_decoder(config)
+    model.configure("sdpa", job.moe, job.training.loss_chunk_tokens, device)
+    parallelize(model, job, dims, "cpu")
+    materialize(model, device, [hf_checkpoint(folder, config)])
+    optimizer = build_optimizer(model, job.optimizer)
+    trainer = TrainStep(job, dims, device, model, optimizer, NextToken(), Schedule())
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        labels = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
+        return trainer.train_step([Batch(tokens, labels, None, None)]).loss
+
+    return step
+
+
+def build_loop(folder: Path, ranks: int) -> Step:
+    """Build the usual loop on transformers' model; on several ranks FSDP2 shards each layer and the rest."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="grouped_mm"
+    )
+    if ranks > 1:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    model.train()
+    matrices = [param for param in model.parameters() if param.dim() >= 2]
+    vectors = [param for param in model.parameters() if param.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=_LEARNING_RATE, betas=_BETAS, fused=True)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+WAYS: dict[str, Callable[[Path, int], Step]] = {"titanlite": build_titanlite, "transformers": build_loop}
+
+
+class Team:
+    """Forked ranks that join one gloo group, build a way, and make a step when `run` is called.
+
+    Raises RuntimeError: a rank failed. The ranks end with the context.
+    """
+
+    def __init__(self, case: Case, build: Callable[[Path, int], Step], folder: Path, name: str) -> None:
+        context = multiprocessing.get_context("fork")
+        sys.stdout.flush()
+        self._pipes, self._processes = [], []
+        for rank in range(case.ranks):
+            here, there = context.Pipe()
+            arguments = (case, build, folder, folder / f"{name}.store", rank, there)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def __enter__(self) -> "Team":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def run(self, number: int) -> tuple[float, float]:
+        """Make step `number`; return the CPU seconds of all ranks and the mean of their losses."""
+        for pipe in self._pipes:
+            pipe.send(number)
+        answers = [pickle.loads(pipe.recv_bytes()) for pipe in self._pipes]
+        for answer in answers:
+            if isinstance(answer, str):
+                raise RuntimeError(answer)
+        return sum(cpu_s for cpu_s, _ in answers), statistics.fmean(loss for _, loss in answers)
+
+
+def _serve(case: Case, build: Callable[[Path, int], Step], folder: Path, store: Path, rank: int, pipe: Any) -> None:
+    """Run one rank of a team until nobody gives orders any more."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(case.ranks), LOCAL_WORLD_SIZE=str(case.ranks))
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=case.ranks)
+        step = build(folder, case.ranks)
+        while True:
+            number = pipe.recv()
+            tokens = case.make_tokens(number, rank)
+            dist.barrier()
+            before_s = time.process_time()
+            loss = step(tokens)
+            cpu_s = time.process_time() - before_s
+            pipe.send_bytes(pickle.dumps((cpu_s, loss.item())))
+    except EOFError:
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - everything goes to the parent, which raises it
+        pipe.send_bytes(pickle.dumps(traceback.format_exc()))
+        os._exit(1)
+
+
+def compare(case: Case, steps: int) -> str:
+    """Measure both ways of one case in turns; return the result as rows of a table.
+
+    Raises ValueError: losses differ.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    with tempfile.TemporaryDirectory(prefix="titanlite-bench-") as path, ExitStack() as stack:
+        folder = Path(path)
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(case.to_config()).to(torch.float32).save_pretrained(folder)
+        teams = {name: stack.enter_context(Team(case, build, folder, name)) for name, build in WAYS.items()}
+        for number in range(_WARM_UP + steps):
+            names = list(WAYS) if number % 2 else list(WAYS)[::-1]
+            losses = {}
+            for name in names:
+                cpu_s, losses[name] = teams[name].run(number)
+                if number >= _WARM_UP:
+                    seconds[name].append(cpu_s)
+            ours, theirs = losses["titanlite"], losses["transformers"]
+            if abs(ours - theirs) > _LOSS_TOLERANCE * theirs:
+                raise ValueError(
+                    f"{case}: in step {number} titanlite's loss is {ours:.7f}, transformers' {theirs:.7f}."
+                )
+    ratios = [theirs / ours for ours, theirs in zip(seconds["titanlite"], seconds["transformers"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    ours, theirs = (statistics.median(seconds[name]) for name in WAYS)
+    return f"| {case} | {ours:.3f} | {theirs:.3f} | {middle:.2f} | {low:.2f} - {high:.2f} |"
+
+
+def describe() -> str:
+    """Describe the machine and the versions in one line."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = next((line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {capability}; python {platform.python_version()}, {versions}"
+
+
+def main() -> None:
+    """Print a table of what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="of each way and case (default 20)")
+    parser.add_argument("--ranks", type=int, choices=(1, 4), help="only the cases of so many ranks")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    disable_progress_bar()
+    torch.set_num_threads(1)  # before any parallel region: forked processes inherit no pool of threads
+    print("| | titanlite, CPU s | transformers, CPU s | ratio | middle half |\n|---|---|---|---|---|")
+    for case in CASES:
+        if arguments.ranks in (None, case.ranks):
+            print(compare(case, arguments.steps), flush=True)
+    print("\n" + describe())
+
+
+if __name__ == "__main__":
+    main()
