@@ -67,10 +67,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure() -> None:
-    """Kernels of the CPU are installed, as by the trainer; forked ranks inherit them."""
-    from titanlite.features.cpu import install_kernels  # imports triton, which reads TRITON_INTERPRET
-
-    install_kernels()
     with torch.device("meta"):  # torch remembers what makes tensors; if torch.compile is the first to ask, wrongly
         torch.empty(0)
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import TitanliteError
 from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
+from titanlite.base.process import keep_freed_memory
 from titanlite.base.text import format_count, format_size
 from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.description import check_data_order, check_resumed_model, check_saved_tokenizer
@@ -27,11 +29,9 @@ from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data.loader import TrainLoader, build_loader, build_text, check_form, describe_sources, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary, count_ids
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single
 from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
 from titanlite.distributed.parallel_dims import init_distributed
 from titanlite.distributed.parallelize import check_device, choose_attention, parallelize
-from titanlite.features.cpu import install as install_cpu
 from titanlite.features.custom import build_custom_objective, build_custom_optimizer, build_metric
 from titanlite.features.diagnose.process import explain_failure, prepare_device, prepare_process
 from titanlite.features.diagnose.values import diagnose
@@ -163,11 +163,12 @@ def assemble(checked: Checked) -> Trainer:
 
 
 def _join(job: JobConfig, folder: Path) -> torch.device:
-    """Join the other ranks; return the device of this one, with the kernels for it."""
+    """Join the other ranks; return the device of this one."""
     beat("loading", 0)
     prepare_process(job, folder)
     device = init_distributed(job.comm.timeout_seconds)
-    install_cpu(device)
+    if device.type == "cpu":
+        keep_freed_memory()
     return device
 
 
@@ -249,7 +250,7 @@ def build_checkpointer(job: JobConfig, folder: Path) -> Checkpointer:
     """Build the checkpointer, for all weights or, with LoRA, for the adapters alone. Collective."""
     sections = job.checkpoint, job.model
     saved_as = PeftFormat(*sections, job.lora) if job.lora.rank else HFFormat(*sections)
-    return Checkpointer(job.checkpoint, saved_as, folder, record_event, all_reduce_sum, job.comm.timeout_seconds)
+    return Checkpointer(job.checkpoint, saved_as, folder, record_event, dist.all_reduce, job.comm.timeout_seconds)
 
 
 def build_metrics(
@@ -273,7 +274,7 @@ def build_metrics(
 
 def make_optimizer(job: JobConfig, model: Model, dims: ParallelDims) -> torch.optim.Optimizer:
     """Build the optimizer that `job` names, for the sharded `model`; raises as `build_optimizer`."""
-    muon = partial(build_muon, all_to_all=all_to_all_single, group=dims.stage_group)
+    muon = partial(build_muon, group=dims.stage_group)
     return build_optimizer(model, job.optimizer, {"Muon": muon, FORM: build_custom_optimizer})
 
 

@@ -9,13 +9,13 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titanlite.base import timers
 from titanlite.config import JobConfig
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.fsdp import prepare_backward
 from titanlite.distributed.grads import clip_grad_norms, reduce_replicated_grads
 from titanlite.launch.protocol import beat
@@ -81,7 +81,7 @@ class TrainStep:
         stage_size = dims.degrees.stage_size if dims.degrees.pp > 1 else None
         chunks = dims.degrees.stage_parts(len(model.all_layers()), dims.stage) if dims.degrees.pp > 1 else None
         rate = get_bias_update_rate(job.moe, model)
-        self.balancer = ExpertBiasBalancer(model, rate, all_reduce_sum, stage_size, chunks)
+        self.balancer = ExpertBiasBalancer(model, rate, dist.all_reduce, stage_size, chunks)
         self.grad_groups = group_parameters(model, whole=not job.metrics.grad_norm_groups)
         max_nonfinite = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
         self.finite_guard = FiniteGuard(device, max_nonfinite)
@@ -198,7 +198,7 @@ class TrainStep:
         """
         value = value.clone()
         with timers.collective():
-            all_reduce_sum(value)
+            dist.all_reduce(value)
         degrees = self.dims.degrees
         copies = degrees.ranks_per_sequence * (1 if in_stages else degrees.pp)
         return value // copies if value.dtype == torch.int64 else value / copies

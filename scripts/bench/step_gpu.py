@@ -45,7 +45,6 @@ from titanlite.config import ModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
 from titanlite.distributed.parallel_dims import init_distributed
-from titanlite.features.cpu import install
 from titanlite.features.estimate.estimate import RATES, Hardware, get_hardware, kernel_s, step_time
 from titanlite.features.estimate.operators import Work, cuda_workspace
 from titanlite.features.estimate.stand_in import observed
@@ -225,7 +224,6 @@ def main() -> int:
     machine = inspect_machine(CudaTimer(0.2))
     say(machine.describe())
     device = init_distributed(300)
-    install(device)
     found, texts = [], ["# Steps by operators", machine.describe()]
     for case, wanted in zip(cases(), expected, strict=True):
         found.append(measure(case, arguments.steps, hardware, device) | {"expected_ms": wanted})

@@ -60,7 +60,6 @@ from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallel_dims import init_distributed
 from titanlite.distributed.parallelize import parallelize, wrap_layers
-from titanlite.features.cpu import install
 from titanlite.features.estimate.estimate import get_memory
 from titanlite.features.estimate.trace import trace_step
 from titanlite.features.transformers.experts import use_titanlite_experts
@@ -145,7 +144,6 @@ def main() -> int:
     variants = tuple(variant for variant in variants if arguments.only in str(variant))
     planned = plan_peaks(variants, config, arguments.seq_len, arguments.sequences)  # before there is a process group
     device = init_distributed(300)
-    install(device)
 
     def add(row: _Row) -> None:
         row["planned_bytes"] = planned.get(row["name"])

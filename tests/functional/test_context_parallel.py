@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config import ModelConfig
-from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.context_parallel import apply_context_parallel
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
@@ -62,7 +61,7 @@ def gradients(model: Decoder, loss: torch.Tensor, *, over_ranks: bool) -> dict[s
         assert param.grad is not None, name
         found[name] = param.grad.clone()
         if over_ranks:
-            all_reduce_sum(found[name])
+            dist.all_reduce(found[name])
     return found
 
 

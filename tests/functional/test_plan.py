@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.saving import save_hf_model
-from titanlite import train_step
 from titanlite.assemble import assemble, build_data
 from titanlite.config.parallelism import Degrees
-from titanlite.distributed import collectives, expert_parallel, fsdp, grads
+from titanlite.distributed import collectives, fsdp
 from titanlite.features.estimate.estimate import axis_ranks
 from titanlite.features.estimate.stand_in import observed
 from titanlite.features.estimate.trace import StepTrace, axis_names, trace_step
@@ -32,7 +31,6 @@ _KINDS = {
     "reduce_scatter_single": ("reduce_scatter", 1),
     "reduce_scatter_tensor": ("reduce_scatter", 1),
     "all_reduce": ("all_reduce", 0),
-    "all_reduce_sum": ("all_reduce", 0),
     "all_to_all_single": ("all_to_all", 1),
     "broadcast": ("broadcast", 0),
     "isend": ("send", 0),
@@ -71,14 +69,10 @@ def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
         for name in _KINDS:
             if hasattr(dist, name):
                 patch.setattr(dist, name, counting(name, getattr(dist, name)))
-        for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "all_reduce_sum"):
-            function = counting(name, getattr(collectives, name))  # titanlite's, before torch's
-            for module in (collectives, fsdp, expert_parallel, grads, train_step):
-                if hasattr(module, name):
-                    patch.setattr(module, name, function)
-        patch.setattr(
-            trainer.stepper.balancer, "_sum_over_ranks", train_step.all_reduce_sum
-        )  # which is counting by now
+        for name in ("all_gather_single", "reduce_scatter_single"):
+            for module in (collectives, fsdp):
+                patch.setattr(module, name, getattr(dist, name, counting(name, getattr(module, name))))
+        patch.setattr(trainer.stepper.balancer, "_sum_over_ranks", dist.all_reduce)
         yield found
 
 

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.base import timers
-from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.layout import local_of, num_replicas
 
@@ -34,7 +33,7 @@ def reduce_replicated_grads(params: Iterable[torch.nn.Parameter], dims: Parallel
     for grads in by_dtype.values():
         flat = torch.cat([grad.flatten() for grad in grads])
         with timers.collective():
-            all_reduce_sum(flat, group=dims.tp_mesh.get_group())
+            dist.all_reduce(flat, group=dims.tp_mesh.get_group())
         for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))
 
@@ -83,7 +82,7 @@ def clip_grad_norms(
         sizes = [[index for index, _ in entries].count(group) for group in range(len(groups))]
         squares += torch.stack([part.sum() for part in norms.square().split(sizes)]) / replicas
     with timers.collective():
-        all_reduce_sum(squares)
+        dist.all_reduce(squares)
     norm = squares.sum().sqrt().to(torch.float32)
     if max_norm > 0 and grads:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

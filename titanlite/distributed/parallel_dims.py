@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, debug
 from titanlite.base.errors import ConfigError, TransientError
 from titanlite.base.process import allow_many_files
 from titanlite.config.parallelism import Degrees
-from titanlite.distributed.collectives import forget_groups, limit_waiting
+from titanlite.distributed.collectives import forget_groups
 from titanlite.launch.rendezvous import PORT_TAKEN, STORE_FILE, find_interface
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.ops.attention import leave_out_cudnn
@@ -148,7 +148,6 @@ def init_distributed(timeout_s: int) -> torch.device:
         TransientError: ranks of other machines cannot be reached, or the port where all ranks meet is taken.
     """
     timeout = timedelta(seconds=timeout_s)
-    limit_waiting(timeout_s)
     allow_many_files()
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))

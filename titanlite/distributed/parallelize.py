@@ -30,14 +30,13 @@ from titanlite.models.layers import FeedForward, kept
 from titanlite.models.moe import Experts
 from titanlite.ops import local_tensor
 from titanlite.ops.attention import AttentionBackend
-from titanlite.ops.kernels import get_costly
 from titanlite.ops.matmul import resolve_backend
 
 _MOST_GRAPHS = 64
 """Graphs of all layers together. Dense and MoE layers, training and evaluation, masks and shapes have graphs of their
 own; beyond torch's limit, 8, compiling is an error or the layer runs uncompiled."""
 _CACHE, _OTHERS_WRITE = "TORCHINDUCTOR_CACHE_DIR", 0o022
-# Results that selective checkpointing keeps because they are costly, as are those of kernels; it recomputes the rest.
+# Results that selective checkpointing keeps because they are costly; it recomputes the rest.
 _KEPT_OPS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -157,7 +156,7 @@ def _is_by_operation(section: ActivationCheckpointSection) -> bool:
 
 
 def _contexts() -> Any:
-    return create_selective_checkpoint_contexts([*_KEPT_OPS, *get_costly()])
+    return create_selective_checkpoint_contexts(list(_KEPT_OPS))
 
 
 def _let_many_graphs() -> dict[str, Any]:

@@ -26,7 +26,7 @@ from titanlite.metrics.point import StepPoint
 from titanlite.models.interface import Model
 from titanlite.objective import NextToken, Objective, ObjectiveSums
 from titanlite.ops import IGNORE_INDEX, VocabShard
-from titanlite.ops.matmul import multiply, sum_over_rows
+from titanlite.ops.matmul import sum_over_rows
 
 _KEY = "training.objective"
 _TRIED_TOKENS = 4
@@ -163,7 +163,7 @@ class _InChunks(torch.autograd.Function):
             own = grad_CV if shard is None else grad_CV.narrow(1, shard.start, weight_vD.shape[0])
             grad_Cv = own.to(hidden_TD.dtype)
             if dhidden_TD is not None:
-                multiply(grad_Cv, weight_vD, out=dhidden_TD[rows])
+                torch.mm(grad_Cv, weight_vD, out=dhidden_TD[rows])
             if dweight_vD is not None:
                 sum_over_rows(grad_Cv, hidden_TD[rows], dweight_vD, accumulate=True)
         return dhidden_TD, None if dweight_vD is None else dweight_vD.to(weight_vD.dtype), None, None, None, None
@@ -171,7 +171,7 @@ class _InChunks(torch.autograd.Function):
 
 def _project(hidden_CD: torch.Tensor, weight_vD: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
     """Logits of the whole vocabulary, (C, V), in float32 or float64."""
-    own_Cv = multiply(hidden_CD, weight_vD.T)
+    own_Cv = hidden_CD @ weight_vD.T
     own_Cv = own_Cv.to(torch.promote_types(own_Cv.dtype, torch.float32))
     if shard is None:
         return own_Cv

@@ -27,8 +27,6 @@ from titanlite.models.interface import Model
 from titanlite.ops.kernels import kernel_device
 from titanlite.optim.optimizer import LocalAdamW, build_adamw, group_parameters
 
-AllToAll = Callable[..., object]
-"""`torch.distributed.all_to_all_single(out, x, output_splits, input_splits, group=group)`, or what stands for it."""
 
 # Elements of its shards that a rank handles at once, in the mean over the ranks that share a parameter.
 _ELEMENTS_AT_ONCE = 1 << 25
@@ -75,11 +73,10 @@ class MatrixExchange:
         self,
         params: Sequence[torch.Tensor],
         stacked: Sequence[int],
-        all_to_all: AllToAll,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._group = group
-        self._params, self._stacked, self._all_to_all = list(params), list(stacked), all_to_all
+        self._params, self._stacked = list(params), list(stacked)
         known: dict[object, list[tuple[int, Region]]] = {}  # layers are alike, and ranks may be thousands
         holders: list[list[tuple[int, Region]]] = []
         for param in self._params:
@@ -174,7 +171,7 @@ class MatrixExchange:
         flat = [piece.reshape(-1) for of_rank in pieces for piece in of_rank]
         out, packed = like.new_empty(sum(received)), torch.cat([like.new_empty(0), *flat])
         with timers.collective():
-            self._all_to_all(out, packed, received, sent, group=self._group or dist.group.WORLD)
+            dist.all_to_all_single(out, packed, received, sent, group=self._group)
         targets = [place for of_rank in places for place in of_rank]
         for place, values in zip(targets, out.split([place.numel() for place in targets]), strict=True):
             place.copy_(values.view(place.shape))
@@ -236,18 +233,17 @@ def orthogonalize(x_NRC: torch.Tensor) -> torch.Tensor:
 def build_muon(
     model: Model,
     section: OptimizerSection,
-    all_to_all: AllToAll = dist.all_to_all_single,
     group: dist.ProcessGroup | None = None,
 ) -> "Muon":
     """Build Muon for the matrices of `muon_matrices`, with AdamW for the other trained parameters.
 
-    `all_to_all` exchanges the matrices that are split over the ranks of `group` (None: all). Every rank must call
-    alike; no collective. Parameters of other pipeline stages are in the groups too, and never stepped here. Raises
+    The ranks of `group` (None: all) exchange the matrices that are split over them. Every rank must call alike; no
+    collective. Parameters of other pipeline stages are in the groups too, and never stepped here. Raises
     ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
     matrices = muon_matrices(model, section)
     groups, rest = group_parameters(model, section, matrices)
-    options = {"momentum": section.momentum, "stacked": matrices, "all_to_all": all_to_all, "group": group}
+    options = {"momentum": section.momentum, "stacked": matrices, "group": group}
     return Muon(groups or [{"params": []}], build_adamw(rest, section), **options)
 
 
@@ -298,7 +294,6 @@ class Muon(torch.optim.Optimizer):
         *,
         momentum: float,
         stacked: dict[nn.Parameter, int],
-        all_to_all: AllToAll,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
@@ -310,7 +305,7 @@ class Muon(torch.optim.Optimizer):
         self.param_groups += adamw.param_groups  # the same dictionaries: a scheduler sets the rates of both
         adamw.state = self.state
         self._stacked = [stacked.get(param, 1) for param, _ in self._params]
-        self._exchange = MatrixExchange([param for param, _ in self._params], self._stacked, all_to_all, group)
+        self._exchange = MatrixExchange([param for param, _ in self._params], self._stacked, group)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -226,7 +226,7 @@ def _how(code: int) -> str:
 
 _ANSWER_S, _RECORDS_S = 2.0, 5.0  # NCCL's thread that writes a record looks for a wish every second
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)')
-_OWN_FILES = ("titanlite/distributed/collectives.py", "titanlite/features/cpu/shared_memory.py")
+_OWN_FILE = "titanlite/distributed/collectives.py"
 # Functions of torch.distributed and of titanlite's own collectives that wait for other ranks.
 _COLLECTIVES = re.compile(
     "all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|gather|scatter|wait_tensor|rendezvous|"
@@ -338,13 +338,8 @@ def find_collective(frames: Sequence[re.Match[str]]) -> str | None:
     """Name of the collective that a thread with these frames waits in, or None."""
     found = None
     for frame in frames:
-        own = frame["file"].endswith(_OWN_FILES)
-        # Made of other collectives, which would say less.
-        if own and frame["name"] == "all_reduce_sum":
-            return "all_reduce"
-        if own and frame["name"].startswith("host_"):
-            found = f"{frame['name'].removeprefix('host_')}_single"
-        elif found is None and (own or "torch/distributed/" in frame["file"]) and _COLLECTIVES.search(frame["name"]):
+        own = frame["file"].endswith(_OWN_FILE)
+        if found is None and (own or "torch/distributed/" in frame["file"]) and _COLLECTIVES.search(frame["name"]):
             found = frame["name"].lstrip("_")
         if "/titanlite/" in frame["file"] and not own:
             break  # further out is what called titanlite's own code

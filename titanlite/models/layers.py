@@ -18,7 +18,6 @@ from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Compute, Init, Normal, Ones, Source, Zeros
 from titanlite.ops import (
     inverse_frequencies,
-    linear,
     linear_cross_entropy,
     local_tensor,
     rms_norm,
@@ -32,12 +31,12 @@ class Linear(nn.Linear):
 
     Attributes:
         bias_scale: factor on the bias; row-parallel layers, whose outputs are summed over n ranks, set it to 1 / n.
-        multiply: (x, weight, bias) to the result: `ops.linear`, or a product with a weight that is stored otherwise.
+        multiply: (x, weight, bias) to the result: `F.linear`, or a product with a weight that is stored otherwise.
     """
 
     weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
     bias_scale: float = 1.0
-    multiply: Callable[..., torch.Tensor] = staticmethod(linear)
+    multiply: Callable[..., torch.Tensor] = staticmethod(F.linear)
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -182,7 +181,7 @@ class OutputHead(Linear):
         if select is not None:
             hidden_BSD = select(hidden_BSD)
         if labels_BS is None:
-            return linear(hidden_BSD, weight_VD)
+            return F.linear(hidden_BSD, weight_VD)
         losses = self.cross_entropy(
             hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), self.chunk_tokens, reduction=reduction
         )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from titanlite.ops.kernels import find_kernel, kernel_device
+from titanlite.ops.kernels import find_stand_in, kernel_device
 
 AttentionBackend = Literal["sdpa", "varlen"]
 # The kernel always takes grouped heads; torch 2.12 and newer want that stated.
@@ -55,8 +55,8 @@ def build_attention_mask(
     """
     if document_ids_BS is None:
         return AttentionMask()
-    kernel = find_kernel("attention_mask", document_ids_BS.device)  # of a plan, where document ids have no values
-    if kernel is not None and (mask := kernel(backend)) is not None:
+    stand_in = find_stand_in("attention_mask")
+    if stand_in is not None and (mask := stand_in(backend)) is not None:
         return mask
     if backend == "varlen":
         starts_N1 = find_starts(document_ids_BS) if starts_N1 is None else starts_N1
@@ -75,15 +75,12 @@ def build_attention_mask(
 def attention(
     q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, mask: AttentionMask, scale: float
 ) -> torch.Tensor:
-    """Attend with grouped key/value heads; returns (B, S, H, V), and so does the kernel `attention`.
+    """Attend with grouped key/value heads; returns (B, S, H, V).
 
     H must be a multiple of G: query head h reads key/value head h // (H / G).
     """
     if mask.starts_N1 is not None:  # of `varlen`
         return varlen_attention(q_BSHK, k_BSGK, v_BSGV, mask.starts_N1, scale)
-    kernel = find_kernel("attention", q_BSHK.device)
-    if kernel is not None and (out_BSHV := kernel(q_BSHK, k_BSGK, v_BSGV, mask, scale)) is not None:
-        return out_BSHV
     q_BHSK, k_BGSK, v_BGSV = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
     no_flash = mask.allowed_B1SS is not None or q_BHSK.dtype == torch.float32

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titanlite.ops.matmul import get_launchers, multiply, resolve_backend, sum_over_rows
+from titanlite.ops.matmul import get_launchers, resolve_backend, sum_over_rows
 
 IGNORE_INDEX = -100
 
@@ -40,7 +40,7 @@ def _use_kernels(x: Tensor) -> bool:
 
 def _project(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
     """Return logits (C, V); for the kernels in the dtype of the product, otherwise in float32 or float64."""
-    logits_CV = multiply(hidden_CD, weight_VD.T)
+    logits_CV = hidden_CD @ weight_VD.T
     return logits_CV if _use_kernels(logits_CV) else logits_CV.to(_wide(logits_CV))
 
 
@@ -125,7 +125,7 @@ class _Gradients:
         """Add a chunk's, from the gradient of its logits."""
         grad_CV = grad_CV.to(self._hidden_TD.dtype)
         if self.hidden is not None:
-            multiply(grad_CV, self._weight_VD, out=self.hidden[rows])
+            torch.mm(grad_CV, self._weight_VD, out=self.hidden[rows])
         if self.weight is not None:  # the sum of chunks in float32, or small gradients drown in bfloat16's 8 bits
             sum_over_rows(grad_CV, self._hidden_TD[rows], self.weight, accumulate=True)
 

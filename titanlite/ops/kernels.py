@@ -1,39 +1,27 @@
-"""The kernel table: functions that compute an operator on one type of device, by (operator, type of device).
+"""Which kernels serve a tensor: those of its device, or of the device that a plan is made for.
 
-An operator without a kernel, or whose kernel returns None, computes the same values in its own way. Features install
-kernels before the first forward. While a run is planned, fake CPU tensors stand in for CUDA's: kernels are chosen as on
-CUDA then.
+While a run is planned, fake CPU tensors stand in for CUDA's: kernels are chosen as on CUDA then, and functions that
+read values of tensors have stand-ins.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-Kernel = Callable[..., Any]
+StandIn = Callable[..., Any]
 
-_kernels: dict[tuple[str, str], Kernel] = {}
-_costly: set[Any] = set()
+_stand_ins: Mapping[str, StandIn] = {}
 # Not a context variable: a compiled forward cannot read one.
 _planned_device: str | None = None
 _has_triton = True
 
 
-def install_kernel(operator: str, device_type: str, kernel: Kernel, costly: Sequence[Any] = ()) -> None:
-    """Install `kernel` for `operator` on devices of a type, in this process, in place of the one that was there.
-
-    It takes the operator's arguments; returns the result, or None where the operator's own way is better. `costly` are
-    torch operators that it calls, whose results selective activation checkpointing keeps.
-    """
-    _kernels[operator, device_type] = kernel
-    _costly.update(costly)
-
-
-def find_kernel(operator: str, device: torch.device) -> Kernel | None:
-    """Return the kernel of `operator` for tensors on `device`; None: there is none."""
-    return _kernels.get((operator, kernel_device(device)))
+def find_stand_in(name: str) -> StandIn | None:
+    """Return what a plan calls in place of the function `name`, whose tensors have no values; None: no plan is made."""
+    return _stand_ins.get(name)
 
 
 def use_triton(wanted: bool) -> None:
@@ -47,27 +35,19 @@ def has_triton(device: torch.device) -> bool:
     return _has_triton and kernel_device(device) == "cuda"
 
 
-def get_costly() -> set[Any]:
-    """Return the torch operators that were installed as costly."""
-    return _costly
-
-
 @contextmanager
-def plan_for_device(device_type: str, kernels: Mapping[str, Kernel] | None = None) -> Generator[None]:
+def plan_for_device(device_type: str, stand_ins: Mapping[str, StandIn] | None = None) -> Generator[None]:
     """Choose kernels as for tensors on `device_type`, whatever device they are on. For tensors without data only.
 
-    `kernels`, by operator, stand in for those that need data.
+    `stand_ins`, by name, are called in place of functions that need data.
     """
-    global _planned_device
-    before, table = _planned_device, dict(_kernels)
-    _planned_device = device_type
-    _kernels.update({(operator, device_type): kernel for operator, kernel in (kernels or {}).items()})
+    global _planned_device, _stand_ins
+    before = _planned_device, _stand_ins
+    _planned_device, _stand_ins = device_type, stand_ins or {}
     try:
         yield
     finally:
-        _planned_device = before
-        _kernels.clear()
-        _kernels.update(table)
+        _planned_device, _stand_ins = before
 
 
 def kernel_device(device: torch.device) -> str:

@@ -1,7 +1,5 @@
 """Products of matrices: single ones, and one per expert over consecutive groups of rows (grouped GEMM).
 
-Single products are torch's, or those of a kernel (`linear`, `product`) that is faster on the tensors' device.
-
 A grouped GEMM is `y[m] = x[m] @ weight[e]` for the rows m of group e, where group e owns rows offsets[e - 1] to
 offsets[e]. It is one `torch.library` operator, differentiable once, with fake kernels, so that meta tensors,
 torch.compile and selective activation checkpointing know it. Backends:
@@ -26,35 +24,18 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from titanlite.base.process import read_variable
-from titanlite.ops.kernels import find_kernel, has_triton, kernel_device
-
-
-def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `x @ weight.T + bias`, (..., N), of x (..., K); the kernel `linear` takes and returns the same."""
-    kernel = find_kernel("linear", x.device)
-    y = None if kernel is None else kernel(x, weight_NK, bias_N)
-    return F.linear(x, weight_NK, bias_N) if y is None else y
-
-
-def multiply(x_MK: torch.Tensor, weight_KN: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `x @ weight`, (M, N), for use inside operators: not differentiable."""
-    y_MN = _multiply_by_kernel(x_MK, weight_KN, x_MK.shape[0])
-    if y_MN is None:
-        return torch.mm(x_MK, weight_KN, out=out)
-    return y_MN if out is None else out.copy_(y_MN)
+from titanlite.ops.kernels import has_triton, kernel_device
 
 
 def sum_over_rows(
     dy_MN: torch.Tensor, x_MK: torch.Tensor, out_NK: torch.Tensor, *, accumulate: bool = False
 ) -> torch.Tensor:
     """Write or add `dy.T @ x`, the gradient of a weight, to `out`, which may have a wider dtype; not differentiable."""
-    product_NK = _multiply_by_kernel(dy_MN.T, x_MK, x_MK.shape[0])
-    if product_NK is None and out_NK.dtype == x_MK.dtype:
+    if out_NK.dtype == x_MK.dtype:
         return out_NK.addmm_(dy_MN.T, x_MK) if accumulate else torch.mm(dy_MN.T, x_MK, out=out_NK)
-    if product_NK is None and kernel_device(x_MK.device) == "cuda" and accumulate:  # never rounded to two bytes
+    if kernel_device(x_MK.device) == "cuda" and accumulate:  # never rounded to two bytes
         return torch.addmm(out_NK, dy_MN.T, x_MK, out_dtype=out_NK.dtype, out=out_NK)
-    if product_NK is None:
-        product_NK = dy_MN.T @ x_MK
+    product_NK = dy_MN.T @ x_MK
     return out_NK.add_(product_NK) if accumulate else out_NK.copy_(product_NK)
 
 
@@ -65,7 +46,7 @@ def wide_linear(x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """
     if kernel_device(x.device) == "cuda" and x.dtype == weight_NK.dtype and x.dtype.itemsize == 2:
         return _WideLinear.apply(x, weight_NK)
-    return linear(x.float(), weight_NK.float())
+    return F.linear(x.float(), weight_NK.float())
 
 
 class _WideLinear(torch.autograd.Function):
@@ -93,12 +74,6 @@ def _multiply_wide(a: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     if kernel_device(a.device) == "cuda":
         return torch.mm(a, b_KN, out_dtype=torch.float32)
     return a.float() @ b_KN.float()
-
-
-def _multiply_by_kernel(a: torch.Tensor, b_KN: torch.Tensor, rows: int) -> torch.Tensor | None:
-    """Return `a @ b` by the kernel `product`, which is also told the number of tokens, `rows`: the size that varies."""
-    kernel = find_kernel("product", a.device)
-    return None if kernel is None else kernel(a, b_KN, rows)
 
 
 GroupedGemmBackend = Literal["auto", "triton", "torch", "reference"]

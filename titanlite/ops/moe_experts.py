@@ -1,6 +1,6 @@
 """Mixture of experts on routed tokens: gather rows out, GEMM, SwiGLU, GEMM, gather-sum rows back.
 
-With the `triton` backend, and with `torch` where the kernel `moe_experts` is installed, it is fused. Only
+With the `triton` backend it is fused. Only
 `z = [gate | up]`, (R, 2 I), is kept for backward: h is computed again while its gradient is at hand, and neither the
 permuted tokens nor the results per row are needed, so that a recomputation ends before the second GEMM. The kernels
 gather the tokens inside the first GEMM and apply SwiGLU and the router's weight to its accumulator. Otherwise the same
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanlite.ops.elementwise import swiglu
-from titanlite.ops.kernels import find_kernel
 from titanlite.ops.matmul import (
     GroupedGemmBackend,
     get_launchers,
@@ -150,8 +149,6 @@ def moe_experts(
             travel.is_served = keep
         anchor = _Experts.apply(*leaves, token_R, rows_Tk, offsets_E, z_R2I, travel) if keep else None
         return _Results.apply(anchor, h_RI, down, rows_Tk, offsets_E)
-    if chosen == "torch" and (kernel := find_kernel("moe_experts", x_TD.device)) is not None:
-        return kernel(*leaves, token_R, rows_Tk, offsets_E)
     gate_up_R2I = grouped_gemm(permute_tokens(x_TD, token_R, rows_Tk), gate_up_proj.mT, offsets_E, backend)
     y_RD = grouped_gemm(swiglu(gate_up_R2I, row_weight_R), down_proj.mT, offsets_E, backend)
     return unpermute_sum(y_RD, token_R, rows_Tk)

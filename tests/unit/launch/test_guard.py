@@ -306,53 +306,6 @@ def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step_after_lo
     assert trains == [False] + 10 * [True], "from the first step on, also after a return to a checkpoint"
 
 
-def test_a_collective_made_of_others_keeps_its_name(tmp_path):
-    for rank, (name, inner) in enumerate([("reduce_scatter", "all_to_all_single"), ("all_gather", "wait")]):
-        guard.stack_path(tmp_path, rank).write_text(
-            "Current thread 0x2 (most recent call first):\n"
-            f'  File "/x/torch/distributed/distributed_c10d.py", line 10 in {inner}\n'
-            f'  File "/x/titanlite/distributed/collectives.py", line 90 in host_{name}\n'
-            '  File "/x/torch/_library/custom_ops.py", line 3 in backend_impl\n'
-            f'  File "/x/titanlite/distributed/collectives.py", line 50 in {name}_single\n'
-            '  File "/x/titanlite/distributed/fsdp.py", line 60 in __call__\n'
-        )
-    beats = {rank: Beat(rank, os.getpid(), 4, "backward", time.monotonic()) for rank in (0, 1)}
-    text = guard.describe(tmp_path, beats, silent=[])
-    assert "rank 0 in reduce_scatter_single (step 4, backward); rank 1 in all_gather_single" in text
-
-
-def test_a_sum_is_named_whatever_it_is_made_of(tmp_path):
-    collectives = "/x/titanlite/distributed/collectives.py"
-    inner = [
-        ('  File "/x/torch/distributed/distributed_c10d.py", line 10 in all_gather_single\n', "_host_all_reduce"),
-        (f'  File "{collectives}", line 130 in host_reduce_scatter\n', "_host_all_reduce"),
-        ('  File "/x/titanlite/features/cpu/shared_memory.py", line 130 in all_reduce\n', "_host_all_reduce"),
-    ]
-    for rank, (waiting, name) in enumerate(inner):
-        guard.stack_path(tmp_path, rank).write_text(
-            f"Current thread 0x2 (most recent call first):\n{waiting}"
-            '  File "/x/torch/_library/custom_ops.py", line 3 in backend_impl\n'
-            f'  File "{collectives}", line 100 in {name}\n  File "{collectives}", line 90 in all_reduce_sum\n'
-            '  File "/x/titanlite/train_step.py", line 60 in sum_over_data\n'
-        )
-    beats = {rank: Beat(rank, os.getpid(), 4, "forward", time.monotonic()) for rank in range(3)}
-    assert "ranks 0, 1, 2 in all_reduce (step 4, forward)" in guard.describe(tmp_path, beats, silent=[])
-
-
-def test_a_collective_through_shared_memory_is_named(tmp_path):
-    for rank, name in enumerate(["all_gather", "all_to_all"]):
-        guard.stack_path(tmp_path, rank).write_text(
-            "Current thread 0x2 (most recent call first):\n"
-            '  File "/x/titanlite/features/cpu/shared_memory.py", line 160 in _synchronize\n'
-            f'  File "/x/titanlite/features/cpu/shared_memory.py", line 90 in {name}\n'
-            '  File "/x/titanlite/distributed/collectives.py", line 60 in all_to_all_single\n'
-            '  File "/x/titanlite/distributed/expert_parallel.py", line 100 in dispatch\n'
-        )
-    beats = {rank: Beat(rank, os.getpid(), 4, "forward", time.monotonic()) for rank in (0, 1)}
-    text = guard.describe(tmp_path, beats, silent=[])
-    assert "rank 0 in all_gather (step 4, forward); rank 1 in all_to_all (step 4, forward)" in text
-
-
 def test_all_ranks_in_collectives_is_said_as_it_is(tmp_path):
     for rank, name in ((0, "all_reduce"), (1, "all_to_all_single")):
         guard.stack_path(tmp_path, rank).write_text(

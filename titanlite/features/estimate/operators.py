@@ -12,12 +12,9 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-import titanlite.features.cpu.attention
-import titanlite.features.cpu.experts
 import titanlite.ops.attention
 import titanlite.ops.moe_experts  # noqa: F401
 from titanlite.distributed import collectives  # noqa: F401 - defines torch.ops.titanlite.all_gather and others
-from titanlite.features.cpu.experts import get_onednn_op
 
 _aten, _own = torch.ops.aten, torch.ops.titanlite
 _c10d, _functional = torch.ops.c10d, torch.ops._c10d_functional
@@ -73,22 +70,6 @@ def _gather_swiglu_backward(dout: Any, down: torch.Tensor, row_weight: torch.Ten
     return {_grouped(*down.shape[1:]): 2 * row_weight.shape[0] * down.shape[1] * down.shape[2]}
 
 
-def _moe_experts_forward(*args: Any) -> dict[str, int]:
-    _, gate_up, _, _, token, *_ = args
-    _, two_inner, hidden = gate_up.shape
-    return {_grouped(hidden, two_inner // 2): 2 * token.shape[0] * hidden * (two_inner + two_inner // 2)}
-
-
-def _moe_experts_backward(*args: Any) -> dict[str, int]:
-    """Gradients dh (always: the gradient of the row weights needs it), dx, and those of the two weights."""
-    _, _, gate_up, _, _, token, *rest = args
-    _, two_inner, hidden = gate_up.shape
-    need_x, need_gate_up, need_down, _ = rest[-1]
-    one = 2 * token.shape[0] * hidden * (two_inner // 2)
-    rate = _grouped(hidden, two_inner // 2)
-    return {rate: one * (1 + 2 * need_x), f"{rate} weights": one * (need_down + 2 * need_gate_up)}
-
-
 def _grouped(hidden: int, inner: int) -> str:
     return "grouped wide" if min(hidden, inner) >= _WIDE_EXPERTS else "grouped"
 
@@ -104,11 +85,6 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
 
 def _sdpa_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
     return _scores(q, k, v, (3, 2))
-
-
-def _of_host(formula: Callable[..., int], tensors: int) -> Callable[..., int]:
-    """For the CPU's attention, whose heads are dim 2; with those above the diagonal."""
-    return lambda *args: formula(*(tensor.transpose(1, 2) for tensor in args[:tensors]))
 
 
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
@@ -134,13 +110,9 @@ GROUPED_OPS: dict[Any, Callable[..., dict[str, int]]] = {
     _own.grouped_mm_wgrad.default: _weights_of_rows,
     _own.gather_swiglu.default: _gather_swiglu,
     _own.gather_swiglu_backward.default: _gather_swiglu_backward,
-    _own.moe_experts_forward.default: _moe_experts_forward,  # on the host
-    _own.moe_experts_backward.default: _moe_experts_backward,
     _aten._grouped_mm.default: _rows_through,
 }
 ATTENTION_OPS: dict[Any, tuple[str, Callable[..., int]]] = {
-    _own.host_attention.default: ("flash", _of_host(_sdpa, 3)),
-    _own.host_attention_backward.default: ("flash backward", _of_host(_sdpa_backward, 4)),
     _FLASH: ("flash", _sdpa),
     _FLASH_BACKWARD: ("flash backward", _sdpa_backward),
     _VARLEN: ("flash", _varlen),
@@ -150,12 +122,6 @@ ATTENTION_OPS: dict[Any, tuple[str, Callable[..., int]]] = {
     _EFFICIENT: ("masked", _sdpa),
     _EFFICIENT_BACKWARD: ("masked", _sdpa_backward),
 }
-# For the others torch has formulas of its own.
-_FORMULAS: dict[Any, tuple[str, Callable[..., int]]] = {
-    **ATTENTION_OPS,
-    get_onednn_op(): ("dense", lambda x, weight, *rest: 2 * x.numel() * weight.shape[0]),
-}
-_ALWAYS_CAUSAL = {_own.host_attention.default, _own.host_attention_backward.default}
 # Operator -> place of `is_causal` among its arguments.
 _CAUSAL = {_FLASH: 4, _FLASH_BACKWARD: 11, _HOST_FLASH: 4, _HOST_FLASH_BACKWARD: 7, _VARLEN: 7, _VARLEN_BACKWARD: 10}
 _CAUSAL |= {_EFFICIENT: 6, _EFFICIENT_BACKWARD: 11}
@@ -167,23 +133,21 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
     packet = getattr(func, "_overloadpacket", None)
     if func in GROUPED_OPS:
         counts = GROUPED_OPS[func](*args)
-    elif func in _FORMULAS:
-        rate, formula = _FORMULAS[func]
+    elif func in ATTENTION_OPS:
+        rate, formula = ATTENTION_OPS[func]
         counts = {rate: formula(*args)}
     elif packet in (_aten.mm, _aten.addmm, _aten.addmm_):  # with or without a wider result
         a, b = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:] if packet is _aten.mm else args[1:3]
         sizes = (*a.shape, b.shape[1])
         counts = {"dense" if min(sizes) >= _THIN else "thin": 2 * math.prod(sizes)}
-    else:
+    else:  # torch has formulas for the others
         formula = flop_registry.get(packet)
         if formula is None:
             return {}
         counts = {"thin": formula(*args, **kwargs, out_val=out)}
     place = _CAUSAL.get(func)
-    causal = func in _ALWAYS_CAUSAL or (
-        place is not None and (args[place] if len(args) > place else kwargs.get("is_causal", False))
-    )
-    if causal:  # the memory-efficient kernel skips blocks above the diagonal, too
+    if place is not None and (args[place] if len(args) > place else kwargs.get("is_causal", False)):
+        # The memory-efficient kernel skips blocks above the diagonal, too.
         return {rate: count - count // 2 for rate, count in counts.items()}
     added = packet in (_aten.addmm, _aten.addmm_)  # to the first, which may be wider than the factors
     first = next(arg for arg in args[added:] if isinstance(arg, torch.Tensor))
@@ -297,8 +261,6 @@ _COLLECTIVES: dict[Any, tuple[str, int, int]] = {
     _functional.all_reduce_.default: ("all_reduce", 2, 0),
     _functional.all_to_all_single.default: ("all_to_all", 3, 0),
     _functional.broadcast.default: ("broadcast", 2, 0),
-    _own.host_all_gather.default: ("all_gather", 2, 0),
-    _own.host_reduce_scatter.default: ("reduce_scatter", 2, 1),
     _own.all_gather.default: ("all_gather", 2, -1),
     _own.reduce_scatter.default: ("reduce_scatter", 2, 0),
     _own.all_reduce.default: ("all_reduce", 1, 0),

@@ -22,7 +22,6 @@ from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import TrainingSection
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
-from titanlite.features.cpu import install_kernels
 from titanlite.features.dpo import DPO, AdaptersOff
 from titanlite.features.estimate.tracker import GRADIENTS, FixedScalars, StepRecorder
 from titanlite.features.images import ImageBatch
@@ -44,7 +43,6 @@ class StandInTrainer(TrainStep):
     """The steps of a run on `device_type`, as a rank of `fake_ranks`. Use it inside `without_data`."""
 
     def __init__(self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, device_type: DeviceType) -> None:
-        install_kernels()
         device = torch.device("cpu")  # where fake tensors are; FSDP2 needs no streams there
         dims = ParallelDims.build(degrees, "cpu")
         # Also takes the meshes that a step needs out of `dims`: without data a mesh cannot look its ranks up.
@@ -103,11 +101,11 @@ class StandInTrainer(TrainStep):
 def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[None]:
     """Give tensors made inside no data: operators compute sizes only, and kernels are chosen as on `device_type`."""
     with ExitStack() as stack:
-        kernels: dict[str, Callable[..., Any]] = {"expert_splits": _even_splits}
+        stand_ins: dict[str, Callable[..., Any]] = {"expert_splits": _even_splits}
         stack.enter_context(_exchanged(grouped_mm=_grouped_mm))
         if device_type == "cuda":
-            kernels["attention_mask"] = partial(_mask, trainer.job.training)
-        stack.enter_context(plan_for_device(device_type, kernels))
+            stand_ins["attention_mask"] = partial(_mask, trainer.job.training)
+        stack.enter_context(plan_for_device(device_type, stand_ins))
         if device_type == "cuda":
             # Composed of many operators on the CPU, and one kernel on CUDA.
             attend, norm = partial(_attention, F.scaled_dot_product_attention), partial(_rms_norm, F.rms_norm)

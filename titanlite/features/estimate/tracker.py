@@ -57,7 +57,6 @@ PARTS = (ATTENTION, DENSE, GROUPED, ROUTING, ELEMENTWISE, HEAD, FSDP, CLIPPING, 
 # By the innermost function that has such a file.
 _PLACES = {
     "/titanlite/ops/attention": ATTENTION,
-    "/titanlite/features/cpu/attention": ATTENTION,
     "/titanlite/ops/moe_experts.py": ROUTING,
     "/titanlite/models/moe.py": ROUTING,
     "/titanlite/distributed/expert_parallel.py": ROUTING,
@@ -268,7 +267,7 @@ class StepRecorder(TorchDispatchMode):
             self.mark(kwargs["out"], UNITS)
         elif func is _fsdp.chunk_cat.default:
             self.mark([*args[0], kwargs["out"] if "out" in kwargs else args[3]], UNITS)
-        elif func in (_c10d._reduce_scatter_base_.default, _own.host_reduce_scatter.default):
+        elif func is _c10d._reduce_scatter_base_.default:
             self.mark(args[:1], UNITS)
 
     def peaks(self) -> dict[Segment, dict[str, int]]:

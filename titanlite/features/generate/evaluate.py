@@ -24,7 +24,6 @@ from titanlite.config.data import DataSection, get_fields
 from titanlite.data.dataset import TrainDataset, get_sources
 from titanlite.data.tokenizer import count_ids
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.features.generate.generate import generate, get_end_of_turn_ids, get_eos_token_ids
 from titanlite.features.sft.chat import ANSWER, END
 from titanlite.features.sft.dataset import ExampleDataset
@@ -202,7 +201,7 @@ class Evaluator:
             except DataError as error:
                 problems.append(str(error))
         raise_together(DataError, "evaluation", problems)
-        all_reduce_sum(scores)  # on the host
+        dist.all_reduce(scores)  # on the host
         shown = zip(self._prompts, texts, scores.tolist(), strict=True)
         examples = [
             Example(self._tokenizer.decode(prompt.prompt_ids), text, prompt.reference, score)

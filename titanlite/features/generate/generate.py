@@ -34,7 +34,6 @@ from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_json
 from titanlite.data.dataset import TrainDataset
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.features.streams.mixture import get_stop_token_ids
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.probes import evaluation
@@ -224,7 +223,7 @@ class _Batch:
         if self.dims is None or dist.get_world_size() == 1:
             return all(ended)
         going = torch.tensor([not all(ended)], dtype=torch.int32, device=self.device)
-        all_reduce_sum(going)
+        dist.all_reduce(going)
         return not bool(going.item())
 
 

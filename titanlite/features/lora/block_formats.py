@@ -33,7 +33,7 @@ from titanlite.models.interface import Model
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
 from titanlite.ops.kernels import has_triton
-from titanlite.ops.matmul import GroupedGemmBackend, grouped_gemm, linear
+from titanlite.ops.matmul import GroupedGemmBackend, grouped_gemm
 
 _FACTOR_BYTES = 4
 _LARGEST_FP8 = 448.0
@@ -285,7 +285,7 @@ class _FrozenProduct(torch.autograd.Function):
         ctx.save_for_backward(records, offsets)
         ctx.layout, ctx.width, ctx.backend = layout, x.shape[-1], backend
         weight = decode_blocks(records, layout, x.shape[-1], x.dtype)
-        return linear(x, weight, bias) if offsets is None else grouped_gemm(x, weight.mT, offsets, backend)
+        return F.linear(x, weight, bias) if offsets is None else grouped_gemm(x, weight.mT, offsets, backend)
 
     @staticmethod
     @once_differentiable
@@ -293,5 +293,5 @@ class _FrozenProduct(torch.autograd.Function):
         records, offsets = ctx.saved_tensors
         weight = decode_blocks(records, ctx.layout, ctx.width, dy.dtype, in_backward=True)
         if offsets is None:
-            return linear(dy, weight.mT), None, None, None, None, None
+            return F.linear(dy, weight.mT), None, None, None, None, None
         return grouped_gemm(dy.contiguous(), weight, offsets, ctx.backend), None, None, None, None, None

@@ -26,7 +26,7 @@ from titanlite.materialize.sources import Init, Source, Uniform, Zeros
 from titanlite.models.interface import Model
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
-from titanlite.ops import grouped_gemm, linear, local_tensor
+from titanlite.ops import grouped_gemm, local_tensor
 
 
 def scaling_of(section: LoRASection) -> float:
@@ -73,8 +73,8 @@ class LoRALinear(Linear):
         if not self.adapter_enabled:
             return y
         x = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        down = linear(x, local_tensor(self.lora_A).to(x.dtype))
-        return y + linear(down, local_tensor(self.lora_B).to(x.dtype)) * self.scaling
+        down = F.linear(x, local_tensor(self.lora_A).to(x.dtype))
+        return y + F.linear(down, local_tensor(self.lora_B).to(x.dtype)) * self.scaling
 
 
 def _add_expert_adapters(

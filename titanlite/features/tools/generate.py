@@ -20,7 +20,7 @@ import torch.distributed as dist
 from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.base.files import read_regular
-from titanlite.base.process import read_variable
+from titanlite.base.process import keep_freed_memory, read_variable
 from titanlite.base.text import Parser, command, format_count, one_of, parse_object
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, OWN_FOLDER, read_json
 from titanlite.config import AnyModelConfig
@@ -28,7 +28,6 @@ from titanlite.config.assets import local_folder
 from titanlite.config.settings import spell_dtype
 from titanlite.data.tokenizer import count_ids, load_tokenizer
 from titanlite.distributed.parallel_dims import end_distributed, init_distributed
-from titanlite.features.cpu import install as install_cpu
 from titanlite.features.generate.generate import (
     Continuation,
     Sampling,
@@ -114,7 +113,8 @@ def _run(options: argparse.Namespace) -> None:
     leave_out_cudnn()
     if read_variable("RANK") is not None:
         device = init_distributed(_TIMEOUT_S)
-    install_cpu(device)
+    if device.type == "cpu":
+        keep_freed_memory()
     sampling = _sampling(options)
     problems = sampling.check()
     for name, value in (("--max-new-tokens", options.max_new_tokens), ("--batch-size", options.batch_size)):

@@ -51,7 +51,7 @@ def make(lr=0.02, weight_decay=0.1, momentum=0.9):
     adamw = LocalAdamW([{"params": [vector], "weight_decay": 0.0}], lr=lr, fused=True)
     groups = [{"params": list(params.values()), "lr": lr, "weight_decay": weight_decay}]
     stacked = {params["stacked"]: 2}
-    return params, vector, Muon(groups, adamw, momentum=momentum, stacked=stacked, all_to_all=None)
+    return params, vector, Muon(groups, adamw, momentum=momentum, stacked=stacked)
 
 
 def set_gradients(optimizer, seed):
