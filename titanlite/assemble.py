@@ -265,7 +265,6 @@ def build_metrics(
         device,
         start_step=step,
         moe_layers=model.moe_layer_numbers(),
-        stage_size=dims.degrees.stage_size,
         sink=open_wandb(job, folder),
         measure=build_metric(job.metrics),
         steps_per_epoch=(loader.dataset.num_train_sequences or 0) / loader.global_batch_size,

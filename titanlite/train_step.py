@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.base import timers
+from titanlite.base.timers import StepTimer
 from titanlite.config import JobConfig
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
@@ -85,8 +85,7 @@ class TrainStep:
         self.grad_groups = group_parameters(model, whole=not job.metrics.grad_norm_groups)
         max_nonfinite = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
         self.finite_guard = FiniteGuard(device, max_nonfinite)
-        self.timer = timers.StepTimer(device)
-        timers.activate(self.timer)
+        self.timer = StepTimer(device)
         self._all_chunks = self._last_chunks = tuple(range(dims.degrees.chunks))
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
@@ -197,8 +196,7 @@ class TrainStep:
         So do other pipeline stages, unless each has a summand of the value (`in_stages`).
         """
         value = value.clone()
-        with timers.collective():
-            dist.all_reduce(value)
+        dist.all_reduce(value)
         degrees = self.dims.degrees
         copies = degrees.ranks_per_sequence * (1 if in_stages else degrees.pp)
         return value // copies if value.dtype == torch.int64 else value / copies

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from titanlite.base import timers
-
 # torch 2.13 renamed both and warns about the old names; 2.11 has only those.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -36,8 +34,7 @@ def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """Concatenate the ranks' equal pieces along `dim`; the gradient is reduce-scattered."""
     size = _groups[group].size()
     pieces = x.new_empty(size, *x.shape)
-    with timers.collective():
-        all_gather_single(pieces.flatten(0, 1), x.contiguous(), group=_groups[group])
+    all_gather_single(pieces.flatten(0, 1), x.contiguous(), group=_groups[group])
     return pieces.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
@@ -47,8 +44,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     size = _groups[group].size()
     pieces = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
     out = torch.empty_like(pieces[0])
-    with timers.collective():
-        reduce_scatter_single(out, pieces.flatten(0, 1), group=_groups[group])
+    reduce_scatter_single(out, pieces.flatten(0, 1), group=_groups[group])
     return out
 
 
@@ -56,8 +52,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     """Sum over the ranks; the gradient, of which each rank holds a part, is summed as well."""
     out = x.clone(memory_format=torch.contiguous_format)
-    with timers.collective():
-        dist.all_reduce(out, group=_groups[group])
+    dist.all_reduce(out, group=_groups[group])
     return out
 
 
@@ -74,8 +69,7 @@ def gather_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 def all_to_all(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> torch.Tensor:
     """Send `input_splits[r]` rows of x to each rank r, receive `output_splits[r]`; the gradient goes back alike."""
     out = x.new_empty(sum(output_splits), *x.shape[1:])
-    with timers.collective():
-        dist.all_to_all_single(out, x.contiguous(), list(output_splits), list(input_splits), group=_groups[group])
+    dist.all_to_all_single(out, x.contiguous(), list(output_splits), list(input_splits), group=_groups[group])
     return out
 
 

@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from titanlite.base import timers
 from titanlite.distributed.collectives import all_to_all, register_group, start_all_to_all
 from titanlite.distributed.parallel_dims import shard_parameters
 from titanlite.models.interface import Model
@@ -120,8 +119,7 @@ class _Travel:
 
     def wait(self) -> None:
         if self._work is not None:
-            with timers.collective():
-                self._work.wait()
+            self._work.wait()
             self._work = None
 
     def begin(self, dx_TD: Tensor) -> None:

@@ -5,21 +5,18 @@ over one rank FSDP would only cast and copy. Gradients are summed, never average
 number of valid tokens, so that dense and expert gradients scale alike.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from titanlite.base import timers
 from titanlite.config.schema import BLOCK_SIZES, LoRASection, ParallelismSection, TrainingSection
-from titanlite.distributed.collectives import all_gather_single, reduce_scatter_single
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.execute import sharded_like
 from titanlite.materialize.layout import is_elsewhere, local_of
@@ -105,7 +102,6 @@ def apply_fsdp(
             if mesh.size() > 1:  # over one rank, FSDP would copy the gradients again, divided by 1
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-            _time_collectives(module, has_replicas=dims.degrees.dp_replicate > 1)
     if dims.degrees.ep > 1 or dims.degrees.pp > 1:
         chunks = [[[layer, *units[layer]] for layer in chunk] for chunk in _layers_by_chunk(model, dims)]
         for chunk in chunks:
@@ -258,53 +254,3 @@ def _prefetch_explicitly(units_of_layers: list[list[nn.Module]]) -> None:
     for here, following in pairwise(layers):
         here[0].set_modules_to_forward_prefetch(following)
         following[0].set_modules_to_backward_prefetch(here)
-
-
-def _time_collectives(module: FSDPModule, *, has_replicas: bool) -> None:
-    """Count all-gathers, reduce-scatters and, with replicas, all-reduces of `module` for the active timer."""
-    scatter: Any = _TimedReduceScatter()
-    gather: Any = _TimedAllGather()
-    module.set_custom_all_gather(gather)
-    module.set_custom_reduce_scatter(scatter)
-    if has_replicas:  # without, the hook would move what follows the reduce-scatter to another stream
-        module.set_all_reduce_hook(scatter.after_all_reduce)
-
-
-class _Allocator:
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _TimedAllGather(_Allocator):
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> dist.Work | None:
-        with timers.collective(on_own_stream=True):
-            return all_gather_single(output_tensor, input_tensor, **options)
-
-
-class _TimedReduceScatter(_Allocator):
-    """Reduce-scatter whose time includes the all-reduce over replicas, on the same or a later stream.
-
-    There is a hook only after that; the time begins where FSDP allocated the result, or where the reduce-scatter ended.
-    """
-
-    _since: Any = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self._note()
-        return super().allocate(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> dist.Work | None:
-        with timers.collective(on_own_stream=True):
-            work = reduce_scatter_single(output_tensor, input_tensor, **options)
-        self._note()
-        return work
-
-    def after_all_reduce(self, reduced: torch.Tensor) -> None:
-        timer = timers.get_active()
-        if timer is not None and self._since is not None:
-            timer.add_collective(self._since, timer.mark(), on_own_stream=True)
-        self._since = None
-
-    def _note(self) -> None:
-        timer = timers.get_active()
-        self._since = None if timer is None else timer.mark()

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanlite.base import timers
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.layout import local_of, num_replicas
 
@@ -32,8 +31,7 @@ def reduce_replicated_grads(params: Iterable[torch.nn.Parameter], dims: Parallel
                 by_dtype.setdefault(param.grad.dtype, []).append(local_of(param.grad))
     for grads in by_dtype.values():
         flat = torch.cat([grad.flatten() for grad in grads])
-        with timers.collective():
-            dist.all_reduce(flat, group=dims.tp_mesh.get_group())
+        dist.all_reduce(flat, group=dims.tp_mesh.get_group())
         for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))
 
@@ -81,8 +79,7 @@ def clip_grad_norms(
         # A group's squares are contiguous, so no order depends on atomics.
         sizes = [[index for index, _ in entries].count(group) for group in range(len(groups))]
         squares += torch.stack([part.sum() for part in norms.square().split(sizes)]) / replicas
-    with timers.collective():
-        dist.all_reduce(squares)
+    dist.all_reduce(squares)
     norm = squares.sum().sqrt().to(torch.float32)
     if max_norm > 0 and grads:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from titanlite.base import timers
 from titanlite.distributed.collectives import all_gather, all_reduce, reduce_scatter, register_group
 from titanlite.distributed.context_parallel import Peers, keep_own_valid
 from titanlite.distributed.parallel_dims import ParameterPlacements, shard_parameters
@@ -96,8 +95,7 @@ def _gather_logits(module: nn.Module, args, out: torch.Tensor, *, group: str) ->
 
 def _all_reduce_max(x: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
     x = x.clone()
-    with timers.collective():
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
     return x
 
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.base import timers
 from titanlite.config.schema import OptimizerSection
 from titanlite.materialize.layout import Region, is_elsewhere, local_of, region_at, region_of
 from titanlite.models.interface import Model
@@ -170,8 +169,7 @@ class MatrixExchange:
         sent, received = ([sum(x.numel() for x in of_rank) for of_rank in by_rank] for by_rank in (pieces, places))
         flat = [piece.reshape(-1) for of_rank in pieces for piece in of_rank]
         out, packed = like.new_empty(sum(received)), torch.cat([like.new_empty(0), *flat])
-        with timers.collective():
-            dist.all_to_all_single(out, packed, received, sent, group=self._group)
+        dist.all_to_all_single(out, packed, received, sent, group=self._group)
         targets = [place for of_rank in places for place in of_rank]
         for place, values in zip(targets, out.split([place.numel() for place in targets]), strict=True):
             place.copy_(values.view(place.shape))

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.base import timers
 from titanlite.base.agree import get_rank
 from titanlite.base.log import logger
 from titanlite.config import AnyModelConfig
@@ -181,11 +180,10 @@ class StageLink:
         """Broadcast the last stage's `logits` to all stages, which may not know their shape."""
         sizes = [*logits.shape, *(-1 for _ in range(_MOST_DIMS - logits.dim()))]
         header = torch.tensor(sizes, dtype=torch.int64, device=logits.device)
-        with timers.collective():
-            dist.broadcast(header, group=self._all_group, group_src=self._last)
-            shape = [size for size in header.tolist() if size >= 0]  # synchronization point
-            out = logits.detach().contiguous() if self._is_last else logits.new_empty(shape)
-            dist.broadcast(out, group=self._all_group, group_src=self._last)
+        dist.broadcast(header, group=self._all_group, group_src=self._last)
+        shape = [size for size in header.tolist() if size >= 0]  # synchronization point
+        out = logits.detach().contiguous() if self._is_last else logits.new_empty(shape)
+        dist.broadcast(out, group=self._all_group, group_src=self._last)
         return out
 
 
@@ -210,10 +208,9 @@ class _Channel:
 
     def receive(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
         x = torch.empty(shape, dtype=self._dtype, device=device)
-        with timers.collective():
-            work = dist.irecv(x, group=self._group, group_src=self._stage)
-            if work is not None:
-                work.wait()
+        work = dist.irecv(x, group=self._group, group_src=self._stage)
+        if work is not None:
+            work.wait()
         return x
 
 

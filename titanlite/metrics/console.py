@@ -22,7 +22,6 @@ from rich.progress import (
 from titanlite.base.process import Console as EscapingConsole
 from titanlite.base.process import raw_output, read_rank
 
-_SLOW_RANK = 1.3
 _MUCH_PADDING = 0.1
 _SHOWN = (("loss", "loss/train", 4), ("accuracy", "rewards/accuracy", 2), ("margin", "rewards/margin", 3))
 _NARROWEST_BAR, _WIDEST_BAR, _REDRAW_S = 2, 24, 0.1
@@ -39,13 +38,11 @@ def format_line(
     num_steps: int,
     values: Mapping[str, float],
     layers: Mapping[str, Sequence[float]] | None = None,
-    slow_reason: str = "",
 ) -> str:
     """Write the values of one log step, keyed by metric name, as one aligned line; absent values are skipped.
 
-    Of the values per MoE layer, `layers`, it shows the worst load. A rank that others wait for is named only if it is
-    much slower than they are; `slow_reason` says why. Padding is shown if there is much of it: FLOP/s and MFU count it,
-    tokens/s do not.
+    Of the values per MoE layer, `layers`, it shows the worst load. Padding is shown if there is much of it: FLOP/s and
+    MFU count it, tokens/s do not.
     """
     width = len(str(num_steps))
     parts = [
@@ -69,8 +66,6 @@ def format_line(
     lost = sum(sum(layers.get(name, ())) for name in ("moe/dropped_rows", "moe/duplicated_rows"))
     if lost:
         parts.append(f"{lost:.0f} ROWS LOST OR TWICE")
-    if (ratio := values.get("ranks/slowest_over_median", 1.0)) >= _SLOW_RANK:
-        parts.append(f"rank {values['ranks/slowest']:.0f} slow ({slow_reason}, {ratio:.1f}x)")
     return "  ".join(parts)
 
 

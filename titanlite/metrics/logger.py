@@ -88,12 +88,11 @@ class MetricsLogger:
         *,
         start_step: int = 0,  # steps done before this process started
         moe_layers: Sequence[int] = (),  # the layer's number for each row of `tokens_per_expert`; left out: 0, 1, ...
-        stage_size: int | None = None,  # ranks that have the same layers; left out: all
         sink: Callable[[int, Mapping[str, float]], None] | None = None,  # gets each point too, as TensorBoard
         measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},  # gives more values of a point
         steps_per_epoch: float = 0.0,  # for the progress bar; 0 where that is not known
     ) -> None:
-        self._stage_size, self._measure = stage_size, measure
+        self._measure = measure
         self._num_steps = job.training.steps
         self._flops_per_token = flops_per_token
         self._num_ranks = num_ranks
@@ -144,9 +143,7 @@ class MetricsLogger:
             values["throughput/mfu"] = values["throughput/tflops_per_gpu"] * 1e12 / self._peak_flops
         lists: dict[str, Any] = {f"{name}_step": largest.step for name, largest in point.largest.items()}
         if point.ranks:
-            of_ranks, by_rank = describe_ranks(
-                point.ranks, steps, point.unpadded_tokens / self._num_ranks, self._stage_size
-            )
+            of_ranks, by_rank = describe_ranks(point.ranks, steps)
             values.update(of_ranks)
             lists.update(by_rank)
         layers = {} if point.moe is None else describe_moe(point.moe)
@@ -156,7 +153,7 @@ class MetricsLogger:
         if point.moe is not None and self._writer is not None:
             picture = self._writer.encode_picture(point.step, "moe/expert_load", draw_load(point.moe.tokens_per_expert))
             self._append(self._writer.file, picture)
-        line = format_line(point.step, self._num_steps, values, layers, lists.get("ranks/slowest_reason", ""))
+        line = format_line(point.step, self._num_steps, values, layers)
         pace = (time.monotonic() - self._began_s) / max(point.step - self._start_step, 1)  # validations included
         logger.info(f"{line}  left {timedelta(seconds=round(pace * (self._num_steps - point.step)))}")
         self.advance(point.step, values)

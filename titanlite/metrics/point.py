@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titanlite.base.log import logger
-from titanlite.base.timers import COMMUNICATION, FSDP_COLLECTIVES
 from titanlite.config.schema import ValidationSection
 
-# Always written, so that a plot has no gaps; the others only where a device has them.
-_PHASES = ("data", "forward", "backward", "optimizer", "other", COMMUNICATION)
+# Always written, so that a plot has no gaps.
+_PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 
 @dataclass
@@ -156,7 +154,7 @@ class StepPoint:
         values.update({name: largest.value for name, largest in self.largest.items()})
         if self.slowest_s is not None:
             values["time/step_max_s"] = self.slowest_s
-        for phase in _PHASES + ((FSDP_COLLECTIVES,) if FSDP_COLLECTIVES in self.phases else ()):
+        for phase in _PHASES:
             values[f"time/{phase}_s"] = self.phases.get(phase, 0.0) / steps
         values.update({f"grad_norm/{group}": norm for group, norm in self.group_norms.items()})
         return values | dict(self.extra)
@@ -167,25 +165,15 @@ _MOST_LISTED = 128
 
 
 def gather_ranks(phases: Mapping[str, float], device: torch.device) -> dict[str, list[float]]:
-    """Return busy time, time spent on data and memory of every rank, by name, in order of ranks.
+    """Return the time spent on data and the memory of every rank, by name, in order of ranks.
 
     Collectives: one all-gather of a few host floats over the default process group, on gloo; every rank must call.
     """
-    values = {"busy_s": get_busy_seconds(phases), "data_s": phases.get("data", 0.0)} | get_memory(device)
+    values = {"data_s": phases.get("data", 0.0)} | get_memory(device)
     own = torch.tensor(list(values.values()), dtype=torch.float64)
     table = own.new_empty(dist.get_world_size(), own.numel())
     dist.all_gather(list(table.unbind()), own)
     return {name: column.tolist() for name, column in zip(values, table.T, strict=True)}
-
-
-def get_busy_seconds(seconds: Mapping[str, float]) -> float:
-    """Time outside of collectives, from the phases of a `StepTimer`; wall time is the same on ranks in lockstep.
-
-    On CUDA the whole duration of FSDP's collectives counts as not busy, also where computation hides it. That is alike
-    on all ranks, except for the wait for a late peer, which is what tells them apart.
-    """
-    phases = sum(value for name, value in seconds.items() if name not in (COMMUNICATION, FSDP_COLLECTIVES))
-    return max(phases - seconds.get(FSDP_COLLECTIVES, 0.0), 0.0)
 
 
 def get_memory(device: torch.device) -> dict[str, float]:
@@ -203,48 +191,20 @@ def get_memory(device: torch.device) -> dict[str, float]:
     return found
 
 
-def find_slowest(busy: Sequence[float], data: Sequence[float], stage_size: int | None = None) -> tuple[int, float, str]:
-    """Find the rank that the others wait for, from the busy times and the parts spent on data, in rank order.
-
-    Returns its number, its busy time over the median of the ranks that have its layers, and why: "data" if most of its
-    excess was spent loading data, else "compute". Ranks are compared within their pipeline stage, `stage_size`
-    neighbours, for one stage may have more to do.
-    """
-    size = stage_size or len(busy)
-
-    def typical_of(values: Sequence[float], rank: int) -> float:
-        first = rank - rank % size
-        return median(values[first : first + size])
-
-    rank = max(range(len(busy)), key=lambda r: (busy[r] - typical_of(busy, r), busy[r]))
-    typical = typical_of(busy, rank)
-    excess, data_excess = busy[rank] - typical, data[rank] - typical_of(data, rank)
-    return rank, busy[rank] / typical if typical else 1.0, "data" if data_excess > 0.5 * excess else "compute"
-
-
-def describe_ranks(
-    ranks: Mapping[str, Sequence[float]], steps: int, tokens_per_rank: float, stage_size: int | None = None
-) -> tuple[dict[str, float], dict[str, object]]:
+def describe_ranks(ranks: Mapping[str, Sequence[float]], steps: int) -> tuple[dict[str, float], dict[str, object]]:
     """Return metrics of all ranks together, and lists by rank for `metrics.jsonl`, of an interval of `steps` steps.
 
-    `ranks` has, from `gather_ranks`, `busy_s` and `data_s` of the whole interval, and values of memory.
+    `ranks` has, from `gather_ranks`, `data_s` of the whole interval, and values of memory.
     """
-    busy = [value / steps for value in ranks["busy_s"]]
-    data = [value / steps for value in ranks["data_s"]]
     values = {name: max(column) for name, column in ranks.items() if name.startswith("memory/")}
-    if len(busy) == 1:
+    if not 1 < len(ranks["data_s"]) <= _MOST_LISTED:  # a line of a large run stays readable
         return values, {}
-    rank, ratio, reason = find_slowest(busy, data, stage_size)
-    values |= {"ranks/slowest": rank, "ranks/slowest_over_median": ratio}
-    values |= {"ranks/busy_max_s": busy[rank], "ranks/busy_median_s": median(busy)}
-    lists: dict[str, object] = {"ranks/slowest_reason": reason}
-    if len(busy) <= _MOST_LISTED:  # a line of a large run stays readable
-        memory = "memory/max_reserved_gib" if "memory/max_reserved_gib" in ranks else "memory/host_peak_rss_gib"
-        lists["ranks/busy_s"] = [round(value, 6) for value in busy]
-        lists["ranks/data_s"] = [round(value, 6) for value in data]
-        lists["ranks/tokens_per_s"] = [round(tokens_per_rank / steps / max(value, 1e-9), 1) for value in busy]
-        lists["ranks/memory_gib"] = [round(value, 4) for value in ranks[memory]]
-    return values, lists
+    memory = "memory/max_reserved_gib" if "memory/max_reserved_gib" in ranks else "memory/host_peak_rss_gib"
+    by_rank: dict[str, object] = {
+        "ranks/data_s": [round(value / steps, 6) for value in ranks["data_s"]],
+        "ranks/memory_gib": [round(value, 4) for value in ranks[memory]],
+    }
+    return values, by_rank
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from titanlite.base import timers
 from titanlite.base.agree import get_rank
 from titanlite.base.log import logger
 from titanlite.config.schema import MoESection
@@ -90,8 +89,7 @@ class ExpertBiasBalancer:
         if not self._num_layers:
             return None
         both = torch.stack([self.counts, self.row_difference])
-        with timers.collective():
-            self._sum_over_ranks(both)
+        self._sum_over_ranks(both)
         counts, difference = both.unbind()
         self._row_errors += torch.stack([difference.clamp(min=0).sum(1), (-difference).clamp(min=0).sum(1)])
         self.counts.zero_()

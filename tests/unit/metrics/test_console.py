@@ -52,13 +52,9 @@ def test_line_shows_padding_where_there_is_much_of_it():
     assert "4.1 TFLOP/s  padding 63%  mem" in format_line(1, 10, {**VALUES, "data/padding": 0.634})
 
 
-def test_line_names_a_slow_rank_and_lost_rows_only_where_there_are_any():
-    ranks = {**VALUES, "ranks/slowest": 3.0, "ranks/slowest_over_median": 1.29}
-    assert "slow" not in format_line(1, 10, ranks, LAYERS, "data")
-    slow = format_line(1, 10, {**ranks, "ranks/slowest_over_median": 1.84}, LAYERS, "data")
-    assert slow.endswith("rank 3 slow (data, 1.8x)")
-    assert "ROWS" not in slow
-    assert "5 ROWS LOST OR TWICE" in format_line(1, 10, ranks, {**LAYERS, "moe/dropped_rows": [2, 3]})
+def test_line_names_lost_rows_only_where_there_are_any():
+    assert "ROWS" not in format_line(1, 10, VALUES, LAYERS)
+    assert "5 ROWS LOST OR TWICE" in format_line(1, 10, VALUES, {**LAYERS, "moe/dropped_rows": [2, 3]})
 
 
 def test_line_shows_a_loss_that_is_not_finite():
