@@ -3,10 +3,12 @@
 Shapes: T tokens, k experts per token, R = T * k rows grouped by expert, E experts, D hidden, I expert width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -275,17 +277,28 @@ class Gemm(NamedTuple):
     ways: dict[str, Callable[[Copy], Any]]
 
 
+@contextmanager
+def trying(kernel: str, tile: launch.Tile) -> Iterator[None]:
+    """Launch `kernel` of the table with `tile` inside; rows that it gathers are not copied for TMA."""
+    names = ("gemm", "gemm_few_rows") if kernel in ("gemm", "gemm_few_rows") else (kernel,)
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(launch.TILES["large"], dict.fromkeys(names, tile)))
+        if kernel == "wgrad_gather":
+            stack.enter_context(patch.object(launch, "_tma_fits", lambda *tensors: False))
+        yield
+
+
 OURS, TORCH, LOOP = "titanlite", "grouped_mm", "cuBLAS loop"
 
 
-def gemms(inputs: Inputs, tile: launch.Tile | None = None) -> dict[str, Gemm]:
+def gemms(inputs: Inputs) -> dict[str, Gemm]:
     """All matmuls of forward and backward, alone and, ours only, with what is fused into them."""
     shape, offsets, slices, token = inputs.shape, inputs.offsets, inputs.slices, inputs.token32
     up = gemm_flops(inputs.num_rows, shape.hidden, 2 * shape.width)
 
     def rows(name: str, flops: int, x: Callable[[Copy], Any], weight: Callable[[Copy], Any]) -> Gemm:
         ways = {
-            OURS: lambda c: launch.row_grouped_gemm(x(c), weight(c), offsets, tile=tile),
+            OURS: lambda c: launch.row_grouped_gemm(x(c), weight(c), offsets),
             TORCH: lambda c: grouped_mm(x(c), weight(c), offsets),
             LOOP: lambda c: loop_rows(x(c), weight(c), slices),
         }
@@ -293,7 +306,7 @@ def gemms(inputs: Inputs, tile: launch.Tile | None = None) -> dict[str, Gemm]:
 
     def wgrad(name: str, flops: int, x: Callable[[Copy], Any], dy: Callable[[Copy], Any]) -> Gemm:
         ways = {
-            OURS: lambda c: launch.reduction_grouped_gemm(x(c), dy(c), offsets, tile=tile),
+            OURS: lambda c: launch.reduction_grouped_gemm(x(c), dy(c), offsets),
             TORCH: lambda c: grouped_mm(dy(c).mT, x(c), offsets).mT,
             LOOP: lambda c: loop_wgrad(x(c), dy(c), slices),
         }
@@ -314,16 +327,16 @@ def gemms(inputs: Inputs, tile: launch.Tile | None = None) -> dict[str, Gemm]:
         fused(
             "gather + gate_up + SwiGLU",
             up,
-            lambda c: swiglu(c.x, c.gate_up.mT, offsets, token, c.row_weight, keep=True, tile=tile),
+            lambda c: swiglu(c.x, c.gate_up.mT, offsets, token, c.row_weight, keep=True),
         ),
         fused(
             "gather + dgrad down + dSwiGLU",
             up // 2,
-            lambda c: swiglu_backward(c.dout, c.down, offsets, token, c.row_weight, c.z, tile=tile),
+            lambda c: swiglu_backward(c.dout, c.down, offsets, token, c.row_weight, c.z),
         ),
-        fused("gather + wgrad gate_up", up, lambda c: reduce(c.x, c.z, offsets, token, tile=tile)),
-        fused("gather + wgrad down", up // 2, lambda c: reduce(c.h, c.dout, offsets, None, token, tile=tile)),
-        fused("gather + gate_up", up, lambda c: launch.row_grouped_gemm(c.x, c.gate_up.mT, offsets, token, tile=tile)),
+        fused("gather + wgrad gate_up", up, lambda c: reduce(c.x, c.z, offsets, token)),
+        fused("gather + wgrad down", up // 2, lambda c: reduce(c.h, c.dout, offsets, None, token)),
+        fused("gather + gate_up", up, lambda c: launch.row_grouped_gemm(c.x, c.gate_up.mT, offsets, token)),
     ]
     return {gemm.name: gemm for gemm in listed}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from gpu_common import Budget, DeviceLostError, Timer, attempt, free_memory, say
-from moe_gpu_cases import OURS, Copy, Inputs, MoEShape, build_inputs, gemms
+from moe_gpu_cases import OURS, Copy, Inputs, MoEShape, build_inputs, gemms, trying
 
 from titanlite.ops.launchers import TILES, Tile
 
@@ -138,11 +138,12 @@ def sweep_kernel(
 
 def time_tile(kernel: str, inputs: Inputs, tile: Tile, timer: Timer, seconds: float) -> float:
     """Seconds of all uses of a kernel with this tile; infinite if one fails."""
-    of_kernel = gemms(inputs, tile)
+    of_kernel = gemms(inputs)
     total = 0.0
     for name in USES[kernel]:
         way = of_kernel[name].ways[OURS]
-        sample, problem = attempt(lambda way=way: timer.measure(lambda i: way(inputs.copy(i)), seconds))
+        with trying(kernel, tile):
+            sample, problem = attempt(lambda way=way: timer.measure(lambda i: way(inputs.copy(i)), seconds))
         if sample is None:
             say(f"{kernel} {tuple(tile)}: {problem}")
             return inf
@@ -175,10 +176,11 @@ def compile_tile(job: tuple[str, Tile]) -> tuple[tuple[str, Tile], str | None]:
     """Run a kernel once on small inputs, which compiles it; (job, what went wrong)."""
     kernel, tile = job
     inputs = _small_inputs()
-    of_kernel = gemms(inputs, tile)
+    of_kernel = gemms(inputs)
     for name in USES[kernel]:
         try:
-            _, problem = attempt(lambda name=name: run_to_the_end(of_kernel[name].ways[OURS], inputs))
+            with trying(kernel, tile):
+                _, problem = attempt(lambda name=name: run_to_the_end(of_kernel[name].ways[OURS], inputs))
         except DeviceLostError as error:  # of this process only
             problem = str(error)
         if problem:

@@ -8,7 +8,7 @@ Shapes: M rows, E groups, K reduction, N columns, T tokens, I expert width; C ro
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,16 +81,7 @@ INTERPRETED = not isinstance(_kernels.row_gemm_kernel, triton.JITFunction)
 SOFTMAX_BLOCK, SOFTMAX_WARPS = 64 if INTERPRETED else 8192, 8  # columns at once
 
 
-class LaunchOptions(TypedDict, total=False):
-    """Options of a launch, for measuring: by default the tile of the table, and TMA descriptors where they fit."""
-
-    tile: Tile | None
-    tma: bool | None  # whether to use descriptors, where the kernel can
-
-
-def row_grouped_gemm(
-    x: Tensor, weight_EKN: Tensor, offsets_E: Tensor, rows_M: Tensor | None = None, **options: Unpack[LaunchOptions]
-) -> Tensor:
+def row_grouped_gemm(x: Tensor, weight_EKN: Tensor, offsets_E: Tensor, rows_M: Tensor | None = None) -> Tensor:
     """y[m] = x[m or rows[m]] @ weight[group of m], (M, N); rows after the last group are zero.
 
     Args:
@@ -101,7 +92,7 @@ def row_grouped_gemm(
     """
     M, (_, _, N) = _num_rows(x, rows_M), weight_EKN.shape
     y = x.new_empty(M, N)
-    _launch_rows(x, weight_EKN, offsets_E, rows_M, PLAIN, N, options, y=y)
+    _launch_rows(x, weight_EKN, offsets_E, rows_M, PLAIN, N, y=y)
     return y
 
 
@@ -113,12 +104,11 @@ def row_grouped_swiglu(
     row_weight_M: Tensor,
     *,
     keep: bool,
-    **options: Unpack[LaunchOptions],
 ) -> tuple[Tensor, Tensor | None]:
     """Return (h, z): z = [gate | up] = x @ weight, (M, 2 I), if `keep`; h = silu(gate) * up * row_weight, (M, I)."""
     M, inner = _num_rows(x, rows_M), weight_EKN.shape[2] // 2
     h, z = x.new_empty(M, inner), x.new_empty(M, 2 * inner) if keep else None
-    _launch_rows(x, weight_EKN, offsets_E, rows_M, SWIGLU, inner, options, z=z, h=h, row_weight=row_weight_M)
+    _launch_rows(x, weight_EKN, offsets_E, rows_M, SWIGLU, inner, z=z, h=h, row_weight=row_weight_M)
     return h, z
 
 
@@ -129,17 +119,14 @@ def row_grouped_swiglu_backward(
     rows_M: Tensor | None,
     row_weight_M: Tensor,
     z_M2I: Tensor,
-    **options: Unpack[LaunchOptions],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dz, h, drow_weight) from the gradient of h / row_weight, `dy[rows] @ weight`; weight (E, D, I)."""
     M, inner = _num_rows(dy, rows_M), weight_EKN.shape[2]
-    tma = options.get("tma")
-    by_tma = _tma_fits(weight_EKN) if tma is None else tma
-    options["tile"] = tile = options.get("tile") or _tile_of("swiglu_backward", dy, tma=by_tma)
+    tile = _tile_of("swiglu_backward", dy, tma=_tma_fits(weight_EKN))
     dz, h = dy.new_empty(M, 2 * inner), dy.new_empty(M, inner)
     parts = torch.empty(M, -(-inner // tile.cols), dtype=torch.float32, device=dy.device)
     out = {"y": dz, "z": z_M2I, "h": h, "row_weight": row_weight_M, "drow_weight": parts}
-    _launch_rows(dy, weight_EKN, offsets_E, rows_M, SWIGLU_BACKWARD, inner, options, **out)
+    _launch_rows(dy, weight_EKN, offsets_E, rows_M, SWIGLU_BACKWARD, inner, **out)
     return dz, h, parts.sum(dim=1)
 
 
@@ -151,7 +138,6 @@ def reduction_grouped_gemm(
     dy_rows_M: Tensor | None = None,
     *,
     k_major: bool = True,
-    **options: Unpack[LaunchOptions],
 ) -> Tensor:
     """dweight[e] = x_e^T @ dy_e, (E, K, N), stored as (E, N, K) if `k_major`; both operands may be gathered."""
     E, K, N = offsets_E.shape[0], x.shape[1], dy.shape[1]
@@ -160,12 +146,12 @@ def reduction_grouped_gemm(
         return dw.zero_()
     unfenced = _is_unfenced(x)
     # On an H200, TMA wins more than a copy costs: 519 for 380 TFLOP/s.
-    if unfenced or (options.get("tile") is options.get("tma") is None and _tma_fits(x, dy)):
+    if unfenced or _tma_fits(x, dy):
         x, dy = (t if r is None else t.index_select(0, r) for t, r in ((x, x_rows_M), (dy, dy_rows_M)))
         x_rows_M = dy_rows_M = None
     gathered = x_rows_M is not None or dy_rows_M is not None
-    tile, tma = options.get("tile") or _tile_of("wgrad_gather" if gathered else "wgrad", x), options.get("tma")
-    tma = not gathered and (_tma_fits(x, dy) if tma is None else tma)
+    tile = _tile_of("wgrad_gather" if gathered else "wgrad", x)
+    tma = not gathered and _tma_fits(x, dy)
     operands: list[Any] = [x, dy]
     if tma:
         operands = [
@@ -202,11 +188,10 @@ def _launch_rows(
     rows: Tensor | None,
     epilogue: int,
     N: int,
-    options: LaunchOptions,
     **out: Tensor | None,
 ) -> None:
     E, K, _ = weight.shape
-    M, tile, tma = _num_rows(x, rows), options.get("tile"), options.get("tma")
+    M = _num_rows(x, rows)
     if not M or not N:
         return
     if (unfenced := _is_unfenced(x)) and rows is not None:
@@ -214,16 +199,14 @@ def _launch_rows(
     k_major = weight.stride(1) == 1
     stored = weight.mT if k_major else weight
     operands: list[Any] = [x, weight]
-    use_tma = _tma_fits(stored) if tma is None else tma
-    if tile is None:
-        few = M // E <= _FEW_ROWS
-        plain = "gemm_gather" if rows is not None else "gemm_few_rows" if few else "gemm"
-        tile = _tile_of("swiglu" if epilogue == SWIGLU else plain, x, tma=use_tma)
+    use_tma = _tma_fits(stored)
+    plain = "gemm_gather" if rows is not None else "gemm_few_rows" if M // E <= _FEW_ROWS else "gemm"
+    tile = _tile_of({PLAIN: plain, SWIGLU: "swiglu", SWIGLU_BACKWARD: "swiglu_backward"}[epilogue], x, tma=use_tma)
     if use_tma:
         operands[1] = TensorDescriptor.from_tensor(
             stored, [1, tile.cols, tile.depth] if k_major else [1, tile.depth, tile.cols]
         )
-        if rows is None and (_tma_fits(x) if tma is None else tma):
+        if rows is None and _tma_fits(x):
             operands[0] = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
     by_tma = operands[0] is not x and use_tma
     most_tiles = (M // tile.rows + E + 1) * triton.cdiv(N, tile.cols)  # only the device knows the exact number
