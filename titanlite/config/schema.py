@@ -185,10 +185,10 @@ class ParallelismSection:
 
 @dataclass
 class MoESection:
-    grouped_gemm: Literal["auto", "triton", "torch", "reference"] = setting(
+    grouped_gemm: Literal["auto", "triton", "torch"] = setting(
         "auto",
-        "Backend of the expert matmuls. 'torch': grouped_mm on CUDA, a loop on CPU. 'reference': slow, for tests. "
-        "'auto': 'triton', titanlite's fused kernels, on CUDA, 'torch' on CPU.",
+        "Backend of the expert matmuls. 'torch': grouped_mm on CUDA, a loop on CPU. 'auto': 'triton', titanlite's "
+        "fused kernels, on CUDA, 'torch' on CPU.",
     )
     expert_bias_update_rate: float | None = setting(
         None, "Step of the balancing bias (arXiv:2408.15664). Unset: 1e-3 where a native architecture has one, else 0."

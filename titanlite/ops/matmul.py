@@ -8,7 +8,6 @@ torch.compile and selective activation checkpointing know it. Backends:
 - `torch`: `F.grouped_mm` on CUDA for what it serves; else a loop of matmuls that write into the output. `F.grouped_mm`
   on CPU leaves rows beyond offsets[-1] uninitialized, wants 16-byte strides, has no float64, and refuses float32 under
   compile; on Blackwell experts without rows get gradients (pytorch #172439, open with torch 2.13).
-- `reference`: a plain loop, any device and dtype; what the tests compare with.
 - `auto`: `triton` on CUDA, unless there is a `triton_problem` or `use_triton(False)`; `torch` elsewhere.
 
 Shapes: M rows (tokens), E experts, K reduction, N columns. Weights of experts are usually kept as (E, N, K) and passed
@@ -76,7 +75,7 @@ def _multiply_wide(a: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     return a.float() @ b_KN.float()
 
 
-GroupedGemmBackend = Literal["auto", "triton", "torch", "reference"]
+GroupedGemmBackend = Literal["auto", "triton", "torch"]
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLACKWELL = (10, 11)  # major compute capabilities
@@ -127,7 +126,7 @@ def resolve_backend(backend: GroupedGemmBackend, device: torch.device, dtype: to
                 "to test the kernels slowly on the CPU, set TRITON_INTERPRET=1 before the program starts."
             )
         if dtype not in _TRITON_DTYPES:
-            raise ValueError(f"grouped_gemm: backend 'triton' has no {dtype}. Use 'auto' or 'reference'.")
+            raise ValueError(f"grouped_gemm: backend 'triton' has no {dtype}. Use 'auto'.")
         if where == "cuda" and (problem := triton_problem()) is not None:
             raise ValueError(f"grouped_gemm: backend 'triton': {problem} Install a newer torch, or use 'torch'.")
     return backend
@@ -162,7 +161,7 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bac
     """Compute `grouped_gemm` without argument checks, as a torch operator."""
     if backend == "triton":
         return get_launchers().row_grouped_gemm(x, weight, offsets)
-    if _use_torch_kernel(x, weight, backend):
+    if _use_torch_kernel(x, weight):
         is_tail_M = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
         return F.grouped_mm(x, weight, offs=offsets).masked_fill_(is_tail_M.unsqueeze(-1), 0.0)
     y = x.new_empty(x.shape[0], weight.shape[2])
@@ -193,7 +192,7 @@ def grouped_mm_wgrad(
     num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
     if backend == "triton":
         return get_launchers().reduction_grouped_gemm(x, dy, offsets, x_rows, dy_rows, k_major=k_major)
-    if _use_torch_kernel(x, dy, backend):
+    if _use_torch_kernel(x, dy):
         left, right = (dy, x) if k_major else (x, dy)
         dw = F.grouped_mm(left.mT, right, offs=offsets)
         return dw.mT if k_major else dw
@@ -215,9 +214,9 @@ def get_launchers() -> Any:
     return launchers
 
 
-def _use_torch_kernel(x: torch.Tensor, other: torch.Tensor, backend: str) -> bool:
+def _use_torch_kernel(x: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True for what F.grouped_mm serves: bfloat16 on CUDA with 16-byte rows and at least one row."""
-    if backend == "reference" or not x.is_cuda or is_blackwell():
+    if not x.is_cuda or is_blackwell():
         return False
     return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and other.shape[-1] % 8 == 0 and x.shape[0] > 0
 
