@@ -69,13 +69,10 @@ class ExpertParallelDispatcher:
         `rows_Tk` are the copies of each token, `rows_Pk` the rows of each copy received: k or fewer.
         """
         size, local = self._size, num_experts // self._size
-        largest = 2 * max(num_experts, size + 1)  # ids, and the ends of keys
-        narrow = torch.uint8 if largest <= 2**8 else torch.int16 if largest <= 2**15 else torch.int64
         rank_Tk = topk_expert_ids_Tk // local
         is_again_Tk = (rank_Tk.unsqueeze(2) == rank_Tk.unsqueeze(1)).tril(-1).any(2)
         # The key of a copy is its rank. A token's further choices of that rank have rank + size, only to be counted.
-        key_Tk = torch.add(rank_Tk, is_again_Tk, alpha=size, out=torch.empty_like(rank_Tk, dtype=narrow))
-        key_R, _, token_R, rows_Tk = sort_rows(key_Tk)
+        key_R, _, token_R, rows_Tk = sort_rows(rank_Tk + size * is_again_Tk)
         keys = torch.arange(2 * size + 1, dtype=key_R.dtype, device=key_R.device)
         bounds = torch.searchsorted(key_R, keys, out_int32=True).unfold(0, 2, 1)  # (2 * size, 2): begin and end
         sent_n22 = bounds.view(2, size, 2).transpose(0, 1).contiguous()
@@ -83,8 +80,7 @@ class ExpertParallelDispatcher:
         send, receive, num_rows = self._splits(sent_n22, received_n22, topk_expert_ids_Tk.shape, num_experts)
         token_C, rank_C1 = token_R[: sum(send)], key_R[: sum(send)].unsqueeze(1)
         # Local ids; those of experts elsewhere become `local` or more.
-        ids_Ck = torch.sub(topk_expert_ids_Tk.index_select(0, token_C), rank_C1, alpha=local)
-        ids_Ck = torch.remainder(ids_Ck, 2 * num_experts, out=torch.empty_like(ids_Ck, dtype=narrow))
+        ids_Ck = (topk_expert_ids_Tk.index_select(0, token_C) - local * rank_C1) % (2 * num_experts)
         ids_Pk = all_to_all(ids_Ck, receive, send, self._name)
         order_Q, token_Q, rows_Pk, ends_e = group_by_expert(ids_Pk, local, num_rows)
         return token_C, rows_Tk, order_Q.int(), token_Q, rows_Pk, ends_e, send, receive

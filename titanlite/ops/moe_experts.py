@@ -87,10 +87,8 @@ def sort_rows(ids_Tk: Tensor, num_rows: int | None = None) -> tuple[Tensor, ...]
 def group_by_expert(ids_Tk: Tensor, num_experts: int, num_rows: int | None = None) -> tuple[Tensor, ...]:
     """Return `sort_rows` without the sorted ids, and the end of each expert's rows, int32.
 
-    Ids from `num_experts` on, below 2**15, are last and not counted.
+    Ids from `num_experts` on are last and not counted.
     """
-    if ids_Tk.itemsize > 2 and num_experts < 2**15:
-        ids_Tk = ids_Tk.to(torch.int16)  # CUDA sorts by radix: fewer bits, fewer passes
     ids_R, *order = sort_rows(ids_Tk, num_rows)
     ids_E = torch.arange(num_experts, dtype=ids_R.dtype, device=ids_R.device)
     return *order, torch.searchsorted(ids_R, ids_E, right=True, out_int32=True)
