@@ -1,8 +1,8 @@
 """Chunked linear cross entropy: output projection and loss in one, so that full logits never exist.
 
 For Qwen3 (V = 151,936) and 16,384 tokens, float32 logits and their gradient would take 20 GB. Here a chunk of tokens is
-projected, its loss and its gradients are computed at once, and the logits are dropped. On CUDA two kernels
-(`kernels_triton.py`) do what comes between the products, on logits in the model's dtype.
+projected, its loss and its gradients are computed at once, and the logits are dropped. Two operators do what comes
+between the products, on logits in the model's dtype; on CUDA they are kernels (`kernels_triton.py`).
 
 Losses per token (`reduction="none"`) have an upstream gradient each, unknown in forward: only the logarithm of the
 softmax's denominator is kept, and backward projects every chunk again.
@@ -38,12 +38,6 @@ def _use_kernels(x: Tensor) -> bool:
     return resolve_backend("auto", x.device, x.dtype) == "triton"
 
 
-def _project(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Return logits (C, V); for the kernels in the dtype of the product, otherwise in float32 or float64."""
-    logits_CV = hidden_CD @ weight_VD.T
-    return logits_CV if _use_kernels(logits_CV) else logits_CV.to(_wide(logits_CV))
-
-
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
@@ -64,42 +58,45 @@ def _targets(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard | None):
 def _softmax_parts(
     logits_CV: Tensor, mine_C: Tensor, column_C1: Tensor, shard: VocabShard | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the maximum, sum of exp(logit - maximum), and the label's logit - maximum, (C,).
-
-    Leaves the exponentials in the logits where the kernels are not used.
-    """
-    if _use_kernels(logits_CV):
-        own_max_C, sum_C, target_C = softmax_statistics(logits_CV, column_C1)
-        max_C = own_max_C if shard is None else shard.reduce_max(own_max_C)
-        target_C = (target_C - max_C).where(mine_C, 0.0)
-        sum_C = sum_C * (own_max_C - max_C).exp()
-    else:
-        max_C = logits_CV.amax(dim=-1)
-        if shard is not None:
-            max_C = shard.reduce_max(max_C)
-        logits_CV.sub_(max_C.unsqueeze(-1))
-        target_C = logits_CV.gather(-1, column_C1).squeeze(-1).where(mine_C, 0.0)
-        sum_C = logits_CV.exp_().sum(dim=-1)
-    if shard is not None:
-        sum_C, target_C = shard.reduce_sum(torch.stack([sum_C, target_C])).unbind(0)
+    """Return the maximum, sum of exp(logit - maximum), and the label's logit - maximum, (C,)."""
+    own_max_C, sum_C, target_C = softmax_statistics(logits_CV, column_C1)
+    if shard is None:
+        return own_max_C, sum_C, (target_C - own_max_C).where(mine_C, 0.0)
+    max_C = shard.reduce_max(own_max_C)
+    sum_C, target_C = sum_C * (own_max_C - max_C).exp(), (target_C - max_C).where(mine_C, 0.0)
+    sum_C, target_C = shard.reduce_sum(torch.stack([sum_C, target_C])).unbind(0)
     return max_C, sum_C, target_C
 
 
 @torch.library.custom_op("titanlite::softmax_statistics", mutates_args=())
 def softmax_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (maximum, sum of exp(logit - maximum), logit in `column`) of each row of `logits` (C, V), float32 (C,)."""
-    return get_launchers().softmax_statistics(logits, column)
+    """Return (maximum, sum of exp(logit - maximum), logit in `column`) of each row of `logits` (C, V).
+
+    These are (C,), in float32, or float64 for such logits.
+    """
+    if _use_kernels(logits):
+        return get_launchers().softmax_statistics(logits, column)
+    wide = logits.to(_wide(logits))
+    maximum = wide.amax(dim=-1)
+    total = (wide - maximum.unsqueeze(-1)).exp_().sum(dim=-1)
+    return maximum, total, wide.gather(-1, column).squeeze(-1)
 
 
 @torch.library.custom_op("titanlite::softmax_gradient_", mutates_args=("logits",))
 def softmax_gradient_(logits: Tensor, shift: Tensor, scale: Tensor, hit: Tensor, column: Tensor) -> None:
-    """Write exp(logit - shift) * scale, minus `hit` in `column`, over `logits` (C, V); the others are (C,), float32."""
-    get_launchers().softmax_gradient_(logits, shift, scale, hit, column)
+    """Write exp(logit - shift) * scale, minus `hit` in `column`, over `logits` (C, V); the others are (C,), wide."""
+    if _use_kernels(logits):
+        get_launchers().softmax_gradient_(logits, shift, scale, hit, column)
+        return
+    wide = logits.to(_wide(logits))  # the logits themselves, if they are wide
+    wide.sub_(shift.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1)).scatter_add_(-1, column, -hit.unsqueeze(-1))
+    if wide is not logits:
+        logits.copy_(wide)
 
 
 @softmax_statistics.register_fake
 def _(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    maximum, total, target = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(3))
+    maximum, total, target = (logits.new_empty(logits.shape[0], dtype=_wide(logits)) for _ in range(3))
     return maximum, total, target
 
 
@@ -109,7 +106,7 @@ def _chunks(
     """Yield each chunk's rows and logits, and its `_targets`."""
     for start in range(0, hidden_TD.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        logits_CV = _project(hidden_TD[rows], weight_VD)
+        logits_CV = hidden_TD[rows] @ weight_VD.T
         yield rows, logits_CV, *_targets(logits_CV, labels_T[rows], shard)
 
 
@@ -123,7 +120,6 @@ class _Gradients:
 
     def add(self, rows: slice, grad_CV: Tensor) -> None:
         """Add a chunk's, from the gradient of its logits."""
-        grad_CV = grad_CV.to(self._hidden_TD.dtype)
         if self.hidden is not None:
             torch.mm(grad_CV, self._weight_VD, out=self.hidden[rows])
         if self.weight is not None:  # the sum of chunks in float32, or small gradients drown in bfloat16's 8 bits
@@ -139,10 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             max_C, sum_C, target_C = _softmax_parts(logits_CV, mine_C, column_C1, shard)
             losses.append((sum_C.log() - target_C) * factor_C)
             hit_C = mine_C.to(factor_C.dtype)
-            if _use_kernels(logits_CV):
-                softmax_gradient_(logits_CV, max_C, factor_C / sum_C, hit_C, column_C1)
-            else:  # the exponentials
-                logits_CV.mul_((factor_C / sum_C).unsqueeze(-1)).scatter_add_(-1, column_C1, -hit_C.unsqueeze(-1))
+            softmax_gradient_(logits_CV, max_C, factor_C / sum_C, hit_C, column_C1)
             gradients.add(rows, logits_CV)
         ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.weight_dtype = weight_VD.dtype
@@ -180,11 +173,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         for rows, logits_CV, factor_C, mine_C, column_C1 in _chunks(hidden_TD, weight_VD, labels_T, *ctx.others):
             # The denominator is that of the whole vocabulary already: no collective.
             shift_C, scale_C, hit_C = logsumexp_T[rows], factor_C * dloss_T[rows], mine_C * dloss_T[rows]
-            if _use_kernels(logits_CV):
-                softmax_gradient_(logits_CV, shift_C, scale_C, hit_C, column_C1)
-            else:
-                logits_CV.sub_(shift_C.unsqueeze(-1)).exp_().mul_(scale_C.unsqueeze(-1))
-                logits_CV.scatter_add_(-1, column_C1, -hit_C.unsqueeze(-1))
+            softmax_gradient_(logits_CV, shift_C, scale_C, hit_C, column_C1)
             gradients.add(rows, logits_CV)
         dweight_VD = None if gradients.weight is None else gradients.weight.to(weight_VD.dtype)
         return gradients.hidden, dweight_VD, None, None, None
