@@ -101,12 +101,8 @@ def grouped_gemm(
     weight_fits = weight_EKN.dim() == 3 and weight_EKN.shape[1] == x_MK.shape[-1] and 1 in weight_EKN.stride()[1:]
     offsets_fit = offsets_E.shape == weight_EKN.shape[:1] and offsets_E.dtype == torch.int32
     if not (rows_fit and weight_fits and offsets_fit and x_MK.dtype == weight_EKN.dtype):
-        tensors = {"x": x_MK, "weight": weight_EKN, "offsets": offsets_E}
-        found = (f"{name} {tuple(t.shape)} {t.dtype} with strides {t.stride()}" for name, t in tensors.items())
-        raise ValueError(
-            f"grouped_gemm: {', '.join(found)} do not fit. Wanted: (M, K) with stride 1 in K, (E, K, N) of the same "
-            "dtype with stride 1 in K or N, and (E,) int32."
-        )
+        found = [(tuple(t.shape), t.stride(), t.dtype) for t in (x_MK, weight_EKN, offsets_E)]
+        raise ValueError(f"grouped_gemm: shapes, strides and dtypes do not fit: {found}.")
     return grouped_mm(x_MK, weight_EKN, offsets_E, resolve_backend(backend, x_MK.device, x_MK.dtype))
 
 

@@ -219,25 +219,19 @@ OFFSETS = torch.tensor([1, 2], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
-    ("x", "weight", "offsets", "parts"),
+    ("x", "weight", "offsets"),
     [
-        (torch.zeros(2), torch.zeros(2, 3, 4), OFFSETS, ["x (2,)", "weight (2, 3, 4)", "(M, K)", "(E, K, N)"]),
-        (torch.zeros(2, 3), torch.zeros(3, 4), OFFSETS, ["x (2, 3)", "weight (3, 4)", "(M, K)", "(E, K, N)"]),
-        (torch.zeros(2, 5), torch.zeros(2, 3, 4), OFFSETS, ["x (2, 5)", "weight (2, 3, 4)"]),
-        (torch.zeros(2, 3), torch.zeros(2, 3, 4), OFFSETS.long(), ["offsets (2,) torch.int64", "int32"]),
-        (torch.zeros(2, 3), torch.zeros(3, 3, 4), OFFSETS, ["offsets (2,)", "weight (3, 3, 4)"]),
-        (
-            torch.zeros(2, 3).bfloat16(),
-            torch.zeros(2, 3, 4),
-            OFFSETS,
-            ["x (2, 3) torch.bfloat16", "weight (2, 3, 4) torch.float32"],
-        ),
+        (torch.zeros(2), torch.zeros(2, 3, 4), OFFSETS),
+        (torch.zeros(2, 3), torch.zeros(3, 4), OFFSETS),
+        (torch.zeros(2, 5), torch.zeros(2, 3, 4), OFFSETS),
+        (torch.zeros(2, 3), torch.zeros(2, 3, 4), OFFSETS.long()),
+        (torch.zeros(2, 3), torch.zeros(3, 3, 4), OFFSETS),
+        (torch.zeros(2, 3).bfloat16(), torch.zeros(2, 3, 4), OFFSETS),
     ],
 )
-def test_wrong_arguments_are_named(x, weight, offsets, parts):
-    with pytest.raises(ValueError, match=r"^grouped_gemm: ") as error:
+def test_arguments_that_do_not_fit_are_refused(x, weight, offsets):
+    with pytest.raises(ValueError, match=r"^grouped_gemm: shapes, strides and dtypes do not fit: \[\(\(2,"):
         grouped_gemm(x, weight, offsets)
-    assert [part for part in parts if part not in str(error.value)] == []
 
 
 @pytest.mark.parametrize(
