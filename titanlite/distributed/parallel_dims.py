@@ -30,27 +30,21 @@ _rendezvous_number = count()  # of process groups made in this process
 _INTERFACES, _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
 
 
+_NO_ADDRESS = "Unable to find address"
+
+
 def _explain(error: RuntimeError) -> Exception:
     """Return what a user can do about the failure to connect all ranks; other errors as they are."""
     text, interface = str(error), os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
-    where = f"network: rank {os.environ['RANK']} on {socket.gethostname()}"
-    if "Unable to find address" in text:
-        return ConfigError(
-            f"{where}: GLOO_SOCKET_IFNAME is '{interface}', which has no address here. Set it to an interface that the "
-            "other machines can reach; `ip address` lists them."
-        )
-    if PORT_TAKEN in text:
-        return TransientError(
-            f"{where} cannot open port {os.environ['MASTER_PORT']}, where the ranks of this run meet: another process "
-            "has it. Start again; if you have set MASTER_PORT, set it to another."
-        )
-    if "Gloo connectFullMesh failed" in text:
-        return TransientError(
-            f"{where} cannot connect to the other ranks by the interface {interface}: {text.splitlines()[0]} "
-            "If no rank has ended, set GLOO_SOCKET_IFNAME on each machine to an interface that the others can reach, "
-            "and let them connect to all ports."
-        )
-    return error
+    if not any(sign in text for sign in (_NO_ADDRESS, PORT_TAKEN, "Gloo connectFullMesh failed")):
+        return error
+    found = ConfigError if _NO_ADDRESS in text else TransientError
+    return found(
+        f"network: rank {os.environ['RANK']} on {socket.gethostname()} cannot connect to the other ranks by the "
+        f"interface {interface} and port {os.environ.get('MASTER_PORT')}: {text.splitlines()[0]} If no rank has ended, "
+        "set GLOO_SOCKET_IFNAME on each machine to an interface that the others can reach (`ip address` lists them), "
+        "or MASTER_PORT to a free port."
+    )
 
 
 def _choose_interfaces() -> None:

@@ -17,19 +17,20 @@ def _rank(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
 
 
 def test_an_interface_that_is_not_there_is_a_mistake_of_the_settings():
     error = parallel_dims._explain(RuntimeError("ifa != nullptr. Unable to find address for: eth7"))
     assert isinstance(error, ConfigError) and error.exit_code in NEVER_RESTARTED
-    assert "GLOO_SOCKET_IFNAME is 'eth7', which has no address here." in str(error)
+    assert "by the interface eth7 and port 29500: ifa != nullptr. Unable to find address" in str(error)
 
 
 def test_ranks_that_cannot_be_reached_may_be_there_after_a_new_start():
     error = parallel_dims._explain(RuntimeError(REFUSED))
     assert isinstance(error, TransientError) and error.exit_code not in NEVER_RESTARTED
-    assert "rank 3 on " in str(error) and "by the interface eth7: Gloo connectFullMesh" in str(error)
+    assert "rank 3 on " in str(error) and "by the interface eth7 and port 29500: Gloo connectFullMesh" in str(error)
     assert "frame" not in str(error)
 
 
@@ -41,7 +42,7 @@ def test_a_port_that_is_taken_may_be_another_one_at_the_next_start(monkeypatch):
             dist.TCPStore("127.0.0.1", port, is_master=True)
     error = parallel_dims._explain(caught.value)
     assert isinstance(error, TransientError) and error.exit_code not in NEVER_RESTARTED
-    assert f"cannot open port {port}, where the ranks of this run meet: another process has it." in str(error)
+    assert f" and port {port}: " in str(error) and "MASTER_PORT to a free port." in str(error)
 
 
 def test_other_errors_stay_what_they_are():
