@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import islice
 from typing import Literal, NamedTuple
 
@@ -25,7 +24,7 @@ from titanlite.models.interface import Model
 from titanlite.objective import Objective, ObjectiveSums
 from titanlite.optim import FiniteGuard, build_lr_scheduler
 from titanlite.optim.expert_bias import ExpertBiasBalancer, get_bias_update_rate
-from titanlite.optim.optimizer import scale_gradients, step_if_finite
+from titanlite.optim.optimizer import step_if_finite
 
 
 class Turn(NamedTuple):
@@ -121,8 +120,7 @@ class TrainStep:
         reduce_replicated_grads(self.model.parameters(), self.dims)
         norm_device = torch.device("cpu") if self.job.training.enable_cpu_offload else self.device
         max_norm = self.job.training.max_norm
-        scale = partial(scale_gradients, self.optimizer)
-        grad_norm, group_norms = clip_grad_norms(self.grad_groups, max_norm, self.dims.stage_group, norm_device, scale)
+        grad_norm, group_norms = clip_grad_norms(self.grad_groups, max_norm, self.dims.stage_group, norm_device)
         self.step += 1
         finite = grad_norm.to(self.device).isfinite() & sums[:2].isfinite().all()  # both are global
         apply = self.finite_guard.admit(self.step, finite, losses_finite).to(grad_norm.device)

@@ -1,7 +1,7 @@
 """Gradients after the last backward: sums for replicated parameters of tensor parallelism, global norm and clipping."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,6 @@ def clip_grad_norms(
     max_norm: float,
     sharing: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
-    scale: Callable[[list[torch.Tensor], torch.Tensor], object] = torch._foreach_mul_,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Clip the gradients of all groups together; return their total 2-norm before, and that of each group (groups,),
     float32.
@@ -52,8 +51,7 @@ def clip_grad_norms(
     gradients as they are; the caller must not step.
 
     A `max_norm` of 0 only computes the norms. `sharing` are the ranks that share this rank's parameters: those of its
-    pipeline stage, or all. A stage without gradients has its norms on `device`. `scale` multiplies gradients, now or
-    when the optimizer reads them.
+    pipeline stage, or all. A stage without gradients has its norms on `device`.
 
     Collectives: one all-reduce over the default process group; every rank must call, with the same groups.
     """
@@ -83,5 +81,5 @@ def clip_grad_norms(
     norm = squares.sum().sqrt().to(torch.float32)
     if max_norm > 0 and grads:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        scale(grads, torch.where(norm.isfinite(), factor, 1.0))
+        torch._foreach_mul_(grads, torch.where(norm.isfinite(), factor, 1.0))
     return norm, squares.sqrt().to(torch.float32)

@@ -18,7 +18,6 @@ from titanlite.base.text import parse_multipliers, split_patterns
 from titanlite.config.schema import LRSchedulerSection, OptimizerSection
 from titanlite.materialize.layout import local_of, num_values
 from titanlite.materialize.plan import clean_name
-from titanlite.ops.kernels import kernel_device
 
 _LEAST_BFLOAT16_LR = 1e-3
 
@@ -102,17 +101,6 @@ def group_parameters(
         for which in (True, False)
     )
     return in_apart, rest
-
-
-def scale_gradients(optimizer: torch.optim.Optimizer, grads: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply `grads`, those of all parameters of `optimizer`, by the scalar `factor` before its next step.
-
-    On CUDA the kernel of fused AdamW does so while it reads them, which saves a pass.
-    """
-    if type(optimizer) is LocalAdamW and optimizer.defaults["fused"] and kernel_device(grads[0].device) == "cuda":
-        optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
-    else:
-        torch._foreach_mul_(grads, factor)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:

@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import OptimizerSection
 from titanlite.distributed.parallel_dims import fake_ranks
-from titanlite.ops.kernels import plan_for_device
-from titanlite.optim.optimizer import build_optimizer, scale_gradients, step_if_finite
+from titanlite.optim.optimizer import build_optimizer, step_if_finite
 
 IMPLEMENTATIONS = ["fused", "foreach", "for-loop"]
 
@@ -122,26 +121,6 @@ def test_not_finite_first_step(implementation):
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
     for state in optimizer.state.values():
         assert all(torch.equal(value, torch.zeros_like(value)) for value in state.values())
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_on_cuda_the_fused_kernel_scales_gradients(implementation):
-    """The kernels of the CPU do it, too. The factor is that of the next step alone."""
-    folded, optimizer = build(implementation)
-    expected, reference = build("for-loop")
-    for factor in (0.25, 1.0):
-        for model, which, device in ((folded, optimizer, "cuda"), (expected, reference, "cpu")):
-            set_gradients(model, 0.5)
-            grads = [param.grad for param in model.parameters() if param.requires_grad]
-            with plan_for_device(device):
-                scale_gradients(which, grads, torch.tensor(factor))
-            assert (grads[0].flatten()[0] == 0.5) == (factor == 1.0 or (implementation == "fused" and device == "cuda"))
-            step_if_finite(which, torch.tensor(True))
-    for actual, wanted in zip(folded.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)  # float32, another order of operations
-        assert torch.allclose(
-            optimizer.state[actual].get("exp_avg", wanted), reference.state[wanted].get("exp_avg", wanted)
-        )
 
 
 class DTensorOperations(TorchDispatchMode):
