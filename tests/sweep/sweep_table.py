@@ -94,8 +94,9 @@ def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
     possible = sum(result.why_untrained not in (_NOT_CAUSAL, _NO_TEXT) for result in built)
     yield from (_BEGINNING, "")
     yield from _filled(
-        "`tests/sweep/sweep_transformers.py` builds each class of transformers' auto mappings for text, images with text, "
-        "and text to text, except encoder-decoders, tiny and random, and compares it with transformers, in float32. Of "
+        "`tests/sweep/sweep_transformers.py` builds each class of transformers' auto mappings for text, images with "
+        "text, and text to text, except encoder-decoders, tiny and random, and compares it with "
+        "transformers, in float32. Of "
         f"{len(results)} entries {len(built)} "
         f"are built, and {len(trained)} of those trained: {len(trained) / len(built):.1%}, and of those that can "
         f"predict tokens after text or images {len(trained) / possible:.1%}; {wrong or 'none'} ended in a traceback, "

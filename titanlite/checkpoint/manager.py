@@ -51,7 +51,7 @@ class Checkpointer:
         saved_as: HFFormat,
         dump_folder: Path,
         record: Callable[[str, str, int], None],
-        sum_over_ranks: Callable[[torch.Tensor], None],
+        sum_over_ranks: Callable[[torch.Tensor], object],
         timeout_s: int,
     ) -> None:
         self._section, self._format, self._record = section, saved_as, record

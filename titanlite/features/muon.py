@@ -26,7 +26,6 @@ from titanlite.models.interface import Model
 from titanlite.ops.kernels import kernel_device
 from titanlite.optim.optimizer import LocalAdamW, build_adamw, group_parameters
 
-
 # Elements of its shards that a rank handles at once, in the mean over the ranks that share a parameter.
 _ELEMENTS_AT_ONCE = 1 << 25
 

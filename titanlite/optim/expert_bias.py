@@ -24,7 +24,7 @@ class ExpertBiasBalancer:
         self,
         model: Model,
         update_rate: float,
-        sum_over_ranks: Callable[[torch.Tensor], None],
+        sum_over_ranks: Callable[[torch.Tensor], object],
         stage_size: int | None = None,
         chunks: Sequence[range] | None = None,
     ) -> None:
