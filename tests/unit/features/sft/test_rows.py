@@ -65,7 +65,6 @@ BAD_CHATS = {
         r"messages\[1\]\.tool_calls\[0\]\.arguments is not valid JSON \(it has 'a' twice",
     ),
     "tools twice": (CHAT | {"tools": '[{"type": 1, "type": 2}]'}, "field 'tools' is not valid JSON .*'type' twice"),
-    "role twice": ({"messages": '[{"role": "user", "role": "system"}]'}, "field 'messages' is not valid JSON .*twice"),
     "tools": (CHAT | {"tools": [1]}, r"tools\[0\] is of type int, not an object"),
     "no list": ({"messages": "hi"}, "field 'messages' is of type str, not a list"),
     "no message": ({"messages": []}, "field 'messages' holds no message"),

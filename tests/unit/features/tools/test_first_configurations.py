@@ -44,9 +44,9 @@ ROWS |= {
 }
 FILES = {
     "book.txt": "one two " * 99,
-    "books/a.txt": "one",
-    "notes/a.md": "one",
-    "both/a.txt": "one two",
+    "books/a.txt": "one two " * 99,
+    "notes/a.md": "one two " * 99,
+    "both/a.txt": "one two " * 99,
     "both/b.md": "one",
     "wiki/train.txt": "one two " * 99,
     "wiki/test.txt": "one",
