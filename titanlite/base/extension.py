@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.base.errors import ConfigError
-from titanlite.base.text import suggest
+from titanlite.base.text import describe_error, suggest
 
 FORM = "package.module:name"
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -43,7 +43,7 @@ def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
         module = importlib.import_module(module_name)
     except BaseException as error:  # noqa: BLE001  whatever the user's module does when it is imported; sys.exit, too
         raise ConfigError(
-            f"{where}: cannot import {module_name}: {type(error).__name__}: {error}. The module must lie in the folder "
+            f"{where}: cannot import {module_name}: {describe_error(error)}. The module must lie in the folder "
             "of the configuration file, in the current folder, on PYTHONPATH, or be installed."
         ) from None
     file = getattr(module, "__file__", None) or "built in"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from titanlite.base.errors import ConfigError
+from titanlite.base.text import list_names
 
 _MOST_BYTES = 16 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -86,7 +87,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         counts = Counter(name for name, _ in pairs)
-        raise ValueError(f"it has {', '.join(ascii(name) for name, count in counts.items() if count > 1)} twice")
+        raise ValueError(f"it has {list_names(ascii(name) for name, count in counts.items() if count > 1)} twice")
     return table
 
 

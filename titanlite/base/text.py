@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 from titanlite.base.errors import ConfigError, TitanliteError, raise_problems
 
+_MOST_NAMES, _MOST_NAME_CHARS, _MOST_ERROR_CHARS = 16, 80, 400
+
 
 def format_table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
     """Format `rows`, the first one the head, in columns as wide as their widest cell; one line each."""
@@ -39,6 +41,27 @@ def format_memory(nbytes: float) -> str:
 def _scale(number: float, *units: tuple[str, float]) -> str:
     unit, scale = next(((unit, scale) for unit, scale in units if abs(number) >= scale), ("B", 1))
     return f"{number:.0f} B" if scale == 1 else f"{number / scale:.2f} {unit}"
+
+
+def list_names(names: Iterable[object], between: str = ", ", most: int = _MOST_NAMES) -> str:
+    """Join `names`; of more than `most`, the first of them and the number of the others. Long ones are cut."""
+    shown = [cut(str(name), _MOST_NAME_CHARS) for name in names]
+    rest = len(shown) - most
+    return between.join(shown[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the class and text of `error` in one line, cut to 400 characters, without a full stop.
+
+    Errors of other packages may list all that they know: transformers' of an unknown model has 7,000 characters.
+    """
+    text = cut(" ".join(str(error).split())).rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def cut(text: str, most: int = _MOST_ERROR_CHARS) -> str:
+    """Return the first `most` characters of `text`, and how many more there are."""
+    return text if len(text) <= most else f"{text[:most]} [{len(text) - most:,} more characters]"
 
 
 def split_patterns(key: str, text: str) -> list[str]:

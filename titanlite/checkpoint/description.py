@@ -22,6 +22,7 @@ from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.errors import CheckpointError, ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.base.hf_objects import build_from_config, load_from_folder
 from titanlite.base.log import logger
+from titanlite.base.text import describe_error
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json
 from titanlite.checkpoint.train_state import Progress
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
@@ -259,7 +260,7 @@ def check_saved_tokenizer(
             try:
                 theirs = load_from_folder("AutoTokenizer", Path(folder))
             except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing more specific
-                return f"it raises {type(error).__name__}: {error}"
+                return f"it raises {describe_error(error)}"
         found = describe_other_ids(tokenizer, theirs, map(tokenizer.decode, _take_sequences(dataset)))
         return f"its {type(theirs).__name__} reads {found}" if found else ""
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from titanlite.base.agree import gather_objects, get_rank, is_lost_peer, merge_problems, on_first_rank
 from titanlite.base.errors import CheckpointError, TransientError
 from titanlite.base.log import logger
+from titanlite.base.text import describe_error
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import (
     FP8,
@@ -369,7 +370,7 @@ def attempt(group: dist.ProcessGroup, lost: list[str], part: str, build: Callabl
         if is_lost_peer(error):
             raise
         logger.error("%s", traceback.format_exc())
-        mine.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        mine.append(describe_error(error))
     try:
         problems = merge_problems(gather_objects(mine, group))
     except RuntimeError as waited:

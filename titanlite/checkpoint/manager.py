@@ -15,6 +15,7 @@ import torch.distributed as dist
 from titanlite.base.agree import gather_objects, new_host_group, on_first_rank
 from titanlite.base.errors import CheckpointError, SaveError, TitanliteError, TransientError, raise_problems
 from titanlite.base.log import logger
+from titanlite.base.text import list_names
 from titanlite.checkpoint import commit, hf_model
 from titanlite.checkpoint.commit import check_folder, step_folder
 from titanlite.checkpoint.folder import how_to_finish
@@ -93,7 +94,7 @@ class Checkpointer:
             if asked > 0 and asked not in complete:
                 raise CheckpointError(
                     f"checkpoint.load_step: {self.folder} has no step-{asked}. Complete checkpoints there: "
-                    f"{', '.join(map(str, reversed(complete))) or 'none'}."
+                    f"{list_names(reversed(complete)) or 'none'}."
                 )
             if asked >= 0 and complete and complete[0] > asked:
                 raise CheckpointError(

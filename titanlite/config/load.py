@@ -17,7 +17,7 @@ from typing import Any, cast
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.extension import import_from
 from titanlite.base.files import read_regular, replace_file
-from titanlite.base.text import find_near, parse_object
+from titanlite.base.text import find_near, list_names, parse_object
 from titanlite.config.check import check_values
 from titanlite.config.data import SourceSection
 from titanlite.config.defaults import fill_in, is_derived
@@ -294,4 +294,4 @@ class Reader:
 def _list_configs(folder: str | Path = "configs") -> str:
     """' Files in FOLDER: a.toml, b.toml' or nothing; what a user who forgot the file's name needs."""
     names = sorted(path.name for path in Path(folder).glob("*.toml"))
-    return f" Files in {folder}: {', '.join(names)}" if names else ""
+    return f" Files in {folder}: {list_names(names)}" if names else ""

@@ -23,6 +23,7 @@ from typing import IO, TypeVar
 from titanlite.base.errors import DataError
 from titanlite.base.files import check_regular, open_regular, read_regular, write_atomic
 from titanlite.base.process import get_cache_home
+from titanlite.base.text import list_names
 from titanlite.config.data import DataSection
 
 T = TypeVar("T")
@@ -138,7 +139,7 @@ def choose_split(files: Sequence[Path], root: Path, split: str) -> list[Path]:
         return exact
     found = [file for file in files if splits[file] == kind] or [file for file in files if splits[file] is None]
     if not found and kinds and (len(kinds) > 1 or "train" in (kind, *kinds)):  # validation may be called test
-        text = f"data: no file in {root} is of split '{split}', their names have {', '.join(kinds)}. "
+        text = f"data: no file in {root} is of split '{split}', their names have {list_names(kinds)}. "
         raise DataError(text + "Set data.split (or data.validation_split) to one of them.")
     return found or list(files)
 

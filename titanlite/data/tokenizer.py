@@ -23,6 +23,7 @@ from titanlite.base.errors import DataError
 from titanlite.base.files import read_json, write_atomic
 from titanlite.base.hf_objects import load_from_folder, load_tokenizer_file
 from titanlite.base.log import logger
+from titanlite.base.text import describe_error
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
 from titanlite.config.assets import weights_key
 from titanlite.config.data import DataSection
@@ -206,7 +207,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
             with suppress(OSError, ValueError):  # then it is no JSON, which transformers has said
                 load_config_and_class(read_json(path / "config.json"), f"{path / 'config.json'}")
         raise DataError(
-            f"data: tokenizer_path {path}: transformers cannot load it ({type(error).__name__}: {error}). "
+            f"data: tokenizer_path {path}: transformers cannot load it ({describe_error(error)}). "
             "Check the files, or empty data.tokenizer_path to train a byte-level BPE."
         ) from error
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.base.errors import ConfigError, TrainingError, raise_problems
 from titanlite.base.extension import get_call, load_extension
+from titanlite.base.text import describe_error, list_names
 from titanlite.config import JobConfig
 from titanlite.config.schema import MetricsSection, OptimizerSection
 from titanlite.config.settings import get_settings
@@ -54,7 +55,7 @@ def build_custom_objective(job: JobConfig, vocab_size: int) -> Objective:
         return cast(Objective, objective)
     except Exception as error:
         raise ConfigError(
-            f"{where}: a trial raised {type(error).__name__}: {error}. Correct the function; docs/extending.md has "
+            f"{where}: a trial raised {describe_error(error)}. Correct the function; docs/extending.md has "
             "what it takes and returns."
         ) from error
 
@@ -219,7 +220,7 @@ def build_metric(section: MetricsSection) -> Callable[[StepPoint], Mapping[str, 
             found = function(point)
         except Exception as error:
             raise TrainingError(
-                f"metrics.function {where} raised {type(error).__name__}: {error}. Correct it, or leave it out."
+                f"metrics.function {where} raised {describe_error(error)}. Correct it, or leave it out."
             ) from error
         if not isinstance(found, Mapping) or not all(isinstance(value, SupportsFloat) for value in found.values()):
             raise TrainingError(f"metrics.function {where} returned {found!r}. Return a dictionary of numbers.")
@@ -248,7 +249,7 @@ def build_custom_optimizer(model: nn.Module, section: OptimizerSection) -> torch
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     except Exception as error:
-        raise ConfigError(f"{where}: it raised {type(error).__name__}: {error}. Correct it.") from error
+        raise ConfigError(f"{where}: it raised {describe_error(error)}. Correct it.") from error
     names = {id(param): name for name, param in named}
     groups: dict[tuple[int, object, tuple[str, ...]], dict[str, Any]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -283,7 +284,7 @@ def _try_out(build: _Build, named: _Named, section: OptimizerSection) -> dict[st
             param.grad = torch.ones_like(param)
         optimizer.step()
     problems = [
-        f"its step changes {', '.join(sorted(name for name in now if now[name] != old.get(name)))} of a group of "
+        f"its step changes {list_names(sorted(name for name in now if now[name] != old.get(name)))} of a group of "
         "parameters, which is not saved. Keep it in a tensor in state."
         for old, now in zip(before, map(_get_options, optimizer.param_groups), strict=True)
         if old != now

@@ -23,7 +23,7 @@ from titanlite.base.agree import get_rank
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.hf_objects import build_config
 from titanlite.base.log import logger
-from titanlite.base.text import format_size
+from titanlite.base.text import format_size, list_names
 from titanlite.checkpoint.description import render
 from titanlite.checkpoint.folder import FP8, OWN_FOLDER, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.manager import Checkpointer
@@ -90,7 +90,7 @@ class CarriedTensors:
     def explain(self) -> str:
         """Return what is carried, by part, and what becomes of it, in one line."""
         by_part = Counter(part_of(key).removesuffix(".") or key.rpartition(".")[0] for key in sorted(self._stored))
-        parts = ", ".join(f"{shown(part)} ({count})" for part, count in by_part.items())
+        parts = list_names(f"{shown(part)} ({count})" for part, count in by_part.items())
         size = format_size(sum(tensor.nbytes for tensor in self._stored.values()))
         copies = "".join(f" {shown(key)} follows {shown(keys[0])}." for key, keys in self._copies.items())
         count = sum(tensor.dtype in FP8 for tensor in self._stored.values())

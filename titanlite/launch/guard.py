@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from titanlite.base.errors import NEVER_RESTARTED
+from titanlite.base.text import list_names
 from titanlite.launch.protocol import (
     BEFORE_TRAINING_S,
     ENDING,
@@ -366,7 +367,7 @@ def _place(frames: Sequence[re.Match[str]]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {list_names(ranks)}"
 
 
 def _size(path: Path) -> int:

@@ -1,14 +1,20 @@
 """Folded names; command lines: spellings of other trainers are understood, unknown words get the nearest one."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
+from unittest.mock import patch
 
 import pytest
 
 from titanlite.__main__ import main
-from titanlite.base.errors import ConfigError
-from titanlite.base.text import Parser, command, one_of
+from titanlite.base.errors import ConfigError, TitanliteError
+from titanlite.base.files import parse_json
+from titanlite.base.text import Parser, command, describe_error, list_names, one_of
 from titanlite.config import load_config
+from titanlite.config.model import ModelSection
 from titanlite.config.settings import spell_dtype
+from titanlite.models.families import Family, families, resolve_model_config
 
 CONFIG = str(Path(__file__).parents[3] / "configs/qwen3_moe.toml")
 
@@ -92,3 +98,39 @@ def test_dtypes_of_settings() -> None:
     assert job.checkpoint.export_dtype == "float32"
     with pytest.raises(ConfigError, match=r'training.dtype = "bf17" is not one of "float32", "bfloat16"'):
         load_config(["--config", CONFIG, "--training.dtype=bf17"])
+
+
+def test_lists_of_names_are_bounded():
+    assert list_names(["a", "b"]) == "a, b" and list_names([]) == ""
+    assert list_names(range(20), most=3) == "0, 1, 2 and 17 more"
+    long = list_names(["x" * 5000] * 1000)
+    assert len(long) < 2000 and long.endswith("[4,920 more characters] and 984 more")
+
+
+def test_errors_of_others_are_one_line_of_bounded_length():
+    assert describe_error(ValueError("first\n  second.")) == "ValueError: first second"
+    assert describe_error(KeyError()) == "KeyError"
+    known = ValueError("Should contain one of " + ", ".join(f"model-{i}" for i in range(1000)))
+    assert len(describe_error(known)) < 500 and "more characters]" in describe_error(known)
+
+
+MANY = [f"column_{i}" for i in range(3000)]
+
+
+def _fail_with_many_families() -> object:
+    with patch.dict(cast(dict[str, Family], families()), dict.fromkeys(MANY, families()["llama"])):
+        return resolve_model_config(ModelSection(name="zzz", flavor="debug"))
+
+
+def _fail_with_many_keys_twice() -> object:
+    return parse_json("{" + ", ".join(f'"{name}": 1, "{name}": 2' for name in MANY) + "}")
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [_fail_with_many_families, _fail_with_many_keys_twice],
+)
+def test_messages_do_not_grow_with_what_a_user_has(fail: Callable[[], object]):
+    with pytest.raises((TitanliteError, ValueError)) as error:
+        fail()
+    assert 50 < len(str(error.value)) < 1500, str(error.value)[:3000]

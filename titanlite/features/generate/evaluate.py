@@ -18,6 +18,7 @@ from torch import nn
 from titanlite.base.agree import failing_together, raise_together
 from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.base.extension import load_extension
+from titanlite.base.text import describe_error
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import assets_folder
 from titanlite.config.data import DataSection, get_fields
@@ -218,7 +219,7 @@ class Evaluator:
             if isinstance(score, SupportsFloat) and math.isfinite(value := float(score)):
                 return value
         except BaseException as error:  # noqa: BLE001  the user's function may raise anything; sys.exit, too
-            raise DataError(f"{where} raised {type(error).__name__}: {error}.") from None
+            raise DataError(f"{where} raised {describe_error(error)}.") from None
         raise DataError(f"{where} returned {score!r}, not a finite number.")
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlite.base.errors import ConfigError, raise_problems
-from titanlite.base.text import match_names, split_patterns
+from titanlite.base.text import list_names, match_names, split_patterns
 from titanlite.config.model import ModelConfig
 from titanlite.config.schema import LoRASection
 from titanlite.features.transformers.experts import use_titanlite_experts
@@ -228,7 +228,7 @@ def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]
             others = [name for name, _ in root_of(model).named_modules() if fnmatchcase(name, f"*{pattern}")]
             found = f"matches {others[0]}, which cannot have an adapter" if others else "matches no layer"
             layers = dict.fromkeys(name.rpartition(".")[2] for name in possible)
-            problems.append(f"'{pattern}' {found}. Layers that can: {', '.join(layers)}.")
+            problems.append(f"'{pattern}' {found}. Layers that can: {list_names(layers)}.")
         chosen |= matched
     raise_problems(ConfigError, "lora.targets", problems)
     targets: dict[str, frozenset[str]] = {}

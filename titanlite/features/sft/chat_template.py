@@ -15,6 +15,7 @@ from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titanlite.base.errors import DataError
+from titanlite.base.text import list_names
 from titanlite.checkpoint.train_state import find_start
 from titanlite.config import JobConfig
 from titanlite.features.sft.forms import Messages
@@ -98,7 +99,7 @@ class ChatTemplate:
         names = _list_arguments(self._get(tools)[0]) - self._special.keys()
         if not names:
             return ""
-        named = ", ".join(sorted(names))
+        named = list_names(sorted(names))
         return f" The template reads {named}: set them with data.chat_template_kwargs, or in the row."
 
 

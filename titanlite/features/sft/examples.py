@@ -17,6 +17,7 @@ import numpy as np
 from titanlite.base.errors import DataError, raise_problems
 from titanlite.base.files import write_atomic
 from titanlite.base.log import logger
+from titanlite.base.text import list_names
 from titanlite.config.data import DataSection, get_fields
 from titanlite.data.corpus import get_cache_folder, get_code_digest, load_or_build
 from titanlite.data.tokenizer import count_ids, serialize
@@ -253,7 +254,7 @@ def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch:
     form = cast(Form, form)
     if unused := [f"{name} = {column}" for name, column in fields.items() if name not in FORM_FIELDS[form]]:
         raise DataError(
-            f"data.fields: {', '.join(unused)} cannot be used in rows of form '{form}', which take "
+            f"data.fields: {list_names(unused)} cannot be used in rows of form '{form}', which take "
             f"{', '.join(FORM_FIELDS[form])}. Remove what is not meant, or set data.format."
         )
     if form == "preference" and data.train_on == "all":
@@ -281,7 +282,7 @@ def encode_rows(
 
 
 def _unknown_form(content: dict[str, Any]) -> RowError:
-    found = ", ".join(f"'{key}'" for key in sorted(content)) or "none"
+    found = list_names(map(repr, sorted(content))) or "none"
     return RowError(
         "missing field",
         f"the fields are {found}, which is no known form. Rename them: messages, question and answer, prompt and "

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from titanlite.base.files import parse_json
+from titanlite.base.text import list_names
 from titanlite.features.sft.readers import RowError
 
 T = TypeVar("T", str, list[Any], dict[str, Any])
@@ -202,7 +203,7 @@ def _join(row: dict[str, Any], before: Messages, after: Messages, untrained: fro
 
 
 def _missing(row: dict[str, Any], name: str, setting: str = "data.format") -> RowError:
-    found = ", ".join(f"'{key}'" for key in sorted(row)) or "none"
+    found = list_names(map(repr, sorted(row))) or "none"
     text = f"no field '{name}'; its fields are: {found}. Add or rename the field, or set {setting}."
     return RowError("missing field", text)
 

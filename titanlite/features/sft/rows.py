@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from titanlite.base.errors import DataError
 from titanlite.base.extension import load_extension
 from titanlite.base.files import check_regular, open_regular
+from titanlite.base.text import describe_error
 from titanlite.config.assets import is_hub_id
 from titanlite.config.data import DataSection, get_fields
 from titanlite.data.corpus import choose_split, find_files, read_once, stamp_files
@@ -105,7 +106,7 @@ class ConvertedRows(Rows):
         try:
             found = self._function(content)
         except (Exception, SystemExit) as error:  # noqa: BLE001  the user's function may raise anything
-            text = f"{where} raised {type(error).__name__}: {error}. Correct the function or the row."
+            text = f"{where} raised {describe_error(error)}. Correct the function or the row."
             raise RowError("converter failed", text) from None
         if not isinstance(found, dict):
             raise RowError("converter failed", f"{where} returned {type(found).__name__}. Return a dictionary.")

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from titanlite.base.errors import DataError
+from titanlite.base.text import list_names
 from titanlite.config import data as data_config
 from titanlite.config.data import SourceSection
 from titanlite.config.schema import JobConfig
@@ -148,13 +149,13 @@ def _get_form(sources: Mapping[str, SequenceDataset]) -> str:
     pairs = [name for name, form in forms.items() if form == "preference"]
     if pairs and (unknown := [name for name, form in forms.items() if form == "auto"]):
         raise DataError(
-            f"data.sources: {', '.join(pairs)} has preference pairs; what a stream has is not known before it is read. "
-            f'Set data.sources.{unknown[0]}.format = "preference".'
+            f"data.sources: {list_names(pairs)} has preference pairs; what a stream has is not known before it is "
+            f'read. Set data.sources.{unknown[0]}.format = "preference".'
         )
     if pairs and len(pairs) < len(forms):
-        others = ", ".join(f"{name} ({form})" for name, form in forms.items() if name not in pairs)
+        others = list_names(f"{name} ({form})" for name, form in forms.items() if name not in pairs)
         raise DataError(
-            f"data.sources: {', '.join(pairs)} has preference pairs, but {others} has none, and a run has one "
+            f"data.sources: {list_names(pairs)} has preference pairs, but {others} has none, and a run has one "
             "objective. Give it one kind of sources."
         )
     kinds = dict.fromkeys(forms.values())

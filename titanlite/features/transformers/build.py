@@ -20,6 +20,7 @@ from torch import nn
 from titanlite.base.errors import ConfigError
 from titanlite.base.hf_objects import build_from_config
 from titanlite.base.log import logger
+from titanlite.base.text import describe_error
 from titanlite.config.model import TransformersConfig
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.recording import UNWRITTEN, Call, Recording, Replay, View, leaves
@@ -110,7 +111,7 @@ def find_sources(model: Any, recording: Recording) -> dict[str, Source]:
             try:
                 initialize(module)
             except Exception as error:  # noqa: BLE001 - of any class; one that asks for values
-                failed.setdefault(module, f"{type(error).__name__}: {error}")
+                failed.setdefault(module, f"{describe_error(error)}")
     for module, text in failed.items():
         logger.warning("%s cannot be initialized on the meta device: %s", type(module).__name__, text)
     unknown = {tensor for module in failed for tensor in (*module.parameters(), *module.buffers())}

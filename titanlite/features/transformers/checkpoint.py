@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.base.agree import on_first_rank, raise_together
 from titanlite.base.errors import CheckpointError, raise_problems
+from titanlite.base.text import describe_error
 from titanlite.checkpoint.folder import FP8, OWN_FOLDER, Stored, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.hf_model import explain_untied, is_equal
 from titanlite.checkpoint.pieces import IGNORED_SUFFIXES, MASTER_PREFIX, explain_unexpected, find_passengers, whole
@@ -317,7 +318,7 @@ def _noting(name: str, problems: list[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - no memory, on this rank alone; or of transformers' conversions
-        problems.append(f"{name}: cannot be converted to be saved: {type(error).__name__}: {error}.")
+        problems.append(f"{name}: cannot be converted to be saved: {describe_error(error)}.")
 
 
 class TransformersFormat:
@@ -343,7 +344,7 @@ class TransformersFormat:
         except Exception as error:  # of transformers' conversions, which raise all kinds of them
             raise CheckpointError(
                 f"checkpoint: the tensors of {architecture} cannot be saved as transformers has them in files: "
-                f"{type(error).__name__}: {error}. Install another version of transformers, or train adapters "
+                f"{describe_error(error)}. Install another version of transformers, or train adapters "
                 "(lora.rank)."
             ) from error
         counts = Counter(form.key for form in forms)

@@ -17,6 +17,7 @@ from torch import nn
 
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger
+from titanlite.base.text import describe_error
 from titanlite.config.schema import JobConfig
 from titanlite.features.transformers.packing import restarting_positions
 
@@ -68,7 +69,7 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
             return model.compute_logits(tokens_2S, *args, **options)
         except Exception as error:  # noqa: BLE001 - classes that cannot do this raise all kinds of them
             error = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            reasons.append(_text_of(error))
+            reasons.append(describe_error(error))
             return None
 
     returned: list[tuple[Any, int | None]] = []  # by the head, with the version then
@@ -173,15 +174,11 @@ def is_same_with_cache(model: "TransformersModel", device: torch.device) -> bool
         second_BV = model(torch.tensor([[row[-1] for row in rows]], device=device), cache=cache)
         expected = torch.stack([model(torch.tensor([row], device=device))[0, -2:] for row in rows]).float()
     except Exception as error:  # noqa: BLE001 - caches of other kinds raise all kinds of them
-        logger.info("generate: a cache does not fit %s: %s", model.config.architecture, _text_of(error))
+        logger.info("generate: a cache does not fit %s: %s", model.config.architecture, describe_error(error))
         return False
     found = torch.stack([first_BV, second_BV], dim=1).float()
     bound = 1e-4 if is_float32(first_BV, model.head) else 0.05
     return bool((found - expected).norm() <= bound * expected.norm())  # synchronization point, once
-
-
-def _text_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
 
 
 def is_float32(logits: torch.Tensor, head: nn.Module | None) -> bool:

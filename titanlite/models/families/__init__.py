@@ -15,7 +15,7 @@ from typing import Any, cast
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.extension import is_extension, load_extension
 from titanlite.base.files import read_json
-from titanlite.base.text import suggest
+from titanlite.base.text import list_names, suggest
 from titanlite.config.assets import suggest_path
 from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, ModelSection, RopeScaling
 from titanlite.models.families.config_json import transformers_config
@@ -79,7 +79,7 @@ def resolve_model_config(section: ModelSection, where: str = "model.hf_assets_pa
         return _apply_overrides(found, overrides)
     if overrides:
         raise ConfigError(
-            f"model.overrides: {', '.join(overrides)} cannot be changed here, since the model is transformers' class "
+            f"model.overrides: {list_names(overrides)} cannot be changed here, since the model is transformers' class "
             f"({found.why}). Change its config.json."
         )
     return found
@@ -122,11 +122,12 @@ def find_other_model(section: ModelSection, config: AnyModelConfig, weights: str
 def describe_differences(ours: ModelConfig, theirs: ModelConfig, meant: Collection[str] = ()) -> str:
     """Describe how `theirs` computes differently from the same weights, except for the fields in `meant`; or ""."""
     here, there, left_out = _flatten(ours), _flatten(theirs), {*meant, *_WITHOUT_EFFECT_ON_WEIGHTS}
-    return "; ".join(
+    differences = [
         f"{key} is {value!r}, there {there[key]!r}"
         for key, value in here.items()
         if key not in left_out and key in there and there[key] != value
-    )
+    ]
+    return list_names(differences, "; ")
 
 
 def _flatten(config: ModelConfig) -> dict[str, Any]:
@@ -211,7 +212,7 @@ def model_config_from_hf(folder: Path, where: str = "model.hf_assets_path") -> M
     if not isinstance(model_type, str) or model_type not in families():
         raise NotNativeError(
             f"{_config_file(folder)}: model_type '{model_type}' has no native decoder; there are "
-            f"{', '.join(families())}."
+            f"{list_names(families())}."
         )
     return families()[model_type].from_hf(hf, str(_config_file(folder)))
 
@@ -257,4 +258,4 @@ def _read_config(folder: Path, where: str = "model.hf_assets_path") -> dict[str,
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:
-    return f".{suggest(name, known)} There are: {', '.join(known)}."
+    return f".{suggest(name, known)} There are: {list_names(known)}."

@@ -9,6 +9,7 @@ from typing import Any
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.hf_objects import build_config, decode_floats
 from titanlite.base.log import logger
+from titanlite.base.text import cut
 from titanlite.config.model import TransformersConfig
 from titanlite.models.families.keys import PARTIAL, QUANTIZATION, describe_unreadable, find_absurd, find_quantization
 
@@ -145,7 +146,7 @@ def format_refusal(error: Exception) -> str:
     text = " ".join(str(error).split()).partition(". Errors: ")[0]
     text = re.sub(r"<class '(\w+)'>", r"\1", text).rstrip(".")
     strict = re.fullmatch(r"(?:Class v|V)alidation error for \w+ '\w+': (.*)", text)
-    return strict[1] if strict else f"{type(error).__name__}: {text}"
+    return cut(strict[1] if strict else f"{type(error).__name__}: {text}")
 
 
 def format_json(value: Any) -> str:

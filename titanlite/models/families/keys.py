@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.base.errors import ConfigError
-from titanlite.base.text import find_near
+from titanlite.base.text import find_near, list_names
 from titanlite.config.model import ROPE_FIELDS, RopeScaling
 
 MISSING: Any = object()
@@ -192,7 +192,7 @@ def _read_table(hf: Mapping[str, Any], table: Mapping[str, Any], partial: Key, i
     nested = [key for key, value in table.items() if isinstance(value, Mapping) or key in _LAYER_KINDS]
     if nested:
         raise NotNativeError(
-            f"{name}: {', '.join(map(show, nested))}: the native decoder has one table for all layers, not several."
+            f"{name}: {list_names(map(show, nested))}: the native decoder has one table for all layers, not several."
         )
     rope_type: Any = table.get(_TYPE, table.get(_OLD_TYPE, "default"))
     if not isinstance(rope_type, str):
@@ -229,7 +229,7 @@ def _find_without_effect(table: Mapping[str, Any], name: str, rope_type: str) ->
         extra.append(f"{show(key)}{hint}")
     if extra:
         why = "" if {_TYPE, _OLD_TYPE} & table.keys() else ": there is no rope_type, so nothing is scaled"
-        yield f"{name}: {', '.join(extra)} has no effect for rope_type '{rope_type}'{why}."
+        yield f"{name}: {list_names(extra)} has no effect for rope_type '{rope_type}'{why}."
 
 
 def _get_number(hf: Mapping[str, Any], table: Mapping[str, Any], name: str, key: str, default: Any) -> Any:
@@ -264,7 +264,7 @@ def _read_scaling(hf: Mapping[str, Any], table: Mapping[str, Any], rope_type: st
         values["truncate"] = False  # as transformers takes it
     wrong = [f"{key} = {show(value)}" for key, value in values.items() if key != "truncate" and not _is_number(value)]
     if wrong:
-        raise ConfigError(f"rotary embedding of type '{rope_type}': {', '.join(wrong)} is not a number.")
+        raise ConfigError(f"rotary embedding of type '{rope_type}': {list_names(wrong)} is not a number.")
     if not isinstance(values.get("truncate", True), bool):
         raise ConfigError(
             f"rotary embedding of type '{rope_type}': truncate = {show(values['truncate'])} is not a bool."
