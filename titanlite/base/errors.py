@@ -11,7 +11,7 @@ NOTICE_FOLDER = "TITANLITE_NOTICE_FOLDER"
 RENDEZVOUS = "TITANLITE_RENDEZVOUS"
 # Exit codes of ranks that a launcher does not start again: a new start would end in the same way.
 NEVER_RESTARTED = (2,)
-_MOST_LISTED = 32
+_MOST_LISTED = 1000  # a wrong checkpoint may be wrong in every one of 18,867 tensors
 
 
 class TitanliteError(Exception):
@@ -57,7 +57,7 @@ class TransientError(TrainingError):
 
 
 def raise_problems(error: type[TitanliteError], where: str, problems: Iterable[str]) -> None:
-    """Raise one `error` that lists `problems` in order, at most 32 of them; return quietly if there are none.
+    """Raise one `error` that lists `problems` in order, at most 1,000 of them; return quietly if there are none.
 
     A single problem reads `where: problem`; several read `where: N problems:` with one indented line each.
     """
@@ -65,7 +65,7 @@ def raise_problems(error: type[TitanliteError], where: str, problems: Iterable[s
     if len(problems) == 1:
         raise error(f"{where}: {problems[0]}")
     if problems:
-        listed = problems[:_MOST_LISTED]  # a wrong checkpoint is wrong in every one of 18,867 tensors
+        listed = problems[:_MOST_LISTED]
         if len(problems) > _MOST_LISTED:
-            listed.append(f"... and {len(problems) - _MOST_LISTED} more.")
+            listed.append(f"and {len(problems) - _MOST_LISTED:,} more.")
         raise error("\n  ".join([f"{where}: {len(problems)} problems:", *listed]))

@@ -42,7 +42,6 @@ from titanlite.models.families.family import KEY_ALIASES
 _COMPARED_SEQUENCES, _COMPARED_TOKENS = 64, 1 << 16  # at most, by two tokenizers
 
 _GENERATION = "generation_config.json"
-_MOST_REFUSED = 8
 
 # Files that an image-and-text model needs next to the tokenizer.
 _PROCESSOR_FILES = (
@@ -159,7 +158,7 @@ def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, asse
     values["dtype"] = str(dtype).removeprefix("torch.")
     build = partial(_build, config.family, is_given=assets is not None)
     built, problems = None, list[str]()
-    while built is None and len(problems) < _MOST_REFUSED:
+    while built is None:
         try:
             built = build(values)
         except Exception as error:  # noqa: BLE001 - transformers refuses values with all kinds of them
