@@ -57,6 +57,13 @@ Every setting with its type and default: docs/config.md
 
 _FILE_FLAGS = ("config", "job.config_file")
 _MOST_FILE_BYTES, CODE = 16 << 20, "configuration"  # CODE: the place of a setting that Python gives
+_LANGUAGES = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".py": "Python"}
+# Pages for what other trainers' files are known by: a key, or the suffix.
+_PAGES = {
+    "base_model": "docs/from_axolotl.md",
+    "model_name_or_path": "docs/from_trl.md",
+    ".py": "docs/from_torchtitan.md",
+}
 _KEY = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
 
 
@@ -127,7 +134,8 @@ class Reader:
                 sys.stdout.write(USAGE.format(sections=", ".join(get_sections())))
                 raise SystemExit(0)
             if not argument.startswith("--") or not key:
-                likely = "--config " if argument.endswith(".toml") else "--" if key and has_value else ""
+                is_file = Path(argument).suffix in (".toml", *_LANGUAGES)
+                likely = "--config " if is_file else "--" if key and has_value else ""
                 hint = f"Did you mean '{likely}{argument.lstrip('-+')}'?" if likely else "Write --section.key=value."
                 self.refuse(f"argument {argument!r}", f"is neither --config nor an override. {hint}")
                 continue
@@ -161,7 +169,7 @@ class Reader:
             self.refuse(path, f"cannot be read: {error.strerror}. Pass a file with --config FILE.{_list_configs(path)}")
         except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, too many digits or brackets
             text = "Write sections as [model], each once; text in quotes (with a \\ in single ones); true or false"
-            self.refuse(path, f"not valid TOML: {error}. {text}.")
+            self.refuse(path, f"{_describe_language(path) or f'not valid TOML: {error}.'} {text}.")
         return None
 
     def read_table(self, where: str, table: dict[str, object], section: str = "") -> None:
@@ -289,6 +297,26 @@ class Reader:
             if not any(key == suspect or key.startswith(f"{suspect}.") for key in keys for suspect in known):
                 wheres = (self.origins.get(key, path) for key in _KEY.findall(problem))
                 self.refuse(next((where for where in wheres if where != path), path), problem, *keys)
+
+
+def _describe_language(path: str) -> str:
+    """Say what the file is written in, if that is another language than TOML, and which page helps; or ""."""
+    import yaml  # here: only a refusal needs it
+
+    raw = Path(path).read_bytes()
+    try:
+        table = yaml.safe_load(raw)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        table = None
+    suffix, is_table = Path(path).suffix.lower(), isinstance(table, dict)
+    language = _LANGUAGES.get(suffix, "YAML" if is_table else "")
+    if not language:
+        return ""
+    language = "JSON" if is_table and raw.lstrip()[:1] == b"{" else language
+    known = table if is_table else {suffix: ""}
+    page = next((page for key, page in _PAGES.items() if key in known), "")
+    names = f"{page} has the names of its settings" if page else "docs/config.md has all settings"
+    return f"it is {language}, and titanlite reads TOML; {names}."
 
 
 def _list_configs(folder: str | Path = "configs") -> str:

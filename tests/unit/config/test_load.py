@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -536,3 +537,41 @@ def test_import_is_light() -> None:
     assert "titanlite" in added
     # So neither torch nor transformers, nor anything else that is slow or that machines with GPUs may not have.
     assert added - set(sys.stdlib_module_names) == {"titanlite"}
+
+
+def test_every_one_of_many_problems_is_shown() -> None:
+    text = refuse("--config", "x.toml", *(f"--training.wrong_{i}=1" for i in range(200)))
+    assert text.startswith("configuration: 201 problems:")  # x.toml is missing, too
+    assert all(f"'training.wrong_{i}'" in text for i in range(200))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", "base_model: Qwen/Qwen3-0.6B\ndatasets:\n  - path: x.jsonl\n", "YAML.*docs/from_axolotl.md"),
+        ("a.yml", "# TRL\nmodel_name_or_path: q\nlearning_rate: 1e-4\n", "YAML.*docs/from_trl.md"),
+        ("a.conf", "model:\n  path: q\n", "YAML.*docs/config.md"),
+        ("a.toml", "training:\n  steps: 3\n", "YAML.*docs/config.md"),
+        ("broken.yaml", "a: [1\nb: }\n", "YAML.*docs/config.md"),
+        ("a.json", '{"model_name_or_path": "q"}', "JSON.*docs/from_trl.md"),
+        ("a.json", '{"train_batch_size": 8}', "JSON.*docs/config.md"),
+        ("a.toml", '{\n  "lr": 1e-4\n}', "JSON.*docs/config.md"),
+        ("a.py", "from torchtitan.trainer import Trainer\n\ndef llama3():\n    return 1\n", "Python.*docs/from_torch"),
+    ],
+)
+def test_a_file_in_another_language_is_named_with_the_page_that_helps(name: str, text: str, said: str) -> None:
+    Path(name).write_text(text)
+    message = refuse("--config", name)
+    assert re.search(said, message) and "titanlite reads TOML" in message
+    for page in re.findall(r"docs/\w+\.md", message):
+        assert (ROOT / page).is_file()
+
+
+@pytest.mark.parametrize("text", ["[model]\nname = qwen3\n", "steps = 5\nsteps = 6\n", "[training\nsteps: 3 4\n"])
+def test_wrong_toml_is_not_taken_for_another_language(text: str) -> None:
+    Path("a.toml").write_text(text)
+    assert "a.toml: not valid TOML" in refuse("--config", "a.toml")
+
+
+def test_a_yaml_file_without_its_flag_is_named() -> None:
+    assert "Did you mean '--config run.yaml'?" in refuse("run.yaml")

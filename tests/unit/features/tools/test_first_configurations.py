@@ -318,7 +318,7 @@ REFUSED = {
         ],
     ),
     "four bits": (data("chats.jsonl") + "[lora]\nrank = 8\nload_in_4bit = true\n", ['lora.base_dtype = "nf4"']),
-    "YAML": ("model:\n  path: model\n", ["not valid TOML", "Write sections as [model]"]),
+    "YAML": ("model:\n  path: model\n", ["it is YAML", "Write sections as [model]"]),
     "a section in capitals": ('[Model]\npath = "model"\n', ["did you mean 'model'?"]),
     "adapters without a rank": (data("chats.jsonl") + "[lora]\nalpha = 32\n", ["Set lora.rank"]),
     "adapters by their default": (data("chats.jsonl") + "[lora]\nalpha = 16\n", ["Set lora.rank"]),
