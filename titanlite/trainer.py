@@ -27,6 +27,7 @@ from titanlite.metrics import profiling, record_event
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.point import EvaluationResult, Results, Window
 from titanlite.metrics.run_folder import get_identity, log_outputs
+from titanlite.models.families import get_loader
 from titanlite.models.interface import Model
 from titanlite.optim import lr_factor
 from titanlite.optim.optimizer import Diagnosis, NonFiniteSteps
@@ -231,8 +232,8 @@ class Trainer:
                 "another job.dump_folder to start a new run.",
                 *(self.step, job.training.steps, "epochs" if job.training.epochs else "steps"),
             )
-        cls = getattr(self.model.config, "architecture", "AutoModelForCausalLM")
-        log_outputs(job, self.dump_folder, step_folder(self.checkpointer.folder, self.step), cls)
+        newest = step_folder(self.checkpointer.folder, self.step)
+        log_outputs(job, self.dump_folder, newest, get_loader(self.model.config))
         if job.checkpoint.push_to_hub and dist.get_rank() == 0:
             # No collective after it.
             self.push_to_hub(self.checkpointer.final_folder(self.step), job.checkpoint.push_to_hub)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import titanlite
 from titanlite.assemble import build_data
@@ -30,7 +31,7 @@ from titanlite.config.schema import OptimizerSection
 from titanlite.features.api import make_config
 from titanlite.features.custom import build_custom_objective, build_custom_optimizer
 from titanlite.features.sft.rows import _digest_code
-from titanlite.models.families import families, resolve_model_config
+from titanlite.models.families import any_model_config_from_hf, families, resolve_model_config
 from titanlite.preflight import check
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -163,6 +164,41 @@ def test_a_family_of_ones_own(modules: Path):
     assert (config.family, config.num_layers) == ("smollama", 2) and not config.qk_norm
     theirs = {**families()["smollama"].to_hf(config), "model_type": "smollama"}
     assert families()["smollama"].from_hf(theirs, "test") == config
+
+
+def test_a_family_of_ones_own_trains_saves_and_loads(tmp_path: Path, run_ranks: Callable[..., Any]):
+    """With default settings, as the page says: in titanlite, in its class of transformers, and by the class's name."""
+    (tmp_path / "poem.txt").write_text("To train is to repeat what is not known. " * 300)
+    config = {
+        "model": {"name": "my_models:FAMILY", "flavor": "small"},
+        "training": {"steps": 2, "seq_len": 64},
+        "data": {"dataset": "text", "path": tmp_path / "poem.txt", "bpe_vocab_size": 300},
+        "job": {"dump_folder": tmp_path / "run"},
+    }
+
+    def rank_main() -> None:
+        first = titanlite.train(config)
+        assert first.checkpoint is not None
+        saved = json.loads((first.checkpoint / "config.json").read_text())
+        assert (saved["model_type"], saved["architectures"]) == ("smollama", ["LlamaForCausalLM"])
+        assert titanlite.train(config, training={"steps": 3}).step == 3, "resumed"
+        model = {"name": "my_models:FAMILY", "path": first.checkpoint, "flavor": ""}
+        again = titanlite.train({**config, "model": model}, job={"dump_folder": tmp_path / "again"})
+        assert again.checkpoint is not None and again.loss < first.loss
+
+        tokens = torch.arange(1, 9)[None]
+        theirs = LlamaForCausalLM.from_pretrained(first.checkpoint).eval()
+        saved["model_type"] = "llama"
+        (first.checkpoint / "config.json").write_text(json.dumps(saved))
+        by_name = AutoModelForCausalLM.from_pretrained(first.checkpoint).eval()
+        assert any_model_config_from_hf(first.checkpoint, "test").family == "llama", "for `generate` and `export`"
+        assert type(by_name) is LlamaForCausalLM and AutoTokenizer.from_pretrained(first.checkpoint)("train").input_ids
+        with torch.no_grad():
+            assert theirs(tokens).logits.equal(by_name(tokens).logits)
+
+    run_ranks(1, rank_main)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "(transformers: LlamaForCausalLM.from_pretrained)" in log and "WARNING" not in log
 
 
 def load_config_of(*overrides: str) -> JobConfig:

@@ -7,11 +7,11 @@ No code of a model is run or downloaded, nothing is asked on the terminal or unp
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from titanlite.base.files import check_regular
+from titanlite.base.files import check_regular, read_json
 
 _TEXT_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab")
 _MOST_TEXT_BYTES = 256 << 20  # the largest tokenizer.json of a public model has 34 MB
@@ -34,8 +34,19 @@ def load_from_folder(name: str, folder: str | Path) -> Any:
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     if name.startswith("AutoModel"):
         options["use_safetensors"] = True
+    if name == "AutoTokenizer" and (model_type := _find_unknown(Path(folder))):
+        options["config"] = get_config_class(model_type)()
     with _no_terminal():
         return getattr(transformers, name).from_pretrained(str(folder), **options)
+
+
+def _find_unknown(folder: Path) -> str:
+    """Return a name of a model, in the folder's config.json, that AutoTokenizer would stumble over; or ""."""
+    with suppress(OSError, ValueError):  # no JSON: transformers says so
+        hf = read_json(folder / "config.json")
+        model_type = hf.get("model_type") if isinstance(hf, dict) and "auto_map" not in hf else None
+        return model_type if isinstance(model_type, str) and not is_known(model_type) else ""
+    return ""
 
 
 def load_tokenizer_file(file: Path) -> Any:
@@ -47,13 +58,34 @@ def load_tokenizer_file(file: Path) -> Any:
 
 
 def build_config(hf: Mapping[str, Any]) -> Any:
-    """Return the configuration object of `hf`, the content of a config.json whose model_type transformers knows.
+    """Return the configuration object of `hf`, the content of a config.json.
 
     Raises Exception: of any kind, what transformers raises.
     """
+    cls = get_config_class(hf["model_type"], *(hf.get("architectures") or []))
+    return cls.from_dict(_without_kernels(decode_floats(dict(hf))))
+
+
+def is_known(model_type: str) -> bool:
+    """Return True if transformers has a configuration class for `model_type`."""
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[hf["model_type"]].from_dict(_without_kernels(decode_floats(dict(hf))))
+    return model_type in CONFIG_MAPPING
+
+
+def get_config_class(model_type: str, *architectures: str) -> Any:
+    """Return transformers' configuration class of `model_type`.
+
+    The name of a user's own family is unknown there. Then it is the class of the first of the `architectures`, or else
+    the one that any model has, under this name.
+    """
+    import transformers
+
+    if is_known(model_type):
+        return transformers.CONFIG_MAPPING[model_type]
+    models = (getattr(transformers, name, None) for name in architectures)
+    base = next((model.config_class for model in models if model is not None), transformers.PreTrainedConfig)
+    return type(base.__name__, (base,), {"model_type": model_type})
 
 
 def decode_floats(value: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 from titanlite import __version__
 from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.errors import CheckpointError, ConfigError, DataError, TitanliteError, raise_problems
-from titanlite.base.hf_objects import build_from_config, load_from_folder
+from titanlite.base.hf_objects import build_from_config, get_config_class, is_known, load_from_folder
 from titanlite.base.log import logger
 from titanlite.base.text import describe_error
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json
@@ -182,12 +182,10 @@ def _build(family: str, values: Mapping[str, Any], is_given: bool) -> Any:
 
     The values of our families need no such trial, which costs seconds.
     """
-    from transformers import AutoConfig
-
-    hf_config = AutoConfig.for_model(family, **copy.deepcopy(dict(values)))
+    hf_config = get_config_class(family, *values["architectures"])(**copy.deepcopy(dict(values)))
     if hasattr(hf_config, "validate"):  # not of all classes
         hf_config.validate()
-    if is_given:
+    if is_given and is_known(family):
         loaded, cls = load_config_and_class(json.loads(hf_config.to_json_string()), "config.json")
         with torch.device("meta"):
             build_from_config(cls, loaded, loaded.dtype)

@@ -15,9 +15,17 @@ from typing import Any, cast
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.extension import is_extension, load_extension
 from titanlite.base.files import read_json
+from titanlite.base.hf_objects import is_known
 from titanlite.base.text import list_names, suggest
 from titanlite.config.assets import suggest_path
-from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, ModelSection, RopeScaling
+from titanlite.config.model import (
+    ROPE_FIELDS,
+    AnyModelConfig,
+    ModelConfig,
+    ModelSection,
+    RopeScaling,
+    TransformersConfig,
+)
 from titanlite.models.families.config_json import transformers_config
 from titanlite.models.families.family import Family, check_model_config
 from titanlite.models.families.keys import NotNativeError
@@ -54,6 +62,13 @@ def use_family(name: str) -> str:
 def family_of(config: ModelConfig) -> Family:
     """Return the family that `config` belongs to."""
     return families()[config.family]
+
+
+def get_loader(config: AnyModelConfig) -> str:
+    """Return the name of the class in transformers whose `from_pretrained` loads a saved model of `config`."""
+    if isinstance(config, TransformersConfig):
+        return config.architecture
+    return "AutoModelForCausalLM" if is_known(config.family) else family_of(config).architecture
 
 
 def resolve_model_config(section: ModelSection, where: str = "model.hf_assets_path") -> AnyModelConfig:

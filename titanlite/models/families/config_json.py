@@ -94,7 +94,7 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(
             f"{where}: model_type '{model_type}' has neither a native decoder nor a class in transformers {version}. "
-            "Correct it, or install a newer transformers."
+            "Correct it, install a newer transformers, or train with a Family of your own in model.name."
         )
     raise_problems(ConfigError, where, list(find_absurd(decode_floats(hf))))
 
