@@ -1,6 +1,7 @@
 """What docs/extending.md shows: each block runs, and is what is built in, on one rank and on others."""
 
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -199,6 +201,21 @@ def test_a_family_of_ones_own_trains_saves_and_loads(tmp_path: Path, run_ranks: 
     run_ranks(1, rank_main)
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "(transformers: LlamaForCausalLM.from_pretrained)" in log and "WARNING" not in log
+
+
+def test_runs_in_one_process_leave_its_hooks(config_file: Path, tmp_path: Path, run_ranks: Callable[..., Any]):
+    """Each process group of torch would put one more `[rank0]:` in front of tracebacks."""
+
+    def rank_main() -> None:
+        before = sys.excepthook, threading.excepthook, logging.root.handlers[:], logger.handlers[:], warnings.filters[:]
+        for number in range(2):
+            titanlite.train(config_file, training={"steps": 1}, job={"dump_folder": tmp_path / str(number)})
+        with pytest.raises(titanlite.TitanliteError):
+            titanlite.train(config_file, training={"step": 1})
+        after = sys.excepthook, threading.excepthook, logging.root.handlers[:], logger.handlers[:], warnings.filters[:]
+        assert after == before
+
+    run_ranks(1, rank_main)
 
 
 def load_config_of(*overrides: str) -> JobConfig:

@@ -1,6 +1,7 @@
 """Training from Python: `titanlite.train`, which may be called several times in a process."""
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,6 +99,7 @@ def _alone() -> Iterator[None]:
     """
     had_group, handlers, failed = dist.is_initialized(), logger.handlers[:], True
     is_deterministic = torch.are_deterministic_algorithms_enabled()
+    excepthook = sys.excepthook  # each process group of torch puts `[rank0]:` in front of what it found
     logger.handlers.clear()
     setup_logger()
     logger.handlers += handlers
@@ -114,4 +116,5 @@ def _alone() -> Iterator[None]:
             end_distributed()
         open_events(None)
         logger.handlers[:] = handlers
+        sys.excepthook = excepthook
         torch.use_deterministic_algorithms(is_deterministic)
