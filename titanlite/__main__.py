@@ -71,7 +71,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
         code = command(rest)
         return leave(code, at_once=True) if code and name == "train" else code
     except ModuleNotFoundError as error:
-        if (package := (error.name or "").partition(".")[0]) in _PACKAGES:
+        if (package := error.name) in _PACKAGES:  # not a part of one, which is another version
             print(
                 f"titanlite: error: {sys.executable} has no package '{package}'. Activate the environment that "
                 "run_train.sh made, `source .venv/bin/activate`, or install: `pip install -c constraints.txt -e .`",

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import titanlite
 from titanlite.assemble import build_data
 from titanlite.base.errors import ConfigError
+from titanlite.base.extension import load_extension
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_headers
 from titanlite.config import JobConfig, load_config
@@ -216,6 +217,33 @@ def test_runs_in_one_process_leave_its_hooks(config_file: Path, tmp_path: Path, 
         assert after == before
 
     run_ranks(1, rank_main)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "import nothing_here",
+            "ModuleNotFoundError: No module named 'nothing_here'.*line 1: import nothing_here. In",
+        ),
+        ("\nfrom json import nothing", "ImportError: cannot import name 'nothing'.*line 2: from json import nothing"),
+        ("x = 1\nx.y", "AttributeError: 'int' object has no attribute 'y'.*line 2: x.y. Correct it there"),
+        ("def x(:", "SyntaxError"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3.*line 2: sys.exit"),
+        ("import my_losses_gone.part", "No module named 'my_losses_gone'.*line 1: import my_losses_gone.part. Install"),
+    ],
+)
+def test_a_module_that_is_there_and_fails_is_not_called_missing(modules: Path, text: str, message: str):
+    (modules / "failing.py").write_text(text + "\n")
+    for name in ("failing:f", "inside.failing:f"):
+        (modules / "inside").mkdir(exist_ok=True)
+        (modules / "inside" / "failing.py").write_text(text + "\n")
+        with pytest.raises(ConfigError, match=message) as error:
+            load_extension("training.objective", name)
+        assert "failing.py, line" in str(error.value) and "must lie" not in str(error.value)
+    for gone in ("gone:f", "gone.part:f", "inside.gone:f"):
+        with pytest.raises(ConfigError, match="must lie in the folder"):
+            load_extension("training.objective", gone)
 
 
 def load_config_of(*overrides: str) -> JobConfig:

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from titanlite.base.errors import ConfigError
@@ -42,10 +43,15 @@ def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:  # noqa: BLE001  whatever the user's module does when it is imported; sys.exit, too
-        raise ConfigError(
-            f"{where}: cannot import {module_name}: {describe_error(error)}. The module must lie in the folder "
-            "of the configuration file, in the current folder, on PYTHONPATH, or be installed."
-        ) from None
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            remedy = (
+                "The module must lie in the folder of the configuration file, in the current folder, on PYTHONPATH, or "
+                "be installed."
+            )
+        else:  # it is there, and its code fails
+            remedy = f"{_describe_line(error)}. {f'Install {missing}, or correct' if missing else 'Correct'} it there."
+        raise ConfigError(f"{where}: cannot import {module_name}: {describe_error(error)}. {remedy}") from None
     file = getattr(module, "__file__", None) or "built in"
     paths = (folder.joinpath(*module_name.split(".")).with_suffix(".py") for folder in _folders)
     meant = next((path for path in paths if path.exists()), None)
@@ -62,6 +68,15 @@ def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
         has = f"{attribute}{inspect.signature(found)}"
         raise ConfigError(f"{where}: it is called as {wanted}, but it is {has}. Give it these parameters.")
     return found
+
+
+def _describe_line(error: BaseException) -> str:
+    """Return the line of code that raised `error`."""
+    if isinstance(error, SyntaxError):  # the code never ran
+        return f"It is in {error.filename}, line {error.lineno}: {(error.text or '').strip()}"
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    last = frames[-1]
+    return f"It was raised in {last.filename}, line {last.lineno}: {last.line}"
 
 
 def get_call(function: Any, calls: Sequence[str]) -> str | None:

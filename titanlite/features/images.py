@@ -7,6 +7,7 @@ messages must not change how they are shown. All rows are checked before trainin
 Shape suffixes: B sequences in a batch, L tokens per sequence.
 """
 
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from titanlite.base.errors import DataError, raise_problems
 from titanlite.base.files import open_regular
 from titanlite.base.hf_objects import load_from_folder
 from titanlite.base.log import logger
+from titanlite.base.text import describe_error
 from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import SequenceDataset, ShuffledOrder, ShuffledSequences, copy_to, get_num_held_out
 from titanlite.data.tokenizer import count_ids
@@ -238,8 +240,11 @@ def load_image(place: str, path: Path) -> Any:
     """Return the decoded image, RGB; a DataError names `place` and a file that is missing or does not decode."""
     try:
         from PIL import Image
-    except ImportError:
-        raise DataError("data: images are decoded by Pillow, which is not installed. pip install pillow") from None
+    except ImportError as error:
+        raise DataError(
+            f"data: images are decoded by Pillow, which cannot be imported: {describe_error(error)}. Install it anew: "
+            f"`{sys.executable} -m pip install --force-reinstall pillow`."
+        ) from None
     try:
         with open_regular(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is lower
