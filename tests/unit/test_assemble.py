@@ -5,13 +5,11 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_transformers import VOCAB_SIZE, save_tiny
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
@@ -296,3 +294,21 @@ def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path, monkeypatch):
     assert with_chat_date(job).data.chat_date == "2024-05-06"
     job.data.chat_date = "2023-01-02"
     assert with_chat_date(job).data.chat_date == "2023-01-02"
+
+
+def test_a_warm_up_as_long_as_the_run_is_a_warning(warnings, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    job = JobConfig()
+    job.training.steps, job.training.seq_len, job.lr_scheduler.warmup_steps = 10, 8, 9
+    resolve_steps(job, loader_of(None))
+    job.lr_scheduler.warmup_steps = -1
+    resolve_steps(job, loader_of(None))
+    assert warnings == []
+    for steps, words in ((10, "= 10 is the whole run: "), (2000, "= 2000 is more than the 10 steps of the run: ")):
+        job.lr_scheduler.warmup_steps = steps
+        resolve_steps(job, loader_of(None))
+        assert f"lr_scheduler.warmup_steps {words}" in warnings.pop()
+    job.training.epochs = 1.0  # 13 steps
+    job.lr_scheduler.warmup_steps = 13
+    resolve_steps(job, loader_of(100))
+    assert "is the whole run" in warnings.pop()

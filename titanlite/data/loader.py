@@ -314,6 +314,13 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
     shown = "" if num_sequences is None else f", {format_count(epochs, 'epoch')}"
     logger.info("training: %s of %s, %s%s", format_count(steps, "step"), format_count(size, "sequence"), tokens, shown)
     _warn_of_many_epochs(job, epochs, "", "training.epochs")
+    if job.lr_scheduler.warmup_steps >= steps > 0 and get_rank() == 0:
+        logger.warning(
+            "training: lr_scheduler.warmup_steps = %d is %s: the learning rate rises to the last step, and only that "
+            "one has optimizer.lr. Lower it, or set it to -1 for 3%% of the steps.",
+            job.lr_scheduler.warmup_steps,
+            f"more than the {steps} steps of the run" if job.lr_scheduler.warmup_steps > steps else "the whole run",
+        )
     return job
 
 
