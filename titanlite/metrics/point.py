@@ -279,9 +279,13 @@ class Results:
         series = self.validation
         if series.best is None:
             return f"the {series.name} was never a number"
+        best = f"the {series.name} was best ({series.best:.4f}) at step {series.best_step}"
+        if series.reference is None or series.best == series.reference:
+            return f"{best} and has not improved in {series.stale} validations"
+        least = self._validation.early_stopping_min_delta
         return (
-            f"the {series.name} was best ({series.best:.4f}) at step {series.best_step} and has not improved in "
-            f"{series.stale} validations"
+            f"{best}, but in {series.stale} validations it has not come {least:g} "
+            f"(validation.early_stopping_min_delta) below {series.reference:.4f}"
         )
 
     def state(self) -> dict[str, dict[str, Any]]:

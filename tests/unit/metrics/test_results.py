@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 
+import numpy as np
 import pytest
 
 from titanlite.config.schema import ValidationSection
@@ -54,6 +56,26 @@ def test_min_delta_counts_against_the_last_improvement_and_not_the_last_loss():
     for step, loss in enumerate([1.8, 1.78, 1.76], start=5):
         results.add_validation(step, loss)
     assert results.out_of_patience
+    assert results.describe() == (
+        "the validation loss was best (1.7600) at step 7, but in 3 validations it has not come 0.1 "
+        "(validation.early_stopping_min_delta) below 1.8500"
+    )
+
+
+@pytest.mark.parametrize("min_delta", [0.0, 0.05, 10.0])
+def test_what_is_said_of_the_best_step_is_true(min_delta):
+    """Whatever the losses: a step that is called the best is as many validations ago as are said to be worse."""
+    for seed in range(20):
+        results = make(patience=3, min_delta=min_delta)
+        losses = np.random.default_rng(seed).normal(2.0, 0.1, 12)
+        for step, loss in enumerate(losses, start=1):
+            results.add_validation(step, float(loss))
+            if results.out_of_patience:
+                break
+        text = results.describe()
+        assert f"at step {1 + int(np.argmin(losses[:step]))}" in text
+        if (found := re.search(r"has not improved in (\d+) validations", text)) is not None:
+            assert results.validation.best_step == step - int(found[1])
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
