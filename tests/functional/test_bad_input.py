@@ -225,7 +225,7 @@ def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(run_proce
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["--data.path=/nowhere/text"], "data: path /nowhere/text does not exist. Set data.path to"),
+        (["--data.path=/nowhere/text"], "data: /nowhere/text does not exist. Give a path that exists."),
         (
             ["--data.pattern=*.md"],
             'matches pattern "*.md"; for example, 120 match "*.txt". Change data.pattern or data.path.',

@@ -15,6 +15,8 @@ from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection, JobConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+# A folder, and what the shell would replace by the names of files in it.
+_GLOB = re.compile(r"(?P<folder>(?:[^*?\[]*(?=/))?)/?(?P<pattern>[^*?\[/]*[*?\[].*)")
 _HUB_ADDRESS = re.compile(
     r"(?:https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/{1,2})(?:datasets/)?([\w.-]+/[\w.-]+)"
 )
@@ -142,9 +144,14 @@ def suggest_path(key: str, name: str) -> str:
         return "Write it without these quotes."
     if "$" in name:
         return f'Variables of the shell mean nothing here. Write "{os.path.expandvars(name)}".'
-    folder, pattern = os.path.split(name)
-    if any(sign in name for sign in "*?[") and key.endswith("data.path"):
-        return f'Give the folder, and the pattern by itself: {key} = "{folder or "."}", data.pattern = "{pattern}".'
+    if match := _GLOB.fullmatch(name):
+        folder, pattern = match["folder"] or ".", match["pattern"].replace("**/", "")
+        chosen = f"{key.removesuffix('path').removesuffix('validation_')}pattern"
+        if key.startswith("data.") and key.endswith(".path"):
+            return f'Give the folder, and the pattern by itself: {key} = "{folder}", {chosen} = "{pattern}".'
+        if key.endswith(".validation_path"):
+            return f'Give the folder: {key} = "{folder}". Of its files, {chosen} chooses these, too.'
+        return f"Patterns mean nothing here. Give one file, or the folder {folder}."
     what = " or an id of the Hugging Face hub (owner/name)" if key.startswith(("model.", "checkpoint.")) else ""
     return f"Give a path that exists{what}. Relative paths begin at the current folder, {Path.cwd()}."
 

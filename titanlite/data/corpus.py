@@ -24,6 +24,7 @@ from titanlite.base.errors import DataError
 from titanlite.base.files import check_regular, open_regular, read_regular, write_atomic
 from titanlite.base.process import get_cache_home
 from titanlite.base.text import list_names
+from titanlite.config.assets import suggest_path
 from titanlite.config.data import DataSection
 
 T = TypeVar("T")
@@ -196,7 +197,7 @@ def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
     elif root.exists():
         files = ((root.name, root),)
     else:
-        raise DataError(f"data: path {root} does not exist. Set data.path to a text file or a folder of text files.")
+        raise DataError(f"data: {root} does not exist. {suggest_path('data.path', str(root))}")
     if not any(_get_size(file) for _, file in files):
         raise DataError(f"data: {root} is empty: {len(files)} file(s), 0 bytes. Set data.path to a file with text.")
     return Corpus(files)

@@ -101,7 +101,7 @@ def test_errors_name_the_path_and_the_setting(tmp_path: Path) -> None:
     empty.touch()
     (tmp_path / "latin.md").write_bytes(b"caf\xe9")
     cases = {
-        str(tmp_path / "nowhere"): rf"data: path {tmp_path}/nowhere does not exist\. Set data\.path",
+        str(tmp_path / "nowhere"): rf"data: {tmp_path}/nowhere does not exist\. Give a path that exists",
         str(empty): rf"data: {empty} is empty: 1 file\(s\), 0 bytes\.",
         str(tmp_path): rf"data: {tmp_path} is empty: 1 file\(s\), 0 bytes\.",
     }
@@ -167,3 +167,9 @@ def test_a_folder_of_texts_without_one_for_training_is_read_whole(tmp_path):
 def test_a_split_that_no_file_has_never_takes_the_others_together(tmp_path, split):
     with pytest.raises(DataError, match=rf"is of split '{split}', their names have test, train\. Set data\.split"):
         choose_split([tmp_path / "train.jsonl", tmp_path / "test.jsonl"], tmp_path, split)
+
+
+def test_a_pattern_as_a_path_names_the_setting_for_patterns(tmp_path: Path) -> None:
+    """Also where no preflight looked at the path before."""
+    with pytest.raises(DataError, match=rf'data.path = "{tmp_path}", data.pattern = "\*\.md"'):
+        build_corpus(DataSection(dataset="text", path=f"{tmp_path}/*.md"))

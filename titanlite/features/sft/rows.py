@@ -16,7 +16,7 @@ from titanlite.base.errors import DataError
 from titanlite.base.extension import load_extension
 from titanlite.base.files import check_regular, open_regular
 from titanlite.base.text import describe_error
-from titanlite.config.assets import is_hub_id
+from titanlite.config.assets import is_hub_id, suggest_path
 from titanlite.config.data import DataSection, get_fields
 from titanlite.data.corpus import choose_split, find_files, read_once, stamp_files
 from titanlite.features.sft.forms import rename_fields
@@ -311,8 +311,8 @@ def find_rows(
         return HubRows(path, subset, split, streaming)
     else:
         raise DataError(
-            f"data: {root} does not exist. Set data.path to a file ({', '.join(_SUFFIXES)}), a folder of such files, "
-            "or the id of a dataset on the Hugging Face hub (owner/name)."
+            f"data: {root} does not exist. {suggest_path('data.path', path)} It is a file "
+            f"({', '.join(_SUFFIXES)}), a folder of such files, or the id of a dataset on the Hugging Face hub."
         )
     unknown = [str(file) for file in files if get_suffix(file) not in _SUFFIXES]
     if unknown:

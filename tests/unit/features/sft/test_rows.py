@@ -252,3 +252,16 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset", fail)
     with pytest.raises(DataError, match=r"cannot read 'owner/name', split 'test', from the .* Unknown split"):
         list(find_rows("owner/name", split="test"))
+
+
+def test_messages_do_not_grow_with_the_columns(make_job: MakeJob) -> None:
+    columns = dict.fromkeys((f"column_{i}" for i in range(3000)), "x")
+    for rows, said in (([columns] * 3, "no known form"), ([GOOD, columns], "no field 'prompt'")):
+        with pytest.raises(DataError, match=said) as error:
+            build_data(make_job(rows), 0, 1)
+        assert "'column_0'" in str(error.value) and len(str(error.value)) < 1500
+
+
+def test_a_pattern_as_a_path_names_the_setting_for_patterns(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf'data.path = "{tmp_path}", data.pattern = "\*\.jsonl"'):
+        find_rows(f"{tmp_path}/*.jsonl")
