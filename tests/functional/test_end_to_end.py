@@ -171,7 +171,10 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_the_same_command_goes_on
         assert int(variables_of(pid)["MASTER_PORT"]) in rendezvous.PORTS
     os.kill(run.rank_pids()[1], signal.SIGKILL)
     assert run.end(15) != 0
-    assert run.errors == ["titanlite: rank 1 was ended by SIGKILL (often: out of memory); all ranks were stopped."]
+    assert run.errors == [
+        "titanlite: rank 1 was ended by SIGKILL (often: out of memory); all ranks were stopped. The same command "
+        f"resumes from the newest checkpoint in {folder.parent}, or begins anew without one."
+    ]
     assert sorted(path.name for path in folder.iterdir()) == before
     assert check_folder(folder / f"step-{saved}", checksums=True) == []
 
@@ -189,7 +192,8 @@ def test_second_signal_and_a_run_that_cannot_save(launch, tmp_path):
     assert slow.process.poll() is None, "it finishes its step"
     slow.process.terminate()
     assert slow.end(15) == 128 + signal.SIGTERM
-    assert slow.errors == [finishing(signal.SIGTERM), "titanlite: stopped by SIGTERM, with all ranks."]
+    assert slow.errors[0] == finishing(signal.SIGTERM)
+    assert slow.errors[1].startswith("titanlite: stopped by SIGTERM, with all ranks. The same command resumes from ")
     assert not (tmp_path / "slow/run/checkpoint").exists() and "before the first step" not in slow.out
 
     lost.wait_for(lambda: 2 in lost.steps())

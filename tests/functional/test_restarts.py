@@ -143,7 +143,8 @@ def test_exception_on_one_rank_is_one_traceback_and_a_new_start_goes_on_from_the
     assert out.count("titanlite: rank 2 failed in step 4 (data):\nTraceback") == 2
     assert [line for line in said_by_launcher(out) if "failed in" not in line] == [
         "titanlite: rank 2 ended with exit code 1; all ranks were stopped. Starting all ranks again: restart 1 of 1.",
-        "titanlite: rank 2 ended with exit code 1; all ranks were stopped.",
+        "titanlite: rank 2 ended with exit code 1; all ranks were stopped. The same command resumes from the newest "
+        f"checkpoint in {tmp_path / 'run'}, or begins anew without one.",
     ]
     assert (
         "1 of 1, because rank 2 ended with exit code 1 (ValueError: a bug in the model); training goes on from step 2"
@@ -199,6 +200,8 @@ def test_rank_that_sleeps_is_named_with_those_that_wait_for_it(run, tmp_path):
     assert message[2:] == [
         f"  Stacks of the ranks: {tmp_path / 'run/stacks'}",
         "  All 4 ranks of this machine were ended.",
+        "titanlite: The same command resumes from the newest checkpoint in "
+        f"{tmp_path / 'run'}, or begins anew without one.",
     ]
     stacks = {path.name: path.read_text() for path in (tmp_path / "run/stacks").iterdir()}
     assert sorted(stacks) == [f"rank-{rank}.txt" for rank in range(4)] and "scaled_loss" in stacks["rank-1.txt"]

@@ -27,8 +27,8 @@ with lean_imports():
     from torch.distributed.launcher import api
     from torch.distributed.run import parse_args, run
 
-    from titanlite.base.errors import NOTICE_FOLDER, RENDEZVOUS
-    from titanlite.launch.guard import Agent, Guard
+    from titanlite.base.errors import NEVER_RESTARTED, NOTICE_FOLDER, RENDEZVOUS
+    from titanlite.launch.guard import Agent, Guard, describe_resume
     from titanlite.launch.protocol import (
         BEFORE_TRAINING_S,
         STOP_SIGNALS,
@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # torchrun would end the ranks at the first signal; these two it leaves to the handler below.
     options = parse_args(["--signals-to-handle=SIGHUP,SIGQUIT", *(sys.argv[1:] if argv is None else argv)])
     guard: Guard | None = None
+    resume = ""
     try:
         with shared_folder() as folder:
             os.environ[NOTICE_FOLDER] = folder
@@ -73,18 +74,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 signal.signal(number, partial(_stop, folder))
             for name in (STORE_FILE, RENDEZVOUS):  # of a run that has started this one
                 os.environ.pop(name, None)
-            run(prepare_rendezvous(options))
+            try:
+                run(prepare_rendezvous(options))
+            finally:
+                resume = describe_resume(folder)
     except ChildFailedError:
         if guard is None or (failure := guard.failure) is None:
             raise
-        if not failure.said:
-            print(f"titanlite: {failure.text}; all ranks were stopped.", file=sys.stderr)
+        text = "" if failure.said else f" {failure.text}; all ranks were stopped."
+        text += "" if failure.code in NEVER_RESTARTED else resume
+        if text:
+            print(f"titanlite:{text}", file=sys.stderr)
         return failure.code
     except SignalException as stopped:
-        print(f"titanlite: stopped by {stopped.sigval.name}, with all ranks.", file=sys.stderr)
+        print(f"titanlite: stopped by {stopped.sigval.name}, with all ranks.{resume}", file=sys.stderr)
         return 128 + stopped.sigval
     except RENDEZVOUS_ERRORS as error:
-        print(f"titanlite: error: {describe_failure(error, options)}", file=sys.stderr)
+        print(f"titanlite: error: {describe_failure(error, options)}{resume}", file=sys.stderr)
         return 1
     return 0
 

@@ -162,7 +162,7 @@ class Guard:
             latest = max(beats.values(), key=lambda beat: beat.time_s)
             text = (
                 f"job.stop_grace_seconds ({grace_s:g} s) are over and the ranks are still in step {latest.step} "
-                f"({latest.phase}); they were ended without a save. The same command goes on from the last checkpoint."
+                f"({latest.phase}); they were ended without a save."
             )
         say(text)
         self.failure = Failure(text, 128 + signal.SIGTERM, said=True)
@@ -207,6 +207,12 @@ class Agent(LocalElasticAgent):
             if not self._guard.wants_restart(most - self._remaining_restarts, most):
                 self._remaining_restarts = 0
         return result
+
+
+def describe_resume(folder: str | Path) -> str:
+    """Say how to go on after a failure, if the ranks were a training run; otherwise return ""."""
+    run = next((beat.dump_folder for beat in read_beats(folder).values() if beat.dump_folder), "")
+    return f" The same command resumes from the newest checkpoint in {run}, or begins anew without one." if run else ""
 
 
 def _exit_code(pid: int) -> int | None:

@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.launch import guard, protocol
 from titanlite.launch import guard as guard_module
-from titanlite.launch.guard import Agent, Failure, Guard
+from titanlite.launch.guard import Agent, Failure, Guard, describe_resume
 from titanlite.launch.protocol import (
     Beat,
     Restart,
@@ -339,3 +339,12 @@ def test_torchrun_still_has_what_the_agent_uses():
     assert "self._remaining_restarts" in source, "titanlite.launch.guard sets it to end the restarts"
     assert "_monitor_workers" in source and "_start_workers" in source
     assert "LocalElasticAgent(" in inspect.getsource(api.launch_agent), "titanlite.launch exchanges it"
+
+
+def test_who_was_ended_is_told_that_the_same_command_resumes(tmp_path):
+    assert describe_resume(tmp_path) == "", "a script that is no training run"
+    for rank in range(2):
+        (tmp_path / f"beat-{rank}").write_text(json.dumps(asdict(Beat(rank, 1, dump_folder="outputs/mine"))))
+    assert describe_resume(tmp_path) == (
+        " The same command resumes from the newest checkpoint in outputs/mine, or begins anew without one."
+    )
