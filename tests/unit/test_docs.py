@@ -177,3 +177,56 @@ def test_materialize_example_runs():
     done = subprocess.run([sys.executable, "-W", "error", "-c", example], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "init normal(std=0.02)" in done.stdout
+
+
+def test_the_readme_says_how_to_run_and_how_to_test_in_one_place():
+    section = (ROOT / "README.md").read_text().partition("## Run it, test it")[2].partition("\n## ")[0]
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", section, flags=re.S))
+    assert "./run_train.sh --config " in blocks and "./scripts/test.sh" in blocks
+    assert (ROOT / "scripts/test.sh").is_file()
+
+
+def test_what_the_readme_says_of_speed_is_in_the_benchmarks():
+    table = (ROOT / "docs/benchmarks.md").read_text()
+    ours = int(re.search(r"\| titanlite, one document per row \| (\d+)", table)[1])
+    theirs = [
+        int(re.search(rf"\| transformers, {kind}[^|]*\| (\d+)", table)[1])
+        for kind in ("FSDP2, float32 states", "all in bfloat16")
+    ]
+    text = " ".join((ROOT / "README.md").read_text().replace("\n> ", " ").split())
+    with_float32, in_bfloat16 = (f"{ours / time:.2f}" for time in theirs)
+    assert re.search(
+        rf"takes \[{with_float32} of transformers' time\].*? same float32 states, and {in_bfloat16} ", text
+    )
+
+
+def test_the_readme_counts_our_lines_as_it_says():
+    files = [path for folder in ("titanlite", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    said = int(re.search(r"\| thousand lines of Python\S* \| (\d+) \|", (ROOT / "README.md").read_text())[1])
+    assert abs(said - lines / 1000) < 1.5, f"{lines} lines"
+
+
+def test_what_runs_on_gpus_is_said_alike():
+    """As long as nothing was run on several GPUs, no page says that something of it was, or is."""
+    assert "**Nothing has been run on several GPUs.**" in (ROOT / "docs/claims.md").read_text()
+    assert "run on one GPU, not yet on several" in (ROOT / "README.md").read_text()
+    wrong = []
+    for path in [*DOCUMENTS, *COMMENTED]:
+        text = " ".join(path.read_text().replace("\n#", " ").split())
+        found = re.findall(
+            r"[^.]*\b(?:trained|trains|runs|ran) (?:\w+ ){0,8}(?:on|or) (?:\d+ or \d+ |several )?GPUs[^.]*\.", text
+        )
+        wrong += [f"{path.name}: {one.strip()}" for one in found if " not " not in one and "Nothing" not in one]
+    assert not wrong
+
+
+def test_a_gated_delta_net_has_one_answer():
+    """The sweep trains them, so no page says that they cannot be trained."""
+    models = (ROOT / "docs/models.md").read_text()
+    trained = models.partition("- **Trained on rows of one document")[2].partition("- **")[0]
+    assert {"qwen3_next", "qwen3_5"} <= set(re.findall(r"\w+", trained))
+    for page, words in (("README.md", "train here"), ("docs/models.md", "train with `data.packing = false`")):
+        text = " ".join((ROOT / page).read_text().split())
+        (sentence,) = (part for part in re.split(r"\. ", text) if "ated delta net" in part)
+        assert words in sentence, sentence
