@@ -26,8 +26,16 @@ from titanlite.checkpoint.train_state import Progress, find_start, resolve_held_
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.defaults import wants_held_out
 from titanlite.config.schema import BLOCK_SIZES
-from titanlite.data.loader import TrainLoader, build_loader, build_text, check_form, describe_sources, resolve_steps
-from titanlite.data.tokenizer import check_vocabulary, count_ids
+from titanlite.data.loader import (
+    TrainLoader,
+    build_loader,
+    build_text,
+    check_form,
+    describe_sources,
+    resolve_steps,
+    resolve_tokenizer_path,
+)
+from titanlite.data.tokenizer import check_vocabulary, count_ids, follow_tokenizer, load_tokenizer
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
 from titanlite.distributed.parallel_dims import init_distributed
@@ -35,7 +43,7 @@ from titanlite.distributed.parallelize import check_device, choose_attention, pa
 from titanlite.features.custom import build_custom_objective, build_custom_optimizer, build_metric
 from titanlite.features.diagnose.process import explain_failure, prepare_device, prepare_process
 from titanlite.features.diagnose.values import diagnose
-from titanlite.features.dpo import build_dpo, turn_off_dropout
+from titanlite.features.dpo import build_dpo, check_pairs, turn_off_dropout
 from titanlite.features.generate.evaluate import build_evaluator
 from titanlite.features.generate.generate import get_end_of_turn_ids
 from titanlite.features.images import build_images
@@ -60,6 +68,7 @@ from titanlite.metrics.flops import train_flops_per_token
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.point import Results
 from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.families import resolve_model_config
 from titanlite.models.interface import Model
 from titanlite.objective import NextToken, Objective
 from titanlite.ops.kernels import use_triton
@@ -88,7 +97,7 @@ def assemble(checked: Checked) -> Trainer:
 
     job = on_first_rank(lambda: with_chat_date(job))
     with run_folder.waiting_for_machines():  # ranks read files independently: no collective inside
-        job, tokenizer, loader = _read_data(job, model_config, dims)
+        job, model_config, tokenizer, loader = _read_data(job, model_config, dims)
         warn_of_ignored_balancing(job.moe, model_config.num_experts)
     changes = run_folder.make_dump_folder(job, folder)
     run_folder.check_shared_folder(folder)
@@ -115,7 +124,7 @@ def assemble(checked: Checked) -> Trainer:
         check_layout(plan)
     optimizer = make_optimizer(job, model, dims)
     checkpointer.load_state(plan, optimizer)
-    objective = build_objective(job, model.config.vocab_size, loader.dataset.form)
+    objective = build_objective(job, model.config.vocab_size)
     stepper = TrainStep(job, dims, device, model, optimizer, objective, build_schedule(dims), step)
     samples, taken, order = (0, None, "") if start is None else (start.samples, start.taken, start.data)
     loader.start_from(step, samples, job.data.skip_to_sample, taken, order)
@@ -193,16 +202,59 @@ def resolve_start(job: JobConfig) -> tuple[JobConfig, Progress | None]:
     return replace(job, data=resolve_held_out(job.data, start, folder, wanted=wants_held_out(job))), start
 
 
-def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims) -> tuple[JobConfig, Any, TrainLoader]:
-    """Return the job with its number of steps, the tokenizer, and the batches of this rank."""
+def _read_data(
+    job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims
+) -> tuple[JobConfig, AnyModelConfig, Any, TrainLoader]:
+    """Return the job with its number of steps, the model's sizes, the tokenizer, and the batches of this rank."""
     job, start = resolve_start(job)
     start_batch = start and start.batch_size
     tokenizer, loader = build_loader(job, dims.dp_rank, dims.degrees.dp, _DATASETS, start_batch)
     job = resolve_steps(job, loader, start)
+    job, model_config = fit_vocabulary(job, model_config, count_ids(tokenizer), dims.degrees.tp, start)
+    check_data(job, model_config, loader.dataset.form, loader.dataset.vocab_size, count_ids(tokenizer))
     describe_pipeline(loader, model_config, dims.degrees)
-    check_form(job, loader.dataset.form)
-    check_vocabulary(job, loader.dataset.vocab_size, count_ids(tokenizer), model_config)
-    return job, tokenizer, loader
+    return job, model_config, tokenizer, loader
+
+
+def fit_vocabulary(
+    job: JobConfig, model_config: AnyModelConfig, num_ids: int, tp: int, start: Progress | None
+) -> tuple[JobConfig, AnyModelConfig]:
+    """Return `job` and the model's sizes, with the vocabulary of a new model as `follow_tokenizer` says.
+
+    A run that resumes keeps the vocabulary of its checkpoint. No collective.
+    """
+    saved = None
+    if start is not None:
+        saved = step_folder(Path(job.job.dump_folder) / job.checkpoint.folder, start.step)
+    followed = follow_tokenizer(job, model_config, num_ids, tp, saved)
+    return followed, model_config if followed is job else resolve_model_config(followed.model)
+
+
+def check_data(job: JobConfig, model_config: AnyModelConfig, form: str, vocab_size: int, num_ids: int) -> None:
+    """Check that a run can train on rows of `form`, with tokens below `vocab_size`, of a tokenizer of `num_ids` ids.
+
+    Raises ConfigError or DataError: it cannot. The same on all ranks; no collective.
+    """
+    check_form(job, form)
+    check_pairs(job, form)
+    check_vocabulary(job, vocab_size, num_ids, model_config)
+
+
+def check_model(checked: Checked) -> None:
+    """Check what a run finds of its model before the first step without weights and rows.
+
+    The embedding has a row for each token, and the model's description can be saved.
+
+    Raises ConfigError, DataError or CheckpointError: it is not so.
+    """
+    (job, start), config = resolve_start(checked.job), checked.model_config
+    if path := resolve_tokenizer_path(job).tokenizer_path:  # otherwise one is trained on the data
+        num_ids = count_ids(load_tokenizer(path))
+        job, config = fit_vocabulary(job, config, num_ids, checked.degrees.tp, start)
+        is_text = job.data.dataset in ("text", "stdlib")  # rows may have only some of the tokens
+        check_vocabulary(job, num_ids if is_text else 0, num_ids, config)
+    if job.checkpoint.enable:
+        build_format(job).describe(build_unsharded(job, config, "cpu"), None, [])
 
 
 def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> Model:
@@ -247,10 +299,16 @@ def shard(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) ->
 
 
 def build_checkpointer(job: JobConfig, folder: Path) -> Checkpointer:
-    """Build the checkpointer, for all weights or, with LoRA, for the adapters alone. Collective."""
+    """Build the checkpointer. Collective: every rank must call."""
+    return Checkpointer(
+        job.checkpoint, build_format(job), folder, record_event, dist.all_reduce, job.comm.timeout_seconds
+    )
+
+
+def build_format(job: JobConfig) -> HFFormat:
+    """Build the format of the model's files in checkpoints: of all weights or, with LoRA, of the adapters alone."""
     sections = job.checkpoint, job.model
-    saved_as = PeftFormat(*sections, job.lora) if job.lora.rank else HFFormat(*sections)
-    return Checkpointer(job.checkpoint, saved_as, folder, record_event, dist.all_reduce, job.comm.timeout_seconds)
+    return PeftFormat(*sections, job.lora) if job.lora.rank else HFFormat(*sections)
 
 
 def build_metrics(
@@ -277,11 +335,11 @@ def make_optimizer(job: JobConfig, model: Model, dims: ParallelDims) -> torch.op
     return build_optimizer(model, job.optimizer, {"Muon": muon, FORM: build_custom_optimizer})
 
 
-def build_objective(job: JobConfig, vocab_size: int, form: str) -> Objective:
-    """Build the objective that `job` names, for rows of `form`; raises as `build_dpo`, `build_custom_objective`."""
+def build_objective(job: JobConfig, vocab_size: int) -> Objective:
+    """Build the objective that `job` names; raises as `build_custom_objective`."""
     if is_extension(job.training.objective):
         return build_custom_objective(job, vocab_size)
-    return build_dpo(job, form) or NextToken()
+    return build_dpo(job) or NextToken()
 
 
 def build_schedule(dims: ParallelDims) -> Schedule:

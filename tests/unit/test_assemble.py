@@ -1,19 +1,23 @@
 """What is looked at when a run is set up."""
 
+import json
 import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_transformers import VOCAB_SIZE, save_tiny
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from titanlite.assemble import fit_vocabulary
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.base.log import logger
 from titanlite.base.text import format_count
@@ -28,7 +32,7 @@ from titanlite.features.dpo import turn_off_dropout
 from titanlite.features.sft import chat_template
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.streams.mixture import MixtureDataset
-from titanlite.models.families import any_model_config_from_hf, families
+from titanlite.models.families import any_model_config_from_hf, families, resolve_model_config
 from titanlite.optim.expert_bias import warn_of_ignored_balancing
 
 CONFIG = replace(families()["qwen3_moe"].presets["debug"], vocab_size=1000)
@@ -312,3 +316,37 @@ def test_a_warm_up_as_long_as_the_run_is_a_warning(warnings, monkeypatch):
     job.lr_scheduler.warmup_steps = 13
     resolve_steps(job, loader_of(100))
     assert "is the whole run" in warnings.pop()
+
+
+@pytest.mark.parametrize("implementation", ["auto", "transformers"])
+@pytest.mark.parametrize(
+    ("num_ids", "rows"),
+    [(300, 300), (1023, 1023), (1024, 2048), (2048, 2048), (2049, 2049), (50_000, 50_000)],
+)
+def test_the_vocabulary_of_a_new_model_follows_the_tokenizer(implementation, num_ids, rows):
+    job = JobConfig()
+    job.model = replace(job.model, name="qwen3", flavor="debug", implementation=implementation)
+    preset = resolve_model_config(job.model)
+    assert preset.vocab_size == 2048
+    followed, config = fit_vocabulary(job, preset, num_ids, 1, None)
+    assert config.vocab_size == rows
+    assert config == replace(preset, vocab_size=rows) or implementation == "transformers"
+    assert fit_vocabulary(followed, config, num_ids, 1, None) == (followed, config)
+
+
+def test_a_vocabulary_that_is_written_or_trained_stays(tmp_path):
+    job = JobConfig()
+    job.model = replace(job.model, name="qwen3", flavor="debug")
+    preset = resolve_model_config(job.model)
+    written = replace(job, model=replace(job.model, overrides=replace(job.model.overrides, vocab_size=5000)))
+    sizes = resolve_model_config(written.model)
+    assert fit_vocabulary(written, sizes, 300, 1, None) == (written, sizes)
+    loaded = replace(job, checkpoint=replace(job.checkpoint, initial_load_path="model"))
+    assert fit_vocabulary(loaded, preset, 300, 1, None) == (loaded, preset)
+    with pytest.raises(ConfigError, match=r"301 tokens.*tensor_parallel_degree = 4\. Set .*vocab_size = 304\."):
+        fit_vocabulary(job, preset, 301, 4, None)
+    saved = tmp_path / "checkpoint/step-7"
+    saved.mkdir(parents=True)
+    (saved / "config.json").write_text(json.dumps({"vocab_size": 2048}))
+    resumed = replace(job, job=replace(job.job, dump_folder=str(tmp_path)))
+    assert fit_vocabulary(resumed, preset, 300, 1, SimpleNamespace(step=7)) == (resumed, preset)

@@ -199,7 +199,11 @@ class ModelSection:
     name: str = setting(
         "qwen3_moe", "Family of the flavor: one of titanlite/models/families, or yours (docs/extending.md).", calls=()
     )
-    flavor: str = setting("", "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from path.")
+    flavor: str = setting(
+        "",
+        "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from path. The vocabulary of a new model is "
+        "the tokenizer's where the preset's is smaller, or more than twice as large.",
+    )
     hf_assets_path: str = setting(
         "", "As path, but without the weights: config.json and tokenizer. With a flavor: the tokenizer only."
     )

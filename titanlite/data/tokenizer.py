@@ -10,6 +10,7 @@ thread pool has started (seen with tokenizers 0.23); false makes first use up to
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from titanlite.base.agree import get_rank
-from titanlite.base.errors import DataError
+from titanlite.base.errors import ConfigError, DataError
 from titanlite.base.files import read_json, write_atomic
 from titanlite.base.hf_objects import load_from_folder, load_tokenizer_file
 from titanlite.base.log import logger
@@ -271,6 +272,36 @@ def describe_other_ids(ours: "PreTrainedTokenizerFast", theirs: "PreTrainedToken
             shown = [t.convert_ids_to_tokens(ids[start : start + 3]) for t, ids in ((ours, first), (theirs, second))]
             return f"{shown[1]} instead of {shown[0]}"
     return ""
+
+
+def follow_tokenizer(
+    job: JobConfig, model_config: AnyModelConfig, num_ids: int, tp: int, saved: Path | None
+) -> JobConfig:
+    """Return `job`, for a new model of a flavor with as many embedding rows as the tokenizer has ids.
+
+    A setting counts before the tokenizer, and so do the rows of the checkpoint in `saved` that the run resumes from. A
+    flavor with up to twice as many rows as ids keeps them: the vocabularies of real models are padded. `tp` ranks share
+    the rows evenly.
+
+    Raises ConfigError: they cannot. The same on all ranks.
+    """
+    model, rows = job.model, model_config.vocab_size
+    if not model.flavor or model.overrides.vocab_size is not None or job.checkpoint.initial_load_path:
+        return job
+    wanted = rows if num_ids <= rows <= 2 * num_ids else num_ids
+    if saved is not None:
+        with suppress(OSError, ValueError, KeyError):  # it is damaged, and will not be resumed from
+            wanted = read_json(saved / "config.json")["vocab_size"]
+    if wanted == rows:
+        return job
+    if wanted % tp:
+        raise ConfigError(
+            f"model: the tokenizer has {num_ids} tokens, and so many rows of the embedding cannot be shared by "
+            f"tensor_parallel_degree = {tp}. Set model.overrides.vocab_size = {-(-wanted // tp) * tp}."
+        )
+    if get_rank() == 0:
+        logger.info("model: vocab_size is %d, as the tokenizer has, instead of %s's %d", wanted, model.flavor, rows)
+    return replace(job, model=replace(model, overrides=replace(model.overrides, vocab_size=wanted)))
 
 
 def describe_resizing(job: JobConfig, vocab_size: int, model_config: AnyModelConfig) -> str:

@@ -71,8 +71,8 @@ class DPO:
         return ObjectiveSums(loss_BP.sum().float(), aux, metrics)
 
 
-def build_dpo(job: JobConfig, form: str) -> DPO | None:
-    """Build the objective for rows of `form` if `training.objective` is "dpo"; None if not.
+def check_pairs(job: JobConfig, form: str) -> None:
+    """Check that rows of `form` are what `training.objective` compares.
 
     Raises:
         DataError: pairs would be trained token by token, both sides alike, or there are no pairs to compare.
@@ -88,6 +88,10 @@ def build_dpo(job: JobConfig, form: str) -> DPO | None:
             'data.dataset = "examples" and data.path to rows with prompt, chosen and rejected; streams say so '
             'themselves, with data.format = "preference".'
         )
+
+
+def build_dpo(job: JobConfig) -> DPO | None:
+    """Build the objective if `training.objective` is "dpo"; None if not. `check_pairs` has looked at the rows."""
     if job.training.objective != "dpo":
         return None
     # Adapters that were trained before belong to the model that training begins with.

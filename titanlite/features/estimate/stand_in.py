@@ -177,7 +177,7 @@ def _allocate(plan: Plan, model: Model) -> None:
 
 def _build_objective(job: JobConfig, vocab_size: int) -> Objective:
     """Return the run's objective; references of preference pairs that are cached cost nothing in a step."""
-    objective = build_objective(job, vocab_size, "preference" if job.training.objective == "dpo" else "text")
+    objective = build_objective(job, vocab_size)
     if isinstance(objective, DPO) and not isinstance(objective.reference, AdaptersOff):
         objective.reference = _NoReference()
     return objective

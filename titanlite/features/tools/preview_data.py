@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.assemble import build_data
+from titanlite.assemble import build_data, check_data, fit_vocabulary, resolve_start
 from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.base.log import logger
 from titanlite.base.process import escape_controls, raw_output, read_variable
@@ -19,6 +19,7 @@ from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
 from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
+from titanlite.data.tokenizer import count_ids
 from titanlite.features.images import ImageDataset
 from titanlite.features.sft import build as report
 from titanlite.features.sft.chat import TRAINED
@@ -155,6 +156,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         checked = check(job, known.world_size, weights=False)
         job = with_chat_date(checked.job)
         tokenizer, loader = build_data(job, 0, checked.degrees.dp)
+        num_ids, (_, start) = count_ids(tokenizer), resolve_start(job)
+        job, sizes = fit_vocabulary(job, checked.model_config, num_ids, checked.degrees.tp, start)
+        check_data(job, sizes, loader.dataset.form, loader.dataset.vocab_size, num_ids)
         loader.start_from(0, 0, job.data.skip_to_sample)
         painter = Painter(tokenizer, color=color, max_tokens=known.tokens)
         _show_data(loader, painter, known.samples)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,3 +38,47 @@ def test_all_paths_that_are_missing_are_said_at_once(run: Callable[..., str]) ->
     said = run("--model.path=gone", "--data.path=lost.jsonl", "--data.dataset=examples", code=2)
     assert said.startswith("titanlite: error: ")
     assert "model.path: gone does not exist." in said and "data.path: lost.jsonl does not exist." in said
+
+
+# Sizes that the native decoder could train, and transformers' class refuses.
+UNSAVABLE = """
+from dataclasses import replace
+from titanlite.models.families.llama import LLAMA
+SMALL = replace(LLAMA.presets["debug"], family="odd", hidden_size=90)
+FAMILY = replace(LLAMA, name="odd", rules=(), presets={"small": SMALL})
+"""
+
+
+def test_a_model_that_cannot_be_saved_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("unsavable.py").write_text(UNSAVABLE)
+    Path("mine.toml").write_text('[model]\nname = "unsavable:FAMILY"\nflavor = "small"\n')
+    assert check.main(["--config=mine.toml"]) == 2
+    said = capsys.readouterr().err
+    assert "refuses the config.json to be saved: hidden_size = 90 ([model])" in said and len(said) < 1000
+    assert check.main(["--config=mine.toml", "--checkpoint.enable=false"]) == 0
+    assert check.main(["--config=mine.toml", "--model.overrides.hidden_size=88"]) == 0
+
+
+def test_tokenizer_and_embedding_are_compared(
+    make_tokenizer: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_tokenizer().save_pretrained("tokenizer")
+    Path("book.txt").write_text("one two " * 99)
+    Path("rows.jsonl").write_text('{"text": "one two"}\n' * 9)
+    Path("mine.toml").write_text(NEW + '[data]\ntokenizer_path = "tokenizer"\n')
+    few = "--model.overrides.vocab_size=64"
+    said = "tokens, but the model's vocab_size is 64. Set model.overrides.vocab_size = "
+    for path, code in (("book.txt", 2), ("rows.jsonl", 0)):  # rows may have few of the tokens
+        arguments = ["--config=mine.toml", f"--data.path={path}"]
+        assert check.main(arguments) == 0
+        caplog.clear()
+        assert check.main([*arguments, few]) == code
+        assert said in (capsys.readouterr().err if code else caplog.text)

@@ -15,6 +15,7 @@ _CONFIG = """
 [model]
 name = "qwen3_moe"
 flavor = "debug"
+init = "random"
 [training]
 seq_len = 64
 [data]
@@ -102,7 +103,7 @@ def test_sources_of_a_mixture_have_their_shares_of_what_is_trained(
 
 def test_pairs_and_control_characters(preview: Callable[..., tuple[int, str, str]]) -> None:
     rows = [{"prompt": f"{i}\x1b[2J", "chosen": " good", "rejected": " bad"} for i in range(4)]
-    code, out, _ = preview(rows, "--samples=9")
+    code, out, _ = preview(rows, "--samples=9", "--training.objective=dpo")
     assert code == 0 and "3 pairs to train on (preference), 1 held out" in out
     assert "sample 3 (chosen): " in out and "sample 3 (rejected): " in out and "sample 4" not in out
     assert "\x1b" not in out and "\\x1b[2J[[ good<|endoftext|>]]" in out
@@ -142,3 +143,21 @@ def test_stream(preview: Callable[..., tuple[int, str, str]]) -> None:
     assert "left out so far: 1 rows skipped: empty field" in out
     code, _, err = preview(rows, "--data.streaming=true", "--validation.enable=false")
     assert code == 2 and "rows.jsonl, line 10: field 'messages' holds no message" in err
+
+
+PAIRS = [{"prompt": f"{i}", "chosen": " good", "rejected": " bad"} for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "arguments", "said"),
+    [
+        (chats(40), ["--training.objective=dpo"], "needs preference pairs, but the rows are of form 'messages'"),
+        (PAIRS, [], 'Set training.objective = "dpo"'),
+        (chats(40), ["--model.init=auto"], "the run would begin with random weights"),
+        (chats(40), ["--model.overrides.vocab_size=64"], "tokens, but the model's vocab_size is 64"),
+        (chats(40), ["--data.streaming=true", "--validation.enable=false", "--training.objective=dpo"], "no end"),
+    ],
+)
+def test_what_the_run_would_refuse(preview: Callable[..., tuple[int, str, str]], rows, arguments, said) -> None:
+    code, out, err = preview(rows, *arguments)
+    assert code == 2 and "sample 1" not in out and said in err
