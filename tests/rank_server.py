@@ -337,14 +337,10 @@ def _import_everything() -> None:
     from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
     import titanlite.__main__ as commands
-    import titanlite.features.generate.evaluate
-    import titanlite.launch.__main__
-    import titanlite.preflight
 
     for module in commands._MODULES.values():
         __import__(module)
     torch.set_num_threads(1)
-    titanlite.features.generate.evaluate._SAMPLE_TOKENS = 2  # 48 forwards at the end of a run cost each rank a second
     GenerationConfig.from_model_config(AutoConfig.for_model("qwen3_moe"))
     if len(threads := os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(f"{len(threads)} threads after the imports: {threading.enumerate()}")

@@ -26,7 +26,6 @@ from traced_layers import Graphs
 # Steps and saves import these; here it costs 2 s once, in every forked rank it would cost them again.
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
-import titanlite.features.generate.evaluate
 from tests.conftest import Ranks
 from tests.saving import save_hf_model
 from titanlite.assemble import assemble, build_data
@@ -147,14 +146,6 @@ def degree_overrides(degrees: Degrees) -> list[str]:
         f"--parallelism.expert_parallel_degree={degrees.ep}",
         f"--parallelism.pipeline_parallel_degree={degrees.pp}",
     ]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def short_samples() -> Iterator[None]:
-    """Cut the sample at the end of a run of plain text: 48 forwards would cost every rank half a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(titanlite.features.generate.evaluate, "_SAMPLE_TOKENS", 2)
-        yield
 
 
 @pytest.fixture(scope="session")
