@@ -51,17 +51,18 @@ FAST_CASES = 3  # of each test under --fast
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = f"of each test at most {FAST_CASES} cases, spread over its parameters, and none that is marked slow"
     parser.addoption("--fast", action="store_true", help=text)
+    parser.addoption("--full", action="store_true", help="also cases that no other run needs: for a weekly run")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--fast"):
-        return
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("slow") is None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {group[i * (len(group) - 1) // (FAST_CASES - 1)] for group in cases.values() for i in range(FAST_CASES)}
+    kept = {item for item in items if config.getoption("--full") or item.get_closest_marker("full") is None}
+    if config.getoption("--fast"):
+        cases: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            if item in kept and item.get_closest_marker("slow") is None:
+                cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        kept = {group[i * (len(group) - 1) // (FAST_CASES - 1)] for group in cases.values() for i in range(FAST_CASES)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
