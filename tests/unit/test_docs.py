@@ -29,21 +29,21 @@ COMMENTED += sorted((ROOT / "scripts").rglob("*.py")) + sorted((ROOT / "scripts/
 WRONG_KEYS = {"training.step"}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_relative_links_lead_to_files(document):
-    targets = re.findall(r"\]\(([^)#: ]+)\)", document.read_text())
-    assert not [target for target in targets if not (document.parent / target).exists()]
+def test_relative_links_lead_to_files():
+    for document in DOCUMENTS:
+        targets = re.findall(r"\]\(([^)#: ]+)\)", document.read_text())
+        assert not [target for target in targets if not (document.parent / target).exists()], document.name
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_within_documents_lead_to_headings(document):
+def test_links_within_documents_lead_to_headings():
+    links = [(page, *link) for page in DOCUMENTS for link in re.findall(r"\]\(([^)#: ]*)#([^) ]+)\)", page.read_text())]
     missing = []
-    for path, anchor in re.findall(r"\]\(([^)#: ]*)#([^) ]+)\)", document.read_text()):
+    for document, path, anchor in links:
         target = document.parent / path if path else document
         headings = re.findall(r"^#+ (.*)", target.read_text(), flags=re.M)
         known = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
         if anchor not in known:
-            missing.append(f"{path}#{anchor}")
+            missing.append(f"{document.name}: {path}#{anchor}")
     assert not missing
 
 
@@ -65,17 +65,15 @@ def test_the_map_names_every_file_of_the_core_and_every_feature():
     assert rows == {name.removesuffix(".py") for name in features} - {"__init__"}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_pages_are_narrow_and_begin_with_a_command(document):
-    lines = document.read_text().splitlines()
-    if document.name == "config.md":
-        return  # generated
-    if document.parent != ROOT:
-        assert lines[2] and not lines[2].startswith(("#", "|", "```")), "say what the page is for"
-        assert any(line.startswith(("```", "    ")) for line in lines[3:30]), "show a command"
-    wide = [line for line in lines if len(line) > 120 and not line.startswith(("<!--", "```"))]
-    fenced = re.findall(r"^```.*?^```", document.read_text(), flags=re.M | re.S)
-    assert not [line for line in wide if not any(line in block for block in fenced)]
+def test_pages_are_narrow_and_begin_with_a_command():
+    for document in [page for page in DOCUMENTS if page.name != "config.md"]:
+        lines = document.read_text().splitlines()
+        if document.parent != ROOT:
+            assert lines[2] and not lines[2].startswith(("#", "|", "```")), f"{document.name}: say what the page is for"
+            assert any(line.startswith(("```", "    ")) for line in lines[3:30]), f"{document.name}: show a command"
+        wide = [line for line in lines if len(line) > 120 and not line.startswith(("<!--", "```"))]
+        fenced = re.findall(r"^```.*?^```", document.read_text(), flags=re.M | re.S)
+        assert not [line for line in wide if not any(line in block for block in fenced)], document.name
 
 
 def tables() -> list[tuple[str, str, str]]:
@@ -104,54 +102,56 @@ def test_keys_of_other_trainers_are_what_the_pages_say():
     assert len(named & NAMES.keys()) > 70
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_configurations_that_are_shown_are_accepted(document, tmp_path, monkeypatch):
+def test_configurations_that_are_shown_are_accepted(tmp_path, monkeypatch):
     """All of them are configurations, if only of some sections."""
-    monkeypatch.chdir(tmp_path)
-    for text in re.findall(r"```toml\n(.*?)```", document.read_text(), flags=re.S):
-        Path("shown.toml").write_text(text)
-        model = [] if tomllib.loads(text).get("model", {}).keys() & {"path", "flavor"} else ["--model.path=a/b"]
-        load_config(["--config", "shown.toml", *model])
+    for document in DOCUMENTS:
+        monkeypatch.chdir(tmp_path)
+        for text in re.findall(r"```toml\n(.*?)```", document.read_text(), flags=re.S):
+            Path("shown.toml").write_text(text)
+            model = [] if tomllib.loads(text).get("model", {}).keys() & {"path", "flavor"} else ["--model.path=a/b"]
+            load_config(["--config", "shown.toml", *model])
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, *COMMENTED], ids=lambda path: str(path.relative_to(ROOT)))
-def test_settings_that_are_named_exist(document):
+def test_settings_that_are_named_exist():
     """`--section.key`, and `section.key` in backticks where there is such a section."""
-    text, settings = document.read_text(), get_settings()
-    if document.name.startswith("from_"):
-        text = re.sub(r"^\|.*?\|", "|", text, flags=re.M)  # names of another trainer
-    sections = {key.partition(".")[0] for key in settings}
-    named = re.findall(r"(?<![\w-])--([a-z_]+\.[a-z_]+(?:\.[a-z_]+)*)", text)
-    named += [key for key in re.findall(r"`([a-z_]+\.[a-z_]+)(?=[`= ])", text) if key.partition(".")[0] in sections]
-    files = {"model.safetensors", "optimizer.safetensors", "metrics.jsonl", "optimizer.found_inf"}
-    named = [re.sub(rf"(\.(?:{'|'.join(TABLES)}))\.\w+$", r"\1", name) for name in named]  # names of the user
-    prefixes = {f"{key.rpartition('.')[0]}" for key in settings}  # `model.overrides`
-    unknown = {name for name in named if find_setting(name) is None} - files - prefixes - {"section.key", "a.b"}
-    assert unknown <= WRONG_KEYS and not WRONG_KEYS & settings.keys()
+    for document in [*DOCUMENTS, *COMMENTED]:
+        text, settings = document.read_text(), get_settings()
+        if document.name.startswith("from_"):
+            text = re.sub(r"^\|.*?\|", "|", text, flags=re.M)  # names of another trainer
+        sections = {key.partition(".")[0] for key in settings}
+        named = re.findall(r"(?<![\w-])--([a-z_]+\.[a-z_]+(?:\.[a-z_]+)*)", text)
+        named += [key for key in re.findall(r"`([a-z_]+\.[a-z_]+)(?=[`= ])", text) if key.partition(".")[0] in sections]
+        files = {"model.safetensors", "optimizer.safetensors", "metrics.jsonl", "optimizer.found_inf"}
+        named = [re.sub(rf"(\.(?:{'|'.join(TABLES)}))\.\w+$", r"\1", name) for name in named]  # names of the user
+        prefixes = {f"{key.rpartition('.')[0]}" for key in settings}  # `model.overrides`
+        unknown = {name for name in named if find_setting(name) is None} - files - prefixes - {"section.key", "a.b"}
+        assert unknown <= WRONG_KEYS and not WRONG_KEYS & settings.keys(), document.name
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, *COMMENTED], ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_and_modules_that_are_named_exist(document):
-    text = document.read_text()
-    # The options of torchrun and of the launcher may stand between.
-    for name in re.findall(r"python3? -m titanlite ([a-z]+)\b", text):
-        assert name in _MODULES, f"there is no command '{name}'"
-    for module in re.findall(r"-m (titanlite\.[\w.]+)", text):
-        assert importlib.util.find_spec(module.rstrip(".")) is not None, module
+def test_commands_and_modules_that_are_named_exist():
+    for document in [*DOCUMENTS, *COMMENTED]:
+        text = document.read_text()
+        # The options of torchrun and of the launcher may stand between.
+        for name in re.findall(r"python3? -m titanlite ([a-z]+)\b", text):
+            assert name in _MODULES, f"there is no command '{name}'"
+        for module in re.findall(r"-m (titanlite\.[\w.]+)", text):
+            assert importlib.util.find_spec(module.rstrip(".")) is not None, module
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_files_that_are_named_exist(document):
+def test_files_that_are_named_exist():
     """Paths in backticks or commands that begin with a folder of this repository, as they are or below titanlite/."""
-    text = document.read_text()
-    named = re.findall(r"(?<![\w/.-])((?:titanlite|tests|scripts|configs|docs)/[\w./-]*\w)", text)
-    short = re.findall(r"`((?!tests/|scripts/|titanlite/)[a-z_]+/[a-z_]+\.py)`", text)
-    named += [f"titanlite/{path}" for path in short]
-    missing = {path for path in named if not (ROOT / path).exists()}
-    # What checkpoints hold, and what setup makes.
-    missing = {path for path in missing if not (document.parent / path).exists()}
-    missing -= {path for path in missing if path.startswith("titanlite/") and path.endswith((".json", ".safetensors"))}
-    assert missing <= {"titanlite/weights"}
+    for document in DOCUMENTS:
+        text = document.read_text()
+        named = re.findall(r"(?<![\w/.-])((?:titanlite|tests|scripts|configs|docs)/[\w./-]*\w)", text)
+        short = re.findall(r"`((?!tests/|scripts/|titanlite/)[a-z_]+/[a-z_]+\.py)`", text)
+        named += [f"titanlite/{path}" for path in short]
+        missing = {path for path in named if not (ROOT / path).exists()}
+        # What checkpoints hold, and what setup makes.
+        missing = {path for path in missing if not (document.parent / path).exists()}
+        missing -= {
+            path for path in missing if path.startswith("titanlite/") and path.endswith((".json", ".safetensors"))
+        }
+        assert missing <= {"titanlite/weights"}, document.name
 
 
 def commands() -> list[str]:

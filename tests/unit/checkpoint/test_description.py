@@ -21,8 +21,8 @@ QWEN3 = families()["qwen3"].presets["debug"]
 def write(config: ModelConfig, original: dict, folder: Path) -> dict:
     """Beside the weights of `config`, which training began with those of a folder with the config.json `original`."""
     assets, out = folder / "assets", folder / "out"
-    assets.mkdir()
-    out.mkdir()
+    assets.mkdir(exist_ok=True)
+    out.mkdir(exist_ok=True)
     (assets / "config.json").write_text(json.dumps({**original, "model_type": config.family}))
     describe_into(out, config, assets)
     return json.loads((out / "config.json").read_text())
@@ -34,15 +34,15 @@ def describe_into(folder: Path, config: AnyModelConfig, assets: Path | None = No
 
 
 @pytest.mark.parametrize("family", sorted(families()))
-@pytest.mark.parametrize("where", ["table", "top", "both"])
-def test_the_rotary_scaling_of_the_run_is_what_is_read_back(tmp_path, family, where):
+def test_the_rotary_scaling_of_the_run_is_what_is_read_back(tmp_path, family):
     """The original's may stand in two places; one of them would count for more than the run's own."""
-    config = replace(families()[family].presets["debug"], rope_scaling=YARN)
-    table = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
-    top = {"original_max_position_embeddings": 512}
-    original = {"table": {"rope_scaling": table}, "top": top, "both": {"rope_scaling": table, **top}}[where]
-    write(config, original, tmp_path)
-    assert model_config_from_hf(tmp_path / "out") == config
+    for where in ["table", "top", "both"]:
+        config = replace(families()[family].presets["debug"], rope_scaling=YARN)
+        table = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
+        top = {"original_max_position_embeddings": 512}
+        original = {"table": {"rope_scaling": table}, "top": top, "both": {"rope_scaling": table, **top}}[where]
+        write(config, original, tmp_path)
+        assert model_config_from_hf(tmp_path / "out") == config
 
 
 def test_code_that_is_not_written_is_not_named(tmp_path):
@@ -51,7 +51,7 @@ def test_code_that_is_not_written_is_not_named(tmp_path):
     assert "auto_map" not in written and written["aux_loss_alpha"] == 0.001
     hf = {**original, "model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}
     out = tmp_path / "transformers"
-    out.mkdir()
+    out.mkdir(exist_ok=True)
     describe_into(out, transformers_config(hf, "config.json"))
     written = json.loads((out / "config.json").read_text())
     assert "auto_map" not in written and written["head_dim"] == 32
@@ -147,21 +147,21 @@ ROPES = {
 
 
 @pytest.mark.parametrize("family", sorted(families()))
-@pytest.mark.parametrize("scaling", ROPES)
-def test_older_readers_find_every_key_under_its_older_name(tmp_path, family, scaling):
+def test_older_readers_find_every_key_under_its_older_name(tmp_path, family):
     """Transformers 4 does not know `rope_parameters` and takes its defaults; ours reads both forms."""
-    config = replace(families()[family].presets["debug"], rope_theta=12345.0, rope_scaling=ROPES[scaling])
-    if family == "glm4_moe":
-        config = replace(config, partial_rotary_factor=0.25)
-    written = write(config, {}, tmp_path)
-    newer = {"rope_parameters": written.pop("rope_parameters")}
-    newer |= {"num_local_experts": written.pop("num_local_experts")} if "num_local_experts" in written else {}
-    (tmp_path / "older.json").write_text(json.dumps(written))
-    assert model_config_from_hf(tmp_path / "older.json") == config
-    older = {"model_type", "rope_theta", "rope_scaling", "partial_rotary_factor", "num_experts"}
-    rest = {key: value for key, value in written.items() if key == "model_type" or key not in older}
-    (tmp_path / "newer.json").write_text(json.dumps(rest | newer))
-    assert model_config_from_hf(tmp_path / "newer.json") == config
+    for scaling in ROPES:
+        config = replace(families()[family].presets["debug"], rope_theta=12345.0, rope_scaling=ROPES[scaling])
+        if family == "glm4_moe":
+            config = replace(config, partial_rotary_factor=0.25)
+        written = write(config, {}, tmp_path)
+        newer = {"rope_parameters": written.pop("rope_parameters")}
+        newer |= {"num_local_experts": written.pop("num_local_experts")} if "num_local_experts" in written else {}
+        (tmp_path / "older.json").write_text(json.dumps(written))
+        assert model_config_from_hf(tmp_path / "older.json") == config
+        older = {"model_type", "rope_theta", "rope_scaling", "partial_rotary_factor", "num_experts"}
+        rest = {key: value for key, value in written.items() if key == "model_type" or key not in older}
+        (tmp_path / "newer.json").write_text(json.dumps(rest | newer))
+        assert model_config_from_hf(tmp_path / "newer.json") == config
 
 
 # What config.json has in a published folder, beside what every model of transformers has: the keys that change what is
@@ -202,36 +202,36 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("family", sorted(families()))
-def test_a_flavor_is_written_with_the_keys_of_a_published_folder(tmp_path, family):
-    config = families()[family].presets["debug"]
-    written = write(config, {}, tmp_path)
-    assert not {*_COMMON, *PUBLISHED[family]} - written.keys()
-    assert families()[family].from_hf(written, "config.json") == config
-    if "scoring_func" in written:
-        assert (written["scoring_func"], written["topk_method"], written["moe_layer_freq"]) == (
-            "sigmoid",
-            "noaux_tc",
-            1,
-        )
+def test_a_flavor_is_written_with_the_keys_of_a_published_folder(tmp_path):
+    for family in sorted(families()):
+        config = families()[family].presets["debug"]
+        written = write(config, {}, tmp_path)
+        assert not {*_COMMON, *PUBLISHED[family]} - written.keys()
+        assert families()[family].from_hf(written, "config.json") == config
+        if "scoring_func" in written:
+            assert (written["scoring_func"], written["topk_method"], written["moe_layer_freq"]) == (
+                "sigmoid",
+                "noaux_tc",
+                1,
+            )
 
 
 @pytest.mark.parametrize("family", sorted(families()))
-@pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
-def test_the_rotary_table_keeps_what_the_folder_said(tmp_path, family, form):
-    table = {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 1024,
-        "beta_fast": 32,
-        "finetuned": True,
-    }
-    table |= {"low_freq_factor": 2.0}  # of another type: without effect, and not ours to remove
-    config = replace(families()[family].presets["debug"], rope_scaling=YARN)
-    written = write(config, {form: table}, tmp_path)
-    for name in ("rope_scaling", "rope_parameters"):
-        assert {**written[name], **table} == written[name]
-    assert model_config_from_hf(tmp_path / "out") == config
+def test_the_rotary_table_keeps_what_the_folder_said(tmp_path, family):
+    for form in ["rope_scaling", "rope_parameters"]:
+        table = {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
+            "beta_fast": 32,
+            "finetuned": True,
+        }
+        table |= {"low_freq_factor": 2.0}  # of another type: without effect, and not ours to remove
+        config = replace(families()[family].presets["debug"], rope_scaling=YARN)
+        written = write(config, {form: table}, tmp_path)
+        for name in ("rope_scaling", "rope_parameters"):
+            assert {**written[name], **table} == written[name]
+        assert model_config_from_hf(tmp_path / "out") == config
 
 
 def test_a_rotary_table_of_another_type_leaves_nothing(tmp_path):
@@ -284,7 +284,7 @@ def test_models_of_transformers_are_written_in_both_forms(tmp_path, model_type, 
         hf = json.loads((tmp_path / "newer" / "config.json").read_text())
         assert "rope_theta" not in hf
     out = tmp_path / "out"
-    out.mkdir()
+    out.mkdir(exist_ok=True)
     describe_into(out, transformers_config(hf, "config.json"))
     written = json.loads((out / "config.json").read_text())
     assert written["rope_parameters"] == read.rope_parameters == AutoConfig.from_pretrained(out).rope_parameters

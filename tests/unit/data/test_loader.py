@@ -23,20 +23,18 @@ def _rows(batches: list[Batch]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("dp_degree", "local_batch_size"), MESHES)
-@pytest.mark.parametrize("step", [0, 14, 15])  # 180 training sequences: step 14 ends the first epoch
-def test_any_mesh_sees_the_same_global_batch(
-    make_dataset: MakeDataset, dp_degree: int, local_batch_size: int, step: int
-) -> None:
-    dataset = make_dataset()
-    indices = dataset.get_train_indices(5, step * 12, step * 12 + 12)
-    expected = _rows([dataset.batch(indices)])
-    seen = []
-    for dp_rank in range(dp_degree):
-        batches = _make_loader(dataset, dp_degree, local_batch_size, dp_rank).micro_batches(step)
-        assert len(batches) == 12 // (dp_degree * local_batch_size)
-        assert {batch.tokens.shape for batch in batches} == {(local_batch_size, 10)}
-        seen += _rows(batches)
-    assert sorted(seen) == sorted(expected)
+def test_any_mesh_sees_the_same_global_batch(make_dataset: MakeDataset, dp_degree: int, local_batch_size: int) -> None:
+    for step in [0, 14, 15]:  # 180 training sequences: step 14 ends the first epoch
+        dataset = make_dataset()
+        indices = dataset.get_train_indices(5, step * 12, step * 12 + 12)
+        expected = _rows([dataset.batch(indices)])
+        seen = []
+        for dp_rank in range(dp_degree):
+            batches = _make_loader(dataset, dp_degree, local_batch_size, dp_rank).micro_batches(step)
+            assert len(batches) == 12 // (dp_degree * local_batch_size)
+            assert {batch.tokens.shape for batch in batches} == {(local_batch_size, 10)}
+            seen += _rows(batches)
+        assert sorted(seen) == sorted(expected)
 
 
 def test_ranks_take_contiguous_slices_of_each_micro_batch(make_dataset: MakeDataset) -> None:
@@ -69,40 +67,42 @@ def test_batches_are_a_pure_function_of_seed_and_step(make_dataset: MakeDataset)
 
 
 @pytest.mark.parametrize(("dp_degree", "local_batch_size"), MESHES)
-@pytest.mark.parametrize("num_steps", [0, 1, 4, 10])
 def test_validation_takes_every_held_out_row_once_on_any_mesh(
-    make_dataset: MakeDataset, dp_degree: int, local_batch_size: int, num_steps: int
+    make_dataset: MakeDataset, dp_degree: int, local_batch_size: int
 ) -> None:
-    dataset = make_dataset(num_tokens=5001)  # 500 sequences, 50 held out: 4 batches of 12, and 2 more
-    count = min(num_steps * 12, 50) or 50
-    expected = _rows([dataset.batch(range(450, 450 + count))])
-    num_labels = int((dataset.batch(range(450, 450 + count)).labels != IGNORE_INDEX).sum())
-    seen, lengths, found_labels = [], set(), 0
-    for dp_rank in range(dp_degree):
-        loader = _make_loader(dataset, dp_degree, local_batch_size, dp_rank)
-        batches = list(loader.validation_batches(num_steps))
-        loader.micro_batches(2)
-        again = loader.validation_batches(num_steps)
-        assert all(torch.equal(a.labels, b.labels) for a, b in zip(batches, again, strict=True))
-        lengths.add(len(batches))
-        assert {batch.tokens.shape for batch in batches} == {(local_batch_size, 10)}
-        found_labels += sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
-        for batch in batches:
-            is_row = batch.document_ids[:, 0] >= 0
-            assert (batch.labels[~is_row] == IGNORE_INDEX).all() and (batch.document_ids[~is_row] == -1).all()
-            seen += [row for row, real in zip(_rows([batch]), is_row.tolist(), strict=True) if real]
-    assert sorted(seen) == sorted(expected)
-    assert found_labels == num_labels
-    assert lengths == {-(-count // (dp_degree * local_batch_size))}, "or ranks would wait for others in a collective"
+    for num_steps in [0, 1, 4, 10]:
+        dataset = make_dataset(num_tokens=5001)  # 500 sequences, 50 held out: 4 batches of 12, and 2 more
+        count = min(num_steps * 12, 50) or 50
+        expected = _rows([dataset.batch(range(450, 450 + count))])
+        num_labels = int((dataset.batch(range(450, 450 + count)).labels != IGNORE_INDEX).sum())
+        seen, lengths, found_labels = [], set(), 0
+        for dp_rank in range(dp_degree):
+            loader = _make_loader(dataset, dp_degree, local_batch_size, dp_rank)
+            batches = list(loader.validation_batches(num_steps))
+            loader.micro_batches(2)
+            again = loader.validation_batches(num_steps)
+            assert all(torch.equal(a.labels, b.labels) for a, b in zip(batches, again, strict=True))
+            lengths.add(len(batches))
+            assert {batch.tokens.shape for batch in batches} == {(local_batch_size, 10)}
+            found_labels += sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
+            for batch in batches:
+                is_row = batch.document_ids[:, 0] >= 0
+                assert (batch.labels[~is_row] == IGNORE_INDEX).all() and (batch.document_ids[~is_row] == -1).all()
+                seen += [row for row, real in zip(_rows([batch]), is_row.tolist(), strict=True) if real]
+        assert sorted(seen) == sorted(expected)
+        assert found_labels == num_labels
+        assert lengths == {-(-count // (dp_degree * local_batch_size))}, (
+            "or ranks would wait for others in a collective"
+        )
 
 
-@pytest.mark.parametrize("size", [1, 7, 60])
-def test_validation_does_not_depend_on_the_batch_size(make_dataset: MakeDataset, size: int) -> None:
-    dataset = make_dataset(num_tokens=5001)
-    batches = list(_make_loader(dataset, 1, size, global_batch_size=size).validation_batches(0))
-    labels = sum(int(batch.labels.where(batch.labels != IGNORE_INDEX, 0).sum()) for batch in batches)
-    expected = dataset.batch(range(450, 500)).labels
-    assert labels == int(expected.where(expected != IGNORE_INDEX, 0).sum())
+def test_validation_does_not_depend_on_the_batch_size(make_dataset: MakeDataset) -> None:
+    for size in [1, 7, 60]:
+        dataset = make_dataset(num_tokens=5001)
+        batches = list(_make_loader(dataset, 1, size, global_batch_size=size).validation_batches(0))
+        labels = sum(int(batch.labels.where(batch.labels != IGNORE_INDEX, 0).sum()) for batch in batches)
+        expected = dataset.batch(range(450, 500)).labels
+        assert labels == int(expected.where(expected != IGNORE_INDEX, 0).sum())
 
 
 def test_samples_are_skipped_once(make_dataset: MakeDataset) -> None:

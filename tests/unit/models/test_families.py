@@ -285,10 +285,10 @@ def refuse(hf: dict[str, Any]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("flavor", HUB)
-def test_hub_config_equals_preset(flavor):
-    hf = HUB[flavor]
-    assert from_hf(hf) == families()[hf["model_type"]].presets[flavor]
+def test_hub_config_equals_preset():
+    for flavor in HUB:
+        hf = HUB[flavor]
+        assert from_hf(hf) == families()[hf["model_type"]].presets[flavor]
 
 
 def test_hub_config_written_by_transformers_5_equals_preset():
@@ -299,57 +299,54 @@ def test_hub_config_written_by_transformers_5_equals_preset():
         assert from_hf(again) == families()[hf["model_type"]].presets[flavor]
 
 
-@pytest.mark.parametrize(("family", "flavor"), PRESETS)
-def test_preset_is_consistent(family, flavor):
-    config = families()[family].presets[flavor]
-    assert config.family == family
-    assert check_model_config(config) == []
-    assert family_of(config).name == family
+def test_preset_is_consistent():
+    for family, flavor in PRESETS:
+        config = families()[family].presets[flavor]
+        assert config.family == family
+        assert check_model_config(config) == []
+        assert family_of(config).name == family
 
 
-@pytest.mark.parametrize(("family", "flavor"), PRESETS)
-def test_config_json_round_trip_through_transformers(family, flavor, tmp_path):
-    config = families()[family].presets[flavor]
-    hf_config = AutoConfig.for_model(family, **family_of(config).to_hf(config))
-    hf_config.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == family
-    assert model_config_from_hf(tmp_path) == config
-    assert model_config_from_hf(tmp_path / "config.json") == config
-    loaded = AutoConfig.from_pretrained(tmp_path)
-    assert loaded.architectures == [families()[family].architecture]
-    assert type(loaded).model_type == family
+def test_config_json_round_trip_through_transformers(tmp_path):
+    for family, flavor in PRESETS:
+        config = families()[family].presets[flavor]
+        hf_config = AutoConfig.for_model(family, **family_of(config).to_hf(config))
+        hf_config.save_pretrained(tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["model_type"] == family
+        assert model_config_from_hf(tmp_path) == config
+        assert model_config_from_hf(tmp_path / "config.json") == config
+        loaded = AutoConfig.from_pretrained(tmp_path)
+        assert loaded.architectures == [families()[family].architecture]
+        assert type(loaded).model_type == family
 
 
-@pytest.mark.parametrize("family", sorted(families()))
-def test_round_trip_of_unusual_sizes(family, tmp_path):
-    config = replace(
-        families()[family].presets["debug"],
-        attention_bias=True,
-        tie_word_embeddings=True,
-        initializer_range=0.006,
-        rms_norm_eps=3e-6,
-        rope_theta=12345.0,
-        num_kv_heads=4,
-        rope_scaling=RopeScaling("linear", factor=3.0),
-    )
-    AutoConfig.for_model(family, **family_of(config).to_hf(config)).save_pretrained(tmp_path)
-    assert model_config_from_hf(tmp_path) == config
+def test_round_trip_of_unusual_sizes(tmp_path):
+    for family in sorted(families()):
+        config = replace(
+            families()[family].presets["debug"],
+            attention_bias=True,
+            tie_word_embeddings=True,
+            initializer_range=0.006,
+            rms_norm_eps=3e-6,
+            rope_theta=12345.0,
+            num_kv_heads=4,
+            rope_scaling=RopeScaling("linear", factor=3.0),
+        )
+        AutoConfig.for_model(family, **family_of(config).to_hf(config)).save_pretrained(tmp_path)
+        assert model_config_from_hf(tmp_path) == config
 
 
-@pytest.mark.parametrize("family", families())
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        RopeScaling("yarn", factor=4.0, original_max_position_embeddings=512),
-        RopeScaling(
-            "yarn", 4.0, original_max_position_embeddings=512, truncate=False, attention_factor=1.5, mscale=0.7
-        ),
-    ],
-)
-def test_round_trip_of_yarn(family, scaling, tmp_path):
-    config = replace(families()[family].presets["debug"], rope_scaling=scaling)
-    AutoConfig.for_model(family, **family_of(config).to_hf(config)).save_pretrained(tmp_path)
-    assert model_config_from_hf(tmp_path) == config
+def test_round_trip_of_yarn(tmp_path):
+    for family in families():
+        for scaling in [
+            RopeScaling("yarn", factor=4.0, original_max_position_embeddings=512),
+            RopeScaling(
+                "yarn", 4.0, original_max_position_embeddings=512, truncate=False, attention_factor=1.5, mscale=0.7
+            ),
+        ]:
+            config = replace(families()[family].presets["debug"], rope_scaling=scaling)
+            AutoConfig.for_model(family, **family_of(config).to_hf(config)).save_pretrained(tmp_path)
+            assert model_config_from_hf(tmp_path) == config
 
 
 def test_where_the_rotated_part_of_a_head_may_stand():
@@ -437,25 +434,22 @@ def test_where_the_length_of_pretraining_may_stand():
         assert theirs.rope_parameters["original_max_position_embeddings"] == length
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
+def test_unusual_yarn_tables_are_read_as_transformers_reads_them():
+    for table in [
         {"truncate": None},
         {"truncate": False},
         {"factor": None},
         {"factor": None, "original_max_position_embeddings": 32768},
         {"beta_fast": None, "attention_factor": None, "mscale": 0.0, "mscale_all_dim": 1.0},
         {"factor": 8, "beta_slow": 2},
-    ],
-)
-def test_unusual_yarn_tables_are_read_as_transformers_reads_them(table):
-    hf = {**QWEN3_0_6B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, **table}}
-    found = from_hf(hf)
-    assert found.rope_scaling is not None
-    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**deepcopy(hf)), "cpu")
-    actual = inverse_frequencies(found.rotary_dim, found.rope_theta, found.rope_scaling)
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
-    assert found.rope_scaling.attention_scaling == pytest.approx(factor, rel=1e-12)
+    ]:
+        hf = {**QWEN3_0_6B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, **table}}
+        found = from_hf(hf)
+        assert found.rope_scaling is not None
+        expected, factor = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**deepcopy(hf)), "cpu")
+        actual = inverse_frequencies(found.rotary_dim, found.rope_theta, found.rope_scaling)
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+        assert found.rope_scaling.attention_scaling == pytest.approx(factor, rel=1e-12)
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -608,11 +602,14 @@ def test_theta_beside_rope_parameters():
     assert from_hf(hf).rope_theta == 1e6
 
 
-@pytest.mark.parametrize(
-    "changes", [{"moe_intermediate_size": 0}, {"num_dense_layers": -1}, {"num_shared_experts": -1}, {"rope_theta": 0.0}]
-)
-def test_impossible_sizes(changes):
-    assert check_model_config(replace(families()["qwen3_moe"].presets["debug"], **changes)) != []
+def test_impossible_sizes():
+    for changes in [
+        {"moe_intermediate_size": 0},
+        {"num_dense_layers": -1},
+        {"num_shared_experts": -1},
+        {"rope_theta": 0.0},
+    ]:
+        assert check_model_config(replace(families()["qwen3_moe"].presets["debug"], **changes)) != []
 
 
 @pytest.mark.parametrize(

@@ -112,11 +112,11 @@ def test_training_beyond_the_original_length_is_refused(tmp_path: Path) -> None:
     run("--training.seq_len=16", "--data.packing=false", "--training.local_batch_size=1")
 
 
-@pytest.mark.parametrize("vocab_size", [*range(1, 30), 49, 128, 151936, 7 * 21000])
-def test_tokens_of_a_probe_end_and_differ(vocab_size: int) -> None:
-    config = ALL_MODELS["qwen2_5_vl"]()
-    config.get_text_config().vocab_size = vocab_size
-    tokens = plain_tokens(config, 13)
-    assert len(tokens) == 13 and all(0 <= token < vocab_size for token in tokens)
-    if vocab_size > 40:
-        assert len(set(tokens)) == 13 and not {0, 1, 2, 10, 11, 12, 13} & set(tokens)
+def test_tokens_of_a_probe_end_and_differ() -> None:
+    for vocab_size in [*range(1, 30), 49, 128, 151936, 7 * 21000]:
+        config = ALL_MODELS["qwen2_5_vl"]()
+        config.get_text_config().vocab_size = vocab_size
+        tokens = plain_tokens(config, 13)
+        assert len(tokens) == 13 and all(0 <= token < vocab_size for token in tokens)
+        if vocab_size > 40:
+            assert len(set(tokens)) == 13 and not {0, 1, 2, 10, 11, 12, 13} & set(tokens)

@@ -11,8 +11,6 @@ from titanlite.config.model import ROPE_FIELDS
 from titanlite.ops import apply_rope, inverse_frequencies, rope_cos_sin
 
 
-@pytest.mark.parametrize("theta", [10000.0, 500000.0, 1000000.0])
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize(
     "scaling",
     [
@@ -29,24 +27,26 @@ from titanlite.ops import apply_rope, inverse_frequencies, rope_cos_sin
         RopeScaling("yarn", factor=4.0, original_max_position_embeddings=8),  # hardly a turn: all are divided
     ],
 )
-def test_scaled_frequencies_equal_transformers(scaling, head_dim, theta):
-    names = [name for kind in ROPE_FIELDS[scaling.rope_type] for name in kind]
-    parameters = {"rope_theta": theta, "rope_type": scaling.rope_type}
-    parameters |= {name: getattr(scaling, name) for name in names}
-    config = LlamaConfig(
-        hidden_size=head_dim * 2,
-        num_attention_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=131072,
-        rope_parameters=parameters,
-    )
-    expected, attention_factor = ROPE_INIT_FUNCTIONS[scaling.rope_type](config, "cpu")
-    assert scaling.attention_scaling == pytest.approx(attention_factor, rel=1e-12)
-    assert (attention_factor == 1.0) == (scaling.rope_type != "yarn" or scaling.factor == 1)
-    actual = inverse_frequencies(head_dim, theta, scaling)
-    assert actual.dtype == torch.float32
-    # The same formula in another order of operations: a few float32 roundings.
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+def test_scaled_frequencies_equal_transformers(scaling):
+    for theta in [10000.0, 500000.0, 1000000.0]:
+        for head_dim in [16, 64, 128]:
+            names = [name for kind in ROPE_FIELDS[scaling.rope_type] for name in kind]
+            parameters = {"rope_theta": theta, "rope_type": scaling.rope_type}
+            parameters |= {name: getattr(scaling, name) for name in names}
+            config = LlamaConfig(
+                hidden_size=head_dim * 2,
+                num_attention_heads=2,
+                head_dim=head_dim,
+                max_position_embeddings=131072,
+                rope_parameters=parameters,
+            )
+            expected, attention_factor = ROPE_INIT_FUNCTIONS[scaling.rope_type](config, "cpu")
+            assert scaling.attention_scaling == pytest.approx(attention_factor, rel=1e-12)
+            assert (attention_factor == 1.0) == (scaling.rope_type != "yarn" or scaling.factor == 1)
+            actual = inverse_frequencies(head_dim, theta, scaling)
+            assert actual.dtype == torch.float32
+            # The same formula in another order of operations: a few float32 roundings.
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
 
 def test_llama3_scaling_keeps_high_and_divides_low_frequencies():

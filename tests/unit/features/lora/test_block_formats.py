@@ -56,19 +56,19 @@ def record_values(record, layout):
     return [block_formats._NORMAL_FLOAT[code] * factor for pair in pairs for code in pair]
 
 
-@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
-def test_decoding_is_a_plain_loop(layout, width):
-    records = encode_blocks(weights(3, width), layout)
-    assert records.shape == (3, -(-width // layout.block), layout.record_bytes) and records.dtype == torch.uint8
-    expected = torch.tensor(
-        [[value for record in row for value in record_values(record, layout)] for row in records.tolist()],
-        dtype=torch.float64,
-    )[:, :width]
-    decoded = decode_blocks(records, layout, width, torch.float32)
-    torch.testing.assert_close(decoded.double(), expected, rtol=1e-7, atol=0)
-    for dtype in DTYPES[1:]:
-        assert torch.equal(decode_blocks(records, layout, width, dtype), decoded.to(dtype))
+def test_decoding_is_a_plain_loop(layout):
+    for width in WIDTHS:
+        records = encode_blocks(weights(3, width), layout)
+        assert records.shape == (3, -(-width // layout.block), layout.record_bytes) and records.dtype == torch.uint8
+        expected = torch.tensor(
+            [[value for record in row for value in record_values(record, layout)] for row in records.tolist()],
+            dtype=torch.float64,
+        )[:, :width]
+        decoded = decode_blocks(records, layout, width, torch.float32)
+        torch.testing.assert_close(decoded.double(), expected, rtol=1e-7, atol=0)
+        for dtype in DTYPES[1:]:
+            assert torch.equal(decode_blocks(records, layout, width, dtype), decoded.to(dtype))
 
 
 def test_normal_float_has_the_quantiles_of_the_normal_distribution():
@@ -102,30 +102,30 @@ def test_relative_error_on_normal_weights(layout, expected):
     assert (error.norm() / values.norm()).item() == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-38, 1e-30, 1e30, 3e38])
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
-def test_zeros_and_extreme_blocks(layout, scale):
-    values = weights(2, 2 * layout.block, std=0.2).clamp(-1, 1)
-    values[1, layout.block :] = 0
-    values *= scale
-    decoded = decode_blocks(encode_blocks(values, layout), layout, 2 * layout.block, torch.float32)
-    assert decoded.isfinite().all() and not decoded[1, layout.block :].any()
-    if scale > 1e-37:
-        assert (decoded - values).double().norm() < 0.11 * values.double().norm()
+def test_zeros_and_extreme_blocks(layout):
+    for scale in [0.0, 1e-44, 1e-38, 1e-30, 1e30, 3e38]:
+        values = weights(2, 2 * layout.block, std=0.2).clamp(-1, 1)
+        values[1, layout.block :] = 0
+        values *= scale
+        decoded = decode_blocks(encode_blocks(values, layout), layout, 2 * layout.block, torch.float32)
+        assert decoded.isfinite().all() and not decoded[1, layout.block :].any()
+        if scale > 1e-37:
+            assert (decoded - values).double().norm() < 0.11 * values.double().norm()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
-def test_what_is_not_finite_stays_so_and_is_counted(layout, bad):
-    values = weights(4, 3 * layout.block)
-    assert count_not_finite(encode_blocks(values, layout), layout) == 0
-    values[1, layout.block + 3] = values[1, layout.block + 4] = values[3, 0] = bad
-    records = encode_blocks(values, layout)
-    assert count_not_finite(records, layout) == 2
-    assert count_not_finite(records.view(torch.float32), layout) == 2, "in another unit"
-    assert count_not_finite(records.new_empty(0, 0, 0), layout) == 0, "other pipeline stages hold it"
-    decoded = decode_blocks(records, layout, values.shape[1], torch.float32)
-    assert decoded[1, layout.block : 2 * layout.block].isnan().any() and decoded[0].isfinite().all()
+def test_what_is_not_finite_stays_so_and_is_counted(layout):
+    for bad in [math.nan, math.inf, -math.inf]:
+        values = weights(4, 3 * layout.block)
+        assert count_not_finite(encode_blocks(values, layout), layout) == 0
+        values[1, layout.block + 3] = values[1, layout.block + 4] = values[3, 0] = bad
+        records = encode_blocks(values, layout)
+        assert count_not_finite(records, layout) == 2
+        assert count_not_finite(records.view(torch.float32), layout) == 2, "in another unit"
+        assert count_not_finite(records.new_empty(0, 0, 0), layout) == 0, "other pipeline stages hold it"
+        decoded = decode_blocks(records, layout, values.shape[1], torch.float32)
+        assert decoded[1, layout.block : 2 * layout.block].isnan().any() and decoded[0].isfinite().all()
 
 
 def test_fp8_that_is_not_a_number_is_counted():
@@ -134,33 +134,33 @@ def test_fp8_that_is_not_a_number_is_counted():
     assert count_not_finite(keep_fp8(codes, torch.ones(2, 2)), FP8) == 1
 
 
-@pytest.mark.parametrize("width", [128, 300])
-def test_fp8_codes_are_kept_as_they_are(width):
-    codes = torch.randint(0, 256, (5, width), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    codes[(codes & 0x7F) == 0x7F] = 0
-    factors = torch.rand(5, -(-width // 128)) + 0.01
-    values = decode_blocks(keep_fp8(codes.view(torch.float8_e4m3fn), factors), FP8, width, torch.float32)
-    spread = factors.repeat_interleave(128, 1)[:, :width]
-    assert torch.equal(values, codes.view(torch.float8_e4m3fn).to(torch.float32) * spread)
+def test_fp8_codes_are_kept_as_they_are():
+    for width in [128, 300]:
+        codes = torch.randint(0, 256, (5, width), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+        codes[(codes & 0x7F) == 0x7F] = 0
+        factors = torch.rand(5, -(-width // 128)) + 0.01
+        values = decode_blocks(keep_fp8(codes.view(torch.float8_e4m3fn), factors), FP8, width, torch.float32)
+        spread = factors.repeat_interleave(128, 1)[:, :width]
+        assert torch.equal(values, codes.view(torch.float8_e4m3fn).to(torch.float32) * spread)
 
 
-@pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
-def test_rows_and_whole_blocks_of_columns_may_be_cut(layout):
+def test_rows_and_whole_blocks_of_columns_may_be_cut():
     """As shards are: the parts are those of the whole."""
-    values = weights(6, 4 * layout.block)
-    records = encode_blocks(values, layout)
-    assert torch.equal(encode_blocks(values[2:5], layout), records[2:5])
-    assert torch.equal(encode_blocks(values[:, layout.block : 3 * layout.block], layout), records[:, 1:3])
+    for layout in FORMATS:
+        values = weights(6, 4 * layout.block)
+        records = encode_blocks(values, layout)
+        assert torch.equal(encode_blocks(values[2:5], layout), records[2:5])
+        assert torch.equal(encode_blocks(values[:, layout.block : 3 * layout.block], layout), records[:, 1:3])
 
 
-@pytest.mark.parametrize("unit", [torch.uint8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
-def test_records_are_the_same_in_any_unit(layout, unit):
-    values = weights(2, 3, 2 * layout.block)
-    records = encode_blocks(values.flatten(0, 1), layout).unflatten(0, (2, 3))
-    decoded = decode_blocks(records.view(unit), layout, values.shape[-1], torch.float32)
-    assert decoded.shape == values.shape
-    assert torch.equal(decoded, decode_blocks(records, layout, values.shape[-1], torch.float32))
+def test_records_are_the_same_in_any_unit(layout):
+    for unit in [torch.uint8, torch.bfloat16, torch.float32]:
+        values = weights(2, 3, 2 * layout.block)
+        records = encode_blocks(values.flatten(0, 1), layout).unflatten(0, (2, 3))
+        decoded = decode_blocks(records.view(unit), layout, values.shape[-1], torch.float32)
+        assert decoded.shape == values.shape
+        assert torch.equal(decoded, decode_blocks(records, layout, values.shape[-1], torch.float32))
 
 
 def test_large_tensors_are_decoded_in_parts(monkeypatch):
@@ -171,39 +171,39 @@ def test_large_tensors_are_decoded_in_parts(monkeypatch):
     assert decode_blocks(records[:0], NF4, 192, torch.bfloat16).shape == (0, 192)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
-def test_products_are_those_of_the_decoded_weights(layout, dtype):
-    records = encode_blocks(weights(40, 192), layout)
-    weight = decode_blocks(records, layout, 192, dtype)
-    x = weights(2, 7, 192, std=1.0).to(dtype).requires_grad_()
-    upstream = weights(2, 7, 40, seed=3, std=1.0).to(dtype)
-    expected = torch.nn.functional.linear(x, weight)
-    (expected_dx,) = torch.autograd.grad(expected, x, upstream)
-    actual = frozen_linear(layout, x, records)
-    (dx,) = torch.autograd.grad(actual, x, upstream)
-    assert torch.equal(actual, expected)
-    torch.testing.assert_close(dx, expected_dx)
+def test_products_are_those_of_the_decoded_weights(layout):
+    for dtype in DTYPES[:2]:
+        records = encode_blocks(weights(40, 192), layout)
+        weight = decode_blocks(records, layout, 192, dtype)
+        x = weights(2, 7, 192, std=1.0).to(dtype).requires_grad_()
+        upstream = weights(2, 7, 40, seed=3, std=1.0).to(dtype)
+        expected = torch.nn.functional.linear(x, weight)
+        (expected_dx,) = torch.autograd.grad(expected, x, upstream)
+        actual = frozen_linear(layout, x, records)
+        (dx,) = torch.autograd.grad(actual, x, upstream)
+        assert torch.equal(actual, expected)
+        torch.testing.assert_close(dx, expected_dx)
 
-    experts = encode_blocks(weights(3 * 16, 192), layout).unflatten(0, (3, 16))
-    offsets = torch.tensor([4, 4, 11], dtype=torch.int32)
-    x = weights(13, 192, std=1.0).to(dtype).requires_grad_()
-    decoded = decode_blocks(experts, layout, 192, dtype)
-    expected = grouped_gemm(x, decoded.mT, offsets)
-    (expected_dx,) = torch.autograd.grad(expected, x, upstream.flatten(0, 1)[:13, :16])
-    actual = frozen_grouped_gemm(layout, x, experts, offsets, "auto")
-    (dx,) = torch.autograd.grad(actual, x, upstream.flatten(0, 1)[:13, :16])
-    assert torch.equal(actual, expected) and torch.equal(dx, expected_dx)
-    assert not actual[11:].any()
+        experts = encode_blocks(weights(3 * 16, 192), layout).unflatten(0, (3, 16))
+        offsets = torch.tensor([4, 4, 11], dtype=torch.int32)
+        x = weights(13, 192, std=1.0).to(dtype).requires_grad_()
+        decoded = decode_blocks(experts, layout, 192, dtype)
+        expected = grouped_gemm(x, decoded.mT, offsets)
+        (expected_dx,) = torch.autograd.grad(expected, x, upstream.flatten(0, 1)[:13, :16])
+        actual = frozen_grouped_gemm(layout, x, experts, offsets, "auto")
+        (dx,) = torch.autograd.grad(actual, x, upstream.flatten(0, 1)[:13, :16])
+        assert torch.equal(actual, expected) and torch.equal(dx, expected_dx)
+        assert not actual[11:].any()
 
 
-@pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
-def test_what_autograd_keeps_is_the_records(layout):
-    records = encode_blocks(weights(64, 256), layout).view(torch.float32)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        frozen_linear(layout, weights(2, 256).requires_grad_(), records)
-    assert [t.data_ptr() for t in kept] == [records.data_ptr()]
+def test_what_autograd_keeps_is_the_records():
+    for layout in FORMATS:
+        records = encode_blocks(weights(64, 256), layout).view(torch.float32)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            frozen_linear(layout, weights(2, 256).requires_grad_(), records)
+        assert [t.data_ptr() for t in kept] == [records.data_ptr()]
 
 
 @TORCH_COMPILE_WARNINGS[0]
@@ -260,17 +260,17 @@ def test_operator_passes_opcheck():
 
 @NEEDS_KERNELS
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=ON_GPU) for dtype in DTYPES])
-@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
-def test_kernel_equals_the_operators(layout, width, dtype):
-    device = "cpu" if kernels.INTERPRETED else "cuda"
-    records = encode_blocks(weights(67, width), layout)
-    expected = decode_blocks(records, layout, width, dtype)
-    actual = torch.full((67 + 1, width), math.nan, dtype=dtype, device=device)
-    table = block_formats._table(layout.name, actual.device)
-    block_formats_triton.decode_blocks(records.to(device), table, actual[:67], layout)
-    assert torch.equal(actual[:67].cpu(), expected)
-    assert actual[67].isnan().all(), "wrote behind the end"
+def test_kernel_equals_the_operators(layout, dtype):
+    for width in WIDTHS:
+        device = "cpu" if kernels.INTERPRETED else "cuda"
+        records = encode_blocks(weights(67, width), layout)
+        expected = decode_blocks(records, layout, width, dtype)
+        actual = torch.full((67 + 1, width), math.nan, dtype=dtype, device=device)
+        table = block_formats._table(layout.name, actual.device)
+        block_formats_triton.decode_blocks(records.to(device), table, actual[:67], layout)
+        assert torch.equal(actual[:67].cpu(), expected)
+        assert actual[67].isnan().all(), "wrote behind the end"
 
 
 @NEEDS_KERNELS
