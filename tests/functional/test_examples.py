@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,33 +50,20 @@ def test_packed_and_unpacked_give_the_same_loss_and_gradients(
         torch.testing.assert_close(grad, unpacked[3][name], rtol=1e-4, atol=1e-4 * float(grad.abs().max()))
 
 
-@pytest.mark.parametrize("sources", [False, True])
-def test_resumed_on_another_world_size_the_stream_is_the_same(
-    run_ranks: Callable[..., list[Any]],
-    checked: Callable[..., Checked],
-    examples: list[str],
-    tmp_path: Path,
-    sources: bool,
-) -> None:
-    if sources:
-        path = next(setting for setting in examples if setting.startswith("--data.path=")).partition("=")[2]
-        lines = Path(path).read_text().splitlines(keepends=True)
-        (tmp_path / "more.jsonl").write_text("".join(line.replace("what", "is it not") for line in lines[:30]))
-        examples = [
-            *(*examples, "--data.path=", f"--data.sources.chats.path={path}", "--data.sources.chats.weight=2"),
-            *(f"--data.sources.more.path={tmp_path}/more.jsonl", "--data.sources.more.weight=3"),
-            *("--data.sources.more.streaming=true", f"--data.sources.more.validation_path={tmp_path}/more.jsonl"),
-            *("--data.streaming_block_rows=8", "--validation.enable=true", "--validation.freq=4"),
-        ]
-    seen: list[list[list[int]]] = []
+Rows = list[list[int]]
 
-    def train(degrees: Degrees, folder: Path) -> list[list[list[list[int]]]]:
-        """Per rank: the token rows of each step."""
+
+@pytest.fixture
+def train(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]) -> Callable[..., list[list[Rows]]]:
+    """`train(degrees, folder, *overrides)`: 4 steps, saved after the second; per rank the token rows of each step."""
+
+    def run(degrees: Degrees, folder: Path, *overrides: str) -> list[list[Rows]]:
         job = checked(
-            *(degrees, *examples, f"--job.dump_folder={folder}", "--training.steps=4", "--checkpoint.interval=2")
+            *(degrees, *overrides, f"--job.dump_folder={folder}", "--training.steps=4", "--checkpoint.interval=2")
         )
 
-        def rank_main() -> list[list[list[int]]]:
+        def rank_main() -> list[Rows]:
+            seen: list[Rows] = []
             trainer = assemble(job)
             step = trainer.stepper.train_step
 
@@ -89,16 +77,39 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(
 
         return run_ranks(degrees.world_size, rank_main)
 
-    def losses(folder: Path, name: str = "loss/train") -> list[float]:
-        points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [point[name] for point in points if name in point]
+    return run
 
-    def global_batches(ranks: list[list[list[list[int]]]]) -> list[list[list[int]]]:
-        return [sorted(row for rank in ranks for row in rank[step]) for step in range(len(ranks[0]))]
 
-    whole = train(Degrees(dp_shard=4, ep=2), tmp_path / "whole")
+def losses(folder: Path, name: str = "loss/train") -> list[float]:
+    points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [point[name] for point in points if name in point]
+
+
+def global_batches(ranks: list[list[Rows]]) -> list[Rows]:
+    return [sorted(row for rank in ranks for row in rank[step]) for step in range(len(ranks[0]))]
+
+
+def get_path(examples: list[str]) -> str:
+    return next(setting for setting in examples if setting.startswith("--data.path=")).partition("=")[2]
+
+
+@pytest.mark.parametrize("sources", [False, True])
+def test_resumed_on_another_world_size_the_stream_is_the_same(
+    train: Callable[..., list[list[Rows]]], examples: list[str], tmp_path: Path, sources: bool
+) -> None:
+    if sources:
+        path = get_path(examples)
+        lines = Path(path).read_text().splitlines(keepends=True)
+        (tmp_path / "more.jsonl").write_text("".join(line.replace("what", "is it not") for line in lines[:30]))
+        examples = [
+            *(*examples, "--data.path=", f"--data.sources.chats.path={path}", "--data.sources.chats.weight=2"),
+            *(f"--data.sources.more.path={tmp_path}/more.jsonl", "--data.sources.more.weight=3"),
+            *("--data.sources.more.streaming=true", f"--data.sources.more.validation_path={tmp_path}/more.jsonl"),
+            *("--data.streaming_block_rows=8", "--validation.enable=true", "--validation.freq=4"),
+        ]
+    whole = train(Degrees(dp_shard=4, ep=2), tmp_path / "whole", *examples)
     shutil.copytree(tmp_path / "whole/checkpoint/step-2", tmp_path / "resumed/checkpoint/step-2")
-    resumed = train(Degrees(dp_shard=2), tmp_path / "resumed")
+    resumed = train(Degrees(dp_shard=2), tmp_path / "resumed", *examples)
     assert global_batches(resumed) == global_batches(whole)[2:]
     assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "whole")[2:], rel=1e-4)
     if sources:
@@ -114,3 +125,59 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(
     end_of_turn = saved.convert_tokens_to_ids("<|im_end|>")
     eos = generation["eos_token_id"]
     assert eos[-1] == end_of_turn and eos.count(end_of_turn) == 1  # plain transformers stops where the training did
+
+
+def write_sources(folder: Path, kind: str, sizes: dict[str, int]) -> list[str]:
+    """Write sources with so many documents or chats, each of about a sequence of 32 tokens; return their overrides."""
+    overrides = []
+    for name, count in sizes.items():
+        if kind == "text":
+            path = folder / name
+            path.mkdir()
+            for number in range(count):
+                (path / f"{number}.txt").write_text(f"{name} {number} what is one and two what is one and two")
+        else:
+            path = folder / f"{name}.jsonl"
+            ask = {"role": "user", "content": "what is one"}
+            answers = ({"role": "assistant", "content": f"{name} {number}"} for number in range(count))
+            path.write_text("".join(json.dumps({"messages": [ask, answer]}) + "\n" for answer in answers))
+        overrides.append(f"--data.sources.{name}.path={path}")
+    return overrides
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "batch", "held_out"),
+    [
+        ("text", {"large": 250, "one": 1}, 72, False),
+        ("text", {"large": 90, "small": 5, "medium": 40}, 40, True),
+        ("examples", {"one": 1, "large": 300}, 88, False),
+        ("examples", {"large": 300, "small": 3, "medium": 40}, 88, True),
+    ],
+)
+def test_sources_without_weights_train_each_sequence_once_an_epoch(
+    train: Callable[..., list[list[Rows]]],
+    examples: list[str],
+    tmp_path: Path,
+    kind: str,
+    sizes: dict[str, int],
+    batch: int,
+    held_out: bool,
+) -> None:
+    """Whatever their sizes; resumed on another mesh in the midst of an epoch, the run goes on where it was."""
+    options = [option for option in examples if not option.startswith(("--data.dataset=", "--training.seq_len="))]
+    options += [f"--data.dataset={kind}", "--data.path=", "--training.seq_len=32"]
+    options += write_sources(tmp_path, kind, sizes)
+    options += [f"--validation.enable={str(held_out).lower()}", "--validation.freq=2", "--data.packing=false"]
+    options.append(f"--training.global_batch_size={batch}")
+    whole = train(Degrees(dp_shard=2, ep=2), tmp_path / "whole", *options)
+    shutil.copytree(tmp_path / "whole/checkpoint/step-2", tmp_path / "resumed/checkpoint/step-2")
+    resumed = train(Degrees(), tmp_path / "resumed", *options)
+    assert global_batches(resumed) == global_batches(whole)[2:]
+    assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "whole")[2:], rel=1e-4)
+    rows = [tuple(row) for step in global_batches(whole) for row in step]
+    counts = Counter(rows)
+    assert set(counts.values()) == {1, 2}, "an epoch and a part of the next"
+    if held_out:
+        names = [f"loss/validation{name}" for name in ("", *(f"/{name}" for name in sizes))]
+        found = [[losses(tmp_path / folder, name)[-1] for name in names] for folder in ("whole", "resumed")]
+        assert found[1] == pytest.approx(np.array(found[0]), rel=1e-4)

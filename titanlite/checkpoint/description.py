@@ -26,7 +26,7 @@ from titanlite.base.text import describe_error
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json
 from titanlite.checkpoint.train_state import Progress
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
-from titanlite.data.dataset import TrainDataset
+from titanlite.data.dataset import TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import describe_other_ids
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
@@ -273,11 +273,16 @@ def check_saved_tokenizer(
 
 
 def _take_sequences(dataset: TrainDataset | None) -> list[list[int]]:
-    """Take evenly spaced sequences; none of a stream, which would be read from its start."""
-    if dataset is None or (count := dataset.num_train_sequences) is None:
-        return []
-    num = max(1, min(count, _COMPARED_SEQUENCES, _COMPARED_TOKENS // dataset.seq_len))
-    return [row.tolist() for row in dataset.batch(np.linspace(0, count - 1, num).astype(np.int64)).tokens]
+    """Take evenly spaced sequences of each source; none of a stream, which would be read from its start."""
+    parts = [] if dataset is None else [source.dataset for source in get_sources(dataset)]
+    found: list[list[int]] = []
+    for part in parts:  # the sequences of a mixture are not numbered without gaps
+        if (count := part.num_train_sequences) is None:
+            continue
+        most = min(_COMPARED_SEQUENCES, _COMPARED_TOKENS // part.seq_len) // len(parts)
+        indices = np.linspace(0, count - 1, max(1, min(count, most))).astype(np.int64)
+        found += part.batch(indices).tokens.tolist()
+    return found
 
 
 def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
