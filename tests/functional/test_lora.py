@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from files import file_digest
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from tests.functional.conftest import train_to_the_end
@@ -236,6 +237,35 @@ def test_adapters_belong_to_the_model_that_they_were_trained_on(train, overrides
     export_merged(step, tmp_path / "merged", torch.float32)
     config = json.loads((tmp_path / "merged/config.json").read_text())
     assert config["rope_parameters"]["rope_theta"] == 777
+
+
+def test_a_merged_model_has_a_card_of_its_own(train, base_of, overrides_of, tmp_path):
+    """Not that of its base, which has other data, steps and losses, but its license; the training is that of the
+    adapters."""
+    folder = shutil.copytree(base_of("qwen3"), tmp_path / "base")
+    header = "license: apache-2.0\ndatasets:\n- other/data\nbase_model: other/model"
+    (folder / "README.md").write_text(f"---\n{header}\n---\n# Card\n\nloss of the base 9.87\n")
+    overrides = overrides_of("qwen3", f"--checkpoint.initial_load_path={folder}", "--training.steps=2")
+    train(Degrees(), tmp_path / "run", *overrides)
+    step = tmp_path / "run/checkpoint/step-2"
+    export_merged(step, tmp_path / "merged", torch.bfloat16)
+    card = ModelCard.load(tmp_path / "merged/README.md")
+    assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
+    assert card.data.datasets is None and card.data.base_model is None and card.data.tags == ["titanlite"]
+    text = (tmp_path / "merged/README.md").read_text()
+    assert "A `qwen3` model in bfloat16: LoRA adapters of rank 4 (factor 2) merged into `base` by titanlite." in text
+    assert "9.87" not in text and "other/" not in text
+    run = (step / "README.md").read_text()
+    assert text.endswith(run[run.index("\n## Data") :]) and "After 2 of 2 steps." in text and "rank = 4" in text
+
+    (step / "titanlite/manifest.json").unlink()  # adapters of another tool
+    (step / "README.md").write_text("---\nlibrary_name: peft\ndatasets:\n- a/b\n---\n# Model Card\n\n## Data\n")
+    export_merged(step, tmp_path / "foreign", torch.bfloat16)
+    text = (tmp_path / "foreign/README.md").read_text()
+    assert "LoRA adapters of rank 4" in text and "peft" not in text and "a/b" not in text and "## Data" not in text
+    (step / "README.md").unlink()
+    export_merged(step, tmp_path / "bare", torch.bfloat16)
+    assert (tmp_path / "bare/README.md").read_text() == text
 
 
 def test_a_run_begins_with_trained_adapters(train, run_ranks, checked, overrides_of, tmp_path):

@@ -8,6 +8,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _LEFT_OUT = ("job", "metrics", "profiling", "comm")
 _LEFT_OUT_KEYS = ("checkpoint.folder", "data.cache_folder", "checkpoint.push_to_hub")
 _LICENSE = re.compile(r"(license|license_name|license_link):\s*(\S.*)")
 _MOST_CARD_BYTES = 16 << 20
+_TAG, _DATASETS = "- titanlite", "datasets:"  # lines of the header
 _QUOTES = "\"'"
 
 
@@ -40,11 +42,8 @@ def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progr
     Nothing in it depends on when or where the run took place, so that a resumed run writes the same.
     """
     base = base_model_of(job.checkpoint.initial_load_path)
-    header = [*_header(base, job), *_license(job.checkpoint.initial_load_path)]
-    origin = "trained from random weights"
-    if base is not None:
-        link = f"[{base.name}](https://huggingface.co/{base.name}) (revision `{base.revision[:12]}`)"
-        origin = f"trained from {link if base.on_hub else f'`{base.name}`'}"
+    header = [*_header(base), *_datasets(job), *_license(job.checkpoint.initial_load_path)]
+    origin = "trained from random weights" if base is None else f"trained from {_link(base)}"
     paths = "".join(f", `{public_name(path)}`" for path in _get_paths(job))
     lines = "\n".join
     return f"""---
@@ -80,15 +79,48 @@ Settings that differ from the defaults:
 """
 
 
-def _header(base: BaseModel | None, job: JobConfig) -> list[str]:
+def render_merge_card(folder: Path, adapters: Path, *, family: str, dtype: str, rank: int, scaling: float) -> str:
+    """Return the card of the model in `folder` with the `adapters` in a folder merged into it.
+
+    Data, results and settings are those in the card of the adapters, if titanlite wrote one; the card in `folder` gives
+    its license alone.
+    """
+    base = base_model_of(str(folder.resolve()))
+    assert base is not None
+    header = [*_header(base), *_license(str(folder))]
+    known, text = _read_card(adapters)
+    training = ""
+    if _TAG in known:
+        if _DATASETS in known:
+            following = known[known.index(_DATASETS) + 1 :]
+            header += [_DATASETS, *takewhile(lambda line: line.startswith("- "), following)]
+        training = "\nThe rest is from the card of the adapters.\n" + text[text.find("\n## ") :]
+    lines = "\n".join
+    return f"""---
+{lines(header)}
+---
+
+# Model card
+
+A `{family}` model in {dtype}: LoRA adapters of rank {rank} (factor {scaling:g}) merged into {_link(base)} by titanlite.
+{training}"""
+
+
+def _link(base: BaseModel) -> str:
+    if not base.on_hub:
+        return f"`{base.name}`"
+    return f"[{base.name}](https://huggingface.co/{base.name}) (revision `{base.revision[:12]}`)"
+
+
+def _header(base: BaseModel | None) -> list[str]:
     """Return the hub's metadata. JSON strings are YAML strings."""
-    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- titanlite"]
-    if base is not None and base.on_hub:
-        lines.append(f"base_model: {json.dumps(base.name)}")
+    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", _TAG]
+    return lines if base is None or not base.on_hub else [*lines, f"base_model: {json.dumps(base.name)}"]
+
+
+def _datasets(job: JobConfig) -> list[str]:
     names = [path.partition("@")[0] for path in _get_paths(job) if is_hub_id(path) and not Path(path).exists()]
-    if names:
-        lines += ["datasets:", *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))]
-    return lines
+    return [_DATASETS, *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))] if names else []
 
 
 def _get_paths(job: JobConfig) -> list[str]:
@@ -97,17 +129,21 @@ def _get_paths(job: JobConfig) -> list[str]:
 
 def _license(folder: str) -> list[str]:
     """Return the license lines of the card of the model in `folder`: a model trained from it is bound by them."""
-    path = Path(folder, "README.md")
-    try:
-        text = read_regular(path, _MOST_CARD_BYTES).decode("utf-8") if folder and path.is_file() else ""
-    except (OSError, UnicodeDecodeError):
-        return []
-    parts = text.split("---\n", 2)
-    if not text.startswith("---\n") or len(parts) < 3:
-        return []
+    header, _ = _read_card(Path(folder)) if folder else ([], "")
     # Only keys at the top level with a value on the same line, so that nothing else of the header can come along.
-    found = (_LICENSE.fullmatch(line.rstrip()) for line in parts[1].splitlines())
+    found = (_LICENSE.fullmatch(line.rstrip()) for line in header)
     return [f"{match[1]}: {json.dumps(match[2].strip().strip(_QUOTES))}" for match in found if match]
+
+
+def _read_card(folder: Path) -> tuple[list[str], str]:
+    """Return the lines of the header and the text of the card in `folder`; none of one that cannot be read."""
+    path = folder / "README.md"
+    try:
+        text = read_regular(path, _MOST_CARD_BYTES).decode("utf-8") if path.is_file() else ""
+    except (OSError, UnicodeDecodeError):
+        return [], ""
+    parts = text.split("---\n", 2)
+    return (parts[1].splitlines(), parts[2]) if text.startswith("---\n") and len(parts) == 3 else ([], "")
 
 
 def _results(results: Results) -> list[str]:

@@ -27,7 +27,9 @@ from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.settings import spell_dtype
 from titanlite.features.lora.merge import MergedSource, read_quietly
+from titanlite.features.lora.peft_format import read_adapter
 from titanlite.features.passengers import find_carried
+from titanlite.features.record.publish import render_merge_card
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
 from titanlite.features.transformers.checkpoint import saved_entries, stored_forms
 from titanlite.features.transformers.model import TransformersModel
@@ -129,6 +131,13 @@ def export_checkpoint(
         rest |= carried.describe(rest)
         values |= {copy: values[key] for copy, key in carried.originals(values).items()}
         files = carried.add_to(files)
+    if adapters is not None:  # the card in `folder` is of another model
+        merged = read_adapter(adapters)[1]
+        name = str(dtype).removeprefix("torch.")
+        card = render_merge_card(
+            folder, adapters, family=config.family, dtype=name, rank=merged.rank, scaling=merged.scaling
+        )
+        rest["README.md"] = card.encode()
     try:
         with hidden_folder(out) as temporary:
             create_files(temporary, files)
