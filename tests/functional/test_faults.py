@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,3 +194,36 @@ def test_failed_saves_do_not_end_a_run_that_shall_go_on(train, tmp_path, monkeyp
     assert (kind, code) == ("SaveError", 3) and "in 3 attempts" in text
     (kind, code, text), _ = train(degrees, "stops", *overrides, before=lambda t: failing_saves([4], monkeypatch))
     assert (kind, code) == ("CheckpointError", 2) and "No space left" in text
+
+
+@pytest.mark.parametrize("overrides", [[], ["--checkpoint.export_dtype=bfloat16", "--checkpoint.interval=1"]])
+def test_a_disk_that_cannot_hold_the_first_checkpoint_ends_the_run_before_it_trains(
+    run_ranks, checked, tmp_path, monkeypatch, overrides
+):
+    """By the byte: what is missing is room for the files of one checkpoint."""
+    degrees = Degrees(dp_shard=2)
+    usage = shutil.disk_usage(tmp_path)
+
+    def run(folder: str, free: int, *more: str) -> list[str]:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+        job = checked(degrees, *QUIET, f"--job.dump_folder={tmp_path / folder}", *overrides, *more)
+
+        def rank_main() -> str:
+            try:
+                assemble(job).train()
+            except TitanliteError as error:
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        return run_ranks(2, rank_main)
+
+    one, other = run("full", 1000)
+    assert one == other and one.startswith("CheckpointError: checkpoint: the first one takes ")
+    assert f" and 1.00 kB (1,000 bytes) are free in {tmp_path}/full/checkpoint. Make room there" in one
+    assert points(tmp_path / "full") == [] and list_steps(tmp_path / "full/checkpoint") == []
+    size = int(re.search(r"\(([\d,]+) bytes\), and", one)[1].replace(",", ""))
+    assert run("full", size - 1) == [one.replace("1.00 kB (1,000", f"{size / 1e6:.2f} MB ({size - 1:,}")] * 2
+    assert run("full", size) == ["", ""] and list_steps(tmp_path / "full/checkpoint")[-1] == 8
+    assert run("full", 0) == ["", ""], "nothing is left to save"
+    assert "CheckpointError" in run("full", size - 1, "--training.steps=9")[0], "a resumed run saves, too"
+    assert run("off", 0, "--checkpoint.enable=false") == ["", ""]

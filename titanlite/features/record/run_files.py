@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.base.agree import gather_objects
+from titanlite.base.agree import gather_objects, on_first_rank
+from titanlite.base.errors import CheckpointError
 from titanlite.base.files import replace_file
 from titanlite.base.log import logger
 from titanlite.base.text import format_memory, format_size
-from titanlite.checkpoint.commit import list_steps
 from titanlite.checkpoint.description import describe_versions
 from titanlite.config import JobConfig
 from titanlite.materialize import Plan, TensorEntry
@@ -143,41 +143,37 @@ def count_bytes(plan: Plan, job: JobConfig, muon: Container[torch.Tensor]) -> in
     return total
 
 
-def count_coming(job: JobConfig, present: int, step: int) -> int:
-    """Count the most checkpoints at any time besides the `present` ones, from `step` to the end of the run.
-
-    An old one is removed only when the next is complete.
-    """
-    section, steps = job.checkpoint, job.training.steps
-    coming = steps // section.interval - step // section.interval if section.interval else 0
-    coming += steps > step and (not section.interval or steps % section.interval > 0)
-    if not section.keep_latest_k:
-        return coming
-    always = (
-        steps // section.keep_every_n_steps - step // section.keep_every_n_steps if section.keep_every_n_steps else 0
-    )
-    return min(coming, max(section.keep_latest_k - present, 0) + 1 + always)
-
-
 def check_space(
     job: JobConfig, plan: Plan, muon: Container[torch.Tensor], folder: Path, step: int, carried_bytes: int = 0
 ) -> None:
-    """Log the size of a checkpoint, and warn if the coming ones do not fit into `folder`. On rank 0."""
-    if not job.checkpoint.enable or dist.get_rank() != 0:
+    """Log the size of a checkpoint, and check that the first one after `step` fits into `folder`.
+
+    A run that shall go on without its checkpoints (`checkpoint.on_save_error`) is only warned.
+
+    Raises CheckpointError: on all ranks; rank 0 has not that much space. Collective: every rank must call.
+    """
+    if not job.checkpoint.enable or step >= job.training.steps:
         return
-    size, coming = count_bytes(plan, job, muon) + carried_bytes, count_coming(job, len(list_steps(folder)), step)
-    try:
-        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-    except OSError:
-        return  # the first write will report what is wrong
-    each, room = format_size(size), format_size(free)
-    logger.info("checkpoint: each takes %s, %s are free in %s", each, room, folder)
-    if coming * size > free:
-        logger.warning(
-            "checkpoint: %d more of %s each will be kept at once, and %s are free in %s. Make room, lower "
-            "checkpoint.keep_latest_k, or set another job.dump_folder.",
-            *(coming, each, room, folder),
+
+    def check() -> None:
+        size = count_bytes(plan, job, muon) + carried_bytes
+        try:
+            free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+        except OSError:
+            return  # the first write will report what is wrong
+        logger.info("checkpoint: each takes %s, %s are free in %s", format_size(size), format_size(free), folder)
+        if size <= free:
+            return
+        text = (
+            f"checkpoint: the first one takes {format_size(size)} ({size:,} bytes), and {format_size(free)} ({free:,} "
+            f"bytes) are free in {folder}. Make room there, set another job.dump_folder, or set checkpoint.enable = "
+            "false to save nothing."
         )
+        if job.checkpoint.on_save_error == "stop":
+            raise CheckpointError(text)
+        logger.warning("%s", text)
+
+    on_first_rank(check)
 
 
 def write_json(path: Path, found: dict[str, Any]) -> None:
