@@ -72,7 +72,7 @@ from titanlite.models.families import resolve_model_config
 from titanlite.models.interface import Model
 from titanlite.objective import NextToken, Objective
 from titanlite.ops.kernels import use_triton
-from titanlite.optim.expert_bias import warn_of_ignored_balancing
+from titanlite.optim.expert_bias import advise_balancing, complete_balancing, warn_of_ignored_balancing
 from titanlite.optim.optimizer import build_optimizer, count_parameters, freeze_parameters
 from titanlite.preflight import Checked
 from titanlite.train_step import Schedule, TrainStep
@@ -205,13 +205,14 @@ def resolve_start(job: JobConfig) -> tuple[JobConfig, Progress | None]:
 def _read_data(
     job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims
 ) -> tuple[JobConfig, AnyModelConfig, Any, TrainLoader]:
-    """Return the job with its number of steps, the model's sizes, the tokenizer, and the batches of this rank."""
+    """Return the job with its steps and what balances its experts, the model's sizes, the tokenizer, and the batches of this rank."""
     job, start = resolve_start(job)
     start_batch = start and start.batch_size
     tokenizer, loader = build_loader(job, dims.dp_rank, dims.degrees.dp, _DATASETS, start_batch)
     job = resolve_steps(job, loader, start)
     job, model_config = fit_vocabulary(job, model_config, count_ids(tokenizer), dims.degrees.tp, start)
     check_data(job, model_config, loader.dataset.form, loader.dataset.vocab_size, count_ids(tokenizer))
+    job = complete_balancing(job, model_config, start and start.identity)
     describe_pipeline(loader, model_config, dims.degrees)
     return job, model_config, tokenizer, loader
 
@@ -323,6 +324,7 @@ def build_metrics(
         device,
         start_step=step,
         moe_layers=model.moe_layer_numbers(),
+        if_idle=advise_balancing(job, model),
         sink=open_wandb(job, folder),
         measure=build_metric(job.metrics),
         steps_per_epoch=(loader.dataset.num_train_sequences or 0) / loader.global_batch_size,

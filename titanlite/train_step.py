@@ -211,7 +211,14 @@ class TrainStep:
         applied = [loss for loss in losses if math.isfinite(loss)]
         moe = None
         if result.tokens_per_expert is not None:
-            moe = MoEState(result.tokens_per_expert, self.balancer.bias_range(), self.balancer.take_row_errors())
+            counts = [step.tokens_per_expert for step in window.results if step.tokens_per_expert is not None]
+            moe = MoEState(
+                result.tokens_per_expert,
+                self.balancer.bias_range(),
+                self.balancer.take_row_errors(),
+                torch.stack(counts).sum(dim=0),
+                self.model.config.top_k,
+            )
         return StepPoint(
             self.step,
             loss=sum(applied) / len(applied) if applied else math.nan,

@@ -40,6 +40,7 @@ DPO = [
         f"--dpo.beta={BETA}",
         "--training.max_norm=0",
         "--moe.expert_bias_update_rate=none",
+        "--moe.aux_loss_coeff=0",
     ),
     "--metrics.log_freq=1",
 ]

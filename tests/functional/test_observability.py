@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from titanlite.assemble import assemble
+from titanlite.base.log import logger
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
+from titanlite.materialize.layout import local_of
 from titanlite.train_step import TrainStep
 from titanlite.trainer import Trainer
 
@@ -180,3 +182,37 @@ def test_traces_of_a_resumed_run_have_its_steps(run_ranks, checked, tmp_path):
         run_ranks(2, lambda job=job: assemble(job).train())
     traces = {str(path.relative_to(tmp_path / "run/profile_traces")) for path in tmp_path.glob("run/*/*/rank-*")}
     assert traces == {f"step-{step}/rank-{rank}.json" for step in (2, 5) for rank in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "advice"),
+    [
+        ("native", "Raise moe.aux_loss_coeff, which is 0.02."),
+        ("transformers", 'Set model.implementation = "native" and moe.aux_loss_coeff = 0.02.'),
+    ],
+)
+def test_experts_that_get_no_token_are_warned_of_once(run_ranks, checked, tmp_path, implementation, advice):
+    """Whatever its input, the router of layer 1 chooses one of two experts: its logits are those of opposite rows."""
+    overrides = [f"--model.implementation={implementation}", "--model.overrides.num_experts=4"]
+    overrides += ["--model.overrides.top_k=1", "--moe.expert_bias_update_rate=none", "--metrics.log_freq=2"]
+    overrides += ["--training.steps=6", "--optimizer.lr=1e-6", "--checkpoint.enable=false"]
+    job = checked(Degrees(), *overrides, f"--job.dump_folder={tmp_path}")
+
+    def rank_main() -> list[str]:
+        said: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for level in ("info", "warning"):
+                patch.setattr(logger, level, lambda text, *values: said.append(text % values if values else text))
+            trainer = assemble(job)
+            (weight,) = (p for name, p in trainer.model.named_parameters() if name.endswith("layers.1.mlp.gate.weight"))
+            row = torch.randn(weight.shape[1])
+            with torch.no_grad():
+                local_of(weight).copy_(torch.stack([row, -row, torch.zeros_like(row), torch.zeros_like(row)]))
+            trainer.train()
+        return said
+
+    (said,) = run_ranks(1, rank_main)
+    (idle,) = (line for line in said if line.startswith("moe: experts got"))
+    assert "in steps 1 to 2: 2 of 4 in layer 1. " in idle and idle.endswith(advice)
+    lines = [line for line in said if line.startswith("step ") and "validation" not in line]
+    assert len(lines) == 4 and all(" of at most 4.00  " in line for line in lines)

@@ -49,6 +49,8 @@ FAMILIES = {
     # Slowly: 8 layers at the others' learning rate make of rounding errors what the tolerance does not let pass.
     "deeper": ["--moe.expert_bias_update_rate=0.01", "--model.overrides.num_layers=8", "--optimizer.lr=1e-3"],
     "deep_dots1": ["--model.name=dots1", "--model.overrides.num_layers=5", "--moe.aux_loss_coeff=0.01"],
+    "no_balance": ["--moe.expert_bias_update_rate=none", "--moe.aux_loss_coeff=0"],
+    "default_balance": ["--moe.expert_bias_update_rate=none"],  # a balance loss, from random weights
     "balance_losses": ["--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"],
     # Shards of unequal size on dense and sparse mesh (66 rows, 6 experts, 310 tokens), some of them empty.
     "uneven": ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"],
@@ -244,6 +246,13 @@ def parse_cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("mesh", "family", "micro_batches", "overrides", "steps"), parse_cases())
 def test_trains_like_one_process(compare, mesh, family, micro_batches, overrides, steps):
     compare(mesh, family, *overrides, micro_batches=micro_batches, steps=steps)
+
+
+def test_the_default_balance_loss_trains_like_one_process(compare, reference, checked):
+    one, without = reference("default_balance"), checked(Degrees(), *FAMILIES["default_balance"])
+    assert without.job.moe.aux_loss_coeff is None, "it is completed when the run is assembled"
+    compare("TP2xEP2", "default_balance")
+    assert one.grad_norms != pytest.approx(reference("no_balance").grad_norms, rel=RELATIVE_TOLERANCE)
 
 
 def test_muon_takes_a_few_matrices_at_a_time(compare, train_run, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from safetensors.torch import load_file
 
 from tests.functional.conftest import train_to_the_end
 from titanlite.assemble import assemble
+from titanlite.base.log import logger
 from titanlite.checkpoint.commit import check_folder
+from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config.parallelism import Degrees
 from titanlite.features.muon import muon_matrices
 from titanlite.features.record.run_files import count_bytes
+from titanlite.optim.expert_bias import AUX_LOSS_COEFF
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 
@@ -316,3 +320,41 @@ def test_checkpoints_are_as_large_as_was_said(run_ranks, checked, overrides):
     headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
     # A few bytes more: AdamW counts its steps for each parameter.
     assert said[0] == said[1] == pytest.approx(sum(file.stat().st_size for file in files) - headers, rel=1e-3)
+
+
+def test_the_default_balance_loss_is_of_new_models_and_stays_that_of_a_run(run_ranks, checked, tmp_path):
+    """Older checkpoints had none; a model that is trained on has none; what is set wins."""
+    unset = ["--moe.expert_bias_update_rate=none", "--training.steps=2", "--lr_scheduler.warmup_steps=0"]
+
+    def run(folder: str, *overrides: str, train: bool = False) -> float | None:
+        job = checked(Degrees(), *unset, f"--job.dump_folder={tmp_path / folder}", *overrides)
+
+        def rank_main() -> tuple[float | None, list[str]]:
+            said: list[str] = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(logger, "info", lambda text, *values: said.append(text % values if values else text))
+                trainer = assemble(job)
+            if train:
+                trainer.train()
+            return trainer.job.moe.aux_loss_coeff, [line for line in said if line.startswith("moe: experts")]
+
+        ((found, said),) = run_ranks(1, rank_main)
+        logged.extend(said)
+        return found
+
+    logged: list[str] = []
+    assert run("new", train=True) == AUX_LOSS_COEFF
+    step = tmp_path / "new/checkpoint/step-2"
+    assert tomllib.loads((tmp_path / "new/config.toml").read_text())["moe"]["aux_loss_coeff"] == AUX_LOSS_COEFF
+    assert run("new") == AUX_LOSS_COEFF
+    balanced = f"moe: experts are balanced with moe.aux_loss_coeff = {AUX_LOSS_COEFF:g}, "
+    assert logged == [f"{balanced}the default from random weights", f"{balanced}as when the run began"]
+    assert "settings changed" not in (tmp_path / "new/events.jsonl").read_text()
+    assert run("new", "--moe.aux_loss_coeff=0") == 0
+    assert run("off", "--moe.aux_loss_coeff=0") == 0
+    tuned = [f"--checkpoint.initial_load_path={step}", "--model.flavor=", "--model.overrides.vocab_size=none"]
+    assert run("tuned", *tuned, "--model.overrides.num_layers=none") is None
+    assert run("set", "--moe.aux_loss_coeff=0.05", train=True) == 0.05 and run("set") == 0.05
+    state = step / STATE_FILE
+    state.write_text(state.read_text().replace("moe.aux_loss_coeff", "older.versions.had"))
+    assert run("new", "--checkpoint.verify_checksums=false") == 0

@@ -364,7 +364,8 @@ def test_the_expert_load_of_a_run_is_that_of_the_native_model(
 ) -> None:
     """With several micro-batches, recomputation, validation and evaluation on 4 ranks, as metrics.jsonl has it."""
     shared = [
-        *("--training.steps=2", "--moe.expert_bias_update_rate=0", "--checkpoint.enable=false"),
+        *("--training.steps=2", "--moe.expert_bias_update_rate=0", "--moe.aux_loss_coeff=0"),
+        "--checkpoint.enable=false",
         *("--validation.enable=true", "--validation.freq=1", "--validation.steps=2"),
     ]
     runs = {

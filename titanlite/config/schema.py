@@ -193,7 +193,11 @@ class MoESection:
     expert_bias_update_rate: float | None = setting(
         None, "Step of the balancing bias (arXiv:2408.15664). Unset: 1e-3 where a native architecture has one, else 0."
     )
-    aux_loss_coeff: float = setting(0.0, "Coefficient of the sequence-wise balance loss (arXiv:2412.19437, eq. 17).")
+    aux_loss_coeff: float | None = setting(
+        None,
+        "Coefficient of the sequence-wise balance loss (arXiv:2412.19437, eq. 17). Unset: 0.02 in a native MoE from "
+        "random weights that no bias balances, else 0; a run that is resumed keeps its own.",
+    )
     z_loss_coeff: float = setting(0.0, "Coefficient of the router z-loss (arXiv:2202.08906, eq. 5).")
 
 

@@ -38,11 +38,12 @@ def format_line(
     num_steps: int,
     values: Mapping[str, float],
     layers: Mapping[str, Sequence[float]] | None = None,
+    most_load: float = 0.0,
 ) -> str:
     """Write the values of one log step, keyed by metric name, as one aligned line; absent values are skipped.
 
-    Of the values per MoE layer, `layers`, it shows the worst load. Padding is shown if there is much of it: FLOP/s and
-    MFU count it, tokens/s do not.
+    Of the values per MoE layer, `layers`, it shows the worst load, which is at most `most_load` (0: unknown). Padding
+    is shown if there is much of it: FLOP/s and MFU count it, tokens/s do not.
     """
     width = len(str(num_steps))
     parts = [
@@ -62,7 +63,8 @@ def format_line(
     parts += [f"{label} {gib:.2f} GiB" for label, gib in zip(("mem", "host mem"), memory, strict=False)]
     layers = layers or {}
     if ratios := layers.get("moe/load_max_over_mean"):
-        parts.append(f"expert load max/mean {max(ratios):.2f}")
+        bound = f" of at most {most_load:.2f}" if most_load else ""
+        parts.append(f"expert load max/mean {max(ratios):.2f}{bound}")
     lost = sum(sum(layers.get(name, ())) for name in ("moe/dropped_rows", "moe/duplicated_rows"))
     if lost:
         parts.append(f"{lost:.0f} ROWS LOST OR TWICE")

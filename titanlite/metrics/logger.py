@@ -28,6 +28,8 @@ from titanlite.metrics.flops import peak_flops
 from titanlite.metrics.point import StepPoint, describe_moe, describe_ranks, draw_load
 
 _SHOWN_CHARS = 80
+_IDLE_SHARE = 0.01  # of an even share of the tokens
+_MOST_LAYERS = 4  # that are named
 
 
 class EventWriter:
@@ -67,6 +69,45 @@ class EventWriter:
         return buffer.getvalue()
 
 
+class IdleExperts:
+    """Warnings of experts that got no token, or next to none, in a whole log interval of `log_freq` steps.
+
+    Experts of a collapsed router still get a stray token. They are warned of once, and again where more become idle;
+    `if_idle` says what to set.
+    """
+
+    def __init__(self, log_freq: int, layers: Sequence[int], if_idle: str) -> None:
+        self._log_freq, self._layers, self._if_idle = log_freq, layers, if_idle
+        self._counts: torch.Tensor | None = None  # since the last multiple of `log_freq`
+        self._most = 0  # idle experts that the log has
+
+    def look(self, step: int, counts: torch.Tensor) -> None:
+        """Add the tokens of each expert (layers, E) in the steps up to `step`; at the end of an interval look at all.
+
+        Synchronizes.
+        """
+        counts = counts if self._counts is None else self._counts + counts
+        self._counts = None if step % self._log_freq == 0 else counts
+        if self._counts is not None:
+            return
+        shares = counts * counts.shape[1] / counts.sum(dim=1, keepdim=True)
+        num_idle = (shares < _IDLE_SHARE).sum(dim=1).tolist()
+        if sum(num_idle) > self._most:
+            found = [
+                f"{count} of {counts.shape[1]} in layer {self._layers[row] if self._layers else row}"
+                for row, count in enumerate(num_idle)
+                if count
+            ]
+            more = f" and {len(found) - _MOST_LAYERS} more layers" if len(found) > _MOST_LAYERS else ""
+            logger.warning(
+                "moe: experts got no token, or less than %g of an even share, in steps %d to %d: %s%s. %s",
+                *(_IDLE_SHARE, step - self._log_freq + 1, step, ", ".join(found[:_MOST_LAYERS]), more, self._if_idle),
+            )
+        elif self._most and not sum(num_idle):
+            logger.info("moe: all experts get tokens again")
+        self._most = max(self._most, sum(num_idle)) if sum(num_idle) else 0
+
+
 class MetricsLogger:
     """Writer of the metrics of a run into `dump_folder`, which is made if missing. A no-op on ranks other than 0.
 
@@ -88,6 +129,7 @@ class MetricsLogger:
         *,
         start_step: int = 0,  # steps done before this process started
         moe_layers: Sequence[int] = (),  # the layer's number for each row of `tokens_per_expert`; left out: 0, 1, ...
+        if_idle: str = "",  # what to set if experts get no token
         sink: Callable[[int, Mapping[str, float]], None] | None = None,  # gets each point too, as TensorBoard
         measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},  # gives more values of a point
         steps_per_epoch: float = 0.0,  # for the progress bar; 0 where that is not known
@@ -100,6 +142,7 @@ class MetricsLogger:
         self._last_step = self._start_step = start_step
         self._began_s = time.monotonic()
         self._moe_layers = list(moe_layers)
+        self._idle = IdleExperts(job.metrics.log_freq, self._moe_layers, if_idle)
         dtype = torch.float32 if job.training.mixed_precision_param == "float32" else torch.bfloat16
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
         self._keep_on = job.checkpoint.on_save_error == "continue"
@@ -153,9 +196,12 @@ class MetricsLogger:
         if point.moe is not None and self._writer is not None:
             picture = self._writer.encode_picture(point.step, "moe/expert_load", draw_load(point.moe.tokens_per_expert))
             self._append(self._writer.file, picture)
-        line = format_line(point.step, self._num_steps, values, layers)
+        most_load = 0.0 if point.moe is None else point.moe.most_load
+        line = format_line(point.step, self._num_steps, values, layers, most_load)
         pace = (time.monotonic() - self._began_s) / max(point.step - self._start_step, 1)  # validations included
         logger.info(f"{line}  left {timedelta(seconds=round(pace * (self._num_steps - point.step)))}")
+        if point.moe is not None and point.moe.tokens_since is not None:
+            self._idle.look(point.step, point.moe.tokens_since)
         self.advance(point.step, values)
 
     def log_validation(self, step: int, loss: float, by_source: Mapping[str, float] | None = None) -> None:

@@ -71,6 +71,13 @@ class MoEState:
     tokens_per_expert: Tensor  # rows of valid tokens, (layers, E), any device
     bias_range: Tensor | None  # smallest and largest `expert_bias` of each layer, (2, layers); None without
     row_errors: Tensor | None  # rows dropped, and rows twice, since the last point, (2, layers); None: not counted
+    tokens_since: Tensor | None = None  # as `tokens_per_expert`, of all steps since the last point
+    top_k: int = 0  # experts per token; 0: unknown
+
+    @property
+    def most_load(self) -> float:
+        """The largest load over the mean that there can be: all tokens choose the same experts. 0: unknown."""
+        return self.tokens_per_expert.shape[1] / self.top_k if self.top_k else 0.0
 
 
 def describe_moe(state: MoEState) -> dict[str, list[float]]:

@@ -42,6 +42,8 @@ _IDENTITY = (
     "data.subset",
     "data.split",
 )
+# Settings that a resumed run keeps where they are not set.
+_KEPT = ("training.global_batch_size", "moe.aux_loss_coeff")
 EVENTS_FILE = "events.jsonl"
 _state: dict[str, AppendedFile] = {}
 # Paths that may differ between machines and hold the same files: a hub model is in each machine's cache.
@@ -124,7 +126,7 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
 def get_identity(job: JobConfig) -> dict[str, str]:
     """Return the settings that tell a run from others, by key; a model of the hub by its id and commit."""
     share = job.data.validation_share
-    settings = {key: str(get_value(job, key)) for key in (*_IDENTITY, "training.global_batch_size")}
+    settings = {key: str(get_value(job, key)) for key in (*_IDENTITY, *_KEPT)}
     settings["data.validation_share"] = "" if share is None else f"{share:g}"
     base = base_model_of(job.checkpoint.initial_load_path)
     return settings | ({_BASE: f"{base.name}@{base.revision}"} if base and base.on_hub else {})

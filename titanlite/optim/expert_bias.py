@@ -1,15 +1,21 @@
 """Aux-loss-free load balancing (arXiv:2408.15664): experts that got too few tokens become easier to choose."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from titanlite.base.agree import get_rank
 from titanlite.base.log import logger
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
 from titanlite.config.schema import MoESection
-from titanlite.models.families import family_of
+from titanlite.models.families import families, family_of
 from titanlite.models.interface import Model
 from titanlite.models.moe import ExpertCounter
+
+BIAS_UPDATE_RATE = 1e-3  # of arXiv:2408.15664
+AUX_LOSS_COEFF = 0.02
+"""Of 0.001 to 1 the coefficient with the most even load at the same loss (docs/debugging.md)."""
 
 
 class ExpertBiasBalancer:
@@ -142,7 +148,46 @@ def get_bias_update_rate(section: MoESection, model: Model) -> float:
         return 0.0
     if section.expert_bias_update_rate is not None:
         return section.expert_bias_update_rate
-    return 1e-3 if family_of(model.config).expert_bias_key is not None else 0.0
+    return BIAS_UPDATE_RATE if family_of(model.config).expert_bias_key is not None else 0.0
+
+
+def complete_balancing(job: JobConfig, model: AnyModelConfig, before: Mapping[str, str] | None = None) -> JobConfig:
+    """Return `job` with what balances the experts of a native model from random weights, where that is not set.
+
+    It is the bias if the exported architecture has one, else the balance loss. A resumed run keeps its balance loss:
+    `before` is the identity in its checkpoint; older checkpoints do not have it, and had no loss by default.
+    """
+    rate, coeff = job.moe.expert_bias_update_rate, job.moe.aux_loss_coeff
+    is_native = isinstance(model, ModelConfig) and model.num_experts > model.top_k
+    if is_native and not job.checkpoint.initial_load_path:
+        if family_of(model).expert_bias_key is not None:
+            rate = BIAS_UPDATE_RATE if rate is None else rate
+        elif coeff is None and not rate:
+            coeff = AUX_LOSS_COEFF
+    if job.moe.aux_loss_coeff is None and before is not None and model.num_experts:
+        kept = before.get("moe.aux_loss_coeff", "0.0")
+        coeff = None if kept == "None" else float(kept)
+    completed = replace(job.moe, expert_bias_update_rate=rate, aux_loss_coeff=coeff)
+    for key, value in (("expert_bias_update_rate", rate), ("aux_loss_coeff", coeff)):
+        if value is not None and getattr(job.moe, key) is None:
+            why = "the default from random weights" if before is None else "as when the run began"
+            logger.info("moe: experts are balanced with moe.%s = %g, %s", key, value, why)
+    return replace(job, moe=completed)
+
+
+def advise_balancing(job: JobConfig, model: Model) -> str:
+    """Return what to set where experts get no token."""
+    section, routers = job.moe, [moe.gate for moe in model.moe_layers().values()]
+    if isinstance(model.config, TransformersConfig):
+        own = f"transformers' {model.config.architecture} routes by itself, and no setting balances it"
+        if model.config.family in families() and job.model.implementation == "transformers":
+            return f'{own}. Set model.implementation = "native" and moe.aux_loss_coeff = {AUX_LOSS_COEFF:g}.'
+        return f"{own}: a native family (model.name) has moe.aux_loss_coeff."
+    if (rate := get_bias_update_rate(section, model)) and any(router.weight.requires_grad for router in routers):
+        return f"Raise moe.expert_bias_update_rate, which is {rate:g}."
+    if section.aux_loss_coeff:
+        return f"Raise moe.aux_loss_coeff, which is {section.aux_loss_coeff:g}."
+    return f"Nothing balances them: set moe.aux_loss_coeff = {AUX_LOSS_COEFF:g}."
 
 
 def warn_of_ignored_balancing(section: MoESection, num_experts: int) -> None:

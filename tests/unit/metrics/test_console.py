@@ -29,6 +29,12 @@ def test_line_of_an_moe_model():
     )
 
 
+def test_the_worst_load_there_can_be_stands_beside_it():
+    """2.00 may be anything, until one knows that all tokens cannot give more."""
+    collapsed = {"moe/load_max_over_mean": [2.0, 1.0]}
+    assert format_line(50, 300, VALUES, collapsed, most_load=2.0).endswith("expert load max/mean 2.00 of at most 2.00")
+
+
 def test_lines_align_over_steps():
     other = {**VALUES, "loss/train": 10.25, "grad_norm": 12.5, "throughput/tokens_per_s": 999.0}
     first, second = format_line(1, 30000, VALUES), format_line(30000, 30000, other)

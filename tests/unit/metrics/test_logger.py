@@ -27,6 +27,7 @@ RANKS = {
     "memory/host_peak_rss_gib": [2.0, 2.5, 2.0, 2.0],
 }
 COUNTS = torch.tensor([[10, 10, 10, 10], [0, 0, 0, 40]])
+IDLE = "moe: experts got no token, or less than 0.01 of an even share,"
 
 
 @pytest.fixture
@@ -200,6 +201,43 @@ def test_console_line(job: JobConfig, tmp_path: Path, console):
     assert train.startswith("step    50/300  loss  2.5000  grad norm  0.91  lr 1.0e-03      2,000 tok/s  0.5 MFLOP/s")
     assert "expert load max/mean 4.00  3 ROWS LOST OR TWICE  left 0:0" in train
     assert validation == "step    50/300  validation loss  2.2500"
+
+
+def test_idle_experts_are_warned_of_when_they_become_more(job: JobConfig, tmp_path: Path, console):
+    """Over a whole interval, not in a step of it, by layer and once; the point of step 1 is part of the first one."""
+    job.metrics.log_freq = 10
+    busy = torch.tensor([[9000, 300, 5000, 5700], [4000, 8000, 4000, 4000]])
+    lazy = torch.tensor([[9000, 0, 5000, 6000], [0, 9999, 9999, 2]])
+    points = {1: busy, 10: lazy, 20: lazy, 30: lazy, 40: busy, 50: busy, 60: lazy, 66: lazy}
+
+    def state(step: int) -> MoEState:
+        return MoEState(lazy, None, None, points[step], top_k=2)
+
+    with build(job, tmp_path, moe_layers=[3, 7], if_idle="Set this.") as metrics:
+        for step in points:
+            log(metrics, step, moe=state(step))
+    lines = console.getvalue().splitlines()
+    said = [line for line in lines if line.startswith("moe: ")]
+    assert said == [
+        f"{IDLE} in steps 11 to 20: 1 of 4 in layer 3, 2 of 4 in layer 7. Set this.",
+        "moe: all experts get tokens again",
+        f"{IDLE} in steps 51 to 60: 1 of 4 in layer 3, 2 of 4 in layer 7. Set this.",
+    ]
+    assert all("expert load max/mean 2.00 of at most 2.00" in line for line in lines if line.startswith("step"))
+
+
+def test_more_idle_experts_are_news_and_fewer_are_not(job: JobConfig, tmp_path: Path, console):
+    job.metrics.log_freq = 1
+    with build(job, tmp_path, if_idle="Set this.") as metrics:
+        for step, idle in enumerate([6, 6, 3, 5, 7, 7, 6], 1):
+            counts = (torch.arange(8) >= torch.tensor([idle] * 6).unsqueeze(1)).to(torch.int64)
+            log(metrics, step, moe=MoEState(counts, None, None, counts, top_k=1))
+    said = [line for line in console.getvalue().splitlines() if line.startswith("moe: ")]
+    assert [line.partition(": 6 of")[0].partition(": 7 of")[0] for line in said] == [
+        f"{IDLE} in steps 1 to 1",
+        f"{IDLE} in steps 5 to 5",
+    ]
+    assert said[1].endswith("7 of 8 in layer 2, 7 of 8 in layer 3 and 2 more layers. Set this.")
 
 
 def test_mfu_of_a_known_gpu(job: JobConfig, tmp_path: Path, monkeypatch):

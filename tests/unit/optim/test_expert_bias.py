@@ -1,13 +1,22 @@
-"""The balancer: direction of the bias, integer counts, skipped steps; one process."""
+"""What balances experts by default, and the bias: its direction, integer counts, skipped steps; one process."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from titanlite.config import ModelConfig
+from titanlite.config import JobConfig, ModelConfig
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
-from titanlite.models.families import families
-from titanlite.optim.expert_bias import ExpertBiasBalancer
+from titanlite.models.families import families, family_of
+from titanlite.models.families.config_json import transformers_config
+from titanlite.optim.expert_bias import (
+    AUX_LOSS_COEFF,
+    BIAS_UPDATE_RATE,
+    ExpertBiasBalancer,
+    advise_balancing,
+    complete_balancing,
+)
 
 TRUE, FALSE = torch.tensor(True), torch.tensor(False)
 
@@ -21,6 +30,86 @@ def build(rate=0.01, family="qwen3_moe"):
     model = build_decoder(config)
     materialize(model, "cpu")
     return model, ExpertBiasBalancer(model, rate, one_rank), [moe.gate for moe in model.moe_layers().values()]
+
+
+def complete(family="qwen3_moe", before=None, weights="", sizes=None, **given):
+    """Return the rate of the bias and the coefficient of the loss that a run has."""
+    job = JobConfig()
+    job.checkpoint.initial_load_path = weights
+    for name, value in given.items():
+        setattr(job.moe, name, value)
+    config = replace(families()[family].presets["debug"], **(sizes or {}))
+    completed = complete_balancing(job, config, before)
+    assert complete_balancing(completed, config, before) == completed, "a saved configuration says the same"
+    return completed.moe.expert_bias_update_rate, completed.moe.aux_loss_coeff
+
+
+KEPT = "moe.aux_loss_coeff"
+
+
+@pytest.mark.parametrize("family", families())
+def test_from_random_weights_every_moe_is_balanced(family):
+    config = families()[family].presets["debug"]
+    if not config.num_experts:
+        assert complete(family) == (None, None)
+    elif family_of(config).expert_bias_key is None:
+        assert complete(family) == (None, AUX_LOSS_COEFF)
+    else:
+        assert complete(family) == (BIAS_UPDATE_RATE, None)
+    assert complete(family, weights="folder") == (None, None), "trained weights are as their model's authors left them"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"family": "qwen3_moe", "aux_loss_coeff": 0.0}, (None, 0.0)),
+        ({"family": "qwen3_moe", "aux_loss_coeff": 0.3}, (None, 0.3)),
+        ({"family": "qwen3_moe", "expert_bias_update_rate": 0.01}, (0.01, None)),  # the bias is to balance
+        ({"family": "qwen3_moe", "expert_bias_update_rate": 0.0}, (0.0, AUX_LOSS_COEFF)),  # as by default
+        ({"family": "deepseek_v3", "expert_bias_update_rate": 0.0}, (0.0, None)),  # nothing is to balance
+        ({"family": "deepseek_v3", "expert_bias_update_rate": 0.2}, (0.2, None)),
+        ({"family": "deepseek_v3", "aux_loss_coeff": 1e-4}, (BIAS_UPDATE_RATE, 1e-4)),
+        ({"sizes": {"num_experts": 2, "top_k": 2}}, (None, None)),  # no choice
+        ({"before": {KEPT: "0.05"}}, (None, 0.05)),
+        ({"before": {KEPT: "0.05"}, "weights": "folder"}, (None, 0.05)),
+        ({"before": {KEPT: "0.05"}, "aux_loss_coeff": 0.0}, (None, 0.0)),
+        ({"before": {KEPT: "None"}, "weights": "folder"}, (None, None)),
+        ({"before": {}}, (None, 0.0)),  # of a checkpoint that is older than the default
+        ({"before": {}, "family": "qwen3"}, (None, None)),
+        ({"before": {KEPT: "None"}, "family": "deepseek_v3"}, (BIAS_UPDATE_RATE, None)),
+    ],
+)
+def test_what_is_set_and_what_a_run_had_wins(given, expected):
+    assert complete(**given) == expected
+
+
+def test_idle_experts_are_told_what_to_set():
+    job = JobConfig()
+    model, _, routers = build()
+    assert advise_balancing(job, model) == f"Nothing balances them: set moe.aux_loss_coeff = {AUX_LOSS_COEFF:g}."
+    job.moe.aux_loss_coeff = 0.02
+    assert advise_balancing(job, model) == "Raise moe.aux_loss_coeff, which is 0.02."
+    job.moe.expert_bias_update_rate = 1e-3
+    assert advise_balancing(job, model) == "Raise moe.expert_bias_update_rate, which is 0.001."
+    for router in routers:
+        router.weight.requires_grad_(False)
+    assert "aux_loss_coeff" in advise_balancing(job, model), "a bias beside a frozen router does not move"
+    deepseek, _, _ = build(family="deepseek_v3")
+    assert advise_balancing(JobConfig(), deepseek) == "Raise moe.expert_bias_update_rate, which is 0.001."
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_class_of_transformers_has_no_setting(asked):
+    job = JobConfig()
+    job.model.implementation = "transformers" if asked else "auto"
+    config = families()["qwen3_moe"].presets["debug"]
+    hf = {"model_type": "qwen3_moe", **family_of(config).to_hf(config)}
+    model, _, _ = build()
+    model.config = transformers_config(hf, "test")
+    assert complete_balancing(job, model.config).moe == job.moe
+    advice = advise_balancing(job, model)
+    assert advice.startswith("transformers' Qwen3MoeForCausalLM routes by itself")
+    assert ('model.implementation = "native"' in advice) == asked and "moe.aux_loss_coeff" in advice
 
 
 def test_busy_experts_become_harder_to_choose():

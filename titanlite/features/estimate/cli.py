@@ -26,6 +26,7 @@ from titanlite.features.estimate.estimate import (
 )
 from titanlite.features.estimate.proposals import Plan, Planned, propose, sweep
 from titanlite.features.estimate.trace import layers_to_trace
+from titanlite.optim.expert_bias import complete_balancing
 from titanlite.preflight import Checked, check
 
 # Option -> field of Hardware, its unit, help.
@@ -59,7 +60,8 @@ class Request:
 
     def check(self) -> Checked:
         """Check the configuration; raises ConfigError."""
-        return check(self.job, self.known.world_size, weights=False)
+        checked = check(self.job, self.known.world_size, weights=False)
+        return checked if self.weights else replace(checked, job=complete_balancing(checked.job, checked.model_config))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

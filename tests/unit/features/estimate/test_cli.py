@@ -21,6 +21,7 @@ from titanlite.features.estimate.cli import plan_run, read_request
 from titanlite.features.estimate.proposals import propose, sweep
 from titanlite.features.estimate.trace import trace_step
 from titanlite.models.families import families
+from titanlite.optim.expert_bias import AUX_LOSS_COEFF
 
 ROOT = Path(__file__).parents[4]
 TINY = (
@@ -195,6 +196,15 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path / "hub"
+
+
+def test_a_new_model_is_planned_with_the_default_balance_loss_and_a_trained_one_without(cache):
+    def coefficient(*arguments: str) -> float | None:
+        return read_request([*arguments, "--world-size=4"]).check().job.moe.aux_loss_coeff
+
+    assert coefficient(*TINY, "--moe.aux_loss_coeff=none") == AUX_LOSS_COEFF
+    assert coefficient(*TINY, "--moe.aux_loss_coeff=0") == 0
+    assert coefficient("--model", "Qwen/Qwen3-30B-A3B", "--parallelism.expert_parallel_degree=4") is None
 
 
 def test_a_model_that_is_neither_a_folder_nor_on_the_hub(capsys, cache):
