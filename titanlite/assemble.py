@@ -205,7 +205,7 @@ def resolve_start(job: JobConfig) -> tuple[JobConfig, Progress | None]:
 def _read_data(
     job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims
 ) -> tuple[JobConfig, AnyModelConfig, Any, TrainLoader]:
-    """Return the job with its steps and the balance of experts, the model's sizes, tokenizer and this rank's batches."""
+    """Return the job with its steps and balance of experts, the model's sizes, the tokenizer, this rank's batches."""
     job, start = resolve_start(job)
     start_batch = start and start.batch_size
     tokenizer, loader = build_loader(job, dims.dp_rank, dims.degrees.dp, _DATASETS, start_batch)
