@@ -291,7 +291,7 @@ def test_the_documentation_shows_what_the_command_prints(command, text, capsys, 
         monkeypatch.setattr(proposals, "_candidates", shown_ones)
     main(shlex.split(command))
     shown, printed = text.splitlines(), capsys.readouterr().out.splitlines()
-    assert len(EXAMPLES) == 4 and 6 < len(shown) <= 12
+    assert len(EXAMPLES) == 4 and 6 <= len(shown) <= 12
     for line, now in zip(shown, printed, strict=False):
         words, words_now = (re.sub(r"\d[\d.,]*| +", " ", one).split() for one in (line, now))
         assert words == words_now
