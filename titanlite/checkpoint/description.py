@@ -273,10 +273,13 @@ def check_saved_tokenizer(
 
 
 def _take_sequences(dataset: TrainDataset | None) -> list[list[int]]:
-    """Take evenly spaced sequences of each source; none of a stream, which would be read from its start."""
+    """Take evenly spaced sequences of each source; none of a stream.
+
+    A stream would be read from its start. The sequences of a mixture are not numbered without gaps.
+    """
     parts = [] if dataset is None else [source.dataset for source in get_sources(dataset)]
     found: list[list[int]] = []
-    for part in parts:  # the sequences of a mixture are not numbered without gaps
+    for part in parts:
         if (count := part.num_train_sequences) is None:
             continue
         most = min(_COMPARED_SEQUENCES, _COMPARED_TOKENS // part.seq_len) // len(parts)

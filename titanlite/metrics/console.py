@@ -42,8 +42,8 @@ def format_line(
 ) -> str:
     """Write the values of one log step, keyed by metric name, as one aligned line; absent values are skipped.
 
-    Of the values per MoE layer, `layers`, it shows the worst load, which is at most `most_load` (0: unknown). Padding
-    is shown if there is much of it: FLOP/s and MFU count it, tokens/s do not.
+    Of the values per MoE layer, `layers`, it shows the worst load, which is at most `most_load` (0:
+    unknown). Padding is shown if there is much of it: FLOP/s and MFU count it, tokens/s do not.
     """
     width = len(str(num_steps))
     parts = [

@@ -70,10 +70,10 @@ class EventWriter:
 
 
 class IdleExperts:
-    """Warnings of experts that got no token, or next to none, in a whole log interval of `log_freq` steps.
+    """Warnings of idle experts: they got next to no token in a whole log interval of `log_freq` steps.
 
-    Experts of a collapsed router still get a stray token. They are warned of once, and again where more become idle;
-    `if_idle` says what to set.
+    Experts that a collapsed router forgot still get a stray token. The log warns of them once, and
+    again where more become idle; `if_idle` says what to set.
     """
 
     def __init__(self, log_freq: int, layers: Sequence[int], if_idle: str) -> None:
@@ -82,7 +82,7 @@ class IdleExperts:
         self._most = 0  # idle experts that the log has
 
     def look(self, step: int, counts: torch.Tensor) -> None:
-        """Add the tokens of each expert (layers, E) in the steps up to `step`; at the end of an interval look at all.
+        """Add the tokens of each expert (layers, E) in the steps up to `step`; warn at the end of an interval.
 
         Synchronizes.
         """

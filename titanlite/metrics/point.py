@@ -76,7 +76,7 @@ class MoEState:
 
     @property
     def most_load(self) -> float:
-        """The largest load over the mean that there can be: all tokens choose the same experts. 0: unknown."""
+        """The largest possible load over the mean, where all tokens choose the same experts; 0: unknown."""
         return self.tokens_per_expert.shape[1] / self.top_k if self.top_k else 0.0
 
 

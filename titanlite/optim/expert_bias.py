@@ -152,10 +152,11 @@ def get_bias_update_rate(section: MoESection, model: Model) -> float:
 
 
 def complete_balancing(job: JobConfig, model: AnyModelConfig, before: Mapping[str, str] | None = None) -> JobConfig:
-    """Return `job` with what balances the experts of a native model from random weights, where that is not set.
+    """Return `job` with the default balance of the experts of a native model from random weights.
 
-    It is the bias if the exported architecture has one, else the balance loss. A resumed run keeps its balance loss:
-    `before` is the identity in its checkpoint; older checkpoints do not have it, and had no loss by default.
+    The default is the bias if the exported architecture has one, else the balance loss. A resumed run
+    keeps its balance loss: `before` is the identity in its checkpoint. Checkpoints without that entry
+    are of runs that had no balance loss by default.
     """
     rate, coeff = job.moe.expert_bias_update_rate, job.moe.aux_loss_coeff
     is_native = isinstance(model, ModelConfig) and model.num_experts > model.top_k

@@ -82,8 +82,8 @@ Settings that differ from the defaults:
 def render_merge_card(folder: Path, adapters: Path, *, family: str, dtype: str, rank: int, scaling: float) -> str:
     """Return the card of the model in `folder` with the `adapters` in a folder merged into it.
 
-    Data, results and settings are those in the card of the adapters, if titanlite wrote one; the card in `folder` gives
-    its license alone.
+    Data, results and settings are those in the card of the adapters, if titanlite wrote one. The card
+    in `folder` gives its license alone.
     """
     base = base_model_of(str(folder.resolve()))
     assert base is not None
@@ -136,7 +136,7 @@ def _license(folder: str) -> list[str]:
 
 
 def _read_card(folder: Path) -> tuple[list[str], str]:
-    """Return the lines of the header and the text of the card in `folder`; none of one that cannot be read."""
+    """Return the lines of the header and the text of the card in `folder`; nothing if it is unreadable."""
     path = folder / "README.md"
     try:
         text = read_regular(path, _MOST_CARD_BYTES).decode("utf-8") if path.is_file() else ""

@@ -150,7 +150,7 @@ def check_space(
 
     A run that shall go on without its checkpoints (`checkpoint.on_save_error`) is only warned.
 
-    Raises CheckpointError: on all ranks; rank 0 has not that much space. Collective: every rank must call.
+    Raises CheckpointError: on all ranks, if rank 0 has less space. Collective: every rank must call.
     """
     if not job.checkpoint.enable or step >= job.training.steps:
         return
