@@ -35,6 +35,9 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
     `nn.Module.to_empty` would drop the values of tensors that are not on meta. Poison costs one memset and makes every
     omission visible to `verify`.
     """
+    recurrent = [module for module in plan.model.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []  # weak references, with which contents cannot be exchanged
     for entry in plan.entries:
         tensor = entry.tensor
         if entry.is_elsewhere:
@@ -54,6 +57,8 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
         else:
             continue
         exchange(tensor, new)
+    for module in recurrent:
+        module._init_flat_weights()
 
 
 def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,15 @@ the same error, which lists all of them.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titanlite.base.errors import PlanError, raise_problems
 from titanlite.base.text import format_table
@@ -21,6 +23,7 @@ from titanlite.materialize.layout import (
     encoding_of,
     get_sharing_group,
     is_elsewhere,
+    is_fillable,
     local_shape_of,
     region_of,
     shape_of,
@@ -37,6 +40,7 @@ from titanlite.materialize.sources import (
     TensorInfo,
     Unfit,
 )
+from titanlite.materialize.unregistered import find_unregistered
 
 # Names that wrappers put into the path of a tensor; the plan, the random streams and checkpoints leave them out.
 _WRAPPER_SEGMENTS = {"_checkpoint_wrapped_module", "_orig_mod", "_transformers_model"}
@@ -152,7 +156,8 @@ def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str,
     declared = _declarations(model, infos, problems)
     claimed, complete, unfit = _claims(sources, infos, problems)
     _check_aliases(declared, objects, infos, problems)
-    _check_unregistered(model, problems)
+    _check_unregistered(model, objects, problems)
+    _check_memory(objects.values(), problems)
 
     entries = []
     for found in objects.values():
@@ -243,17 +248,74 @@ def _check_aliases(
             )
 
 
-def _check_unregistered(model: nn.Module, problems: list[str]) -> None:
-    """Report module attributes that are plain tensors on meta: they would stay there and the first forward fail."""
-    for raw_prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            held = value if isinstance(value, list | tuple) else [value]
-            if any(isinstance(item, torch.Tensor) and item.is_meta for item in held):
-                prefix = clean_name(raw_prefix)
+def _check_unregistered(model: nn.Module, objects: Mapping[int, _Found], problems: list[str]) -> None:
+    """Report tensors on meta that are no parameter or buffer: they would stay there."""
+    modules = {module: clean_name(raw_prefix) for raw_prefix, module in model.named_modules()}
+    fqn_of = {_memory_of(found.tensor): found.info.fqn for found in objects.values()}
+    fqn_of.pop(None, None)
+    for path, tensor in find_unregistered(model, modules):
+        if (fqn := fqn_of.get(_memory_of(tensor))) is not None:
+            remedy = f"It shares the memory of {fqn}: take the view in forward."
+        elif isinstance(tensor, nn.Parameter):
+            remedy = (
+                "Register it, or its module, for example in an nn.ParameterList or nn.ModuleList. "
+                "Sharding replaces parameters: refer to them after it."
+            )
+        else:
+            remedy = "Register it as a buffer."
+        problems.append(
+            f"{path}: {_describe(tensor)} is on the meta device, but neither a parameter nor a buffer "
+            f"of the model, so it has no source. {remedy}"
+        )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"tensor {tuple(tensor.shape)} of {tensor.dtype}"
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """Return what identifies the memory of a plain tensor on meta, also for views; None for others."""
+    if isinstance(tensor, DTensor) or not tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    return tensor.untyped_storage()._cdata
+
+
+def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
+    """Report tensors on meta that cannot be filled, or that have elements in common with another one.
+
+    Each tensor gets memory of its own, so a view would be written twice and be a view no longer.
+    """
+    held: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    for tensor, info, _ in objects:
+        if not tensor.is_meta:
+            continue
+        is_strided = tensor.layout is torch.strided
+        if not is_strided or not is_fillable(tensor.dtype):
+            form = f"of {tensor.dtype}" if is_strided else f"with layout {tensor.layout}"
+            problems.append(
+                f"{info.fqn}: a {info.kind} {form} on the meta device cannot be filled. Keep its values in another "
+                "form and convert them in forward, or build it on the device where it stays."
+            )
+        elif isinstance(tensor._base, nn.Parameter) and not isinstance(tensor, DTensor | nn.Parameter):
+            problems.append(
+                f"{info.fqn}: a buffer that is a view of a parameter would be written twice and be no view afterwards. "
+                "Take the view in forward."
+            )
+        elif tensor.numel() and (memory := _memory_of(tensor)) is not None:
+            begin = tensor.storage_offset()
+            last = begin + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            size = tensor.dtype.itemsize
+            held[memory].append((begin * size, (last + 1) * size, info.fqn))
+    for parts in held.values():
+        reached, holder = 0, ""
+        for begin, end, fqn in sorted(parts, key=lambda part: part[0]):
+            if begin < reached:
                 problems.append(
-                    f"{prefix}.{name}: ".lstrip(".") + f"attribute of {_class_name(module)} is on the meta device, but "
-                    "neither a parameter nor a buffer, so it has no source. Register it as a buffer."
+                    f"{fqn}: shares memory with {holder}, so both would be written twice. Make them one object, or "
+                    "register one of them and take the view in forward."
                 )
+            if end > reached:
+                reached, holder = end, fqn
 
 
 def _pick(

@@ -1,0 +1,275 @@
+"""Meta tensors that are neither parameters nor buffers: all of them are found, and only they."""
+
+import functools
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from titanlite.base.errors import PlanError
+from titanlite.materialize import Init, Normal, Source, Zeros, build_plan, materialize
+from titanlite.materialize.sources import Compute
+
+
+@dataclass
+class Table:
+    cos: torch.Tensor
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: int
+
+
+class Slotted:
+    __slots__ = ("__hidden", "unset", "value")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def method(self) -> None: ...
+
+
+class Model(nn.Module):
+    """A registered parameter, and one more attribute."""
+
+    def __init__(self, held: Callable[["Model"], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.held = held(self)
+
+    def declare_sources(self) -> dict[str, Source]:
+        return {"weight": Init(Normal())}
+
+
+def build(held: Callable[[Model], Any]) -> Model:
+    with torch.device("meta"):
+        return Model(held)
+
+
+def refuse(model: nn.Module) -> str:
+    with pytest.raises(PlanError) as error:
+        materialize(model, "cpu", [])
+    assert all(param.is_meta for param in model.parameters())
+    return str(error.value)
+
+
+def mask() -> torch.Tensor:
+    return torch.ones(4, 4).tril()
+
+
+def closure(value: object) -> Callable[[], object]:
+    return lambda: value
+
+
+def with_default(value: torch.Tensor) -> Callable[..., object]:
+    def use(x: object = value) -> object:
+        return x
+
+    return use
+
+
+def cyclic() -> list[Any]:
+    ring: list[Any] = [SimpleNamespace()]
+    ring[0].back, ring[0].table = ring, mask()
+    return ring
+
+
+def deep(levels: int) -> list[Any]:
+    held: list[Any] = [mask()]
+    for _ in range(levels):
+        held = [held]
+    return held
+
+
+HELD: dict[str, Callable[[], Any]] = {
+    "held": mask,
+    "held['causal']": lambda: {"causal": mask()},
+    "held[7]": lambda: defaultdict(list, {7: mask()}),
+    "held['a'][1][0]": lambda: OrderedDict(a=(0, [mask()])),
+    "held[2]": lambda: deque([0, 0, mask()]),
+    "held (element)": lambda: {mask()},
+    "held (key)": lambda: {mask(): 1},
+    "held['x']": lambda: MappingProxyType({"x": mask()}),
+    "held.cos": lambda: Table(mask()),
+    "held[0]": lambda: Pair(mask(), 1),
+    "held.value": lambda: Slotted(mask()),
+    "held.__self__.value": lambda: Slotted(mask()).method,
+    "held.keywords['mask']": lambda: functools.partial(torch.add, mask=mask()),
+    "held.args[0]": lambda: functools.partial(torch.add, mask()),
+    "held (variable value)": lambda: closure(mask()),
+    "held.__defaults__[0]": lambda: with_default(mask()),
+    "held.loc": lambda: torch.distributions.Normal(mask(), 1.0, validate_args=False),
+    "held[0].table": cyclic,
+    "held[0].weight": lambda: [nn.Linear(4, 4, bias=False)],
+    "held[0].0.weight": lambda: [nn.Sequential(nn.Linear(4, 4, bias=False))],
+    "held['block'].running": lambda: {"block": registered_buffer()},
+    "held.table": lambda: SimpleNamespace(table=mask()),
+}
+
+
+def registered_buffer() -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("running", torch.zeros(3))
+    return module
+
+
+@pytest.mark.parametrize("path", HELD)
+def test_a_tensor_inside_another_object_is_refused_with_its_path(path: str) -> None:
+    assert f" {path}: tensor (" in refuse(build(lambda _: HELD[path]()))
+
+
+def test_the_path_begins_with_the_module() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Model(lambda _: {"causal": mask()}))
+    text = "0.held['causal']: tensor (4, 4) of torch.float32 is on the meta device, but neither a parameter nor"
+    assert text in refuse(model)
+
+
+def test_a_deeply_nested_list_is_searched_without_recursion() -> None:
+    assert f"held{'[0]' * 3001}: tensor" in refuse(build(lambda _: deep(3000)))
+
+
+def test_every_tensor_is_reported_once() -> None:
+    text = refuse(build(lambda _: [one := mask(), one, {"other": mask()}]))
+    assert text.startswith("materialize: 2 problems:")
+    assert "held[0]: " in text and "held[2]['other']: " in text
+
+
+def test_a_tensor_of_the_class_or_on_a_parameter_is_refused() -> None:
+    class Cached(Model):
+        cache: dict[int, torch.Tensor] = {}  # noqa: RUF012 - the fault that is looked for
+
+    with torch.device("meta"):
+        model = Cached(lambda _: 0)
+        model.cache[4] = mask()
+    assert "cache[4]: tensor (4, 4)" in refuse(model)
+    model = build(lambda _: 0)
+    model.weight.scale = torch.ones(4, device="meta")  # type: ignore[attr-defined]
+    assert "weight.scale: tensor (4,)" in refuse(model)
+
+
+@pytest.mark.parametrize(
+    ("held", "remedy"),
+    [
+        (lambda model: mask(), "Register it as a buffer."),
+        (lambda model: [nn.Parameter(mask())], "Register it, or its module, for example in an nn.ParameterList"),
+        (lambda model: [nn.Linear(2, 2, bias=False)], "or nn.ModuleList."),
+        (lambda model: model.weight[:2], "It shares the memory of weight: take the view in forward."),
+        (lambda model: [model.weight.data], "It shares the memory of weight: take the view in forward."),
+    ],
+)
+def test_the_remedy_fits_the_tensor(held: Callable[[Model], Any], remedy: str) -> None:
+    assert remedy in refuse(build(held))
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda model: [model.weight],
+        lambda model: {"own": model.weight, model.weight: "name"},
+        lambda model: [model],
+        lambda model: SimpleNamespace(parent=model),
+        lambda model: functools.partial(torch.mm, model.weight),
+        lambda model: {"table": torch.ones(2, device="cpu")},
+        lambda model: [Compute(closure(mask()))],
+        lambda model: closure(torch),
+    ],
+)
+def test_references_to_own_tensors_and_modules_are_no_problem(held: Callable[[Model], Any]) -> None:
+    model = build(held)
+    materialize(model, "cpu", [])
+    assert not model.weight.is_meta
+    if isinstance(model.held, list) and isinstance(model.held[0], torch.Tensor):
+        assert model.held[0] is model.weight
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True),
+        lambda: nn.LSTM(3, 4, proj_size=2),
+        lambda: nn.GRU(3, 4),
+        lambda: nn.RNN(3, 4, bias=False),
+    ],
+)
+def test_recurrent_modules_compute_at_once(make: Callable[[], nn.RNNBase]) -> None:
+    """Their plain list of weights, and weak references to them, are those of the real ones."""
+    with torch.device("meta"):
+        model = make()
+    objects = dict(model.named_parameters())
+    materialize(model, "cpu", [{"*": Init(Normal(std=0.3))}])
+    real = make()
+    real.load_state_dict(model.state_dict())
+    x = torch.randn(2, 5, 3)
+    assert torch.equal(model(x)[0], real(x)[0])
+    assert all(param is objects[name] for name, param in model.named_parameters())
+    model(x)[0].sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+class Viewed(nn.Module):
+    """Tensors that `register` makes of one another."""
+
+    def __init__(self, register: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        register(self)
+
+
+def _buffer_view(module: nn.Module) -> None:
+    module.weight = nn.Parameter(torch.empty(4, 4))
+    module.register_buffer("top", module.weight[:2], persistent=False)
+
+
+def _detached_view(module: nn.Module) -> None:
+    module.weight = nn.Parameter(torch.empty(4, 4))
+    module.register_buffer("top", module.weight.detach().view(2, 8))
+
+
+def _two_buffers(module: nn.Module) -> None:
+    module.register_buffer("whole", torch.empty(6))
+    module.register_buffer("part", module.whole[4:])
+
+
+def _two_parameters(module: nn.Module) -> None:
+    module.first = nn.Parameter(torch.empty(6))
+    module.second = nn.Parameter(module.first.data.view(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("register", "text"),
+    [
+        (_buffer_view, "top: a buffer that is a view of a parameter would be written twice"),
+        (_detached_view, "top: shares memory with weight, so both would be written twice."),
+        (_two_buffers, "part: shares memory with whole, so both would be written twice."),
+        (_two_parameters, "second: shares memory with first, so both would be written twice."),
+    ],
+)
+def test_tensors_that_share_memory_are_refused(register: Callable[[nn.Module], None], text: str) -> None:
+    with torch.device("meta"):
+        model = Viewed(register)
+    with pytest.raises(PlanError) as error:
+        build_plan(model, [{"*": Init(Zeros())}])
+    assert str(error.value).startswith(f"materialize: {text}")
+
+
+def test_parts_of_one_tensor_without_common_elements_are_independent() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            first, second = torch.empty(2, 3).unbind()
+            self.first, self.second = nn.Parameter(first), nn.Parameter(second)
+            self.register_buffer("positions", torch.arange(5).expand((1, -1)))
+
+    with torch.device("meta"):
+        model = Halves()
+    sources = {"first": Init(Zeros()), "second": Init(Normal()), "positions": Compute(lambda: torch.arange(5)[None])}
+    materialize(model, "cpu", [sources])
+    assert model.first.tolist() == [0.0] * 3 and bool((model.second != 0).all())
+    assert model.positions.tolist() == [[0, 1, 2, 3, 4]]
