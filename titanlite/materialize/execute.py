@@ -227,27 +227,47 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
         if count := entry.encoding.count_not_finite(local):
             problems.append(f"{fqn}: not filled, NaN or infinite, in {count} of its blocks ({entry.form}).")
     elif local.dtype.is_floating_point or local.dtype.is_complex:
-        # One pass without temporaries, so that looking at every weight costs little next to loading it. Not finite: an
-        # element is NaN or infinite, or, rarely, the sum overflows. float8 has no sum.
-        if local.dtype.itemsize == 1 or not bool(local.sum().isfinite()):
-            chunks = local.reshape(-1).split(_chunk_of(local)) if local.is_contiguous() else [local]
-            num_nan = sum(int(chunk.isnan().sum()) for chunk in chunks)
-            if num_nan:
-                how = "was NaN before materialization" if isinstance(entry.source, Keep) else "not filled, or NaN"
-                problems.append(f"{fqn}: {how}, in {num_nan} of {local.numel()} elements.")
-            # Infinity is legal in buffers, such as masks.
-            elif (
-                entry.info.kind == "parameter"
-                and local.numel()
-                and not all(bool(chunk.abs().amax().isfinite()) for chunk in chunks)
-            ):
-                problems.append(f"{fqn}: has infinite elements.")
+        problems += _value_problems(entry, plain_of(local))
     elif not isinstance(entry.source, Keep) and local.numel():
         # Every integer is a legal value, but a whole tensor of poison was not filled.
         poison = poison_of(local.dtype)
         if poison is not None and bool((local == poison).all()):
             problems.append(f"{fqn}: not filled (all its elements are {poison}).")
     return problems
+
+
+def _value_problems(entry: TensorEntry, local: torch.Tensor) -> list[str]:
+    # One pass without temporaries, so that looking at every weight costs little next to loading it. Not finite: an
+    # element is NaN or infinite, or, rarely, the sum overflows. float8 and complex32 have no sum.
+    if local.dtype.itemsize > 1 and local.dtype != torch.complex32 and bool(local.sum().isfinite()):
+        return []
+    chunks = local.reshape(-1).split(_chunk_of(local)) if local.is_contiguous() else [local]
+    num_nan = sum(int(_components(chunk).isnan().any(dim=-1).sum()) for chunk in chunks)
+    if num_nan:
+        how = "was NaN before materialization" if isinstance(entry.source, Keep) else "not filled, or NaN"
+        return [f"{entry.fqn}: {how}, in {num_nan} of {local.numel()} elements."]
+    # Infinity is legal in buffers, such as masks.
+    if entry.info.kind == "parameter" and any(bool(_components(chunk).isinf().any()) for chunk in chunks):
+        return [f"{entry.fqn}: has infinite elements."]
+    return []
+
+
+def _components(chunk: torch.Tensor) -> torch.Tensor:
+    """Return the real numbers (..., 1 or 2) of elements, in a dtype that can be compared."""
+    if chunk.dtype.is_complex:
+        return torch.view_as_real(chunk)
+    return (chunk.float() if chunk.dtype.itemsize == 1 else chunk).unsqueeze(-1)
+
+
+def plain_of(local: torch.Tensor) -> torch.Tensor:
+    """Return the stored values of a tensor of any layout as a strided one without lazy conjugation or negation."""
+    if local.is_quantized:
+        return local.int_repr()
+    if local.layout is torch.sparse_coo:
+        return local.coalesce().values()
+    if local.layout is not torch.strided:
+        return local.values()
+    return local.resolve_conj().resolve_neg()
 
 
 def _chunk_of(local: torch.Tensor) -> int:
@@ -259,8 +279,10 @@ def bit_digest(local: torch.Tensor) -> torch.Tensor:
 
     Comparable on the same type of device.
     """
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.dtype.itemsize]
-    bits = local.detach().contiguous().flatten().view(integer)
+    values = plain_of(local.detach()).contiguous().flatten()
+    # complex128 has no integer of its size
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(values.dtype.itemsize, torch.int64)
+    bits = values.view(integer)
     sums = torch.zeros(2, dtype=torch.int64, device=local.device)
     length = _chunk_of(local)
     for start in range(0, bits.numel(), length):  # int64 copies of a chunk, not of the tensor

@@ -1,5 +1,7 @@
 """Allocate, fill and verify on modules of any kind: identity, attributes, kept values, poison, dtypes, sources."""
 
+import math
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -213,25 +215,84 @@ def test_computed_shape_must_fit():
         materialize(model, "cpu")
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.tensor([True, False]),
-        torch.tensor([0, -5]),
-        torch.tensor([0, 200], dtype=torch.int16),
-        torch.tensor([0.5, -0.0], dtype=torch.float64),
-        torch.tensor([1.0, 2.0], dtype=torch.float16),
-        torch.tensor(3.0),
-        torch.zeros(0),
-        torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
-    ],
-    ids=lambda value: f"{value.dtype}-{tuple(value.shape)}",
-)
-def test_buffers_of_many_dtypes(value):
+FLOAT8 = [*(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8]
+INTEGERS = [
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+]
+COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("shape", [(3,), (), (0,), (2, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX], ids=str)
+def test_parameters_and_buffers_of_all_dtypes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.tensor([1.0, 0.5, 2.0])[: math.prod(shape)].view(shape).to(dtype)
     model = Holder(b=lambda: value)
-    materialize(model, "cpu")
-    assert model.b.dtype == value.dtype
-    assert torch.equal(model.b.view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))
+    model.register_parameter("p", nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False))
+    materialize(model, "cpu", [{"p": Compute(lambda: value)}])
+    assert model.b.dtype == model.p.dtype == dtype
+    assert torch.equal(bits(model.b), bits(value)) and torch.equal(bits(model.p), bits(value))
+    assert execute.bit_digest(value).tolist() == execute.bit_digest(model.p).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)
+def test_nan_and_infinity_of_all_dtypes_are_found(dtype: torch.dtype) -> None:
+    weight = torch.ones(4, 3).to(dtype)
+    values = [(weight.clone(), "not filled, or NaN, in 2 of 12 elements."), (weight.clone(), "has infinite elements.")]
+    values[0][0][:2, 0] = float("nan")
+    if dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu):
+        values.pop()  # they have no infinity
+    else:
+        values[1][0][1, 1] = float("inf")
+    for value, text in values:
+        model = nn.Module()
+        model.register_parameter("w", nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False))
+        with pytest.raises(VerifyError) as error:
+            materialize(model, "cpu", [{"w": Compute(lambda value=value: value)}])
+        assert str(error.value) == f"materialize: w: {text}"
+
+
+@pytest.mark.parametrize(
+    ("make", "form"),
+    [
+        (lambda: torch.empty(3, dtype=torch.float4_e2m1fn_x2, device="meta"), "of torch.float4_e2m1fn_x2"),
+        (lambda: torch.empty(3, dtype=torch.uint4, device="meta"), "of torch.uint4"),
+        (lambda: torch.empty(3, dtype=torch.qint8, device="meta"), "of torch.qint8"),
+        (lambda: torch.eye(3).to_sparse().to("meta"), "with layout torch.sparse_coo"),
+        (lambda: torch.eye(3).to_sparse_csr().to("meta"), "with layout torch.sparse_csr"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation", "ignore:Sparse CSR tensor support is in beta")
+def test_a_form_that_cannot_be_filled_is_refused(make: Callable[[], torch.Tensor], form: str) -> None:
+    model = nn.Module()
+    model.register_buffer("table", make())
+    with pytest.raises(PlanError) as error:
+        materialize(model, "cpu", [{"table": ZEROS}])
+    assert str(error.value).startswith(f"materialize: table: a buffer {form} on the meta device cannot be filled.")
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation", "ignore:Sparse CSR tensor support is in beta")
+def test_values_of_any_form_are_kept_and_have_a_digest() -> None:
+    model = meta_linear()
+    kept = {
+        "sparse": torch.eye(3).to_sparse(),
+        "rows": torch.eye(3).to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
+        "negative": torch.ones(3, dtype=torch.complex64).conj().imag,
+    }
+    for name, value in kept.items():
+        model.register_buffer(name, value)
+        execute.bit_digest(value)
+    materialize(model, "cpu", [TorchDefaults()])
+    assert all(getattr(model, name) is value for name, value in kept.items())
 
 
 def test_torch_defaults_of_common_modules():
