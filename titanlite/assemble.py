@@ -54,7 +54,7 @@ from titanlite.features.muon import build_muon, muon_matrices
 from titanlite.features.passengers import carry_passengers
 from titanlite.features.pipeline import PipelineSchedule, apply_pipeline_parallel, describe_pipeline
 from titanlite.features.record.publish import configure_wandb, finish_wandb, open_wandb, push_to_hub, render_model_card
-from titanlite.features.record.run_files import check_space, log_held, save_environment
+from titanlite.features.record.run_files import check_space, log_held, record_trained, save_environment
 from titanlite.features.sft.build import build_sft
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.streams.mixture import build_mixture
@@ -150,6 +150,7 @@ def assemble(checked: Checked) -> Trainer:
         diagnose=partial(diagnose, model, whole_layers=job.compile.enable, stage=dims.stage),
         metrics=build_metrics(job, folder, model, loader, dims, device, step),
         render_card=partial(render_model_card, job, family=model_config.family, num_parameters=total),
+        record_trained=partial(record_trained, folder),
         push_to_hub=push_to_hub,
     )
     matrices = muon_matrices(model, job.optimizer) if job.optimizer.name == "Muon" else {}

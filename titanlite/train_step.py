@@ -16,7 +16,7 @@ from titanlite.config import JobConfig
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import prepare_backward
-from titanlite.distributed.grads import clip_grad_norms, reduce_replicated_grads
+from titanlite.distributed.grads import clip_grad_norms, find_unreached, reduce_replicated_grads
 from titanlite.launch.protocol import beat
 from titanlite.metrics.flops import group_parameters
 from titanlite.metrics.point import MoEState, StepPoint, StepResult, Window, find_largest, gather_ranks
@@ -85,6 +85,7 @@ class TrainStep:
         max_nonfinite = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
         self.finite_guard = FiniteGuard(device, max_nonfinite)
         self.timer = StepTimer(device)
+        self.unreached: list[str] | None = None  # trained parameters without a gradient; known after the first step
         self._all_chunks = self._last_chunks = tuple(range(dims.degrees.chunks))
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
@@ -117,6 +118,8 @@ class TrainStep:
 
         self.enter("optimizer")
         sums = self.sum_over_data(sums, in_stages=True)
+        if self.unreached is None:  # once: what has no part in the loss of one step has none in others
+            self.unreached = find_unreached(self.model, self.device)
         reduce_replicated_grads(self.model.parameters(), self.dims)
         norm_device = torch.device("cpu") if self.job.training.enable_cpu_offload else self.device
         max_norm = self.job.training.max_norm

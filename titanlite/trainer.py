@@ -30,7 +30,7 @@ from titanlite.metrics.run_folder import get_identity, log_outputs
 from titanlite.models.families import get_loader
 from titanlite.models.interface import Model
 from titanlite.optim import lr_factor
-from titanlite.optim.optimizer import Diagnosis, NonFiniteSteps
+from titanlite.optim.optimizer import Diagnosis, NonFiniteSteps, describe_unreached
 from titanlite.train_step import TrainStep
 
 
@@ -61,6 +61,7 @@ class Trainer:
         Diagnosis("Its origin was not searched.", repeats=True)
     )
     render_card: Callable[..., str] = lambda **_: ""  # renders a README.md from `progress` and `results`
+    record_trained: Callable[[int], None] = lambda *_: None  # corrects the number of trained parameters, on rank 0
     push_to_hub: Callable[[Path, str], None] = lambda *_: None  # called with (folder, repository) on rank 0
     stopping: bool = False  # the run was asked to end early
     loss: float | None = None  # of the last step that was logged
@@ -89,7 +90,10 @@ class Trainer:
                 self.stepper.enter("data")
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
                 logged_lr = job.optimizer.lr * lr_factor(self.step, job.training.steps, job.lr_scheduler)
+                is_first = self.stepper.unreached is None
                 window.results.append(self.stepper.train_step(micro_batches))
+                if is_first and self.stepper.unreached:
+                    self.report_unreached(self.stepper.unreached)
                 self.stepper.timer.start("other")
                 end_step(self.step)
                 self.metrics.advance(self.step)
@@ -109,6 +113,14 @@ class Trainer:
                     self.save()
                 window.start += time.perf_counter() - pause  # pauses do not count as training time
         self.finish()
+
+    def report_unreached(self, names: Sequence[str]) -> None:
+        """Warn of the parameters `names`, which have no gradient, and do not count them as trained any more."""
+        if dist.get_rank() == 0:
+            text, trained = describe_unreached(self.model, names)
+            logger.warning("%s", text)
+            record_event("unreached", text, self.step)
+            self.record_trained(trained)
 
     @torch.no_grad()
     def validate(self) -> tuple[float, dict[str, float]]:

@@ -23,6 +23,7 @@ from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
 
 STATE_FILE = f"{OWN_FOLDER}/train_state.json"
 _OPTIMIZER = f"{OWN_FOLDER}/optimizer"
+_UNSTEPPED = "unstepped"  # kind of state that stands for none: a trained parameter had no gradient in any step
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,9 @@ def _named_states(plan: Plan, optimizer: torch.optim.Optimizer) -> Iterator[tupl
         problems = [f"{fqn}: the optimizer has no state for it, because it had no gradient yet." for fqn in missing]
         raise_together(CheckpointError, "checkpoint", problems)
     for entry in plan.entries:
+        is_unstepped = entry.tensor in names_of and entry.tensor not in optimizer.state
+        if is_unstepped and optimizer.state and plan.group is None:
+            yield f"{_UNSTEPPED}.{entry.fqn}", torch.zeros(())
         states = {name: x for name, x in optimizer.state.get(entry.tensor, {}).items() if isinstance(x, torch.Tensor)}
         if was_stepped and entry.is_elsewhere:
             states = {name: _state_elsewhere(entry.tensor, name) for name in names_of.get(entry.tensor, ())}
@@ -173,8 +177,13 @@ def _match(
     names = {id(param): group["state_names"] for group in optimizer.param_groups for param in group["params"]}
     trained = [entry for entry in plan.entries if id(entry.tensor) in names]
     wanted = {
-        f"{name}.{entry.fqn}": (entry.tensor, name) for entry in trained for name in sorted(names[id(entry.tensor)])
+        f"{name}.{entry.fqn}": (entry.tensor, name)
+        for entry in trained
+        if f"{_UNSTEPPED}.{entry.fqn}" not in states
+        for name in sorted(names[id(entry.tensor)])
     }
+    # Whether a parameter without states is trained makes no difference: it may have been frozen since.
+    states = {key: tensor for key, tensor in states.items() if not key.startswith(f"{_UNSTEPPED}.")}
     remedy = "Set optimizer.name, optimizer.freeze and what else chooses them as it was."
     problems = [
         f"{key}: the optimizer trains no parameter with this state. {remedy}" for key in states if key not in wanted

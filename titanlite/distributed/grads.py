@@ -1,14 +1,43 @@
-"""Gradients after the last backward: sums for replicated parameters of tensor parallelism, global norm and clipping."""
+"""Gradients after the last backward: which parameters have one, sums for replicated parameters of tensor parallelism,
+global norm and clipping.
+"""
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.layout import local_of, num_replicas
+from titanlite.materialize.plan import clean_name
+
+
+def find_unreached(model: nn.Module, device: torch.device) -> list[str]:
+    """Return the names of the trained parameters that have no gradient on any rank, after the last backward of a step.
+
+    Such a parameter has no part in the loss: autograd leaves `grad` None, and so does FSDP2. Zeros count as a gradient.
+    LoRA's A has only zeros in its first step, and fused experts that no token chose have them in any; both are trained.
+    An expert that is a module of its own has None until a token chooses it, so the experts of a layer count together.
+
+    Collectives: one all-reduce over the default process group, on `device`; every rank must call.
+    """
+    trained = [(clean_name(name), param) for name, param in model.named_parameters() if param.requires_grad]
+    holders = torch.tensor([param.grad is not None for _, param in trained], dtype=torch.int64, device=device)
+    dist.all_reduce(holders)  # parameters of other pipeline stages have none here
+    reached = Counter[str]()
+    for (name, _), count in zip(trained, holders.tolist(), strict=True):
+        reached[_without_expert(name)] += count
+    return [name for name, param in trained if param.numel() and not reached[_without_expert(name)]]
+
+
+def _without_expert(name: str) -> str:
+    """Return the name without the number of a routed expert."""
+    layer, experts, rest = name.partition(".experts.")
+    return layer + experts + re.sub(r"\d+", "*", rest)
 
 
 @torch.no_grad()

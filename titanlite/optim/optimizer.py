@@ -1,8 +1,9 @@
 """The optimizer that the configuration describes: which parameters it trains, how fast, and which steps it takes."""
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,12 +15,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from titanlite.base.errors import ConfigError, TrainingError, TransientError, raise_problems
 from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
-from titanlite.base.text import parse_multipliers, split_patterns
+from titanlite.base.text import format_count, parse_multipliers, split_patterns
 from titanlite.config.schema import LRSchedulerSection, OptimizerSection
 from titanlite.materialize.layout import local_of, num_values
 from titanlite.materialize.plan import clean_name
 
 _LEAST_BFLOAT16_LR = 1e-3
+_MOST_PATTERNS = 8  # that a warning lists
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -287,6 +289,35 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Count the values of all parameters, and of the trained ones; of all ranks together, tied ones once."""
     params = list(model.parameters())
     return sum(map(num_values, params)), sum(num_values(p) for p in params if p.requires_grad)
+
+
+def describe_unreached(model: nn.Module, names: Sequence[str]) -> tuple[str, int]:
+    """Return the warning of trained parameters that the first step gave no gradient, by patterns of their names, and
+    how many values are trained without them.
+    """
+    params = {clean_name(name): param for name, param in model.named_parameters() if param.requires_grad}
+    reached = params.keys() - set(names)
+    pattern_of = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
+    too_wide = {p for p in set(pattern_of.values()) if any(fnmatchcase(name, p) for name in reached)}
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name, pattern in pattern_of.items():
+        groups[name if pattern in too_wide else pattern].append(name)
+    listed, num_lost = list[str](), 0
+    for pattern, group in groups.items():
+        size = sum(num_values(params[name]) for name in group)
+        num_lost += size
+        listed.append(f"{pattern} ({format_count(len(group), 'tensor')}, {size:,} elements)")
+    if len(listed) > _MOST_PATTERNS:
+        listed[_MOST_PATTERNS:] = [f"and {format_count(len(listed) - _MOST_PATTERNS, 'other name')}"]
+    total, trained = count_parameters(model)
+    trained -= num_lost
+    text = (
+        f"training: {format_count(len(names), 'tensor')} ({num_lost:,} elements) had no gradient in the first step: "
+        f"{', '.join(listed)}. They had no part in its loss and are as before, so {trained / 1e6:,.3f} M of "
+        f"{total / 1e6:,.3f} M parameters are trained. To keep them out of the optimizer, name them in "
+        "optimizer.freeze."
+    )
+    return text, trained
 
 
 def _matched(model: nn.Module, pattern: str) -> list[torch.nn.Parameter]:

@@ -59,6 +59,7 @@ class StandInTrainer(TrainStep):
                 _build_objective(job, model.config.vocab_size),
                 build_schedule(dims),
             )
+            self.unreached = []  # nothing is trained, and values cannot be read
             with FixedScalars():
                 self._make_optimizer_states()
 

@@ -62,6 +62,16 @@ def save_environment(folder: Path, device: torch.device, facts: Mapping[str, Any
     return found
 
 
+def record_trained(folder: Path, trained: int) -> None:
+    """Correct the number of trained parameters in the run's `environment.json`. On rank 0."""
+    try:
+        found = json.loads((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        logger.warning("cannot correct %s: %s.", folder / ENVIRONMENT_FILE, error)
+    else:
+        write_json(folder / ENVIRONMENT_FILE, found | {"trained": trained})
+
+
 def _describe_device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
 
