@@ -64,7 +64,8 @@ def apply_fsdp(
     layers = model.decoder_layers()
     placement = _expert_placement(model, dims)
     units = {layer: list(model.experts_in(layer)) if dims.degrees.experts_on_own_mesh else [] for layer in layers}
-    ignored = {param for param in model.parameters() if is_elsewhere(param)}
+    # FSDP2 cannot reduce the gradient of a parameter without elements.
+    ignored = {param for param in model.parameters() if is_elsewhere(param) or not param.numel()}
     if not training.enable_cpu_offload and _experts_need_no_fsdp(units.values(), dims, param_dtype):
         for module in (module for experts in units.values() for module in experts):
             ignored |= set(module.parameters())

@@ -229,6 +229,8 @@ def _stored_here(tensor: torch.Tensor) -> Region:
     if not isinstance(tensor, DTensor):
         return Region(nothing.starts, tuple(tensor.shape))
     coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is not None and not tensor.numel():  # FSDP2 splits (5, 0) into parts of (0, 0)
+        return Region(nothing.starts, tuple(local_of(tensor).shape))
     return nothing if coordinate is None else _stored_at(tensor, coordinate)
 
 
