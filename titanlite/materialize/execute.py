@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
     `nn.Module.to_empty` would drop the values of tensors that are not on meta. Poison costs one memset and makes every
     omission visible to `verify`.
     """
-    recurrent = [module for module in plan.model.modules() if isinstance(module, nn.RNNBase)]
+    recurrent: list[Any] = [module for module in plan.model.modules() if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         module._flat_weight_refs = []  # weak references, with which contents cannot be exchanged
     for entry in plan.entries:

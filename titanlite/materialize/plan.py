@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -277,7 +277,8 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
     """Return what identifies the memory of a plain tensor on meta, also for views; None for others."""
     if isinstance(tensor, DTensor) or not tensor.is_meta or tensor.layout is not torch.strided:
         return None
-    return tensor.untyped_storage()._cdata
+    storage: Any = tensor.untyped_storage()
+    return storage._cdata
 
 
 def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
@@ -302,7 +303,7 @@ def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
                 "Take the view in forward."
             )
         elif tensor.numel() and (memory := _memory_of(tensor)) is not None:
-            begin = tensor.storage_offset()
+            begin = int(tensor.storage_offset())
             last = begin + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
             size = tensor.dtype.itemsize
             held[memory].append((begin * size, (last + 1) * size, info.fqn))

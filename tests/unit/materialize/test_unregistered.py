@@ -100,7 +100,7 @@ HELD: dict[str, Callable[[], Any]] = {
     "held[0]": lambda: Pair(mask(), 1),
     "held.value": lambda: Slotted(mask()),
     "held.__self__.value": lambda: Slotted(mask()).method,
-    "held.keywords['mask']": lambda: functools.partial(torch.add, mask=mask()),
+    "held.keywords['mask']": lambda: functools.partial(dict, mask=mask()),
     "held.args[0]": lambda: functools.partial(torch.add, mask()),
     "held (variable value)": lambda: closure(mask()),
     "held.__defaults__[0]": lambda: with_default(mask()),
@@ -177,7 +177,7 @@ def test_the_remedy_fits_the_tensor(held: Callable[[Model], Any], remedy: str) -
         lambda model: SimpleNamespace(parent=model),
         lambda model: functools.partial(torch.mm, model.weight),
         lambda model: {"table": torch.ones(2, device="cpu")},
-        lambda model: [Compute(closure(mask()))],
+        lambda model: [Compute(mask().clone)],
         lambda model: closure(torch),
     ],
 )
@@ -223,8 +223,8 @@ class Viewed(nn.Module):
 
 
 def _buffer_view(module: nn.Module) -> None:
-    module.weight = nn.Parameter(torch.empty(4, 4))
-    module.register_buffer("top", module.weight[:2], persistent=False)
+    weight = module.weight = nn.Parameter(torch.empty(4, 4))
+    module.register_buffer("top", weight[:2], persistent=False)
 
 
 def _detached_view(module: nn.Module) -> None:
@@ -233,8 +233,9 @@ def _detached_view(module: nn.Module) -> None:
 
 
 def _two_buffers(module: nn.Module) -> None:
-    module.register_buffer("whole", torch.empty(6))
-    module.register_buffer("part", module.whole[4:])
+    whole = torch.empty(6)
+    module.register_buffer("whole", whole)
+    module.register_buffer("part", whole[4:])
 
 
 def _two_parameters(module: nn.Module) -> None:
@@ -261,6 +262,8 @@ def test_tensors_that_share_memory_are_refused(register: Callable[[nn.Module], N
 
 def test_parts_of_one_tensor_without_common_elements_are_independent() -> None:
     class Halves(nn.Module):
+        positions: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             first, second = torch.empty(2, 3).unbind()
