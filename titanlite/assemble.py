@@ -22,6 +22,7 @@ from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.description import check_data_order, check_resumed_model, check_saved_tokenizer
 from titanlite.checkpoint.hf_model import HFFormat, check_layout
 from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.ties import untie
 from titanlite.checkpoint.train_state import Progress, find_start, resolve_held_out
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.defaults import wants_held_out
@@ -106,7 +107,7 @@ def assemble(checked: Checked) -> Trainer:
     step = 0 if (start := checkpointer.start) is None else start.step  # `start`: progress to resume from
     if start is not None:
         run_folder.check_same_run(job, step, start.identity)
-        check_resumed_model(model_config, step_folder(checkpointer.folder, step))
+    model_config = _fit_to_weights(job, model_config, checkpointer)
     if job.checkpoint.enable:
         is_new = start is None and not job.checkpoint.initial_load_path
         compared = None if job.data.dataset == "images" else loader.dataset  # comparing would decode every image
@@ -180,6 +181,22 @@ def _join(job: JobConfig, folder: Path) -> torch.device:
     if device.type == "cpu":
         keep_freed_memory()
     return device
+
+
+def _fit_to_weights(job: JobConfig, model_config: AnyModelConfig, checkpointer: Checkpointer) -> AnyModelConfig:
+    """Return the configuration with the ties of the weights that the run resumes or begins with; see `untie`.
+
+    Raises ConfigError: the resumed model is another one. The same on all ranks. Collective: every rank must call.
+    """
+    base, start = job.checkpoint.initial_load_path, checkpointer.start
+    resumed = None if start is None else step_folder(checkpointer.folder, start.step)
+    weights = Path(base) if base and (resumed is None or job.lora.rank) else resumed
+    is_asked_for = job.model.overrides.tie_word_embeddings  # then one of two stored tensors is a mistake
+    if weights is not None and not is_asked_for:
+        model_config = untie(model_config, weights, build_model)
+    if resumed is not None:
+        check_resumed_model(model_config, resumed)
+    return model_config
 
 
 _DATASETS = {

@@ -40,7 +40,7 @@ def train_flops_per_token(model: Model, seq_len: int) -> int:
     config, layers = model.config, model.all_layers()
     layer_of = {param: i for i, layer in enumerate(layers) for param in layer.parameters()}
     trained_layers = {layer_of[param] for param in layer_of if param.requires_grad}
-    embedding, _ = outer_parameters(model)
+    embedding, head = outer_parameters(model)
     flops, reached, unreached_layers = 0, False, set[int]()
     is_sparse = 0 < config.top_k < config.num_experts
 
@@ -58,7 +58,7 @@ def train_flops_per_token(model: Model, seq_len: int) -> int:
         if param not in embedding and not is_adapter(name):  # a table that is only looked up
             flops += count(name, param)
         reached = reached or param.requires_grad
-    if config.tie_word_embeddings:
+    if embedding & head or (not head and config.tie_word_embeddings):
         flops += sum(count("", param) for param in embedding)  # as the head, after all others
     # A vision tower's layers come first; their attention is not counted.
     num_unreached = max(len(unreached_layers) - (len(layers) - config.num_layers), 0)

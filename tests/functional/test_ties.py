@@ -1,0 +1,148 @@
+"""Ties of heads and embeddings, as `from_pretrained` reads them from config.json and the stored tensors."""
+
+import itertools
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.functional.conftest import train_to_the_end
+from titanlite.assemble import build_model
+from titanlite.base.log import logger
+from titanlite.checkpoint.hf_model import weights_of
+from titanlite.checkpoint.ties import untie
+from titanlite.config import TransformersConfig, load_config
+from titanlite.config.model import ModelSection
+from titanlite.materialize import materialize
+from titanlite.metrics.flops import train_flops_per_token
+from titanlite.models.families import resolve_model_config
+from titanlite.preflight import Checked, check
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import sweep_transformers
+
+# Where the top-level flag wins, where either does, where the class's default is True, and models without text_config.
+TYPES = ("qwen2_5_vl", "gemma3", "mistral3", "qwen3_vl_moe", "kimi_k25", "qwen3", "gemma3_text")
+FLAGS = (True, False, None)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    with sweep_transformers.quiet():
+        found = {case.model_type: case for case in sweep_transformers.cases() if case.model_type in TYPES}
+        for name, case in found.items():
+            case.folder = tmp_path_factory.mktemp(name)
+            assert case.saved
+    return found
+
+
+def write(case: Any, folder: Path, top: bool | None, text: bool | None, stored: str) -> Path:
+    """Write the case with other flags, and a head that is not stored, is the embedding, or is another."""
+    folder.mkdir()
+    table = json.loads((case.saved / "config.json").read_text())
+    for section, flag in ((table, top), (table.get("text_config", {}), text)):
+        section.pop("tie_word_embeddings", None)
+        section |= {} if flag is None else {"tie_word_embeddings": flag}
+    (folder / "config.json").write_text(json.dumps(table))
+    tensors = load_file(case.saved / "model.safetensors")
+    (embedding,) = (key for key in tensors if key.endswith("embed_tokens.weight"))
+    head = (
+        embedding.replace("model.embed_tokens.weight", "lm_head.weight") if "language_model.model" in embedding else ""
+    )
+    tensors.pop("lm_head.weight", None)
+    if stored != "none":
+        tensors[head or "lm_head.weight"] = tensors[embedding] + (stored == "other")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def outer(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return model.get_input_embeddings().weight, model.get_output_embeddings().weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TYPES)
+def test_ties_and_values_are_those_of_from_pretrained(cases: dict[str, Any], tmp_path: Path, name: str) -> None:
+    """For each flag at the top and in text_config; only a head that is nowhere is refused, which transformers draws."""
+    case, tied = cases[name], 0
+    for top, text, stored in itertools.product(FLAGS, FLAGS, ("none", "equal", "other")):
+        folder = write(case, tmp_path / f"{top}-{text}-{stored}", top, text, stored)
+        with sweep_transformers.quiet():
+            theirs, info = case.cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+            config = resolve_model_config(ModelSection(hf_assets_path=str(folder)))
+            config = untie(config, folder, build_model)
+            ours: Any = build_model(config)
+            sources = weights_of(folder, ours)
+        where = f"{top}, {text}, {stored}"
+        if info["missing_keys"]:
+            with pytest.raises(Exception, match=r"lm_head\.weight: missing"):
+                materialize(ours, "cpu", [sources])
+            continue
+        materialize(ours, "cpu", [sources])
+        is_theirs = isinstance(config, TransformersConfig)
+        mine = outer(ours.transformers_model) if is_theirs else (ours.model.embed_tokens.weight, ours.lm_head.weight)
+        expected = outer(theirs)
+        assert (mine[0] is mine[1]) == (expected[0] is expected[1]), where
+        assert all(torch.equal(one, other) for one, other in zip(mine, expected, strict=True)), where
+        tied += mine[0] is mine[1]
+    assert 0 < tied < 27
+
+
+def test_flops_count_the_head_once_whatever_the_flag_says(cases: dict[str, Any]) -> None:
+    """The flag of a composite configuration need not be that of the class."""
+    model: Any = build_model(replace(cases["qwen3"].config, tie_word_embeddings=False))
+    count = train_flops_per_token(model, 16)
+    model.config = replace(model.config, tie_word_embeddings=True)
+    assert train_flops_per_token(model, 16) == count
+
+
+def warnings_of(job: Checked) -> list[str]:
+    """Train, and return what is logged."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    train_to_the_end(job)
+    return said
+
+
+@pytest.mark.slow
+def test_a_run_keeps_a_head_of_its_own_and_says_so_in_what_it_saves(
+    run_ranks: Callable[..., list[Any]], pretrained: Callable[..., Path], config_file: Path, tmp_path: Path
+) -> None:
+    """A native model and one of transformers: begun, resumed, saved untied, and read by transformers."""
+    untied = ["--model.name=qwen3", "--model.overrides.tie_word_embeddings=false"]
+    base = tmp_path / "base"
+    shutil.copytree(pretrained("untied", 0.1, *untied), base)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    table = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (base / "config.json").write_text(json.dumps(table))
+    settings = config_file.read_text()
+    for kind in ("auto", "transformers"):
+        file = tmp_path / f"{kind}.toml"
+        file.write_text(
+            f'[model]\npath = "{base}"\nimplementation = "{kind}"\n{settings[settings.index("[training]") :]}'
+        )
+        folder = tmp_path / kind
+        for steps in (1, 2):
+            argv = ["--config", str(file), f"--training.steps={steps}", f"--job.dump_folder={folder}"]
+            job = check(load_config([*argv, "--optimizer.lr=1e-6", "--moe.expert_bias_update_rate=none"]), 2)
+            warnings = run_ranks(2, lambda job=job: warnings_of(job))
+            text = "lm_head.weight with other values than the tensor that config.json ties it to"
+            assert [sum(text in warning for warning in of_rank) for of_rank in warnings] == [1, 0]
+        saved = folder / "checkpoint/step-2"
+        auto: Any = transformers.AutoModelForCausalLM
+        loaded, info = auto.from_pretrained(saved, output_loading_info=True)
+        assert not any(info.values()) and not loaded.config.tie_word_embeddings
+        for one, other in zip(outer(loaded), outer(reference), strict=True):
+            assert one is not other and torch.allclose(one, other, atol=1e-4)
+        assert not torch.allclose(*outer(loaded), atol=1e-2)

@@ -1,0 +1,65 @@
+"""Ties that the stored tensors contradict."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titanlite.base.agree import get_rank, on_first_rank
+from titanlite.base.errors import CheckpointError
+from titanlite.base.log import logger
+from titanlite.checkpoint.folder import read_model_headers
+from titanlite.checkpoint.hf_model import weights_of
+from titanlite.config.model import AnyModelConfig, ModelConfig
+from titanlite.materialize import Alias
+from titanlite.models.interface import Model
+
+_FLAG, _HEAD = "tie_word_embeddings", "lm_head.weight"
+
+
+def untie(config: AnyModelConfig, folder: Path, build: Callable[[AnyModelConfig], Model]) -> AnyModelConfig:
+    """Return `config` without ties if `folder` stores each tied tensor with other values; so does `from_pretrained`.
+
+    Where only some of several ties are contradicted, no configuration says so, and the plan refuses them. `build`
+    makes the model on meta.
+
+    Raises CheckpointError, collectives: as `weights_of`; every rank must call.
+    """
+    if not config.tie_word_embeddings:
+        return config
+    if not on_first_rank(lambda: _has_head(folder)):
+        return config
+    model = build(config)
+    problems = weights_of(folder, model).untied
+    if not problems or problems.keys() != _ties_of(model):
+        return config
+    if isinstance(config, ModelConfig):
+        untied: AnyModelConfig = replace(config, tie_word_embeddings=False)
+    else:
+        untied = replace(config, hf=_without_ties({_FLAG: True, **config.hf}), tie_word_embeddings=False)
+    if _ties_of(build(untied)):
+        return config
+    if get_rank() == 0:
+        logger.warning(
+            "checkpoint: %s has %s with other values than the tensor that config.json ties it to; both are kept, as "
+            "transformers does, and what is saved says %s = false",
+            *(folder, ", ".join(problems), _FLAG),
+        )
+    return untied
+
+
+def _has_head(folder: Path) -> bool:
+    try:
+        return any(key.endswith(_HEAD) for key in read_model_headers(folder).tensors)
+    except CheckpointError:
+        return False  # who reads the weights reports it
+
+
+def _ties_of(model: Any) -> set[str]:
+    return {name for name, source in model.declare_sources().items() if isinstance(source, Alias)}
+
+
+def _without_ties(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json that ties nothing, also in its sections."""
+    parts = {key: _without_ties(value) for key, value in table.items() if isinstance(value, dict)}
+    return {**table, **parts, **({_FLAG: False} if _FLAG in table else {})}
