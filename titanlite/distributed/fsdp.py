@@ -1,8 +1,9 @@
 """FSDP2 (`fully_shard`): parameters, gradients and optimizer states sharded over the data-parallel ranks.
 
 Experts are separate FSDP units if they are on the sparse mesh, and no units if only expert parallelism splits them:
-over one rank FSDP would only cast and copy. Gradients are summed, never averaged: the loss is divided by the global
-number of valid tokens, so that dense and expert gradients scale alike.
+over one rank FSDP would only cast and copy. Of a model that is whole on one rank, FSDP has what it casts.
+Gradients are summed, never averaged: the loss is divided by the global number of valid tokens, so that dense and
+expert gradients scale alike.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -72,6 +73,8 @@ def apply_fsdp(
             if isinstance(module, Experts):
                 module.read = ExpertCopies(param_dtype)
         units = {layer: [] for layer in layers}
+    if dims.degrees.stage_size == 1 and not training.enable_cpu_offload:
+        ignored |= {param for param in model.parameters() if param.dtype == param_dtype}
     root: nn.Module = model
     if len({p.dtype for p in model.parameters() if p.requires_grad and p not in ignored}) > 1:
         # A unit has one dtype, so what transformers keeps in float32 is the root's. It is small, and gathered as it is.
