@@ -1,9 +1,15 @@
-"""Files that tests compare."""
+"""Files that tests compare, or that wait."""
 
 import hashlib
 import json
+import signal
+import string
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 
 def file_digest(path: Path) -> str:
@@ -24,3 +30,26 @@ def write_manifest(folder: Path) -> None:
     files = {name: {"bytes": len(data), "adler32": f"{zlib.adler32(data):08x}"} for name, data in contents.items()}
     (folder / "titanlite").mkdir(exist_ok=True)
     (folder / "titanlite/manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Fail the test if what is inside takes longer."""
+
+    def fail(*_: object) -> None:
+        pytest.fail(f"still waiting after {seconds} s")  # no OSError, which the code under test might catch
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def assert_printable(text: str, folder: Path) -> str:
+    """Return an error's text: it names the checkpoint, and holds nothing that a terminal would obey."""
+    assert text.startswith(f"checkpoint {folder}: ")
+    assert set(text) <= set(string.printable) - set("\t\r\v\f")
+    return text

@@ -1,13 +1,13 @@
 import errno
 import os
 import re
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from files import at_most
 
 from titanlite.base import files as run_files
 from titanlite.base.errors import ConfigError, TitanliteError
@@ -61,10 +61,8 @@ OPENED: dict[str, Callable[[Path], Any]] = {
 
 @pytest.fixture
 def impatient() -> Iterator[None]:
-    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits"))
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
+    with at_most(60):
+        yield
 
 
 @pytest.mark.parametrize("kind", SPECIAL)

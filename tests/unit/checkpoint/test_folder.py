@@ -1,17 +1,14 @@
 import builtins
-import contextlib
 import io
 import json
 import os
 import re
-import signal
-import string
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from files import assert_printable, at_most
 from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError
@@ -41,27 +38,7 @@ def _refusal(folder: Path) -> str:
     """What `read_model_headers` says against `folder`; always names it and is fit to be printed."""
     with pytest.raises(CheckpointError) as caught:
         read_model_headers(folder)
-    return _check(str(caught.value), folder)
-
-
-def _check(text: str, folder: Path) -> str:
-    assert text.startswith(f"checkpoint {folder}: ")
-    assert set(text) <= set(string.printable) - set("\t\r\v\f")
-    return text
-
-
-@contextlib.contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    def fail(*_: object) -> None:
-        pytest.fail(f"still waiting after {seconds} s")  # no OSError, which the code under test might catch
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    return assert_printable(str(caught.value), folder)
 
 
 @pytest.fixture
@@ -196,7 +173,7 @@ def test_pickle_files_are_refused_and_never_opened(tmp_path: Path, name: str, mo
         opened.append(str(path))
         raise AssertionError(f"opened {path}")
 
-    with monkeypatch.context() as patch, _at_most(10):
+    with monkeypatch.context() as patch, at_most(10):
         for module in (builtins, io, os):
             patch.setattr(module, "open", forbid)
         text = _refusal(tmp_path)
@@ -264,7 +241,7 @@ def test_index_is_no_file(tmp_path: Path) -> None:
 
 def test_index_is_a_named_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / INDEX_FILE)
-    with _at_most(1):
+    with at_most(1):
         assert INDEX_FILE in _refusal(tmp_path)
 
 
@@ -349,7 +326,7 @@ def test_shard_with_a_name_that_the_system_refuses(sharded: Path) -> None:
 def test_shard_is_a_named_pipe(sharded: Path) -> None:
     (sharded / SECOND).unlink()
     os.mkfifo(sharded / SECOND)
-    with _at_most(10):
+    with at_most(10):
         assert f"{sharded / SECOND}: cannot be read: it is a named pipe, not a regular file" in _refusal(sharded)
 
 
@@ -425,7 +402,7 @@ def test_read_headers_collects_problems(tmp_path: Path) -> None:
     (tmp_path / "3.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError) as caught:
         read_headers([tmp_path / f"{i}.safetensors" for i in range(5)], f"checkpoint {tmp_path}")
-    text = _check(str(caught.value), tmp_path)
+    text = assert_printable(str(caught.value), tmp_path)
     assert text.splitlines()[0].endswith(": 4 problems:")
     assert "b: is in 0.safetensors and in 1.safetensors." in text
     assert "b: is in 1.safetensors and in 2.safetensors." in text
@@ -469,7 +446,7 @@ def test_read_json_refuses(tmp_path: Path, content: bytes | None, says: str) -> 
         path.write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
         read_json(path, f"checkpoint {tmp_path}")
-    text = _check(str(caught.value), tmp_path)
+    text = assert_printable(str(caught.value), tmp_path)
     assert says in text
     assert len(text) < 500 + len(str(tmp_path))
 
@@ -485,5 +462,5 @@ def test_read_json_of_what_is_no_file(tmp_path: Path) -> None:
 
 def test_read_json_of_a_named_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with _at_most(1), pytest.raises(CheckpointError, match="pipe"):
+    with at_most(1), pytest.raises(CheckpointError, match="pipe"):
         read_json(tmp_path / "pipe", "checkpoint x")

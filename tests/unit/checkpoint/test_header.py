@@ -2,17 +2,16 @@ import contextlib
 import json
 import math
 import os
-import signal
 import socket
-import string
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from files import assert_printable, at_most
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
@@ -39,28 +38,11 @@ def _refusal(path: Path) -> str:
     """What `read_header` says against `path`; always names the file and is fit to be printed."""
     with pytest.raises(CheckpointError) as caught:
         read_header(path)
-    text = str(caught.value)
-    assert text.startswith(f"checkpoint {path}: ")
-    assert set(text) <= set(string.printable) - set("\t\r\v\f")
-    return text
+    return assert_printable(str(caught.value), path)
 
 
 def _payload(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-@contextlib.contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    def fail(*_: object) -> None:
-        pytest.fail(f"still waiting after {seconds} s")  # no OSError, which the code under test might catch
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
@@ -148,7 +130,7 @@ def test_only_the_header_is_read(file: Path) -> None:
     header = _pack({"a": _entry("U8", [nbytes], [0, nbytes])})
     file.write_bytes(header)
     os.truncate(file, len(header) + nbytes)
-    with _at_most(10):
+    with at_most(10):
         assert read_header(file)["a"].nbytes == nbytes
 
 
@@ -201,7 +183,7 @@ def test_special_files(file: Path) -> None:
     os.mkfifo(file)
     folder = file.with_name("folder.safetensors")
     folder.mkdir()
-    with _at_most(10):
+    with at_most(10):
         for path in (file, folder, Path("/dev/zero"), Path("/dev/null")):
             assert "not a regular file" in _refusal(path) or path.is_dir()
 
@@ -277,7 +259,7 @@ NO_HEADER = {
 @pytest.mark.parametrize("text", NO_HEADER.values(), ids=NO_HEADER)
 def test_not_a_header(file: Path, text: bytes) -> None:
     file.write_bytes(_pack(text, b"1234"))
-    with _at_most(20):
+    with at_most(20):
         assert "no safetensors file: " in _refusal(file)
 
 
@@ -316,7 +298,7 @@ BAD_ENTRIES: dict[str, tuple[Any, int, str]] = {
 @pytest.mark.parametrize(("entry", "num_bytes", "says"), BAD_ENTRIES.values(), ids=BAD_ENTRIES)
 def test_a_bad_entry_names_the_tensor(file: Path, entry: object, num_bytes: int, says: str) -> None:
     file.write_bytes(_pack({"model.a.weight": entry}, bytes(num_bytes)))
-    with _at_most(20):
+    with at_most(20):
         text = _refusal(file)
     assert "model.a.weight" in text and says in text
     assert len(text) < 1000 + len(str(file))
