@@ -29,7 +29,7 @@ from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.data.dataset import TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import describe_other_ids
-from titanlite.models.families import describe_differences, family_of, model_config_from_hf
+from titanlite.models.families import Family, describe_differences, family_of, model_config_from_hf
 from titanlite.models.families.config_json import (
     find_refused,
     format_json,
@@ -156,7 +156,7 @@ def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, asse
     """
     values, original = _values_of(config, tokenizer, assets)
     values["dtype"] = str(dtype).removeprefix("torch.")
-    build = partial(_build, config.family, is_given=assets is not None)
+    build = partial(_build, family_of(config), is_given=assets is not None)
     built, problems = None, list[str]()
     while built is None:
         try:
@@ -177,15 +177,15 @@ def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, asse
     return built
 
 
-def _build(family: str, values: Mapping[str, Any], is_given: bool) -> Any:
+def _build(family: Family, values: Mapping[str, Any], is_given: bool) -> Any:
     """Build transformers' configuration from `values`; if they are a file's, build its model on the meta device, too.
 
     The values of our families need no such trial, which costs seconds.
     """
-    hf_config = get_config_class(family, *values["architectures"])(**copy.deepcopy(dict(values)))
+    hf_config = get_config_class(family.name, family.architecture)(**copy.deepcopy(dict(values)))
     if hasattr(hf_config, "validate"):  # not of all classes
         hf_config.validate()
-    if is_given and is_known(family):
+    if is_given and is_known(family.name):
         loaded, cls = load_config_and_class(json.loads(hf_config.to_json_string()), "config.json")
         with torch.device("meta"):
             build_from_config(cls, loaded, loaded.dtype)
