@@ -243,7 +243,7 @@ def parse_cases() -> Iterator[Any]:
         yield pytest.param(mesh, family, int(micro_batches), overrides, steps, marks=marks, id="-".join(words))
 
 
-@pytest.mark.parametrize(("mesh", "family", "micro_batches", "overrides", "steps"), parse_cases())
+@pytest.mark.parametrize(("mesh", "family", "micro_batches", "overrides", "steps"), [*parse_cases()])
 def test_trains_like_one_process(compare, mesh, family, micro_batches, overrides, steps):
     compare(mesh, family, *overrides, micro_batches=micro_batches, steps=steps)
 
