@@ -15,7 +15,7 @@ from titanlite.models.moe import ExpertCounter
 
 BIAS_UPDATE_RATE = 1e-3  # of arXiv:2408.15664
 AUX_LOSS_COEFF = 0.02
-"""Of 0.001 to 1 the coefficient with the most even load at the same loss (docs/debugging.md)."""
+"""Of 0.001 to 1 the most even load at the same loss, measured with 4 experts, top-2, over 100 steps."""
 
 
 class ExpertBiasBalancer:
