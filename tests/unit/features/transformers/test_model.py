@@ -76,7 +76,7 @@ def spoil_attribute(model: Any) -> str:
 
 def spoil_list(model: Any) -> str:
     model.model.layers[1].tables = [torch.empty(4, device="meta")]
-    return "model.layers.1.tables"
+    return r"model.layers.1.tables\[0\]"
 
 
 def spoil_buffer(model: Any) -> str:
