@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from titanlite.config import JobConfig
 from titanlite.config.model import ModelConfig
@@ -49,6 +50,16 @@ def test_experts_are_units_where_that_changes_anything(degrees: Degrees, param_d
         assert {isinstance(module, FSDPModule) for module in experts} == {expected}
         axes = {len(param.device_mesh.shape) for module in experts for param in module.parameters()}
         assert (axes == {1}) == (not expected), "split by expert parallelism alone, or by FSDP too"
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_of_a_model_on_one_rank_fsdp_has_what_it_casts(param_dtype: str) -> None:
+    job = JobConfig()
+    job.training.mixed_precision_param = param_dtype  # type: ignore[assignment]
+    with fake_ranks(1):
+        model = build_decoder(CONFIG)
+        parallelize(model, job, ParallelDims.build(Degrees(), "cpu"), "cpu")
+        assert {isinstance(param, DTensor) for param in model.parameters()} == {param_dtype == "bfloat16"}
 
 
 def test_copies_of_experts_are_made_once_per_step_and_their_gradients_added_in_float32() -> None:
