@@ -400,7 +400,7 @@ def test_kernels_make_nan_of_nan_and_let_infinitely_unlikely_tokens_be(kernels):
 @pytest.mark.parametrize("kernels", [False, True])
 def test_operators_pass_opcheck(kernels, monkeypatch):
     monkeypatch.setattr(cross_entropy, "_use_kernels", lambda x: kernels)
-    logits, column = torch.randn(3, VOCAB), torch.tensor([0, 70, 149])
+    logits, column = torch.randn(3, VOCAB), torch.tensor([[0], [70], [149]])
     row = torch.rand(3)
     torch.library.opcheck(torch.ops.titanlite.softmax_statistics.default, (logits, column))
     torch.library.opcheck(torch.ops.titanlite.softmax_gradient_.default, (logits, row, row, row, column))

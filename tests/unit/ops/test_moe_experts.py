@@ -48,7 +48,7 @@ def test_one_graph():
     layer = layer_of([5, 0, 9], 2)
     compiled = torch.compile(layer.run, fullgraph=True, backend="aot_eager")("torch")
     for one, two in zip(layer.results(layer.run("torch")), layer.results(compiled), strict=True):
-        assert torch.equal(one, two)
+        assert (one - two).norm() <= 1e-6 * two.norm()  # some operators are decomposed
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
