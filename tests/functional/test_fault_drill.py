@@ -36,7 +36,7 @@ DISK = "40m"  # a checkpoint takes 2, damaged ones stay
 # What the run itself must say of each kind of fault.
 SAID = {
     "kill": r"titanlite: rank \d was ended by SIGKILL .*Starting all ranks again",
-    "stop": r"titanlite: rank \d has not moved for \d+ s since .*: it is stopped \(SIGSTOP\)",
+    "stop": r"titanlite: ranks? \d.* not moved for \d+ s since step \d+, \w+",
     "corrupt": r"step-\d+ is passed over: .* It is kept as step-\d+\.damaged",
     "nan": r"the loss or gradient of step \d+ is not finite\. .*Computed again, the step is finite on all ranks",
     "disk": r"cannot save to .*Training goes on, and the next save tries again",

@@ -4,11 +4,10 @@ Everything of torchrun that torch may change is in `Agent`.
 """
 
 import os
-import re
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,6 @@ from titanlite.launch.protocol import (
     note_restart,
     read_beats,
     read_error,
-    record_pipe,
     say,
     stack_path,
     was_asked_to_stop,
@@ -62,7 +60,6 @@ class Guard:
         self.failure: Failure | None = None  # of the latest start
         self._looked = 0.0
         self._stop_seen: float | None = None
-        self._stopped_since: dict[int, float] = {}
 
     def began(self) -> None:
         self.failure, self._looked = None, time.monotonic()
@@ -119,24 +116,14 @@ class Guard:
         if any(age > _DEATH_SHOWS_S for rank, age in lost_peers(self._folder).items() if rank in running):
             return True
         now = time.monotonic()
-        beats = {rank: beat for rank, beat in beats.items() if rank in running}
-        stopped = [self._is_stopped_for_long(rank, beat, now) for rank, beat in beats.items()]
-        return any(stopped) or any(beat.limit_s and now - beat.time_s > beat.limit_s for beat in beats.values())
-
-    def _is_stopped_for_long(self, rank: int, beat: Beat, now: float) -> bool:
-        """Return True if a process is stopped for too long, even to load or save; debuggers stop it for a moment."""
-        if not beat.stopped_limit_s or not is_stopped(beat.pid):
-            self._stopped_since.pop(rank, None)
-            return False
-        return now - self._stopped_since.setdefault(rank, now) > beat.stopped_limit_s
+        limited = [beat for rank, beat in beats.items() if rank in running and beat.limit_s]
+        return any(now - beat.time_s > beat.limit_s for beat in limited)
 
     def _end_hanging(self, beats: Mapping[int, Beat], running: Mapping[int, int], num_ranks: int) -> None:
         kept = save_stacks(self._folder, beats)
-        text = describe(self._folder, beats, [rank for rank in running if rank not in beats])
+        text = describe(beats, [rank for rank in running if rank not in beats])
         if kept is not None:
-            text += f"\n  Stacks of the ranks: {kept}"
-        if records := save_records(self._folder, beats):
-            text += f"\n  Latest collectives of NCCL, for torchfrtrace: {', '.join(map(str, records))}"
+            text += f" Stacks: {kept}"
         self._end(running)
         self.failure = Failure(text, _HANG, said=True)
         say(f"{text}\n  All {num_ranks} ranks of this machine were ended.")
@@ -231,14 +218,7 @@ def _how(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}{hint}"
 
 
-_ANSWER_S, _RECORDS_S = 2.0, 5.0  # NCCL's thread that writes a record looks for a wish every second
-_FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)')
-_OWN_FILE = "titanlite/distributed/collectives.py"
-# Functions of torch.distributed and of titanlite's own collectives that wait for other ranks.
-_COLLECTIVES = re.compile(
-    "all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|gather|scatter|wait_tensor|rendezvous|"
-    "init_process_group|new_group|foreach_reduce|unshard"
-)
+_ANSWER_S = 2.0
 
 
 def save_stacks(folder: str | Path, beats: Mapping[int, Beat]) -> Path | None:
@@ -252,7 +232,7 @@ def save_stacks(folder: str | Path, beats: Mapping[int, Beat]) -> Path | None:
         with suppress(ProcessLookupError):
             os.kill(beat.pid, STACK_SIGNAL)
     end = time.monotonic() + _ANSWER_S
-    waiting = {rank for rank, beat in beats.items() if not is_stopped(beat.pid)}
+    waiting = set(beats)
     while waiting and time.monotonic() < end:
         time.sleep(0.05)
         waiting = {rank for rank in waiting if _size(stack_path(folder, rank)) == before[rank]}
@@ -271,109 +251,27 @@ def save_stacks(folder: str | Path, beats: Mapping[int, Beat]) -> Path | None:
     return kept
 
 
-def save_records(folder: str | Path, beats: Mapping[int, Beat]) -> list[Path]:
-    """Have NCCL write each rank's latest collectives (`features.diagnose`), and return the files, if any."""
-    asked: dict[Path, int] = {}
-    for rank, beat in beats.items():
-        with suppress(OSError):  # there is no pipe, or nobody reads it
-            pipe = os.open(f"{record_pipe(folder)}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
-            path = Path(beat.dump_folder, "flight_recorder", f"rank_{rank}")
-            asked[path] = path.stat().st_mtime_ns if path.exists() else 0
-            os.write(pipe, b"1")
-            os.close(pipe)
-    end, written = time.monotonic() + _RECORDS_S, []
-    while len(written) < len(asked) and time.monotonic() < end:
-        time.sleep(0.1)
-        written = [path for path, before in asked.items() if path.exists() and path.stat().st_mtime_ns != before]
-    return written
-
-
-def describe(folder: str | Path, beats: Mapping[int, Beat], silent: Iterable[int]) -> str:
-    """Describe the hung ranks, and the ranks that wait for them in collectives; `silent` ranks have not started."""
+def describe(beats: Mapping[int, Beat], silent: list[int]) -> str:
+    """Say where the ranks hang, the oldest beat first; `silent` ranks have not started."""
     now = time.monotonic()
-    stuck: list[str] = []
-    waiting: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, beat in sorted(beats.items()):
-        # A rank whose collective timed out has left it by now, with a note from where.
-        frames = main_thread(lost_path(folder, rank)) or main_thread(stack_path(folder, rank))
-        since = f"rank {rank} has not moved for {now - beat.time_s:.0f} s since {_where(beat)}"
-        if is_stopped(beat.pid):
-            stuck.append(f"{since}: it is stopped (SIGSTOP)")
-        elif not frames:
-            stuck.append(f"{since}: it does not answer")
-        elif (collective := find_collective(frames)) is not None:
-            waiting[f"{collective} ({_where(beat)})"].append(rank)
-        else:
-            stuck.append(f"{since}: it is in {_place(frames)}")
-    stuck += [f"rank {rank} has not started" for rank in silent]
-    waits = [f"{_ranks(ranks)} in {place}" for place, ranks in waiting.items()]
-    if not stuck:
-        return (
-            "no rank moves, and all ranks of this machine wait for others: "
-            + "; ".join(waits)
-            + ". Either they are in "
-            "collectives that do not belong together, or a rank of another machine is gone: see its launcher's message."
-            + "".join(f"\n  Rank {rank}: {note}" for note, rank in _failed_collectives(folder, beats).items())
-        )
-    if not waits:
-        return "; ".join(stuck) + "."
-    return (
-        "; ".join(stuck) + f".\n  The others wait for {'it' if len(stuck) == 1 else 'them'}: " + "; ".join(waits) + "."
-    )
-
-
-def _failed_collectives(folder: str | Path, ranks: Iterable[int]) -> dict[str, int]:
-    """Return the errors of collectives, each with the first rank that has it."""
-    found: dict[str, int] = {}
-    for rank in sorted(ranks):
-        with suppress(OSError):
-            found.setdefault(" ".join(lost_path(folder, rank).read_text().partition("\nThread")[0].split()), rank)
-    return found
-
-
-def main_thread(path: Path) -> list[re.Match[str]]:
-    """Frames of the main thread in the latest dump of `faulthandler`, innermost first; empty if there is none."""
-    try:
-        text = path.read_text(errors="replace")
-    except OSError:
-        return []
-    # Threads come newest first, so the last block is the main thread's.
-    return list(_FRAME.finditer(text.rpartition("(most recent call first):")[2]))
-
-
-def find_collective(frames: Sequence[re.Match[str]]) -> str | None:
-    """Name of the collective that a thread with these frames waits in, or None."""
-    found = None
-    for frame in frames:
-        own = frame["file"].endswith(_OWN_FILE)
-        if found is None and (own or "torch/distributed/" in frame["file"]) and _COLLECTIVES.search(frame["name"]):
-            found = frame["name"].lstrip("_")
-        if "/titanlite/" in frame["file"] and not own:
-            break  # further out is what called titanlite's own code
-    return found
-
-
-def is_stopped(pid: int) -> bool:
-    """Return True if the process is stopped by a signal or a debugger."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False
+    places: defaultdict[str, list[Beat]] = defaultdict(list)
+    for beat in sorted(beats.values(), key=lambda beat: beat.time_s):
+        places[_where(beat)].append(beat)
+    found = [
+        f"{_ranks([beat.rank for beat in there])} not moved for {now - there[0].time_s:.0f} s since {place}"
+        for place, there in places.items()
+    ]
+    if silent:
+        found.append(f"{_ranks(silent)} not started")
+    return "; ".join(found) + "."
 
 
 def _where(beat: Beat) -> str:
     return f"step {beat.step}, {beat.phase}" if beat.step else beat.phase
 
 
-def _place(frames: Sequence[re.Match[str]]) -> str:
-    """Return the innermost frame, and the innermost of titanlite."""
-    own = next((frame for frame in frames if "/titanlite/" in frame["file"]), frames[0])
-    places = [frames[0]] if own is frames[0] else [frames[0], own]
-    return ", called by ".join(f"{frame['name']} ({frame['file']}:{frame['line']})" for frame in places)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {list_names(ranks)}"
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list_names(ranks)} have"
 
 
 def _size(path: Path) -> int:

@@ -1,7 +1,7 @@
 """Protocol between a launcher and its ranks, in a folder that they share: notes, signs of life, requests to stop.
 
 A rank writes step, phase and time whenever it begins something new (2 us, no synchronization). The launcher compares
-the times, asks the ranks for their stacks with SIGUSR1, and says who waits for whom: `titanlite.launch.guard`.
+the times, keeps the stacks of ranks that hang (SIGUSR1 asks for them), and ends all: `titanlite.launch.guard`.
 
 SIGTERM and SIGINT end a run after its step, with a checkpoint. A launcher leaves a note, which ranks look for after
 each step; a rank without a launcher takes the signal itself, in a thread and through a pipe: handlers of Python wait
@@ -178,25 +178,14 @@ def lost_path(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"lost-{rank}")
 
 
-def record_pipe(folder: str | Path) -> str:
-    """Return the prefix of the pipes PREFIX<rank>.pipe: a write to one makes NCCL dump that rank's record."""
-    return str(Path(folder, "nccl-"))
-
-
 def note_lost_peer(error: BaseException) -> None:
-    """Note that a collective of this rank failed because a peer is gone or hangs; the launcher finds out which.
-
-    The note is the stack of the call, innermost frame first as `faulthandler` writes it.
-    """
+    """Note that a collective of this rank failed because a peer is gone or hangs, with the stack of the call."""
     folder = os.environ.get(NOTICE_FOLDER)
     if folder is None:
         return
-    frames = [
-        f'  File "{f.filename}", line {f.lineno} in {f.name}\n' for f in traceback.extract_tb(error.__traceback__)
-    ]
     path = lost_path(folder, _heart.beat.rank)
     temporary = path.with_name(f".{path.name}")
-    temporary.write_text(f"Failed collective: {error}\nThread (most recent call first):\n" + "".join(reversed(frames)))
+    temporary.write_text("".join(traceback.format_exception(error)))
     temporary.rename(path)
 
 
@@ -218,7 +207,7 @@ class Beat:
     phase: str = "starting"  # or 'loading', 'data', 'forward', 'backward', 'optimizer', 'validation', ...
     time_s: float = 0.0  # when that began, on this machine's monotonic clock
     limit_s: float = 0.0  # after which a rank in this phase counts as hung; 0 if only a waiting collective can tell
-    stopped_limit_s: float = 0.0  # after which a rank hangs that is stopped by a signal, in any phase; 0: not known yet
+    timeout_s: float = 0.0  # how long a collective may wait; 0: not known yet
     grace_s: float = 0.0  # from SIGTERM to the end of the run; 0 if it may take as long as it needs
     dump_folder: str = ""  # of the run; empty as long as the configuration is not read
     trains: bool = False  # True once it has begun a training step in this start
@@ -258,7 +247,7 @@ def start_heartbeat() -> None:
 def configure_heartbeat(timeout_s: float, grace_s: float, dump_folder: str | Path) -> None:
     """Tell the launcher the limits and the folder from the configuration, in this rank's `Beat`."""
     folder = str(Path(dump_folder).absolute())
-    _heart.beat = replace(_heart.beat, stopped_limit_s=timeout_s, grace_s=grace_s, dump_folder=folder)
+    _heart.beat = replace(_heart.beat, timeout_s=timeout_s, grace_s=grace_s, dump_folder=folder)
     beat(_heart.beat.phase)
 
 
@@ -272,7 +261,7 @@ def beat(phase: str, step: int | None = None) -> None:
         phase=phase,
         step=heart.beat.step if step is None else step,
         time_s=time.monotonic(),
-        limit_s=heart.beat.stopped_limit_s if limited else 0.0,
+        limit_s=heart.beat.timeout_s if limited else 0.0,
         trains=heart.beat.trains or phase in _OF_A_STEP,
     )
     if heart.file is not None:

@@ -19,12 +19,11 @@ import torch.distributed as dist
 import torch.nn.attention
 
 from titanlite.base.agree import gather_objects, raise_together
-from titanlite.base.errors import NOTICE_FOLDER, ConfigError, TitanliteError, TrainingError, raise_problems
+from titanlite.base.errors import ConfigError, TitanliteError, TrainingError, raise_problems
 from titanlite.base.log import logger
 from titanlite.base.process import read_rank, read_variable, set_defaults
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.distributed.parallelize import choose_attention
-from titanlite.launch.protocol import record_pipe
 from titanlite.ops.attention import varlen_attention
 from titanlite.ops.matmul import triton_problem
 
@@ -93,8 +92,7 @@ def make_deterministic(job: JobConfig) -> None:
 
 
 def start_flight_recorder(dump_folder: Path) -> None:
-    """Make NCCL, if there are GPUs, dump to `dump_folder/flight_recorder/rank_N` when a collective times out, and when
-    the launcher asks for it before it ends hung ranks.
+    """Make NCCL, if there are GPUs, dump to `dump_folder/flight_recorder/rank_N` when a collective times out.
 
     Call before the process group is made, which reads the environment. Variables of the user stay. gloo has no flight
     recorder; there, the error of the rank that waited names the collective.
@@ -105,8 +103,6 @@ def start_flight_recorder(dump_folder: Path) -> None:
     for name, old_name, value in _FLIGHT_RECORDER:
         if read_variable(old_name) is None:
             set_defaults({name: value or f"{folder}/rank_"})
-    if launcher := read_variable(NOTICE_FOLDER):
-        set_defaults({"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": record_pipe(launcher)})
     # NCCL's watchdog makes no folder. A run that cannot write here ends soon with a clear error of `make_dump_folder`.
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.features.diagnose.process import start_flight_recorder
-from titanlite.launch.protocol import record_pipe
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +27,6 @@ def test_dumps_go_into_the_folder_of_the_run(tmp_path: Path, environment: dict[s
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/rank_",
     }
-
-
-def test_the_launcher_can_ask_for_a_dump(tmp_path: Path, environment: dict[str, str]):
-    environment[NOTICE_FOLDER] = "/notes"
-    start_flight_recorder(tmp_path)
-    assert environment["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] == record_pipe("/notes") == "/notes/nccl-"
-    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
-    assert "TORCH_NCCL_DEBUG_INFO_PIPE_FILE" in header.read_text()
 
 
 @pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
