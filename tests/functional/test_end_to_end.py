@@ -86,13 +86,12 @@ def test_metrics_file_has_every_step(run):
 
 def test_tensorboard_shows_the_same_numbers(run):
     _, dump = run
-    events = EventAccumulator(str(dump / "tb"), size_guidance={"images": 0})
+    events = EventAccumulator(str(dump / "tb"))
     events.Reload()
     expected = [point["loss/train"] for point in read_metrics(dump) if "loss/train" in point]
     # TensorBoard stores float32.
     assert [event.value for event in events.Scalars("loss/train")] == pytest.approx(expected, rel=1e-6)
     assert {"grad_norm", "lr", "loss/validation", "throughput/tokens_per_s"} <= set(events.Tags()["scalars"])
-    assert len(events.Images("moe/expert_load")) == STEPS
 
 
 def test_resolved_configuration_is_the_one_that_ran(run):

@@ -5,18 +5,14 @@ import json
 import math
 import os
 import socket
-import struct
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from titanlite.base.agree import get_rank
 from titanlite.base.errors import TitanliteError
@@ -25,7 +21,7 @@ from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.console import ProgressBar, can_show_bar, format_line
 from titanlite.metrics.flops import peak_flops
-from titanlite.metrics.point import StepPoint, describe_moe, describe_ranks, draw_load
+from titanlite.metrics.point import StepPoint, describe_moe, describe_ranks
 
 _SHOWN_CHARS = 80
 _IDLE_SHARE = 0.01  # of an even share of the tokens
@@ -56,12 +52,6 @@ class EventWriter:
         """Return the record of the `values` of one step, by name."""
         points = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         return self._encode(step, summary=self._summary(value=points))
-
-    def encode_picture(self, step: int, name: str, pixels: NDArray[np.uint8]) -> bytes:
-        """Return the record of an RGB picture (height, width, 3)."""
-        height, width, _ = pixels.shape
-        image = self._summary.Image(height=height, width=width, colorspace=3, encoded_image_string=_encode_png(pixels))
-        return self._encode(step, summary=self._summary(value=[self._summary.Value(tag=name, image=image)]))
 
     def _encode(self, step: int, **content: Any) -> bytes:
         buffer = io.BytesIO()
@@ -193,9 +183,6 @@ class MetricsLogger:
         if layers:
             lists |= {f"moe/{name}": value for name, value in self._layer_numbers().items()}
         self._write(point.step, values, layers, lists)
-        if point.moe is not None and self._writer is not None:
-            picture = self._writer.encode_picture(point.step, "moe/expert_load", draw_load(point.moe.tokens_per_expert))
-            self._append(self._writer.file, picture)
         most_load = 0.0 if point.moe is None else point.moe.most_load
         line = format_line(point.step, self._num_steps, values, layers, most_load)
         pace = (time.monotonic() - self._began_s) / max(point.step - self._start_step, 1)  # validations included
@@ -305,18 +292,6 @@ class MetricsLogger:
         if bar is not None:
             with suppress(Exception):  # it is only the terminal's last line
                 bar.__exit__(None, None, None)
-
-
-def _encode_png(pixels: NDArray[np.uint8]) -> bytes:
-    """Encode an RGB picture (height, width, 3) as PNG: each line begins with a byte for its filter, here none."""
-    height, width, _ = pixels.shape
-    lines = np.pad(pixels.reshape(height, 3 * width), ((0, 0), (1, 0))).tobytes()
-    header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
-    encoded = b"\x89PNG\r\n\x1a\n"
-    for kind, content in ((b"IHDR", header), (b"IDAT", zlib.compress(lines)), (b"IEND", b"")):
-        part = kind + content
-        encoded += struct.pack(">I", len(content)) + part + struct.pack(">I", zlib.crc32(part))
-    return encoded
 
 
 def _on_one_line(text: str) -> str:

@@ -9,10 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from titanlite.base.log import logger
@@ -97,28 +95,6 @@ def describe_moe(state: MoEState) -> dict[str, list[float]]:
     if state.row_errors is not None:
         values["moe/dropped_rows"], values["moe/duplicated_rows"] = state.row_errors.detach().to("cpu", torch.float64)
     return {name: value.tolist() for name, value in values.items()}
-
-
-# Nine samples of viridis: lightness rises evenly, readable for the colour-blind and in greyscale.
-_VIRIDIS = np.frombuffer(
-    bytes.fromhex("440154 472c7a 3b518b 2c718e 21908d 27ad81 5cc863 aadc32 fde725"), np.uint8
-).reshape(9, 3)
-_CELL_PX, _MOST_PX = 24, 1024
-
-
-def draw_load(tokens_per_expert: Tensor) -> NDArray[np.uint8]:
-    """Draw token counts (layers, E) as an RGB picture (height, width, 3): layer 0 on top, expert 0 on the left.
-
-    Colour is load over the mean of the layer, on a fixed scale, so that steps compare: 1/4 and less is dark violet, 1
-    (balanced) teal, 4 and more yellow. An expert without any token is black.
-    """
-    counts = tokens_per_expert.detach().to("cpu", torch.float64).numpy()
-    ratio = counts / np.maximum(counts.mean(axis=1, keepdims=True), 1e-9)
-    place = 2.0 * np.log2(ratio.clip(0.25, 4.0)) + 4.0
-    cells = np.stack([np.interp(place, np.arange(9), channel) for channel in _VIRIDIS.T], axis=-1)
-    cells[counts == 0] = 0.0
-    height, width = (max(1, min(_CELL_PX, _MOST_PX // size)) for size in counts.shape)
-    return cells.round().astype(np.uint8).repeat(height, axis=0).repeat(width, axis=1)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from titanlite.base.errors import TitanliteError
@@ -19,7 +18,7 @@ from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.metrics import logger as metrics_module
 from titanlite.metrics.logger import MetricsLogger
-from titanlite.metrics.point import Largest, MoEState, StepPoint, draw_load
+from titanlite.metrics.point import Largest, MoEState, StepPoint
 
 CPU = torch.device("cpu")
 RANKS = {
@@ -124,9 +123,6 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig,
         points = events.Scalars(name)
         assert [point.step for point in points] == [10, 20]
         assert points[0].value == pytest.approx(value, rel=1e-6)  # TensorBoard stores float32
-    images = events.Images("moe/expert_load")
-    assert [(image.step, image.width, image.height) for image in images] == [(10, 96, 48), (20, 96, 48)]
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(images[0].encoded_image_string))), draw_load(COUNTS))
 
 
 def test_padding_counts_as_work_but_not_as_tokens(job: JobConfig, tmp_path: Path):

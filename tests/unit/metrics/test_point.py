@@ -3,9 +3,8 @@
 import math
 
 import pytest
-import torch
 
-from titanlite.metrics.point import StepPoint, draw_load, find_largest
+from titanlite.metrics.point import StepPoint, find_largest
 
 
 def test_the_largest_value_and_its_step():
@@ -34,20 +33,3 @@ def test_values_of_single_steps_are_there_where_they_were_measured():
     assert added == pytest.approx(
         {"loss/train_max": 3.0, "grad_norm_max": math.nan, "time/step_max_s": 2.5}, nan_ok=True
     )
-
-
-def test_a_hotter_expert_is_brighter_a_dead_one_black_and_an_even_load_the_middle_colour():
-    counts = torch.full((2, 8), 100)
-    counts[1] = torch.tensor([0, 10, 50, 100, 150, 200, 300, 90])
-    image = draw_load(counts)
-    assert image.shape == (2 * 24, 8 * 24, 3) and str(image.dtype) == "uint8"
-    row = [float(image[30, 24 * expert + 1] @ [0.2126, 0.7152, 0.0722]) for expert in range(7)]
-    assert row == sorted(row) and len(set(row)) == 7
-    assert tuple(image[30, 0]) == (0, 0, 0)
-    for count in (1, 7, 10**9):
-        assert tuple(draw_load(torch.full((1, 4), count))[0, 0]) == (33, 144, 141)
-
-
-def test_large_models_are_small_pictures_and_a_layer_without_tokens_is_black():
-    assert draw_load(torch.ones(94, 512)).shape == (94 * 10, 512 * 2, 3)
-    assert draw_load(torch.zeros(2, 4)).max() == 0
