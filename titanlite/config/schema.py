@@ -239,8 +239,8 @@ class CheckpointSection:
     )
     on_save_error: Literal["stop", "continue"] = setting(
         "stop",
-        "If checkpoint or metrics cannot be written: 'stop' ends the run; 'continue' warns, and tries again at the "
-        "next save. The last save must succeed.",
+        "If a checkpoint cannot be written: 'stop' ends the run; 'continue' warns, and tries again at the next save. "
+        "The last save must succeed.",
     )
 
 

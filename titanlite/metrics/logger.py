@@ -15,8 +15,7 @@ from typing import Any, Self, cast
 import torch
 
 from titanlite.base.agree import get_rank
-from titanlite.base.errors import TitanliteError
-from titanlite.base.files import AppendedFile, is_full
+from titanlite.base.files import AppendedFile
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.console import ProgressBar, can_show_bar, format_line
@@ -105,8 +104,7 @@ class MetricsLogger:
     TensorBoard shows (docs/observability.md), null where not finite; of values per MoE layer one list. A resumed run
     appends; where a step occurs twice, the later line counts.
 
-    With `checkpoint.on_save_error = "continue"` what cannot be written is a warning, once until all is written again,
-    and waits in memory for the next point. Otherwise it is a TitanliteError, here and in every other method.
+    What cannot be written is a warning, once until all is written again, and waits in memory for the next point.
     """
 
     def __init__(
@@ -135,7 +133,6 @@ class MetricsLogger:
         self._idle = IdleExperts(job.metrics.log_freq, self._moe_layers, if_idle)
         dtype = torch.float32 if job.training.mixed_precision_param == "float32" else torch.bfloat16
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
-        self._keep_on = job.checkpoint.on_save_error == "continue"
         self._writer: EventWriter | None = None
         self._sink = sink
         self._bar: ProgressBar | None = None
@@ -220,22 +217,17 @@ class MetricsLogger:
             return
         self._enabled = False
         self._stop_bar()
-        files = [self._file, *([] if self._writer is None else [self._writer.file])]
-        waiting = [file for file in files if file.num_waiting]
-        for file in waiting:
+        for file in [self._file, *([] if self._writer is None else [self._writer.file])]:
             self._append(file)
-        lost = [f"{file.num_waiting} of {file.path}" for file in waiting if file.num_waiting]
-        if lost:
-            logger.warning(f"metrics: records that could not be written: {', '.join(lost)}. They are lost.")
+            if file.num_waiting:
+                logger.warning("metrics: %d records of %s could not be written.", file.num_waiting, file.path)
 
     def __enter__(self) -> Self:
         self._began_s = time.monotonic()  # loading, or reference passes of DPO, do not count
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # The first error says what happened; one from writing to a full disk must not replace it.
-        with suppress(*([] if error is None else [TitanliteError])):
-            self.close()
+        self.close()
 
     def _write(
         self,
@@ -268,18 +260,16 @@ class MetricsLogger:
         return {"first_layer": first, **({"layers": layers} if has_gaps else {})}
 
     def _append(self, file: AppendedFile, record: bytes = b"") -> None:
-        """Write to one of the files what waits for it and `record`, or say once that it cannot be written."""
+        """Write to one of the files what waits for it and `record`; warn once while a file cannot be written."""
         try:
             file.append(record)
         except OSError as error:
-            text = f"metrics: cannot write {file.path}: {error.strerror or error}. "
-            if not self._keep_on:
-                space = "Free space there or choose" if is_full(error) else "Choose"
-                raise TitanliteError(f"{text}{space} another folder with job.dump_folder.") from error
             if not self._failing:
                 logger.warning(
-                    f"{text}Training goes on, and what could not be written waits for the next point "
-                    '(checkpoint.on_save_error = "continue").'
+                    "metrics: cannot write %s: %s. Training goes on, and "
+                    "what could not be written waits for the next point.",
+                    file.path,
+                    error.strerror or error,
                 )
             self._failing.add(file.path)
         else:
