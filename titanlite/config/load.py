@@ -23,10 +23,8 @@ from titanlite.config.data import SourceSection
 from titanlite.config.defaults import fill_in, is_derived
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import (
-    NAMES,
     SOURCES,
     TABLES,
-    VALUES,
     BadValueError,
     Setting,
     check_value,
@@ -64,6 +62,7 @@ _PAGES = {
     "model_name_or_path": "docs/from_trl.md",
     ".py": "docs/from_torchtitan.md",
 }
+_PAGES = "Names of other trainers: docs/from_trl.md, docs/from_axolotl.md, docs/from_torchtitan.md."
 _KEY = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
 
 
@@ -191,8 +190,7 @@ class Reader:
                 shown, header, suspects = shorten(format_value(value)), key, [key]
                 if key == SOURCES:  # without them data.path would be missing
                     header, suspects = f"{SOURCES}.NAME", [key, "data.path", "data.dataset"]
-                meant = f" Did you mean {VALUES[key]}?" if key in VALUES else ""
-                text = f"{key} = {shown} is not a section. Write [{header}] and its keys below.{meant}"
+                text = f"{key} = {shown} is not a section. Write [{header}] and its keys below."
                 self.refuse(where, text, *suspects)
 
     def read_override(self, where: str, key: str, text: str) -> None:
@@ -245,17 +243,12 @@ class Reader:
         nearest = find_nearest(key, known) or [each for each in known if each.replace(".", "_") == name]
         if section == SOURCES:
             nearest, hint = [], f". Name a source with small letters, digits and underscores: {SOURCES}.my_data."
-        elif here := NAMES.get(f"{section}.{name}", NAMES.get(name)):
-            nearest = _KEY.findall(here)
-            hint = f", which other trainers have: here it is {here}."
-            if here.startswith("nothing"):
-                hint = f", which other trainers have. Leave it out{here.removeprefix('nothing')}."
         elif nearest:
             hint = f"; did you mean {' or '.join(repr(candidate) for candidate in nearest)}?"
         elif settings:
-            hint = f". Keys of [{section}]: {', '.join(setting.name for setting in settings)}."
+            hint = f". Keys of [{section}]: {', '.join(setting.name for setting in settings)}. {_PAGES}"
         else:
-            hint = f". Sections: {', '.join(section for section in get_sections() if '.' not in section)}."
+            hint = f". Sections: {', '.join(section for section in get_sections() if '.' not in section)}. {_PAGES}"
         self.refuse(where, f"unknown {noun} {key!r}{hint}", key, *nearest)
 
     def refuse(self, where: str, problem: str, *suspects: str) -> None:

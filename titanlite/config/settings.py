@@ -1,16 +1,14 @@
-"""All settings: every leaf of the schema by its dotted key, how its value is read, its names in other trainers."""
+"""All settings: every leaf of the schema by its dotted key, how its value is read."""
 
 import json
 import math
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import SequenceMatcher
 from functools import cache
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
@@ -29,14 +27,6 @@ _KIND_NAMES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
 _SOURCE = re.compile(rf"{re.escape(SOURCES)}\.([a-z]\w*)(?:\.(\w+))?", re.ASCII)
 _KINDS = (int, float, bool, str)
 BOUNDS = ("ge", "gt", "le", "lt", "also")
-# Names in other trainers, of settings and of values, and what they are here; values of whole sections.
-_TABLES = tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))
-NAMES, CHOICES = (
-    {name: here for here, names in _TABLES[kind].items() for name in names.split()} for kind in ("settings", "values")
-)
-VALUES = _TABLES["sections"]
-# Values that are others here, by setting, as in PEFT.
-SAME = {("lora.targets", "all-linear"): ""}
 
 
 class Setting(NamedTuple):
@@ -199,18 +189,13 @@ def check_value(setting: Setting, value: Any) -> Any:
         value = spell_dtype(value)
     if setting.is_list and isinstance(value, list):
         value = ", ".join(map(str, value))
-    value = SAME.get((setting.key, str(value)), value)
     if setting.kind is str and setting.name.endswith(("path", "folder")) and isinstance(value, str):
         value = os.path.expanduser(value)
     is_free = setting.calls is not None and is_extension(value)
     if setting.choices and value not in setting.choices and not is_free:
-        meant = CHOICES.get(str(value).lower(), str(value))
-        nearest = [choice for choice in setting.choices if choice.lower() in meant.lower()]
-        nearest = nearest or [near for word in (meant, str(value)) if (near := find_near(word, setting.choices))]
-        hint = f'; did you mean "{nearest[0]}"?' if nearest else ". Write one of these."
-        if meant.endswith("."):
-            hint = f". {meant}"
-        elif setting.key == "data.dataset" and not nearest:
+        near = find_near(str(value), setting.choices)
+        hint = f'; did you mean "{near}"?' if near else ". Write one of these."
+        if setting.key == "data.dataset" and not near:
             hint = ". For your own data set data.path: a file, folder or hub id."
         choices = [*setting.choices, *([] if setting.calls is None else [FORM])]
         raise BadValueError(f"{shown} is not one of {', '.join(map(format_value, choices))}{hint}")

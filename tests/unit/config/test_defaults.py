@@ -1,7 +1,6 @@
 """What a configuration means where it is silent."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, load_config, save_resolved
 from titanlite.config.defaults import find_kind
-from titanlite.config.settings import NAMES, get_settings
 
 
 @pytest.fixture(autouse=True)
@@ -167,28 +165,9 @@ def test_what_was_filled_in_is_saved(text: str, folder: Path) -> None:
         assert load_config([*saved, "--model.path=other"]).checkpoint.initial_load_path == "other"
 
 
-# --- names of other trainers
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("learning_rate", "1e-5", "unknown key 'learning_rate', which other trainers have: here it is optimizer.lr."),
-        ("training.num_train_epochs", "3", "here it is training.epochs."),
-        ("checkpoint.initial_load_in_hf", "true", "here it is model.path."),
-        ("training.dataset_path", "x", "here it is data.path."),
-    ],
-)
-def test_settings_of_other_trainers_are_known_by_name(key: str, value: str, said: str) -> None:
-    with pytest.raises(ConfigError) as info:
-        load(NEW, f"--{key}={value}")
-    assert said in str(info.value)
-
-
-def test_what_other_names_stand_for_is_there() -> None:
-    keys = {name: re.findall(r"[a-z_]+\.[a-z_0-9]+", text) for name, text in NAMES.items()}
-    assert all(keys[name] or text.startswith("nothing") for name, text in NAMES.items())
-    assert {key for found in keys.values() for key in found} <= {*get_settings(), "data.sources"}
+def test_unknown_names_are_answered_with_the_pages_of_other_trainers() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'num_train_epochs'.*docs/from_trl\.md"):
+        load(NEW, "--num_train_epochs=3")
 
 
 def test_columns_are_named_in_the_file_and_on_the_command_line() -> None:

@@ -166,7 +166,6 @@ TRAINED = {
         data("chats.jsonl") + '[lora]\nrank = 8\ntargets = ["q_proj", "v_proj"]\n',
         ["adapters of rank 8"],
     ),
-    "all linear": (data("chats.jsonl") + '[lora]\nrank = 8\ntargets = "all-linear"\n', ["adapters of rank 8"]),
     "lora": (
         data("chats.jsonl") + "[lora]\nrank = 8\n",
         ["adapters of rank 8", "lr 0.0002", "some trained"],
@@ -295,29 +294,11 @@ REFUSED = {
         ["max_position_embeddings (512). Set it to that or less"],
     ),
     "a number in quotes": (data("chats.jsonl") + '[optimizer]\nlr = "2e-5"\n', ["Write 2e-05 without quotes"]),
-    "dataset of torchtitan": (f'{MODEL}[training]\ndataset = "c4"\n', ["here it is data.path"]),
-    "dataset as a name": (f'{MODEL}[data]\ndataset = "owner/name"\n', ["set data.path"]),
-    "sections of torchtitan": (
-        f'{NEW}[float8]\nfilter_fqns = []\n[experimental]\ncustom_import = ""\n',
-        ["unknown section 'float8', which other trainers have. Leave it out", "'experimental'"],
-    ),
-    "axolotl": (
-        'base_model = "model"\nsequence_len = 64\nnum_epochs = 3\nlr_scheduler = "cosine"\noptimizer = "adamw_torch"\n'
-        'adapter = "lora"\nval_set_size = 0.1\ndatasets = [{path = "alpaca.jsonl", type = "alpaca"}]\n',
-        [
-            *("model.path", "training.seq_len", "training.epochs", "lr_scheduler.decay_type", "optimizer.name"),
-            *("lora.rank", "data.validation_share", "data.path"),
-        ],
-    ),
     "TRL": (
-        'model_name_or_path = "model"\ndataset_name = "chats.jsonl"\nlearning_rate = 2e-5\nlogging_steps = 25\n'
-        'per_device_train_batch_size = 2\ngradient_accumulation_steps = 8\noutput_dir = "out"\npacking = true\n',
-        [
-            *("model.path", "data.path", "optimizer.lr", "metrics.log_freq", "training.local_batch_size"),
-            *("training.global_batch_size", "job.dump_folder", "data.packing"),
-        ],
+        'model_name_or_path = "model"\ndataset_name = "chats.jsonl"\nnum_train_epochs = 3\n',
+        ["unknown key 'model_name_or_path'", "unknown key 'num_train_epochs'", "docs/from_trl.md"],
     ),
-    "four bits": (data("chats.jsonl") + "[lora]\nrank = 8\nload_in_4bit = true\n", ['lora.base_dtype = "nf4"']),
+    "dataset as a name": (f'{MODEL}[data]\ndataset = "owner/name"\n', ["set data.path"]),
     "YAML": ("model:\n  path: model\n", ["it is YAML", "Write sections as [model]"]),
     "a section in capitals": ('[Model]\npath = "model"\n', ["did you mean 'model'?"]),
     "adapters without a rank": (data("chats.jsonl") + "[lora]\nalpha = 32\n", ["Set lora.rank"]),
@@ -325,11 +306,6 @@ REFUSED = {
     "a packed file": (data("rows.zip"), ["is packed. Unpack it"]),
     "tabs": (data("rows.tsv"), ["Write rows as .jsonl, .csv or .parquet"]),
     "JSON without an ending": (data("rows"), ["Rename it to .jsonl"]),
-    "an objective of TRL": (data("chats.jsonl") + 'objective = "sft"\n', ['did you mean "next_token"?']),
-    "an optimizer of axolotl": (
-        data("chats.jsonl") + '[optimizer]\nname = "adamw_torch"\n[lr_scheduler]\ntype = "cosine"\n',
-        ['did you mean "AdamW"?', "here it is lr_scheduler.decay_type"],
-    ),
     "no epochs": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nepochs = 0\n', ["epochs = 0 trains nothing"]),
     "a section without its switch": (data("chats.jsonl") + "[lora]\n", ["[lora] is given, but lora.rank is not"]),
     "a split alone": (data("chats.jsonl") + '[evaluation]\nenable = true\nsplit = "x"\n', ["Set evaluation.path"]),
@@ -342,14 +318,7 @@ REFUSED = {
     "a file for a folder": (data("chats.jsonl") + '[job]\ndump_folder = "book.txt/x"\n', ["book.txt: it is a file"]),
     "a written length": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 2048\n', ["(512). Set it to"]),
     "a variable": (data("$HOME/rows.jsonl"), [f'Write "{Path.home()}/rows.jsonl"']),
-    "a constant rate": (data("chats.jsonl") + '[lr_scheduler]\ndecay_type = "constant"\n', ["min_lr_factor = 1"]),
     "a template's name": (data("chats.jsonl", 'chat_template = "chatml"'), ["Leave data.chat_template out"]),
-    "sections of others": (
-        data("chats.jsonl", "max_samples = 100") + '[peft]\nr = 8\n[output]\ndir = "x"\n',
-        ["here it is lora.rank", "here it is job.dump_folder", "train fewer steps"],
-    ),
-    "8 bits": (data("chats.jsonl") + '[optimizer]\nname = "paged_adamw_8bit"\n', ['did you mean "AdamW"?']),
-    "half precision": (data("chats.jsonl") + 'mixed_precision_param = "fp16"\n', ['did you mean "bfloat16"?']),
     "steps as a float": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nsteps = 1e3\n', ["Write 1000."]),
     "fields the other way": (data("gsm.jsonl", 'fields = {q = "question"}'), ['question = "q"']),
     "fields as a list": (data("gsm.jsonl", 'fields = ["q", "a"]'), ["Write a table"]),
@@ -367,7 +336,6 @@ REFUSED = {
     ),
     "tabs in CSV": (data("tabs.csv"), ["tabs.csv, line 1: columns are separated by '\\t'. Write ','"]),
     "True": (data("chats.jsonl", "packing = True"), ["text in quotes", "true or false"]),
-    "a form of axolotl": (data("chats.jsonl", 'type = "sharegpt"'), ["here it is data.format"]),
 }
 
 
@@ -388,7 +356,6 @@ def test_it_is_refused_with_what_to_do(run: Callable[..., tuple[int, str]], name
         ("+training.steps=5", "Did you mean '--training.steps=5'?"),
         ('--data.path="chats.jsonl"', "Write it without these quotes."),
         ('--optimizer.freeze=["model.embed_tokens*"]', "some trained"),
-        ("--optimizer.learning-rate=1e-5", "here it is optimizer.lr"),
         ("--parallelism.tensor_parallel_degree=3", "does not divide the world size (4)"),
     ],
 )
