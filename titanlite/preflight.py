@@ -4,13 +4,9 @@
 again, so that a launch without the script says the same.
 """
 
-import fcntl
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.process import begin_process
@@ -57,26 +53,6 @@ def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
     return Checked(job, model_config, degrees)
 
 
-def prepare(job: JobConfig) -> None:
-    """Run the script `job.prepare`, if there is one, in its own process, on one machine at a time.
-
-    Raises ConfigError: there is no such file, or it failed; what it printed says why.
-    """
-    script = Path(job.job.prepare).expanduser()
-    if not job.job.prepare:
-        return
-    if not script.is_file():
-        raise ConfigError(
-            f"job.prepare: there is no file {script}. Relative paths begin at the current folder, {Path.cwd()}."
-        )
-    with open(script, "rb") as file:
-        with suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        code = subprocess.run([sys.executable, str(script)], check=False).returncode
-    if code:
-        raise ConfigError(f"job.prepare: {script} ended with exit code {code}. Correct what it says above.")
-
-
 def _world_sizes(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
@@ -97,7 +73,7 @@ def check_all(job: JobConfig, world_sizes: tuple[int, ...], *, weights: bool) ->
 
 
 def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:
-    """Parse and check `--world-size N --config FILE ...`; run the script `job.prepare` first.
+    """Parse and check `--world-size N --config FILE ...`.
 
     `--world-size 16,8,4` is for machines that may be lost: the first and the last size must fit, others only warn.
     With `weights` a model of the hub is downloaded. Raises ConfigError: every contradiction.
@@ -106,9 +82,6 @@ def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:
     parser.add_argument("--world-size", type=_world_sizes, default=(1,))
     known, rest = parser.parse_known_args(argv)
     job = load_config(rest)
-    if job.job.prepare:
-        prepare(job)
-        job = load_config(rest)  # the kind of data follows from the files, which now exist
     return check_all(job, known.world_size, weights=weights)
 
 

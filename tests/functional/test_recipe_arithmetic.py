@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from titanlite.assemble import assemble
 from titanlite.config import load_config
-from titanlite.preflight import check, prepare
+from titanlite.preflight import check
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = 100
@@ -24,9 +25,11 @@ def test_the_saved_model_scores_the_same_in_transformers(
     overrides = [f"--evaluation.samples={SAMPLES}", "--training.steps=200", "--evaluation.freq=1000"]
     overrides += ["--training.local_batch_size=8", "--parallelism.expert_parallel_degree=1"]  # the same on one rank
     recipe = ROOT / "configs" / "recipes" / "sft_arithmetic.toml"
-    script = f"--job.prepare={ROOT / 'scripts' / 'recipes' / 'make_arithmetic.py'}"
-    job = load_config(["--config", str(recipe), script, f"--data.cache_folder={tmp_path / 'cache'}", *overrides])
-    prepare(job)
+    make = str(ROOT / "scripts/arithmetic/make_arithmetic.py")
+    monkeypatch.setattr(sys, "argv", [make])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(make, run_name="__main__")
+    job = load_config(["--config", str(recipe), f"--data.cache_folder={tmp_path / 'cache'}", *overrides])
     checked = check(job, 1)
     run_ranks(1, lambda: assemble(checked).train())
 

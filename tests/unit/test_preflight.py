@@ -84,24 +84,6 @@ def test_does_not_wait_for_torch(path):
     assert result.returncode == 0, result.stderr
 
 
-def test_prepare_runs_before_the_checks_and_its_failure_is_one_line(path, tmp_path, capfd):
-    script = tmp_path / "make.py"
-    script.write_text(f"open({str(tmp_path / 'made')!r}, 'w')")
-    arguments = ["--world-size", "1", "--config", path]
-    assert main([*arguments, f"--job.prepare={script}", "--model.flavor=debu"]) == 2  # it might make the model
-    assert (tmp_path / "made").exists()
-    capfd.readouterr()
-
-    script.write_text("print('no space'); raise SystemExit(3)")
-    assert main([*arguments, f"--job.prepare={script}"]) == 2
-    out, err = capfd.readouterr()
-    assert out == "no space\n"
-    assert err == f"titanlite: error: job.prepare: {script} ended with exit code 3. Correct what it says above.\n"
-
-    assert main([*arguments, f"--job.prepare={tmp_path / 'none.py'}"]) == 2
-    assert f"there is no file {tmp_path / 'none.py'}" in capfd.readouterr().err
-
-
 def test_machines_that_may_be_lost(path, capsys):
     """The most and the fewest ranks must fit; numbers between them that do not are said, for they would end the run."""
     batch = "--training.global_batch_size=16"

@@ -23,6 +23,7 @@ from titanlite.preflight import check
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.toml"))
+MAKE_ARITHMETIC = str(ROOT / "scripts/arithmetic/make_arithmetic.py")
 EXPECTED = {
     "deepseek_v3_lora",
     "llama3.1_8b_sft",
@@ -81,10 +82,10 @@ def test_recipe_is_planned_for_its_world_size(path, monkeypatch):
     assert stated is not None
     world_size = int(stated[1])
     job = load_config(["--config", str(path)])
-    if job.job.prepare:
-        monkeypatch.setattr(sys, "argv", [job.job.prepare])
+    if path.stem == "sft_arithmetic":
+        monkeypatch.setattr(sys, "argv", [MAKE_ARITHMETIC])
         with pytest.raises(SystemExit, match="0"):
-            runpy.run_path(str(ROOT / job.job.prepare), run_name="__main__")
+            runpy.run_path(MAKE_ARITHMETIC, run_name="__main__")
     checked = check(job, world_size)
     assert job.job.description and checked.degrees.world_size == world_size
 

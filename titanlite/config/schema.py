@@ -16,9 +16,6 @@ class JobSection:
         "outputs", "Folder of this run. Not set: outputs/NAME, for a configuration file NAME.toml."
     )
     description: str = setting("", "Free text, printed at the start and saved with the run.")
-    prepare: str = setting(
-        "", "Script that run_train.sh runs first, as you, to make data or a model. It returns at once if all is there."
-    )
     stop_grace_seconds: int = setting(0, "Seconds after SIGTERM or SIGINT to finish the step and save; 0: no limit.")
 
 

@@ -23,7 +23,7 @@ from titanlite.config.settings import get_values
 from titanlite.distributed.parallel_dims import end_distributed
 from titanlite.launch import protocol
 from titanlite.metrics import open_events, record_event
-from titanlite.preflight import check_all, prepare
+from titanlite.preflight import check_all
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | JobConfig
 
@@ -32,9 +32,6 @@ def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any])
     """Implement `titanlite.train`. Collective: every rank of a launcher must call."""
     with environment_kept(), _alone():
         job = make_config(config, overrides, **sections)
-        if job.job.prepare:
-            prepare(job)
-            job = make_config(config, overrides, **sections)
         protocol.start_heartbeat()
         code = 1
         try:

@@ -199,7 +199,7 @@ def test_file_that_is_not_text(folder: Path) -> None:
             "unknown key 'profiling.enable'; did you mean 'profiling.enable_profiling' or "
             "'profiling.enable_memory_snapshot'?",
         ),
-        ("job.zzz = 1", "unknown key 'job.zzz'. Keys of [job]: dump_folder, description, prepare, stop_grace_seconds."),
+        ("job.zzz = 1", "unknown key 'job.zzz'. Keys of [job]: dump_folder, description, stop_grace_seconds."),
         (
             "[metrics.log]\nfreq = 1",
             "unknown section 'metrics.log'. Keys of [metrics]: log_freq, function, enable_tensorboard, save_tb_folder, "
