@@ -62,7 +62,7 @@ _PAGES = {
     "model_name_or_path": "docs/from_trl.md",
     ".py": "docs/from_torchtitan.md",
 }
-_PAGES = "Names of other trainers: docs/from_trl.md, docs/from_axolotl.md, docs/from_torchtitan.md."
+_OTHER_NAMES = "Names of other trainers: docs/from_trl.md, docs/from_axolotl.md, docs/from_torchtitan.md."
 _KEY = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
 
 
@@ -246,9 +246,11 @@ class Reader:
         elif nearest:
             hint = f"; did you mean {' or '.join(repr(candidate) for candidate in nearest)}?"
         elif settings:
-            hint = f". Keys of [{section}]: {', '.join(setting.name for setting in settings)}. {_PAGES}"
+            hint = f". Keys of [{section}]: {', '.join(setting.name for setting in settings)}. {_OTHER_NAMES}"
         else:
-            hint = f". Sections: {', '.join(section for section in get_sections() if '.' not in section)}. {_PAGES}"
+            hint = (
+                f". Sections: {', '.join(section for section in get_sections() if '.' not in section)}. {_OTHER_NAMES}"
+            )
         self.refuse(where, f"unknown {noun} {key!r}{hint}", key, *nearest)
 
     def refuse(self, where: str, problem: str, *suspects: str) -> None:

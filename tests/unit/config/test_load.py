@@ -23,6 +23,7 @@ from titanlite.config.settings import Setting, get_settings, get_value, walk_sch
 PROPERTY = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 
 ROOT = Path(__file__).parents[3]
+OTHER_NAMES = "Names of other trainers: docs/from_trl.md, docs/from_axolotl.md, docs/from_torchtitan.md."
 BASE = '[model]\nflavor = "30B-A3B"\n'
 
 
@@ -199,11 +200,14 @@ def test_file_that_is_not_text(folder: Path) -> None:
             "unknown key 'profiling.enable'; did you mean 'profiling.enable_profiling' or "
             "'profiling.enable_memory_snapshot'?",
         ),
-        ("job.zzz = 1", "unknown key 'job.zzz'. Keys of [job]: dump_folder, description, stop_grace_seconds."),
+        (
+            "job.zzz = 1",
+            f"unknown key 'job.zzz'. Keys of [job]: dump_folder, description, stop_grace_seconds. {OTHER_NAMES}",
+        ),
         (
             "[metrics.log]\nfreq = 1",
             "unknown section 'metrics.log'. Keys of [metrics]: log_freq, function, enable_tensorboard, save_tb_folder, "
-            "enable_wandb, wandb_project, grad_norm_groups, enable_progress_bar.",
+            f"enable_wandb, wandb_project, grad_norm_groups, enable_progress_bar. {OTHER_NAMES}",
         ),
         ("[trainin]\nsteps = 5", "unknown section 'trainin'; did you mean 'training'?"),
         ("[model.override]\nnum_layers = 1", "unknown section 'model.override'; did you mean 'model.overrides'?"),
@@ -287,7 +291,7 @@ def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
         ("--model.num_layers=4", "unknown key 'model.num_layers'; did you mean 'model.overrides.num_layers'?"),
         (
             "--compile.enable.x=1",
-            "unknown key 'compile.enable.x'. Keys of [compile]: enable.",
+            f"unknown key 'compile.enable.x'. Keys of [compile]: enable. {OTHER_NAMES}",
         ),
         ("--training=5", "'training' is a section. Set its keys one by one: --training.steps=VALUE."),
         ("--training.steps", "has no value. Write --training.steps=VALUE."),
