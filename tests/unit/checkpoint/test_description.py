@@ -242,19 +242,8 @@ def test_a_rotary_table_of_another_type_leaves_nothing(tmp_path):
     assert written["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
 
 
-OLDER = {
-    "gemma3_text": {
-        "rope_theta": 3e5,
-        "rope_local_base_freq": 7e3,
-        "rope_scaling": {"rope_type": "linear", "factor": 2},
-    },
-    "gpt_neox": {"rotary_emb_base": 3e4, "rotary_pct": 0.5, "rope_scaling": None},
+ROPE_OF_4 = {
     "phi": {"rope_theta": 3e4, "partial_rotary_factor": 0.25, "rope_scaling": None},
-    "phi3": {
-        "rope_theta": 3e4,
-        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
-        "original_max_position_embeddings": 32,
-    },
     "gpt_oss": {
         "rope_theta": 3e4,
         "rope_scaling": {
@@ -271,13 +260,13 @@ OLDER = {
 
 
 @pytest.mark.parametrize("form", ["older", "newer"])
-@pytest.mark.parametrize("model_type", OLDER)
-def test_models_of_transformers_are_written_in_both_forms(tmp_path, model_type, form):
+@pytest.mark.parametrize("model_type", ROPE_OF_4)
+def test_models_of_transformers_have_the_rotary_keys_of_4(tmp_path, model_type, form):
     """From a folder of transformers 4 as from one of 5; read by 5 as if the older keys were not there."""
     from transformers import AutoConfig
 
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 64}
-    hf = {"model_type": model_type, **sizes, **OLDER[model_type]}
+    hf = {"model_type": model_type, **sizes, **ROPE_OF_4[model_type]}
     read = AutoConfig.for_model(**json.loads(json.dumps(hf)))
     if form == "newer":
         read.save_pretrained(tmp_path / "newer")
@@ -288,10 +277,17 @@ def test_models_of_transformers_are_written_in_both_forms(tmp_path, model_type, 
     describe_into(out, transformers_config(hf, "config.json"))
     written = json.loads((out / "config.json").read_text())
     assert written["rope_parameters"] == read.rope_parameters == AutoConfig.from_pretrained(out).rope_parameters
-    found = {key: written[key] for key in OLDER[model_type]}
-    if found["rope_scaling"] is not None and OLDER[model_type]["rope_scaling"].keys() <= found["rope_scaling"].keys():
-        found["rope_scaling"] = {key: found["rope_scaling"][key] for key in OLDER[model_type]["rope_scaling"]}
-    assert found == OLDER[model_type]
+    assert {key: written[key] for key in ROPE_OF_4[model_type]} == ROPE_OF_4[model_type]
+
+
+def test_tables_of_kinds_of_layers_are_as_transformers_5_writes_them(tmp_path):
+    from transformers import AutoConfig
+
+    hf = {"model_type": "gemma3_text", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    describe_into(tmp_path, transformers_config({**hf, "rope_local_base_freq": 7e3}, "config.json"))
+    rope = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert rope["sliding_attention"]["rope_theta"] == 7e3
+    assert "rope_theta" not in json.loads((tmp_path / "config.json").read_text())
 
 
 def test_nested_configurations_have_both_forms_too(tmp_path):

@@ -14,6 +14,7 @@ from titanlite.config.model import TransformersConfig
 from titanlite.models.families.keys import PARTIAL, QUANTIZATION, describe_unreadable, find_absurd, find_quantization
 
 _SHOWN_CHARS = 80
+_THETA = "rope_theta"
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "top_k")
 
@@ -156,10 +157,11 @@ def format_json(value: Any) -> str:
 
 
 def save_config(config: Any, folder: Path, original: Mapping[str, Any] | None = None) -> None:
-    """Write transformers' `config` as config.json, readable by transformers 4.57 and 5, and by llama.cpp.
+    """Write transformers' `config` as config.json.
 
-    Transformers 5 renames some keys, and writes infinities in a form of its own; the older ones are written, too, and
-    literal ones kept: as in `original`, the config.json that the model came from. Without it keys are derived.
+    Next to `rope_parameters` of transformers 5 it has `rope_theta` and `rope_scaling`, which transformers 4 and
+    llama.cpp read. Values that transformers 5 writes in a form of its own, such as infinities, stay as in `original`,
+    the config.json that the model came from.
     """
     config.save_pretrained(folder)
     path = folder / "config.json"
@@ -173,34 +175,20 @@ def save_config(config: Any, folder: Path, original: Mapping[str, Any] | None = 
 
 
 def _with_older_keys(table: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `table` with the keys that transformers 4.57 reads; its nested configurations likewise."""
-    rope = table.get("rope_parameters")
-    derived = _older_rope(rope, table.get("model_type", "")) if isinstance(rope, dict) else {}
-    both = {key: value for key, value in table.items() if key not in derived}  # transformers 5.17 writes some defaults
+    """Return `table` with the rotary keys of transformers 4; its nested configurations likewise."""
+    both = dict(table)
     for key, value in table.items():
         if isinstance(value, dict) and key.endswith("_config"):
             both[key] = _with_older_keys(value, original[key] if isinstance(original.get(key), dict) else {})
+    rope = table.get("rope_parameters") or {}
+    if _THETA in rope:  # not one table per kind of layer, which transformers 4 has by no common names
+        both |= {key: rope[key] for key in (_THETA, PARTIAL) if key in rope}
+        scaling = {key: value for key, value in rope.items() if key not in (_THETA, PARTIAL)}
+        both["rope_scaling"] = scaling if len(scaling) > 1 else None
     if "num_local_experts" in table:
-        derived["num_experts"] = table["num_local_experts"]
-    kept = {key: value for key, value in original.items() if not original.get("rope_parameters") and key in _OLDER_KEYS}
+        both["num_experts"] = table["num_local_experts"]
     literal = {key: old for key, old in original.items() if table.get(key) != old == decode_floats(table.get(key))}
-    return {**derived, **kept, **both, **literal}
-
-
-def _older_rope(rope: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Return the separate keys that `rope_parameters` has replaced, by their names in transformers 4."""
-    theta, partial, local = _OLDER_NAMES.get(model_type, ("rope_theta", PARTIAL, ""))
-    older: dict[str, Any] = {}
-    if any(isinstance(value, dict) for value in rope.values()):
-        if not local:
-            return {}  # transformers 4 has no such model
-        older[local] = (rope.get("sliding_attention") or {}).get("rope_theta")
-        rope = rope.get("full_attention") or {}
-    older |= {name: rope[key] for name, key in ((theta, "rope_theta"), (partial, PARTIAL)) if key in rope}
-    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", PARTIAL)}
-    if model_type in ("phi3", "phi4_multimodal"):  # count the entries
-        scaling = {"type" if key == "rope_type" else key: value for key, value in scaling.items() if key in _PHI3}
-    return older | {"rope_scaling": scaling if len(scaling) > 1 else None}
+    return both | literal
 
 
 def _is_part(expected: Any, read: Any) -> bool:
@@ -209,22 +197,6 @@ def _is_part(expected: Any, read: Any) -> bool:
         own = expected.keys() - (expected.get("rope_parameters") or {})  # the table counts where both have a key
         return all(key in read and _is_part(expected[key], read[key]) for key in own)
     return expected == read
-
-
-# Names of the base, of the rotated part, and of the base in layers with a window, in transformers 4 where they are not
-# the common ones. OLMo 3 has one base for all layers.
-_OLDER_NAMES = {
-    **dict.fromkeys(("gpt_neox", "gpt_neox_japanese"), ("rotary_emb_base", "rotary_pct", "")),
-    **dict.fromkeys(("gemma3_text", "gemma3n_text"), ("rope_theta", PARTIAL, "rope_local_base_freq")),
-    "modernbert-decoder": ("global_rope_theta", PARTIAL, "local_rope_theta"),
-    "olmo3": ("rope_theta", PARTIAL, "rope_theta"),
-}
-_PHI3 = ("rope_type", "short_factor", "long_factor")
-# What a config.json may have in the older form, which transformers 5 does not write.
-_OLDER_KEYS = {
-    *("rope_theta", "rope_scaling", "partial_rotary_factor", "num_experts"),
-    *("rope_local_base_freq", "rotary_emb_base", "rotary_pct", "global_rope_theta", "local_rope_theta"),
-}
 
 
 def _number(config: Any, *names: str) -> int | None:
