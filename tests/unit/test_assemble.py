@@ -1,7 +1,6 @@
 """What is looked at when a run is set up."""
 
 import json
-import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -10,8 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from tiny_transformers import VOCAB_SIZE, save_tiny
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -34,7 +31,7 @@ from titanlite.features.dpo import turn_off_dropout
 from titanlite.features.sft import chat_template
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.streams.mixture import MixtureDataset
-from titanlite.models.families import any_model_config_from_hf, families, resolve_model_config
+from titanlite.models.families import families, resolve_model_config
 from titanlite.optim.expert_bias import warn_of_ignored_balancing
 
 CONFIG = replace(families()["qwen3_moe"].presets["debug"], vocab_size=1000)
@@ -112,25 +109,6 @@ def test_a_larger_tokenizer_is_never_saved_in_silence(warnings):
     (text,) = warnings
     assert "the tokenizer has 1003 tokens, but the model's vocab_size is 1000." in text
     assert "none of the tokens from 1000 on" in text
-
-
-@pytest.mark.parametrize("family", ["native", "transformers"])
-def test_what_is_said_to_resize_a_pretrained_embedding_does_it(tmp_path, monkeypatch, family):
-    """Run as it stands; afterwards the tokenizer fits, and the old rows are as they were."""
-    name = {"native": "qwen3", "transformers": "gemma3_text"}[family]
-    reference = save_tiny(name, tmp_path / "base")
-    job = JobConfig()
-    job.checkpoint.initial_load_path = str(tmp_path / "base")
-    config = any_model_config_from_hf(tmp_path / "base", "test")
-    with pytest.raises(DataError) as raised:
-        check_vocabulary(job, VOCAB_SIZE + 5, VOCAB_SIZE + 5, config)
-    (code,) = re.findall(r'python -c "(.*)", and set checkpoint.initial_load_path = resized', str(raised.value))
-    monkeypatch.chdir(tmp_path)
-    exec(code, {})
-    resized = any_model_config_from_hf(tmp_path / "resized", "test")
-    check_vocabulary(job, VOCAB_SIZE + 5, VOCAB_SIZE + 5, resized)
-    stored = load_file(tmp_path / "resized/model.safetensors")["model.embed_tokens.weight"]
-    assert torch.equal(stored[:VOCAB_SIZE], reference.model.embed_tokens.weight) and len(stored) == VOCAB_SIZE + 5
 
 
 def test_dpo_turns_off_dropout_wherever_it_is(monkeypatch):

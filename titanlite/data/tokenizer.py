@@ -25,7 +25,7 @@ from titanlite.base.files import read_json, write_atomic
 from titanlite.base.hf_objects import load_from_folder, load_tokenizer_file
 from titanlite.base.log import logger
 from titanlite.base.text import describe_error
-from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.assets import weights_key
 from titanlite.config.data import DataSection
 from titanlite.data.corpus import Corpus, get_cache_folder, load_or_build, split_text
@@ -40,8 +40,6 @@ _MAX_TRAINING_BYTES = 24 * 2**20
 _TRAINING_PIECE_CHARS = 64 * 2**10
 # Names that tokenizer.json files without a tokenizer_config.json use for the end of a text.
 _KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>")
-# A tokenizer is written out id by id, those included that no token has: one with the id 4,294,967,294 for an hour.
-_MOST_IDS_PER_TOKEN, _MOST_SPARE_IDS = 16, 2**16
 _RECIPE_VERSION = 2  # raise it when the training below changes, or old cached tokenizers will be taken for new ones
 
 
@@ -216,12 +214,6 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
             f"data: tokenizer_path {path}: {type(tokenizer).__name__} does not use tokenizer.json. "
             "Convert it with transformers and save it again."
         )
-    num_ids, num_tokens = count_ids(tokenizer), len(tokenizer.get_vocab())
-    if num_ids > _MOST_IDS_PER_TOKEN * num_tokens + _MOST_SPARE_IDS:
-        raise DataError(
-            f"data: tokenizer_path {path}: tokenizer.json has the id {num_ids - 1}, but only {num_tokens} tokens. "
-            "Number its tokens without such a gap."
-        )
     if path.is_dir() and (path / "tokenizer_config.json").is_file():
         tokenizer = _take_as_it_is(tokenizer, path)
     if tokenizer.eos_token_id is None:
@@ -312,13 +304,9 @@ def describe_resizing(job: JobConfig, vocab_size: int, model_config: AnyModelCon
         return f"Set model.overrides.vocab_size = {vocab_size}, or {others}."
     if not folder:
         return f"Set vocab_size = {vocab_size} in its config.json, or use the model's own tokenizer."
-    takes_images = isinstance(model_config, TransformersConfig) and model_config.takes_images
     return (
-        "Use the model's own tokenizer, or give its embedding rows for the new tokens: "
-        f'python -c "from transformers import AutoModelFor{"ImageTextToText" if takes_images else "CausalLM"} as M; '
-        f"m = M.from_pretrained('{folder}', dtype='auto'); m.resize_token_embeddings({vocab_size}); "
-        f"m.save_pretrained('resized')\", and set {weights_key(job)} = resized and data.tokenizer_path to the "
-        "folder with the tokenizer."
+        "Use the model's own tokenizer, or give its embedding rows for the new tokens with transformers' "
+        f"resize_token_embeddings({vocab_size}), and set {weights_key(job)} to the folder that it is saved in."
     )
 
 
