@@ -19,6 +19,7 @@ from titanlite.base.log import logger
 from titanlite.base.process import keep_freed_memory
 from titanlite.base.text import format_count, format_size
 from titanlite.checkpoint.commit import step_folder
+from titanlite.checkpoint.copies import check_same_copies
 from titanlite.checkpoint.description import check_data_order, check_resumed_model, check_saved_tokenizer
 from titanlite.checkpoint.hf_model import HFFormat, check_layout
 from titanlite.checkpoint.manager import Checkpointer
@@ -88,7 +89,6 @@ def assemble(checked: Checked) -> Trainer:
     job, model_config, degrees = checked.job, checked.model_config, checked.degrees
     folder = Path(job.job.dump_folder)
     device = _join(job, folder)
-    run_folder.check_same_settings(job)
     locks = run_folder.hold_folders(job, folder)  # before anything there is read or cleaned
     check_device(job, device)
     prepare_device(job, model_config, device)
@@ -174,12 +174,14 @@ def assemble(checked: Checked) -> Trainer:
 
 
 def _join(job: JobConfig, folder: Path) -> torch.device:
-    """Join the other ranks; return the device of this one."""
+    """Join the other ranks, which must have the same settings and models; return the device of this one."""
     beat("loading", 0)
     prepare_process(job, folder)
     device = init_distributed(job.comm.timeout_seconds)
     if device.type == "cpu":
         keep_freed_memory()
+    run_folder.check_same_settings(job)
+    check_same_copies(job)
     return device
 
 

@@ -1,5 +1,6 @@
 """Several machines: launchers that meet, agree to stop, lose one another and go on; over addresses of their own."""
 
+import json
 import os
 import re
 import shlex
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,23 @@ import torch.distributed as dist
 from files import file_digest
 from processes import kill_tree
 from rank_server import RankServer
+from safetensors.torch import save_file
 
+from tests.saving import save_hf_model
 from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.checkpoint.commit import check_folder, list_steps
+from titanlite.checkpoint.copies import check_same_copies
+from titanlite.checkpoint.hf_model import hf_checkpoint
+from titanlite.config import JobConfig
+from titanlite.config.model import ModelSection
 from titanlite.config.parallelism import Degrees
+from titanlite.config.schema import CheckpointSection
 from titanlite.launch.rendezvous import find_free_port
+from titanlite.materialize import materialize
 from titanlite.metrics import run_folder
 from titanlite.metrics.run_folder import check_same_settings, check_shared_folder, waiting_for_machines
+from titanlite.models.decoder import build_decoder
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240  # 40 s on 2 idle cores
@@ -403,6 +413,127 @@ def test_folders_and_settings_that_differ_are_one_error_on_all_ranks(run_ranks, 
         "arguments. (ranks 2, 3)"
     )
     assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []], "nothing is left behind"
+
+
+def write_model(folder: Path, change: Callable[[str, bytes], bytes | None] = lambda name, content: content) -> Path:
+    """Write a model of two files of 200 KB of data, and its tokenizer; `change` returns the content of each file."""
+    folder.mkdir(parents=True)
+    for number in (1, 2):
+        generator = torch.Generator().manual_seed(number)
+        tensors = {f"w{number}.{i}": torch.randn(100, 100, generator=generator) for i in range(5)}
+        save_file(tensors, folder / f"model-0000{number}-of-00002.safetensors")
+    weight_map = {f"w{number}.{i}": f"model-0000{number}-of-00002.safetensors" for number in (1, 2) for i in range(5)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "README.md").write_text(str(folder))  # may differ
+    for path in folder.iterdir():
+        content = change(path.name, path.read_bytes())
+        path.unlink() if content is None else path.write_bytes(content)
+    return folder
+
+
+def flip(at: Callable[[int], int], file: str = "model-00002-of-00002.safetensors"):
+    """Change one byte of `file`, at a place that depends on its size."""
+
+    def change(name: str, content: bytes) -> bytes:
+        if name != file:
+            return content
+        place = at(len(content))
+        return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+    return change
+
+
+HEADER_BYTES = 8 + 400  # about; the data begin after it
+SECOND = "model-00002-of-00002.safetensors"
+COPIES = {
+    "the start": (flip(lambda size: size - 200_000), f"the data of {SECOND} differs"),
+    "a quarter": (flip(lambda size: size - 200_000 + 49_500), f"the data of {SECOND} differs"),
+    "the middle": (flip(lambda size: size - 200_000 + 99_000), f"the data of {SECOND} differs"),
+    "the end": (flip(lambda size: size - 1), f"the data of {SECOND} differs"),
+    "the header": (flip(lambda size: HEADER_BYTES // 4), f"the header of {SECOND} differs"),
+    "config.json": (flip(lambda size: 3, "config.json"), "config.json differs"),
+    "tokenizer.json": (flip(lambda size: size - 2, "tokenizer.json"), "tokenizer.json differs"),
+    "the index": (flip(lambda size: 20, "model.safetensors.index.json"), "model.safetensors.index.json differs"),
+    "a file less": (
+        lambda name, content: None if name == "tokenizer.json" else content,
+        "tokenizer.json (missing) differs",
+    ),
+    "a size": (lambda name, content: content + b"\0" * (name == SECOND), f"the data of {SECOND} differs"),
+}
+
+
+def test_machines_with_other_copies_of_a_model_are_one_error_that_names_them(run_ranks, tmp_path, monkeypatch):
+    """Three machines of two ranks: the last one has another copy; in each case of a file, with the same sizes."""
+    usual = write_model(tmp_path / "usual")
+    same = write_model(tmp_path / "same")
+    others = {name: write_model(tmp_path / f"other{i}", change) for i, (name, (change, _)) in enumerate(COPIES.items())}
+    snapshots = [tmp_path / f"{i}/models--acme--tiny/snapshots/{i}{'a' * 39}" for i in range(2)]
+    for snapshot in snapshots:
+        write_model(snapshot)
+
+    def rank_main() -> dict[str, str]:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        rank, messages = dist.get_rank(), {}
+
+        def check(mine: Path, other: Path) -> str:
+            path = str(mine if rank < 4 else other)
+            job = JobConfig(model=ModelSection(path=path, hf_assets_path=path))
+            job = replace(job, checkpoint=CheckpointSection(initial_load_path=path))
+            try:
+                check_same_copies(job)
+            except ConfigError as error:
+                return str(error)
+            return ""
+
+        messages["same"] = check(usual, same)
+        messages["hub"] = check(*snapshots)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+        messages["one machine"] = check(usual, others["config.json"])
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        return messages | {name: check(usual, other) for name, other in others.items()}
+
+    results = run_ranks(6, rank_main)
+    assert all(result == results[0] for result in results)
+    found, host = results[0], socket.gethostname()
+    assert found["same"] == found["one machine"] == ""
+    commits = f"the commit (1{'a' * 39}, not 0{'a' * 39}) differs"
+    expected = {name: text for name, (_, text) in COPIES.items()} | {"hub": commits}
+    for name, text in expected.items():
+        mine, other = (usual, others[name]) if name != "hub" else snapshots
+        assert found[name] == (
+            f"configuration: model.path: {other} on {host} (rank 4) is another copy than {mine} on {host} (rank 0): "
+            f"{text}. Copy it there again, or put it on a file system that all machines share."
+        )
+
+
+def test_a_run_over_machines_with_other_copies_ends_before_a_tensor_is_read(run_ranks, checked, tmp_path, monkeypatch):
+    """Of the same sizes; and each machine reads its own copy, wherever it is."""
+    source = checked(Degrees(dp_shard=4))
+
+    def rank_main() -> tuple[set[str], str]:
+        for name in "abc":
+            model = build_decoder(source.model_config)
+            plan = materialize(model, "cpu", seed=1 if name == "c" else 0)
+            save_hf_model(model, plan, None, tmp_path / name, torch.float32)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        first = dist.get_rank() < 2
+        config = source.model_config
+        read = hf_checkpoint(tmp_path / ("a" if first else "b"), config).stored
+        path = str(tmp_path / ("a" if first else "c"))
+        job = replace(source.job, checkpoint=replace(source.job.checkpoint, initial_load_path=path))
+        with pytest.raises(ConfigError) as raised:
+            assemble(replace(source, job=job))
+        folders = {str(file.parent) for file in [*read.file_bytes, *(t.file for t in read.tensors.values())]}
+        return folders, str(raised.value)
+
+    for rank, (folders, message) in enumerate(run_ranks(4, rank_main)):
+        assert folders == {str(tmp_path / ("a" if rank < 2 else "b"))}
+        assert message.startswith(
+            f"configuration: checkpoint.initial_load_path: {tmp_path}/c on {socket.gethostname()}"
+        )
+        assert "the data of model.safetensors differs" in message
 
 
 @pytest.mark.parametrize("machine_size", [1, 2])

@@ -1,0 +1,103 @@
+"""Copies of a model on several machines: compared before anything is read, since each rank reads its part of a tensor
+from the copy of its machine.
+"""
+
+import hashlib
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.base.agree import gather_objects
+from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.process import read_variable
+from titanlite.checkpoint.folder import OWN_FOLDER, shown
+from titanlite.config import JobConfig
+from titanlite.config.assets import assets_key, base_model_of, weights_key
+
+# What is read of a model's folder. Others, such as a README, may differ.
+_FILES = (
+    *("*.safetensors", "*.safetensors.index.json", f"{OWN_FOLDER}/*.safetensors", "config.json", "*_config.json"),
+    *("tokenizer*", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*"),
+)
+_WHOLE_BYTES = 64 << 20  # files up to this size are compared whole, except safetensors
+_WINDOW_BYTES, _NUM_WINDOWS = 4096, 5  # of the data of other files: at the start, each quarter, and the end
+_COMMIT = "the commit"
+_MOST_NAMES = 4
+
+
+def check_same_copies(job: JobConfig) -> None:
+    """Check that all machines hold the same model, adapters and tokenizer; one rank of each machine looks.
+
+    It compares sizes, safetensors headers, five windows of 4 KiB in their data, other files whole, and the commit of a
+    model in the hub's cache. On one machine there is nothing to check.
+
+    Raises ConfigError: on all ranks; names the machines and files that differ. Collective: every rank must call.
+    """
+    ranks_here = int(read_variable("LOCAL_WORLD_SIZE") or dist.get_world_size())
+    if ranks_here == dist.get_world_size():
+        return
+    paths = {weights_key(job): job.checkpoint.initial_load_path, assets_key(job): job.model.hf_assets_path}
+    paths |= {"lora.init_from": job.lora.init_from, "data.tokenizer_path": job.data.tokenizer_path}
+    paths |= {"data.chat_template": job.data.chat_template}
+    paths = {key: path for key, path in paths.items() if path}
+    looks = dist.get_rank() % ranks_here == 0  # of consecutive ranks one does
+    mine = {key: _summarize(Path(path)) for key, path in paths.items()} if looks else {}
+    gathered = gather_objects((socket.gethostname(), dict(paths), mine))
+    problems = []
+    for key in paths:
+        copies = {rank: frozenset(found[key].items()) for rank, (_, _, found) in enumerate(gathered) if key in found}
+        usual = Counter(copies.values()).most_common(1)[0][0]
+        first = next(rank for rank, copy in copies.items() if copy == usual)
+        for rank, copy in copies.items():
+            if copy != usual:
+                host, there, _ = gathered[rank]
+                what = _describe_difference(dict(copy), dict(usual))
+                problems.append(
+                    f"{key}: {there[key]} on {host} (rank {rank}) is another copy than {gathered[first][1][key]} on "
+                    f"{gathered[first][0]} (rank {first}): {what} differs. Copy it there again, or put it on a file "
+                    "system that all machines share."
+                )
+    raise_problems(ConfigError, "configuration", problems)
+
+
+def _describe_difference(copy: Mapping[str, str], usual: Mapping[str, str]) -> str:
+    names = sorted(name for name in {*copy, *usual} if copy.get(name) != usual.get(name))
+    if _COMMIT in names:
+        return f"{_COMMIT} ({copy.get(_COMMIT)}, not {usual.get(_COMMIT)})"
+    missing = [f"{name} (missing)" if name not in copy else name for name in names]
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return shown(", ".join(missing[:_MOST_NAMES])) + more
+
+
+def _summarize(path: Path) -> dict[str, str]:
+    """Return a digest of each file at `path`, a folder or a file; of safetensors one of the header, one of the data."""
+    base = base_model_of(str(path))
+    found = {_COMMIT: base.revision} if base is not None and base.on_hub else {}
+    files = {file for pattern in _FILES for file in path.glob(pattern)} if path.is_dir() else {path}
+    for file in sorted(files):
+        name = str(file.relative_to(path)) if file != path else path.name
+        try:
+            with open(file, "rb") as opened:
+                size, start = os.fstat(opened.fileno()).st_size, 0
+                if file.suffix == ".safetensors":
+                    start = min(8 + int.from_bytes(opened.read(8), "little"), size, _WHOLE_BYTES)
+                    opened.seek(0)
+                    found[f"the header of {name}"] = _digest(opened.read(start))
+                whole = size <= _WHOLE_BYTES and file.suffix != ".safetensors"
+                length = size if whole else _WINDOW_BYTES
+                data = [str(size).encode()]
+                for window in range(1 if whole else _NUM_WINDOWS):
+                    opened.seek(max(start, start + (size - start - length) * window // (_NUM_WINDOWS - 1)))
+                    data.append(opened.read(length))
+                found[name if whole else f"the data of {name}"] = _digest(*data)
+        except OSError as error:
+            found[name] = f"cannot be read: {error.strerror}"
+    return found
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
