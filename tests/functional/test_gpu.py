@@ -18,7 +18,7 @@ from titanlite.features.generate.generate import Sampling, choose_tokens, genera
 from titanlite.ops import group_by_expert, linear_cross_entropy, permute_tokens
 from titanlite.ops import launchers as kernels
 from titanlite.ops.attention import build_attention_mask
-from titanlite.ops.matmul import sum_over_rows, wide_linear
+from titanlite.ops.matmul import keep_float32, sum_over_rows, wide_linear
 from titanlite.ops.moe_experts import gather_sum
 
 # torch looks at it once in a process, at the first product, which is that of a test without determinism.
@@ -278,3 +278,16 @@ def test_cross_entropy_over_a_large_vocabulary(dtype, reduction):
     grads = torch.autograd.grad(loss, (hidden, weight))
     for grad, wanted in zip(grads, torch.autograd.grad(expected, exact), strict=True):
         assert (grad.double() - wanted).norm() <= bound * wanted.norm()
+
+
+def test_products_of_float32_are_no_tf32(monkeypatch):
+    """Angles of positions beyond 2,048, as classes of transformers compute them; and a convolution."""
+    torch.set_float32_matmul_precision("high")  # as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE leaves it
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    keep_float32()
+    positions = torch.arange(8192.0, device="cuda").view(1, 1, -1)
+    frequencies = (1e4 ** -(torch.arange(0, 64, 2, device="cuda") / 64)).view(1, -1, 1)
+    assert relative_error(frequencies @ positions, frequencies.double() @ positions.double()) < 1e-6
+    x, weight = torch.randn(4, 64, 256, device="cuda"), torch.randn(64, 64, 4, device="cuda")
+    expected = torch.nn.functional.conv1d(x.double(), weight.double())
+    assert relative_error(torch.nn.functional.conv1d(x, weight), expected) < 1e-5

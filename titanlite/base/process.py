@@ -38,6 +38,11 @@ def read_variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def remove_variable(name: str) -> None:
+    """Remove the variable `name` from the environment, for libraries that start later."""
+    os.environ.pop(name, None)
+
+
 def set_defaults(values: Mapping[str, str]) -> dict[str, str]:
     """Set the variables that are not set; return what each is now."""
     return {name: os.environ.setdefault(name, value) for name, value in values.items()}

@@ -25,6 +25,7 @@ from titanlite.distributed.collectives import forget_groups
 from titanlite.launch.rendezvous import PORT_TAKEN, STORE_FILE, find_interface
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.ops.attention import leave_out_cudnn
+from titanlite.ops.matmul import keep_float32
 
 _rendezvous_number = count()  # of process groups made in this process
 _INTERFACES, _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
@@ -143,6 +144,7 @@ def init_distributed(timeout_s: int) -> torch.device:
     """
     timeout = timedelta(seconds=timeout_s)
     allow_many_files()
+    keep_float32()
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)  # a task may see its own only

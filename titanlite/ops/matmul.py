@@ -22,8 +22,33 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from titanlite.base.process import read_variable
+from titanlite.base.log import warn_once
+from titanlite.base.process import read_variable, remove_variable
 from titanlite.ops.kernels import has_triton, kernel_device
+
+# torch takes its initial setting from the first; cuBLAS reads the second when it starts, and obeys no other.
+_TF32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
+
+
+def keep_float32() -> None:
+    """Let products and convolutions of float32 be computed in float32 in this process, and not in TF32.
+
+    TF32 has 11 significant bits: a class of transformers that multiplies rotary positions by frequencies would mix up
+    those beyond 2,048. cuDNN uses it by default, cuBLAS where an image sets one of the variables. Call before CUDA
+    starts: later, the second variable counts.
+    """
+    torch.set_float32_matmul_precision("highest")
+    cudnn: Any = torch.backends.cudnn
+    cudnn.allow_tf32 = False  # first: it leaves the two below to the setting of all backends
+    cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "ieee"
+    for name in _TF32_VARIABLES:
+        if (value := read_variable(name)) in (None, "", "0"):
+            continue
+        remove_variable(name)
+        effect = "is ignored: float32 is not made TF32"
+        if name == "NVIDIA_TF32_OVERRIDE" and torch.cuda.is_initialized():
+            effect = "may make float32 TF32, because CUDA has started. Unset it"
+        warn_once(f"float32: {name}={value}, which some images set, {effect}.")
 
 
 def sum_over_rows(

@@ -1,5 +1,8 @@
 """Products on CUDA's branch: float32 sums of two-byte operands. Values on the CPU, kernels chosen with fake tensors."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -94,3 +97,39 @@ def test_rows_are_summed_by_titanlites_kernel_on_cuda(top_k: int, summed: int, p
         assert out.shape == x.shape and out.dtype == BF16 and x.grad is not None and x.grad.shape == x.shape
     assert (calls.found["gather_sum.default"], calls.found["index_select.default"]) == (summed, picked)
     assert not any("embedding_bag" in name for name in calls.found)
+
+
+PRECISIONS = """
+import os
+
+import torch
+from titanlite.base.log import setup_logger
+from titanlite.distributed.parallel_dims import init_distributed
+
+def get():
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    flags = torch.get_float32_matmul_precision(), cuda.allow_tf32, cudnn.allow_tf32
+    return *flags, cuda.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+
+setup_logger()
+print(get())
+init_distributed(60)
+print(get(), [name for name, value in os.environ.items() if "_TF32_" in name and value == "1"])
+"""
+
+
+@pytest.mark.parametrize("values", [("1", "1"), ("1", None), ("0", "0"), (None, None)])
+def test_ranks_multiply_float32_as_float32_whatever_an_image_sets(values: tuple[str | None, str | None]) -> None:
+    """torch begins with TF32 in cuDNN, and in cuBLAS where the first variable is 1; cuBLAS obeys the second alone."""
+    names = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
+    given = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+    environment = {key: value for key, value in os.environ.items() if key not in (*names, "RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-W", "error", "-c", PRECISIONS]
+    done = subprocess.run(command, env=environment | given, capture_output=True, text=True, timeout=120, check=True)
+    before, *lines, after = done.stdout.splitlines()
+    assert before.startswith("('high', True, True, 'tf32'" if values[0] == "1" else "('highest', False, True, 'none'")
+    assert after == "('highest', False, False, 'ieee', 'ieee', 'ieee') []"
+    expected = [name for name, value in given.items() if value == "1"]
+    assert [name in line and "is ignored" in line for name, line in zip(expected, lines, strict=True)] == [
+        True for _ in expected
+    ]

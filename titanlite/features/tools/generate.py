@@ -39,6 +39,7 @@ from titanlite.features.sft.readers import READERS, RowError
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model, load_model
 from titanlite.models.families import any_model_config_from_hf
 from titanlite.ops.attention import leave_out_cudnn
+from titanlite.ops.matmul import keep_float32
 
 _TIMEOUT_S = 600
 _shorten = partial(shorten, width=60, placeholder="...")
@@ -111,6 +112,7 @@ def _sampling(options: argparse.Namespace) -> Sampling:
 def _run(options: argparse.Namespace) -> None:
     device, dims = torch.device("cuda" if torch.cuda.is_available() else "cpu"), None
     leave_out_cudnn()
+    keep_float32()
     if read_variable("RANK") is not None:
         device = init_distributed(_TIMEOUT_S)
     if device.type == "cpu":
