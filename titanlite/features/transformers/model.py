@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.base.errors import ConfigError, raise_problems
-from titanlite.base.log import logger
+from titanlite.base.log import logger, warn_once
 from titanlite.config.model import TransformersConfig
 from titanlite.config.schema import MoESection
 from titanlite.features.transformers import packing, probes
@@ -35,6 +35,8 @@ from titanlite.models.moe import is_routed
 from titanlite.ops import IGNORE_INDEX, linear_cross_entropy, local_tensor
 from titanlite.ops.attention import AttentionBackend
 
+# Names in the package index, where they are others than those of the modules.
+_DISTRIBUTIONS = {"fla": "flash-linear-attention"}
 Around = Generator[tuple[Any, ...], torch.Tensor, torch.Tensor]
 """What goes on around a forward: yields its arguments, is sent its result, and returns another one."""
 
@@ -322,6 +324,13 @@ class TransformersModel(Model):
     ) -> None:
         self.loss_chunk_tokens = loss_chunk_tokens
         name = self.config.architecture
+        if missing := probes.find_missing_kernels(self._transformers_model):
+            say = warn_once if device.type == "cuda" else logger.info
+            say(
+                f"model: the fast path of transformers' {name} on GPUs needs {' and '.join(missing)}, which cannot be "
+                "imported: plain operations are used, which are slower. Install it with pip: "
+                f"{' '.join(_DISTRIBUTIONS.get(package, package) for package in missing)}"
+            )
         if self.config.num_experts or any(is_routed(parameter) for parameter, _ in self.named_parameters()):
             sizes = sorted({getattr(module, "num_experts", 0) for module in self.expert_modules.values()})
             why = " or ".join(map(str, sizes))

@@ -6,6 +6,9 @@ and the log has the exception.
 Shapes: S sequence; 2 rows in a batch.
 """
 
+import inspect
+import re
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from titanlite.features.transformers.model import TransformersModel
 
 PROBE_TOKENS = 6
+# How modules of transformers say that a package has a kernel for a function of theirs: package, function.
+_FAST_PATH = re.compile(r'_with_fallback\(\s*"\w+",\s*"(\w+)"[^)]*\)\s*(?:@[^\n]*\n\s*)*def (\w+)')
 _LEAK = 0.05  # of what a document changes in the next one where nothing separates them
 
 
@@ -220,6 +225,26 @@ def find_head(model: Any) -> Any:
 
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     return next((head for part in parts if (head := part.get_output_embeddings()) is not None), None)
+
+
+def find_missing_kernels(model: Any) -> list[str]:
+    """Return the packages that transformers would take kernels from for layers of `model`, and has not found."""
+    missing = set[str]()
+    for cls in {type(module) for module in model.modules()}:
+        if not cls.__module__.startswith("torch."):
+            functions = _FAST_PATH.findall(_source_of(sys.modules[cls.__module__]))
+            text = _source_of(cls) if functions else ""
+            # What transformers imports without an error stays in `sys.modules`.
+            used = {package for package, name in functions if re.search(rf"\b{name}\b", text)}
+            missing |= used - sys.modules.keys()
+    return sorted(missing)
+
+
+def _source_of(thing: Any) -> str:
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):  # made while the program runs
+        return ""
 
 
 def find_embedding(model: Any) -> nn.Module | None:

@@ -1,6 +1,8 @@
 """What is found out about classes that mix documents, see later tokens, or raise."""
 
+import sys
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,11 +11,12 @@ import transformers
 from tiny_transformers import ALL_MODELS
 
 from titanlite.base.errors import ConfigError
-from titanlite.config.schema import DataSection, JobConfig, TrainingSection
+from titanlite.base.log import warn_once
+from titanlite.config.schema import DataSection, JobConfig, MoESection, TrainingSection
 from titanlite.features.generate.generate import generate
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.packing import boundaries
-from titanlite.features.transformers.probes import check_documents_per_row
+from titanlite.features.transformers.probes import check_documents_per_row, find_missing_kernels
 from titanlite.models.families.config_json import transformers_config
 
 CPU = torch.device("cpu")
@@ -267,3 +270,33 @@ def test_embeddings_that_share_their_weight_are_no_layer() -> None:
     """BERT's must not be split, and the head has their weight: with FSDP the two would part."""
     model = build(transformers.BertConfig(**_ENCODER, is_decoder=True))
     assert {type(layer).__name__ for layer in model.decoder_layers()} == {"BertLayer"}
+
+
+_LINEAR = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_FAST = [
+    (transformers.Qwen3NextConfig(**_ENCODER, **_LINEAR, num_experts=2), ["causal_conv1d", "fla"]),
+    (transformers.MambaConfig(**_MAMBA), ["causal_conv1d", "mamba_ssm"]),
+    (transformers.Lfm2Config(**_ENCODER, layer_types=["conv", "full_attention"]), ["causal_conv1d"]),
+    (transformers.Lfm2Config(**_ENCODER, layer_types=["full_attention"] * 2), []),  # no layer has such kernels
+    (transformers.MixtralConfig(**_ENCODER), []),
+]
+
+
+@pytest.mark.parametrize(("config", "packages"), _FAST, ids=lambda value: getattr(value, "model_type", ""))
+def test_kernels_of_packages_that_are_not_there_are_one_line(config, packages, monkeypatch, caplog) -> None:
+    model = build(config)
+    assert find_missing_kernels(model.transformers_model) == packages
+    for device in ("cpu", "cuda"):
+        caplog.clear()
+        warn_once.cache_clear()
+        with caplog.at_level("INFO"):
+            model.configure("sdpa", MoESection(), 1024, torch.device(device))
+        lines = [record for record in caplog.records if "fast path" in record.getMessage()]
+        assert [record.levelname for record in lines] == [{"cpu": "INFO", "cuda": "WARNING"}[device]] * bool(packages)
+        for record in lines:
+            text, names = record.getMessage(), " and ".join(packages)
+            assert f"{model.config.architecture} on GPUs needs {names}, which cannot be imported" in text
+            assert ("flash-linear-attention" in text) == ("fla" in packages)
+    for package in packages:  # as transformers has imported them
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    assert find_missing_kernels(model.transformers_model) == []
