@@ -14,6 +14,7 @@ from titanlite.base.agree import gather_objects, get_rank, is_lost_peer, merge_p
 from titanlite.base.errors import CheckpointError, TransientError
 from titanlite.base.log import logger
 from titanlite.base.text import describe_error
+from titanlite.checkpoint.bias import is_bias, judge_absent_biases, warn_of_collapsed_bias
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import (
     FP8,
@@ -27,6 +28,7 @@ from titanlite.checkpoint.folder import (
     read_model_headers,
     shown,
 )
+from titanlite.checkpoint.names import explain_absent_head, explain_names, with_base_prefix
 from titanlite.checkpoint.pieces import (
     IGNORED_SUFFIXES,
     MASTER_PREFIX,
@@ -57,7 +59,7 @@ from titanlite.materialize import (
     local_of,
     share_out,
 )
-from titanlite.models.families import Family, family_of
+from titanlite.models.families import family_of
 from titanlite.models.families.keys import describe_unreadable, find_quantization
 from titanlite.models.interface import Model, is_adapter
 
@@ -66,38 +68,42 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _FLAG, _OVERRIDE = "tie_word_embeddings", ", or in training model.overrides.tie_word_embeddings = false"
 
 
-def weights_of(folder: Path, model: Model, *, exact: bool = False) -> Any:
+def weights_of(folder: Path, model: Model, *, exact: bool = False, absent_bias: bool = False) -> Any:
     """Return the weights of the Hugging Face model in `folder`, as a source for `materialize(model)`.
 
     `untied` names tied tensors that are stored twice, and what is wrong with each.
 
     Raises CheckpointError, collectives: as `hf_checkpoint`.
     """
-    if (own := model.checkpoint_format) is not None:
-        return own.sources(str(folder), _read_stored(folder, exact))
-    return hf_checkpoint(folder, model.config, exact=exact)
+    if (own := model.checkpoint_format) is None:
+        return hf_checkpoint(folder, model.config, exact=exact, absent_bias=absent_bias)
+    source = own.sources(str(folder), _read_stored(folder, exact))
+    source.absent_bias = absent_bias
+    return source
 
 
-def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> "HFCheckpoint":
+def hf_checkpoint(
+    folder: Path, config: ModelConfig, *, exact: bool = False, absent_bias: bool = False
+) -> "HFCheckpoint":
     """Return the weights of the Hugging Face model in `folder`, as a source for `materialize` of the native decoder.
 
     `expert_bias` without a key in the architecture is read from the titanlite subfolder; with `exact`, so are
-    full-precision copies of parameters.
+    full-precision copies of parameters. With `absent_bias`, an `expert_bias` that is not stored begins with zeros.
 
     Raises CheckpointError: on all ranks; there is no model there, or files are missing or damaged.
 
-    Collectives: two broadcasts of what rank 0 reads; every rank must call. A tied head that is stored too is
-    compared with the embedding.
+    Collectives: broadcasts of what rank 0 reads; every rank must call. A tied head that is stored too is compared with
+    the embedding.
     """
-    stored = _read_stored(folder, exact)
-    checkpoint = HFCheckpoint(str(folder), stored, family_of(config))
-    if config.tie_word_embeddings and {_HEAD, _EMBEDDING} <= stored.tensors.keys():
+    checkpoint = HFCheckpoint(str(folder), _read_stored(folder, exact), config)
+    checkpoint.absent_bias = absent_bias
+    if config.tie_word_embeddings and {_HEAD, _EMBEDDING} <= checkpoint.stored.tensors.keys():
         checkpoint.untied = on_first_rank(checkpoint.find_untied)
     return checkpoint
 
 
 def _read_stored(folder: Path, exact: bool) -> Stored:
-    def read() -> Stored:
+    def read() -> tuple[Path, Stored]:
         unfinished = sorted((folder / OWN_FOLDER).glob(UNFINISHED_FILES)) if exact else []
         stored = read_headers(unfinished, f"checkpoint {folder}") if unfinished else read_model_headers(folder)
         wide = {key: t.nbytes for key, t in stored.tensors.items() if t.dtype in (torch.float32, torch.float64)}
@@ -114,9 +120,16 @@ def _read_stored(folder: Path, exact: bool) -> Stored:
         if problem := describe_unreadable(quantization):
             raise CheckpointError(f"checkpoint {folder}: config.json: {problem}")
         block = {"weight_block_size": (128, 128), **(quantization or {})}["weight_block_size"]
-        return replace(stored, block=block and tuple(block), in_float32=in_float32)
+        return folder, replace(stored, block=block and tuple(block), in_float32=in_float32)
 
-    return on_first_rank(read)
+    place_of_first, stored = on_first_rank(read)
+    if place_of_first != folder:  # this machine has its copy elsewhere
+        here = {file: folder / file.relative_to(place_of_first) for file in stored.file_bytes}
+        tensors = {key: tensor._replace(file=here[tensor.file]) for key, tensor in stored.tensors.items()}
+        file_bytes = {here[file]: size for file, size in stored.file_bytes.items()}
+        stored = replace(stored, tensors=tensors, file_bytes=file_bytes)
+    warn_of_collapsed_bias(folder, stored)
+    return stored
 
 
 class HFCheckpoint:
@@ -127,10 +140,13 @@ class HFCheckpoint:
 
     complete = True
 
-    def __init__(self, folder: str, stored: Stored, family: Family) -> None:
+    def __init__(self, folder: str, stored: Stored, config: ModelConfig) -> None:
         self.name = f"checkpoint {folder}"
         self.passengers = list[str]()  # tensors that the model does not compute; set by `__call__`
-        self._folder, self.stored, self._family = folder, stored, family
+        self._folder, self._family = folder, family_of(config)
+        self.stored = with_base_prefix(stored)
+        self._has_head = config.tie_word_embeddings or stored is self.stored or _HEAD in self.stored.tensors
+        self.absent_bias = False  # a selection bias that the family has may be absent; then it is zero
         self.untied: Mapping[str, str] = {}  # what is wrong with tied tensors that are stored twice
         self.reader: SafetensorsReader | None = None
 
@@ -139,10 +155,10 @@ class HFCheckpoint:
         placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
         used: set[str] = set()
         self.reader = SafetensorsReader(self._folder, placed, self.stored.file_bytes)
-        for name, info in tensors.items():
-            if not info.persistent:
-                continue
-            pieces = self._pieces(name, info.shape)
+        all_pieces = {name: self._pieces(name, info.shape) for name, info in tensors.items() if info.persistent}
+        self._check_names(all_pieces)
+        for name, pieces in all_pieces.items():
+            info = tensors[name]
             used.update([piece.key for piece in pieces])
             if pieces[0].key.startswith(MASTER_PREFIX):  # the model's own files have it too, with fewer bits
                 used.update([piece.key for piece in checkpoint_pieces(name, info.shape, self._family)])
@@ -157,6 +173,13 @@ class HFCheckpoint:
             keeps_float32 = not self.stored.in_float32.isdisjoint(piece.key for piece in found)
             claims.append((name, Read(self.reader, name, info.shape, keeps_float32)))
         claims += [(name, Unfit(problem)) for name, problem in self.untied.items()]
+        if not self._has_head and _HEAD in all_pieces:
+            claims.append((_HEAD, Unfit(explain_absent_head(self.name))))
+        biases = [
+            pieces[0].key for name, pieces in all_pieces.items() if is_bias(name) and not is_sidecar(name, self._family)
+        ]
+        absent = [key for key in biases if key not in self.stored.tensors]
+        claims += judge_absent_biases(self.name, absent, len(biases), allowed=self.absent_bias)
         self.passengers = find_passengers(self.stored.tensors, used)
         known = used.union(self.passengers)
         claims += [
@@ -165,6 +188,13 @@ class HFCheckpoint:
             if key not in known and not key.endswith(IGNORED_SUFFIXES)
         ]
         return claims
+
+    def _check_names(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        """Raise CheckpointError if most tensors are stored under names that differ in one and the same way."""
+        keys = [piece[0].key for name, piece in pieces.items() if not is_adapter(name)]
+        has_most = 2 * len(self.stored.tensors.keys() & set(keys)) >= len(keys)
+        if not has_most and (problem := explain_names(self.stored.tensors, keys)):
+            raise CheckpointError(f"{self.name}: {problem}")
 
     def find_untied(self) -> dict[str, str]:
         """Return the problem, by name, of a stored head whose values differ from the embedding that it is tied to."""
@@ -239,12 +269,13 @@ class HFFormat:
 
     def __init__(self, section: CheckpointSection, model: ModelSection) -> None:
         self.base, self._model, self._assets = section.initial_load_path, model, assets_folder(model, section)
+        self._absent_bias = section.allow_missing_expert_bias
         self._dtype: torch.dtype = getattr(torch, section.export_dtype)
 
     def initial_sources(self, model: Model) -> list[SourceProvider]:
         """Find what a new run begins with: a pretrained model, or nothing. Collective: every rank must call."""
         if self.base:
-            return [weights_of(Path(self.base), model)]
+            return [weights_of(Path(self.base), model, absent_bias=self._absent_bias)]
         assets, is_meant = self._model.hf_assets_path, self._model.init == "random"
         if assets and not is_meant and any(Path(assets).glob("*.safetensors")) and dist.get_rank() == 0:
             logger.warning(

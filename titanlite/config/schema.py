@@ -211,6 +211,9 @@ class CheckpointSection:
     initial_load_path: str = setting(
         "", "As model.path, for the weights only. The sizes come from model.flavor or model.hf_assets_path."
     )
+    allow_missing_expert_bias: bool = setting(
+        False, "Begin with zeros where weights lack the router's selection bias, though their architecture has it."
+    )
     load_step: int = setting(
         -1, "Step to resume from; -1: the latest complete checkpoint in the folder, if any; 0: begin anew.", ge=-1
     )

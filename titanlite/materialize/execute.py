@@ -226,7 +226,9 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
         problems.append(f"{fqn}: is {local.dtype}, expected {entry.dtype}.")
     if entry.encoding is not None:
         if count := entry.encoding.count_not_finite(local):
-            problems.append(f"{fqn}: not filled, NaN or infinite, in {count} of its blocks ({entry.form}).")
+            problems.append(
+                _not_finite(entry, "not filled, NaN or infinite", f", in {count} of its blocks ({entry.form})")
+            )
     elif local.dtype.is_floating_point or local.dtype.is_complex:
         problems += _value_problems(entry, plain_of(local))
     elif not isinstance(entry.source, Keep) and local.numel():
@@ -246,10 +248,10 @@ def _value_problems(entry: TensorEntry, local: torch.Tensor) -> list[str]:
     num_nan = sum(int(_components(chunk).isnan().any(dim=-1).sum()) for chunk in chunks)
     if num_nan:
         how = "was NaN before materialization" if isinstance(entry.source, Keep) else "not filled, or NaN"
-        return [f"{entry.fqn}: {how}, in {num_nan} of {local.numel()} elements."]
+        return [_not_finite(entry, how, f", in {num_nan} of {local.numel()} elements")]
     # Infinity is legal in buffers, such as masks.
     if entry.info.kind == "parameter" and any(bool(_components(chunk).isinf().any()) for chunk in chunks):
-        return [f"{entry.fqn}: has infinite elements."]
+        return [_not_finite(entry, "has infinite elements")]
     return []
 
 
@@ -269,6 +271,31 @@ def plain_of(local: torch.Tensor) -> torch.Tensor:
     if local.layout is not torch.strided:
         return local.values()
     return local.resolve_conj().resolve_neg()
+
+
+def _not_finite(entry: TensorEntry, what: str, amount: str = "") -> str:
+    """Return the problem of a tensor that is not finite: what was read is read again, to tell whether the file is."""
+    problem, source, found = f"{entry.fqn}: {what}{amount}.", entry.source, list[str]()
+    if not isinstance(source, Read):
+        return problem
+    parts = getattr(source.reader, "parts_of", lambda name: [(f"{name} in {source.reader.name}", entry.region)])
+    read = getattr(source.reader, "read_quietly", source.reader.read)
+    try:
+        for text, part in parts(source.name):
+            if region := part.overlap(entry.region):
+                values = torch.empty(region.lengths, dtype=torch.float32)
+                read([ReadRequest(source.name, region, values)])
+                if count := int(values.numel() - values.isfinite().sum()):
+                    found.append(f"{text} ({count} of {values.numel()} elements, {int(values.isnan().sum())} NaN)")
+    except CheckpointError as error:
+        return f"{problem} What its file holds is unknown: {error}"
+    if not found:
+        return f"{problem} Its file has finite values there."
+    more = f" and {len(found) - 1} others" if found[1:] else ""
+    return (
+        f"{entry.fqn}: NaN or infinite{amount}, because its file holds that: {found[0]}{more}. Copy the file again, or "
+        "take another checkpoint."
+    )
 
 
 def _chunk_of(local: torch.Tensor) -> int:

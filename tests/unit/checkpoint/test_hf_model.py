@@ -424,10 +424,11 @@ def test_expert_bias_stays_float32(tmp_path):
     assert torch.equal(bias, weights["model.layers.2.mlp.gate.expert_bias"])
 
 
-def test_expert_bias_may_be_absent(tmp_path):
+def test_expert_bias_may_be_absent_if_that_is_allowed(tmp_path):
     weights = weights_of(DOTS1)
     model = build_decoder(DOTS1)
-    plan = materialize(model, "cpu", [hf_checkpoint(save(tmp_path, split_experts(weights)), DOTS1)])
+    source = hf_checkpoint(save(tmp_path, split_experts(weights)), DOTS1, absent_bias=True)
+    plan = materialize(model, "cpu", [source])
     biases = [entry for entry in plan.entries if entry.fqn.endswith("expert_bias")]
     assert len(biases) == 2
     assert all(isinstance(entry.source, Init) and not entry.tensor.any() for entry in biases)

@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 from titanlite.base.agree import on_first_rank, raise_together
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.text import describe_error
+from titanlite.checkpoint.bias import is_bias, judge_absent_biases
 from titanlite.checkpoint.folder import FP8, OWN_FOLDER, Stored, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.hf_model import explain_untied, is_equal
+from titanlite.checkpoint.names import explain_absent_head, explain_names
 from titanlite.checkpoint.pieces import IGNORED_SUFFIXES, MASTER_PREFIX, explain_unexpected, find_passengers, whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
@@ -33,6 +35,7 @@ from titanlite.features.transformers.conversion import (
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Alias, Plan, Read, Region, Source, TensorEntry, TensorInfo, Unfit, local_of, share_out
 from titanlite.materialize.plan import named_tensors
+from titanlite.models.interface import is_adapter
 
 _UNTIE = ", and in its text_config if it has one; if both stay tied, correct the file"
 
@@ -48,6 +51,7 @@ class TransformersCheckpoint:
     def __init__(self, folder: str, stored: Stored, model: TransformersModel) -> None:
         self.name, self.passengers = f"checkpoint {folder}", list[str]()
         self.untied: Mapping[str, str] = {}  # what is wrong with tied tensors that are stored twice
+        self.absent_bias = False  # a selection bias may be absent; then it is as the class initializes it
         self._folder, self.stored, self._model = folder, stored, model
         self.reader: SafetensorsReader | None = None
 
@@ -59,7 +63,8 @@ class TransformersCheckpoint:
                 self._claim_parts(name, info, [Placed(master, whole(name, info.shape).region)], master.shape)
         self._drop_tied(tensors)
         self._allow_absent(tensors)
-        claims = [*self._claims.items(), *self._unexpected(unexpected)]
+        problems = self._explain_absent(tensors)
+        claims = [*self._claims.items(), *problems, *self._unexpected(unexpected)]
         masters = (key for key in self.stored.tensors if key.startswith(MASTER_PREFIX))
         unknown = [key for key in masters if key.removeprefix(MASTER_PREFIX) not in tensors]
         return [*claims, *((shown(key), Unfit(explain_unexpected(self.name))) for key in unknown)]
@@ -172,6 +177,24 @@ class TransformersCheckpoint:
             source = declared.get(name)
             if absent and source is not None and not isinstance(source, Alias):
                 self._claims[name] = source
+
+    def _explain_absent(self, tensors: Mapping[str, TensorInfo]) -> list[tuple[str, Unfit]]:
+        """Return what is wrong with tensors that are absent for one reason; the class initializes selection biases.
+
+        Raises CheckpointError: most are stored under names that differ in one and the same way.
+        """
+        declared, base = self._model.declare_sources(), f"{self._model.transformers_model.base_model_prefix}."
+        own = [name for name, info in tensors.items() if info.persistent and not is_adapter(name)]
+        own = [name for name in own if not isinstance(declared.get(name), Alias)]
+        absent = [name for name in own if name not in self._claims]
+        if 2 * len(absent) > len(own) and (problem := explain_names(self.stored.tensors, own)):
+            raise CheckpointError(f"{self.name}: {problem}")
+        biases = [name for name in absent if is_bias(name)]
+        self._claims |= {name: declared[name] for name in biases if name in declared}
+        problems = judge_absent_biases(self.name, biases, sum(map(is_bias, own)), allowed=self.absent_bias)
+        if base != "." and not any(name.startswith(base) for name in [*absent, *self.stored.tensors]):
+            problems += [(name, Unfit(explain_absent_head(self.name))) for name in absent]
+        return problems
 
     def _unexpected(self, keys: Iterable[str]) -> Iterable[tuple[str, Unfit]]:
         patterns = self._model.transformers_model._keys_to_ignore_on_load_unexpected or ()

@@ -1,0 +1,132 @@
+"""The router's selection bias in a checkpoint: absent, or rounded until experts share values."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from titanlite.assemble import build_model
+from titanlite.base.errors import TitanliteError
+from titanlite.checkpoint.hf_model import HFFormat
+from titanlite.config.model import ModelSection
+from titanlite.config.schema import CheckpointSection
+from titanlite.materialize import materialize
+from titanlite.models.families import any_model_config_from_hf
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = SIZES | {"num_key_value_heads": 2, "intermediate_size": 64}
+EXPERTS = GROUPED | {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+MIXTURES = {
+    "glm4_moe": transformers.Glm4MoeConfig(**EXPERTS, first_k_dense_replace=1),
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **EXPERTS | {"num_key_value_heads": 4},
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    ),
+    "dots1": transformers.Dots1Config(**EXPERTS, first_k_dense_replace=1, n_shared_experts=1, sliding_window=None),
+}
+
+
+def load(folder, implementation="auto", **settings):
+    """Load the model as a run begins with it."""
+    section = CheckpointSection(initial_load_path=str(folder), **settings)
+    model = build_model(any_model_config_from_hf(folder, "test", implementation))
+    materialize(model, "cpu", HFFormat(section, ModelSection()).initial_sources(model))
+    return model.eval()
+
+
+def refusal(folder, implementation="auto"):
+    with pytest.raises(TitanliteError) as error:
+        load(folder, implementation)
+    return str(error.value)
+
+
+KINDS = [("glm4_moe", "native"), ("deepseek_v3", "native"), ("dots1", "native"), ("glm4_moe", "transformers")]
+
+
+@pytest.fixture(params=KINDS, ids=" ".join)
+def mixture(request, tmp_path):
+    """(implementation, `change(function of a bias)`) for a folder whose model has experts in layers 1 to 3."""
+    name, implementation = request.param
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(MIXTURES[name]).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+
+    def change(function):
+        stored = load_file(path)
+        biases = {key: function(key) for key in stored if key.endswith("e_score_correction_bias")}
+        assert len(biases) == 3
+        stored = {key: tensor for key, tensor in {**stored, **biases}.items() if tensor is not None}
+        save_file(stored, path, {"format": "pt"})
+        return {key: bias for key, bias in biases.items() if bias is not None}
+
+    return implementation, change
+
+
+@pytest.mark.parametrize("lost", [(1, 2, 3), (2,), (1, 3)])
+def test_an_absent_bias_is_one_error_unless_it_is_allowed(mixture, tmp_path, caplog, lost):
+    implementation, change = mixture
+    kept = change(lambda key: None if int(key.split(".")[2]) in lost else torch.arange(8.0))
+    text = refusal(tmp_path, implementation)
+    name = f"model.layers.*.mlp.gate.e_score_correction_bias (layers {', '.join(map(str, lost))})"
+    assert text.startswith(f"materialize: {name}: missing, checkpoint {tmp_path} lacks {len(lost)} of 3 expert biases,")
+    assert "checkpoint.allow_missing_expert_bias = true" in text and "\n" not in text
+
+    with caplog.at_level(logging.WARNING):
+        loaded = load(tmp_path, implementation, allow_missing_expert_bias=True)
+    (line,) = [record.getMessage() for record in caplog.records if "expert biases" in record.getMessage()]
+    assert f"lacks {len(lost)} of 3 expert biases, which begin with zeros: {name}" in line
+    found = {key: value for key, value in loaded.state_dict().items() if key.endswith("_bias")}
+    assert len(found) == 3
+    for key, value in found.items():
+        stored = next((bias for name, bias in kept.items() if name.split(".")[2] in key.split(".")), torch.zeros(8))
+        assert torch.equal(value, stored), key
+
+
+def spread(low, high, dtype):
+    """Biases of 8 experts, rounded as by a checkpoint in `dtype`, and read again."""
+    return torch.linspace(low, high, 8).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("bias", "expected"),
+    [
+        (
+            spread(6.98, 7.04, torch.bfloat16),
+            "only 3 distinct values of 8 experts between 6.96875 and 7.03125 in bfloat16",
+        ),
+        (spread(7.0, 7.001, torch.bfloat16), "only 1 distinct values of 8 experts between 7 and 7 in bfloat16"),
+        (
+            spread(-300.01, -300.3, torch.float16),
+            "only 2 distinct values of 8 experts between -300.25 and -300 in float16",
+        ),
+        (spread(6.8, 7.06, torch.float32), ""),  # not rounded
+        (spread(-0.1, 0.1, torch.bfloat16), ""),
+        (torch.zeros(8, dtype=torch.bfloat16), ""),  # as before the first step
+        (torch.tensor([-1.0, 0, 1, 1, 0, -1, 1, 1]).bfloat16() * 1e-3, ""),  # after the first step
+    ],
+)
+def test_a_bias_that_was_rounded_until_experts_share_values_is_one_warning(mixture, tmp_path, caplog, bias, expected):
+    implementation, change = mixture
+    change(lambda key: bias.clone())
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path, implementation)
+    lines = [record.getMessage() for record in caplog.records if "expert biases" in record.getMessage()]
+    assert len(lines) == bool(expected)
+    if expected:
+        assert lines[0].startswith(f"checkpoint {tmp_path}: 3 of 3 expert biases were rounded until experts share")
+        assert f"{expected} (model.layers.*.mlp.gate.e_score_correction_bias (layers 1, 2, 3))" in lines[0]

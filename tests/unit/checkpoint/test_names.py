@@ -1,0 +1,137 @@
+"""Checkpoints whose keys are not the model's, as training programs leave them, and values that are not finite."""
+
+import re
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from titanlite.assemble import build_model
+from titanlite.base.errors import TitanliteError
+from titanlite.checkpoint.hf_model import HFFormat
+from titanlite.checkpoint.reader import SafetensorsReader
+from titanlite.config.model import ModelSection
+from titanlite.config.schema import CheckpointSection
+from titanlite.materialize import materialize
+from titanlite.models.families import any_model_config_from_hf
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = SIZES | {"num_key_value_heads": 2, "intermediate_size": 64}
+DENSE = {
+    "qwen3, tied": transformers.Qwen3Config(**GROUPED, head_dim=8, tie_word_embeddings=True),
+    "qwen3, untied": transformers.Qwen3Config(**GROUPED, head_dim=8, tie_word_embeddings=False),
+    "gemma2, tied": transformers.Gemma2Config(**GROUPED, head_dim=8),
+    "gpt2, tied": transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4),
+    "mixtral, untied": transformers.MixtralConfig(**GROUPED, num_local_experts=4),
+    "gpt_neox, untied": transformers.GPTNeoXConfig(**SIZES, intermediate_size=64),
+}
+TOKENS = torch.arange(12)[None]
+
+
+@pytest.fixture(scope="module")
+def models():
+    torch.manual_seed(0)
+    return {name: transformers.AutoModelForCausalLM.from_config(config).eval() for name, config in DENSE.items()}
+
+
+def rewrite(folder, name_of):
+    path = folder / "model.safetensors"
+    save_file({name_of(key): tensor for key, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
+def load(folder, implementation="auto", **settings):
+    """Load the model as a run begins with it."""
+    section = CheckpointSection(initial_load_path=str(folder), **settings)
+    model = build_model(any_model_config_from_hf(folder, "test", implementation))
+    materialize(model, "cpu", HFFormat(section, ModelSection()).initial_sources(model))
+    return model.eval()
+
+
+def refusal(folder, implementation="auto"):
+    with pytest.raises(TitanliteError) as error:
+        load(folder, implementation)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model.", "student.inner."])
+def test_a_wrong_prefix_is_one_sentence_that_names_it(models, tmp_path, name, prefix):
+    models[name].save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda key: prefix + key)
+    text = refusal(tmp_path)
+    assert text.startswith(f"checkpoint {tmp_path}: its keys begin with '{prefix}', which the model's do not.")
+    assert f"key.replace('{prefix}', '', 1)" in text and "missing" not in text and "\n" not in text
+    rewrite(tmp_path, lambda key: key.replace(prefix, "", 1))
+    load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3, tied", "mixtral, untied"])
+def test_wrappers_inside_of_names_are_one_sentence(models, tmp_path, name):
+    """As FSDP1 and torch.compile of each layer leave them in a state dict."""
+    models[name].save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda key: re.sub(r"(layers\.\d+)", r"\1._fsdp_wrapped_module._orig_mod", key))
+    text = refusal(tmp_path)
+    assert "'_fsdp_wrapped_module.'" in text and "'_orig_mod.'" in text and "missing" not in text and "\n" not in text
+
+
+def test_a_prefix_in_place_of_another_is_one_sentence(models, tmp_path):
+    models["qwen3, untied"].save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda key: key.replace("model.", "language_model.decoder.", 1))
+    text = refusal(tmp_path)
+    assert "its keys begin with 'language_model.decoder.', the model's with 'model.'." in text and "\n" not in text
+
+
+def test_names_that_differ_in_several_ways_are_listed(models, tmp_path):
+    models["qwen3, untied"].save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda key: key.replace("proj", "projection").replace("norm", "scale"))
+    text = refusal(tmp_path)
+    assert "model.layers.0.self_attn.q_proj.weight: missing" in text
+    assert "model.layers.0.self_attn.q_projection.weight: unexpected" in text
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("how", ["base model", "without", "doubled"])
+def test_the_base_models_prefix_is_added_and_removed_as_in_from_pretrained(models, tmp_path, name, how):
+    model = models[name]
+    model.save_pretrained(tmp_path)
+    prefix = f"{model.base_model_prefix}."
+    if how == "base model":  # as AutoModel saves it
+        model.base_model.save_pretrained(tmp_path)
+    else:
+        rewrite(tmp_path, lambda key: prefix + key if how == "doubled" else key.removeprefix(prefix))
+    if how == "base model" and "untied" in name:
+        text = refusal(tmp_path)
+        assert "weight: missing, checkpoint" in text and "has the base model alone" in text and "\n" not in text
+        return
+    theirs, found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    if found["missing_keys"]:  # GPT-NeoX's head has another name in files, which transformers does not find then
+        assert how == "doubled" and "lm_head.weight: missing" in refusal(tmp_path)
+        return
+    with torch.no_grad():
+        torch.testing.assert_close(load(tmp_path)(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+# ---- values that are not finite ----
+
+
+@pytest.mark.parametrize("name", ["qwen3, untied", "gemma2, tied", "gpt_neox, untied"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_in_the_file_is_said_to_be(models, tmp_path, name, value):
+    models[name].save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    key = next(key for key in stored if key.endswith("layernorm.weight"))
+    stored[key][3:5] = value
+    save_file(stored, path, {"format": "pt"})
+    text = refusal(tmp_path)
+    num_nan = 2 if value != value else 0
+    assert f"{key} in {path} (2 of 32 elements, {num_nan} NaN)" in text and "because its file holds that" in text
+    assert "not filled" not in text
+
+
+def test_what_the_file_does_not_hold_is_not_blamed_on_it(models, tmp_path, monkeypatch):
+    models["qwen3, untied"].save_pretrained(tmp_path)
+    monkeypatch.setattr(SafetensorsReader, "read", lambda self, requests: None)
+    text = refusal(tmp_path)
+    assert "model.norm.weight: not filled, or NaN, in 2 of 32 elements. Its file has finite values there." in text
