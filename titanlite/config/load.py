@@ -303,12 +303,13 @@ def _describe_language(path: str) -> str:
         table = yaml.safe_load(raw)
     except (yaml.YAMLError, ValueError, RecursionError):
         table = None
-    suffix, is_table = Path(path).suffix.lower(), isinstance(table, dict)
+    suffix = Path(path).suffix.lower()
+    is_table = isinstance(table, dict)
     language = _LANGUAGES.get(suffix, "YAML" if is_table else "")
     if not language:
         return ""
     language = "JSON" if is_table and raw.lstrip()[:1] == b"{" else language
-    known = table if is_table else {suffix: ""}
+    known: Any = table if is_table else {suffix: ""}
     page = next((page for key, page in _PAGES.items() if key in known), "")
     names = f"{page} has the names of its settings" if page else "docs/config.md has all settings"
     return f"it is {language}, and titanlite reads TOML; {names}."

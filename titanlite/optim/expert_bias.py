@@ -159,8 +159,8 @@ def complete_balancing(job: JobConfig, model: AnyModelConfig, before: Mapping[st
     are of runs that had no balance loss by default.
     """
     rate, coeff = job.moe.expert_bias_update_rate, job.moe.aux_loss_coeff
-    is_native = isinstance(model, ModelConfig) and model.num_experts > model.top_k
-    if is_native and not job.checkpoint.initial_load_path:
+    is_new = not job.checkpoint.initial_load_path
+    if is_new and isinstance(model, ModelConfig) and model.num_experts > model.top_k:
         if family_of(model).expert_bias_key is not None:
             rate = BIAS_UPDATE_RATE if rate is None else rate
         elif coeff is None and not rate:
