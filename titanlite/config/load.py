@@ -157,8 +157,10 @@ class Reader:
 
     def read_file(self, path: str) -> dict[str, object] | None:
         """Return the parsed TOML file, or None with a problem noted."""
+        raw = b""
         try:
-            return tomllib.loads(read_regular(path, _MOST_FILE_BYTES).decode("utf-8"))
+            raw = read_regular(path, _MOST_FILE_BYTES)
+            return tomllib.loads(raw.decode("utf-8"))
         except FileNotFoundError:
             file = Path(path)
             near = find_near(file.stem, [found.stem for found in file.parent.glob("*.toml")])
@@ -168,7 +170,7 @@ class Reader:
             self.refuse(path, f"cannot be read: {error.strerror}. Pass a file with --config FILE.{_list_configs(path)}")
         except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, too many digits or brackets
             text = "Write sections as [model], each once; text in quotes (with a \\ in single ones); true or false"
-            self.refuse(path, f"{_describe_language(path) or f'not valid TOML: {error}.'} {text}.")
+            self.refuse(path, f"{_describe_language(path, raw) or f'not valid TOML: {error}.'} {text}.")
         return None
 
     def read_table(self, where: str, table: dict[str, object], section: str = "") -> None:
@@ -294,11 +296,10 @@ class Reader:
                 self.refuse(next((where for where in wheres if where != path), path), problem, *keys)
 
 
-def _describe_language(path: str) -> str:
+def _describe_language(path: str, raw: bytes) -> str:
     """Say what the file is written in, if that is another language than TOML, and which page helps; or ""."""
     import yaml  # here: only a refusal needs it
 
-    raw = Path(path).read_bytes()
     try:
         table = yaml.safe_load(raw)
     except (yaml.YAMLError, ValueError, RecursionError):

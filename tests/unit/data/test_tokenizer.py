@@ -258,7 +258,7 @@ def test_code_in_the_folder_is_never_run(built: PreTrainedTokenizerFast, tmp_pat
     config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Mine: pass\n")
-    with pytest.raises(DataError, match="trust_remote_code"):
+    with pytest.raises(DataError, match="contains custom code"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from titanlite.base.text import describe_error
 from titanlite.data.tokenizer import get_prefix, serialize
 from titanlite.data.tokens import get_plain_encoder
 from titanlite.features.sft.chat import ANSWER, END, TRAINED, ChatRenderer, Conversation, Turn
@@ -141,7 +142,11 @@ class ExampleEncoder:
         return [(document,) for document in sides[0]]
 
     def _draft_row(self, row: dict[str, Any]) -> list[_Draft]:
-        return [self._draft(parsed) for parsed in parse_row(row, self.form)]
+        try:
+            return [self._draft(parsed) for parsed in parse_row(row, self.form)]
+        except (MemoryError, RecursionError) as error:
+            text = f"Python cannot hold what it, or its chat template, asks for ({describe_error(error)}). Remove it."
+            raise RowError("too long or too deep", text) from None
 
     def _draft(self, parsed: Chat | Plain) -> _Draft:
         if isinstance(parsed, Chat):

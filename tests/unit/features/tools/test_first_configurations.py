@@ -16,7 +16,7 @@ from titanlite.base.text import command
 from titanlite.config import load_config
 from titanlite.config.parallelism import count_micro_batches
 from titanlite.data.loader import check_form
-from titanlite.features.dpo import build_dpo
+from titanlite.features.dpo import check_pairs
 from titanlite.optim.optimizer import count_parameters, lr_multipliers
 from titanlite.preflight import check_arguments
 
@@ -125,7 +125,7 @@ def begin(argv: list[str]) -> None:
         _, loader = build_data(job, 0, checked.degrees.dp)
         form = loader.dataset.form
         check_form(job, form)
-        build_dpo(job, form)
+        check_pairs(job, form)
         print(f"form {form}, batch {loader.global_batch_size} of {job.training.seq_len}")
     weights = f"weights of {job.checkpoint.initial_load_path}" if job.checkpoint.initial_load_path else "random weights"
     share = "all" if trained == total else "some"
