@@ -46,9 +46,6 @@ FAMILIES = {
     ],
     "flat": ["--moe.expert_bias_update_rate=0.01", "--model.overrides.num_layers=1"],
     "deep": ["--moe.expert_bias_update_rate=0.01", "--model.overrides.num_layers=5"],
-    # Slowly: 8 layers at the others' learning rate make of rounding errors what the tolerance does not let pass.
-    "deeper": ["--moe.expert_bias_update_rate=0.01", "--model.overrides.num_layers=8", "--optimizer.lr=1e-3"],
-    "deep_dots1": ["--model.name=dots1", "--model.overrides.num_layers=5", "--moe.aux_loss_coeff=0.01"],
     "no_balance": ["--moe.expert_bias_update_rate=none", "--moe.aux_loss_coeff=0"],
     "default_balance": ["--moe.expert_bias_update_rate=none"],  # a balance loss, from random weights
     "balance_losses": ["--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"],
@@ -65,11 +62,10 @@ FAMILIES = {
 }
 FAMILIES |= {
     f"muon_{name}": [*FAMILIES[name], MUON]
-    for name in ("qwen3_moe", "uneven", "few_experts", "dots1", "deep_dots1", "qwen3_tied", "deepseek_v3")
+    for name in ("qwen3_moe", "uneven", "few_experts", "dots1", "qwen3_tied", "deepseek_v3")
 }
 # A weight of 1 whatever the scores leaves the router a gradient of rounding errors, and Muon makes them a full step.
 FAMILIES["muon_few_experts"] += ["--model.overrides.norm_topk_prob=false"]
-CHUNKS = "--parallelism.pipeline_parallel_chunks="
 OPTIONS = {
     "full_ac": "--activation_checkpoint.mode=full",
     "selective_ac": "--activation_checkpoint.mode=selective",
@@ -183,6 +179,8 @@ PP2xTP2xEP2    deep                    4 long weekly
 PP2xCP2        deep                    4 long
 PP2xTP2xEP2    deep                    4 selective_ac
 PP2xEP2        deep                    4 one_micro_batch
+PP2xHSDP2      deep                    4 once_per_step full_ac
+PP2xFSDP2      deep                    4 --parallelism.fsdp_reshard_after_forward=never
 PP2xTP2xEP2    dots1_balance_losses    4
 PP2xFSDP2      dots1                   4 --parallelism.pipeline_parallel_layers=1,2
 PP2xFSDP2      uneven                  4
@@ -220,17 +218,6 @@ CP2xTP2        qwen3_bias              2
 CP2xFSDP2      yarn                    2
 CP2xEP2        uneven                  2
 CP2xTP2        muon_qwen3_moe          2
-
-PP4            deeper                  4 chunks=2
-PP2xHSDP2      deep                    4 chunks=2 selective_ac
-PP2xHSDP2      deeper                  4 chunks=4 once_per_step full_ac
-PP2xFSDP2      deep                    4 chunks=2 --training.local_batch_size=2
-PP2xFSDP2      deeper                  4 chunks=3 --parallelism.pipeline_parallel_layers=1,2,2,1,1,1
-PP2xFSDP2      deep                    4 chunks=2 --parallelism.fsdp_reshard_after_forward=never
-PP2xTP2        deep_dots1              4 chunks=2 --parallelism.pipeline_parallel_layers=1,2,1,1
-PP2xTP2xEP2    deep                    4 chunks=2 full_ac
-PP2xEP2        muon_deep_dots1         4 chunks=2 once_per_step
-PP2xCP2        deep                    4 chunks=2
 """
 
 
@@ -239,7 +226,7 @@ def parse_cases() -> Iterator[Any]:
         marks = [pytest.mark.full] if "weekly" in words else []
         mesh, family, micro_batches, *options = (word for word in words if word != "weekly")
         steps = STEPS if "long" in options else FEW
-        overrides = [OPTIONS.get(word, word.replace("chunks=", CHUNKS)) for word in options if word != "long"]
+        overrides = [OPTIONS.get(word, word) for word in options if word != "long"]
         yield pytest.param(mesh, family, int(micro_batches), overrides, steps, marks=marks, id="-".join(words))
 
 

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 from collections.abc import Callable
-from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from titanlite.base.errors import TitanliteError, VerifyError
 from titanlite.base.log import logger
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
-from titanlite.features.pipeline import Elsewhere, only_chunk
+from titanlite.features.pipeline import Elsewhere
 from titanlite.materialize import Plan, build_plan, materialize
 from titanlite.materialize.execute import exchange, verify
 from titanlite.materialize.layout import get_sharing_group, is_elsewhere, local_of
@@ -29,7 +28,6 @@ from titanlite.trainer import Trainer
 
 FIVE = "--model.overrides.num_layers=5"
 ONE = "--training.local_batch_size=1"
-CHUNKS = "--parallelism.pipeline_parallel_chunks=2"
 
 
 def build(job: Checked) -> tuple[Decoder, Plan]:
@@ -93,13 +91,10 @@ def test_what_is_elsewhere_may_not_be_here_too(run_ranks, checked):
     assert "model.embed_tokens.weight: has a value here, but other ranks hold it. (rank 1)" in first
 
 
-@pytest.mark.parametrize(
-    ("degrees", "chunks"), [(Degrees(pp=4), 1), (Degrees(pp=2, tp=2, ep=2), 2), (Degrees(pp=2, cp=2), 2)], ids=str
-)
-def test_results_without_gradients_are_those_of_the_whole_model(run_ranks, checked, degrees, chunks):
+@pytest.mark.parametrize("degrees", [Degrees(pp=4), Degrees(pp=2, tp=2, ep=2), Degrees(pp=2, cp=2)], ids=str)
+def test_results_without_gradients_are_those_of_the_whole_model(run_ranks, checked, degrees):
     """Logits on all ranks, losses in the last stage; in the others those are zeros."""
-    eight = ["--model.overrides.num_layers=8", "--training.global_batch_size=16"]
-    job = checked(degrees, FIVE, *([*eight, CHUNKS, ONE] if chunks == 2 else []))
+    job = checked(degrees, FIVE)
     tokens, labels = inputs()
 
     def rank_main() -> list[torch.Tensor]:
@@ -147,65 +142,6 @@ def test_batches_of_a_validation_follow_one_another(run_ranks, checked):
     assert begun[0] >= 2, "its losses wait for nobody"
 
 
-@pytest.mark.parametrize("frozen", ["", "model.embed*,model.layers.[01]*"])
-def test_a_forward_of_all_chunks_has_the_gradients_of_the_whole_model(run_ranks, checked, frozen):
-    """Outside of a training step: hidden states go round the stages within it, and so do gradients."""
-    degrees, batch = Degrees(pp=2, chunks=2), inputs()
-    job = checked(degrees, FIVE, CHUNKS, ONE)
-
-    def gradients(model: Decoder) -> dict[str, torch.Tensor]:
-        for pattern in filter(None, frozen.split(",")):
-            for name, param in model.named_parameters():
-                param.requires_grad_(param.requires_grad and not fnmatch(name, pattern))
-        losses = model(*batch)
-        (losses.cross_entropy + losses.aux).backward()
-        return {name: local_of(param.grad) for name, param in model.named_parameters() if param.grad is not None}
-
-    def rank_main() -> dict[str, torch.Tensor]:
-        return gradients(build(job)[0])
-
-    whole = build_decoder(job.model_config)
-    materialize(whole, "cpu", seed=3)
-    expected = gradients(whole)
-    first, last = run_ranks(2, rank_main)
-    assert first.keys() | last.keys() == expected.keys() and not first.keys() & last.keys()
-    torch.testing.assert_close({**first, **last}, dict(expected))
-
-
-def test_only_a_chunk_is_run_while_it_is_said_so(run_ranks, checked):
-    """Its layers, and what is before the first and behind the last of all; the model's parts keep their names."""
-    job = checked(Degrees(pp=2), FIVE, CHUNKS, ONE)
-
-    def rank_main() -> list[list[str]]:
-        model, _ = build(job)
-        names, ran = [name for name, _ in model.named_modules()], [[], []]
-        watched = [*model.model.layers, model.model.embed_tokens, model.model.norm, model.lm_head]
-        for name, module in model.named_modules():
-            if module in watched and not isinstance(module, Elsewhere):
-                module.register_forward_hook(lambda *_, name=name: ran[-1].append(name))
-        tokens, labels = inputs()
-        with torch.no_grad():
-            for chunk in (0, 1):
-                with only_chunk(model, chunk):
-                    ran.append([])
-                    assert model(tokens, labels).cross_entropy.dim() == 0
-                    assert [name for name, _ in model.named_modules()] == names
-            with pytest.raises(KeyError), only_chunk(model, 0):
-                raise KeyError
-            ran.append([])
-            model(tokens, labels)
-        return ran[2:]
-
-    first, last = run_ranks(2, rank_main)
-    layers = [f"model.layers.{number}" for number in range(5)]  # 1 and 1, then 2 and 1
-    assert first == [["model.embed_tokens", layers[0]], layers[2:4], ["model.embed_tokens", layers[0], *layers[2:4]]]
-    assert last == [
-        [layers[1]],
-        [layers[4], "model.norm", "lm_head"],
-        [layers[1], layers[4], "model.norm", "lm_head"],
-    ]
-
-
 def test_stages_run_ahead_as_far_as_they_may_and_no_further(run_ranks, checked):
     """Of 8 micro-batches a stage has those open that the stages behind it have, and one more."""
     job = checked(Degrees(pp=4), FIVE, ONE)
@@ -232,17 +168,6 @@ def test_stages_run_ahead_as_far_as_they_may_and_no_further(run_ranks, checked):
         assert ran == 8 * (2 if stage == 2 else 1), "its own layers, once for each micro-batch"
 
 
-def test_validation_of_chunks_is_that_of_one_process(run_ranks, checked):
-    """In groups of as many batches as there are stages; with balance losses, which chunks add to nothing here."""
-    options = ["--validation.enable=true", "--validation.steps=3", ONE, "--moe.aux_loss_coeff=0.01"]
-    found = []
-    for degrees, chunks in ((Degrees(), []), (Degrees(pp=2, dp_shard=2), [CHUNKS])):
-        job = checked(degrees, FIVE, *options, *chunks)
-        found.append(run_ranks(degrees.world_size, lambda job=job: assemble(job).validate()[0]))
-    (one,), many = found
-    assert many == pytest.approx([one] * 4, rel=1e-6)
-
-
 @pytest.fixture
 def train(run_ranks, checked) -> Callable[..., list[Any]]:
     """Train on forked ranks; (kind, text) of the error that each ended with, or None."""
@@ -264,13 +189,8 @@ def train(run_ranks, checked) -> Callable[..., list[Any]]:
     return run
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_nan_is_named_in_the_stage_that_it_came_from(train, chunks):
-    """Everything behind it is not finite either: layers of later stages, though each is the first one there.
-
-    With chunks these are also the later layers of earlier stages.
-    """
-    stages, last = (4, 3) if chunks == 1 else (2, 1)
+def test_nan_is_named_in_the_stage_that_it_came_from(train):
+    """Everything behind it is not finite either: layers of later stages, though each is the first one there."""
 
     def put_in(trainer: Trainer) -> None:
         layer = trainer.model.model.layers[1]
@@ -285,11 +205,10 @@ def test_nan_is_named_in_the_stage_that_it_came_from(train, chunks):
         layer.mlp.forward = spoiled
 
     overrides = [ONE, "--training.steps=3", "--checkpoint.enable=false"]
-    overrides += [CHUNKS] if chunks == 2 else []
-    first, *others = train(Degrees(pp=stages), *overrides, before=put_in)
-    assert others == [first] * last and first is not None and first[0] == "TrainingError"
+    first, *others = train(Degrees(pp=4), *overrides, before=put_in)
+    assert others == [first] * 3 and first is not None and first[0] == "TrainingError"
     assert "of step 2 is not finite. The loss was not finite in micro-batch 0 and 1" in first[1]
-    assert f"on rank {last}" in first[1], "the last stage has the losses"
+    assert "on rank 3" in first[1], "the last stage has the losses"
     assert "first output that is not finite is that of model.layers.1.mlp (micro-batch 0, rank 1), that of " in first[1]
     assert "(micro-batch 1, rank 1)" in first[1] and "embed_tokens" not in first[1], "what others got is not named"
     assert "radients that are not finite, from micro-batch 0 on: lm_head.weight, model.norm.weight" in first[1]
@@ -303,15 +222,15 @@ def test_nan_is_named_in_the_stage_that_it_came_from(train, chunks):
     ],
     ids=["replicas", "once"],
 )
-def test_steps_behind_one_that_was_looked_into_are_those_without_chunks(run_ranks, checked, degrees, options):
-    """Looking runs backwards of all chunks, whose gradients are dropped, not left for the next step in FSDP's buffers.
+def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(run_ranks, checked, degrees, options):
+    """Looking runs backwards, whose gradients are dropped, not left for the next step in FSDP's buffers.
 
     In bfloat16, for FSDP uses buffers of its own where gradients are reduced in another dtype.
     """
     options = [*options, "--training.mixed_precision_param=bfloat16", "--training.on_nonfinite=skip"]
     found = []
-    for chunks in ([], [CHUNKS]):
-        job = checked(degrees, FIVE, ONE, *options, *chunks, "--checkpoint.enable=false")
+    for mesh in (Degrees(), degrees):
+        job = checked(mesh, FIVE, ONE, *options, "--checkpoint.enable=false")
 
         def rank_main(job: Checked = job) -> list[float]:
             trainer = assemble(job)
@@ -329,10 +248,10 @@ def test_steps_behind_one_that_was_looked_into_are_those_without_chunks(run_rank
                 trainer.check_finite()
             return norms
 
-        found.append(run_ranks(degrees.world_size, rank_main)[0])
-    plain, chunked = found
-    assert [math.isnan(norm) for norm in plain] == [False, True, False, False]
-    assert chunked == pytest.approx(plain, rel=2e-3, nan_ok=True)
+        found.append(run_ranks(mesh.world_size, rank_main)[0])
+    one, many = found
+    assert [math.isnan(norm) for norm in one] == [False, True, False, False]
+    assert many == pytest.approx(one, rel=2e-3, nan_ok=True)
 
 
 def test_load_of_all_experts_is_logged_by_a_stage_that_has_none(train, tmp_path):
@@ -353,20 +272,12 @@ def test_load_of_all_experts_is_logged_by_a_stage_that_has_none(train, tmp_path)
     assert {"grad_norm/embedding", "grad_norm/head", "grad_norm/experts"} <= points[-1].keys()
 
 
-@pytest.mark.parametrize(
-    ("frozen", "chunks"),
-    [
-        ("model.layers.[34]*,model.norm*,lm_head*", []),
-        ("model.embed*,model.layers.[012]*", []),
-        ("model.layers.[14]*,model.norm*,lm_head*", [CHUNKS]),
-        ("model.embed*,model.layers.[012]*", [CHUNKS]),
-    ],
-)
-def test_a_stage_in_which_nothing_is_trained(warm_run, frozen, chunks):
-    """At the end, where gradients pass through; and at the beginning, where none are wanted. Or chunks of it."""
+@pytest.mark.parametrize("frozen", ["model.layers.[34]*,model.norm*,lm_head*", "model.embed*,model.layers.[012]*"])
+def test_a_stage_in_which_nothing_is_trained(warm_run, frozen):
+    """At the end, where gradients pass through; and at the beginning, where none are wanted."""
     overrides = [FIVE, f"--optimizer.freeze={frozen}"]
     (one,) = warm_run(Degrees(), *overrides, steps=3)
-    for many in warm_run(Degrees(pp=2), *overrides, *chunks, steps=3):
+    for many in warm_run(Degrees(pp=2), *overrides, steps=3):
         assert many.losses == pytest.approx(one.losses, rel=1e-5)
         assert many.grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
 
@@ -394,11 +305,6 @@ def test_stages_and_waiting_are_said(run_ranks, checked):
     assert said == [
         "INFO pipeline: 4 stages of 1, 1, 2, 1 layers; micro-batches a step: 8, so that a rank waits for 27 % of it"
     ]
-    job = checked(Degrees(pp=2), FIVE, ONE, CHUNKS)
-    ((said,), _) = run_ranks(2, lambda: rank_main(job))
-    assert said.endswith(
-        "2 stages of 3, 2 layers in 2 chunks; micro-batches a step: 8, so that a rank waits for 6 % of it"
-    )
     job = checked(Degrees(pp=4), FIVE, "--training.local_batch_size=4")
     (said, other, *_) = run_ranks(4, lambda: rank_main(job))
     assert said[1].startswith("WARNING pipeline: 60 % of a step is waiting. Raise training.")

@@ -35,7 +35,6 @@ _KINDS = {
     "broadcast": ("broadcast", 0),
     "isend": ("send", 0),
 }
-CHUNKS = "--parallelism.pipeline_parallel_chunks=2"
 _NAMES = {"output": 0, "output_tensor": 0, "input": 1, "input_tensor": 1}
 
 
@@ -164,8 +163,8 @@ def test_plan_of_pieces_of_sequences(checked, run_ranks):
     ("degrees", "overrides"),
     [
         (Degrees(dp_shard=2, pp=2), []),
-        (Degrees(dp_replicate=2, pp=2), [CHUNKS, "--activation_checkpoint.mode=full"]),
-        (Degrees(tp=2, ep=2, pp=2), [CHUNKS, "--parallelism.fsdp_once_per_step=true"]),
+        (Degrees(dp_replicate=2, pp=2), ["--activation_checkpoint.mode=full"]),
+        (Degrees(tp=2, ep=2, pp=2), ["--parallelism.fsdp_once_per_step=true"]),
         (Degrees(dp_replicate=2, dp_shard=2), ["--parallelism.fsdp_once_per_step=true"]),
     ],
     ids=str,

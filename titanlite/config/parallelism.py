@@ -131,7 +131,7 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
                 f"the world size ({world_size}). Change one of these degrees, or the number of ranks."
             )
         shard = world_size // others
-    degrees = Degrees(replicate, shard, tp, ep, cp, pp, section.pipeline_parallel_chunks, _parse_layers(section))
+    degrees = Degrees(replicate, shard, tp, ep, cp, pp, layers=_parse_layers(section))
     if degrees.world_size != world_size:
         raise ConfigError(
             f"parallelism: {of_pp}dp_replicate ({replicate}) * dp_shard ({shard}){of_cp} * tp ({tp}) = "
@@ -147,20 +147,18 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
 
 
 def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
-    """Parse `pipeline_parallel_layers`. ConfigError: not one for each chunk of each stage, or one stage only."""
+    """Parse `pipeline_parallel_layers`. ConfigError: not one number for each stage, or one stage only."""
     text, pp = section.pipeline_parallel_layers, section.pipeline_parallel_degree
-    chunks = section.pipeline_parallel_chunks
     words = [word.strip() for word in text.split(",")] if text else []
-    if pp == 1 and (words or chunks > 1):
+    if pp == 1 and words:
         raise ConfigError(
-            f"parallelism: pipeline_parallel_layers = '{text}' and pipeline_parallel_chunks = {chunks} have no effect, "
-            "for pipeline_parallel_degree is 1. Set that to the number of stages, or leave both out."
+            f"parallelism: pipeline_parallel_layers = '{text}' has no effect, for pipeline_parallel_degree is 1. "
+            "Set that to the number of stages, or leave the layers out."
         )
-    if words and (len(words) != pp * chunks or not all(word.isdecimal() for word in words)):
+    if words and (len(words) != pp or not all(word.isdecimal() for word in words)):
         raise ConfigError(
-            f"parallelism.pipeline_parallel_layers = '{text}' is not one number of layers for each of "
-            f"pipeline_parallel_degree ({pp}) * pipeline_parallel_chunks ({chunks}) = {pp * chunks} parts, with commas "
-            "between them. Correct it, or leave it out."
+            f"parallelism.pipeline_parallel_layers = '{text}' is not one number of layers for each of the "
+            f"pipeline_parallel_degree ({pp}) stages, with commas between them. Correct it, or leave it out."
         )
     return tuple(map(int, words))
 
@@ -230,7 +228,7 @@ def _check_blocks(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[
 
 def _check_stages(model: ModelConfig, degrees: Degrees) -> list[str]:
     """Check that the layers can be split into pipeline stages."""
-    pp, chunks, num_layers = degrees.pp, degrees.chunks, model.num_layers
+    pp, num_layers = degrees.pp, model.num_layers
     if pp == 1:
         return []
     problems = []
@@ -239,15 +237,14 @@ def _check_stages(model: ModelConfig, degrees: Degrees) -> list[str]:
             f"parallelism: pipeline_parallel_degree is {pp}, but the model's output head is its embedding (tied), and "
             "the one is in the last stage, the other in the first. Set it to 1."
         )
-    if not degrees.layers and num_layers < pp * chunks:
+    if not degrees.layers and num_layers < pp:
         problems.append(
-            f"parallelism: pipeline_parallel_degree ({pp}) * pipeline_parallel_chunks ({chunks}) is more than the "
-            f"model's {num_layers} layers. Lower one of them."
+            f"parallelism: pipeline_parallel_degree ({pp}) is more than the model's {num_layers} layers. Lower it."
         )
     elif degrees.layers and (sum(degrees.layers) != num_layers or 0 in degrees.layers):
         problems.append(
             f"parallelism.pipeline_parallel_layers: {' + '.join(map(str, degrees.layers))} = {sum(degrees.layers)}, "
-            f"but the model has {num_layers} layers, and each part needs one or more. "
+            f"but the model has {num_layers} layers, and each stage needs one or more. "
             "Correct it, or leave it out."
         )
     return problems
@@ -316,13 +313,6 @@ def _check_batches(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
             f"training.global_batch_size ({total}) is not a multiple of local_batch_size ({local}) * data-parallel "
             f"degree ({degrees.dp}) = {local * degrees.dp}."
         )
-    elif degrees.chunks > 1 and (count := count_micro_batches(job, degrees.dp)) % degrees.pp:
-        nearest = -(-count // degrees.pp) * degrees.pp * local * degrees.dp
-        problems.append(
-            f"parallelism: with pipeline_parallel_chunks ({degrees.chunks}) micro-batches go through the "
-            f"{degrees.pp} stages in groups of {degrees.pp}, but a step has {count}. Set training.global_batch_size to "
-            f"{nearest}, or pipeline_parallel_chunks to 1."
-        )
     if model.max_position_embeddings is not None and job.training.seq_len > model.max_position_embeddings:
         problems.append(
             f"training.seq_len ({job.training.seq_len}) exceeds the model's max_position_embeddings "
@@ -367,12 +357,10 @@ def resolve_global_batch_size(
     `num_sequences` of an epoch, so that it has 32 steps or more (as LIMA, arXiv:2305.11206); or `before`, those of the
     run that is resumed. Rounded down to whole micro-batches on all ranks, at least one each.
     """
-    total, section = job.training.global_batch_size, job.parallelism
+    total = job.training.global_batch_size
     size = job.training.local_batch_size * dp_degree
     if total is not None:
         return size if total == -1 else total
-    if section.pipeline_parallel_chunks > 1:  # micro-batches go through the stages in groups
-        size *= section.pipeline_parallel_degree
     wanted = BATCHES[job.training.objective == "dpo"][0] / examples if before is None else before
     if before is None and num_sequences is not None:
         wanted = min(wanted, num_sequences / 32)

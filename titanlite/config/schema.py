@@ -161,14 +161,7 @@ class ParallelismSection:
     pipeline_parallel_degree: int = setting(
         1, "Pipeline stages with some of the layers each (1F1B, arXiv:2104.04473). Other degrees are of one.", ge=1
     )
-    pipeline_parallel_chunks: int = setting(
-        1, "Chunks of layers in a stage (interleaved 1F1B), to wait less; micro-batches: a multiple of stages.", ge=1
-    )
-    pipeline_parallel_layers: str = setting(
-        "",
-        "Layers of each stage, as '11,13,13,11'; with chunks, of all first chunks, then all second. Empty: evenly.",
-        is_list=True,
-    )
+    pipeline_parallel_layers: str = setting("", "Layers of each stage, as '11,13,13,11'. Empty: evenly.", is_list=True)
     expert_parallel_degree: int = setting(
         1, "Ranks that split the experts: some of data_parallel_shard * context_parallel * tensor_parallel.", ge=1
     )

@@ -29,10 +29,9 @@ MODEL = ModelConfig(
 )
 
 
-def section(replicate=1, shard=-1, tp=1, ep=1, cp=1, pp=1, layers="", chunks=1) -> ParallelismSection:
+def section(replicate=1, shard=-1, tp=1, ep=1, cp=1, pp=1, layers="") -> ParallelismSection:
     return ParallelismSection(
         pipeline_parallel_degree=pp,
-        pipeline_parallel_chunks=chunks,
         pipeline_parallel_layers=layers,
         data_parallel_replicate_degree=replicate,
         data_parallel_shard_degree=shard,
@@ -91,12 +90,6 @@ def test_layers_of_stages_as_they_are_given():
     assert [degrees.stage_parts(8, stage) for stage in range(3)] == [[range(1)], [range(1, 6)], [range(6, 8)]]
 
 
-def test_layers_of_chunks_as_they_are_given():
-    degrees = resolve_degrees(section(pp=2, chunks=2, layers="1,5,2,3"), 4)
-    assert degrees.stage_parts(11, 0) == [range(1), range(6, 8)]
-    assert degrees.stage_parts(11, 1) == [range(1, 6), range(8, 11)]
-
-
 def test_a_stage_is_ahead_of_those_behind_it():
     assert [Degrees(pp=4).turns_ahead(stage) for stage in range(4)] == [3, 2, 1, 0]
     assert [Degrees(pp=4, chunks=2).turns_ahead(stage) for stage in range(4)] == [10, 8, 6, 4]
@@ -137,9 +130,7 @@ def test_text_of_degrees():
             )
             for layers in ("4", "2,2,2", "2,-2", "2,x")
         ),
-        (section(chunks=2), 4, "pipeline_parallel_chunks = 2 have no effect, for pipeline_parallel_degree is 1."),
-        (section(pp=2, chunks=2, layers="2,2"), 4, "(2) * pipeline_parallel_chunks (2) = 4 parts"),
-        (section(layers="28"), 4, "pipeline_parallel_layers = '28' and pipeline_parallel_chunks = 1 have no effect"),
+        (section(layers="28"), 4, "pipeline_parallel_layers = '28' has no effect, for pipeline_parallel_degree is 1."),
         (section(cp=2, ep=3), 4, "ep (3) does not divide dp_shard (2) * cp (2) * tp (1) = 4."),
     ],
 )
@@ -193,25 +184,13 @@ def test_a_good_job_has_no_problems():
             {"num_layers": 4},
             Degrees(pp=5),
             {},
-            "pipeline_parallel_degree (5) * pipeline_parallel_chunks (1) is more than the model's 4 layers.",
+            "pipeline_parallel_degree (5) is more than the model's 4 layers. Lower it.",
         ),
         (
             {"num_layers": 4},
-            Degrees(pp=2, chunks=3),
-            {"global_batch_size": 2, "local_batch_size": 1},
-            "pipeline_parallel_degree (2) * pipeline_parallel_chunks (3) is more than the model's 4 layers. Lower one",
-        ),
-        (
-            {"num_layers": 4},
-            Degrees(pp=2, chunks=2, layers=(1, 3, 0, 0)),
-            {"global_batch_size": 2, "local_batch_size": 1},
-            "1 + 3 + 0 + 0 = 4, but the model has 4 layers, and each part needs one or more.",
-        ),
-        (
-            {"num_layers": 4},
-            Degrees(dp_shard=2, pp=2, chunks=2),
-            {"global_batch_size": 12, "local_batch_size": 2},
-            "in groups of 2, but a step has 3. Set training.global_batch_size to 16, or pipeline_parallel_chunks to 1.",
+            Degrees(pp=3, layers=(1, 3, 0)),
+            {},
+            "1 + 3 + 0 = 4, but the model has 4 layers, and each stage needs one or more.",
         ),
         (
             {"num_layers": 4},
@@ -223,7 +202,7 @@ def test_a_good_job_has_no_problems():
             {"num_layers": 4},
             Degrees(pp=2, layers=(4, 0)),
             {},
-            "4 + 0 = 4, but the model has 4 layers, and each part needs one or more.",
+            "4 + 0 = 4, but the model has 4 layers, and each stage needs one or more.",
         ),
         (
             {"num_experts": 0},
@@ -326,11 +305,7 @@ def test_micro_batches_of_a_batch_that_is_not_set_are_whole():
     assert resolve_global_batch_size(job, 2) == 12 and count_micro_batches(job, 2) == 2
     assert resolve_global_batch_size(job, 8) == 24 and count_micro_batches(job, 8) == 1
     job.parallelism.pipeline_parallel_degree = 4
-    assert resolve_global_batch_size(job, 1) == 15, "one chunk takes any number of micro-batches"
-    job.parallelism.pipeline_parallel_chunks = 2
-    assert resolve_global_batch_size(job, 1) == 12 and count_micro_batches(job, 1) == 4
-    job.training.seq_len = 128
-    assert check_parallelism(job, replace(MODEL, num_layers=8), Degrees(pp=4, chunks=2)) == []
+    assert resolve_global_batch_size(job, 1) == 15, "stages take any number of micro-batches"
 
 
 @pytest.mark.parametrize(

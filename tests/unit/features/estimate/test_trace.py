@@ -123,18 +123,10 @@ def test_stages_of_a_pipeline_are_the_whole_model(checked):
     assert kept == sorted(kept, reverse=True), "earlier stages have more micro-batches open"
 
 
-@pytest.mark.parametrize(
-    ("chunks", "layers", "traced"),
-    [
-        (1, (2, 2, 2, 2), [0, 1, 3]),
-        (1, (2, 2, 3, 1), [0, 1, 2, 3]),
-        (2, (3, 1, 5, 3, 3, 5, 1, 5), [0, 1, 2, 3]),  # 6 layers in stages 1 and 2 both, of other chunks
-        (2, (1, 2, 2, 1, 1, 2, 2, 1), [0, 1, 3]),
-    ],
-)
-def test_stages_are_alike_if_their_chunks_are(checked, chunks, layers, traced):
+@pytest.mark.parametrize(("layers", "traced"), [((2, 2, 2, 2), [0, 1, 3]), ((2, 2, 3, 1), [0, 1, 2, 3])])
+def test_stages_are_alike_if_their_layers_are(checked, layers, traced):
     config = checked(1, sum(layers)).model_config
-    assert stages_to_trace(config, Degrees(pp=4, chunks=chunks, layers=layers)) == traced
+    assert stages_to_trace(config, Degrees(pp=4, layers=layers)) == traced
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -157,30 +149,6 @@ def test_what_is_done_once_per_step_is_counted_once(checked, replicas):
         assert plain[kind, "dp_shard"] >= 6 * once[kind, "dp_shard"]
     if replicas > 1:
         assert plain["all_reduce", "dp_replicate"] == once["all_reduce", "dp_replicate"] == 4  # 2 layers, 2 ends
-
-
-@pytest.mark.parametrize(("rank", "mode"), [(2, (ONCE,)), pytest.param(0, (REPLICATE + "2",), marks=pytest.mark.slow)])
-def test_chunks_send_more_and_gather_and_reduce_no_more(checked, mode, rank):
-    """4 micro-batches in 2 stages of 3 layers, as one chunk, and as 2 and 3."""
-
-    def trace(chunks: int) -> StepTrace:
-        sizes = ("--training.local_batch_size=1", "--training.global_batch_size=8", MODE + "full", PP + "2")
-        reshard = "--parallelism.fsdp_reshard_after_forward=default"
-        job = checked(4, 6, *sizes, reshard, f"--parallelism.pipeline_parallel_chunks={chunks}", *mode)
-        return traced(job, rank=rank)
-
-    def counts(trace: StepTrace, *, sent: bool) -> dict[tuple[str, str, bool], int]:
-        return {key: count for key, count in collectives(trace).items() if (key[0] == "send") == sent}
-
-    one, *several = traces = [trace(chunks) for chunks in (1, 2, 3)]
-    for found in several:
-        assert counts(found, sent=False) == counts(one, sent=False)
-        assert (found.total.flops, found.weights, found.optimizer) == (one.total.flops, one.weights, one.optimizer)
-    # Between two parts of the model one hidden state and one gradient.
-    assert [sum(counts(found, sent=True).values()) for found in traces] == [4, 4 * 3, 4 * 5]
-    assert [len(found.layers) for found in traces] == [1, 2, 3] and {found.micro_batches for found in traces} == {4}
-    kept = [get_memory(found).working[ACTIVATIONS] for found in traces]
-    assert kept[0] < kept[1], "more turns are open"
 
 
 def test_the_first_micro_batch_holds_what_the_second_does(checked):
