@@ -54,7 +54,7 @@ from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lora.peft_format import PeftFormat
 from titanlite.features.muon import build_muon, muon_matrices
 from titanlite.features.passengers import carry_passengers
-from titanlite.features.pipeline import PipelineSchedule, apply_pipeline_parallel, describe_pipeline
+from titanlite.features.pipeline import apply_pipeline_parallel, describe_pipeline
 from titanlite.features.record.publish import configure_wandb, finish_wandb, open_wandb, push_to_hub, render_model_card
 from titanlite.features.record.run_files import check_space, log_held, record_trained, save_environment
 from titanlite.features.sft.build import build_sft
@@ -77,7 +77,7 @@ from titanlite.ops.kernels import use_triton
 from titanlite.optim.expert_bias import advise_balancing, complete_balancing, warn_of_ignored_balancing
 from titanlite.optim.optimizer import build_optimizer, count_parameters, freeze_parameters
 from titanlite.preflight import Checked
-from titanlite.train_step import Schedule, TrainStep
+from titanlite.train_step import TrainStep
 from titanlite.trainer import Trainer
 
 
@@ -126,7 +126,7 @@ def assemble(checked: Checked) -> Trainer:
     optimizer = make_optimizer(job, model, dims)
     checkpointer.load_state(plan, optimizer)
     objective = build_objective(job, model.config.vocab_size)
-    stepper = TrainStep(job, dims, device, model, optimizer, objective, build_schedule(dims), step)
+    stepper = TrainStep(job, dims, device, model, optimizer, objective, step)
     samples, taken, order = (0, None, "") if start is None else (start.samples, start.taken, start.data)
     loader.start_from(step, samples, job.data.skip_to_sample, taken, order)
     check_data_order(start, loader)
@@ -362,11 +362,6 @@ def build_objective(job: JobConfig, vocab_size: int) -> Objective:
     if is_extension(job.training.objective):
         return build_custom_objective(job, vocab_size)
     return build_dpo(job) or NextToken()
-
-
-def build_schedule(dims: ParallelDims) -> Schedule:
-    """Build the order of forwards and backwards of this rank."""
-    return PipelineSchedule(dims) if dims.degrees.pp > 1 else Schedule()
 
 
 def explain(error: BaseException, job: JobConfig | None) -> TitanliteError | None:

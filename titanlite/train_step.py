@@ -2,14 +2,11 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from titanlite.base.timers import StepTimer
 from titanlite.config import JobConfig
@@ -27,36 +24,19 @@ from titanlite.optim.expert_bias import ExpertBiasBalancer, get_bias_update_rate
 from titanlite.optim.optimizer import step_if_finite
 
 
-class Turn(NamedTuple):
-    """One forward or backward of a rank: of one chunk of its layers, for one micro-batch."""
+def order_turns(count: int, ahead: int) -> Iterator[tuple[Literal["forward", "backward"], int]]:
+    """Yield the turns of a rank in a step, in order: forward or backward, and of which micro-batch.
 
-    phase: Literal["forward", "backward"]
-    micro_batch: int
-    chunk: int
-
-
-class Schedule:
-    """The schedule of a rank that has all layers, in one chunk: each backward follows its forward.
-
-    Attributes:
-        group_size: micro-batches that are in flight together in forwards without backward.
+    Args:
+        count: micro-batches of the step.
+        ahead: the most forwards that run ahead of the backwards (1F1B); without pipeline stages 0.
     """
-
-    group_size = 1
-
-    def turns(self, num_micro_batches: int) -> Iterable[Turn]:
-        """Yield the forwards and backwards of a step, in order."""
-        for number in range(num_micro_batches):
-            yield Turn("forward", number, 0)
-            yield Turn("backward", number, 0)
-
-    def forwards(self, num_micro_batches: int) -> Iterable[tuple[int, int]]:
-        """Return (micro-batch, chunk) of the forwards without backward, in order."""
-        return ((number, 0) for number in range(num_micro_batches))
-
-    def chunk(self, model: nn.Module, chunk: int) -> AbstractContextManager[None]:
-        """Restrict forwards of `model` to one chunk while the context is open."""
-        return nullcontext()
+    ahead = min(ahead, count)
+    for number in range(count + ahead):
+        if number < count:
+            yield "forward", number
+        if number >= ahead:
+            yield "backward", number - ahead
 
 
 class TrainStep:
@@ -70,51 +50,46 @@ class TrainStep:
         model: Model,
         optimizer: torch.optim.Optimizer,
         objective: Objective,
-        schedule: Schedule,
         step: int = 0,
     ) -> None:
-        self.schedule = schedule
         self.job, self.dims, self.device = job, dims, device
         self.model, self.optimizer, self.objective, self.step = model, optimizer, objective, step
         self.lr_scheduler = build_lr_scheduler(optimizer, job.lr_scheduler, job.training.steps, step)
         stage_size = dims.degrees.stage_size if dims.degrees.pp > 1 else None
-        chunks = dims.degrees.stage_parts(len(model.all_layers()), dims.stage) if dims.degrees.pp > 1 else None
         rate = get_bias_update_rate(job.moe, model)
-        self.balancer = ExpertBiasBalancer(model, rate, dist.all_reduce, stage_size, chunks)
+        self.balancer = ExpertBiasBalancer(model, rate, dist.all_reduce, stage_size)
         self.grad_groups = group_parameters(model, whole=not job.metrics.grad_norm_groups)
         max_nonfinite = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
         self.finite_guard = FiniteGuard(device, max_nonfinite)
         self.timer = StepTimer(device)
         self.unreached: list[str] | None = None  # trained parameters without a gradient; known after the first step
-        self._all_chunks = self._last_chunks = tuple(range(dims.degrees.chunks))
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
         """Make one optimizer step over this rank's micro-batches. Collective: every rank must call.
 
         The loss of every micro-batch is divided by the number of units (tokens with a label, or pairs) in the *global*
         batch, so gradients are sums over ranks and micro-batches, whatever the mesh and however unevenly the units are
-        spread. Each backward follows its forward, except that a pipeline stage runs some forwards ahead, and may run
-        its layers in several chunks.
+        spread. Each backward follows its forward, except that a pipeline stage runs some forwards ahead.
         """
         self.dims.seed_generators(self.job.training.seed, self.step, self.device)
         objective, count = self.objective, len(micro_batches)
         units, num_tokens = self.count_units(micro_batches)
-        losses_finite = torch.ones(count, dtype=torch.bool, device=self.device)
+        losses_finite = torch.empty(count, dtype=torch.bool, device=self.device)
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
-        losses_in_flight: dict[tuple[int, int], ObjectiveSums] = {}
-        for phase, number, chunk in self.schedule.turns(count):
+        once_per_step = self.job.parallelism.fsdp_once_per_step
+        losses_in_flight: dict[int, ObjectiveSums] = {}
+        for phase, number in order_turns(count, self.dims.degrees.turns_ahead(self.dims.stage)):
             self.enter(phase, number)
             if phase == "forward":
-                with self.schedule.chunk(self.model, chunk):
-                    losses_in_flight[number, chunk] = losses = objective(self.model, micro_batches[number])
-                self.balancer.accumulate(chunk)
-                sums += (local := self.local_sums(losses, chunk))
-                losses_finite[number] &= local[:2].isfinite().all()
+                losses_in_flight[number] = losses = objective(self.model, micro_batches[number])
+                self.balancer.accumulate()
+                sums += (local := self.local_sums(losses))
+                losses_finite[number] = local[:2].isfinite().all()
                 continue
-            if count > 1:
-                self.mark_last_backwards((chunk,) if number == count - 1 else ())
-            self.scaled_loss(losses_in_flight.pop((number, chunk)), units, num_tokens).backward()
-        self.mark_last_backwards(self._all_chunks)  # until the next step, each backward reduces its gradients
+            if count > 1 and number in (0, count - 1):  # between steps, each backward is a last one
+                is_last = number == count - 1
+                prepare_backward(self.model, self.dims, is_last=is_last, once_per_step=once_per_step)
+            self.scaled_loss(losses_in_flight.pop(number), units, num_tokens).backward()
 
         self.enter("optimizer")
         sums = self.sum_over_data(sums, in_stages=True)
@@ -138,25 +113,6 @@ class TrainStep:
         norms, counts = (grad_norm, group_norms), (tokens, num_tokens, tokens_per_expert)
         return StepResult(means[0], aux_loss, *norms, *counts, means[2:])
 
-    def run_forwards(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, int, ObjectiveSums]]:
-        """Yield (batch, chunk, losses) without backward, for each batch and each chunk of this rank's stage.
-
-        Collectives: those of forwards; every rank must iterate to the end, over equally many batches.
-        """
-        batches = iter(batches)
-        while group := [batch.to(self.device) for batch in islice(batches, self.schedule.group_size)]:
-            for number, chunk in self.schedule.forwards(len(group)):
-                with self.schedule.chunk(self.model, chunk):
-                    losses = self.objective(self.model, group[number])
-                yield group[number], chunk, losses
-
-    def mark_last_backwards(self, chunks: tuple[int, ...]) -> None:
-        """Mark the next backwards of `chunks` as the last of the step, and those of all other chunks as not."""
-        if chunks != self._last_chunks:
-            once_per_step = self.job.parallelism.fsdp_once_per_step
-            prepare_backward(self.model, self.dims, chunks, once_per_step=once_per_step)
-            self._last_chunks = chunks
-
     def enter(self, phase: str, micro_batch: int | None = None) -> None:
         """Start `phase` in the step's timer and in the heartbeat, which shows the launcher hung ranks.
 
@@ -179,15 +135,15 @@ class TrainStep:
         """
         return losses.loss / units + losses.aux / num_tokens
 
-    def local_sums(self, losses: ObjectiveSums, chunk: int) -> torch.Tensor:
+    def local_sums(self, losses: ObjectiveSums) -> torch.Tensor:
         """Return this rank's summands of loss, balance losses and metrics, on the device.
 
-        cp and tp ranks hold equal losses, but balance losses of their own positions. Each chunk has the balance losses
-        of its own layers; only the last chunk of the last pipeline stage has losses.
+        cp and tp ranks hold equal losses, but balance losses of their own positions. Each pipeline stage has the
+        balance losses of its own layers; only the last one has losses.
         """
         aux_sum = losses.aux * self.dims.degrees.ranks_per_sequence
         loss, metrics = losses.loss, losses.metrics
-        if not self.dims.is_last_part(chunk):
+        if not self.dims.is_last_stage:
             loss, metrics = torch.zeros_like(loss), torch.zeros_like(metrics)
         return torch.cat([torch.stack([loss, aux_sum]), metrics]).detach()
 

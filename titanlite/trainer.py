@@ -129,15 +129,16 @@ class Trainer:
         Raises DataError: on all ranks; a source has nothing to predict. Collective: every rank must call.
         """
         self.model.eval()
-        losses: dict[str, float] = {}
+        objective, losses = self.stepper.objective, dict[str, float]()
         loss_of_all, units_of_all = torch.zeros(2, dtype=torch.float64, device=self.device)
         for source, weight, batches in self.loader.validation_sets(self.job.validation.steps):
             loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
             units = torch.zeros((), dtype=torch.int64, device=self.device)
-            for batch, chunk, sums in self.stepper.run_forwards(batches):
+            for batch in (batch.to(self.device) for batch in batches):
+                losses_of_batch = objective(self.model, batch)
                 beat("validation")
-                loss_sum += self.stepper.local_sums(sums, chunk)[0]
-                units += self.stepper.objective.count(batch) if chunk == 0 else 0
+                loss_sum += self.stepper.local_sums(losses_of_batch)[0]
+                units += objective.count(batch)
             loss_sum, units = self.stepper.sum_over_data(loss_sum, in_stages=True), self.stepper.sum_over_data(units)
             if not units.item():
                 raise DataError(

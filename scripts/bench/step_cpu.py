@@ -59,7 +59,7 @@ from titanlite.models.decoder import build_decoder
 from titanlite.models.families import model_config_from_hf
 from titanlite.objective import NextToken
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.train_step import Schedule, TrainStep
+from titanlite.train_step import TrainStep
 
 _LEARNING_RATE, _WEIGHT_DECAY, _BETAS, _MAX_NORM = 3e-4, 0.1, (0.9, 0.95), 1.0
 _LOSS_TOLERANCE = 1e-5  # relative; seen: 3e-7
@@ -139,7 +139,7 @@ def build_titanlite(folder: Path, ranks: int) -> Step:
     parallelize(model, job, dims, "cpu")
     materialize(model, device, [hf_checkpoint(folder, config)])
     optimizer = build_optimizer(model, job.optimizer)
-    trainer = TrainStep(job, dims, device, model, optimizer, NextToken(), Schedule())
+    trainer = TrainStep(job, dims, device, model, optimizer, NextToken())
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         labels = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)

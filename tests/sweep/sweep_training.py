@@ -17,7 +17,7 @@ from sweep_stages import is_same
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.saving import save_hf_model
-from titanlite.assemble import build_on_meta, build_schedule, make_optimizer
+from titanlite.assemble import build_on_meta, make_optimizer
 from titanlite.checkpoint.folder import read_model_headers
 from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config import JobConfig, TransformersConfig
@@ -168,7 +168,7 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
                 gradients.setdefault(clean_name(name), param.grad.full_tensor().clone())
 
     optimizer.register_step_pre_hook(note)
-    stepper = TrainStep(job, dims, _CPU, model, optimizer, NextToken(), build_schedule(dims))
+    stepper = TrainStep(job, dims, _CPU, model, optimizer, NextToken())
     mine = slice(dims.dp_rank, None, dims.degrees.dp)
     own = {of.name: value[mine] for of in fields(batch) if isinstance(value := getattr(batch, of.name), torch.Tensor)}
     if extra:

@@ -28,8 +28,7 @@ class Degrees:
     ep: int = 1
     cp: int = 1
     pp: int = 1
-    chunks: int = 1  # of layers in each pipeline stage; chunk c of stage s is part c * pp + s of the model
-    layers: tuple[int, ...] = ()  # of each part of the model, as configured; empty: split evenly
+    layers: tuple[int, ...] = ()  # of each pipeline stage, as configured; empty: split evenly
 
     @property
     def dp(self) -> int:
@@ -67,34 +66,29 @@ class Degrees:
     def stage_of(self, rank: int) -> int:
         return rank // self.stage_size
 
-    def part_sizes(self, num_layers: int) -> list[int]:
-        """Layers of each part of the model, in its order. The remainder goes to the parts next to the last: that has
-        the output head, and the first stage holds the activations of most micro-batches.
+    def stage_sizes(self, num_layers: int) -> list[int]:
+        """Return the number of layers of each pipeline stage. The remainder goes to the stages next to
+        the last: that has the output head, and the first holds the activations of most micro-batches.
         """
         if self.layers:
             return list(self.layers)
-        count = self.pp * self.chunks
-        even, more = divmod(num_layers, count)
-        return [even + (count - 1 - more <= part < count - 1) for part in range(count)]
+        last = self.pp - 1
+        even, more = divmod(num_layers, self.pp)
+        return [even + (last - more <= stage < last) for stage in range(self.pp)]
 
-    def stage_parts(self, num_layers: int, stage: int) -> list[range]:
-        """Return the layers of a pipeline stage, those of each of its chunks."""
-        sizes = self.part_sizes(num_layers)
-        starts = [sum(sizes[:part]) for part in range(stage, len(sizes), self.pp)]
-        return [range(start, start + size) for start, size in zip(starts, sizes[stage :: self.pp], strict=True)]
+    def stage_layers(self, num_layers: int, stage: int) -> range:
+        """Return the layers of a pipeline stage."""
+        sizes = self.stage_sizes(num_layers)
+        start = sum(sizes[:stage])
+        return range(start, start + sizes[stage])
 
     def turns_ahead(self, stage: int) -> int:
-        """Count the most forwards, each of a chunk, that a stage runs ahead of its backwards.
-
-        With several chunks a stage is twice as far ahead of the next one, because the forward and the backward of its
-        next turn come from different stages.
-        """
-        later = self.pp - 1 - stage
-        return later if self.chunks == 1 else 2 * later + (self.chunks - 1) * self.pp
+        """Count the most forwards that a stage runs ahead of its backwards: one for each later stage."""
+        return self.pp - 1 - stage
 
     def waiting(self, num_micro_batches: int) -> float:
-        """Return the bubble: the share of a step that a rank waits for other stages, (p - 1) / (v * n + p - 1)."""
-        return (self.pp - 1) / (self.chunks * num_micro_batches + self.pp - 1)
+        """Return the bubble: the share of a step that a rank waits for other stages, (p - 1) / (n + p - 1)."""
+        return (self.pp - 1) / (num_micro_batches + self.pp - 1)
 
     @property
     def experts_on_own_mesh(self) -> bool:
@@ -107,8 +101,7 @@ class Degrees:
 
     def __str__(self) -> str:
         cp = f" x cp {self.cp}" if self.cp > 1 else ""
-        chunks = f" ({self.chunks} chunks)" if self.chunks > 1 else ""
-        pp = f"pp {self.pp}{chunks} x " if self.pp > 1 else ""
+        pp = f"pp {self.pp} x " if self.pp > 1 else ""
         return f"{pp}dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}{cp} x tp {self.tp}, ep {self.ep}"
 
 
@@ -131,7 +124,7 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
                 f"the world size ({world_size}). Change one of these degrees, or the number of ranks."
             )
         shard = world_size // others
-    degrees = Degrees(replicate, shard, tp, ep, cp, pp, layers=_parse_layers(section))
+    degrees = Degrees(replicate, shard, tp, ep, cp, pp, _parse_layers(section))
     if degrees.world_size != world_size:
         raise ConfigError(
             f"parallelism: {of_pp}dp_replicate ({replicate}) * dp_shard ({shard}){of_cp} * tp ({tp}) = "

@@ -6,8 +6,8 @@ Gradients are summed, never averaged: the loss is divided by the global number o
 expert gradients scale alike.
 """
 
-from collections.abc import Callable, Collection, Iterable
-from itertools import islice, pairwise
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -107,46 +107,29 @@ def apply_fsdp(
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     if dims.degrees.ep > 1 or dims.degrees.pp > 1:
-        chunks = [[[layer, *units[layer]] for layer in chunk] for chunk in _layers_by_chunk(model, dims)]
-        for chunk in chunks:
-            _prefetch_explicitly(chunk)
+        _prefetch_explicitly([[layer, *units[layer]] for layer in layers])
         if dims.degrees.pp > 1 and not section.fsdp_once_per_step:
-            _prefetch_nothing_in_backward([*(unit for chunk in chunks for unit in chunk[0]), *embedding])
+            _prefetch_nothing_in_backward([layers[0], *units[layers[0]], *embedding])
     if section.fsdp_once_per_step:
         _prefetch_nothing_in_backward(module for module in model.modules() if isinstance(module, FSDPModule))
     for name, param in model.named_parameters(remove_duplicate=False):
         vars(param).update(attributes[name])
 
 
-def prepare_backward(model: Model, dims: ParallelDims, ending: Collection[int], *, once_per_step: bool) -> None:
-    """Select the chunks of a pipeline stage whose next backwards run the once-per-step work.
+def prepare_backward(model: Model, dims: ParallelDims, *, is_last: bool, once_per_step: bool) -> None:
+    """Say whether the next backwards run the once-per-step work, which the last micro-batch's does.
 
-    A new model does so in every backward. `TrainStep` calls this before the last micro-batch's backward of each chunk,
-    for that chunk alone: others may have backwards to come. The work is the all-reduce of gradients over
-    `dp_replicate`, the slowest links; until then gradients are in FSDP's own buffers, not in `grad`. With
-    `once_per_step` it is every reduction of gradients, and gathered parameters are kept until then.
+    A new model does so in every backward. The work is the all-reduce of gradients over
+    `dp_replicate`, the slowest links; until then gradients are in FSDP's own buffers, not in `grad`.
+    With `once_per_step` it is every reduction of gradients, and gathered parameters are kept until then.
     """
     root: Any = model  # an FSDPModule, which its static type does not show
-    modules: list[Any] = [model] if len(ending) == dims.degrees.chunks else []
-    if not modules and ending:
-        embedding, head = model.outer_units()
-        for chunk, layers in enumerate(_layers_by_chunk(model, dims)):
-            if chunk in ending:
-                modules += [*layers, *(embedding if chunk == 0 else []), *(head if dims.is_last_part(chunk) else [])]
     if once_per_step:
-        root.set_is_last_backward(bool(ending))
-    for module, value in [(root, False), *((module, True) for module in modules)]:
-        if once_per_step:
-            module.set_reshard_after_backward(value)
-            module.set_requires_gradient_sync(value)
-        elif dims.degrees.dp_replicate > 1:
-            module.set_requires_all_reduce(value)
-
-
-def _layers_by_chunk(model: Model, dims: ParallelDims) -> list[list[nn.Module]]:
-    layers = iter(model.decoder_layers())
-    parts = dims.degrees.stage_parts(len(model.all_layers()), dims.stage)
-    return [list(islice(layers, len(part))) for part in parts]
+        root.set_is_last_backward(is_last)
+        root.set_reshard_after_backward(is_last)
+        root.set_requires_gradient_sync(is_last)
+    elif dims.degrees.dp_replicate > 1:
+        root.set_requires_all_reduce(is_last)
 
 
 def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:

@@ -185,10 +185,8 @@ class ParallelDims:
     sparse: DeviceMesh | None
     cp_group: dist.ProcessGroup | None = None  # ranks with the pieces of a sequence, in order; it shards no parameter
     stage_group: dist.ProcessGroup | None = None  # ranks of this pipeline stage, if there are several
-    # The axis "pp" once more, for gradients, since its own group serves hidden states; and twice more, for both between
-    # the last stage and the first, where micro-batches go round several times.
+    # The axis "pp" once more, for gradients, since its own group serves hidden states.
     pp_backward_group: dist.ProcessGroup | None = None
-    pp_round_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     @classmethod
     def build(cls, degrees: Degrees, device_type: str) -> "ParallelDims":
@@ -199,18 +197,16 @@ class ParallelDims:
         if d.experts_on_own_mesh:
             sizes = {"pp": d.pp, "dp_replicate": d.dp_replicate, "efsdp": d.efsdp, "ep": d.ep}
             sparse = _build_mesh(device_type, sizes, "efsdp")
-        cp_group = stage_group = backward_group = round_groups = None
+        cp_group = stage_group = backward_group = None
         rank = dist.get_rank()
         if d.pp > 1:
             first, size = d.stage_of(rank) * d.stage_size, d.stage_size
             stage_group = _new_group(range(first, first + size))
-            through = range(rank % size, d.world_size, size)
-            backward_group = _new_group(through)
-            round_groups = (_new_group(through), _new_group(through)) if d.chunks > 1 else None
+            backward_group = _new_group(range(rank % size, d.world_size, size))
         if d.cp > 1:  # a separate group, even if it has all ranks
             first = rank - rank // d.tp % d.cp * d.tp
             cp_group = _new_group(range(first, first + d.cp * d.tp, d.tp))
-        return cls(d, dense, sparse, cp_group, stage_group, backward_group, round_groups)
+        return cls(d, dense, sparse, cp_group, stage_group, backward_group)
 
     @property
     def stage(self) -> int:
@@ -219,10 +215,6 @@ class ParallelDims:
     @property
     def is_last_stage(self) -> bool:
         return self.stage == self.degrees.pp - 1
-
-    def is_last_part(self, chunk: int) -> bool:
-        """Return True if a forward of this rank's `chunk` ends with the losses."""
-        return self.is_last_stage and chunk == self.degrees.chunks - 1
 
     @cached_property
     def pp_mesh(self) -> DeviceMesh:

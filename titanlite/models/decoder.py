@@ -6,8 +6,8 @@ of the Hugging Face models, so that checkpoint keys need no table.
 Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -84,34 +84,28 @@ class Backbone(nn.Module):
         tokens_BS: torch.Tensor,
         positions_BS: torch.Tensor | None,
         document_ids_BS: torch.Tensor | None,
-        stand_ins: Mapping[str, Any],
         cache: Cache | None = None,
         starts_N1: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the final hidden states (B, S, D) and the sum of the layers' balance losses, or None."""
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
-        x_BSD = stand_ins.get("embed_tokens", self.embed_tokens)(tokens_BS)
+        x_BSD = self.embed_tokens(tokens_BS)
         cos_sin = self.rotary_emb(positions_BS, x_BSD.dtype)
         mask = build_attention_mask(document_ids_BS, self.attention_backend, x_BSD.dtype, starts_N1)
         valid_BS = None if document_ids_BS is None else document_ids_BS >= 0
         aux_losses = []
-        layers = stand_ins.get("layers", self.layers)
-        layer_caches = [None] * len(layers) if cache is None else cache.layers
-        for layer, layer_cache in zip(layers, layer_caches, strict=True):
+        layer_caches = [None] * len(self.layers) if cache is None else cache.layers
+        for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
             x_BSD, aux_loss = layer(x_BSD, cos_sin, mask, valid_BS, layer_cache)
             if aux_loss is not None:
                 aux_losses.append(aux_loss)
-        x_BSD = stand_ins.get("norm", self.norm)(x_BSD)
+        x_BSD = self.norm(x_BSD)
         return x_BSD, torch.stack(aux_losses).sum() if aux_losses else None
 
 
 class Decoder(Model):
-    """Decoder-only language model with Hugging Face's parameter names.
-
-    Attributes:
-        stand_ins: what a forward calls in place of some of `embed_tokens`, `layers`, `norm` and `lm_head`, by name.
-    """
+    """Decoder-only language model with Hugging Face's parameter names."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -122,7 +116,6 @@ class Decoder(Model):
         )
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.stand_ins: Mapping[str, Any] = {}
 
     def declare_sources(self) -> dict[str, Source]:
         return {"lm_head.weight": Alias("model.embed_tokens.weight")} if self.config.tie_word_embeddings else {}
@@ -151,14 +144,13 @@ class Decoder(Model):
                 sequence, (1, B), which may be padded.
             starts_N1: result of `find_starts(document_ids_BS)` on the host; without it, varlen waits for the device.
         """
-        lm_head = self.stand_ins.get("lm_head", self.lm_head)
         if cache is not None:
-            hidden_BSD, _ = self.model(tokens_BS, cache.positions(tokens_BS), None, self.stand_ins, cache)
-            logits_BV = lm_head(hidden_BSD, select=cache.newest)
+            hidden_BSD, _ = self.model(tokens_BS, cache.positions(tokens_BS), None, cache)
+            logits_BV = self.lm_head(hidden_BSD, select=cache.newest)
             cache.advance()
             return logits_BV
-        hidden_BSD, aux = self.model(tokens_BS, positions_BS, document_ids_BS, self.stand_ins, starts_N1=starts_N1)
-        out = lm_head(hidden_BSD, labels_BS, reduction)
+        hidden_BSD, aux = self.model(tokens_BS, positions_BS, document_ids_BS, starts_N1=starts_N1)
+        out = self.lm_head(hidden_BSD, labels_BS, reduction)
         return out if labels_BS is None else LossSums(out, out.new_zeros(()) if aux is None else aux)
 
     def configure(

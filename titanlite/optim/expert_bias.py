@@ -1,6 +1,6 @@
 """Aux-loss-free load balancing (arXiv:2408.15664): experts that got too few tokens become easier to choose."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,6 @@ from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, Transformer
 from titanlite.config.schema import MoESection
 from titanlite.models.families import families, family_of
 from titanlite.models.interface import Model
-from titanlite.models.moe import ExpertCounter
 
 BIAS_UPDATE_RATE = 1e-3  # of arXiv:2408.15664
 AUX_LOSS_COEFF = 0.02
@@ -23,7 +22,7 @@ class ExpertBiasBalancer:
 
     A model of transformers has no such bias; its tokens are counted all the same, if its experts can be. A step adds
     `update_rate` to a bias, or takes it away. `sum_over_ranks` sums a tensor on the model's device, in place. With
-    pipeline stages, of `stage_size` ranks each, `chunks` are the layers of each chunk of this one.
+    pipeline stages, of `stage_size` ranks each, the model has the counters of this stage's layers.
     """
 
     def __init__(
@@ -32,17 +31,13 @@ class ExpertBiasBalancer:
         update_rate: float,
         sum_over_ranks: Callable[[torch.Tensor], object],
         stage_size: int | None = None,
-        chunks: Sequence[range] | None = None,
     ) -> None:
         numbers, counters = model.moe_layer_numbers(), model.expert_counters()
         self._num_layers = len(numbers)
-        # The layers of a chunk are consecutive; for layers of other pipeline stages this rank adds zeros.
-        of_chunks = (
-            [counters] if chunks is None else [{i: counters[i] for i in chunk if i in counters} for chunk in chunks]
-        )
-        starts = [numbers.index(next(iter(found))) if found else 0 for found in of_chunks]
-        self._here = [slice(start, start + len(found)) for start, found in zip(starts, of_chunks, strict=True)]
-        self._counters = [list(found.values()) for found in of_chunks]
+        # The layers of a stage are consecutive; for those of other stages this rank adds zeros.
+        start = numbers.index(next(iter(counters))) if counters else 0
+        self._here = slice(start, start + len(counters))
+        self._counters = list(counters.values())
         self._routers = [moe.gate for moe in model.moe_layers().values()]
         self._update_rate, self._sum_over_ranks, self._stage_size = update_rate, sum_over_ranks, stage_size
         self._rows_are_known = bool(numbers) and not counters  # then other stages know
@@ -55,32 +50,32 @@ class ExpertBiasBalancer:
             logger.info("moe: %d of %d routers are frozen, and so is their expert_bias", frozen, len(self._routers))
 
     def _make_counts(self, model: Model) -> torch.Tensor:
-        for counters in filter(None, self._counters):
-            return torch.zeros_like(counters[0].tokens_per_expert).repeat(self._num_layers, 1)
+        if self._counters:
+            return torch.zeros_like(self._counters[0].tokens_per_expert).repeat(self._num_layers, 1)
         device = next(buffer.device for buffer in model.buffers() if not buffer.is_meta)
         return torch.zeros(self._num_layers, model.config.num_experts, dtype=torch.int64, device=device)
 
     @torch.no_grad()
-    def accumulate(self, chunk: int = 0) -> None:
-        """Add the counts of the latest forward of that chunk; call once for each, after it or after its backward.
+    def accumulate(self) -> None:
+        """Add the counts of the latest forward; call once for each, after it or after its backward.
 
         The counters overwrite their counts, so recomputation in backward does not count twice.
         """
-        counters, here = self._counters[chunk], self._here[chunk]
-        if counters:
-            self.counts[here] += torch.stack([counter.tokens_per_expert for counter in counters])
-            self._compare_rows(counters, here)
+        if self._counters:
+            self.counts[self._here] += torch.stack([counter.tokens_per_expert for counter in self._counters])
+            self._compare_rows()
 
-    def _compare_rows(self, counters: list[ExpertCounter], here: slice) -> None:
+    def _compare_rows(self) -> None:
         """Add the rows that routers chose minus those that experts got: zero over all ranks, unless rows are lost."""
+        counters = self._counters
         chosen = [counter.chosen_rows for counter in counters if counter.chosen_rows is not None]
         ends = [counter.row_ends for counter in counters if counter.row_ends is not None]
         self._rows_are_known = len(chosen) == len(ends) == len(counters)
         if self._rows_are_known:
             given = torch.diff(torch.stack(ends).to(torch.int64), prepend=ends[0].new_zeros(len(ends), 1))
             first = counters[0].first_expert
-            self.row_difference[here] += torch.stack(chosen)
-            self.row_difference[here, first : first + given.shape[1]] -= given
+            self.row_difference[self._here] += torch.stack(chosen)
+            self.row_difference[self._here, first : first + given.shape[1]] -= given
 
     @torch.no_grad()
     def step(self, finite: torch.Tensor) -> torch.Tensor | None:
@@ -104,8 +99,7 @@ class ExpertBiasBalancer:
             deficit = counts.sum(dim=1, keepdim=True) - counts * counts.shape[1]
             delta = deficit.sign().to(torch.float32)
             delta = (delta - delta.mean(dim=1, keepdim=True)) * (self._update_rate * finite.to(delta.device))
-            of_routers = torch.cat([delta[here] for here in self._here])
-            for router, router_delta in zip(self._routers, of_routers, strict=True):
+            for router, router_delta in zip(self._routers, delta[self._here], strict=True):
                 if router.weight.requires_grad:
                     router.expert_bias += router_delta
         return counts
@@ -121,9 +115,7 @@ class ExpertBiasBalancer:
         ranges = torch.zeros(2, self._num_layers, device=self.counts.device)
         if self._routers:
             biases = torch.stack([router.expert_bias for router in self._routers])
-            found = torch.stack(biases.aminmax(dim=1)).split([here.stop - here.start for here in self._here], dim=1)
-            for here, values in zip(self._here, found, strict=True):
-                ranges[:, here] = values
+            ranges[:, self._here] = torch.stack(biases.aminmax(dim=1))
         if self._stage_size is not None:
             self._sum_over_ranks(ranges)
             ranges /= self._stage_size

@@ -73,13 +73,12 @@ def test_any_degrees_that_fit_are_resolved(replicate, shard, cp, tp, ep, pp, res
     assert degrees.expert_shard_dim(shard * cp * tp - 1) == 1
 
 
-@given(pp=st.integers(1, 16), chunks=st.integers(1, 4), num_layers=st.integers(1, 100))
-def test_stages_have_all_layers_once_and_about_equally_many(pp, chunks, num_layers):
-    assume(num_layers >= pp * chunks)
-    stages = [Degrees(pp=pp, chunks=chunks).stage_parts(num_layers, stage) for stage in range(pp)]
-    parts = [stages[stage][chunk] for chunk in range(chunks) for stage in range(pp)]
-    assert [layer for part in parts for layer in part] == [*range(num_layers)]
-    sizes = [len(part) for part in parts]
+@given(pp=st.integers(1, 16), num_layers=st.integers(1, 100))
+def test_stages_have_all_layers_once_and_about_equally_many(pp, num_layers):
+    assume(num_layers >= pp)
+    stages = [Degrees(pp=pp).stage_layers(num_layers, stage) for stage in range(pp)]
+    assert [layer for layers in stages for layer in layers] == [*range(num_layers)]
+    sizes = [len(layers) for layers in stages]
     assert min(sizes) >= 1 and max(sizes) <= min(sizes) + 1
     assert sizes[-1] == min(sizes), "the last has the output head"
 
@@ -87,17 +86,15 @@ def test_stages_have_all_layers_once_and_about_equally_many(pp, chunks, num_laye
 def test_layers_of_stages_as_they_are_given():
     degrees = resolve_degrees(section(pp=3, layers=" 1,5, 2"), 6)
     assert degrees.layers == (1, 5, 2) and degrees.dp_shard == 2
-    assert [degrees.stage_parts(8, stage) for stage in range(3)] == [[range(1)], [range(1, 6)], [range(6, 8)]]
+    assert [degrees.stage_layers(8, stage) for stage in range(3)] == [range(1), range(1, 6), range(6, 8)]
 
 
 def test_a_stage_is_ahead_of_those_behind_it():
     assert [Degrees(pp=4).turns_ahead(stage) for stage in range(4)] == [3, 2, 1, 0]
-    assert [Degrees(pp=4, chunks=2).turns_ahead(stage) for stage in range(4)] == [10, 8, 6, 4]
-    assert Degrees(pp=4, chunks=2).waiting(8) == 3 / 19
+    assert Degrees(pp=4).waiting(8) == 3 / 11
 
 
 def test_text_of_degrees():
-    assert str(Degrees(2, 4, 2, 8, pp=3, chunks=2)).startswith("pp 3 (2 chunks) x dp_replicate 2 x ")
     assert str(Degrees(2, 4, 2, 8, pp=3)) == "pp 3 x dp_replicate 2 x dp_shard 4 x tp 2, ep 8"
     assert str(Degrees(2, 4, 2, 8)) == "dp_replicate 2 x dp_shard 4 x tp 2, ep 8"
     assert str(Degrees(2, 4, 2, 8, cp=3)) == "dp_replicate 2 x dp_shard 4 x cp 3 x tp 2, ep 8"

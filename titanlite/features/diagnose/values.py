@@ -26,9 +26,9 @@ class _Found:
     stage: int  # of the pipeline
     losses: tuple[int, ...]  # micro-batches whose loss was not finite when the step was trained on
     weights: list[str]  # that hold values that are not finite
-    # Micro-batch, chunk of the stage, place in the order of the forward, and module of the first output that is not
-    # finite, per micro-batch that has one.
-    outputs: list[tuple[int, int, int, str]] = field(default_factory=list)
+    # Micro-batch, place in the order of the forward, and module of the first output that is not finite, per
+    # micro-batch that has one.
+    outputs: list[tuple[int, int, str]] = field(default_factory=list)
     # The first micro-batch that has such gradients, and their parameters, each with its place in the model.
     grads: tuple[int, list[tuple[int, str]]] | None = None
 
@@ -64,8 +64,8 @@ def diagnose(
             with _watched(model, whole_layers) as first:
                 loss = scaled_loss(batch)
             if first or not math.isfinite(loss.item()):
-                chunk, place, name = first[0] if first else (sys.maxsize, sys.maxsize, "the loss")
-                mine.outputs.append((number, chunk, place, name))
+                place, name = first[0] if first else (sys.maxsize, "the loss")
+                mine.outputs.append((number, place, name))
             loss.backward()
             if mine.grads is None:
                 bad = [
@@ -90,12 +90,10 @@ def _describe(gathered: Sequence[_Found]) -> Diagnosis:
         sentences.append(f"Weights are not finite: {_names(weights)}, on ranks {list_ranks(ranks)}.")
     # Attention spreads non-finite values to other ranks: the origin is the first place on any of them.
     outputs = sorted(
-        (number, (chunk, f.stage), place, rank, name)
-        for rank, f in enumerate(gathered)
-        for number, chunk, place, name in f.outputs
+        (number, f.stage, place, rank, name) for rank, f in enumerate(gathered) for number, place, name in f.outputs
     )
-    # Likewise, later stages and chunks got them from the earliest one.
-    lowest = {number: part for number, part, *_ in reversed(outputs)}
+    # Likewise, later stages got them from the earliest one.
+    lowest = {number: stage for number, stage, *_ in reversed(outputs)}
     outputs = [found for found in outputs if found[1] == lowest[found[0]]]
     if outputs:
         places = [f"{name} (micro-batch {number}, rank {rank})" for number, _, _, rank, name in outputs[:_SHOWN]]
@@ -139,18 +137,16 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[tuple[int, int, str]]]:
-    """Collect modules with non-finite outputs, in order: chunk, number of modules that ended before, and name."""
-    names: list[tuple[int, int, str]] = []
-    ended, chunk = itertools.count(), 0
+def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[tuple[int, str]]]:
+    """Collect modules with non-finite outputs, in order: number of modules that ended before, and name."""
+    names: list[tuple[int, str]] = []
+    ended = itertools.count()
 
     def look_at(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            nonlocal chunk
-            chunk += getattr(module, "between_chunks", False)  # of a pipeline
             place = next(ended)
             if not all(_is_finite(tensor) for tensor in _floating(output)):
-                names.append((chunk, place, f"that of {name}" if name else "that of the model"))
+                names.append((place, f"that of {name}" if name else "that of the model"))
 
         return hook
 

@@ -15,7 +15,7 @@ from titanlite.base.text import find_near
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.features.estimate.operators import BESIDE, Work
-from titanlite.features.estimate.trace import Moment, StepTrace, layers_of_chunks, trace_step
+from titanlite.features.estimate.trace import Moment, StepTrace, layers_by_kind, trace_step
 from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS, Kind
 
 _GIB = 2**30
@@ -255,7 +255,7 @@ def stages_to_trace(model_config: AnyModelConfig, degrees: Degrees) -> list[int]
     """Select stages to trace: the first and the last of all (embedding, output head), and of consecutive stages with
     equal layers the first, which has the most micro-batches in flight.
     """
-    kinds = [layers_of_chunks(model_config, degrees, stage) for stage in range(degrees.pp)]
+    kinds = [layers_by_kind(model_config, degrees, stage) for stage in range(degrees.pp)]
     first = [0, *(stage for stage in range(1, degrees.pp) if stage == 1 or kinds[stage] != kinds[stage - 1])]
     return sorted({*first, degrees.pp - 1})
 
@@ -292,7 +292,7 @@ def _describe_moment(moment: Moment, trace: StepTrace) -> str:
         return outside[moment.phase]
     num = trace.num_layers[moment.kind]
     index = (num - 1 - moment.index if moment.from_end else moment.index) + (trace.num_layers[0] * moment.kind)
-    return f"{moment.phase} of layer {[number for part in trace.layers for number in part][index]}"
+    return f"{moment.phase} of layer {trace.layers[index]}"
 
 
 def axis_ranks(degrees: Degrees, axis: str, rank: int = 0) -> list[int]:

@@ -118,14 +118,13 @@ def render_stages(stages: Mapping[int, Estimate]) -> str:
         degrees, trace = estimate.degrees, estimate.trace
         first = stage * degrees.stage_size
         ranks = f"{first}-{first + degrees.stage_size - 1}" if degrees.stage_size > 1 else str(first)
-        layers = ", ".join(f"{part.start}-{part.stop - 1}" for part in trace.layers)
-        turns_open = min(degrees.turns_ahead(stage) + 1, trace.micro_batches * degrees.chunks) / degrees.chunks
+        layers = f"{trace.layers[0]}-{trace.layers[-1]}"
+        turns_open = min(degrees.turns_ahead(stage) + 1, trace.micro_batches)
         fits = "fits" if estimate.fits else "does not fit"
         memory, expected = format_memory(estimate.memory.total), _ms(estimate.time.expected_s)
-        rows.append((str(stage), ranks, layers, f"{turns_open:.3g}", memory, fits, expected))
+        rows.append((str(stage), ranks, layers, str(turns_open), memory, fits, expected))
     some = next(iter(stages.values()))
-    chunks = f" of {some.degrees.chunks} chunks" if some.degrees.chunks > 1 else ""
-    count = f"{some.degrees.pp} stages{chunks}, {some.trace.micro_batches} micro-batches"
+    count = f"{some.degrees.pp} stages, {some.trace.micro_batches} micro-batches"
     lines = [f"pipeline: {count} a step, {some.time.waiting:.0%} of it waiting", format_table(rows)]
     if left_out := some.degrees.pp - len(stages):
         lines.append(f"  {left_out} more have as many layers as the one before, and fewer micro-batches open")
@@ -148,8 +147,7 @@ def render_parts(estimate: Estimate) -> str:
         waited = f"{time.expected_s * time.waiting * 1e3 / count:,.2f}"
         rows.append(("waiting for other stages", "", "", "", "", waited, ""))
     done = trace.total.flops * estimate.degrees.stage_size / estimate.tokens
-    layers = " and ".join(f"{part.start} to {part.stop - 1}" for part in trace.layers)
-    where = f" in layers {layers}" if estimate.degrees.pp > 1 else ""
+    where = f" in layers {trace.layers[0]} to {trace.layers[-1]}" if estimate.degrees.pp > 1 else ""
     return "\n".join(
         [
             format_table(rows),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titanlite.assemble import build_objective, build_on_meta, build_schedule, make_optimizer
+from titanlite.assemble import build_objective, build_on_meta, make_optimizer
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import TrainingSection
@@ -57,7 +57,6 @@ class StandInTrainer(TrainStep):
                 model,
                 make_optimizer(job, model, dims),
                 _build_objective(job, model.config.vocab_size),
-                build_schedule(dims),
             )
             self.unreached = []  # nothing is trained, and values cannot be read
             with FixedScalars():

@@ -60,7 +60,7 @@ class StepTrace:
     micro_batches: int  # per step
     num_layers: tuple[int, ...]  # that the figures are of, by kind; with pipeline stages those of this rank's
     traced_layers: int  # that were really traced
-    layers: tuple[range, ...]  # numbers of this rank's; of each chunk, where a pipeline stage has several
+    layers: range  # numbers of this rank's
 
     def step_work(self) -> Iterator[tuple[Kind, Work]]:
         for kind, work in self.work.items():
@@ -123,10 +123,10 @@ def trace_step(
         few_layers = _with_layers(model_config, degrees, stage, by_kind)
         return _trace(job, *few_layers, rank, device_type, documents)
 
-    layers = layers_to_trace(job, model_config, degrees, stage)
-    if every_layer or layers is None:
+    selected = layers_to_trace(job, model_config, degrees, stage)
+    if every_layer or selected is None:
         return trace()
-    wanted, few, period = layers
+    wanted, few, period = selected
     more_layers = sum(sum(few) + period for num, num_few in zip(wanted, few, strict=True) if num > num_few)
     if sum(few) + more_layers >= sum(wanted):
         return trace()
@@ -137,8 +137,8 @@ def trace_step(
             more = tuple(n + period * (k == kind) for k, n in enumerate(few))
             found = found.plus((num - num_few) // period, trace(more), base)
             traced += sum(more)
-    parts = degrees.stage_parts(model_config.num_layers, stage)
-    return replace(found, num_layers=wanted, layers=tuple(parts), traced_layers=traced)
+    layers = degrees.stage_layers(model_config.num_layers, stage)
+    return replace(found, num_layers=wanted, layers=layers, traced_layers=traced)
 
 
 def layers_to_trace(
@@ -147,8 +147,6 @@ def layers_to_trace(
     """Return (layers by kind, how many of them are traced, period of their repetition); None: they are not alike."""
     named = (job.optimizer.freeze, job.optimizer.lr_multipliers, job.lora.targets)
     if not isinstance(model_config, ModelConfig) or any(re.search(r"\.[\d\[]", patterns) for patterns in named):
-        return None
-    if degrees.chunks > 1:  # each would need a first and a last layer; they are small
         return None
     wanted = layers_by_kind(model_config, degrees, stage)
     section, period = job.activation_checkpoint, 1
@@ -166,25 +164,19 @@ def layers_to_trace(
 
 def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -> tuple[int, int]:
     """Count leading dense layers of an MoE model, or all of others, and the rest: of one pipeline stage."""
-    dense, rest = zip(*layers_of_chunks(model_config, degrees, stage), strict=True)
-    return sum(dense), sum(rest)
-
-
-def layers_of_chunks(model_config: AnyModelConfig, degrees: Degrees, stage: int) -> list[tuple[int, int]]:
-    """Return `layers_by_kind` for each chunk of that stage."""
     if not isinstance(model_config, ModelConfig):
-        return [(model_config.num_layers, 0)]
+        return model_config.num_layers, 0
     num_dense = model_config.num_dense_layers if model_config.num_experts else model_config.num_layers
-    parts = degrees.stage_parts(model_config.num_layers, stage)
-    dense = [sum(layer < num_dense for layer in part) for part in parts]
-    return [(num, len(part) - num) for num, part in zip(dense, parts, strict=True)]
+    layers = degrees.stage_layers(model_config.num_layers, stage)
+    dense = sum(layer < num_dense for layer in layers)
+    return dense, len(layers) - dense
 
 
 def _with_layers(
     model_config: ModelConfig, degrees: Degrees, stage: int, by_kind: tuple[int, ...]
 ) -> tuple[ModelConfig, Degrees]:
-    """Return model and degrees with so many layers in one pipeline stage, of one chunk, the others as they are."""
-    sizes = degrees.part_sizes(model_config.num_layers)
+    """Return model and degrees with so many layers in one pipeline stage, the others as they are."""
+    sizes = degrees.stage_sizes(model_config.num_layers)
     removed = sizes[stage] - sum(by_kind)
     sizes[stage] = sum(by_kind)
     dense = model_config.num_dense_layers
@@ -230,17 +222,12 @@ def _repeats(micro_batches: int, job: JobConfig, degrees: Degrees) -> tuple[int,
     """Return how often a step does the work of each micro-batch that is traced.
 
     Traced are the first micro-batch, one of the following, and the last if it reduces gradients that others do not
-    (`prepare_backward`). A pipeline stage accumulates activations of as many micro-batches as there are stages; one of
-    several chunks, whose micro-batches come in groups of that many, during the first two groups.
+    (`prepare_backward`). A pipeline stage accumulates activations of as many micro-batches as there are stages.
     """
     last_differs = degrees.dp_replicate > 1 or job.parallelism.fsdp_once_per_step
-    if degrees.chunks > 1:
-        traced = min(micro_batches, 3 * degrees.pp)
-        repeated = range(traced - 2 * degrees.pp, traced - degrees.pp)
-    else:
-        traced = min(micro_batches, degrees.pp + 1 + last_differs)
-        repeated = range(traced - 1 - last_differs, traced - last_differs)
-    return tuple(1 + (micro_batches - traced) // len(repeated) * (number in repeated) for number in range(traced))
+    traced = min(micro_batches, degrees.pp + 1 + last_differs)
+    repeated = traced - 1 - last_differs
+    return tuple(1 + (micro_batches - traced) * (number == repeated) for number in range(traced))
 
 
 def _summarize(
@@ -270,7 +257,7 @@ def _summarize(
         micro_batches=sum(repeats),
         num_layers=num_layers,
         traced_layers=sum(num_layers),
-        layers=tuple(trainer.dims.degrees.stage_parts(len(model.all_layers()), trainer.dims.stage)),
+        layers=trainer.dims.degrees.stage_layers(len(model.all_layers()), trainer.dims.stage),
     )
 
 
@@ -294,6 +281,6 @@ def axis_names(dims: ParallelDims) -> dict[str, str]:
     if dims.cp_group is not None:
         names[dims.cp_group.group_name] = "cp"
     if dims.pp_backward_group is not None and dims.stage_group is not None:
-        names |= {group.group_name: "pp" for group in (dims.pp_backward_group, *(dims.pp_round_groups or ()))}
+        names[dims.pp_backward_group.group_name] = "pp"
         names[dims.stage_group.group_name] = "stage"
     return names
