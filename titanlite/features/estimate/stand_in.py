@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 from titanlite.assemble import build_objective, build_on_meta, make_optimizer
 from titanlite.config import AnyModelConfig, JobConfig
@@ -163,16 +164,21 @@ def _allocate(plan: Plan, model: Model) -> None:
         if not entry.tensor.is_meta or entry.is_elsewhere:
             continue
         local = torch.empty(entry.local_shape, dtype=entry.dtype)
-        if entry.info.kind == "parameter":
+        if entry.info.kind == "parameter" and isinstance(entry.tensor, DTensor):
             exchange(entry.tensor, sharded_like(entry.tensor, local))
             continue
-        for name in entry.names:  # a buffer that is no DTensor cannot take a fake tensor's place
+        # Without a DTensor around it, a fake tensor cannot take another one's place: modules get another object.
+        if entry.info.kind == "parameter":
+            local = nn.Parameter(local, requires_grad=entry.tensor.requires_grad)
+            vars(local).update(vars(entry.tensor))
+        for name in entry.names:
             owner, _, leaf = name.rpartition(".")
             try:
                 module = model.get_submodule(owner)
             except AttributeError:  # those of a transformers model lie below an attribute that names leave out
                 module = model.get_submodule(f"_transformers_model.{owner}")
-            module._buffers[leaf] = local
+            held = module._parameters if entry.info.kind == "parameter" else module._buffers
+            held[leaf] = local
 
 
 def _build_objective(job: JobConfig, vocab_size: int) -> Objective:

@@ -70,9 +70,9 @@ def test_products_and_collectives_are_those_of_the_layers(mode):
     # Backward multiplies the two halves of a float32 gradient. The balance loss sums scores over tokens by a product.
     assert parts[tracker.ROUTING].flops == ((5 + again) * D + 1) * 2 * T * E * LAYERS
     # Tokens and results there and back, of which a recomputation needs tokens. The gradient of the tokens is
-    # overlapped, and where the layer is computed again that of the results too. Small: counts of copies and rows, a
-    # byte for each expert, and the routers' weights with their gradients.
-    copies, small = 2 * COPIES * D * 2, 2 * 2 * 8 + 2 * COPIES * TOP_K * (1 + 4 + 4)
+    # overlapped, and where the layer is computed again that of the results too. Small: counts of copies and rows, the
+    # experts' numbers, and the routers' weights with their gradients.
+    copies, small = 2 * COPIES * D * 2, 2 * 2 * 8 + 2 * COPIES * TOP_K * (8 + 4 + 4)
     assert parts["all_to_all over ep"] == Work(nbytes=(3 * copies + small) * LAYERS, launches=7 * LAYERS)
     overlapped = parts["overlapped all_to_all over ep"]
     assert overlapped == Work(nbytes=(1 + again) * copies * LAYERS, launches=(1 + again) * LAYERS)
