@@ -26,6 +26,7 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.ties import untie
 from titanlite.checkpoint.train_state import Progress, find_start, resolve_held_out
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
+from titanlite.config.assets import list_model_paths
 from titanlite.config.defaults import wants_held_out
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data.loader import (
@@ -181,7 +182,7 @@ def _join(job: JobConfig, folder: Path) -> torch.device:
     if device.type == "cpu":
         keep_freed_memory()
     run_folder.check_same_settings(job)
-    check_same_copies(job)
+    check_same_copies(list_model_paths(job))
     return device
 
 
@@ -232,7 +233,9 @@ def _read_data(
     job = resolve_steps(job, loader, start)
     job, model_config = fit_vocabulary(job, model_config, count_ids(tokenizer), dims.degrees.tp, start)
     check_data(job, model_config, loader.dataset.form, loader.dataset.vocab_size, count_ids(tokenizer))
-    job = complete_balancing(job, model_config, start and start.identity)
+    identity = start and start.identity
+    has_weights = bool(job.checkpoint.initial_load_path)
+    job = replace(job, moe=complete_balancing(job.moe, model_config, identity, has_weights=has_weights))
     describe_pipeline(loader, model_config, dims.degrees)
     return job, model_config, tokenizer, loader
 
@@ -344,7 +347,7 @@ def build_metrics(
         device,
         start_step=step,
         moe_layers=model.moe_layer_numbers(),
-        if_idle=advise_balancing(job, model),
+        if_idle=advise_balancing(job.moe, job.model.implementation, model),
         sink=open_wandb(job, folder),
         measure=build_metric(job.metrics),
         steps_per_epoch=(loader.dataset.num_train_sequences or 0) / loader.global_batch_size,

@@ -28,6 +28,7 @@ from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.checkpoint.copies import check_same_copies
 from titanlite.checkpoint.hf_model import hf_checkpoint
 from titanlite.config import JobConfig
+from titanlite.config.assets import list_model_paths
 from titanlite.config.model import ModelSection
 from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import CheckpointSection
@@ -482,7 +483,7 @@ def test_machines_with_other_copies_of_a_model_are_one_error_that_names_them(run
             job = JobConfig(model=ModelSection(path=path, hf_assets_path=path))
             job = replace(job, checkpoint=CheckpointSection(initial_load_path=path))
             try:
-                check_same_copies(job)
+                check_same_copies(list_model_paths(job))
             except ConfigError as error:
                 return str(error)
             return ""

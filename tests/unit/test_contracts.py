@@ -16,17 +16,17 @@ KNOWS_JOB = (
     *("config/", "preflight.py", "features/", "data/", "metrics/"),
     *("assemble.py", "trainer.py", "train_step.py", "distributed/parallelize.py"),
 )
-# Native and transformers' models are told apart where they are described, built, sharded and written.
+# Native and transformers' models are told apart where they are described, built, balanced, sharded and written.
 TELLS_KINDS = (
     *("config/", "models/families/", "features/", "data/tokenizer.py", "assemble.py"),
-    *("distributed/parallelize.py", "checkpoint/description.py"),
+    *("distributed/parallelize.py", "checkpoint/description.py", "checkpoint/ties.py", "optim/expert_bias.py"),
 )
 # What a module computes is changed from outside by hooks and documented attributes. One function puts another forward
 # in place of a layer's; the others exchange tensors, give a record its fields, and make a Python module callable.
 OVERRIDES = (
     *("distributed/parallelize.py", "distributed/fsdp.py", "distributed/parallel_dims.py"),
     *("materialize/execute.py", "checkpoint/description.py", "features/lora/block_formats.py", "metrics/point.py"),
-    "train.py",
+    *("train.py", "features/estimate/stand_in.py"),
 )
 KINDS = {"ModelConfig", "TransformersConfig", "Decoder"}
 

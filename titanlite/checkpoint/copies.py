@@ -15,8 +15,7 @@ from titanlite.base.agree import gather_objects
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.process import read_variable
 from titanlite.checkpoint.folder import OWN_FOLDER, shown
-from titanlite.config import JobConfig
-from titanlite.config.assets import assets_key, base_model_of, weights_key
+from titanlite.config.assets import base_model_of
 
 # What is read of a model's folder. Others, such as a README, may differ.
 _FILES = (
@@ -29,8 +28,8 @@ _COMMIT = "the commit"
 _MOST_NAMES = 4
 
 
-def check_same_copies(job: JobConfig) -> None:
-    """Check that all machines hold the same model, adapters and tokenizer; one rank of each machine looks.
+def check_same_copies(paths: Mapping[str, str]) -> None:
+    """Check that all machines hold the same at `paths`, by setting; one rank of each machine looks.
 
     It compares sizes, safetensors headers, five windows of 4 KiB in their data, other files whole, and the commit of a
     model in the hub's cache. On one machine there is nothing to check.
@@ -40,10 +39,6 @@ def check_same_copies(job: JobConfig) -> None:
     ranks_here = int(read_variable("LOCAL_WORLD_SIZE") or dist.get_world_size())
     if ranks_here == dist.get_world_size():
         return
-    paths = {weights_key(job): job.checkpoint.initial_load_path, assets_key(job): job.model.hf_assets_path}
-    paths |= {"lora.init_from": job.lora.init_from, "data.tokenizer_path": job.data.tokenizer_path}
-    paths |= {"data.chat_template": job.data.chat_template}
-    paths = {key: path for key, path in paths.items() if path}
     looks = dist.get_rank() % ranks_here == 0  # of consecutive ranks one does
     mine = {key: _summarize(Path(path)) for key, path in paths.items()} if looks else {}
     gathered = gather_objects((socket.gethostname(), dict(paths), mine))

@@ -92,6 +92,18 @@ def assets_key(job: JobConfig) -> str:
     return "checkpoint.initial_load_path" if same else "model.hf_assets_path"
 
 
+def list_model_paths(job: JobConfig) -> dict[str, str]:
+    """Return the paths that a run's model, adapters and tokenizer are read from, by the settings that name them."""
+    paths = {
+        weights_key(job): job.checkpoint.initial_load_path,
+        assets_key(job): job.model.hf_assets_path,
+        "lora.init_from": job.lora.init_from,
+        "data.tokenizer_path": job.data.tokenizer_path,
+        "data.chat_template": job.data.chat_template,
+    }
+    return {key: path for key, path in paths.items() if path}
+
+
 def assets_folder(model: ModelSection, checkpoint: CheckpointSection) -> Path | None:
     """Return the folder with the description of the run's first model, if any: call `resolve_assets` first."""
     described = "" if model.flavor else model.hf_assets_path  # with a flavor, only the tokenizer is from there

@@ -7,7 +7,7 @@ import torch
 
 from titanlite.base.agree import get_rank
 from titanlite.base.log import logger
-from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
+from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.config.schema import MoESection
 from titanlite.models.families import families, family_of
 from titanlite.models.interface import Model
@@ -143,37 +143,37 @@ def get_bias_update_rate(section: MoESection, model: Model) -> float:
     return BIAS_UPDATE_RATE if family_of(model.config).expert_bias_key is not None else 0.0
 
 
-def complete_balancing(job: JobConfig, model: AnyModelConfig, before: Mapping[str, str] | None = None) -> JobConfig:
-    """Return `job` with the default balance of the experts of a native model from random weights.
+def complete_balancing(
+    section: MoESection, model: AnyModelConfig, before: Mapping[str, str] | None = None, *, has_weights: bool
+) -> MoESection:
+    """Return `section` with the default balance of the experts of a native model from random weights.
 
-    The default is the bias if the exported architecture has one, else the balance loss. A resumed run
-    keeps its balance loss: `before` is the identity in its checkpoint. Checkpoints without that entry
-    are of runs that had no balance loss by default.
+    The default is the bias if the exported architecture has one, else the balance loss; with `has_weights` there is
+    none. A resumed run keeps its balance loss: `before` is the identity in its checkpoint. Checkpoints without that
+    entry are of runs that had no balance loss by default.
     """
-    rate, coeff = job.moe.expert_bias_update_rate, job.moe.aux_loss_coeff
-    is_new = not job.checkpoint.initial_load_path
-    if is_new and isinstance(model, ModelConfig) and model.num_experts > model.top_k:
+    rate, coeff = section.expert_bias_update_rate, section.aux_loss_coeff
+    if not has_weights and isinstance(model, ModelConfig) and model.num_experts > model.top_k:
         if family_of(model).expert_bias_key is not None:
             rate = BIAS_UPDATE_RATE if rate is None else rate
         elif coeff is None and not rate:
             coeff = AUX_LOSS_COEFF
-    if job.moe.aux_loss_coeff is None and before is not None and model.num_experts:
+    if section.aux_loss_coeff is None and before is not None and model.num_experts:
         kept = before.get("moe.aux_loss_coeff", "0.0")
         coeff = None if kept == "None" else float(kept)
-    completed = replace(job.moe, expert_bias_update_rate=rate, aux_loss_coeff=coeff)
     for key, value in (("expert_bias_update_rate", rate), ("aux_loss_coeff", coeff)):
-        if value is not None and getattr(job.moe, key) is None:
+        if value is not None and getattr(section, key) is None:
             why = "the default from random weights" if before is None else "as when the run began"
             logger.info("moe: experts are balanced with moe.%s = %g, %s", key, value, why)
-    return replace(job, moe=completed)
+    return replace(section, expert_bias_update_rate=rate, aux_loss_coeff=coeff)
 
 
-def advise_balancing(job: JobConfig, model: Model) -> str:
-    """Return what to set where experts get no token."""
-    section, routers = job.moe, [moe.gate for moe in model.moe_layers().values()]
+def advise_balancing(section: MoESection, implementation: str, model: Model) -> str:
+    """Return what to set where experts get no token; `implementation` is that of the model section."""
+    routers = [moe.gate for moe in model.moe_layers().values()]
     if isinstance(model.config, TransformersConfig):
         own = f"transformers' {model.config.architecture} routes by itself, and no setting balances it"
-        if model.config.family in families() and job.model.implementation == "transformers":
+        if model.config.family in families() and implementation == "transformers":
             return f'{own}. Set model.implementation = "native" and moe.aux_loss_coeff = {AUX_LOSS_COEFF:g}.'
         return f"{own}: a native family (model.name) has moe.aux_loss_coeff."
     if (rate := get_bias_update_rate(section, model)) and any(router.weight.requires_grad for router in routers):

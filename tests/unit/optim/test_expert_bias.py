@@ -39,9 +39,14 @@ def complete(family="qwen3_moe", before=None, weights="", sizes=None, **given):
     for name, value in given.items():
         setattr(job.moe, name, value)
     config = replace(families()[family].presets["debug"], **(sizes or {}))
-    completed = complete_balancing(job, config, before)
-    assert complete_balancing(completed, config, before) == completed, "a saved configuration says the same"
-    return completed.moe.expert_bias_update_rate, completed.moe.aux_loss_coeff
+    completed = complete_balancing(job.moe, config, before, has_weights=bool(weights))
+    again = complete_balancing(completed, config, before, has_weights=bool(weights))
+    assert again == completed, "a saved configuration says the same"
+    return completed.expert_bias_update_rate, completed.aux_loss_coeff
+
+
+def advise(job, model):
+    return advise_balancing(job.moe, job.model.implementation, model)
 
 
 KEPT = "moe.aux_loss_coeff"
@@ -86,16 +91,16 @@ def test_what_is_set_and_what_a_run_had_wins(given, expected):
 def test_idle_experts_are_told_what_to_set():
     job = JobConfig()
     model, _, routers = build()
-    assert advise_balancing(job, model) == f"Nothing balances them: set moe.aux_loss_coeff = {AUX_LOSS_COEFF:g}."
+    assert advise(job, model) == f"Nothing balances them: set moe.aux_loss_coeff = {AUX_LOSS_COEFF:g}."
     job.moe.aux_loss_coeff = 0.02
-    assert advise_balancing(job, model) == "Raise moe.aux_loss_coeff, which is 0.02."
+    assert advise(job, model) == "Raise moe.aux_loss_coeff, which is 0.02."
     job.moe.expert_bias_update_rate = 1e-3
-    assert advise_balancing(job, model) == "Raise moe.expert_bias_update_rate, which is 0.001."
+    assert advise(job, model) == "Raise moe.expert_bias_update_rate, which is 0.001."
     for router in routers:
         router.weight.requires_grad_(False)
-    assert "aux_loss_coeff" in advise_balancing(job, model), "a bias beside a frozen router does not move"
+    assert "aux_loss_coeff" in advise(job, model), "a bias beside a frozen router does not move"
     deepseek, _, _ = build(family="deepseek_v3")
-    assert advise_balancing(JobConfig(), deepseek) == "Raise moe.expert_bias_update_rate, which is 0.001."
+    assert advise(JobConfig(), deepseek) == "Raise moe.expert_bias_update_rate, which is 0.001."
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -106,8 +111,8 @@ def test_a_class_of_transformers_has_no_setting(asked):
     hf = {"model_type": "qwen3_moe", **family_of(config).to_hf(config)}
     model, _, _ = build()
     model.config = transformers_config(hf, "test")
-    assert complete_balancing(job, model.config).moe == job.moe
-    advice = advise_balancing(job, model)
+    assert complete_balancing(job.moe, model.config, has_weights=False) == job.moe
+    advice = advise(job, model)
     assert advice.startswith("transformers' Qwen3MoeForCausalLM routes by itself")
     assert ('model.implementation = "native"' in advice) == asked and "moe.aux_loss_coeff" in advice
 

@@ -61,7 +61,10 @@ class Request:
     def check(self) -> Checked:
         """Check the configuration; raises ConfigError."""
         checked = check(self.job, self.known.world_size, weights=False)
-        return checked if self.weights else replace(checked, job=complete_balancing(checked.job, checked.model_config))
+        if self.weights:
+            return checked
+        moe = complete_balancing(checked.job.moe, checked.model_config, has_weights=False)
+        return replace(checked, job=replace(checked.job, moe=moe))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
