@@ -143,13 +143,14 @@ def test_a_rank_of_step_cpu_that_fails_is_an_error(tmp_path):
 
 
 @interpreted
-def test_a_step_by_operators(one_rank):
+def test_a_step_by_operators(request):
     config = few_tiles()
     case, hardware = step_gpu.Case("tiny", config, 16, 2), get_hardware("h200")
     expected = step_gpu.expect(case, hardware)
     assert {"attention", "grouped GEMM", "optimizer"} <= expected.keys()
-    found = step_gpu.measure(case, 1, hardware, one_rank)
-    assert set(found["parts_ms"]) == set(PARTS) and min(found["parts_ms"].values()) > 0
+    found = step_gpu.measure(case, 1, hardware, request.getfixturevalue("one_rank"))
+    copies = {"FSDP copies and casts"}  # over one rank there are none in float32
+    assert set(found["parts_ms"]) == set(PARTS) - copies and min(found["parts_ms"].values()) > 0
     assert sum(found["parts_ms"].values()) == pytest.approx(sum(found["rates_ms"].values()))
     names = {name for _, name, *_ in found["operators"]}
     assert {"titanlite::gather_sum", "aten::mm"} & names and found["launches"] > 100

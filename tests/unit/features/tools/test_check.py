@@ -8,6 +8,7 @@ import pytest
 
 from titanlite import preflight
 from titanlite.features.tools import check
+from titanlite.models.families import families
 
 NEW = '[model]\nname = "qwen3_moe"\nflavor = "debug"\n'
 
@@ -50,8 +51,12 @@ FAMILY = replace(LLAMA, name="odd", rules=(), presets={"small": SMALL})
 
 
 def test_a_model_that_cannot_be_saved_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
+    request.addfinalizer(families.cache_clear)  # the family below joins them
     monkeypatch.chdir(tmp_path)
     Path("unsavable.py").write_text(UNSAVABLE)
     Path("mine.toml").write_text('[model]\nname = "unsavable:FAMILY"\nflavor = "small"\n')
