@@ -1,9 +1,10 @@
-"""Save a model as a Hugging Face folder without a run."""
+"""Save a model as a Hugging Face folder without a run; gather a tensor."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from titanlite.base.agree import on_first_rank
 from titanlite.checkpoint.commit import commit_folder
@@ -11,6 +12,11 @@ from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.hf_model import index_of, model_files, warn_of_sidecar
 from titanlite.materialize import Plan
 from titanlite.models.interface import Model
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all values of a parameter or gradient, which on one rank may be no DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def save_hf_model(

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import titanlite.assemble
 import titanlite.train_step
 from tests.functional.conftest import train_to_the_end
-from tests.saving import save_hf_model
+from tests.saving import save_hf_model, whole
 from titanlite.assemble import assemble, build_data
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
@@ -169,7 +169,7 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
                 if is_elsewhere(param):
                     continue
                 assert param.grad is not None, name
-                gradients[clean_name(name)] = param.grad.full_tensor()
+                gradients[clean_name(name)] = whole(param.grad)
             step(optimizer, finite)
 
         titanlite.train_step.step_if_finite = look

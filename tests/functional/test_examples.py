@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.saving import whole
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.tokenizer import load_tokenizer
@@ -39,7 +40,7 @@ def test_packed_and_unpacked_give_the_same_loss_and_gradients(
                 num_valid += int((batch.labels != IGNORE_INDEX).sum())
             names = ("model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight", "model.norm.weight")
             params = dict(trainer.model.named_parameters())
-            grads = {name: params[name].grad.full_tensor() for name in names}
+            grads = {name: whole(params[name].grad) for name in names}
             found.append((dataset.num_train_sequences, num_valid, loss, grads))
         return found
 

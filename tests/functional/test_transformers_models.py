@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny, save_tiny_llava
 from torch.distributed.fsdp import FSDPModule
 
-from tests.saving import save_hf_model
+from tests.saving import save_hf_model, whole
 from titanlite.assemble import assemble
 from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config import TransformersConfig, load_config
@@ -230,7 +230,7 @@ def test_training_equals_a_plain_loop_over_single_documents(
                 reduce_replicated_grads(model.parameters(), dims)
                 norm = clip_grad_norms({"": model.parameters()}, 0.0)[0].item()
                 gradients = {
-                    clean_name(key): param.grad.full_tensor()
+                    clean_name(key): whole(param.grad)
                     for key, param in model.named_parameters()
                     if param.grad is not None
                 }
@@ -301,7 +301,7 @@ def test_images_and_text_train_on_two_ranks(run_ranks: Callable[..., list[Any]],
         total = loss.detach().clone()
         torch.distributed.all_reduce(total)
         units = {type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)}
-        gradients = {clean_name(n): p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        gradients = {clean_name(n): whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         return total.item(), gradients, units
 
     reference = copy.deepcopy(case.reference).train()
