@@ -72,6 +72,7 @@ class TrainStep:
         spread. Each backward follows its forward, except that a pipeline stage runs some forwards ahead.
         """
         self.dims.seed_generators(self.job.training.seed, self.step, self.device)
+        self.timer.start("other")  # ranks that wait below for one whose data is late are not slow themselves
         objective, count = self.objective, len(micro_batches)
         units, num_tokens = self.count_units(micro_batches)
         losses_finite = torch.empty(count, dtype=torch.bool, device=self.device)
