@@ -136,7 +136,7 @@ def write_sources(folder: Path, kind: str, sizes: dict[str, int]) -> list[str]:
             path = folder / name
             path.mkdir()
             for number in range(count):
-                (path / f"{number}.txt").write_text(f"{name} {number} what is one and two what is one and two")
+                (path / f"{number}.txt").write_text(" ".join([f"{name} {number} what is one and two"] * 5))
         else:
             path = folder / f"{name}.jsonl"
             ask = {"role": "user", "content": "what is one"}
@@ -168,8 +168,10 @@ def test_sources_without_weights_train_each_sequence_once_an_epoch(
     options = [option for option in examples if not option.startswith(("--data.dataset=", "--training.seq_len="))]
     options += [f"--data.dataset={kind}", "--data.path=", "--training.seq_len=32"]
     options += write_sources(tmp_path, kind, sizes)
-    options += [f"--validation.enable={str(held_out).lower()}", "--validation.freq=2", "--data.packing=false"]
+    options += [f"--validation.enable={str(held_out).lower()}", "--validation.freq=2"]
     options.append(f"--training.global_batch_size={batch}")
+    if kind == "examples":
+        options.append("--data.packing=false")
     whole = train(Degrees(dp_shard=2, ep=2), tmp_path / "whole", *options)
     shutil.copytree(tmp_path / "whole/checkpoint/step-2", tmp_path / "resumed/checkpoint/step-2")
     resumed = train(Degrees(), tmp_path / "resumed", *options)

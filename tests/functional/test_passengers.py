@@ -144,7 +144,10 @@ def test_through_transformers_class_and_from_the_base_of_adapters(
     """2 ranks; adapters do not carry the passengers, and merging takes them from the base."""
     base = shutil.copytree(pretrained("glm", 0.1, *GLM), tmp_path / "base", ignore=shutil.ignore_patterns("titanlite"))
     tensors = load_file(base / "model.safetensors")
-    more = prediction_layer(tensors) | {"mtp.table": torch.arange(9), "mtp.head": tensors["lm_head.weight"].clone()}
+    more = prediction_layer(tensors) | {
+        "mtp.table": torch.arange(9),
+        "mtp.head.weight": tensors["lm_head.weight"].clone(),
+    }
     save_file(tensors | more, base / "model.safetensors", {"format": "pt"})
     config = tmp_path / "job.toml"
     config.write_text(
@@ -159,8 +162,8 @@ def test_through_transformers_class_and_from_the_base_of_adapters(
 
     got = stored(train("full"))
     assert got.keys() == {*tensors, *more} and follows(got, tensors)
-    assert is_same(got, {key: tensor for key, tensor in more.items() if key != "mtp.head"})
-    assert torch.equal(got["mtp.head"], got["lm_head.weight"])
+    assert is_same(got, {key: tensor for key, tensor in more.items() if key != "mtp.head.weight"})
+    assert torch.equal(got["mtp.head.weight"], got["lm_head.weight"])
 
     adapters = train("lora", "--lora.rank=2", "--model.implementation=native")
     assert not [key for key in stored(adapters) if "lora_" not in key]
