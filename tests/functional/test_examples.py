@@ -135,8 +135,9 @@ def write_sources(folder: Path, kind: str, sizes: dict[str, int]) -> list[str]:
         if kind == "text":
             path = folder / name
             path.mkdir()
+            repeats = 5 if count == 1 else 2  # one document must be a sequence
             for number in range(count):
-                (path / f"{number}.txt").write_text(" ".join([f"{name} {number} what is one and two"] * 5))
+                (path / f"{number}.txt").write_text(" ".join([f"{name} {number} what is one and two"] * repeats))
         else:
             path = folder / f"{name}.jsonl"
             ask = {"role": "user", "content": "what is one"}
