@@ -7,13 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from titanlite.assemble import build_model
-from titanlite.base.errors import TitanliteError
-from titanlite.checkpoint.hf_model import HFFormat
-from titanlite.config.model import ModelSection
-from titanlite.config.schema import CheckpointSection
-from titanlite.materialize import materialize
-from titanlite.models.families import any_model_config_from_hf
+from tests.loading import load, refusal
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = SIZES | {"num_key_value_heads": 2, "intermediate_size": 64}
@@ -39,20 +33,6 @@ MIXTURES = {
     ),
     "dots1": transformers.Dots1Config(**EXPERTS, first_k_dense_replace=1, n_shared_experts=1, sliding_window=None),
 }
-
-
-def load(folder, implementation="auto", **settings):
-    """Load the model as a run begins with it."""
-    section = CheckpointSection(initial_load_path=str(folder), **settings)
-    model = build_model(any_model_config_from_hf(folder, "test", implementation))
-    materialize(model, "cpu", HFFormat(section, ModelSection()).initial_sources(model))
-    return model.eval()
-
-
-def refusal(folder, implementation="auto"):
-    with pytest.raises(TitanliteError) as error:
-        load(folder, implementation)
-    return str(error.value)
 
 
 KINDS = [("glm4_moe", "native"), ("deepseek_v3", "native"), ("dots1", "native"), ("glm4_moe", "transformers")]

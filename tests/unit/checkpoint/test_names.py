@@ -7,14 +7,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from titanlite.assemble import build_model
-from titanlite.base.errors import TitanliteError
-from titanlite.checkpoint.hf_model import HFFormat
+from tests.loading import load, refusal
 from titanlite.checkpoint.reader import SafetensorsReader
-from titanlite.config.model import ModelSection
-from titanlite.config.schema import CheckpointSection
-from titanlite.materialize import materialize
-from titanlite.models.families import any_model_config_from_hf
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = SIZES | {"num_key_value_heads": 2, "intermediate_size": 64}
@@ -38,20 +32,6 @@ def models():
 def rewrite(folder, name_of):
     path = folder / "model.safetensors"
     save_file({name_of(key): tensor for key, tensor in load_file(path).items()}, path, {"format": "pt"})
-
-
-def load(folder, implementation="auto", **settings):
-    """Load the model as a run begins with it."""
-    section = CheckpointSection(initial_load_path=str(folder), **settings)
-    model = build_model(any_model_config_from_hf(folder, "test", implementation))
-    materialize(model, "cpu", HFFormat(section, ModelSection()).initial_sources(model))
-    return model.eval()
-
-
-def refusal(folder, implementation="auto"):
-    with pytest.raises(TitanliteError) as error:
-        load(folder, implementation)
-    return str(error.value)
 
 
 @pytest.mark.parametrize("name", DENSE)

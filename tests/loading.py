@@ -1,0 +1,29 @@
+"""Load a Hugging Face folder as a run begins with it, without a run."""
+
+from pathlib import Path
+
+import pytest
+
+from titanlite.assemble import build_model
+from titanlite.base.errors import TitanliteError
+from titanlite.checkpoint.hf_model import HFFormat
+from titanlite.config.model import ModelSection
+from titanlite.config.schema import CheckpointSection
+from titanlite.materialize import materialize
+from titanlite.models.families import any_model_config_from_hf
+from titanlite.models.interface import Model
+
+
+def load(folder: Path, implementation: str = "auto", **settings: bool) -> Model:
+    """Load the model of `folder` on the CPU, as a run begins with it."""
+    section = CheckpointSection(initial_load_path=str(folder), **settings)
+    model = build_model(any_model_config_from_hf(folder, "test", implementation))
+    materialize(model, "cpu", HFFormat(section, ModelSection()).initial_sources(model))
+    return model.eval()
+
+
+def refusal(folder: Path, implementation: str = "auto") -> str:
+    """Return why `load` refuses `folder`."""
+    with pytest.raises(TitanliteError) as error:
+        load(folder, implementation)
+    return str(error.value)
