@@ -40,8 +40,8 @@ from titanlite.models.decoder import build_decoder
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240  # 40 s on 2 idle cores
-# A lost launcher is noticed after 2 s and not after 15; so that tests do not wait, not so that they pass.
-QUICK = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=3,join_timeout=120"
+# A lost launcher is noticed after 6 s and not after 15; so that tests do not wait, not so that they pass.
+QUICK = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=3,join_timeout=120"
 FILES = ("model.safetensors", "titanlite/optimizer.safetensors")
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="run_train.sh needs bash")
 

@@ -208,8 +208,7 @@ def test_a_rank_that_sleeps_ends_the_run_with_the_stacks_of_all(run, tmp_path):
 def test_ranks_that_all_loop_end_too(run):
     code, out, _ = run(LOOP_ON_ALL, "--comm.timeout_seconds=3")
     assert code == 124 and "Traceback" not in out
-    stood = re.search(r"ranks ([0-3, ]+) have not moved for \d+ s since step 4, data\. Stacks: ", out)
-    assert stood is not None and sorted(stood[1].split(", ")) == ["0", "1", "2", "3"], out
+    assert re.search(r"ranks 0, 1, 2, 3 have not moved for \d+ s since step 4, data\. Stacks: ", out), out
 
 
 def test_sigterm_while_loading_and_in_a_step_longer_than_the_grace(run, tmp_path):

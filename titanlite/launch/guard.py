@@ -258,7 +258,7 @@ def describe(beats: Mapping[int, Beat], silent: list[int]) -> str:
     for beat in sorted(beats.values(), key=lambda beat: beat.time_s):
         places[_where(beat)].append(beat)
     found = [
-        f"{_ranks([beat.rank for beat in there])} not moved for {now - there[0].time_s:.0f} s since {place}"
+        f"{_ranks(sorted(beat.rank for beat in there))} not moved for {now - there[0].time_s:.0f} s since {place}"
         for place, there in places.items()
     ]
     if silent:

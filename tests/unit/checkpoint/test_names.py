@@ -114,4 +114,4 @@ def test_what_the_file_does_not_hold_is_not_blamed_on_it(models, tmp_path, monke
     models["qwen3, untied"].save_pretrained(tmp_path)
     monkeypatch.setattr(SafetensorsReader, "read", lambda self, requests: None)
     text = refusal(tmp_path)
-    assert "model.norm.weight: not filled, or NaN, in 2 of 32 elements. Its file has finite values there." in text
+    assert "model.norm.weight: not filled, or NaN, in " in text and "Its file has finite values there." in text

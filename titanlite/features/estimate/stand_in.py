@@ -177,7 +177,7 @@ def _allocate(plan: Plan, model: Model) -> None:
                 module = model.get_submodule(owner)
             except AttributeError:  # those of a transformers model lie below an attribute that names leave out
                 module = model.get_submodule(f"_transformers_model.{owner}")
-            held = module._parameters if entry.info.kind == "parameter" else module._buffers
+            held: dict[str, Any] = module._parameters if entry.info.kind == "parameter" else module._buffers
             held[leaf] = local
 
 

@@ -98,8 +98,8 @@ def test_few_layers_stand_for_all_of_a_stage(checked, rank, num_layers, override
     job = checked(4, num_layers, *overrides, PP + "2", *batch)
     few, every = traced(job, rank=rank), traced(job, every_layer=True, rank=rank)
     cut = (num_layers + 1) // 2
-    assert few.layers == every.layers == (range(cut) if rank < 2 else range(cut, num_layers),)
-    assert few.num_layers == every.num_layers and sum(few.num_layers) == len(few.layers[0])
+    assert few.layers == every.layers == (range(cut) if rank < 2 else range(cut, num_layers))
+    assert few.num_layers == every.num_layers and sum(few.num_layers) == len(few.layers)
     assert few.traced_layers < every.traced_layers, "or the one is the other"
     for name in ("work", "repeats", "model_flops_per_token", "weights", "optimizer", "buffers", "padding"):
         assert getattr(few, name) == getattr(every, name), name
