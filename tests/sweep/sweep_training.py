@@ -16,7 +16,7 @@ from sweep_stages import is_same
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.saving import save_hf_model
+from tests.saving import save_hf_model, whole
 from titanlite.assemble import build_on_meta, make_optimizer
 from titanlite.checkpoint.folder import read_model_headers
 from titanlite.checkpoint.hf_model import weights_of
@@ -165,7 +165,7 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
     def note(*args: Any) -> None:
         for name, param in model.named_parameters():
             if param.grad is not None:
-                gradients.setdefault(clean_name(name), param.grad.full_tensor().clone())
+                gradients.setdefault(clean_name(name), whole(param.grad).clone())
 
     optimizer.register_step_pre_hook(note)
     stepper = TrainStep(job, dims, _CPU, model, optimizer, NextToken())
@@ -226,7 +226,7 @@ def exports(case: Any) -> str:
 def save_and_compare(case: Any, trained: Trained, folder: Path) -> str:
     """Save what was trained into `folder`; the first rank reads it with transformers. Collective."""
     save_hf_model(trained.model, trained.plan, None, folder, torch.float32, case.saved)
-    own = {clean_name(name): param.full_tensor() for name, param in trained.model.named_parameters()}
+    own = {clean_name(name): whole(param) for name, param in trained.model.named_parameters()}
     if dist.get_rank() > 0:
         return ""
     loaded, info = case.cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
