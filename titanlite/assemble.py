@@ -324,9 +324,7 @@ def shard(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) ->
 
 def build_checkpointer(job: JobConfig, folder: Path) -> Checkpointer:
     """Build the checkpointer. Collective: every rank must call."""
-    return Checkpointer(
-        job.checkpoint, build_format(job), folder, record_event, dist.all_reduce, job.comm.timeout_seconds
-    )
+    return Checkpointer(job.checkpoint, build_format(job), folder, record_event, dist.all_reduce)
 
 
 def build_format(job: JobConfig) -> HFFormat:

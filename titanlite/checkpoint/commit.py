@@ -55,15 +55,15 @@ def commit_folder(
     temporary = on_first_rank(lambda: _hidden(folder, "tmp"), group)
     on_first = dist.get_rank(group) == 0
     try:
-        with _together(folder, group):
+        with saving_together(folder, group):
             if on_first:
                 temporary.mkdir(parents=True)
                 create_files(temporary, files)
         share: dict[str, tuple[int, int]] = {}
-        with _together(folder, group):
+        with saving_together(folder, group):
             share = write_items(temporary, files, f"writing {folder}")
         shares = gather_objects(share, group)
-        with _together(folder, group):
+        with saving_together(folder, group):
             if on_first:
                 for name, content in rest.items():
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def hidden_folder(folder: Path) -> Generator[Path]:
 
 
 @contextmanager
-def _together(folder: Path, group: dist.ProcessGroup | None) -> Generator[None]:
+def saving_together(folder: Path, group: dist.ProcessGroup | None) -> Generator[None]:
     """Raise an exception of the body, of any kind and on any rank, as a CheckpointError on all ranks."""
     problems = []
     try:

@@ -198,8 +198,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 # Files that titanlite adds to a Hugging Face model are in a subfolder: vLLM reads every *.safetensors next to a model
 # without an index, and people copy folders with a glob.
 OWN_FOLDER = "titanlite"
-# In that folder: all weights under their run-time names, where they could not be saved in the model's own form.
-UNFINISHED_FILES = "model*.safetensors"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -236,10 +234,6 @@ def read_model_headers(folder: Path) -> Stored:
             f"{where}: has {ADAPTER_FILE}, adapters without their model. Set lora.rank to train them on, or merge "
             f"them: python -m titanlite export {folder} OUT --merge."
         )
-    if how := how_to_finish(folder):
-        raise CheckpointError(
-            f"{where}: its weights are in {OWN_FOLDER} alone, since they could not be saved in their own form. {how}"
-        )
     pickles = sorted(name for name in names if name.endswith(_PICKLE_SUFFIXES))
     if pickles:
         raise CheckpointError(
@@ -247,15 +241,6 @@ def read_model_headers(folder: Path) -> Stored:
             "read, so they never are; convert the model with transformers' save_pretrained."
         )
     raise CheckpointError(f"{where}: has neither {SINGLE_FILE} nor {INDEX_FILE}.")
-
-
-def how_to_finish(folder: Path) -> str:
-    """Return what to do with a checkpoint whose weights could not be saved in their own form; empty if they were."""
-    if not any((folder / OWN_FOLDER).glob(UNFINISHED_FILES)):
-        return ""
-    if (folder / ADAPTER_CONFIG).exists():
-        return "Finish it: run the command that trained it once more; it resumes from there and saves them again."
-    return f"Finish it: python -m titanlite export {folder} OUT."
 
 
 def read_headers(paths: Iterable[Path], where: str, weight_map: Mapping[str, str] | None = None) -> Stored:

@@ -1,26 +1,23 @@
 """The model's files in a Hugging Face folder: the source of weights, and what a save writes for `from_pretrained`."""
 
 import json
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from titanlite.base.agree import gather_objects, get_rank, is_lost_peer, merge_problems, on_first_rank
-from titanlite.base.errors import CheckpointError, TransientError
+from titanlite.base.agree import gather_objects, get_rank, on_first_rank
+from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
-from titanlite.base.text import describe_error
 from titanlite.checkpoint.bias import is_bias, judge_absent_biases, warn_of_collapsed_bias
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import (
     FP8,
     INDEX_FILE,
     OWN_FOLDER,
-    UNFINISHED_FILES,
     Stored,
     companions,
     read_headers,
@@ -104,14 +101,13 @@ def hf_checkpoint(
 
 def _read_stored(folder: Path, exact: bool) -> Stored:
     def read() -> tuple[Path, Stored]:
-        unfinished = sorted((folder / OWN_FOLDER).glob(UNFINISHED_FILES)) if exact else []
-        stored = read_headers(unfinished, f"checkpoint {folder}") if unfinished else read_model_headers(folder)
+        stored = read_model_headers(folder)
         wide = {key: t.nbytes for key, t in stored.tensors.items() if t.dtype in (torch.float32, torch.float64)}
         # A minority of float32 bytes is so on purpose, as routers are; a majority is a folder in float32.
         in_float32 = frozenset(wide if 2 * sum(wide.values()) < sum(t.nbytes for t in stored.tensors.values()) else ())
         own = [folder / OWN_FOLDER / SIDECAR_FILE, *sorted((folder / OWN_FOLDER).glob("weights*.safetensors"))]
         own = [path for path in own if path.exists() and (exact or path.name == SIDECAR_FILE)]
-        if own and not unfinished:
+        if own:
             extra = read_headers(own, f"checkpoint {folder}")
             stored = Stored(stored.tensors | extra.tensors, stored.file_bytes | extra.file_bytes)
         has_config = (folder / "config.json").exists()
@@ -257,15 +253,8 @@ def explain_untied(where: str, target: str, flag: str, otherwise: str = "") -> s
     )
 
 
-_T = TypeVar("_T")
-
-
 class HFFormat:
     """The model's files in the checkpoints of a run: a Hugging Face folder. Another format overrides the methods."""
-
-    # For messages, if the weights cannot be saved in this format: the missing part, and the use of `unfinished_files`.
-    part = "the model's own form"
-    remedy = "All weights are kept, and a resume reads them. Finish the model with: python -m titanlite export {} OUT."
 
     def __init__(self, section: CheckpointSection, model: ModelSection) -> None:
         self.base, self._model, self._assets = section.initial_load_path, model, assets_folder(model, section)
@@ -322,20 +311,6 @@ def check_layout(plan: Plan) -> None:
         own.check(plan)
 
 
-def unfinished_files(plan: Plan) -> list[FileLayout]:
-    """Lay out all tensors, or all adapters, under their run-time names and in their own dtypes. No collective.
-
-    A resume reads them; `how_to_finish` is the remedy for all other uses.
-    """
-    entries = [entry for entry in plan.entries if entry.info.persistent]
-    entries = [entry for entry in entries if is_adapter(entry.fqn)] or entries
-    items = []
-    for entry, share in zip(entries, share_out((entry.tensor for entry in entries), plan.group), strict=True):
-        piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
-        items.append(Item.of(piece, entry.dtype, local_of(entry.tensor), entry.region, share.mine))
-    return lay_out(items, f"{OWN_FOLDER}/{UNFINISHED_FILES.removesuffix('*.safetensors')}")
-
-
 def model_files(plan: Plan, config: Any, dtype: torch.dtype, *, exact: bool = False) -> list[FileLayout]:
     """Lay out the model's files, the same on all ranks: in the model's order, with Hugging Face's keys.
 
@@ -385,32 +360,3 @@ def warn_of_sidecar(config: Any, files: list[FileLayout]) -> None:
             "did; the %d tensors are kept in %s/%s. For an exact export balance with moe.aux_loss_coeff instead.",
             *(family_of(config).architecture, count, OWN_FOLDER, SIDECAR_FILE),
         )
-
-
-def attempt(group: dist.ProcessGroup, lost: list[str], part: str, build: Callable[[], _T], remedy: str) -> _T | None:
-    """Return what `build` returns. If it fails on any rank, return None and add `part`, why, and `remedy` to `lost`.
-
-    Collective over `group`, which nothing else uses: a rank that fails skips collectives that the others wait in.
-
-    Raises TransientError: `build` failed here alone, and the others wait in a collective of it for too long.
-    """
-    result, mine = None, list[str]()
-    try:
-        result = build()
-    except Exception as error:  # whatever it is, the rest is saved
-        if is_lost_peer(error):
-            raise
-        logger.error("%s", traceback.format_exc())
-        mine.append(describe_error(error))
-    try:
-        problems = merge_problems(gather_objects(mine, group))
-    except RuntimeError as waited:
-        if not mine:
-            raise
-        raise TransientError(
-            f"checkpoint: rank {dist.get_rank()} alone cannot build {part}: {mine[0]}. The others wait for it. "
-            "The same command resumes from the newest checkpoint."
-        ) from waited
-    if problems:
-        lost.append(f"{part} ({'; '.join(problems)}). {remedy}")
-    return None if problems else result

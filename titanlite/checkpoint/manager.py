@@ -5,7 +5,6 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,12 +15,11 @@ from titanlite.base.agree import gather_objects, new_host_group, on_first_rank
 from titanlite.base.errors import CheckpointError, SaveError, TitanliteError, TransientError, raise_problems
 from titanlite.base.log import logger
 from titanlite.base.text import list_names
-from titanlite.checkpoint import commit, hf_model
+from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import check_folder, step_folder
-from titanlite.checkpoint.folder import how_to_finish
-from titanlite.checkpoint.hf_model import HFFormat
+from titanlite.checkpoint.hf_model import HFFormat, index_of, warn_of_sidecar
 from titanlite.checkpoint.train_state import STATE_FILE, Progress, find_missing_state, load_state, state_files
-from titanlite.checkpoint.writer import snapshot
+from titanlite.checkpoint.writer import FileLayout, snapshot
 from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import Plan, SourceProvider
 from titanlite.models.interface import Model
@@ -40,7 +38,6 @@ class Checkpointer:
         record: called with (kind, text, step) after a complete or failed save, and for a damaged checkpoint; also from
             the thread that saves in the background.
         sum_over_ranks: sums a tensor on the host over all ranks, in place.
-        timeout_s: how long a rank that fails in building a save waits for the others.
 
     Raises CheckpointError: on all ranks; the checkpoint that was asked for is not there or not complete, or later ones
     are in the way.
@@ -53,7 +50,6 @@ class Checkpointer:
         dump_folder: Path,
         record: Callable[[str, str, int], None],
         sum_over_ranks: Callable[[torch.Tensor], object],
-        timeout_s: int,
     ) -> None:
         self._section, self._format, self._record = section, saved_as, record
         self._sum_over_ranks = sum_over_ranks
@@ -61,7 +57,6 @@ class Checkpointer:
         # Its own group: collectives of a background save must not interleave with those of training or of `agree`. Its
         # timeout is longer, because one rank may read or write longer than another.
         self.group = new_host_group(timedelta(seconds=self._section.timeout_seconds))
-        self._parts_group = new_host_group(timedelta(seconds=timeout_s))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._pending: Future[None] | None = None
         self._host_buffer: torch.Tensor | None = None
@@ -115,9 +110,8 @@ class Checkpointer:
             self._pass_over(folder, problems)
             refused.append(complete[0])
         logger.info("checkpoint: resuming from %s", folder)
-        progress, remedy = on_first_rank(lambda: (Progress.read(folder), how_to_finish(folder)), self.group)
-        self._saved_step = -1 if remedy else complete[0]  # unfinished weights: this run saves the step again
-        return progress
+        self._saved_step = complete[0]
+        return on_first_rank(lambda: Progress.read(folder), self.group)
 
     def _list_complete(self, refused: Sequence[int]) -> list[int]:
         """List the steps of complete checkpoints, descending; the newest alone if that is asked for. On rank 0."""
@@ -192,8 +186,7 @@ class Checkpointer:
     ) -> None:
         """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards are copied.
 
-        `card` renders its README.md, if any, on rank 0. A part that cannot be built is left out or saved in another
-        form, and an error in the log says how to go on.
+        `card` renders its README.md, if any, on rank 0.
 
         Raises CheckpointError: on all ranks; this save failed, or the one before it that ran in the background, and
         `checkpoint.on_save_error` is "stop".
@@ -202,22 +195,19 @@ class Checkpointer:
             return
         self.wait()
         with self._on_save_error(progress.step):
-            began, folder, on_first = time.perf_counter(), step_folder(self.folder, progress.step), dist.get_rank() == 0
-            lost = list[str]()
-            attempt = partial(hf_model.attempt, self._parts_group, lost)
-            files = attempt(
-                self._format.part, lambda: self._format.files(model, plan), self._format.remedy.format(folder)
-            ) or hf_model.unfinished_files(plan)
-            hf_model.warn_of_sidecar(model.config, files)
-            files = files if self._carried is None else self._carried.add_to(files)
-            remedy = f"A run cannot resume from it. Begin one with model.path = {folder}."
-            states = attempt("optimizer states", lambda: state_files(plan, optimizer), remedy)
-            files += states or []
-            # Without optimizer states nobody can resume, so no progress file is written.
-            progress_file = {} if states is None else {STATE_FILE: progress.to_json()}
-            rest = self._description | hf_model.index_of(files) | progress_file
-            readme = attempt("README.md", lambda: card() if on_first else "", "Nothing else is missing.")
-            rest |= {"README.md": readme.encode()} if readme else {}
+            began = time.perf_counter()
+            on_first = dist.get_rank() == 0
+            folder = step_folder(self.folder, progress.step)
+            files = list[FileLayout]()
+            with commit.saving_together(folder, self.group):
+                files = self._format.files(model, plan)
+                warn_of_sidecar(model.config, files)
+                if self._carried is not None:
+                    files = self._carried.add_to(files)
+                files += state_files(plan, optimizer)
+            rest = self._description | index_of(files) | {STATE_FILE: progress.to_json()}
+            if on_first and (readme := card()):
+                rest["README.md"] = readme.encode()
 
             def write() -> None:
                 commit.commit_folder(folder, files, rest, self.group)
@@ -225,9 +215,6 @@ class Checkpointer:
                     self._carried.follow(folder, files)
                 self._record("save", f"checkpoint {folder.name}", progress.step)
                 if on_first:
-                    for text in (f"checkpoint: {folder} was saved without {part}" for part in lost):
-                        logger.error("%s", text)
-                        self._record("save failed", text, progress.step)
                     self._tidy(progress)
 
             if self._section.async_mode == "disabled":

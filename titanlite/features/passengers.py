@@ -25,7 +25,7 @@ from titanlite.base.hf_objects import build_config
 from titanlite.base.log import logger
 from titanlite.base.text import format_size, list_names
 from titanlite.checkpoint.description import render
-from titanlite.checkpoint.folder import FP8, OWN_FOLDER, StoredTensor, companions, find_scale, shown
+from titanlite.checkpoint.folder import FP8, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.pieces import MASTER_PREFIX, PREDICTION_KEY, bytes_of, part_of, whole
 from titanlite.checkpoint.reader import SafetensorsReader, opened, place, read_bytes
@@ -123,13 +123,10 @@ class CarriedTensors:
 
     def add_to(self, files: Sequence[FileLayout]) -> list[FileLayout]:
         """Lay out the model's `files` anew, with the passengers after its own tensors. The same on all ranks."""
-        in_own_form = any("/" not in file.name for file in files)
-        # Otherwise the weights are unfinished: their own form could not be saved.
-        stem = "model" if in_own_form else f"{OWN_FOLDER}/model"
-        models = [file for file in files if file.name.startswith(stem) and in_own_form == ("/" not in file.name)]
+        models = [file for file in files if "/" not in file.name]
         items = [item for file in models for item, _ in file.items]
-        carried = self._items({item.key.removeprefix(MASTER_PREFIX): item for item in items})
-        return [*lay_out([*items, *carried], stem), *(file for file in files if file not in models)]
+        carried = self._items({item.key: item for item in items})
+        return [*lay_out([*items, *carried], "model"), *(file for file in files if file not in models)]
 
     def originals(self, keys: Iterable[str]) -> dict[str, str]:
         """Return the saved tensor, of `keys`, that each copy follows."""

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.saving import save_hf_model
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint import writer
-from titanlite.checkpoint.folder import UNFINISHED_FILES
-from titanlite.checkpoint.hf_model import model_files, unfinished_files, weights_of
+from titanlite.checkpoint.hf_model import model_files, weights_of
 from titanlite.checkpoint.pieces import find_passengers
 from titanlite.checkpoint.writer import create_files, snapshot, write_items
 from titanlite.features import passengers
@@ -202,27 +201,6 @@ def test_they_are_never_in_memory(saved: Path, tmp_path: Path, monkeypatch: pyte
     # What malloc keeps of the buffers that two threads gave back: 30 MiB after 40 of 96 reads, and no more after that.
     assert max(levels) - before < 48 and max(levels) - levels[len(levels) // 2] < 4
     assert load_file(tmp_path / "model.safetensors")["mtp.large"].sum() == total
-
-
-def test_a_checkpoint_whose_model_could_not_be_saved_has_them_too(saved: Path, tmp_path: Path) -> None:
-    tensors = load_file(saved / "model.safetensors")
-    with_more(saved, tmp_path / "base", EH_PROJ | {COPY_OF_HEAD: tensors["lm_head.weight"]})
-    plan, carried = carried_in(tmp_path / "base")
-    with torch.no_grad():
-        plan.model.lm_head.weight.mul_(2)
-    (tmp_path / "step").mkdir()
-    files = carried.add_to(unfinished_files(plan))
-    create_files(tmp_path / "step", files)
-    write_items(tmp_path / "step", files, "writing")
-    assert list((tmp_path / "step/titanlite").glob(UNFINISHED_FILES))
-    plan, again = carried_in(tmp_path / "step")
-    assert again.originals(tensors) == {COPY_OF_HEAD: "lm_head.weight"}
-    files = again.add_to(model_files(plan, GLM, torch.float32))
-    create_files(tmp_path, files)
-    write_items(tmp_path, files, "writing")
-    got = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(got[COPY_OF_HEAD], tensors["lm_head.weight"] * 2)
-    assert torch.equal(got[f"{LAYER}eh_proj.weight"], EH_PROJ[f"{LAYER}eh_proj.weight"])
 
 
 def test_the_text_part_of_a_larger_model_stays_a_part_of_it(tmp_path: Path) -> None:

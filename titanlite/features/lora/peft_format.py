@@ -24,14 +24,11 @@ from titanlite.checkpoint.folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     OWN_FOLDER,
-    UNFINISHED_FILES,
     Stored,
-    how_to_finish,
     read_headers,
     read_json,
 )
 from titanlite.checkpoint.hf_model import HFFormat
-from titanlite.checkpoint.pieces import MASTER_PREFIX
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import ModelConfig
@@ -149,16 +146,10 @@ def read_adapter(folder: Path, prefix: str = "", *, exact: bool = False) -> tupl
         CheckpointError: there are none, they are damaged, or need what titanlite cannot apply. It begins with `prefix`.
     """
     where = f"{prefix}checkpoint {folder}"
-    files = [folder / ADAPTER_FILE]
-    if not files[0].exists():
-        how = how_to_finish(folder)
-        if not how or not (folder / ADAPTER_CONFIG).exists():
-            remedy = "Set lora.rank = 0" if exact else "Give a folder with adapters"
-            raise CheckpointError(f"{where}: has no {ADAPTER_FILE}, so it is not of a run with adapters. {remedy}.")
-        if not exact:
-            raise CheckpointError(f"{where}: has no {ADAPTER_FILE}, which could not be saved. {how}")
-        files = sorted((folder / OWN_FOLDER).glob(UNFINISHED_FILES))
-    stored = read_headers(files, where)
+    if not (folder / ADAPTER_FILE).exists():
+        remedy = "Set lora.rank = 0" if exact else "Give a folder with adapters"
+        raise CheckpointError(f"{where}: has no {ADAPTER_FILE}, so it is not of a run with adapters. {remedy}.")
+    stored = read_headers([folder / ADAPTER_FILE], where)
     table = read_json(folder / ADAPTER_CONFIG, where)
     problems = [
         f"{ADAPTER_CONFIG}: {key} = {table.get(key)!r} is not plain LoRA, W + scaling * B A on an unchanged W. Merge "
@@ -209,8 +200,6 @@ class AdapterCheckpoint:
         left = dict.fromkeys(self._stored.tensors)
         for name, info in adapters.items():
             place = adapter_place(name, info.shape, adapters)
-            if MASTER_PREFIX + name in self._stored.tensors:
-                place = AdapterPlace(MASTER_PREFIX + name, info.shape, tuple(range(len(info.shape))))
             left.pop(place.key, None)
             tensor = self._stored.tensors.get(place.key)
             if tensor is None:
@@ -255,9 +244,6 @@ _FUSED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 class PeftFormat(HFFormat):
     """Checkpoints of the adapters alone; every run reads the pretrained model anew."""
-
-    part = ADAPTER_FILE
-    remedy = "All adapters are kept, and a resume reads them. Run the same command again: it saves {} again."
 
     def __init__(self, section: CheckpointSection, model: ModelSection, lora: LoRASection) -> None:
         super().__init__(section, model)

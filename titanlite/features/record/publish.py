@@ -19,7 +19,7 @@ from titanlite.base.log import logger
 from titanlite.base.process import read_variable
 from titanlite.base.text import format_count
 from titanlite.checkpoint import Progress
-from titanlite.checkpoint.folder import OWN_FOLDER, how_to_finish
+from titanlite.checkpoint.folder import OWN_FOLDER
 from titanlite.checkpoint.pieces import SIDECAR_FILE
 from titanlite.config import JobConfig
 from titanlite.config.assets import BaseModel, base_model_of, is_hub_id, public_name
@@ -183,10 +183,6 @@ def push_to_hub(folder: Path, repository: str) -> None:
     Raises:
         CheckpointError: the hub cannot be reached, refuses, or an upload fails. The folder is as it was.
     """
-    if how := how_to_finish(folder):
-        raise CheckpointError(
-            f"checkpoint.push_to_hub: {folder} is no model yet. {how} Then upload it: hf upload {repository} OUT"
-        )
     from huggingface_hub import HfApi  # half a second, and only this needs it
 
     logger.info("hub: uploading %s to %s", folder, repository)

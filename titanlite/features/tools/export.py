@@ -19,7 +19,7 @@ from titanlite.base.log import setup_logger
 from titanlite.base.text import Parser, command, one_of
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, hidden_folder
 from titanlite.checkpoint.description import describe_model
-from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER, how_to_finish
+from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
 from titanlite.checkpoint.hf_model import index_of, warn_of_sidecar, weights_of
 from titanlite.checkpoint.pieces import SIDECAR_FILE, bytes_of, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.reader import timed
@@ -114,8 +114,6 @@ def export_checkpoint(
         raise_problems(CheckpointError, f"export: {folder}", check_folder(folder))
     if adapters is None and (folder / ADAPTER_FILE).exists():
         raise CheckpointError(f"export: {folder} holds adapters without their model. Add --merge, and --base DIR.")
-    if adapters is None and (folder / ADAPTER_CONFIG).exists() and (how := how_to_finish(folder)):
-        raise CheckpointError(f"export: {folder} holds adapters whose {ADAPTER_FILE} could not be saved. {how}")
     config = any_model_config_from_hf(described_in or folder, "export")
     rest = describe_model(config, None, dtype, folder)
     model = build_model(config)
