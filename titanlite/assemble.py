@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import TitanliteError
@@ -104,7 +103,7 @@ def assemble(checked: Checked) -> Trainer:
     changes = run_folder.make_dump_folder(job, folder)
     run_folder.check_shared_folder(folder)
 
-    checkpointer = build_checkpointer(job, folder)
+    checkpointer = Checkpointer(job.checkpoint, build_format(job), folder, record_event)
     step = 0 if (start := checkpointer.start) is None else start.step  # `start`: progress to resume from
     if start is not None:
         run_folder.check_same_run(job, step, start.identity)
@@ -320,11 +319,6 @@ def shard(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) ->
         assert isinstance(model, Decoder), "pipeline parallelism of a model of transformers"
         apply_pipeline_parallel(model, dims, mixed_precision_dtypes(job.training, device_type)[0])
     parallelize(model, job, dims, device_type)
-
-
-def build_checkpointer(job: JobConfig, folder: Path) -> Checkpointer:
-    """Build the checkpointer. Collective: every rank must call."""
-    return Checkpointer(job.checkpoint, build_format(job), folder, record_event, dist.all_reduce)
 
 
 def build_format(job: JobConfig) -> HFFormat:

@@ -223,7 +223,8 @@ class Trainer:
         """Save, log the paths of all outputs, and upload. Collective: every rank must call."""
         job = self.job
         if self.step > 0 or not self.stopping:  # otherwise stopped before the first step
-            self.checkpointer.save_last(self.save)
+            self.save()
+            self.checkpointer.finish()
         beat("finishing")
         if self.stopping and self.step == 0:
             logger.info("stopped before the first step of %d", job.training.steps)

@@ -122,7 +122,7 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along_and_the_next_one_goes_o
         run.launched.process.wait(WAIT_S)
         if saved := list_steps(checkpoints):
             assert check_folder(step_folder(checkpoints, saved[-1]), checksums=True) == []
-        assert not list(checkpoints.glob("*.damaged*")) and len(list(checkpoints.iterdir())) <= 5
+        assert len(list(checkpoints.iterdir())) <= 5
         left = [path.name for path in tmp_path.iterdir() if path.name.startswith(("titanlite-", "torchelastic_"))]
         assert len(left) == 1, "each start removes what the one before left"
         run, other = start(f"a{kill}"), start(f"b{kill}") if kill % TWO_STARTS_EVERY == 0 else None

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from files import folder_digests, write_manifest
 
 from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError, ConfigError
@@ -54,27 +53,6 @@ def test_save_that_fails_on_one_rank_keeps_the_one_before(
     folder = tmp_path / "run/checkpoint"
     assert said == same and said.startswith(f"checkpoint: cannot save to {folder / 'step-2'}: RuntimeError: no memory")
     assert "(rank 1)" in said and [path.name for path in folder.iterdir()] == ["step-1"]
-
-
-def test_a_folder_without_a_model_is_passed_over_though_its_checksums_are_right(run_ranks, checked, tmp_path):
-    job = checked(FSDP2, *SMALL, "--checkpoint.keep_latest_k=0")
-    folder = tmp_path / "run/checkpoint"
-
-    def save() -> None:
-        assemble(job).train()
-
-    run_ranks(2, save)
-    (folder / "step-2/model.safetensors").unlink()
-    (folder / "step-2/titanlite/manifest.json").unlink()
-    write_manifest(folder / "step-2")
-    before = folder_digests(folder / "step-1")
-
-    def resume() -> int:
-        return assemble(job).step
-
-    assert run_ranks(2, resume) == [1, 1]
-    assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2.damaged"]
-    assert folder_digests(folder / "step-1") == before
 
 
 @pytest.mark.parametrize(("rank", "own"), [(0, True), (4, True), (0, False)])

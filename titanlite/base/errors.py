@@ -40,12 +40,6 @@ class CheckpointError(TitanliteError):
     """A checkpoint folder cannot be read or written."""
 
 
-class SaveError(CheckpointError):
-    """The last checkpoint of a run cannot be written; training since the previous one would be lost."""
-
-    exit_code = 3
-
-
 class TrainingError(TitanliteError):
     """Training cannot go on: a loss or gradient is not finite, or memory ran out."""
 

@@ -4,19 +4,15 @@ All ranks write into one hidden folder. The manifest, with the size and Adler-32
 flushed to the disk, then one rename makes the folder visible. A process may be killed at any point.
 """
 
-import errno
 import glob
-import itertools
 import json
 import os
 import re
 import secrets
 import shutil
-import socket
 import traceback
 import zlib
-from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,11 +30,7 @@ BEST = "best"  # link next to the checkpoints, to the best of them
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 # Hidden folders of checkpoints that are being written, replaced or removed, with a random part.
 _HIDDEN = re.compile(r"\.(step-\d+)\.[^.]+\.(tmp|old|gone)")
-_WEIGHTS = re.compile(rf"({OWN_FOLDER}/|adapter_)?model.*\.safetensors")
-_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 _CHUNK = 8 << 20
-# Errors that mean a damaged folder. Others, such as those of a stale mount, do not.
-_OF_DAMAGED_FOLDERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def commit_folder(
@@ -130,18 +122,18 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
     Sizes cost a system call per file; `checksums` reads every byte. `share` = (i, n) selects every nth file, from the
     ith on.
 
-    Raises TransientError: the file system does not answer. This is no sign of damage.
+    Raises TransientError: a file is there and cannot be read, which is no sign of damage.
     """
     try:
         manifest = read_json(folder / MANIFEST_FILE, str(folder))
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError):
-            _raise_unless_damaged(folder, MANIFEST_FILE, error.__cause__)
+            raise TransientError(str(error)) from None
         return [str(error)]
     files = manifest.get("files")
     if manifest.get("format") != 1 or not isinstance(files, dict) or not files:
         return [f"{folder}: {MANIFEST_FILE} lists no files, or is of a format that this version does not know."]
-    problems = _find_unlisted(files) if share[0] == 0 else []
+    problems = list[str]()
     for name, entry in list(files.items())[share[0] :: share[1]]:
         path = folder / name
         try:
@@ -153,33 +145,14 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
                 problems.append(f"{shown(name)}: its bytes are not those that were saved (the checksum differs).")
         except (TypeError, KeyError, ValueError):
             problems.append(f"{shown(name)}: its entry in {MANIFEST_FILE} is damaged.")
-        except OSError as error:
-            _raise_unless_damaged(folder, name, error)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             problems.append(f"{shown(name)}: {error.strerror}.")
+        except OSError as error:
+            raise TransientError(
+                f"checkpoint {folder}: {shown(name)} cannot be read: {error.strerror}. Start again when the file "
+                "system works, or move the checkpoint away."
+            ) from None
     return problems
-
-
-def _find_unlisted(names: Iterable[str]) -> list[str]:
-    """Return a problem if the files `names` have no weights among them, or if numbered ones are not all there.
-
-    Two runs in one folder have saved such checkpoints, with the right checksums.
-    """
-    if not any(map(_WEIGHTS.fullmatch, names)):
-        return [f"{MANIFEST_FILE} lists no weights: a process that was disturbed has saved it."]
-    counts = Counter(match.groups() for match in map(_NUMBERED.fullmatch, names) if match)
-    return [
-        f"{MANIFEST_FILE} lists {count} of {int(of)} files {shown(stem)}-*.safetensors."
-        for (stem, of), count in counts.items()
-        if count != int(of)
-    ]
-
-
-def _raise_unless_damaged(folder: Path, name: str, error: OSError) -> None:
-    if error.errno not in _OF_DAMAGED_FOLDERS:
-        raise TransientError(
-            f"checkpoint {folder}: {socket.gethostname()} cannot read {shown(name)}: {error.strerror}. The checkpoint "
-            "is left as it is. Start again when the disk or the network file system works, or move the checkpoint away."
-        ) from None
 
 
 def list_steps(folder: Path) -> list[int]:
@@ -199,17 +172,6 @@ def find_complete_before(folder: Path, step: int) -> int | None:
     return next(
         (s for s in reversed(list_steps(folder)) if s < step and not check_folder(step_folder(folder, s))), None
     )
-
-
-def set_aside(path: Path, kind: str) -> Path:
-    """Rename the checkpoint `path` to `path`.`kind`, or `path`.`kind`-2, ..., where no run touches it.
-
-    Raises OSError: it cannot be renamed.
-    """
-    names = (path.with_name(f"{path.name}.{kind}{f'-{n}' if n > 1 else ''}") for n in itertools.count(1))
-    aside = next(name for name in names if not name.exists())
-    path.rename(aside)
-    return aside
 
 
 def clean_up(folder: Path) -> None:
@@ -250,10 +212,7 @@ def _checksum_of(path: Path) -> str:
 
 def _appear(temporary: Path, folder: Path) -> None:
     old = temporary.with_suffix(".old")
-    if folder.exists() and check_folder(folder):
-        aside = set_aside(folder, "incomplete")  # not written by this run, so it is kept
-        logger.warning("checkpoint: %s was there, but is not complete; it is kept as %s", folder, aside.name)
-    elif folder.exists():
+    if folder.exists():
         folder.rename(old)
     try:
         temporary.rename(folder)

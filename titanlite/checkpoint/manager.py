@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.base.agree import gather_objects, new_host_group, on_first_rank
-from titanlite.base.errors import CheckpointError, SaveError, TitanliteError, TransientError, raise_problems
+from titanlite.base.errors import CheckpointError, TitanliteError, TransientError, raise_problems
 from titanlite.base.log import logger
 from titanlite.base.text import list_names
 from titanlite.checkpoint import commit
@@ -23,8 +23,6 @@ from titanlite.checkpoint.writer import FileLayout, snapshot
 from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import Plan, SourceProvider
 from titanlite.models.interface import Model
-
-_LAST_SAVE_PAUSES_S = (0.0, 2.0, 5.0)
 
 
 class Checkpointer:
@@ -37,7 +35,6 @@ class Checkpointer:
         saved_as: format of the model's part of the checkpoints.
         record: called with (kind, text, step) after a complete or failed save, and for a damaged checkpoint; also from
             the thread that saves in the background.
-        sum_over_ranks: sums a tensor on the host over all ranks, in place.
 
     Raises CheckpointError: on all ranks; the checkpoint that was asked for is not there or not complete, or later ones
     are in the way.
@@ -49,10 +46,8 @@ class Checkpointer:
         saved_as: HFFormat,
         dump_folder: Path,
         record: Callable[[str, str, int], None],
-        sum_over_ranks: Callable[[torch.Tensor], object],
     ) -> None:
         self._section, self._format, self._record = section, saved_as, record
-        self._sum_over_ranks = sum_over_ranks
         self.folder = dump_folder / self._section.folder
         # Its own group: collectives of a background save must not interleave with those of training or of `agree`. Its
         # timeout is longer, because one rank may read or write longer than another.
@@ -133,15 +128,10 @@ class Checkpointer:
         return complete
 
     def _pass_over(self, folder: Path, problems: Sequence[str]) -> None:
-        """Warn why `folder` is not resumed from, and rename it: this run will save the same step."""
+        """Warn why `folder` is not resumed from; a save of the same step will replace it."""
         if dist.get_rank() != 0:
             return
         text = f"{folder} is passed over: {problems[0]}" + (f" (and {len(problems) - 1} more)" if problems[1:] else "")
-        if (folder / commit.MANIFEST_FILE).exists():  # without it, this may be someone's plain model
-            try:
-                text += f" It is kept as {commit.set_aside(folder, 'damaged').name}."
-            except OSError as error:
-                text += f" It cannot be renamed: {error.strerror}."
         logger.warning("checkpoint: %s", text)
         self._record("damaged", text, -1)
 
@@ -282,22 +272,18 @@ class Checkpointer:
             with self._on_save_error(self._saved_step):
                 pending.result()
 
-    def save_last(self, save: Callable[[], None]) -> None:
-        """Call `save` up to three times until the checkpoint is complete: no later save would try again.
+    def finish(self) -> None:
+        """Wait for the last save.
 
-        Raises CheckpointError: it failed, and `checkpoint.on_save_error` is "stop". Raises SaveError: it failed three
-        times. On all ranks.
+        Raises CheckpointError: as `wait`. Raises TransientError: on all ranks; there is no such checkpoint, so what was
+        trained since the one before it would be lost.
         """
-        for pause_s in _LAST_SAVE_PAUSES_S:
-            time.sleep(pause_s)
-            save()
-            self.wait()
-            if self._saved_step >= 0 or not self._section.enable:
-                return
-        raise SaveError(
-            f"checkpoint: the last checkpoint could not be written to {self.folder}, in {len(_LAST_SAVE_PAUSES_S)} "
-            "attempts. Correct the cause above; the same command resumes from the previous checkpoint."
-        )
+        self.wait()
+        if self._section.enable and self._saved_step < 0:
+            raise TransientError(
+                f"checkpoint: the last one could not be written to {self.folder}. Correct the cause above; the same "
+                "command resumes from the previous checkpoint."
+            )
 
     def agree(self, stop: bool) -> bool:
         """Return True on all ranks if any of them says `stop`. Call after each step.
@@ -307,7 +293,7 @@ class Checkpointer:
         """
         failed = self._pending is not None and self._pending.done() and self._pending.exception() is not None
         flags = torch.tensor([stop, failed], dtype=torch.int32)
-        self._sum_over_ranks(flags)
+        dist.all_reduce(flags)
         stop, failed = map(bool, flags.tolist())
         if failed:
             self.wait()

@@ -228,7 +228,7 @@ class CheckpointSection:
         "", "Hub repository (owner/name) for the final or best model, private if it is new. Empty: no upload."
     )
     verify_checksums: bool = setting(
-        True, "Compare all checksums before a resume; a damaged checkpoint is set aside for the one before."
+        True, "Compare all checksums before a resume; a damaged checkpoint is passed over for the one before."
     )
     on_save_error: Literal["stop", "continue"] = setting(
         "stop",

@@ -340,7 +340,7 @@ def test_entry_with_an_impossible_checksum(tmp_path, crc):
     assert len(check_folder(folder, checksums=True)) == 1
 
 
-@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "\ud800", "a\n\x1b[31m"])
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "a\n\x1b[31m"])
 def test_names_that_are_none_are_reported(tmp_path, name):
     folder = complete_folder(tmp_path / "step-1")
     table = manifest(folder)
@@ -403,30 +403,6 @@ def test_clean_up_removes_what_killed_processes_left(tmp_path):
     assert names_in(tmp_path) == kept
     assert check_folder(tmp_path / "step-1", checksums=True) == []
     clean_up(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    ("names", "problem"),
-    [
-        ({"config.json"}, "titanlite/manifest.json lists no weights: a process that was disturbed has saved it."),
-        ({"titanlite/optimizer.safetensors", "titanlite/weights.safetensors"}, "lists no weights"),
-        ({"model-00001-of-00002.safetensors"}, "lists 1 of 2 files model-*.safetensors."),
-        ({"model.safetensors", "titanlite/model-00002-of-00003.safetensors"}, "lists 1 of 3 files titanlite/model"),
-        ({"adapter_model.safetensors"}, ""),
-        ({"titanlite/model.safetensors"}, ""),
-    ],
-)
-def test_manifest_without_a_whole_model(tmp_path, names, problem):
-    """What lay in a folder that two processes wrote into, with the right checksums."""
-    folder = tmp_path / "step-1"
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-    (folder / "titanlite").mkdir(exist_ok=True)
-    write_manifest(folder, {"format": 1, "files": {name: {"bytes": 0, "adler32": "00000001"} for name in names}})
-    found = check_folder(folder, checksums=True)
-    assert [problem in text for text in found] == ([True] if problem else [])
-    assert check_folder(folder, share=(1, 2)) == []
 
 
 def test_clean_up_restores_what_a_replacement_had_set_aside(tmp_path):
@@ -492,12 +468,10 @@ def test_a_file_system_that_does_not_answer_is_no_damage(tmp_path, number, monke
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("titanlite.checkpoint.commit._checksum_of", failing)
-    with pytest.raises(
-        TransientError, match=f"cannot read model.safetensors: {os.strerror(number)}. The checkpoint is"
-    ):
+    with pytest.raises(TransientError, match=f"model.safetensors cannot be read: {os.strerror(number)}"):
         check_folder(folder, checksums=True)
     assert check_folder(folder) == []
 
     monkeypatch.setattr("titanlite.checkpoint.commit.check_regular", failing)
-    with pytest.raises(TransientError, match=f"cannot read model.safetensors: {os.strerror(number)}"):
+    with pytest.raises(TransientError, match=f"model.safetensors cannot be read: {os.strerror(number)}"):
         check_folder(folder)
