@@ -54,7 +54,7 @@ class Checkpointer:
         self.group = new_host_group(timedelta(seconds=self._section.timeout_seconds))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._pending: Future[None] | None = None
-        self._host_buffer: torch.Tensor | None = None
+        self._copies: dict[Any, torch.Tensor] = {}
         self._description: dict[str, bytes] = {}
         self._carried: Any = None
         self.carried_bytes = 0
@@ -212,7 +212,7 @@ class Checkpointer:
                 self._saved_step = progress.step
                 return
             self._saved_step = progress.step
-            files, self._host_buffer = snapshot(files, self._host_buffer)
+            files, self._copies = snapshot(files, self._copies)
             self._pending = self._pool.submit(write)
             text = "checkpoint: step %d copied in %.2f s, written in the background"
             logger.info(text, progress.step, time.perf_counter() - began)

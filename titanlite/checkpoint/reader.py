@@ -27,7 +27,6 @@ from titanlite.checkpoint.folder import FP8, StoredTensor, find_scale, shown
 from titanlite.checkpoint.pieces import bytes_of
 from titanlite.materialize import ReadRequest, Region
 from titanlite.materialize.layout import Encoding, rows_of
-from titanlite.metrics.console import transfer_bar
 
 JOB_BYTES, DIRECT_BYTES = 1 << 20, 8 << 20  # with and without a buffer
 
@@ -103,10 +102,10 @@ class SafetensorsReader:
         stored = [tensor for part in parts for tensor in (part.placed.stored, part.placed.scale) if tensor is not None]
         nbytes = is_logged * sum(part.box.numel * part.placed.stored.dtype.itemsize for part in parts)
         with (
-            timed(f"reading {self.name}", nbytes, sum(self._file_bytes.values()), bar=True) as moved,
+            timed(f"reading {self.name}", nbytes, sum(self._file_bytes.values())),
             opened(self._file_bytes, {tensor.file for tensor in stored}) as files,
         ):
-            run_jobs(_jobs(parts, files, moved), self._threads)
+            run_jobs(_jobs(parts, files), self._threads)
 
     def parts_of(self, name: str) -> list[tuple[str, Region]]:
         """Return each stored tensor that tensor `name` consists of, with its file, and the region that it is."""
@@ -174,55 +173,32 @@ def read_bytes(files: Mapping[Path, int], file: Path, view: memoryview, offset: 
 
 _T = TypeVar("_T")
 _TAKES_LONG = 256 << 20  # bytes of one rank; above it, the start is logged, too
-_Moved = Callable[[int], None]  # takes how many bytes were moved
 
 
 @contextmanager
-def timed(text: str, nbytes: int, folder_bytes: int, *, bar: bool = False) -> Generator[_Moved]:
-    """Log how fast the body moves a folder of `folder_bytes`, if this rank moves any of it (`nbytes`).
-
-    With `bar`, what takes long has one on rank 0's terminal. Yields what takes how many bytes this rank has moved.
-    """
-    start, takes_long = time.perf_counter(), nbytes > _TAKES_LONG
-    if takes_long:
+def timed(text: str, nbytes: int, folder_bytes: int) -> Generator[None]:
+    """Log how fast the body moves a folder of `folder_bytes`, if this rank moves any of it (`nbytes`)."""
+    start = time.perf_counter()
+    if nbytes > _TAKES_LONG:
         logger.info("checkpoint: %s: %s", text, format_size(folder_bytes))
-    with transfer_bar(text, folder_bytes) if bar and takes_long else nullcontext(None) as show:
-        # As if all ranks were as fast.
-        yield (lambda moved: show(moved / nbytes * folder_bytes)) if show is not None else (lambda _: None)
+    yield
     if nbytes:
-        logger.info("checkpoint: %s: %s", text, format_transfer(folder_bytes, time.perf_counter() - start))
-
-
-def format_transfer(nbytes: int, seconds: float) -> str:
-    """Return `0.98 GB in 0.8 s, 1.23 GB/s`; without a rate that would round to 0."""
-    rate = nbytes / 1e9 / max(seconds, 1e-9)
-    return f"{format_size(nbytes)} in {seconds:.1f} s" + (f", {rate:.2f} GB/s" if rate >= 0.01 else "")
+        seconds = max(time.perf_counter() - start, 1e-9)
+        rate = folder_bytes / 1e9 / seconds
+        logger.info("checkpoint: %s: %s in %.1f s, %.2f GB/s", text, format_size(folder_bytes), seconds, rate)
 
 
 def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
     """Carry out `jobs` and return their results; the first error ends the rest."""
-    lock, left = threading.Lock(), iter(jobs)
-
-    def work() -> list[_T]:
-        nonlocal left
-        done = list[_T]()
-        while True:
-            with lock:
-                some = list(islice(left, 8))  # taking the lock costs as much as a small read
-            if not some:
-                return done
-            try:
-                done += [job() for job in some]
-            except BaseException:
-                left = iter(())
-                raise
-
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
-        workers = [pool.submit(work) for _ in range(threads)]
-        return [result for worker in workers for result in worker.result()]
+        return list(pool.map(_carry_out, jobs))
 
 
-def _jobs(parts: Sequence[_Part], files: Mapping[Path, int], moved: _Moved) -> Iterator[Callable[[], None]]:
+def _carry_out(job: Callable[[], _T]) -> _T:
+    return job()
+
+
+def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callable[[], None]]:
     """Yield jobs, each for one thread: consecutive reads of a file."""
     buffers = threading.local()
     for part in parts:
@@ -230,7 +206,7 @@ def _jobs(parts: Sequence[_Part], files: Mapping[Path, int], moved: _Moved) -> I
         memory, elements = _memory(part), JOB_BYTES // size
         if memory is not None:
             for box in part.box.within(part.placed.region).slabs(DIRECT_BYTES // size):
-                yield partial(_read_bytes, files, part.placed, box, memory[: box.numel * size], moved)
+                yield partial(_read_bytes, files, part.placed, box, memory[: box.numel * size])
                 memory = memory[box.numel * size :]
             continue
         if part.placed.scale is not None:
@@ -240,7 +216,7 @@ def _jobs(parts: Sequence[_Part], files: Mapping[Path, int], moved: _Moved) -> I
         if request.encoding is not None:  # whole rows
             elements = max(elements, part.box.lengths[-1])
         for box in part.box.slabs(elements):
-            yield partial(_read, files, replace(part, box=box), buffers, moved)
+            yield partial(_read, files, replace(part, box=box), buffers)
 
 
 @torch.no_grad()
@@ -278,14 +254,14 @@ def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buf
 
 
 @torch.no_grad()
-def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local, moved: _Moved) -> None:
+def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local) -> None:
     """Read one part into this thread's buffer, and copy it from there into the shard."""
     request, placed, encoding = part.request, part.placed, part.request.encoding
     stored, device, box = placed.stored, request.destination.device, part.box.within(placed.region)
     size = stored.dtype.itemsize
     buffer = _buffer(buffers, device, box.numel * size)
     raw = buffer.memory[: box.numel * size]
-    _read_bytes(files, placed, box, bytes_of(raw), moved)
+    _read_bytes(files, placed, box, bytes_of(raw))
     values, is_kept = raw.view(stored.dtype).view(box.lengths), False
     if placed.scale is not None:
         is_kept = encoding is not None and encoding.keeps(stored.dtype, placed.block)
@@ -304,12 +280,11 @@ def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local, move
         buffer.stream.synchronize()  # the buffer is used again at once; other threads go on
 
 
-def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: memoryview, moved: _Moved) -> None:
+def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: memoryview) -> None:
     """Read `box`, in coordinates of the stored tensor, into `memory`."""
     file, size, at = placed.stored.file, placed.stored.dtype.itemsize, 0
     for first, length in box.runs(placed.region.lengths):
         read_bytes(files, file, memory[at : (at := at + length * size)], placed.stored.offset + first * size)
-    moved(at)
 
 
 def _dequantize(

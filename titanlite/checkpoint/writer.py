@@ -5,28 +5,26 @@ gathered. A shard that must be cast, or is on a GPU, is copied a MiB at a time.
 """
 
 import os
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from titanlite.base.log import logger
 from titanlite.checkpoint.folder import encode_header
 from titanlite.checkpoint.pieces import Piece, bytes_of
 from titanlite.checkpoint.reader import DIRECT_BYTES, JOB_BYTES, io_threads, run_jobs, timed
 from titanlite.materialize import Region
 
 FILE_BYTES = 4 * 1024**3
-_ALIGN = 64  # bytes
 _ADLER_BASE = 65521
 _Sums = tuple[int, int]
+_Identity = tuple[int, torch.dtype, torch.Size]
+_Copies = dict[_Identity, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -166,50 +164,32 @@ def _add(sums: Iterable[_Sums]) -> _Sums:
     return first, second
 
 
-def snapshot(files: Sequence[FileLayout], kept: torch.Tensor | None) -> tuple[list[FileLayout], torch.Tensor]:
-    """Copy this rank's shards to one buffer of the host; return the same layout over the copies, and the buffer.
+def snapshot(files: Sequence[FileLayout], kept: Mapping[_Identity, torch.Tensor]) -> tuple[list[FileLayout], _Copies]:
+    """Copy this rank's shards to the host; return the same layout over the copies, and the copies.
 
-    Pass the buffer to the next call as `kept`: allocating and pinning it takes longer than the copies.
+    Pass the copies to the next call as `kept`: allocating and pinning memory takes longer than copying.
     """
-    # By address: `local_of` makes a new tensor object of the same memory each time.
-    shards = {
-        (item.local.data_ptr(), item.local.nbytes): item.local for file in files for item, _ in file.items if item.mine
-    }
-    *starts, nbytes = accumulate((-(-local.nbytes // _ALIGN) * _ALIGN for local in shards.values()), initial=0)
-    if kept is None or kept.numel() != nbytes:
-        kept = host_buffer(nbytes, pinned=any(local.is_cuda for local in shards.values()))
-    places, buffer = dict(zip(shards, starts, strict=True)), kept
-
-    def copy_of(local: torch.Tensor) -> torch.Tensor:
-        start = places[local.data_ptr(), local.nbytes]
-        return buffer[start : start + local.nbytes].view(local.dtype).view(local.shape)
-
-    for local in shards.values():
-        copy_of(local).copy_(local, non_blocking=local.is_cuda)
-    copied = [
-        replace(
-            file,
-            items=tuple(
-                (replace(item, local=copy_of(item.local)) if item.mine else item, offset) for item, offset in file.items
-            ),
-        )
-        for file in files
-    ]
+    shards = {_identity(item.local): item.local for file in files for item, _ in file.items if item.mine}
+    copies: _Copies = {}
+    for identity, local in shards.items():
+        copies[identity] = kept[identity] if identity in kept else _like(local)
+        copies[identity].copy_(local, non_blocking=local.is_cuda)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return copied, buffer
+    copied = []
+    for file in files:
+        items = [
+            (replace(item, local=copies[_identity(item.local)]) if item.mine else item, offset)
+            for item, offset in file.items
+        ]
+        copied.append(replace(file, items=tuple(items)))
+    return copied, copies
 
 
-def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Allocate (nbytes,) uint8 on the host, if `pinned` for CUDA copies at full speed.
+def _identity(local: torch.Tensor) -> _Identity:
+    """Identify a shard by its memory: `local_of` makes a new tensor object of the same memory each time."""
+    return local.data_ptr(), local.dtype, local.shape
 
-    torch's own pinned memory comes in powers of two: 61 GB for the 45.8 GB of a rank of Qwen3-30B-A3B.
-    """
-    buffer = torch.empty(nbytes, dtype=torch.uint8)
-    if pinned and nbytes:
-        cudart: Any = torch.cuda.cudart()
-        if code := int(cudart.cudaHostRegister(buffer.data_ptr(), nbytes, 1)):  # 1: for all devices of the process
-            logger.warning("checkpoint: %d bytes cannot be pinned (CUDA error %d): saving copies slowly", nbytes, code)
-        else:
-            weakref.finalize(buffer, cudart.cudaHostUnregister, buffer.data_ptr()).atexit = False
-    return buffer
+
+def _like(local: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)

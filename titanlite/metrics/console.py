@@ -2,25 +2,19 @@
 
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Self
 
 from rich.console import Console
-from rich.file_proxy import FileProxy
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     Progress,
     TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
 )
 
 from titanlite.base.process import Console as EscapingConsole
-from titanlite.base.process import raw_output, read_rank
+from titanlite.base.process import raw_output
 
 _MUCH_PADDING = 0.1
 _SHOWN = (("loss", "loss/train", 4), ("accuracy", "rewards/accuracy", 2), ("margin", "rewards/margin", 3))
@@ -139,21 +133,6 @@ class ProgressBar:
                 break
         self._column.bar_width = min(max(room - len(text), _NARROWEST_BAR), _WIDEST_BAR)
         return text
-
-
-@contextmanager
-def transfer_bar(text: str, nbytes: int) -> Generator[Callable[[float], None]]:
-    """Show how many of `nbytes` the body has moved, the rate and the time left, where a bar can move, on rank 0.
-
-    Yields what takes the number of bytes moved since it was called last; any thread may call it.
-    """
-    if read_rank() != 0 or not can_show_bar() or isinstance(raw_output(), FileProxy):  # which a bar has put there
-        yield lambda _: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(_WIDEST_BAR), DownloadColumn(), TransferSpeedColumn())
-    console = Console(file=raw_output())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        yield partial(bar.advance, bar.add_task(text, total=nbytes))
 
 
 def _clock(seconds: float) -> str:

@@ -5,8 +5,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from safetensors.torch import save_file
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import reader as reader_module
 from titanlite.checkpoint.folder import DTYPES, StoredTensor, read_header
-from titanlite.checkpoint.reader import Placed, SafetensorsReader, format_transfer, io_threads, timed
+from titanlite.checkpoint.reader import Placed, SafetensorsReader, io_threads, timed
 from titanlite.materialize import ReadRequest, Region
 
 MIB = 1 << 20
@@ -313,19 +311,6 @@ def test_threads_of_a_rank(cores, ranks, expected, monkeypatch):
     assert io_threads() == expected
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "seconds", "text"),
-    [
-        (1_000_000_000, 0.8, "1.00 GB in 0.8 s, 1.25 GB/s"),
-        (1_500_000, 0.5, "1.50 MB in 0.5 s"),  # 0.00 GB/s says nothing
-        (5_000_000, 0.5, "5.00 MB in 0.5 s, 0.01 GB/s"),
-        (0, 0.0, "0 B in 0.0 s"),
-    ],
-)
-def test_a_rate_that_would_be_0_is_left_out(nbytes: int, seconds: float, text: str) -> None:
-    assert format_transfer(nbytes, seconds) == text
-
-
 def test_the_line_has_the_size_of_the_folder_not_that_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(reader_module.logger, "info", lambda text, *values: said.append(text % values))
@@ -333,27 +318,3 @@ def test_the_line_has_the_size_of_the_folder_not_that_of_the_rank(monkeypatch: p
         pass
     (line,) = said
     assert line.startswith("checkpoint: reading x: 4.00 MB in 0.0 s")
-
-
-def test_what_takes_long_has_a_bar_in_bytes_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On rank 0's terminal; two ranks of equal shares read 1000 bytes each."""
-    shown: list[float] = []
-    asked: list[tuple[str, int]] = []
-
-    @contextmanager
-    def bar(text: str, nbytes: int) -> Iterator[Callable[[float], None]]:
-        asked.append((text, nbytes))
-        yield shown.append
-
-    monkeypatch.setattr(reader_module, "transfer_bar", bar)
-    save_file({"a": torch.zeros(2000, dtype=torch.uint8)}, tmp_path / "x.safetensors")
-    stored = read_header(tmp_path / "x.safetensors")["a"]
-    size = (tmp_path / "x.safetensors").stat().st_size
-    whole = Region((0,), (2000,))
-    reader = SafetensorsReader("x", {"a": ((2000,), [Placed(stored, whole)])}, {stored.file: size})
-    half = ReadRequest("a", Region((0,), (1000,)), torch.empty(1000, dtype=torch.uint8))
-    reader.read([half])
-    assert not asked, "a moment's work"
-    monkeypatch.setattr(reader_module, "_TAKES_LONG", 999)
-    reader.read([half])
-    assert asked == [("reading x", size)] and sum(shown) == pytest.approx(size)

@@ -5,14 +5,12 @@ import os
 import random
 import zlib
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from titanlite.checkpoint import writer
 from titanlite.checkpoint.folder import DTYPES, read_header
 from titanlite.checkpoint.writer import (
     Item,
@@ -302,44 +300,19 @@ def test_error_of_the_disk_reaches_the_caller(tmp_path, monkeypatch):
 # Copies for a save in the background
 
 
-def test_a_snapshot_is_one_buffer_of_the_size_of_the_shards():
+def test_snapshot_copies_each_shard_once_and_reuses_memory():
     first, second = random_tensor((3, 5), torch.bfloat16), random_tensor((7, 2), seed=1)
     tensors = {"a": first, "tied": first, "b": second.T, "empty": first[:0], "none": second[:0], "flag": first > 0}
     tensors["scalar"] = torch.tensor(3.0)
     items = [*(item(key, tensor) for key, tensor in tensors.items()), item("not mine", first + 1, mine=False)]
     files = lay_out(items, "model")
-    copied, buffer = snapshot(files, None)
-    assert buffer.numel() == 4 * 64, "30, 56, 15 and 4 bytes, each from a multiple of 64 on"
+    copied, copies = snapshot(files, {})
+    assert sum(copy.nbytes for copy in copies.values()) == 30 + 56 + 15 + 4
     before = {key: tensor.clone() for key, tensor in tensors.items()}
     first.zero_(), second.zero_()
     for (copy, offset), (original, same) in zip(copied[0].items, files[0].items, strict=True):
         assert offset == same and replace(copy, local=original.local) == original
         assert copy.local is original.local if not copy.mine else same_bits(copy.local, before[copy.key])
-    again, kept = snapshot(files, buffer)
-    assert kept is buffer and not again[0].items[0][0].local.any()
-    assert snapshot(lay_out(items[:2], "model"), buffer)[1].numel() == 64, "of another layout: another buffer"
-
-
-@pytest.mark.parametrize("code", [0, 2])
-def test_a_buffer_for_a_gpu_is_pinned_at_its_size(code, monkeypatch, caplog):
-    """torch's own allocator of pinned memory would round it up to a power of two."""
-
-    class Runtime:
-        pinned: ClassVar[dict[int, int]] = {}
-
-        def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
-            assert flags == 1
-            self.pinned |= {} if code else {address: nbytes}
-            return code
-
-        def cudaHostUnregister(self, address):  # noqa: N802
-            del self.pinned[address]
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    buffer = writer.host_buffer(1000, pinned=True)
-    assert Runtime.pinned == ({} if code else {buffer.data_ptr(): 1000}) and buffer.numel() == 1000
-    assert ("1000 bytes cannot be pinned (CUDA error 2)" in caplog.text) == bool(code)
-    del buffer
-    assert not Runtime.pinned, "before its memory is given back"
-    writer.host_buffer(1000, pinned=False)
-    writer.host_buffer(0, pinned=True)
+    again, kept = snapshot(files, copies)
+    assert all(kept[identity] is copy for identity, copy in copies.items()) and not again[0].items[0][0].local.any()
+    assert len(snapshot(lay_out(items[:2], "model"), copies)[1]) == 1, "memory of shards that are gone is given back"

@@ -193,7 +193,7 @@ def test_they_are_never_in_memory(saved: Path, tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(passengers, "read_bytes", counting)
     monkeypatch.setattr(writer, "io_threads", lambda: 2)
-    files, _ = snapshot(carried.add_to(model_files(plan, GLM, torch.float32)), None)
+    files, _ = snapshot(carried.add_to(model_files(plan, GLM, torch.float32)), {})
     before = anonymous_mib()
     create_files(tmp_path, files)
     write_items(tmp_path, files, "writing")

@@ -1,14 +1,13 @@
 import io
 import re
 import sys
-import time
 
 import pytest
 from rich.console import Console
 
 from titanlite.base.log import _OutputHandler, logger
 from titanlite.metrics import console
-from titanlite.metrics.console import ProgressBar, format_line, format_rate, transfer_bar
+from titanlite.metrics.console import ProgressBar, format_line, format_rate
 
 VALUES = {
     "loss/train": 4.8123,
@@ -148,34 +147,3 @@ def test_text_above_the_bar_is_spelled_out_too():
         bar.show(1, VALUES)
     assert "evil \\x1b[31m\\x9b text" in file.getvalue() and "also \\x1b[31m there" in file.getvalue()
     assert (sys.stdout, sys.stderr) == before
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_transfer_shows_bytes_rate_and_time_left_on_rank_0_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shown(stream: io.StringIO) -> str:
-        monkeypatch.setattr(sys, "stdout", stream)
-        with transfer_bar("reading x", 3_000_000_000) as moved:
-            moved(1_500_000_000)
-            time.sleep(0.25)
-            moved(500_000_000)
-        return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", stream.getvalue())
-
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("TERM", "xterm")
-    assert re.search(r"reading x .* 2\.0/3\.0 GB .* GB/s 0:00:0\d", shown(Terminal()))
-    assert shown(io.StringIO()) == ""
-    monkeypatch.setenv("RANK", "1")
-    assert shown(Terminal()) == ""
-
-
-def test_a_transfer_has_no_bar_below_that_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    with ProgressBar(3, console=Console(file=io.StringIO(), force_terminal=True)):
-        assert console.can_show_bar()
-        with transfer_bar("reading x", 10) as moved:
-            moved(10)
-    assert "reading x" not in sys.stdout.getvalue()

@@ -365,11 +365,10 @@ class Mxfp4Reader:
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast; errors are those of `SafetensorsReader`."""
         sizes = [self._count_bytes(request) for request in requests]
-        with timed(f"reading MXFP4 of {self.name}", sum(sizes), self._folder_bytes, bar=True) as moved:
+        with timed(f"reading MXFP4 of {self.name}", sum(sizes), self._folder_bytes):
             for request, nbytes in zip(requests, sizes, strict=True):
                 for expert in range(request.region.lengths[0] if nbytes else 0):
                     self._read_expert(request, expert)
-                moved(nbytes)
 
     def _read_expert(self, request: ReadRequest, expert: int) -> None:
         (first, _, row), (_, _, rows) = request.region.starts, request.region.lengths
