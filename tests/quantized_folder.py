@@ -14,7 +14,6 @@ _E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0, 0.5, 1, 1.5, 2, 3
 def write_fp8(
     folder: Path,
     block: tuple[int, int] | None,
-    factors: str = "",
     suffix: str = "_scale_inv",
     edit: Callable[[torch.Tensor], torch.Tensor] = lambda scale: scale,
 ) -> dict[str, torch.Tensor]:
@@ -22,8 +21,7 @@ def write_fp8(
 
     Args:
         folder: of a model in one file.
-        block: `weight_block_size` in config.json, and what a factor serves.
-        factors: "row" or "tensor": what it serves instead.
+        block: `weight_block_size` in config.json: what a factor serves; None: the whole tensor.
         suffix: what the key of the factors ends with, behind that of the weight.
         edit: changes the factors, which are powers of 2 then.
     """
@@ -34,15 +32,14 @@ def write_fp8(
             expected[key] = stored[key].float()
             continue
         rows, cols = tensor.shape[-2:]
-        size = {"row": (1, cols), "tensor": (rows, cols), "": block}[factors]
-        assert size is not None
+        size = block or (rows, cols)
         grid = (*tensor.shape[:-2], -(-rows // size[0]), -(-cols // size[1]))
         scale = torch.rand(grid, generator=torch.Generator().manual_seed(len(stored))) + 0.01
         scale = scale if edit(scale) is scale else 2.0 ** scale.log2().round()
         spread = scale.repeat_interleave(size[0], -2).repeat_interleave(size[1], -1)[..., :rows, :cols]
         stored[key] = (tensor.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
         expected[key] = (stored[key].double() * spread.double()).float()
-        stored[key + suffix] = edit(scale.reshape(()) if factors == "tensor" and len(grid) == 2 else scale)
+        stored[key + suffix] = edit(scale.reshape(()) if block is None and len(grid) == 2 else scale)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block and list(block)}
     _edit_config(folder, quantization)

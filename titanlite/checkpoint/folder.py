@@ -117,7 +117,7 @@ def shown(text: object) -> str:
 
 # FP8 weights with factors, as DeepSeek-V3's (arXiv:2412.19437, section 3.3), are dequantized while they are read.
 # `name.weight` (R, C) is float8_e4m3fn; `name.weight_scale_inv` (ceil(R / 128), ceil(C / 128)) has one factor per block
-# of 128 x 128. The weight is the product of both. A factor may also serve a part of a row, a row, or the whole tensor.
+# of 128 x 128, or of another size that config.json declares. The weight is the product of both.
 
 
 def companions(key: str) -> list[str]:
@@ -132,26 +132,22 @@ def find_scale(
 ) -> tuple[StoredTensor, tuple[int, int]]:
     """Return the factors of an FP8 weight, (r, c) of (R, C) or (E, r, c) of (E, R, C), and the block that one serves.
 
-    `tensors` are all stored ones. `declared` is the block in config.json; edges may cut blocks.
+    `tensors` are all stored ones. `declared` is the block in config.json, or None for one factor per tensor; edges may
+    cut blocks.
 
     Raises ValueError: there are none, or they do not fit.
     """
     scale = next((tensors[key] for key in companions(stored.key)[:4] if key in tensors), None)
     if scale is None:
         raise ValueError(f"{shown(stored.key)} is {stored.dtype} without factors ({shown(stored.key)}_scale_inv)")
-    shape, grid = stored.shape, scale.shape
-    if grid in ((), (1,)):  # one for all
-        scale, grid = scale._replace(shape=(1, 1)), (1, 1)
-    if len(shape) in (2, 3) and len(grid) == len(shape) and grid[:-2] == shape[:-2] and all((*shape, *grid)):
-        if declared is not None and grid[-2:] == scale_shape(shape[-2:], declared):
-            return scale, declared
-        (r, c), block = grid[-2:], (shape[-2] // grid[-2], shape[-1] // grid[-1])
-        # One factor per row, part of a row, or tensor is unambiguous; other blocks count only if config.json declares
-        # none.
-        if scale_shape(shape[-2:], (r, c)) == block and (declared is None or block[0] == 1 or (r, c) == (1, 1)):
-            return scale, block
+    block = declared or stored.shape[-2:]
+    if declared is None and scale.shape in ((), (1,)):
+        scale = scale._replace(shape=(1, 1))
+    if len(stored.shape) in (2, 3) and scale.shape == (*stored.shape[:-2], *scale_shape(stored.shape[-2:], block)):
+        return scale, block
     raise ValueError(
-        f"{shown(scale.key)} has shape {scale.shape}, which does not fit {shape} in blocks of {declared or 'any size'}"
+        f"{shown(scale.key)} has shape {scale.shape}, which does not fit {stored.shape} in blocks of "
+        f"{declared or 'the whole tensor'}"
     )
 
 

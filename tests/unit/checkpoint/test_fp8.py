@@ -234,16 +234,18 @@ def test_missing_factors_and_factors_of_another_shape(tmp_path):
     ) in text
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (64, 1), (64, 2)])
-def test_a_factor_may_serve_the_tensor_or_a_row(tmp_path, shape):
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_factor_per_tensor_where_declared(tmp_path, shape):
     stored, _ = fp8_files(QWEN3_MOE, (16, 24))
-    key = "model.layers.1.self_attn.o_proj.weight"
-    scale = stored[f"{key}_scale_inv"] = torch.rand(shape) + 0.1
-    write_model(tmp_path, stored, (16, 24))
+    factors = {key: torch.rand(shape) + 0.1 for key in stored if key.endswith("_scale_inv")}
+    write_model(tmp_path, stored | factors, (16, 24))
+    quantization = {"quant_method": "fp8", "weight_block_size": None}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     model = build_decoder(QWEN3_MOE)
     materialize(model, "cpu", [hf_checkpoint(tmp_path, QWEN3_MOE)])
-    factors = scale.repeat_interleave(64 // shape[1], 1) if len(shape) == 2 else scale
-    assert torch.equal(dict(model.named_parameters())[key].detach(), stored[key].float() * factors)
+    key = "model.layers.1.self_attn.o_proj.weight"
+    expected = stored[key].float() * factors[f"{key}_scale_inv"]
+    assert torch.equal(dict(model.named_parameters())[key].detach(), expected)
 
 
 def test_fp8_that_is_no_matrix_is_refused(tmp_path):

@@ -52,21 +52,18 @@ def assert_as_transformers(folder: Path, dtype: torch.dtype, config: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "block", "factors"),
+    ("name", "block"),
     [
-        ("mixtral", BLOCK, ""),  # experts fused from one matrix each
-        ("mixtral", None, "tensor"),
-        ("glm4_moe", None, "row"),
-        ("qwen2_5_vl", BLOCK, ""),
+        ("mixtral", BLOCK),  # experts fused from one matrix each
+        ("mixtral", None),
+        ("qwen2_5_vl", BLOCK),
     ],
 )
-def test_fp8_is_read_as_transformers_dequantizes_it(
-    tmp_path: Path, name: str, block: tuple[int, int] | None, factors: str
-) -> None:
+def test_fp8_is_read_as_transformers_dequantizes_it(tmp_path: Path, name: str, block: tuple[int, int] | None) -> None:
     from transformers import FineGrainedFP8Config
 
     folder = save(name, tmp_path / name)
-    write_fp8(folder, block, factors)
+    write_fp8(folder, block)
     config = FineGrainedFP8Config(weight_block_size=block, dequantize=True)  # type: ignore[arg-type]
     assert_as_transformers(folder, torch.bfloat16, config)
 
@@ -94,7 +91,7 @@ def test_other_forms_of_factors(
 ) -> None:
     """Also experts that are fused in the file, and factors of activations, which nothing here needs."""
     folder = save("gpt_oss", tmp_path / "gpt_oss")
-    expected = write_fp8(folder, block, "", suffix, edit)
+    expected = write_fp8(folder, block, suffix, edit)
     if suffix == "_scale":
         stored = load_file(folder / "model.safetensors")
         stored["model.layers.0.self_attn.q_proj.input_scale"] = torch.ones(())
