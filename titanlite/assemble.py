@@ -19,7 +19,7 @@ from titanlite.base.process import keep_freed_memory
 from titanlite.base.text import format_count, format_size
 from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.copies import check_same_copies
-from titanlite.checkpoint.description import check_data_order, check_resumed_model, check_saved_tokenizer
+from titanlite.checkpoint.description import check_data_order, check_resumed_model
 from titanlite.checkpoint.hf_model import HFFormat, check_layout
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.ties import untie
@@ -108,10 +108,6 @@ def assemble(checked: Checked) -> Trainer:
     if start is not None:
         run_folder.check_same_run(job, step, start.identity)
     model_config = _fit_to_weights(job, model_config, checkpointer)
-    if job.checkpoint.enable:
-        is_new = start is None and not job.checkpoint.initial_load_path
-        compared = None if job.data.dataset == "images" else loader.dataset  # comparing would decode every image
-        check_saved_tokenizer(model_config, tokenizer, compared, is_new=is_new)
     beat("loading", step)
 
     model = build_on_meta(job, model_config, dims, device)

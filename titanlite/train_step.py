@@ -75,7 +75,6 @@ class TrainStep:
         self.timer.start("other")  # ranks that wait below for one whose data is late are not slow themselves
         objective, count = self.objective, len(micro_batches)
         units, num_tokens = self.count_units(micro_batches)
-        losses_finite = torch.empty(count, dtype=torch.bool, device=self.device)
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
         once_per_step = self.job.parallelism.fsdp_once_per_step
         losses_in_flight: dict[int, ObjectiveSums] = {}
@@ -84,8 +83,7 @@ class TrainStep:
             if phase == "forward":
                 losses_in_flight[number] = losses = objective(self.model, micro_batches[number])
                 self.balancer.accumulate()
-                sums += (local := self.local_sums(losses))
-                losses_finite[number] = local[:2].isfinite().all()
+                sums += self.local_sums(losses)
                 continue
             if count > 1 and number in (0, count - 1):  # between steps, each backward is a last one
                 is_last = number == count - 1
@@ -102,7 +100,7 @@ class TrainStep:
         grad_norm, group_norms = clip_grad_norms(self.grad_groups, max_norm, self.dims.stage_group, norm_device)
         self.step += 1
         finite = grad_norm.to(self.device).isfinite() & sums[:2].isfinite().all()  # both are global
-        apply = self.finite_guard.admit(self.step, finite, losses_finite).to(grad_norm.device)
+        apply = self.finite_guard.admit(self.step, finite).to(grad_norm.device)
         step_if_finite(self.optimizer, apply)
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
@@ -175,7 +173,6 @@ class TrainStep:
             moe = MoEState(
                 result.tokens_per_expert,
                 self.balancer.bias_range(),
-                self.balancer.take_row_errors(),
                 torch.stack(counts).sum(dim=0),
                 self.model.config.top_k,
             )

@@ -30,7 +30,7 @@ from titanlite.metrics.run_folder import get_identity, log_outputs
 from titanlite.models.families import get_loader
 from titanlite.models.interface import Model
 from titanlite.optim import lr_factor
-from titanlite.optim.optimizer import Diagnosis, NonFiniteSteps, describe_unreached
+from titanlite.optim.optimizer import Diagnosis, describe_unreached
 from titanlite.train_step import TrainStep
 
 
@@ -56,9 +56,9 @@ class Trainer:
     metrics: MetricsLogger
     results: Results
     evaluator: Evaluator | None = None
-    # Called with (micro-batches, scaled loss of one, what was not finite). Collective.
-    diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor], NonFiniteSteps], Diagnosis] = lambda *_: (
-        Diagnosis("Its origin was not searched.", repeats=True)
+    # Called with (micro-batches, scaled loss of one). Collective.
+    diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor]], Diagnosis] = lambda *_: Diagnosis(
+        "Its origin was not searched.", repeats=True
     )
     render_card: Callable[..., str] = lambda **_: ""  # renders a README.md from `progress` and `results`
     record_trained: Callable[[int], None] = lambda *_: None  # corrects the number of trained parameters, on rank 0
@@ -185,7 +185,7 @@ class Trainer:
         stepper = self.stepper
         units = stepper.count_units(batches)
         diagnosis = self.diagnose(
-            batches, lambda batch: stepper.scaled_loss(stepper.objective(stepper.model, batch), *units), found
+            batches, lambda batch: stepper.scaled_loss(stepper.objective(stepper.model, batch), *units)
         )
         if not found.fatal:
             if dist.get_rank() == 0:

@@ -108,8 +108,7 @@ def test_nan_is_named_the_state_of_before_is_saved_and_a_transient_one_changes_n
     put_in = poison_output("model.layers.1.mlp", step=3, rank=1, once=False)
     (kind, code, text), step = train(mesh, "repeats", "--checkpoint.interval=0", STEPS, before=put_in)
     assert (kind, code, step) == ("TrainingError", 2, 2), "a new start would meet it again"
-    assert text.startswith("training: the loss or gradient of step 3 is not finite. The loss was not finite in ")
-    assert "micro-batch 1 on rank 1" in text
+    assert text.startswith("training: the loss or gradient of step 3 is not finite. ")
     assert "first output that is not finite is that of model.layers.1.mlp (micro-batch 1, rank 1)" in text
     assert "Gradients that are not finite, from micro-batch 1 on: lm_head.weight, model.norm.weight" in text
     assert f"those of step 2, saved in {tmp_path / 'repeats/checkpoint'}" in text and "Lower optimizer.lr" in text

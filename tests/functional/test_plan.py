@@ -94,7 +94,7 @@ def measure(checked: Checked) -> dict[str, Any]:
     buffers = [buffer for buffer in trainer.model.buffers() if not is_elsewhere(buffer)]
 
     batches = trainer.loader.micro_batches(1)
-    held = [*params, *buffers, *states, *trainer.stepper.finite_guard.state()]
+    held = [*params, *buffers, *states, trainer.stepper.finite_guard.in_a_row]
     held += [value for batch in batches for value in vars(batch).values()]
     held += [trainer.stepper.balancer.counts] if hasattr(trainer.stepper.balancer, "counts") else []
     recorder = StepRecorder(held)

@@ -1,26 +1,17 @@
 """What is looked at when a run is set up."""
 
 import json
-from collections import Counter
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
 
 from titanlite.assemble import fit_vocabulary
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.base.log import logger
 from titanlite.base.text import format_count
-from titanlite.checkpoint import description
-from titanlite.checkpoint.description import check_saved_tokenizer
 from titanlite.config import JobConfig
 from titanlite.data.dataset import PackedDataset
 from titanlite.data.loader import TrainLoader, describe_sources, resolve_steps
@@ -239,53 +230,6 @@ def test_a_model_without_experts_has_nothing_to_balance(warnings, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     warn_of_ignored_balancing(job.moe, 0)
     assert len(warnings) == 1
-
-
-class _Sequences:
-    """As many as a data set has, of two tokens each."""
-
-    num_train_sequences, seq_len = 3, 2
-
-    def batch(self, indices):
-        return SimpleNamespace(tokens=torch.tensor([[0, 1]] * len(indices)))
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_a_tokenizer_that_a_saved_folder_would_not_give_back_is_an_error_in_a_new_run(family, warnings):
-    """Qwen2's class builds its own splitting; the others take tokenizer.json as it is."""
-    inner = Tokenizer(BPE({"<|endoftext|>": 0, "1": 1, "2": 2, "12": 3}, [("1", "2")]))
-    inner.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    inner.decoder = ByteLevelDecoder()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>")
-    config = families()[family].presets["debug"]
-    check = partial(check_saved_tokenizer, config, tokenizer, _Sequences())
-    if family == "qwen2":
-        with pytest.raises(
-            DataError, match=r"a saved qwen2: its Qwen2Tokenizer reads \['1', '2', '1'\] instead of \['12', '1', '1'\]"
-        ):
-            check(is_new=True)
-    else:
-        check(is_new=True)
-    check(is_new=False)  # of a run that has begun, it cannot be chosen
-    assert ("Load it with PreTrainedTokenizerFast" in "".join(warnings)) == (family == "qwen2")
-
-
-@pytest.mark.parametrize("weights", [None, {"a": 1.0, "b": 1e-3, "c": 2.0}])
-@pytest.mark.parametrize("sizes", [(1, 1000, 3), (1000, 1, 64), (5, 5, 5), (300, 299, 1)])
-def test_the_tokenizer_is_compared_on_each_source_of_a_mixture(sizes, weights, monkeypatch):
-    """The sequences of a mixture are not numbered without gaps; and one may have texts that the others have not."""
-    inner = Tokenizer(BPE({"<|endoftext|>": 0, "a": 1, "b": 2, "c": 3}, []))
-    inner.decoder = ByteLevelDecoder()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>")
-    parts = {
-        name: PackedDataset(TokenizedCorpus(np.full(4 * size + 1, token, np.uint16), 0, 4, 1), 4, 0.0)
-        for token, (name, size) in enumerate(zip("abc", sizes, strict=True), start=1)
-    }
-    compared: list[str] = []
-    monkeypatch.setattr(description, "describe_other_ids", lambda ours, theirs, texts: compared.extend(texts) or "")
-    check_saved_tokenizer(CONFIG, tokenizer, MixtureDataset(parts, weights), is_new=True)
-    counts = Counter(compared)
-    assert {text: min(size, 21) for text, size in zip(("aaaa", "bbbb", "cccc"), sizes, strict=True)} == counts
 
 
 def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path, monkeypatch):

@@ -14,21 +14,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 
 from titanlite import __version__
 from titanlite.base.agree import get_rank, on_first_rank
-from titanlite.base.errors import CheckpointError, ConfigError, DataError, TitanliteError, raise_problems
-from titanlite.base.hf_objects import build_from_config, get_config_class, is_known, load_from_folder
+from titanlite.base.errors import CheckpointError, ConfigError, TitanliteError
+from titanlite.base.hf_objects import build_from_config, get_config_class, is_known
 from titanlite.base.log import logger
-from titanlite.base.text import describe_error
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json
 from titanlite.checkpoint.train_state import Progress
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
-from titanlite.data.dataset import TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
-from titanlite.data.tokenizer import describe_other_ids
 from titanlite.models.families import Family, describe_differences, family_of, model_config_from_hf
 from titanlite.models.families.config_json import (
     find_refused,
@@ -38,8 +34,6 @@ from titanlite.models.families.config_json import (
     save_config,
 )
 from titanlite.models.families.family import KEY_ALIASES
-
-_COMPARED_SEQUENCES, _COMPARED_TOKENS = 64, 1 << 16  # at most, by two tokenizers
 
 _GENERATION = "generation_config.json"
 
@@ -152,29 +146,24 @@ def write_config(folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: to
 def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None) -> Any:
     """Build transformers' configuration of the model; it has accepted all values.
 
-    Raises CheckpointError: it refuses values; names all with the file or setting that each is from.
+    Raises CheckpointError: it refuses values; names them with the file or setting that each is from.
     """
     values, original = _values_of(config, tokenizer, assets)
     values["dtype"] = str(dtype).removeprefix("torch.")
-    build = partial(_build, family_of(config), is_given=assets is not None)
-    built, problems = None, list[str]()
-    while built is None:
-        try:
-            built = build(values)
-        except Exception as error:  # noqa: BLE001 - transformers refuses values with all kinds of them
-            named = list[str]()
-            for key in (refused := find_refused(build, values, error)):
-                own = "the tokenizer" if key.endswith("_token_id") else "[model]"
-                origin = assets / "config.json" if assets and original.get(key, own) == values[key] else own
-                named.append(f"{key} = {format_json(values[key])} ({origin})")
-            text = ", ".join(named)
-            problems.append(f"{text and text + ': '}{format_refusal(error)}. Correct it there.")
-            if not refused:
-                break
-            values = {key: value for key, value in values.items() if key not in refused}  # to find what else it refuses
-    where = f"checkpoint: transformers {version('transformers')} refuses the config.json to be saved"
-    raise_problems(CheckpointError, where, problems)
-    return built
+    try:
+        return _build(family_of(config), values, is_given=assets is not None)
+    except Exception as error:
+        build = partial(_build, family_of(config), is_given=assets is not None)
+        named = list[str]()
+        for key in find_refused(build, values, error):
+            own = "the tokenizer" if key.endswith("_token_id") else "[model]"
+            origin = assets / "config.json" if assets and original.get(key, own) == values[key] else own
+            named.append(f"{key} = {format_json(values[key])} ({origin})")
+        text = f"{', '.join(named)}: " if named else ""
+        raise CheckpointError(
+            f"checkpoint: transformers {version('transformers')} refuses the config.json to be saved: {text}"
+            f"{format_refusal(error)}. Correct it there."
+        ) from error
 
 
 def _build(family: Family, values: Mapping[str, Any], is_given: bool) -> Any:
@@ -236,56 +225,6 @@ def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:
         table["extra_special_tokens"] = dict(named)
     table = {key: value for key, value in table.items() if key not in _NOT_WRITTEN}
     path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def check_saved_tokenizer(
-    model_config: AnyModelConfig, tokenizer: Any, dataset: TrainDataset | None, *, is_new: bool
-) -> None:
-    """Compare the tokenizer with the one that `AutoTokenizer` builds from a saved folder, on `dataset`, if any.
-
-    Transformers rebuilds the tokenizers of some models in the form of the model's class. A difference is an error for a
-    new model (`is_new`), and a warning for others, whose tokenizer cannot be chosen.
-
-    Raises DataError: the ids of a new model differ. The same on all ranks. Collective: every rank must call.
-    """
-
-    def find() -> str:
-        hf = model_config.hf if isinstance(model_config, TransformersConfig) else {"model_type": model_config.family}
-        with TemporaryDirectory() as folder:
-            save_tokenizer(tokenizer, Path(folder))
-            (Path(folder) / "config.json").write_text(json.dumps(dict(hf)), encoding="utf-8")
-            try:
-                theirs = load_from_folder("AutoTokenizer", Path(folder))
-            except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing more specific
-                return f"it raises {describe_error(error)}"
-        found = describe_other_ids(tokenizer, theirs, map(tokenizer.decode, _take_sequences(dataset)))
-        return f"its {type(theirs).__name__} reads {found}" if found else ""
-
-    if not (found := on_first_rank(find)):
-        return
-    text = f"data: transformers will not read the tokenizer of this run as it is in a saved {model_config.family}: "
-    if is_new:
-        raise DataError(
-            f"{text}{found}. Empty data.tokenizer_path to train one in the right form, or take one of that class."
-        )
-    if get_rank() == 0:
-        logger.warning("%s%s. Load it with PreTrainedTokenizerFast.from_pretrained.", text, found)
-
-
-def _take_sequences(dataset: TrainDataset | None) -> list[list[int]]:
-    """Take evenly spaced sequences of each source; none of a stream.
-
-    A stream would be read from its start. The sequences of a mixture are not numbered without gaps.
-    """
-    parts = [] if dataset is None else [source.dataset for source in get_sources(dataset)]
-    found: list[list[int]] = []
-    for part in parts:
-        if (count := part.num_train_sequences) is None:
-            continue
-        most = min(_COMPARED_SEQUENCES, _COMPARED_TOKENS // part.seq_len) // len(parts)
-        indices = np.linspace(0, count - 1, max(1, min(count, most))).astype(np.int64)
-        found += part.batch(indices).tokens.tolist()
-    return found
 
 
 def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:

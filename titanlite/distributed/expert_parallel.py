@@ -35,7 +35,7 @@ def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> None:
     dispatch: Any = torch.compiler.disable(ExpertParallelDispatcher(mesh.get_group()).dispatch)
     for experts in model.split_experts():
         shard_parameters(experts, mesh, {param: Shard(0) for param in experts.parameters()})
-    model.set_dispatch(dispatch, mesh)
+    model.set_dispatch(dispatch)
 
 
 class ExpertParallelDispatcher:
@@ -50,9 +50,7 @@ class ExpertParallelDispatcher:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._name, self._size = register_group(group), group.size()
 
-    def dispatch(
-        self, experts: Any, x_TD: Tensor, topk_scores_Tk: Tensor, topk_expert_ids_Tk: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def dispatch(self, experts: Any, x_TD: Tensor, topk_scores_Tk: Tensor, topk_expert_ids_Tk: Tensor) -> Tensor:
         """Implement `TokenDispatcher`; `experts` is titanlite's `Experts`, or has the same call signature."""
         token_C, rows_Tk, order_Q, token_Q, rows_Pk, ends_e, send, receive = keep(
             lambda: self._route(topk_expert_ids_Tk, experts.num_experts)
@@ -61,7 +59,7 @@ class ExpertParallelDispatcher:
         x_PD = _Send.apply(x_TD, token_C, rows_Tk, None, travel)
         weight_Q = keep(lambda: _Send.apply(topk_scores_Tk, token_C, rows_Tk, order_Q, travel))
         y_PD = experts(x_PD, weight_Q, token_Q, rows_Pk, ends_e, travel)
-        return _Return.apply(y_PD, token_C, rows_Tk, travel), ends_e
+        return _Return.apply(y_PD, token_C, rows_Tk, travel)
 
     def _route(self, topk_expert_ids_Tk: Tensor, num_experts: int) -> tuple[Any, ...]:
         """Return token and experts of each copy sent, and the order of the rows received.

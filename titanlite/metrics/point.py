@@ -68,7 +68,6 @@ class MoEState:
 
     tokens_per_expert: Tensor  # rows of valid tokens, (layers, E), any device
     bias_range: Tensor | None  # smallest and largest `expert_bias` of each layer, (2, layers); None without
-    row_errors: Tensor | None  # rows dropped, and rows twice, since the last point, (2, layers); None: not counted
     tokens_since: Tensor | None = None  # as `tokens_per_expert`, of all steps since the last point
     top_k: int = 0  # experts per token; 0: unknown
 
@@ -92,8 +91,6 @@ def describe_moe(state: MoEState) -> dict[str, list[float]]:
     if state.bias_range is not None:
         low, high = state.bias_range.detach().to("cpu", torch.float64)
         values |= {"moe/expert_bias_min": low, "moe/expert_bias_max": high}
-    if state.row_errors is not None:
-        values["moe/dropped_rows"], values["moe/duplicated_rows"] = state.row_errors.detach().to("cpu", torch.float64)
     return {name: value.tolist() for name, value in values.items()}
 
 

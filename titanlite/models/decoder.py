@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.base.log import logger
 from titanlite.config.model import ModelConfig
@@ -195,9 +194,8 @@ class Decoder(Model):
     def split_experts(self) -> list[nn.Module]:
         return [moe.experts for moe in self.moe_layers().values()]
 
-    def set_dispatch(self, dispatch: TokenDispatcher, mesh: DeviceMesh) -> None:
+    def set_dispatch(self, dispatch: TokenDispatcher) -> None:
         for moe in self.moe_layers().values():
-            moe.gate.first_expert = mesh.get_local_rank() * moe.experts.num_experts // mesh.size()
             moe.dispatch = dispatch
 
     def draws_random(self) -> bool:

@@ -5,7 +5,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import MoESection
 from titanlite.ops.attention import AttentionBackend, AttentionMask
@@ -101,8 +100,8 @@ class Model(nn.Module):
         """
         raise NotImplementedError
 
-    def set_dispatch(self, dispatch: Callable[..., Any], mesh: DeviceMesh) -> None:
-        """Route tokens through `dispatch`, a `TokenDispatcher`, to experts that are split over the one-axis `mesh`."""
+    def set_dispatch(self, dispatch: Callable[..., Any]) -> None:
+        """Route tokens through `dispatch`, a `TokenDispatcher`, to experts that are split over ranks."""
         raise NotImplementedError
 
     def draws_random(self) -> bool:

@@ -35,9 +35,6 @@ class ExpertCounter(Protocol):
     """Rows that one layer's experts got in the latest forward in training mode, on this rank."""
 
     tokens_per_expert: Tensor  # (E,) int64, routed rows of this rank's valid tokens
-    chosen_rows: Tensor | None  # (E,) int64, chosen by its tokens, with padding; None: unknown
-    row_ends: Tensor | None  # int32 end of the rows that each expert here got; None: unknown
-    first_expert: int  # number of the first expert on this rank
 
 
 class Router(nn.Module):
@@ -60,9 +57,6 @@ class Router(nn.Module):
         self.register_buffer("tokens_per_expert", torch.empty(config.num_experts, dtype=torch.int64), persistent=False)
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
-        self.chosen_rows: Tensor | None = None
-        self.row_ends: Tensor | None = None
-        self.first_expert = 0
         # Each sums a (B, E) tensor over ranks that hold other parts of the same sequences (cp, tp); applied in order.
         self.sequence_sums: list[Callable[[Tensor], Tensor]] = []
 
@@ -119,12 +113,10 @@ class Router(nn.Module):
 
     def _count(self, ids_Tk: Tensor, valid_BS: Tensor | None, batch: int) -> Tensor:
         """Count each expert's valid rows per sequence, (B, E) int64: bfloat16 counts to 256 only, float32 to 16.7 M."""
-        ids_BR, num_experts = ids_Tk.view(batch, -1), self.config.num_experts
-        self.chosen_rows, rows_BR = self.tokens_per_expert, None
+        ids_BR, rows_BR = ids_Tk.view(batch, -1), None
         if valid_BS is not None:
-            rows_Tk = valid_BS.reshape(-1, 1).expand_as(ids_Tk).to(torch.int64, memory_format=torch.contiguous_format)
-            self.chosen_rows, rows_BR = count_rows(ids_Tk.flatten(), num_experts), rows_Tk.view_as(ids_BR)
-        counts_BE = count_rows(ids_BR, num_experts, rows_BR)
+            rows_BR = valid_BS.reshape(-1, 1).expand_as(ids_Tk).to(torch.int64).reshape(batch, -1)
+        counts_BE = count_rows(ids_BR, self.config.num_experts, rows_BR)
         torch.sum(counts_BE, 0, out=self.tokens_per_expert)
         return counts_BE
 
@@ -230,8 +222,8 @@ class Experts(Recomputable):
 
 
 # Sends every token to its experts and back: (experts, x (T, D), topk_scores (T, k), topk_expert_ids (T, k)) -> the sums
-# (T, D), and the end of each expert's rows on this rank, int32.
-TokenDispatcher = Callable[[Experts, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# (T, D).
+TokenDispatcher = Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
 
 
 def is_routed(name: str) -> bool:
@@ -245,13 +237,11 @@ def count_rows(ids: Tensor, num_experts: int, rows: Tensor | None = None) -> Ten
     return ids.new_zeros(*ids.shape[:-1], num_experts).scatter_add_(-1, ids, rows)
 
 
-def dispatch_locally(
-    experts: Experts, x_TD: Tensor, topk_scores_Tk: Tensor, topk_expert_ids_Tk: Tensor
-) -> tuple[Tensor, Tensor]:
+def dispatch_locally(experts: Experts, x_TD: Tensor, topk_scores_Tk: Tensor, topk_expert_ids_Tk: Tensor) -> Tensor:
     """Implement `TokenDispatcher` for experts that are all on this rank (or all-gathered by FSDP)."""
     order_R, token_R, rows_Tk, ends_E = keep(lambda: group_by_expert(topk_expert_ids_Tk, experts.num_experts))
     weight_R1 = permute_tokens(topk_scores_Tk.reshape(-1, 1), order_R, rows_Tk.view(-1, 1))
-    return experts(x_TD, weight_R1.flatten(), token_R, rows_Tk, ends_E), ends_E
+    return experts(x_TD, weight_R1.flatten(), token_R, rows_Tk, ends_E)
 
 
 class MoE(nn.Module):
@@ -272,8 +262,6 @@ class MoE(nn.Module):
         scores_Tk, expert_ids_Tk, aux_loss = self.gate(x_BSD, valid_BS)
         # Before the routed experts, so that a recomputation can stop after these, without the all-to-all back.
         shared_BSD = None if self.shared_experts is None else self.shared_experts(x_BSD)
-        out_TD, row_ends = self.dispatch(self.experts, x_BSD.flatten(0, 1), scores_Tk, expert_ids_Tk)
-        if self.training:
-            self.gate.row_ends = row_ends
+        out_TD = self.dispatch(self.experts, x_BSD.flatten(0, 1), scores_Tk, expert_ids_Tk)
         out_BSD = out_TD.view_as(x_BSD)
         return out_BSD if shared_BSD is None else out_BSD + shared_BSD, aux_loss

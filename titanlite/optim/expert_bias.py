@@ -41,11 +41,8 @@ class ExpertBiasBalancer:
         self._counters = list(counters.values())
         self._routers = [moe.gate for moe in model.moe_layers().values()]
         self._update_rate, self._sum_over_ranks, self._stage_size = update_rate, sum_over_ranks, stage_size
-        self._rows_are_known = bool(numbers) and not counters  # then other stages know
         if numbers:
             self.counts = self._make_counts(model)  # (layers, E) int64, rows of this rank since the last `step`
-            self.row_difference = torch.zeros_like(self.counts)  # rows chosen minus rows that its experts got
-            self._row_errors = self.counts.new_zeros(2, self._num_layers)
         frozen = sum(not router.weight.requires_grad for router in self._routers)
         if frozen and update_rate:
             logger.info("moe: %d of %d routers are frozen, and so is their expert_bias", frozen, len(self._routers))
@@ -64,19 +61,6 @@ class ExpertBiasBalancer:
         """
         if self._counters:
             self.counts[self._here] += torch.stack([counter.tokens_per_expert for counter in self._counters])
-            self._compare_rows()
-
-    def _compare_rows(self) -> None:
-        """Add the rows that routers chose minus those that experts got: zero over all ranks, unless rows are lost."""
-        counters = self._counters
-        chosen = [counter.chosen_rows for counter in counters if counter.chosen_rows is not None]
-        ends = [counter.row_ends for counter in counters if counter.row_ends is not None]
-        self._rows_are_known = len(chosen) == len(ends) == len(counters)
-        if self._rows_are_known:
-            given = torch.diff(torch.stack(ends).to(torch.int64), prepend=ends[0].new_zeros(len(ends), 1))
-            first = counters[0].first_expert
-            self.row_difference[self._here] += torch.stack(chosen)
-            self.row_difference[self._here, first : first + given.shape[1]] -= given
 
     @torch.no_grad()
     def step(self, finite: torch.Tensor) -> torch.Tensor | None:
@@ -90,12 +74,9 @@ class ExpertBiasBalancer:
         """
         if not self._num_layers:
             return None
-        both = torch.stack([self.counts, self.row_difference])
-        self._sum_over_ranks(both)
-        counts, difference = both.unbind()
-        self._row_errors += torch.stack([difference.clamp(min=0).sum(1), (-difference).clamp(min=0).sum(1)])
+        counts = self.counts.clone()
+        self._sum_over_ranks(counts)
         self.counts.zero_()
-        self.row_difference.zero_()
         if self._update_rate:
             deficit = counts.sum(dim=1, keepdim=True) - counts * counts.shape[1]
             delta = deficit.sign().to(torch.float32)
@@ -121,18 +102,6 @@ class ExpertBiasBalancer:
             self._sum_over_ranks(ranges)
             ranges /= self._stage_size
         return ranges
-
-    def take_row_errors(self) -> torch.Tensor | None:
-        """Return how many rows (token, expert) were dropped and came twice, (2, layers) int64, since the last call.
-
-        Per step and expert what the routers chose is compared with what the experts were given, on all ranks together.
-        A row that went to a wrong expert counts in both. None without experts, or where no dispatcher tells its rows.
-        """
-        if not self._rows_are_known:
-            return None
-        errors = self._row_errors.clone()
-        self._row_errors.zero_()
-        return errors
 
 
 def get_bias_update_rate(section: MoESection, model: Model) -> float:

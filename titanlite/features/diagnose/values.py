@@ -14,7 +14,7 @@ from torch import nn
 from titanlite.base.agree import gather_objects, list_ranks
 from titanlite.data.dataset import Batch
 from titanlite.materialize.layout import encoding_of, local_of
-from titanlite.optim.optimizer import Diagnosis, NonFiniteSteps
+from titanlite.optim.optimizer import Diagnosis
 
 _SHOWN = 3
 
@@ -24,7 +24,6 @@ class _Found:
     """Findings of one rank."""
 
     stage: int  # of the pipeline
-    losses: tuple[int, ...]  # micro-batches whose loss was not finite when the step was trained on
     weights: list[str]  # that hold values that are not finite
     # Micro-batch, place in the order of the forward, and module of the first output that is not finite, per
     # micro-batch that has one.
@@ -37,7 +36,6 @@ def diagnose(
     model: nn.Module,
     micro_batches: Sequence[Batch],
     scaled_loss: Callable[[Batch], torch.Tensor],
-    found: NonFiniteSteps,
     *,
     whole_layers: bool,
     stage: int = 0,
@@ -50,14 +48,13 @@ def diagnose(
         model: with its weights before that step.
         micro_batches: of this rank in that step, on the device.
         scaled_loss: what backward is called on, for one micro-batch.
-        found: with the micro-batches that were not finite the first time.
         whole_layers: look at whole modules below the root only, because the insides are compiled.
         stage: this rank's pipeline stage; its forward begins where that of the one before ends.
 
     Collectives: those of forward and backward, and one all-gather of small objects; every rank must call.
     """
     params = list(model.named_parameters())
-    mine = _Found(stage, found.micro_batches, [name for name, param in params if not _has_finite_values(param)])
+    mine = _Found(stage, [name for name, param in params if not _has_finite_values(param)])
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):  # dropout draws the same numbers after this as without it
         for number, batch in enumerate(micro_batches):
@@ -80,10 +77,6 @@ def diagnose(
 
 def _describe(gathered: Sequence[_Found]) -> Diagnosis:
     sentences: list[str] = []
-    losses = [(rank, f.losses) for rank, f in enumerate(gathered) if f.losses]
-    if losses:
-        places = ", ".join(f"micro-batch {' and '.join(map(str, m))} on rank {rank}" for rank, m in losses[:_SHOWN])
-        sentences.append(f"The loss was not finite in {places}{_more(len(losses))}.")
     weights = sorted({name for f in gathered for name in f.weights})
     if weights:
         ranks = [rank for rank, f in enumerate(gathered) if f.weights]

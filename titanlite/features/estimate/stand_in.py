@@ -75,7 +75,7 @@ class StandInTrainer(TrainStep):
         yield from filterfalse(is_elsewhere, self.model.parameters())
         yield from filterfalse(is_elsewhere, self.model.buffers())
         yield from self.optimizer_states()
-        yield from self.finite_guard.state()
+        yield self.finite_guard.in_a_row
         if hasattr(self.balancer, "counts"):
             yield self.balancer.counts
 

@@ -9,13 +9,12 @@ Shapes: B batch, S sequence, T tokens, k experts per token, E experts.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.materialize.sources import Init, Source, Zeros
 from titanlite.models.moe import count_rows, dispatch_locally
@@ -54,7 +53,7 @@ def experts_forward(
     With a token dispatcher, put in by `distributed.apply_expert_parallel`, tokens travel to the ranks of their experts.
     """
     dispatch: Any = getattr(self, DISPATCH, dispatch_locally)
-    return dispatch(_HeldExperts(self), hidden_states, top_k_weights, top_k_index)[0]
+    return dispatch(_HeldExperts(self), hidden_states, top_k_weights, top_k_index)
 
 
 class _HeldExperts:
@@ -142,13 +141,9 @@ class TransformersExpertCounter(nn.Module):
     Attributes:
         tokens_per_expert: (E,) int64, not saved; overwritten, never added to, so that a second run under activation
             checkpointing changes nothing.
-        chosen_rows, row_ends: those of the token dispatcher that it watches; None without one.
     """
 
     tokens_per_expert: torch.Tensor
-    chosen_rows: torch.Tensor | None = None
-    row_ends: torch.Tensor | None = None
-    first_expert = 0
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -176,26 +171,9 @@ class TransformersExpertCounter(nn.Module):
         ids_Tk = (args[1] if len(args) > 1 else kwargs["top_k_index"]).flatten(0, -2)
         if self._valid_T is not None and self._valid_T.numel() == ids_Tk.shape[0]:
             ids_Tk = ids_Tk.masked_fill(~self._valid_T.unsqueeze(-1), num_experts)
-        self.tokens_per_expert.copy_(self._count_rows(ids_Tk))
-
-    def _count_rows(self, ids_Tk: torch.Tensor) -> torch.Tensor:
-        num_experts = self.tokens_per_expert.numel()
         # There are classes whose tokens may choose to skip all experts.
         ids = ids_Tk.flatten().to(torch.int64).clamp(max=num_experts)
-        return count_rows(ids, num_experts + 1)[:num_experts]
-
-    def watch(self, dispatch: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
-        """Return the token dispatcher that keeps, in training mode, what it was given and what it gave this rank."""
-        self.first_expert = mesh.get_local_rank() * self.tokens_per_expert.numel() // mesh.size()
-
-        def watched(experts: Any, x: torch.Tensor, weights: torch.Tensor, ids_Tk: torch.Tensor) -> Any:
-            out, row_ends = dispatch(experts, x, weights, ids_Tk)
-            if self.training:
-                with torch.no_grad():
-                    self.chosen_rows, self.row_ends = self._count_rows(ids_Tk), row_ends
-            return out, row_ends
-
-        return watched
+        self.tokens_per_expert.copy_(count_rows(ids, num_experts + 1)[:num_experts])
 
 
 def build_counters(experts: Mapping[str, nn.Module]) -> dict[int, TransformersExpertCounter]:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.base.errors import ConfigError, raise_problems
@@ -353,11 +352,9 @@ class TransformersModel(Model):
         raise_problems(ConfigError, "parallelism: experts cannot be split over ranks", problems)
         return list(self.expert_modules.values())
 
-    def set_dispatch(self, dispatch: Callable[..., Any], mesh: DeviceMesh) -> None:
-        counters = self._counters.values()
-        watched = [counter.watch(dispatch, mesh) for counter in counters] or [dispatch] * len(self.expert_modules)
-        for experts, send in zip(self.expert_modules.values(), watched, strict=True):
-            setattr(experts, DISPATCH, send)
+    def set_dispatch(self, dispatch: Callable[..., Any]) -> None:
+        for experts in self.expert_modules.values():
+            setattr(experts, DISPATCH, dispatch)
         use_titanlite_experts(self._transformers_model)
 
     def draws_random(self) -> bool:

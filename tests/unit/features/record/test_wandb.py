@@ -112,7 +112,7 @@ def log(metrics: MetricsLogger, step: int, loss: float = 2.5, **options) -> None
 
 def test_points_have_the_names_and_steps_of_metrics_jsonl(job, tmp_path: Path, wandb, console):
     folder = tmp_path / "runs" / "first"
-    moe = MoEState(torch.tensor([[10, 10], [0, 20]]), torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.int64))
+    moe = MoEState(torch.tensor([[10, 10], [0, 20]]), torch.zeros(2, 2))
     with build(job, folder, moe_layers=[1, 3]) as metrics:
         log(metrics, 1, moe=moe)
         metrics.log_validation(1, 2.25)
