@@ -18,7 +18,6 @@ from titanlite.base.log import logger
 from titanlite.base.process import keep_freed_memory
 from titanlite.base.text import format_count, format_size
 from titanlite.checkpoint.commit import step_folder
-from titanlite.checkpoint.copies import check_same_copies
 from titanlite.checkpoint.description import check_data_order, check_resumed_model
 from titanlite.checkpoint.hf_model import HFFormat, check_layout
 from titanlite.checkpoint.manager import Checkpointer
@@ -42,6 +41,7 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
 from titanlite.distributed.parallel_dims import init_distributed
 from titanlite.distributed.parallelize import check_device, choose_attention, parallelize
+from titanlite.features.copies import check_same_copies
 from titanlite.features.custom import build_custom_objective, build_custom_optimizer, build_metric
 from titanlite.features.diagnose.process import explain_failure, prepare_device, prepare_process
 from titanlite.features.diagnose.values import diagnose

@@ -25,13 +25,13 @@ from tests.saving import save_hf_model
 from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.checkpoint.commit import check_folder, list_steps
-from titanlite.checkpoint.copies import check_same_copies
 from titanlite.checkpoint.hf_model import hf_checkpoint
 from titanlite.config import JobConfig
 from titanlite.config.assets import list_model_paths
 from titanlite.config.model import ModelSection
 from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import CheckpointSection
+from titanlite.features.copies import check_same_copies
 from titanlite.launch.rendezvous import find_free_port
 from titanlite.materialize import materialize
 from titanlite.metrics import run_folder
