@@ -103,6 +103,8 @@ def own_logger() -> Iterator[None]:
     logger = logging.getLogger("titanlite")
     before = (list(logger.handlers), logger.level, logger.propagate, logger.disabled)
     yield
+    for handler in set(logger.handlers) - set(before[0]):
+        handler.close()
     logger.handlers[:], logger.propagate, logger.disabled = before[0], before[2], before[3]
     logger.setLevel(before[1])
 

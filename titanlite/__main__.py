@@ -40,13 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run_command(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # as after `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:
-        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
+    except OSError as error:  # a pipe is broken after `| head`
+        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT):
             raise
-        print(f"titanlite: error: cannot write to standard output: {error.strerror}.", file=sys.stderr)
+        if error.errno != errno.EPIPE:
+            print(f"titanlite: error: cannot write to standard output: {error.strerror}.", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code

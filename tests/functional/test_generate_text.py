@@ -76,7 +76,7 @@ def expect(folder: Path) -> Callable[..., str]:
 
 
 def test_one_prompt(command, folder, expect):
-    done = command("--model", folder, "--prompt", "def f", "--max-new-tokens", NEW)
+    done = command(folder, "--prompt", "def f", "--max-new-tokens", NEW)
     assert (done.code, done.out) == (0, "def f" + expect("def f") + "\n")
     assert re.fullmatch(rf"generate: 1 prompt, {NEW} new tokens in [\d.]+ s, [\d.]+ tokens/s\n", done.err)
     assert not dist.is_initialized(), "one process needs no group"
@@ -85,7 +85,7 @@ def test_one_prompt(command, folder, expect):
 def test_prompts_of_a_file(command, folder, expect, tmp_path):
     (tmp_path / "p.txt").write_text("return x\n\nself.\n", encoding="utf-8")
     arguments = ["--prompt", "def", "--prompts-file", tmp_path / "p.txt", "--max-new-tokens", NEW]
-    done = command("--model", folder, *arguments)
+    done = command(folder, *arguments)
     expected = [f"--- {i}: {p}\n{p}{expect(p)}\n" for i, p in enumerate(["def", "return x", "self."], start=1)]
     assert (done.code, done.out) == (0, "".join(expected))
 
@@ -102,9 +102,9 @@ def test_chat(command, folder, expect, tmp_path):
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = "<|user|>a<|endoftext|><|assistant|>b<|endoftext|><|user|>c<|endoftext|><|assistant|>"
     second = expect(text, add_special_tokens=False)
-    done = command("--model", folder, "--chat", "--prompt", "x", "--max-new-tokens", NEW)
+    done = command(folder, "--chat", "--prompt", "x", "--max-new-tokens", NEW)
     assert (done.code, done.out) == (0, first + "\n")
-    done = command("--model", folder, "--chat", "--prompts-file", tmp_path / "p.jsonl", "--max-new-tokens", NEW)
+    done = command(folder, "--chat", "--prompts-file", tmp_path / "p.jsonl", "--max-new-tokens", NEW)
     assert done.code == 0 and done.out.splitlines()[0].startswith("--- 1: [{")
     assert second in done.out and done.out.endswith(f"--- 2: x\n{first}\n")
 
@@ -112,14 +112,14 @@ def test_chat(command, folder, expect, tmp_path):
 def test_draws_are_repeatable_and_differ_by_seed(command, folder):
     def run(seed: int) -> str:
         options = ["--temperature", 1.5, "--top-k", 40, "--top-p", 0.95, "--seed", seed, "--max-new-tokens", NEW]
-        return command("--model", folder, "--prompt", "def f", *options).out
+        return command(folder, "--prompt", "def f", *options).out
 
     assert run(1) == run(1) != run(2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "bf16", "fp16"])
 def test_half_precision(command, folder, dtype):
-    done = command("--model", folder, "--prompt", "def f", "--dtype", dtype, "--max-new-tokens", 3)
+    done = command(folder, "--prompt", "def f", "--dtype", dtype, "--max-new-tokens", 3)
     assert done.code == 0 and done.out.startswith("def f")
 
 
@@ -130,10 +130,10 @@ def test_a_checkpoint_of_a_run_and_its_folder(command, run_ranks, checked):
     run_ranks(1, lambda: assemble(job).train())
     run = Path(job.job.job.dump_folder)
     step = run / "checkpoint/step-1"
-    of_step = command("--model", step, "--prompt", "def f", "--max-new-tokens", 3)
+    of_step = command(step, "--prompt", "def f", "--max-new-tokens", 3)
     assert of_step.code == 0 and of_step.out.startswith("def f")
     for folder in (run, run / "checkpoint"):
-        done = command(folder, "--prompt", "def f", "--max_new_tokens", 3)
+        done = command(folder, "--prompt", "def f", "--max-new-tokens", 3)
         assert (done.code, done.out) == (0, of_step.out)
         assert done.err.startswith(f"generate: took {step}, the newest complete checkpoint\n")
 
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_a_run_and_its_folder(command, run_ranks, checked):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--tp", "2", "--ep", "2"]], ids=["FSDP2", "TP2xEP2"])
 def test_several_ranks_print_once_what_one_prints(command, folder, run_process, options):
-    arguments = ["--model", str(folder), "--prompt", "def f", "--prompt", "x yy", "--max-new-tokens", str(NEW)]
+    arguments = [str(folder), "--prompt", "def f", "--prompt", "x yy", "--max-new-tokens", str(NEW)]
     one = command(*arguments)
     launch = ["-m", "titanlite.launch", "--standalone", "--nproc-per-node=2", "-m", "titanlite", "generate"]
     done = run_process([sys.executable, *launch, *arguments, *options], timeout_s=240)
@@ -182,7 +182,7 @@ BAD_ARGUMENTS: Mapping[str, tuple[list[object], str]] = {
 @pytest.mark.parametrize("case", BAD_ARGUMENTS)
 def test_bad_arguments(command, folder, case):
     arguments, words = BAD_ARGUMENTS[case]
-    done = command("--model", folder, *arguments)
+    done = command(folder, *arguments)
     assert (done.code, done.out) == (2, "") and done.err.startswith("titanlite: error: ")
     assert words in done.err and done.err.count("\n") == 1, done.err
 
@@ -200,7 +200,7 @@ def test_bad_models(command, folder, tmp_path):
         _changed(folder, tmp_path / "g", config__json=json.dumps(config | {"vocab_size": 20})): "vocab_size is 20",
     }
     for model, words in cases.items():
-        done = command("--model", model, "--prompt", "def return self.", "--max-new-tokens", 2)
+        done = command(model, "--prompt", "def return self.", "--max-new-tokens", 2)
         assert (done.code, done.out) == (2, "") and words in done.err, (model.name, done)
 
 
@@ -209,7 +209,7 @@ def test_bad_prompts_and_templates(command, folder, tmp_path):
 
     def refused(content: bytes, *options: str, model: Path = folder) -> str:
         rows.write_bytes(content)
-        done = command("--model", model, "--prompts-file", rows, *options, "--max-new-tokens", 2)
+        done = command(model, "--prompts-file", rows, *options, "--max-new-tokens", 2)
         assert done.code == 2 and done.out == ""
         return done.err
 

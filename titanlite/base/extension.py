@@ -5,7 +5,6 @@ The module is imported from the folder of the configuration file, the current fo
 
 import importlib
 import inspect
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -53,10 +52,6 @@ def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
             remedy = f"{_describe_line(error)}. {f'Install {missing}, or correct' if missing else 'Correct'} it there."
         raise ConfigError(f"{where}: cannot import {module_name}: {describe_error(error)}. {remedy}") from None
     file = getattr(module, "__file__", None) or "built in"
-    paths = (folder.joinpath(*module_name.split(".")).with_suffix(".py") for folder in _folders)
-    meant = next((path for path in paths if path.exists()), None)
-    if meant is not None and not (os.path.exists(file) and meant.samefile(file)):
-        raise ConfigError(f"{where}: {meant} is hidden by another {module_name} ({file}). Rename your module.")
     if not hasattr(module, attribute):
         hint = suggest(attribute, vars(module)) or " Correct the name."
         raise ConfigError(f"{where}: {module_name} ({file}) has no '{attribute}'.{hint}")

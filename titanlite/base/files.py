@@ -5,7 +5,6 @@ that cannot be replaced stay.
 """
 
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -13,14 +12,15 @@ import stat
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
+from filelock import FileLock, Timeout
+
 from titanlite.base.errors import ConfigError
-from titanlite.base.text import list_names
 
 _MOST_BYTES = 16 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -33,10 +33,7 @@ def check_regular(path: str | Path) -> os.stat_result:
 
     Raises OSError: there is none, or `path` is a folder, a pipe, a device or a socket; `strerror` says which.
     """
-    return _check_status(os.stat(path), path)
-
-
-def _check_status(status: os.stat_result, path: str | Path) -> os.stat_result:
+    status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
     if not stat.S_ISREG(status.st_mode):
@@ -50,19 +47,9 @@ def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
 
     Raises OSError: as `check_regular`, or it cannot be opened.
     """
-
-    def opener(name: str, flags: int) -> int:
-        with suppress(FileNotFoundError):
-            check_regular(name)  # opening a device may do something
-        descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
-        try:
-            _check_status(os.fstat(descriptor), name)
-        except OSError:
-            os.close(descriptor)
-            raise
-        return descriptor
-
-    return open(path, mode, opener=opener, **options)
+    with suppress(FileNotFoundError):
+        check_regular(path)
+    return open(path, mode, **options)
 
 
 def read_regular(path: str | Path, most_bytes: int | None = None) -> bytes:
@@ -75,20 +62,11 @@ def read_regular(path: str | Path, most_bytes: int | None = None) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; nesting that is too deep, and a name that an object has twice, are ValueErrors."""
+    """Parse JSON; nesting that is too deep is a ValueError."""
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; raise ValueError if a name comes twice: some readers take the first, others the last."""
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        raise ValueError(f"it has {list_names(ascii(name) for name, count in counts.items() if count > 1)} twice")
-    return table
 
 
 def read_json(path: str | Path) -> Any:
@@ -109,11 +87,6 @@ class AppendedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._waiting: deque[bytes] = deque()
-
-    @property
-    def num_waiting(self) -> int:
-        """Records that are not in the file yet."""
-        return len(self._waiting)
 
     def append(self, record: bytes = b"") -> None:
         """Write what waits and then `record`, in one piece. Raises OSError: it cannot be written, and waits."""
@@ -186,9 +159,6 @@ def is_full(error: OSError) -> bool:
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _LOCK_FILE = ".run.lock"
 LOCK_WAIT_S = 10.0  # a process that dies takes a moment to let go
-_PAUSE_S = 0.1
-
-
 # The process that writes into a run's folder; `rendezvous` is where the machines of its run meet, if several.
 _UNKNOWN = {"pid": 0, "host": "an unknown machine", "since": "an unknown time", "rendezvous": ""}
 
@@ -201,15 +171,15 @@ class FolderLock:
 
     _held: ClassVar["weakref.WeakValueDictionary[Path, FolderLock]"] = weakref.WeakValueDictionary()
 
-    def __init__(self, descriptor: int) -> None:
-        weakref.finalize(self, os.close, descriptor)
+    def __init__(self, lock: FileLock) -> None:
+        self._lock = lock
 
     @classmethod
     def take(cls, folder: Path, rendezvous: str = "", wait_s: float = LOCK_WAIT_S) -> "FolderLock | None":
         """Lock `folder`, which exists; None if its file system has no locks.
 
-        A process of another machine of the same rendezvous that still holds it after `wait_s` seconds is gone, though
-        the file server does not know: its launcher would have ended it before the machines met again.
+        If another machine of the same rendezvous still holds the lock after `wait_s` seconds, that machine is gone, and
+        the file server has not noticed: its launcher would have ended the process before the machines met again.
 
         Raises ConfigError: another process holds it; OSError: the file cannot be made there.
         """
@@ -218,37 +188,27 @@ class FolderLock:
             return held
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "rendezvous": rendezvous}
-        end = time.monotonic() + wait_s
-        while True:
-            with ExitStack() as stack:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-                stack.callback(os.close, descriptor)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    if time.monotonic() > end:
-                        holder = _read_holder(descriptor)
-                        if not rendezvous or holder["rendezvous"] != rendezvous or holder["host"] == me["host"]:
-                            raise ConfigError(
-                                f"job.dump_folder: another run writes into {folder}: process {holder['pid']} on "
-                                f"{holder['host']}, since {holder['since']}. Wait for its end, or end it, or set "
-                                f"another job.dump_folder. Remove {path} if that machine is gone."
-                            ) from None
-                        if _is_at(descriptor, path):
-                            path.unlink()
-                except OSError as error:
-                    if error.errno in _NO_LOCKS:
-                        return None
-                    raise
-                else:
-                    if _is_at(descriptor, path):
-                        stack.pop_all()
-                        with suppress(OSError):  # a full disk: others do not learn who it is
-                            os.ftruncate(descriptor, 0)
-                            os.pwrite(descriptor, json.dumps(me).encode(), 0)
-                        lock = cls._held[path] = cls(descriptor)
-                        return lock
-            time.sleep(_PAUSE_S)
+        lock = FileLock(path, timeout=wait_s)
+        try:
+            lock.acquire()
+        except Timeout:
+            holder = _read_holder(path)
+            if not rendezvous or holder["rendezvous"] != rendezvous or holder["host"] == me["host"]:
+                raise ConfigError(
+                    f"job.dump_folder: another run writes into {folder}: process {holder['pid']} on "
+                    f"{holder['host']}, since {holder['since']}. Wait for its end, or end it, or set "
+                    f"another job.dump_folder. Remove {path} if that machine is gone."
+                ) from None
+            path.unlink(missing_ok=True)
+            lock.acquire()
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return None
+            raise
+        with suppress(OSError):  # a full disk: others do not learn who it is
+            path.write_text(json.dumps(me))
+        found = cls._held[path] = cls(lock)
+        return found
 
     @classmethod
     def remove_unused(cls) -> None:
@@ -260,16 +220,8 @@ class FolderLock:
                     path.parent.rmdir()
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Return True unless somebody has removed the open file, or put another one in its place."""
+def _read_holder(path: Path) -> dict[str, Any]:
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError:
-        return False
-
-
-def _read_holder(descriptor: int) -> dict[str, Any]:
-    try:
-        return _UNKNOWN | json.loads(os.pread(descriptor, 1 << 12, 0))
+        return _UNKNOWN | json.loads(path.read_text())
     except (OSError, ValueError, TypeError):
         return _UNKNOWN

@@ -14,7 +14,6 @@ from typing import Any
 from titanlite.base.files import check_regular, read_json
 
 _TEXT_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab")
-_MOST_TEXT_BYTES = 256 << 20  # the largest tokenizer.json of a public model has 34 MB
 # Other values name kernels on the hub, `owner/repository`, whose code transformers downloads and runs.
 _IMPLEMENTATIONS = {f"{hidden}{what}_implementation" for hidden in ("", "_") for what in ("attn", "experts")}
 _OWN_IMPLEMENTATIONS = (None, "eager", "sdpa")
@@ -23,14 +22,14 @@ _OWN_IMPLEMENTATIONS = (None, "eager", "sdpa")
 def load_from_folder(name: str, folder: str | Path) -> Any:
     """Return what the class `name` of transformers, such as AutoTokenizer, makes of the files in a local folder.
 
-    Raises OSError: a file of the folder is no regular one, or has more than 256 MiB of text; or any Exception of
-    transformers, a ValueError that names `trust_remote_code` where classes are code of the folder's own.
+    Raises OSError: a file of the folder is no regular one; or any Exception of transformers, a ValueError that names
+    `trust_remote_code` where classes are code of the folder's own.
     """
     import transformers
 
     for path in (*Path(folder).glob("*"), *Path(folder).glob("*/*")):  # of some models the parts have folders
         if path.suffix in _TEXT_FILES and not path.is_dir():
-            _check_file(path)
+            check_regular(path)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     if name.startswith("AutoModel"):
         options["use_safetensors"] = True
@@ -53,7 +52,7 @@ def load_tokenizer_file(file: Path) -> Any:
     """Return the tokenizer of a single tokenizer.json; raises as `load_from_folder`."""
     from transformers import PreTrainedTokenizerFast
 
-    _check_file(file)
+    check_regular(file)
     return PreTrainedTokenizerFast(tokenizer_file=str(file), clean_up_tokenization_spaces=False)
 
 
@@ -112,12 +111,6 @@ def _without_kernels(value: Any) -> Any:
             if key not in _IMPLEMENTATIONS or item in _OWN_IMPLEMENTATIONS
         }
     return [_without_kernels(item) for item in value] if isinstance(value, list) else value
-
-
-def _check_file(path: Path) -> None:
-    size = check_regular(path).st_size
-    if size > _MOST_TEXT_BYTES:
-        raise OSError(f"{path} has {size} bytes, more than the {_MOST_TEXT_BYTES} that are read")
 
 
 @contextmanager

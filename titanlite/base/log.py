@@ -5,12 +5,12 @@ front.
 """
 
 import logging
+import logging.handlers
 import sys
 from functools import cache
 from pathlib import Path
 from typing import TextIO
 
-from titanlite.base.files import AppendedFile
 from titanlite.base.process import escape_controls, read_rank
 
 logger = logging.getLogger("titanlite")
@@ -36,41 +36,21 @@ class _OutputHandler(logging.StreamHandler[TextIO]):
     stream = property(lambda self: sys.stdout, lambda self, stream: None)  # type: ignore[assignment]
 
 
-class _FileHandler(logging.Handler):
-    """Handler that keeps lines until it knows its file, then appends each to it. Lines that cannot be written wait."""
+class _FileHandler(logging.FileHandler):
+    """Handler that appends lines to a file; the first failure is told on the console, which has all lines."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.setFormatter(_RankFormatter(datefmt="%Y-%m-%d %H:%M:%S"))
-        self._file: AppendedFile | None = None
-        self._lines: list[str] = []
-        self._failing = False
-
-    def open(self, path: Path) -> None:
-        """Append to `path` from now on, beginning with the lines so far."""
-        self._file = AppendedFile(path)
-        self._write()
+    _failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(self.format(record))
-        self._write()
-
-    def _write(self) -> None:
-        if self._file is None:
-            return
-        data = "".join(f"{line}\n" for line in self._lines).encode("utf-8", errors="replace")
-        self._lines.clear()
         try:
-            self._file.append(data)
-            self._failing = False
-        except OSError as error:  # a full disk ends the run elsewhere, where something is lost
-            if self._failing:
-                return
-            self._failing = True
-            logger.warning(
-                "cannot write %s: %s. The console has the log; the file gets it when there is space.",
-                *(self._file.path, error.strerror or error),
-            )
+            super().emit(record)
+        except OSError:  # it cannot be opened
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        if not self._failed:
+            self._failed = True
+            sys.stderr.write(f"titanlite: cannot write {self.baseFilename}: {sys.exc_info()[1]}.\n")
 
 
 def setup_logger() -> None:
@@ -81,7 +61,8 @@ def setup_logger() -> None:
     handler.setFormatter(_RankFormatter())
     logger.addHandler(handler)
     if read_rank() == 0:
-        logger.addHandler(_FileHandler())
+        # Holds the lines until `log_to_folder` says where they go.
+        logger.addHandler(logging.handlers.MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize))
     logger.setLevel(logging.INFO if read_rank() == 0 else logging.WARNING)
     logger.propagate = False
 
@@ -95,6 +76,11 @@ def warn_once(text: str) -> None:
 
 def log_to_folder(folder: Path) -> None:
     """Write rank 0's lines to `log.txt` in `folder` too, those since `setup_logger` included. A resumed run appends."""
-    for handler in logger.handlers:
-        if isinstance(handler, _FileHandler):
-            handler.open(folder / LOG_FILE)
+    for early in logger.handlers[:]:
+        if isinstance(early, logging.handlers.MemoryHandler):
+            handler = _FileHandler(folder / LOG_FILE, encoding="utf-8", errors="replace", delay=True)
+            handler.setFormatter(_RankFormatter(datefmt="%Y-%m-%d %H:%M:%S"))
+            early.setTarget(handler)
+            early.flush()
+            logger.removeHandler(early)
+            logger.addHandler(handler)

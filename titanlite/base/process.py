@@ -68,12 +68,6 @@ def environment_kept() -> Iterator[None]:
 # Set by tools that record a process, and write what they have when it is torn down: Nsight Systems, others on CUPTI.
 _RECORDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
 _WANTED_FILES = 65_536  # the usual limit of 1024 ends runs of 400 ranks
-# Limits of a shell: option of ulimit, kind, unit in bits, least. A rank that has imported torch takes 0.9 GB.
-_LIMITS = (
-    ("n", resource.RLIMIT_NOFILE, 0, 128, "open files"),
-    ("v", resource.RLIMIT_AS, 20, 4096, "MiB of memory"),
-    ("d", resource.RLIMIT_DATA, 20, 4096, "MiB of memory"),
-)
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -101,15 +95,10 @@ class Console:
             stream.reconfigure(errors="backslashreplace")  # an ASCII terminal, or bytes of a path that are no UTF-8
 
     def write(self, text: str) -> int:
-        """Write `text`; a carriage return at its beginning or end, as bars write it, stays on standard error."""
-        safe = _CONTROLS.search(text) is None
-        shown = text if safe else escape_controls(text)
-        if not safe and self.raw_stream is sys.__stderr__:
-            bare = text.removeprefix("\r")
-            inner = bare.removesuffix("\r")
-            shown = "\r" * (bare != text) + escape_controls(inner) + "\r" * (inner != bare)
+        """Write `text`. Standard error keeps carriage returns: progress bars draw over their line with them."""
+        kept = "\r" if self.raw_stream is sys.__stderr__ else "\n"
         with suppress(*self._dropped):
-            self.raw_stream.write(shown)
+            self.raw_stream.write(kept.join(map(escape_controls, text.split(kept))))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -125,19 +114,11 @@ class Console:
 
 
 def open_console(*, lossy: bool) -> None:
-    """Put a `Console` in place of standard output and error, for as long as this process lives; call once, early.
-
-    Descriptors that are closed are opened on nothing, or the next file that is opened would get what is printed.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+    """Put a `Console` in place of standard output and error, for as long as this process lives; call once, early."""
+    for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            stream = open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
+            # The descriptor is closed. This call gets its number, so that no later file receives what is printed.
+            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
     sys.stdout, sys.stderr = Console(sys.stdout, lossy=lossy), Console(sys.stderr, lossy=True)  # type: ignore[assignment]
 
 
@@ -147,21 +128,10 @@ def raw_output() -> TextIO:
 
 
 def begin_process(*, lossy: bool) -> None:
-    """Open the console, let Ctrl-C end this process without a traceback (importing torch is slow), allow many files.
-
-    End it with one error if a limit is so low that torch, imported next, would end in an abort or a traceback.
-    """
+    """Open the console, let Ctrl-C end this process without a traceback (importing torch is slow), allow many files."""
     signal.signal(signal.SIGINT, lambda *_: _end_now(128 + signal.SIGINT))
     open_console(lossy=lossy)
     allow_many_files()
-    low = [
-        f"{limit >> bits} {what} (ulimit -{option}); {least} are needed"
-        for option, kind, bits, least, what in _LIMITS
-        if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY and limit >> bits < least
-    ]
-    if low:
-        sys.stderr.write(f"titanlite: error: this shell allows {' and '.join(low)}. Raise it.\n")
-        _end_now(2)
 
 
 def allow_many_files() -> None:

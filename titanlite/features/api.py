@@ -112,6 +112,8 @@ def _alone() -> Iterator[None]:
         if dist.is_initialized() and not had_group and not (failed and dist.get_world_size() > 1):
             end_distributed()
         open_events(None)
+        for handler in set(logger.handlers) - set(handlers):
+            handler.close()
         logger.handlers[:] = handlers
         sys.excepthook = excepthook
         torch.use_deterministic_algorithms(is_deterministic)

@@ -130,14 +130,10 @@ def test_a_config_does_not_choose_kernels_of_the_hub(key: str, nested: bool) -> 
     assert "evil" not in str(config) and model.config._attn_implementation in ("sdpa", "eager")
 
 
-def test_special_and_huge_files_are_refused_before_they_are_opened(tmp_path: Path) -> None:
+def test_special_files_are_refused_before_they_are_opened(tmp_path: Path) -> None:
     save_tiny_processor(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     os.mkfifo(tmp_path / "chat_template.jinja")
     for load in (load_tokenizer, load_processor):
         with pytest.raises(DataError, match=r"it is a named pipe, not a regular file: .*chat_template\.jinja"):
             load(str(tmp_path))
-    (tmp_path / "chat_template.jinja").unlink()
-    os.truncate(tmp_path / "tokenizer.json", (256 << 20) + 1)
-    with pytest.raises(DataError, match=r"tokenizer\.json has 268435457 bytes, more than the 268435456"):
-        load_tokenizer(tmp_path / "tokenizer.json")

@@ -146,21 +146,6 @@ def _under(limits: str, command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize(
-    ("limits", "says"),
-    [
-        ("ulimit -Hn 40 -Sn 40", "40 open files (ulimit -n); 128 are needed"),
-        ("ulimit -v 2000000", "1953 MiB of memory (ulimit -v); 4096 are needed"),
-        ("ulimit -d 500000 -n 50", "50 open files (ulimit -n); 128 are needed and 488 MiB of memory (ulimit -d)"),
-    ],
-)
-@pytest.mark.parametrize("module", ["titanlite", "titanlite.train", "titanlite.launch"])
-def test_limits_that_are_too_small_are_one_error(limits: str, says: str, module: str) -> None:
-    done = _under(limits, f"-m {module} inspect x")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"titanlite: error: this shell allows {says}") and done.stderr.count("\n") == 1
-
-
 def test_the_limit_on_open_files_is_raised_as_far_as_it_may_be() -> None:
     code = "import resource; from titanlite.base.process import *; allow_many_files(); print(resource.getrlimit(7)[0])"
     assert _under("ulimit -n 900; ulimit -Sn 60", f"-c '{code}'").stdout == "900\n"

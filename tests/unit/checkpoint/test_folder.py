@@ -335,27 +335,6 @@ def test_key_in_two_files(sharded: Path) -> None:
     assert f"b: is in {FIRST} and in {SECOND}." in _refusal(sharded)
 
 
-def test_key_twice_in_the_index(sharded: Path) -> None:
-    # A JSON parser keeps the last one in silence.
-    (sharded / INDEX_FILE).write_text(
-        f'{{"weight_map": {{"a": "{FIRST}", "b": "{SECOND}", "b": "{FIRST}", "c": "{SECOND}"}}}}'
-    )
-    text = _refusal(sharded)
-    assert INDEX_FILE in text
-    assert "'b'" in text
-
-
-@pytest.mark.parametrize(
-    "text",
-    ['{"a": 1, "a": 2}', '{"x": {"a": 1, "a": 1}}', '{"x": [1, [{"y": {"a": 1, "b": 2, "a": 3}}]]}'],
-)
-def test_a_name_that_a_json_file_has_twice(tmp_path: Path, text: str) -> None:
-    """At any depth: quantization_config has objects too, and which of two counts is the parser's choice."""
-    (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"^here: generation_config.json is not valid JSON: it has 'a' twice\.$"):
-        read_json(tmp_path / "generation_config.json", "here")
-
-
 def test_hostile_key_is_shown_escaped(sharded: Path) -> None:
     key = "k\n\x1b[31m\u202e\ud800"
     _save_index(sharded, {"a": FIRST, "b": FIRST, "c": SECOND, key: "../x"})

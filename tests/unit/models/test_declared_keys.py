@@ -1,7 +1,6 @@
 """What families declare of config.json, against transformers' classes; null, absence, and what is said aloud."""
 
 import dataclasses
-import json
 import typing
 from copy import deepcopy
 from types import UnionType
@@ -15,7 +14,7 @@ from tests.unit.models.test_config_mutations import base_of
 from titanlite.base import log as logging
 from titanlite.base.errors import ConfigError
 from titanlite.features.transformers.build import build_transformers
-from titanlite.models.families import families, model_config_from_hf
+from titanlite.models.families import families
 from titanlite.models.families.config_json import transformers_config
 from titanlite.models.families.family import _KINDS
 from titanlite.models.families.keys import HEADS, MISSING, SHARE, Key, NotNativeError
@@ -163,15 +162,6 @@ def test_what_nothing_can_compute_is_refused(family, changes, text):
     yarn = {"rope_type": "yarn", "factor": 4.0}
     changes = {key: yarn if value == "YARN" else value for key, value in changes.items()}
     assert text in refusal({**base_of(family), **changes})
-
-
-@pytest.mark.parametrize("name", ["hidden_size", "rope_scaling", "factor", "bos_token_id"])
-def test_a_key_given_twice(name, tmp_path):
-    hf = {**base_of("llama"), "bos_token_id": 1, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    text = json.dumps(hf).replace(f'"{name}": ', f'"{name}": 1, "{name}": ')
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=f"cannot read .*config.json: it has '{name}' twice"):
-        model_config_from_hf(tmp_path)
 
 
 GEMMA = {"model_type": "gemma2", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 40}

@@ -12,7 +12,7 @@ from typing import Any
 
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.log import logger
-from titanlite.base.text import Parser, one_of
+from titanlite.base.text import Parser
 from titanlite.config import JobConfig, load_config
 from titanlite.config.load import CODE, Reader
 from titanlite.features.estimate import render
@@ -90,11 +90,11 @@ def _parser() -> argparse.ArgumentParser:
         "memory by purpose and where the time goes. Takes --config FILE and overrides as training does, or --model "
         "without a file. Nothing is downloaded except the config.json of a model of the hub.",
     )
-    add, objectives = parser.add_argument, "|".join(_OBJECTIVES)
+    add = parser.add_argument
     add("--model", metavar="PATH", help="hub id, folder or config.json; the same as --model.path")
     add("--gpus", metavar="NxGPU", help="for example 8xh100: --world-size and --gpu")
     text = "what is trained (without a file: sft)"
-    add("--objective", type=one_of(*_OBJECTIVES), metavar=objectives, help=text)
+    add("--objective", choices=_OBJECTIVES, help=text)
     add("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
     add("--gpu", default=DEFAULT_GPU, help=f"{', '.join(GPUS)} (default: %(default)s)")
     add("--tokens", type=float, help="tokens to train on, such as 2e9 (default: those of the run)")

@@ -233,7 +233,7 @@ def _from_json(value: Any, where: str) -> Any:
     try:
         return parse_json(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise RowError("invalid JSON", f"{where} is not valid JSON ({error}). Correct it, each name once.") from None
+        raise RowError("invalid JSON", f"{where} is not valid JSON ({error}). Correct it.") from None
 
 
 def _get_messages(row: dict[str, Any], name: str) -> tuple[Messages, frozenset[int]]:

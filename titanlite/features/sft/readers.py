@@ -155,7 +155,7 @@ def _load_json(content: bytes) -> Any:
         what: object = error
         if isinstance(error, json.JSONDecodeError):  # "Extra data" is where each row ends, and is said once
             what = error.msg if error.msg == "Extra data" else f"{error.msg}, column {error.colno}"
-        text = f"not valid JSON ({what}). Write one JSON object per line, with each name once."
+        text = f"not valid JSON ({what}). Write one JSON object per line."
         raise RowError("invalid JSON", text) from None
     except MemoryError:
         text = f"there is no memory for what its {len(content)} bytes stand for. Split it, or take it out."

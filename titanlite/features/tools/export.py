@@ -16,7 +16,7 @@ import torch
 from titanlite.assemble import build_model
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.log import setup_logger
-from titanlite.base.text import Parser, command, one_of
+from titanlite.base.text import Parser, command
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, hidden_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("out", type=Path, metavar="OUT", help="must not exist yet")
-    parser.add_argument("--dtype", type=one_of("float32", "bfloat16", "float16", spell=spell_dtype), default="bfloat16")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", type=spell_dtype, choices=dtypes, default="bfloat16")
     parser.add_argument("--merge", action="store_true", help="MODEL holds adapters (LoRA): merge them into their model")
     parser.add_argument("--base", help="that model; default: the one that adapter_config.json names")
     known = parser.parse_args(argv)

@@ -21,7 +21,7 @@ from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.base.files import read_regular
 from titanlite.base.process import keep_freed_memory, read_variable
-from titanlite.base.text import Parser, command, format_count, one_of, parse_object
+from titanlite.base.text import Parser, command, format_count, parse_object
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, OWN_FOLDER, read_json
 from titanlite.config import AnyModelConfig
 from titanlite.config.assets import local_folder
@@ -90,13 +90,14 @@ def _parser() -> Parser:
     add("--tokenizer", type=Path, metavar="DIR", help="default: that of MODEL")
     add("--base", metavar="MODEL", help="the model of adapters; default: the one that adapter_config.json names")
     add("--max-new-tokens", type=int, default=128, metavar="N")
-    add("--do-sample", nargs="?", type=one_of("true", "false", spell=str.lower), const="true", help="draw tokens")
+    add("--do-sample", nargs="?", choices=("true", "false"), const="true", help="draw tokens")
     add("--temperature", type=float, help="0: the likeliest token; default: 1 with other settings of sampling, else 0")
     add("--top-k", type=int, default=0, metavar="K", help="0 (default): all tokens")
     add("--top-p", type=float, default=1.0, metavar="P")
     add("--seed", type=int, default=0)
-    dtypes = one_of("auto", "float32", "bfloat16", "float16", spell=spell_dtype)
-    add("--dtype", type=dtypes, default="auto", help="auto (default): the model's; float32 on the CPU")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    text = "auto (default): the model's; float32 on the CPU"
+    add("--dtype", type=spell_dtype, choices=dtypes, default="auto", help=text)
     add("--batch-size", type=int, default=16, metavar="N", help="prompts at once per data-parallel rank")
     add("--tp", type=int, default=1, metavar="N", help="ranks that split each layer; the others shard by FSDP")
     add("--ep", type=int, default=1, metavar="N", help="ranks that split the experts")

@@ -39,7 +39,6 @@ BAD_ROWS = {
     "array": ("[1, 2]", r"the row is of type list, not an object\. Write rows such as"),
     "surrogate": ('{"prompt": "\\ud800", "completion": "b"}', r"\\ud800 to \\udfff stands alone"),
     "nested": ("[" * 100_000, "not valid JSON .*nested too deeply"),
-    "name twice": ('{"prompt": "a", "prompt": "c", "completion": "b"}', "it has 'prompt' twice.*each name once"),
 }
 BAD_CHATS = {
     "no role": (message(role=None), r"messages\[1\] has no 'role'\. Use one of system, developer, user"),
@@ -60,11 +59,6 @@ BAD_CHATS = {
         message(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
         r"messages\[1\]\.tool_calls\[0\]\.arguments is not valid JSON",
     ),
-    "argument twice": (
-        message(tool_calls=[{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}]),
-        r"messages\[1\]\.tool_calls\[0\]\.arguments is not valid JSON \(it has 'a' twice",
-    ),
-    "tools twice": (CHAT | {"tools": '[{"type": 1, "type": 2}]'}, "field 'tools' is not valid JSON .*'type' twice"),
     "tools": (CHAT | {"tools": [1]}, r"tools\[0\] is of type int, not an object"),
     "no list": ({"messages": "hi"}, "field 'messages' is of type str, not a list"),
     "no message": ({"messages": []}, "field 'messages' holds no message"),
