@@ -30,7 +30,6 @@ with lean_imports():
     from titanlite.base.errors import NEVER_RESTARTED, NOTICE_FOLDER, RENDEZVOUS
     from titanlite.launch.guard import Agent, Guard, describe_resume
     from titanlite.launch.protocol import (
-        BEFORE_TRAINING_S,
         STOP_SIGNALS,
         TORCH_LOGS,
         read_beats,
@@ -96,19 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stop(folder: str, number: int, frame: FrameType | None) -> None:
-    """Ask the ranks to stop at the first signal; at the second, have the launcher end them.
-
-    Before there are ranks, while machines wait for each other, there is nothing to save.
-    """
+    """Ask the ranks to stop at the first signal; end them at the second, or if none has begun to train."""
     name = signal.Signals(number)
-    has_ranks = any(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
-    if not request_stop(folder) or not has_ranks:
+    trains = any(beat.trains for beat in read_beats(folder).values())
+    if not request_stop(folder) or not trains:
+        request_stop(folder)
         raise SignalException(name.name, sigval=name)
-    what = f"ending within {BEFORE_TRAINING_S:g} s, for training has not begun"
-    if any(beat.trains for beat in read_beats(folder).values()):
-        what = "finishing this step and saving"
+    text = f"titanlite: {name.name}: finishing this step and saving; send it again to end at once.\n"
     # The line of a terminal may have a progress bar.
-    sys.stderr.write("\n" * sys.stderr.isatty() + f"titanlite: {name.name}: {what}; send it again to end at once.\n")
+    sys.stderr.write("\n" * sys.stderr.isatty() + text)
 
 
 if __name__ == "__main__":

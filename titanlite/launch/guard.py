@@ -19,7 +19,6 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from titanlite.base.errors import NEVER_RESTARTED
 from titanlite.base.text import list_names
 from titanlite.launch.protocol import (
-    BEFORE_TRAINING_S,
     ENDING,
     STACK_SIGNAL,
     Beat,
@@ -129,28 +128,19 @@ class Guard:
         say(f"{text}\n  All {num_ranks} ranks of this machine were ended.")
 
     def _is_over_grace(self, beats: Mapping[int, Beat]) -> bool:
-        """Return True if the run was asked to stop and has not done so in time.
-
-        Training has the time that the configuration gives it. Before, there is nothing to save.
-        """
-        if not was_asked_to_stop(self._folder):
+        """Return True if the run was asked to stop and has not done so within `job.stop_grace_seconds`."""
+        if not beats or not was_asked_to_stop(self._folder):
             return False
         if self._stop_seen is None:
             self._stop_seen = time.monotonic()
-        waited_s = time.monotonic() - self._stop_seen
-        if not any(beat.trains for beat in beats.values()):
-            if waited_s < BEFORE_TRAINING_S:
-                return False
-            text = "the run was asked to stop before the first step of training; it was ended, and nothing is lost."
-        else:
-            grace_s = max(beat.grace_s for beat in beats.values())
-            if not grace_s or waited_s < grace_s:
-                return False
-            latest = max(beats.values(), key=lambda beat: beat.time_s)
-            text = (
-                f"job.stop_grace_seconds ({grace_s:g} s) are over and the ranks are still in step {latest.step} "
-                f"({latest.phase}); they were ended without a save."
-            )
+        grace_s = max(beat.grace_s for beat in beats.values())
+        if not grace_s or time.monotonic() - self._stop_seen < grace_s:
+            return False
+        latest = max(beats.values(), key=lambda beat: beat.time_s)
+        text = (
+            f"job.stop_grace_seconds ({grace_s:g} s) are over and the ranks are still in step {latest.step} "
+            f"({latest.phase}); they were ended without a save."
+        )
         say(text)
         self.failure = Failure(text, 128 + signal.SIGTERM, said=True)
         return True
@@ -208,7 +198,9 @@ def _exit_code(pid: int) -> int | None:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return None  # waited for already: torchrun knows its code
-    return None if info is None else info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
 def _how(code: int) -> str:

@@ -6,7 +6,7 @@ the times, keeps the stacks of ranks that hang (SIGUSR1 asks for them), and ends
 SIGTERM and SIGINT end a run after its step, with a checkpoint. A launcher leaves a note, which ranks look for after
 each step; a rank without a launcher takes the signal itself, in a thread and through a pipe: handlers of Python wait
 until the main thread returns from C, as one that waits in a collective for a lost peer never does. A run that has not
-begun to train has nothing to save, and is ended after a few seconds.
+begun to train has nothing to save, and ends at once.
 """
 
 import ctypes
@@ -14,7 +14,6 @@ import faulthandler
 import fcntl
 import json
 import os
-import select
 import shutil
 import signal
 import sys
@@ -46,7 +45,6 @@ _LIMITED = ("data", "forward", "backward", "optimizer", "validation")
 _OF_A_STEP = _LIMITED[:4]
 _RECORD_BYTES = 1024
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-BEFORE_TRAINING_S = 8.0  # from the first signal to the end of a run that has not begun to train
 # The launcher ends the other ranks with SIGTERM when one has failed; then there is no note within this time.
 _NOTE_WAIT_S = 2.0
 
@@ -155,8 +153,9 @@ def claim(name: str) -> bool:
 def note_error(text: str) -> None:
     """Note the error that ended this rank, to be shown at a restart. The first rank of this machine counts."""
     folder = os.environ.get(NOTICE_FOLDER)
-    if folder is not None and claim("has-error"):
-        Path(folder, _ERROR).write_text(text)
+    if folder is not None:
+        with suppress(FileExistsError), Path(folder, _ERROR).open("x") as file:
+            file.write(text)
 
 
 def read_error(folder: str | Path) -> str:
@@ -339,11 +338,9 @@ def _watch(reader: int) -> None:
             continue
         folder = os.environ.get(NOTICE_FOLDER)
         if folder is None:
-            if stop_requested.is_set():
+            if stop_requested.is_set() or not current_beat().trains:
                 os._exit(128 + number)
             stop_requested.set()
-            if not current_beat().trains:
-                _end_before_training(reader, number)
             continue
         end = time.monotonic() + _NOTE_WAIT_S
         while not any(Path(folder, note).exists() for note in (_STOP, ENDING)) and time.monotonic() < end:
@@ -352,12 +349,3 @@ def _watch(reader: int) -> None:
             Path(folder, _STOP).touch()  # to this rank alone: from W&B's "Stop run"
         if Path(folder, ENDING).exists() or not Path(folder, _STOP).exists() or Path(folder, _ABORT).exists():
             os._exit(128 + number)
-
-
-def _end_before_training(reader: int, number: int) -> None:
-    """Return if training begins meanwhile, or with the next signal."""
-    if select.select([reader], [], [], BEFORE_TRAINING_S)[0] or current_beat().trains:
-        return
-    sys.stderr.write(f"titanlite: {signal.Signals(number).name} before the first step: ended, nothing was trained.\n")
-    sys.stderr.flush()
-    os._exit(128 + number)

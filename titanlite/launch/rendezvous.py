@@ -8,16 +8,15 @@ The route to a machine that all of them must reach anyway, that of the rendezvou
 """
 
 import argparse
-import fcntl
 import ipaddress
 import os
 import random
 import socket
-import struct
 import time
 import uuid
 from pathlib import Path
 
+import psutil
 from torch.distributed import DistError, HashStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -33,7 +32,6 @@ from torch.distributed.elastic.rendezvous.api import (
 from titanlite.base.errors import NOTICE_FOLDER, RENDEZVOUS, ConfigError
 from titanlite.launch.protocol import say
 
-_SIOCGIFADDR = 0x8915
 # Nothing is sent there: connecting a datagram socket only asks the kernel for the route.
 _SOMEWHERE = "8.8.8.8"
 _ANY_PORT = 9
@@ -59,11 +57,8 @@ def find_local_address(host: str) -> str:
             return source
     if host == "localhost" or _is_loopback(host):
         return source or host
-    source = _source_towards(_SOMEWHERE)
-    if source and not _is_loopback(source):
-        return source
-    others = [address for name, address in _addresses() if not _is_loopback(address)]
-    return others[0] if others else "127.0.0.1"
+    candidates = [_source_towards(_SOMEWHERE), *(address for _, address in _addresses())]
+    return next((address for address in candidates if address and not _is_loopback(address)), "127.0.0.1")
 
 
 def find_interface(host: str) -> str:
@@ -142,20 +137,11 @@ def _is_loopback(address: str) -> bool:
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """Return (interface, address) of every interface that is up: its first IPv4 address, and its IPv6 ones."""
+    """Return (interface, address) of this machine, IPv4 and IPv6."""
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-            except OSError:  # has none
-                continue
-            found.append((name, socket.inet_ntoa(answer[20:24])))
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else ():
-        digits, _, _, scope, _, name = line.split()
-        if scope != "20":  # link-local: not enough to reach anybody
-            found.append((name, str(ipaddress.IPv6Address(int(digits, 16)))))
+    for name, entries in psutil.net_if_addrs().items():
+        # An address with % is link-local: it reaches no other machine by itself.
+        found += [(name, e.address) for e in entries if e.family != psutil.AF_LINK and "%" not in e.address]
     return found
 
 
@@ -251,24 +237,17 @@ def describe_failure(error: Exception, options: argparse.Namespace) -> str:
     if isinstance(error, ConfigError):
         return str(error)
     host, port = get_endpoint(options)
-    why, remedy = (
-        _last_line(error),
-        "The launcher there must run as long as the others; start the run again on all machines",
-    )
+    why = _last_line(error)
     if isinstance(error, RendezvousClosedError):
         why = f"the run '{options.rdzv_id}' has ended on another machine; the output there says why"
-        remedy = "To start it again, start it on all machines"
     elif isinstance(error, RendezvousTimeoutError):
         why = f"{options.nnodes} machines did not come together within {_get_join_timeout(options)} s"
-        remedy = (
-            "Start the same command, with the same RDZV_ID and NNODES, on all of them, or raise join_timeout in "
-            "RDZV_CONF"
-        )
     elif PORT_TAKEN in why:
         why = "another process on this machine has the port"
-        setting = "RDZV_ENDPOINT" if options.rdzv_backend == "c10d" else "MASTER_PORT"
-        remedy = f"Set {setting} to a free one, the same on all machines, and start the run again"
-    return f"rendezvous at {host}:{port}: {why}. {remedy}."
+    return (
+        f"rendezvous at {host}:{port}: {why}. Start the same command on all machines, with the same RDZV_ID, NNODES "
+        "and a free port in RDZV_ENDPOINT (or MASTER_PORT)."
+    )
 
 
 def _last_line(error: BaseException) -> str:
