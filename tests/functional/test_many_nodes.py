@@ -406,8 +406,8 @@ def test_folders_and_settings_that_differ_are_one_error_on_all_ranks(run_ranks, 
     shared, settings = results[0]
     host = socket.gethostname()
     assert shared == (
-        f"job.dump_folder: {tmp_path}/b on {host} is not the folder that rank 0 has: a file that rank 0 has written is "
-        "not there. Put the folder on a file system that all machines share. (ranks 2, 3)"
+        f"job.dump_folder: {tmp_path}/b on {host} is not the folder that rank 0 has, or cannot be written to. Put the "
+        "folder on a file system that all machines share, with the same user. (ranks 2, 3)"
     )
     assert settings == (
         f"configuration: optimizer.lr = 0.002 on {host}, 0.001 on rank 0. Start every machine with the same files and "

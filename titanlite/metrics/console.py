@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Self
 
 from rich.console import Console
@@ -11,6 +10,8 @@ from rich.progress import (
     BarColumn,
     Progress,
     TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 
 from titanlite.base.process import Console as EscapingConsole
@@ -18,7 +19,9 @@ from titanlite.base.process import raw_output
 
 _MUCH_PADDING = 0.1
 _SHOWN = (("loss", "loss/train", 4), ("accuracy", "rewards/accuracy", 2), ("margin", "rewards/margin", 3))
-_NARROWEST_BAR, _WIDEST_BAR, _REDRAW_S = 2, 24, 0.1
+_WIDEST_BAR = 24
+_REDRAW_S = 0.1
+_PACE_S = 3600.0  # of the latest steps, from which the remaining time is estimated
 
 
 def format_rate(flops_per_s: float) -> str:
@@ -59,6 +62,9 @@ def format_line(
     if ratios := layers.get("moe/load_max_over_mean"):
         bound = f" of at most {most_load:.2f}" if most_load else ""
         parts.append(f"expert load max/mean {max(ratios):.2f}{bound}")
+    lost = sum(sum(layers.get(name, ())) for name in ("moe/dropped_rows", "moe/duplicated_rows"))
+    if lost:
+        parts.append(f"{lost:.0f} ROWS LOST OR TWICE")
     return "  ".join(parts)
 
 
@@ -77,20 +83,22 @@ class ProgressBar:
     def __init__(
         self, num_steps: int, start_step: int = 0, steps_per_epoch: float = 0.0, console: Console | None = None
     ) -> None:
-        self._num_steps, self._steps_per_epoch = num_steps, steps_per_epoch
-        # Wrapped by the terminal, not by rich: lines above the bar are those that a pipe gets.
-        self._console = console or Console(file=raw_output(), soft_wrap=True)
-        self._column = BarColumn(_WIDEST_BAR)
+        self._steps_per_epoch = steps_per_epoch
         self._progress = Progress(
-            *(TextColumn("step {task.completed:.0f}/{task.total:.0f}"), self._column, TextColumn("{task.description}")),
-            console=self._console,
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(_WIDEST_BAR),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            # Wrapped by the terminal, not by rich: lines above the bar are those that a pipe gets.
+            console=console or Console(file=raw_output(), soft_wrap=True),
             auto_refresh=False,
             transient=True,
+            speed_estimate_period=_PACE_S,
         )
-        self._start_s = self._drawn_s = time.monotonic()
-        self._first: tuple[int, float] | None = None
+        self._drawn_s = time.monotonic()
         self._values: Mapping[str, float] = {}
-        self._task = self._progress.add_task(self._describe(start_step), total=num_steps, completed=start_step)
+        self._task = self._progress.add_task("", total=num_steps, completed=start_step)
 
     def __enter__(self) -> Self:
         self._streams = sys.stdout, sys.stderr
@@ -105,32 +113,12 @@ class ProgressBar:
     def show(self, step: int, values: Mapping[str, float] | None = None) -> None:
         """Redraw the bar after `step`, with the `values` of a log step, keyed by metric name, or the latest ones."""
         now = time.monotonic()
-        self._first = self._first or (step, now)  # the first step compiles and warms up: no measure of the pace
-        if values is None and now - self._drawn_s < _REDRAW_S:
-            return
-        self._values, self._drawn_s = values or self._values, now
-        self._progress.update(self._task, completed=step, description=self._describe(step), refresh=True)
-
-    def _describe(self, step: int) -> str:
-        """Return what stands after the bar; the least important parts are left out where the terminal is narrow."""
-        values, now = self._values, time.monotonic()
-        parts = {"epoch": f"epoch {step / self._steps_per_epoch:.2f}"} if self._steps_per_epoch else {}
-        parts |= {label: f"{label} {values[name]:.{digits}f}" for label, name, digits in _SHOWN if name in values}
-        if values:
-            parts["speed"] = f"{values['throughput/tokens_per_s']:,.0f} tok/s"
-        parts["elapsed"] = f"elapsed {_clock(now - self._start_s)}"
-        first_step, first_s = self._first or (step, now)
-        if step > first_step:
-            parts["left"] = f"left {_clock((self._num_steps - step) * (now - first_s) / (step - first_step))}"
-        room = self._console.width - len(f"step {step}/{self._num_steps}") - 3
-        for dispensable in ("", "epoch", "margin", "elapsed", "accuracy", "speed", "loss"):
-            parts.pop(dispensable, "")
-            text = "  ".join(parts.values())
-            if room - len(text) >= _NARROWEST_BAR:
-                break
-        self._column.bar_width = min(max(room - len(text), _NARROWEST_BAR), _WIDEST_BAR)
-        return text
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds))).removeprefix("0:")  # 07:30, 1:05:00
+        redraw = values is not None or now - self._drawn_s >= _REDRAW_S
+        if redraw:
+            self._drawn_s = now
+        self._values = values or self._values
+        parts = [f"epoch {step / self._steps_per_epoch:.2f}"] if self._steps_per_epoch else []
+        parts += [f"{label} {self._values[name]:.{digits}f}" for label, name, digits in _SHOWN if name in self._values]
+        if self._values:
+            parts.append(f"{self._values['throughput/tokens_per_s']:,.0f} tok/s")
+        self._progress.update(self._task, completed=step, description="  ".join(parts), refresh=redraw)

@@ -16,7 +16,7 @@ import torch
 
 from titanlite.base.agree import get_rank
 from titanlite.base.files import AppendedFile
-from titanlite.base.log import logger
+from titanlite.base.log import logger, warn_once
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.console import ProgressBar, can_show_bar, format_line
 from titanlite.metrics.flops import peak_flops
@@ -104,7 +104,7 @@ class MetricsLogger:
     TensorBoard shows (docs/observability.md), null where not finite; of values per MoE layer one list. A resumed run
     appends; where a step occurs twice, the later line counts.
 
-    What cannot be written is a warning, once until all is written again, and waits in memory for the next point.
+    What cannot be written is one warning, and waits in memory for the next point.
     """
 
     def __init__(
@@ -140,7 +140,6 @@ class MetricsLogger:
         if not self._enabled:
             return
         self._file = AppendedFile(Path(dump_folder) / "metrics.jsonl")
-        self._failing: set[Path] = set()  # files that have not been written since the warning
         self._append(self._file)
         if job.metrics.enable_tensorboard:
             self._writer = EventWriter(Path(dump_folder) / job.metrics.save_tb_folder, start_step)
@@ -219,8 +218,6 @@ class MetricsLogger:
         self._stop_bar()
         for file in [self._file, *([] if self._writer is None else [self._writer.file])]:
             self._append(file)
-            if file.num_waiting:
-                logger.warning("metrics: %d records of %s could not be written.", file.num_waiting, file.path)
 
     def __enter__(self) -> Self:
         self._began_s = time.monotonic()  # loading, or reference passes of DPO, do not count
@@ -260,22 +257,14 @@ class MetricsLogger:
         return {"first_layer": first, **({"layers": layers} if has_gaps else {})}
 
     def _append(self, file: AppendedFile, record: bytes = b"") -> None:
-        """Write to one of the files what waits for it and `record`; warn once while a file cannot be written."""
+        """Write to one of the files what waits for it and `record`; if that fails, warn once."""
         try:
             file.append(record)
         except OSError as error:
-            if not self._failing:
-                logger.warning(
-                    "metrics: cannot write %s: %s. Training goes on, and "
-                    "what could not be written waits for the next point.",
-                    file.path,
-                    error.strerror or error,
-                )
-            self._failing.add(file.path)
-        else:
-            if self._failing == {file.path}:
-                logger.info("metrics: all that waited is written.")
-            self._failing.discard(file.path)
+            warn_once(
+                f"metrics: cannot write {file.path}: {error.strerror or error}. Training goes on, and what could not "
+                "be written waits for the next point."
+            )
 
     def _stop_bar(self) -> None:
         bar, self._bar = self._bar, None

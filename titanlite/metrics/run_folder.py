@@ -23,8 +23,7 @@ from titanlite.base.log import log_to_folder, logger
 from titanlite.base.process import read_variable
 from titanlite.base.text import format_count
 from titanlite.config import JobConfig, find_changes, format_changes, save_resolved
-from titanlite.config.assets import base_model_of, is_hub_id
-from titanlite.config.data import holds_rows
+from titanlite.config.assets import base_model_of
 from titanlite.config.schema import ProfilingSection
 from titanlite.config.settings import get_settings, get_value, get_values
 from titanlite.launch.protocol import read_restart
@@ -135,16 +134,14 @@ def get_identity(job: JobConfig) -> dict[str, str]:
 def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> None:
     """Check that a run resumes its own checkpoint: one of another base model, data or objective is refused.
 
-    A file or folder that was moved and kept its name is the same; of a mixture the sources may change. `before` is the
-    identity in the checkpoint of `step`. Raises ConfigError: on all ranks; what differs, or there are fewer steps than
-    were trained. Collective: every rank must call.
+    Of a mixture the sources may change. `before` is the identity in the checkpoint of `step`. Raises ConfigError: on
+    all ranks; what differs, or there are fewer steps than were trained. Collective: every rank must call.
     """
     folder, asked = job.job.dump_folder, job.training.steps
 
     def find() -> str:
         now = get_identity(job)
-        others = {key: (before[key], now[key]) for key in _IDENTITY}
-        others = {key: pair for key, pair in others.items() if not _is_same(*pair)}
+        others = {key: (before[key], now[key]) for key in _IDENTITY if before[key] != now[key]}
         return format_changes({key: tuple(map(get_settings()[key].kind, pair)) for key, pair in others.items()})
 
     text = on_first_rank(find)
@@ -165,16 +162,6 @@ def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> None
             f"{length or f'training.steps = {asked}'}, but the checkpoint in {folder} is of step {step}. Set more to "
             "train on, or another job.dump_folder to begin anew."
         )
-
-
-def _is_same(before: str, now: str) -> bool:
-    """Return True if `now` is what `before` was: it was moved and kept its name, or is the same of the hub."""
-    (old, _, old_revision), (new, _, new_revision) = before.partition("@"), now.partition("@")
-    on_hub = [is_hub_id(name) and not holds_rows(name) and not Path(name).exists() for name in (before, now)]
-    if all(on_hub):
-        return old == new and (old_revision == new_revision or not (old_revision and new_revision))
-    alike = Path(old).name == Path(new).name != ""
-    return before == now or (alike and (any(on_hub) or not Path(before).exists()))
 
 
 def record_start(folder: Path, step: int, where: str, *, resumed: bool, changes: Mapping[str, tuple[Any, Any]]) -> None:
@@ -235,7 +222,7 @@ def profiling(section: ProfilingSection, dump_folder: Path) -> Iterator[Callable
 
     With `profiling.enable_profiling` it records the last step of every `profile_freq` steps of this process, after one
     warm-up step, and every rank writes `save_traces_folder/step-N/rank-R.json`, for chrome://tracing or Perfetto. A
-    step that is trained again, after a resume, replaces its trace, and the log says so.
+    step that is trained again, after a resume, replaces its trace.
     """
     if not section.enable_profiling:
         yield lambda step: None
@@ -246,11 +233,9 @@ def profiling(section: ProfilingSection, dump_folder: Path) -> Iterator[Callable
         if now < 0:
             return  # ended while it recorded a step that has not ended, or never began
         path = dump_folder / section.save_traces_folder / f"step-{now}" / f"rank-{dist.get_rank()}.json"
-        # As in metrics.jsonl, where a step occurs twice, the later one counts: the run goes on from that one.
-        replaced = ", in place of that of an earlier start" if path.exists() else ""
         path.parent.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(path))
-        logger.info("profiler: trace of step %d in %s%s", now, path, replaced)
+        logger.info("profiler: trace of step %d in %s", now, path)
 
     def end_step(step: int) -> None:
         nonlocal now
@@ -297,21 +282,15 @@ def check_shared_folder(folder: Path) -> None:
     found = [f".machines-{secrets.token_hex(8)}"]
     dist.broadcast_object_list(found, src=0)
     token = folder / found[0]
-    problems = []
     if dist.get_rank() == 0:
         token.touch()
-    if not _appears(token):
-        problems.append(
-            f"{folder.absolute()} on {socket.gethostname()} is not the folder that rank 0 has: a file that rank 0 has "
-            "written is not there. Put the folder on a file system that all machines share."
-        )
-    elif not os.access(folder, os.W_OK):
-        problems.append(
-            f"{folder.absolute()} cannot be written to on {socket.gethostname()}, and each rank writes its part of a "
-            "checkpoint. Mount it for writing there, with the same user."
-        )
+    problem = (
+        f"{folder.absolute()} on {socket.gethostname()} is not the folder that rank 0 has, or cannot be written to. "
+        "Put the folder on a file system that all machines share, with the same user."
+    )
+    is_shared = _appears(token) and os.access(folder, os.W_OK)
     try:
-        raise_together(ConfigError, "job.dump_folder", problems)
+        raise_together(ConfigError, "job.dump_folder", [] if is_shared else [problem])
     finally:
         if dist.get_rank() == 0:
             token.unlink(missing_ok=True)
@@ -339,10 +318,9 @@ def _are_several() -> bool:
 
 def _appears(path: Path) -> bool:
     end = time.monotonic() + _VISIBLE_WITHIN_S
-    while True:
+    while time.monotonic() < end:
         with suppress(OSError):  # rank 0 has made the folder just now
             if path.name in os.listdir(path.parent):  # asks the server: a plain look-up may be cached
                 return True
-        if time.monotonic() > end:
-            return False
         time.sleep(_PAUSE_S)
+    return False

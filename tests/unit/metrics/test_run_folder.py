@@ -1,41 +1,14 @@
 """What tells a run from others."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
-from titanlite.metrics.run_folder import _is_same, check_same_run, get_identity
+from titanlite.metrics.run_folder import check_same_run, get_identity
 
 SNAPSHOT = "/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0123abc"
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "same"),
-    [
-        ("a/b.jsonl", "c/b.jsonl", True),  # moved
-        ("a/b.jsonl", "c/d.jsonl", False),
-        ("owner/rows", "owner/rows@main", True),
-        ("owner/rows@1", "owner/rows@2", False),
-        ("owner/rows", "other/rows", False),
-        ("Qwen/Qwen3-8B@0123abc", "/models/Qwen3-8B", True),  # a copy of what was downloaded
-        ("/models/Qwen3-8B", "Qwen/Qwen3-8B@0123abc", True),
-        ("Qwen/Qwen3-8B@0123abc", "/models/Qwen3-4B", False),
-        ("", "a", False),
-        ("next_token", "dpo", False),
-    ],
-)
-def test_what_was_moved_is_the_same(before: str, now: str, same: bool) -> None:
-    assert _is_same(before, now) is same
-
-
-def test_what_is_there_still_was_not_moved(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "rows.jsonl").touch()
-    assert not _is_same(str(tmp_path / "a/rows.jsonl"), str(tmp_path / "b/rows.jsonl"))
 
 
 def test_a_model_of_the_hub_is_known_by_its_id() -> None:
