@@ -62,9 +62,6 @@ def format_line(
     if ratios := layers.get("moe/load_max_over_mean"):
         bound = f" of at most {most_load:.2f}" if most_load else ""
         parts.append(f"expert load max/mean {max(ratios):.2f}{bound}")
-    lost = sum(sum(layers.get(name, ())) for name in ("moe/dropped_rows", "moe/duplicated_rows"))
-    if lost:
-        parts.append(f"{lost:.0f} ROWS LOST OR TWICE")
     return "  ".join(parts)
 
 
