@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titanlite.features.sft.forms import REASONING, Chat, Messages
+from titanlite.features.sft.forms import REASONING, Messages
 from titanlite.features.sft.readers import RowError
 
 if TYPE_CHECKING:
@@ -219,26 +219,6 @@ def get_shape(message: dict[str, Any]) -> tuple[Any, ...]:
     )
     thoughts = tuple(key for key in REASONING if message.get(key))
     return message["role"], bool(content.strip()), "</think>" in content, thoughts, calls, len(message)
-
-
-def describe_kind(chat: Chat) -> str:
-    """Format what kind of chat it is, such as 'several turns, system, calls'."""
-    messages = chat.messages
-    turns = sum(message["role"] == "assistant" for message in messages)
-    roles = {message["role"] for message in messages}
-    has = {
-        "system": bool(roles & {"system", "developer"}),
-        "tools": bool(chat.tools),
-        "calls": any(message.get("tool_calls") for message in messages),
-        "tool results": "tool" in roles,
-        "thoughts": any(
-            any(message.get(key) for key in REASONING) or "</think>" in str(message.get("content", ""))
-            for message in messages
-        ),
-        "weight 0": bool(chat.untrained),
-        "template arguments": bool(chat.template_kwargs),
-    }
-    return ", ".join(["one turn" if turns == 1 else "several turns", *(name for name, found in has.items() if found)])
 
 
 def list_python_texts(value: Any) -> list[str]:
