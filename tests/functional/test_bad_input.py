@@ -169,7 +169,7 @@ def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(run_proce
         (["--data.path=/nowhere/text"], "data: /nowhere/text does not exist. Give a path that exists."),
         (
             ["--data.pattern=*.md"],
-            'matches pattern "*.md"; for example, 120 match "*.txt". Change data.pattern or data.path.',
+            'matches pattern "*.md". Change data.pattern or data.path.',
         ),
         (["--data.tokenizer_path=/nowhere"], "data: tokenizer_path /nowhere: /nowhere does not exist."),
         (

@@ -35,21 +35,6 @@ def warnings(monkeypatch) -> list[str]:
     return said
 
 
-def test_a_tokenizer_far_smaller_than_the_embedding_is_a_warning_of_rank_0(warnings, monkeypatch):
-    check_vocabulary(JobConfig(), 500, 500, CONFIG)
-    assert warnings == []
-    monkeypatch.setenv("RANK", "1")
-    check_vocabulary(JobConfig(), 499, 499, CONFIG)
-    assert warnings == []
-    monkeypatch.setenv("RANK", "0")
-    check_vocabulary(JobConfig(), 8, 500, CONFIG)  # few ids in the data, of a tokenizer of the model's size
-    assert warnings == []
-    check_vocabulary(JobConfig(), 499, 499, CONFIG)
-    (text,) = warnings
-    assert text.startswith("data: the tokenizer has 499 tokens, the embedding 1000 rows")
-    assert text.endswith("model.overrides.vocab_size = 499.")
-
-
 @pytest.mark.parametrize(
     ("backend", "dtype", "device", "head_dim", "expected"),
     [
@@ -142,18 +127,10 @@ def test_a_run_with_another_batch_trains_the_epochs_that_it_was_asked_for(monkey
     assert resolve_steps(job, loader_of(100), before).training.steps == 50
 
 
-def test_a_batch_that_is_not_set_is_kept_and_logged(warnings, monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(logger, "info", lambda text, *values: said.append(text % values))
+def test_a_batch_that_is_not_set_is_taken_from_the_loader():
     job = JobConfig()
     job.training.global_batch_size = None
     assert resolve_steps(job, loader_of(100)).training.global_batch_size == 8
-    assert "so a step has 8 sequences (for 16 examples: QLoRA" in said[0]
-    before = SimpleNamespace(step=50, samples=100, batch_size=8)
-    assert resolve_steps(job, loader_of(100), before).training.global_batch_size == 8
-    assert "8 sequences (before: 8)" in said[2] and warnings == []
-    resolve_steps(job, loader_of(100), SimpleNamespace(step=50, samples=100, batch_size=12))
-    assert warnings == ["training: training.global_batch_size is not set, so a step has 8 sequences (before: 12)"]
     job.training.global_batch_size = -1
     assert resolve_steps(job, loader_of(100)).training.global_batch_size == -1
 
@@ -173,22 +150,7 @@ def test_epochs_are_steps(epochs, steps, monkeypatch):
     assert line.endswith(f" {steps * 0.08:.3g} epochs")
 
 
-def test_a_pretrained_model_that_sees_its_data_often_is_a_warning(warnings, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    job = JobConfig()
-    job.training.steps = 126
-    resolve_steps(job, loader_of(100))
-    job.checkpoint.initial_load_path = "model"
-    job.training.steps = 125
-    resolve_steps(job, loader_of(100))
-    resolve_steps(job, loader_of(None))  # a stream
-    assert warnings == []
-    job.training.steps = 126
-    resolve_steps(job, loader_of(100))
-    assert "sees the data 10 times" in warnings[0] and "training.epochs" in warnings[0]
-
-
-def test_sources_of_a_mixture_are_counted_to_the_end_of_the_run(warnings, monkeypatch):
+def test_sources_of_a_mixture_are_counted_to_the_end_of_the_run(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(logger, "info", lambda text, *values: said.append(text % values))
     monkeypatch.setenv("RANK", "0")
@@ -206,15 +168,11 @@ def test_sources_of_a_mixture_are_counted_to_the_end_of_the_run(warnings, monkey
         "training: of a 12,388 sequences, 413 epochs",
         "training: of b 4,116 sequences, 45.7 epochs",
     ]
-    job.training.steps, job.checkpoint.initial_load_path = 2, "model"
+    job.training.steps = 2
     describe_sources(job, loader, 4096)  # a run that is past training.steps
-    assert (
-        said[2:] == said[:2]
-        and "sees the data of a 413 times" in warnings[0]
-        and "Set data.sources.a.weight to less" in warnings[0]
-    )
+    assert said[2:] == said[:2]
     describe_sources(job, loader_of(100))
-    assert len(said) == 4 and len(warnings) == 2
+    assert len(said) == 4
 
 
 def test_a_model_without_experts_has_nothing_to_balance(warnings, monkeypatch):
@@ -239,24 +197,6 @@ def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path, monkeypatch):
     assert with_chat_date(job).data.chat_date == "2024-05-06"
     job.data.chat_date = "2023-01-02"
     assert with_chat_date(job).data.chat_date == "2023-01-02"
-
-
-def test_a_warm_up_as_long_as_the_run_is_a_warning(warnings, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    job = JobConfig()
-    job.training.steps, job.training.seq_len, job.lr_scheduler.warmup_steps = 10, 8, 9
-    resolve_steps(job, loader_of(None))
-    job.lr_scheduler.warmup_steps = -1
-    resolve_steps(job, loader_of(None))
-    assert warnings == []
-    for steps, words in ((10, "= 10 is the whole run: "), (2000, "= 2000 is more than the 10 steps of the run: ")):
-        job.lr_scheduler.warmup_steps = steps
-        resolve_steps(job, loader_of(None))
-        assert f"lr_scheduler.warmup_steps {words}" in warnings.pop()
-    job.training.epochs = 1.0  # 13 steps
-    job.lr_scheduler.warmup_steps = 13
-    resolve_steps(job, loader_of(100))
-    assert "is the whole run" in warnings.pop()
 
 
 @pytest.mark.parametrize("implementation", ["auto", "transformers"])

@@ -4,21 +4,20 @@ Every rank asks for the same file of the cache; one builds it, the others sleep 
 appear by `os.replace`, so a reader sees a whole file or none, and a killed builder leaves nothing that looks finished.
 """
 
-import fcntl
 import json
 import os
 import re
 import sysconfig
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
+
+from filelock import FileLock
 
 from titanlite.base.errors import DataError
 from titanlite.base.files import check_regular, open_regular, read_regular, write_atomic
@@ -28,7 +27,6 @@ from titanlite.config.assets import suggest_path
 from titanlite.config.data import DataSection
 
 T = TypeVar("T")
-_FINE_NS, _COARSE_NS = 50_000_000, 2_000_000_000  # clock ticks of file systems with and without fractions of a second
 # Installed packages differ from machine to machine, and test data holds deliberately broken files.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 # Words in names of files, as `datasets` understands them.
@@ -150,17 +148,6 @@ def _find_split(path: Path) -> str | None:
     return next((split for split, names in _SPLITS.items() if not names.isdisjoint(words)), None)
 
 
-def describe_left_out(data: DataSection, read: Iterable[str | Path]) -> str:
-    """Describe the files of the folder `data.path` that are not `read`: "; not read: 2 *.md, test.txt"; "" for none."""
-    known = {Path(file) for file in read}
-    same = {file.suffix for file in known}
-    files = find_files(Path(data.path), "*") if os.path.isdir(data.path) and not data.pattern else ()
-    rest = [file for name, file in files if file not in known and not re.search(r"(^|/)\.", name)]
-    kinds = Counter(file.name if file.suffix in same else f"*{file.suffix or file.name}" for file in rest)
-    found = [f"{count} {kind}" if kind[0] == "*" else kind for kind, count in kinds.most_common(6)]
-    return f"; not read: {', '.join(found)}" if found else ""
-
-
 def build_stdlib_corpus(root: str | Path | None = None) -> Corpus:
     """Find the `.py` files of the running Python's standard library, or of `root`, without packages, tests and caches.
 
@@ -190,14 +177,12 @@ def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
             chosen = choose_split([path for _, path in files], root, "train")
             files = tuple(pair for pair in files if pair[1] in chosen)
         if not files:
-            endings = Counter(file.suffix for _, file in find_files(root, "*") if file.suffix).most_common(1)
-            there = f'; for example, {endings[0][1]} match "*{endings[0][0]}"' if endings else ""
-            text = f'data: no file in {root} matches pattern "{pattern or "*.txt"}"{there}. '
+            text = f'data: no file in {root} matches pattern "{pattern or "*.txt"}". '
             raise DataError(f"{text}Change data.pattern or data.path.")
     elif root.exists():
         files = ((root.name, root),)
     else:
-        raise DataError(f"data: {root} does not exist. {suggest_path('data.path', str(root))}")
+        raise DataError(f"data: {root} does not exist. {suggest_path('data.path')}")
     if not any(_get_size(file) for _, file in files):
         raise DataError(f"data: {root} is empty: {len(files)} file(s), 0 bytes. Set data.path to a file with text.")
     return Corpus(files)
@@ -249,7 +234,7 @@ def load_or_build(path: Path, load: Callable[[], T | None], build: Callable[[], 
     start_s = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path.with_name(path.name + ".lock")):
+        with FileLock(path.with_name(f"{path.name}.lock")):  # the file stays: others may wait for it
             if (value := load()) is None:  # no other process has made it while this one waited
                 build()
                 value = load()
@@ -260,41 +245,6 @@ def load_or_build(path: Path, load: Callable[[], T | None], build: Callable[[], 
     if value is None:
         raise DataError(f"data: {path} is damaged although it was just written. Check the disk, or data.cache_folder.")
     return value, time.monotonic() - start_s
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock; the kernel releases it when the process dies, however it dies."""
-    # The lock file stays: deleting it would let a waiter hold the old inode while a newcomer locks a new one.
-    with path.open("a") as file:
-        with suppress(OSError):  # some network file systems know no locks; then several may build, each its own file
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def load_or_make(
-    path: Path,
-    load: Callable[[], T | None],
-    make: Callable[[], T],
-    save: Callable[[T, IO[bytes]], object],
-) -> T:
-    """Return `load()`, or what `make` makes under a lock; `save` writes it, unless the cache cannot be written.
-
-    `load` returns None when the file is missing, damaged or cannot be read.
-    """
-    if (value := load()) is not None:
-        return value
-    with ExitStack() as stack:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_lock(path.with_name(path.name + ".lock")))
-        except OSError:
-            return make()
-        if (value := load()) is None:
-            value = make()
-            with suppress(OSError), write_atomic(path) as file:
-                save(value, file)
-        return value
 
 
 def stamp_files(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
@@ -314,8 +264,7 @@ def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[
     """Return `compute()`, or its cached result for the same files: a value for JSON, not None.
 
     A digest of a terabyte would otherwise take each rank a quarter of an hour at each start. `files` are the same if
-    their stamps are; `what` identifies the value, with all else that it depends on. Where the cache `folder` cannot
-    be used, it is computed.
+    their stamps are; `what` identifies the value, with all else that it depends on. Raises as `load_or_build`.
     """
     try:
         stamps = stamp_files(files)
@@ -327,16 +276,13 @@ def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[
     def load() -> T | None:
         try:
             return json.loads(path.read_bytes())
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return None
 
-    def make() -> T:
-        # Until the clock of the file system has ticked, a second change could leave no trace.
-        now, waits = time.time_ns(), [0]
-        for *_, ctime in stamps:
-            tick = _FINE_NS if ctime % 1_000_000_000 else _COARSE_NS
-            waits.append(min(ctime + tick - now, tick))
-        time.sleep(max(waits) / 1e9)
-        return compute()
+    def build() -> None:
+        content = json.dumps(compute()).encode()
+        with write_atomic(path) as file:
+            file.write(content)
 
-    return load_or_make(path, load, make, lambda value, file: file.write(json.dumps(value).encode()))
+    value, _ = load_or_build(path, load, build)
+    return value

@@ -6,8 +6,7 @@ Shape suffixes: B sequences in a batch, L tokens per sequence.
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from titanlite.data.tokens import TokenizedCorpus
 from titanlite.ops import IGNORE_INDEX
 from titanlite.ops.attention import find_starts
 
-_MOST_SORTED = 2**20  # sequences of an order that is held: 8 MB
 _ROUNDS = 6  # of the Feistel network
 _MIX = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
 # Enough to tell one corpus from another.
@@ -261,14 +259,12 @@ class ShuffledOrder:
     """An endless order of `num_sequences` sequences, for any seed.
 
     Sample n is number n % N of epoch n // N, and each epoch is a permutation of the N sequences that depends on
-    (seed, epoch) alone. If the order `is_keyed`, as that of many is, the permutation is computed place by place
-    (`permute_places`) and not held, for which 244 million sequences would take 6 GB; set it before the first sample.
+    (seed, epoch) alone. It is computed place by place (`permute_places`): to hold one of 244 million sequences would
+    take 6 GB.
     """
 
     def __init__(self, num_sequences: int) -> None:
         self.num_sequences = num_sequences
-        self.is_keyed = num_sequences > _MOST_SORTED
-        self._get_permutation = lru_cache(maxsize=2)(get_permutation)  # a step can straddle two epochs
 
     def get_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the samples [start, stop)."""
@@ -277,17 +273,8 @@ class ShuffledOrder:
         indices = np.empty_like(samples)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            if self.is_keyed:
-                indices[here] = permute_places(seed, int(epoch), self.num_sequences, places[here])
-            else:
-                indices[here] = self._get_permutation(seed, int(epoch), self.num_sequences)[places[here]]
+            indices[here] = permute_places(seed, int(epoch), self.num_sequences, places[here])
         return indices
-
-
-def get_orders(dataset: TrainDataset) -> list[Any]:
-    """Return what has an `is_keyed`: the orders of a dataset, and of its sources, that are shuffled as a whole."""
-    orders = (getattr(part, "order", None) for part in (dataset, *(source.dataset for source in get_sources(dataset))))
-    return [order for order in orders if hasattr(order, "is_keyed")]
 
 
 def permute_places(seed: int, epoch: int, num_sequences: int, places: np.ndarray) -> np.ndarray:

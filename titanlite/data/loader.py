@@ -12,14 +12,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titanlite.base.agree import get_rank
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.base.log import logger
 from titanlite.base.text import format_count
 from titanlite.config.data import DataSection
-from titanlite.config.parallelism import BATCHES, resolve_global_batch_size
+from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.config.schema import JobConfig
-from titanlite.data.corpus import build_corpus, describe_left_out
+from titanlite.data.corpus import build_corpus
 from titanlite.data.dataset import (
     Batch,
     Mixture,
@@ -27,10 +26,9 @@ from titanlite.data.dataset import (
     SequenceDataset,
     Source,
     TrainDataset,
-    get_orders,
     get_sources,
 )
-from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
+from titanlite.data.tokenizer import build_tokenizer
 from titanlite.data.tokens import build_tokens
 from titanlite.models.families import get_model_type
 
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 DatasetBuilder = Callable[[JobConfig], tuple["PreTrainedTokenizerFast", TrainDataset]]
-_KEYED = ", order keyed"  # in the fingerprint of a run whose order is
-_MANY_EPOCHS = 10  # of a pretrained model's new data
 
 
 class ValidationSet(NamedTuple):
@@ -80,8 +76,7 @@ class TrainLoader:
     @property
     def fingerprint(self) -> str:
         """Description of the data order in words: equal for equal orders."""
-        keyed = _KEYED if any(order.is_keyed for order in get_orders(self.dataset)) else ""
-        return f"{self.dataset.fingerprint}, seed {self.seed}{keyed}"
+        return f"{self.dataset.fingerprint}, seed {self.seed}"
 
     @property
     def mixture(self) -> str:
@@ -89,17 +84,12 @@ class TrainLoader:
         sources = get_sources(self.dataset)
         return ", ".join(f"{source.share:.2%} {source.name}" for source in sources) if sources[0].name else ""
 
-    def start_from(
-        self, step: int, samples: int, skip_to: int = 0, taken: Mapping[str, int] | None = None, fingerprint: str = ""
-    ) -> None:
+    def start_from(self, step: int, samples: int, skip_to: int = 0, taken: Mapping[str, int] | None = None) -> None:
         """Start step `step` after the first `samples` samples of the data order; leave out those before `skip_to`.
 
         The global batch size may differ from that of earlier steps. `taken` are the sequences that earlier steps took
-        of each source of a mixture, which may have been another mixture. `fingerprint` is that of earlier steps: a run
-        keeps the kind of order that it began with (`ShuffledOrder.is_keyed`).
+        of each source of a mixture, which may have been another mixture.
         """
-        for order in get_orders(self.dataset) if fingerprint else ():
-            order.is_keyed = order.is_keyed and fingerprint.endswith(_KEYED)
         if isinstance(self.dataset, Mixture):
             self.dataset.go_on(self.seed, samples, taken or {})
         self._start = (step, max(samples, skip_to))
@@ -154,24 +144,6 @@ class TrainLoader:
         if job.validation.enable:
             yield from self.validation_batches(job.validation.steps)
 
-    def log_validation_size(self, num_steps: int, freq: int) -> None:
-        """Log which held-out sequences a validation leaves out, and warn if it is longer than `freq` training steps."""
-        held_out = self._held_out(num_steps)
-        for source, count in held_out:
-            if count < source.dataset.num_validation_sequences:
-                logger.info(
-                    "data: each validation takes the first %d of %d held-out sequences%s: validation.steps = %d",
-                    *(count, source.dataset.num_validation_sequences, f" of {source.name}" if source.name else ""),
-                    num_steps,
-                )
-        num_batches = sum(-(-count // self.global_batch_size) for _, count in held_out)
-        if num_batches > freq:
-            logger.warning(
-                "data: a validation runs %d batches, after every %d that are trained on (validation.freq). To bound "
-                "that, set validation.steps, or raise validation.freq.",
-                *(num_batches, freq),
-            )
-
     def _held_out(self, num_steps: int) -> list[tuple[Source, int]]:
         """Return the sources with held-out sequences, each with the number of them that a validation takes."""
         most = num_steps * self.global_batch_size or sys.maxsize
@@ -215,8 +187,6 @@ def build_loader(
     )
     if loader.mixture:
         logger.info("data: %s", loader.mixture)
-    if job.validation.enable:
-        loader.log_validation_size(job.validation.steps, job.validation.freq)
     return tokenizer, loader
 
 
@@ -238,10 +208,9 @@ def get_kind(data: DataSection) -> str:
 
 
 def build_text(job: JobConfig) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
-    """Return the tokenizer and the sequences of plain text; a resumed run keeps its own tokenizer."""
+    """Return the tokenizer and the sequences of plain text."""
     data = resolve_tokenizer_path(job)
-    tokenizer = None if data.tokenizer_path else _load_own_tokenizer(job)
-    return build_packed(data, job.training.seq_len, "data", tokenizer, get_model_type(job.model))
+    return build_packed(data, job.training.seq_len, "data", None, get_model_type(job.model))
 
 
 def resolve_tokenizer_path(job: JobConfig) -> DataSection:
@@ -255,28 +224,6 @@ def resolve_tokenizer_path(job: JobConfig) -> DataSection:
     return data
 
 
-def _load_own_tokenizer(job: JobConfig) -> "PreTrainedTokenizerFast | None":
-    """Return the BPE that this run was begun with, from the checkpoint that it resumes; None for a new run.
-
-    Another version of titanlite or of transformers would train another one.
-    """
-    section = job.checkpoint
-    if not section.enable or section.load_step == 0:
-        return None
-    folder = Path(job.job.dump_folder) / section.folder
-    steps = {path.parent: path.parent.name.removeprefix("step-") for path in folder.glob("step-*/tokenizer.json")}
-    found = {int(step): path for path, step in steps.items() if step.isdecimal()}  # others were set aside
-    for step in sorted(found if section.load_step < 0 else found.keys() & {section.load_step}, reverse=True):
-        try:
-            tokenizer = load_tokenizer(found[step] / "tokenizer.json")
-        except DataError as error:  # the checkpoint is damaged, and the run goes on with one before
-            logger.warning("%s", error)
-            continue
-        logger.info("data: the tokenizer is that of the checkpoint %s", found[step])
-        return tokenizer
-    return None
-
-
 def build_packed(
     data: DataSection, seq_len: int, where: str, tokenizer: Any, model_type: str = ""
 ) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
@@ -285,43 +232,33 @@ def build_packed(
     tokenizer = build_tokenizer(data, corpus, model_type) if tokenizer is None else tokenizer
     dataset = PackedDataset(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)
     logger.info(
-        "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out%s",
+        "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out",
         *(where, len(dataset.tokenized.tokens), dataset.tokenized.vocab_size, dataset.tokenized.num_documents),
         *(dataset.seq_len, dataset.num_train_sequences, dataset.num_validation_sequences),
-        describe_left_out(data, [path for _, path in corpus.files]),
     )
     return tokenizer, dataset
 
 
 def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> JobConfig:
     """Return `job` with its global batch size, and its epochs as steps, counted on from `before`, a `Progress`."""
-    size, num_sequences = loader.global_batch_size, loader.dataset.num_train_sequences
-    if job.training.global_batch_size is None:
-        kept, guide = before is None or before.batch_size == size, BATCHES[job.training.objective == "dpo"]
-        how = "for {} {}: {}; at most 1/32 of all".format(*guide) if before is None else f"before: {before.batch_size}"
-        log, text = logger.info if kept or get_rank() else logger.warning, format_count(size, "sequence")
-        log("training: training.global_batch_size is not set, so a step has %s (%s)", text, how)
-        job = replace(job, training=replace(job.training, global_batch_size=size))
-    steps, taken, done = job.training.steps, 0, 0
+    training, sequences = job.training, loader.dataset.num_train_sequences
+    batch = loader.global_batch_size
+    if training.global_batch_size is None:
+        training = replace(training, global_batch_size=batch)
+    done, seen = 0, 0
     if before is not None and not job.data.skip_to_sample:  # otherwise skipped samples would count
-        taken, done = before.samples, before.step
-    if job.training.epochs and num_sequences is not None:
-        steps = done + math.ceil((job.training.epochs * num_sequences - taken) / size)
-        job = replace(job, training=replace(job.training, steps=steps))
-    taken += (steps - done) * size
-    tokens = f"{taken * job.training.seq_len:,} tokens with padding"
-    epochs = 0.0 if num_sequences is None else float(f"{taken / num_sequences:.3g}")
-    shown = "" if num_sequences is None else f", {format_count(epochs, 'epoch')}"
-    logger.info("training: %s of %s, %s%s", format_count(steps, "step"), format_count(size, "sequence"), tokens, shown)
-    _warn_of_many_epochs(job, epochs, "", "training.epochs")
-    if job.lr_scheduler.warmup_steps >= steps > 0 and get_rank() == 0:
-        logger.warning(
-            "training: lr_scheduler.warmup_steps = %d is %s: the learning rate rises to the last step, and only that "
-            "one has optimizer.lr. Lower it, or set it to -1 for 3%% of the steps.",
-            job.lr_scheduler.warmup_steps,
-            f"more than the {steps} steps of the run" if job.lr_scheduler.warmup_steps > steps else "the whole run",
-        )
-    return job
+        done, seen = before.step, before.samples
+    if training.epochs and sequences is not None:
+        training = replace(training, steps=done + math.ceil((training.epochs * sequences - seen) / batch))
+    seen += (training.steps - done) * batch
+    logger.info(
+        "training: %s of %s, %s tokens with padding%s",
+        format_count(training.steps, "step"),
+        format_count(batch, "sequence"),
+        f"{seen * training.seq_len:,}",
+        "" if sequences is None else f", {format_count(float(f'{seen / sequences:.3g}'), 'epoch')}",
+    )
+    return replace(job, training=training)
 
 
 def check_form(job: JobConfig, form: str) -> None:
@@ -341,11 +278,3 @@ def describe_sources(job: JobConfig, loader: TrainLoader, step: int = 0) -> None
         size = sizes[name]
         epochs = "" if size is None else f", {count / size:.3g} epochs"
         logger.info("training: of %s %s sequences%s", name, f"{count:,}", epochs)
-        if size is not None and loader.dataset.num_train_sequences is None:  # else all have the same epochs
-            _warn_of_many_epochs(job, count / size, f" of {name}", f"data.sources.{name}.weight to less")
-
-
-def _warn_of_many_epochs(job: JobConfig, epochs: float, source: str, remedy: str) -> None:
-    if job.checkpoint.initial_load_path and epochs > _MANY_EPOCHS and get_rank() == 0:
-        text = "training: a pretrained model sees the data%s %.0f times, which it learns by heart. Set %s, or lower "
-        logger.warning(text + "training.steps, if that is not meant.", source, epochs, remedy)

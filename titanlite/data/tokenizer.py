@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import tokenizers
@@ -145,8 +145,6 @@ def build_tokenizer(data: DataSection, corpus: Corpus, model_type: str = "") -> 
             "data: trained a byte-level BPE tokenizer, %d tokens, on %.1f MB in %.1f s",
             *(num_tokens, min(corpus.num_bytes, _MAX_TRAINING_BYTES) / 1e6, elapsed_s),
         )
-    if num_tokens < data.bpe_vocab_size:
-        logger.info("data: the corpus yields %d of bpe_vocab_size = %d tokens", num_tokens, data.bpe_vocab_size)
     from transformers import PreTrainedTokenizerFast  # imported here for the reason given in get_bpe_form
 
     # Clean-up would drop the space in "a ," when decoding: the round trip would lose text.
@@ -162,20 +160,6 @@ def _load_cached(path: Path) -> Tokenizer | None:
     except (FileNotFoundError, ValueError):
         return None
     return Tokenizer.from_str(serialized)
-
-
-def _try_out(tokenizer: Any) -> None:
-    """Try settings that transformers stores unchecked and would fail on in the middle of the data.
-
-    Raises Exception: of any kind.
-    """
-    if isinstance(tokenizer.model_max_length, str | list | dict):
-        raise TypeError(f"model_max_length is {tokenizer.model_max_length!r}, not a number")
-    if not isinstance(tokenizer.chat_template, str | dict | None):
-        raise TypeError(f"chat_template is {tokenizer.chat_template!r}, not a text")
-    if not isinstance(tokenizer.eos_token_id, int | None):
-        raise TypeError(f"eos_token is {tokenizer.eos_token!r}, not one token")
-    tokenizer.decode(tokenizer("a")["input_ids"])
 
 
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
@@ -200,7 +184,6 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
             tokenizer = load_from_folder("AutoTokenizer", path)
         else:
             tokenizer = load_tokenizer_file(file)
-        _try_out(tokenizer)
     except Exception as error:  # the tokenizers library raises nothing more specific for a malformed file
         if path.is_dir() and (path / "config.json").is_file():  # which transformers reads too, and may be to blame
             with suppress(OSError, ValueError):  # then it is no JSON, which transformers has said
@@ -326,9 +309,3 @@ def check_vocabulary(job: JobConfig, vocab_size: int, num_ids: int, model_config
         if get_rank() == 0:
             text += f" The data has none of the tokens from {rows} on, so the run begins; with one of them the saved "
             logger.warning("%smodel would fail.", text)
-    if 2 * max(vocab_size, num_ids) < rows and get_rank() == 0:
-        logger.warning(
-            "data: the tokenizer has %d tokens, the embedding %d rows, of which most will never be trained. Set "
-            "data.tokenizer_path to the model's own tokenizer, or model.overrides.vocab_size = %d.",
-            *(max(vocab_size, num_ids), rows, max(vocab_size, num_ids)),
-        )

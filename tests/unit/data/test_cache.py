@@ -1,4 +1,3 @@
-import errno
 import os
 import threading
 import time
@@ -9,7 +8,6 @@ import pytest
 from titanlite.base.errors import DataError
 from titanlite.base.files import write_atomic
 from titanlite.config.data import DataSection
-from titanlite.data import corpus
 from titanlite.data.corpus import get_cache_folder, load_or_build, read_once
 
 
@@ -114,54 +112,7 @@ def test_files_are_read_once_until_they_change(tmp_path: Path) -> None:
     assert read() == ["d", "c"] and len(reads) == 6  # damaged
 
 
-def test_a_change_within_a_tick_of_the_clock_is_not_missed(tmp_path: Path) -> None:
-    """A file system may stamp two changes alike; what is read before its clock ticks must not be kept."""
-    file = tmp_path / "a"
-    file.write_text("a")
-    changed = file.stat().st_ctime_ns
-    read = read_once(tmp_path / "cache", "text", [file], lambda: (time.time_ns(), file.read_text()))
-    assert read[0] - changed >= 50_000_000
-
-
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a"
     with pytest.raises(FileNotFoundError, match=r"'.*/a'"):
         read_once(tmp_path / "cache", "text", [file], file.read_text)
-
-
-@pytest.mark.parametrize("fault", ["folder", "lock", "full"])
-def test_a_cache_that_cannot_be_used_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    file, folder = tmp_path / "a", tmp_path / "cache"
-    file.write_text("a")
-    if fault == "folder":
-        folder.write_text("no folder")
-    elif fault == "lock":
-        (folder / "read").mkdir(parents=True)
-        monkeypatch.setattr(corpus, "_lock", lambda path: (folder / "missing/lock").open("a"))
-    else:
-
-        def fail(fd: int) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(os, "fsync", fail)
-    reads: list[int] = []
-
-    def read() -> str:
-        reads.append(1)
-        return file.read_text()
-
-    assert read_once(folder, "text", [file], read) == read_once(folder, "text", [file], read) == "a"
-    assert len(reads) == 2 and not list(tmp_path.rglob("*.tmp"))
-    with pytest.raises(ValueError, match="of the value itself"):
-        read_once(folder, "other", [file], lambda: (_ for _ in ()).throw(ValueError("of the value itself")))
-
-
-def test_clocks_that_are_ahead_are_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [tmp_path / str(number) for number in range(9)]
-    for file in files:
-        file.write_text("a")
-    now, slept = time.time_ns(), []
-    monkeypatch.setattr(time, "time_ns", lambda: now - 3600 * 10**9)
-    monkeypatch.setattr(time, "sleep", slept.append)
-    read_once(tmp_path / "cache", "text", files, lambda: 1)
-    assert len(slept) == 1 and slept[0] <= 2

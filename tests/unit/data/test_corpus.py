@@ -110,7 +110,7 @@ def test_errors_name_the_path_and_the_setting(tmp_path: Path) -> None:
             build_corpus(DataSection(dataset="text", path=path))
     with pytest.raises(
         DataError,
-        match=rf'no file in {tmp_path} matches pattern "\*\.rst"; for example, 1 match "\*\.txt"\. Change',
+        match=rf'no file in {tmp_path} matches pattern "\*\.rst"\. Change',
     ):
         build_corpus(DataSection(dataset="text", path=str(tmp_path), pattern="*.rst"))
     with pytest.raises(DataError, match=rf"data: {tmp_path}/latin\.md is not UTF-8 \(byte 3: "):
@@ -167,9 +167,3 @@ def test_a_folder_of_texts_without_one_for_training_is_read_whole(tmp_path):
 def test_a_split_that_no_file_has_never_takes_the_others_together(tmp_path, split):
     with pytest.raises(DataError, match=rf"is of split '{split}', their names have test, train\. Set data\.split"):
         choose_split([tmp_path / "train.jsonl", tmp_path / "test.jsonl"], tmp_path, split)
-
-
-def test_a_pattern_as_a_path_names_the_setting_for_patterns(tmp_path: Path) -> None:
-    """Also where no preflight looked at the path before."""
-    with pytest.raises(DataError, match=rf'data.path = "{tmp_path}", data.pattern = "\*\.md"'):
-        build_corpus(DataSection(dataset="text", path=f"{tmp_path}/*.md"))

@@ -1,14 +1,11 @@
-"""The order of sequences: a permutation for each (seed, epoch), held or computed place by place."""
+"""The order of sequences: a permutation for each (seed, epoch), computed place by place."""
 
 import tracemalloc
 
 import numpy as np
 import pytest
 
-from titanlite.data import dataset as module
-from titanlite.data.dataset import PackedDataset, ShuffledOrder, permute_places
-from titanlite.data.loader import TrainLoader
-from titanlite.data.tokens import TokenizedCorpus
+from titanlite.data.dataset import ShuffledOrder, permute_places
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 1000, 4097, 65_537])
@@ -58,24 +55,3 @@ def test_many_sequences_take_no_memory() -> None:
     tracemalloc.stop()
     assert len({*found.tolist()}) == 20 and found.max() < 244_000_000
     assert peak < 1 << 20
-
-
-def test_a_run_goes_on_in_the_order_that_it_began_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build() -> TrainLoader:
-        tokens = TokenizedCorpus(np.arange(1, 1001, dtype=np.uint16), 0, 2002, 1)
-        return TrainLoader(
-            PackedDataset(tokens, 10, 0.0), seed=1, global_batch_size=8, local_batch_size=8, dp_rank=0, dp_degree=1
-        )
-
-    def take(loader: TrainLoader, step: int) -> list[list[int]]:
-        return loader.micro_batches(step)[0].tokens.tolist()
-
-    held = build()
-    monkeypatch.setattr(module, "_MOST_SORTED", 50)
-    keyed = build()
-    assert held.fingerprint + ", order keyed" == keyed.fingerprint and take(held, 3) != take(keyed, 3)
-    for before in (held, keyed):
-        resumed = build()
-        resumed.start_from(3, 24, fingerprint=before.fingerprint)
-        assert resumed.fingerprint == before.fingerprint
-        assert [take(resumed, step) for step in (3, 20)] == [take(before, step) for step in (3, 20)]

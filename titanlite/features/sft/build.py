@@ -12,7 +12,6 @@ from titanlite.base.log import logger
 from titanlite.base.text import parse_object
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
-from titanlite.data.corpus import describe_left_out
 from titanlite.data.loader import resolve_tokenizer_path
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.sft.chat import DROPPED, NO_END, SPELLED
@@ -51,7 +50,7 @@ def build_example_dataset(
         sources = (train,)
         train, held_out = hold_out(train, data.validation_share)
     dataset = ExampleDataset(train, held_out, sources, seq_len, get_padding(tokenizer), packing=data.packing)
-    logger.info("%s: %s%s", where, describe(dataset), describe_left_out(data, rows.names))
+    logger.info("%s: %s", where, describe(dataset))
     for warning in get_warnings(dataset):
         logger.warning("%s: %s", where, warning)
     return tokenizer, dataset

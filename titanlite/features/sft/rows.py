@@ -311,7 +311,7 @@ def find_rows(
         return HubRows(path, subset, split, streaming)
     else:
         raise DataError(
-            f"data: {root} does not exist. {suggest_path('data.path', path)} It is a file "
+            f"data: {root} does not exist. {suggest_path('data.path')} It is a file "
             f"({', '.join(_SUFFIXES)}), a folder of such files, or the id of a dataset on the Hugging Face hub."
         )
     unknown = [str(file) for file in files if get_suffix(file) not in _SUFFIXES]

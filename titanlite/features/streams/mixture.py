@@ -26,7 +26,6 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import (
     Batch,
     SequenceDataset,
-    ShuffledOrder,
     Source,
     TrainDataset,
     get_permutation,
@@ -165,21 +164,19 @@ def _get_form(sources: Mapping[str, SequenceDataset]) -> str:
 class _Order:
     """Periods of `sum(quotas)` samples, in each of which source s has quotas[s] places, by (seed, period).
 
-    With `is_keyed`, to be set before the first sample, each `PERIOD` samples of a long period are a piece of its own,
-    over which the places of a source are spread evenly, and only that piece is shuffled and held.
+    Each `PERIOD` samples of a period are a piece of its own, over which the places of a source are spread evenly; only
+    that piece is shuffled and held.
     """
 
     def __init__(self, quotas: np.ndarray) -> None:
         self.quotas, self.length = quotas, int(quotas.sum())
-        self.is_keyed = ShuffledOrder(self.length).is_keyed
         self._shuffled = lru_cache(maxsize=2)(self._shuffle)  # a step can straddle two pieces
 
     def _find_piece(self, sample: int) -> tuple[int, int, int, int]:
         """Return number, first place in the period and length of the piece of `sample`, and the place of `sample`."""
         period, place = divmod(sample, self.length)
-        length = PERIOD if self.is_keyed else self.length
-        start = place // length * length
-        return period * -(-self.length // length) + start // length, start, min(length, self.length - start), place
+        start = place // PERIOD * PERIOD
+        return period * -(-self.length // PERIOD) + start // PERIOD, start, min(PERIOD, self.length - start), place
 
     def _shuffle(self, seed: int, number: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each sample of a piece, and how often each source comes before every `PERIOD`th."""
