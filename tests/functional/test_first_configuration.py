@@ -109,7 +109,7 @@ def test_a_folder_is_of_one_run(train, home: Path) -> None:
     said = train(text.format("more.jsonl"), "--training.steps=2", "--checkpoint.resume=force", code=2)
     assert "holds another run" in said and "set more than 2 steps, and train the rest in it with --checkpoint." in said
     said = train(text.format("chats.jsonl"), "--training.steps=1", code=2)
-    assert "training.steps = 1, but the checkpoint in outputs/mine is of step 2" in said
+    assert "ask for 1 steps, but the checkpoint in outputs/mine is of step 2" in said
     (home / "elsewhere").mkdir()
     shutil.move(home / "chats.jsonl", home / "elsewhere/chats.jsonl")
     train(text.format("elsewhere/chats.jsonl"), "--training.steps=3")
@@ -132,7 +132,7 @@ def test_a_batch_that_is_not_set_is_that_of_the_run(train, home: Path) -> None:
 
 
 def test_torchtitan_has_sizes_and_tokenizer_in_two_places(train, home: Path) -> None:
-    text = '[model]\nname = "llama3"\nflavor = "debugmodel"\nhf_assets_path = "model"\n[data]\npath = "book.txt"\n'
+    text = '[model]\nname = "llama"\nflavor = "debug"\nhf_assets_path = "model"\n[data]\npath = "book.txt"\n'
     said = train(text, "--training.steps=2", "--model.overrides.vocab_size=512")
     assert "model: llama" in said
     assert resolved(home)["optimizer"]["lr"] == 3e-4

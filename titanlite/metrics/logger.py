@@ -1,22 +1,20 @@
 """Metrics of a run, on rank 0: one call per log step writes TensorBoard, W&B, `metrics.jsonl` and the console."""
 
-import io
 import json
 import math
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 
 from titanlite.base.agree import get_rank
 from titanlite.base.files import AppendedFile
 from titanlite.base.log import logger, warn_once
+from titanlite.base.text import list_names
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.console import ProgressBar, can_show_bar, format_line
 from titanlite.metrics.flops import peak_flops
@@ -25,37 +23,6 @@ from titanlite.metrics.point import StepPoint, describe_moe, describe_ranks
 _SHOWN_CHARS = 80
 _IDLE_SHARE = 0.01  # of an even share of the tokens
 _MOST_LAYERS = 4  # that are named
-
-
-class EventWriter:
-    """TensorBoard's event file of this process in `folder`: records to be appended to `file`, the first of them `head`.
-
-    torch's `SummaryWriter` writes in a thread that ends with a traceback at the first error, and with it every later
-    point. TensorBoard hides points after `start_step` in the files of earlier processes.
-    """
-
-    def __init__(self, folder: Path, start_step: int) -> None:
-        # Imported here: 0.1 to 1 s, and only rank 0 needs it.
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        events, summaries = cast(Any, event_pb2), cast(Any, summary_pb2)  # their names are made at the import
-        self._event, self._summary, self._writer = events.Event, summaries.Summary, RecordWriter
-        # Event files are read in the order of their names, which begin with the time in seconds.
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
-        self.file = AppendedFile(folder / name)
-        start = events.SessionLog(status=events.SessionLog.START)
-        self.head = self._encode(0, file_version="brain.Event:2") + self._encode(start_step + 1, session_log=start)
-
-    def encode(self, step: int, values: Mapping[str, float]) -> bytes:
-        """Return the record of the `values` of one step, by name."""
-        points = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        return self._encode(step, summary=self._summary(value=points))
-
-    def _encode(self, step: int, **content: Any) -> bytes:
-        buffer = io.BytesIO()
-        self._writer(buffer).write(self._event(wall_time=time.time(), step=step, **content).SerializeToString())
-        return buffer.getvalue()
 
 
 class IdleExperts:
@@ -87,10 +54,9 @@ class IdleExperts:
                 for row, count in enumerate(num_idle)
                 if count
             ]
-            more = f" and {len(found) - _MOST_LAYERS} more layers" if len(found) > _MOST_LAYERS else ""
             logger.warning(
-                "moe: experts got no token, or less than %g of an even share, in steps %d to %d: %s%s. %s",
-                *(_IDLE_SHARE, step - self._log_freq + 1, step, ", ".join(found[:_MOST_LAYERS]), more, self._if_idle),
+                "moe: experts got no token, or less than %g of an even share, in steps %d to %d: %s. %s",
+                *(_IDLE_SHARE, step - self._log_freq + 1, step, list_names(found, most=_MOST_LAYERS), self._if_idle),
             )
         elif self._most and not sum(num_idle):
             logger.info("moe: all experts get tokens again")
@@ -133,17 +99,15 @@ class MetricsLogger:
         self._idle = IdleExperts(job.metrics.log_freq, self._moe_layers, if_idle)
         dtype = torch.float32 if job.training.mixed_precision_param == "float32" else torch.bfloat16
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
-        self._writer: EventWriter | None = None
+        self._tensorboard = Path(dump_folder) / job.metrics.save_tb_folder if job.metrics.enable_tensorboard else None
+        self._writer: Any = None
         self._sink = sink
         self._bar: ProgressBar | None = None
         self._enabled = get_rank() == 0
         if not self._enabled:
             return
         self._file = AppendedFile(Path(dump_folder) / "metrics.jsonl")
-        self._append(self._file)
-        if job.metrics.enable_tensorboard:
-            self._writer = EventWriter(Path(dump_folder) / job.metrics.save_tb_folder, start_step)
-            self._append(self._writer.file, self._writer.head)
+        self._append()
         if job.metrics.enable_progress_bar and can_show_bar():
             try:
                 self._bar = ProgressBar(self._num_steps, start_step, steps_per_epoch).__enter__()
@@ -216,8 +180,10 @@ class MetricsLogger:
             return
         self._enabled = False
         self._stop_bar()
-        for file in [self._file, *([] if self._writer is None else [self._writer.file])]:
-            self._append(file)
+        self._append()
+        if self._writer is not None:
+            with suppress(OSError):  # told when it failed first
+                self._writer.close()
 
     def __enter__(self) -> Self:
         self._began_s = time.monotonic()  # loading, or reference passes of DPO, do not count
@@ -238,7 +204,7 @@ class MetricsLogger:
         line.update({name: _or_none(value) for name, value in values.items()})
         line.update({name: [_or_none(value) for value in column] for name, column in (layers or {}).items()})
         line.update(extra or {})
-        self._append(self._file, _to_json(line))
+        self._append(_to_json(line))
         scalars = dict(values)
         for name, column in (layers or {}).items():
             for row, value in enumerate(column):
@@ -246,8 +212,22 @@ class MetricsLogger:
                 scalars[f"{name}/layer_{number:02d}"] = value
         if self._sink is not None:
             self._sink(step, scalars)
-        if self._writer is not None:
-            self._append(self._writer.file, self._writer.encode(step, scalars))
+        if self._tensorboard is not None:
+            self._write_tensorboard(self._tensorboard, step, scalars)
+
+    def _write_tensorboard(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
+        # Imported here: 0.1 to 1 s, and only rank 0 needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            if self._writer is None:  # TensorBoard hides points after `start_step` in the files of earlier processes
+                self._writer = SummaryWriter(str(folder), purge_step=self._start_step + 1)
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except OSError as error:
+            logger.warning("metrics: cannot write to %s: %s. Only metrics.jsonl goes on.", folder, error)
+            self._tensorboard = None
 
     def _layer_numbers(self) -> dict[str, Any]:
         """Return which layers the rows are: the first one and, if others lie between them, all."""
@@ -256,14 +236,14 @@ class MetricsLogger:
         has_gaps = layers != list(range(first, first + len(layers)))
         return {"first_layer": first, **({"layers": layers} if has_gaps else {})}
 
-    def _append(self, file: AppendedFile, record: bytes = b"") -> None:
-        """Write to one of the files what waits for it and `record`; if that fails, warn once."""
+    def _append(self, record: bytes = b"") -> None:
+        """Write what waits for metrics.jsonl and `record`; if that fails, warn once."""
         try:
-            file.append(record)
+            self._file.append(record)
         except OSError as error:
             warn_once(
-                f"metrics: cannot write {file.path}: {error.strerror or error}. Training goes on, and what could not "
-                "be written waits for the next point."
+                f"metrics: cannot write {self._file.path}: {error.strerror or error}. Training goes on, and what could "
+                "not be written waits for the next point."
             )
 
     def _stop_bar(self) -> None:

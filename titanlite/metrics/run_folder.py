@@ -21,7 +21,6 @@ from titanlite.base.errors import RENDEZVOUS, ConfigError
 from titanlite.base.files import LOCK_WAIT_S, AppendedFile, FolderLock, check_regular, is_full
 from titanlite.base.log import log_to_folder, logger
 from titanlite.base.process import read_variable
-from titanlite.base.text import format_count
 from titanlite.config import JobConfig, find_changes, format_changes, save_resolved
 from titanlite.config.assets import base_model_of
 from titanlite.config.schema import ProfilingSection
@@ -76,18 +75,15 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
                 each.mkdir(parents=True, exist_ok=True)
                 locks.append(FolderLock.take(each, read_variable(RENDEZVOUS) or "", wait_s))
             except OSError as error:
-                if not is_full(error):
-                    raise ConfigError(
-                        f"job.dump_folder: cannot write to {each}: {error.strerror}. Choose another folder."
-                    ) from None
-                logger.warning("job.dump_folder: %s cannot be locked: %s.", each, error.strerror)
-            else:
-                if locks[-1] is None:
-                    logger.warning(
-                        "job.dump_folder: the file system of %s has no locks. Start no other run with this folder "
-                        "meanwhile: each would remove the other's checkpoints.",
-                        each,
-                    )
+                raise ConfigError(
+                    f"job.dump_folder: cannot write to {each}: {error.strerror}. Choose another folder."
+                ) from None
+            if locks[-1] is None:
+                logger.warning(
+                    "job.dump_folder: the file system of %s has no locks. Start no other run with this folder "
+                    "meanwhile: each would remove the other's checkpoints.",
+                    each,
+                )
 
     on_first_rank(take)
     return locks
@@ -155,12 +151,9 @@ def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> None
             f"anew, there with model.path = {weights} to begin with its weights{forced}."
         )
     if step > asked:
-        length = (
-            f"training.epochs = {job.training.epochs:g}, {format_count(asked, 'step')}" if job.training.epochs else ""
-        )
         raise ConfigError(
-            f"{length or f'training.steps = {asked}'}, but the checkpoint in {folder} is of step {step}. Set more to "
-            "train on, or another job.dump_folder to begin anew."
+            f"training.steps (or epochs) ask for {asked} steps, but the checkpoint in {folder} is of step {step}. Set "
+            "more to train on, or another job.dump_folder to begin anew."
         )
 
 
