@@ -134,7 +134,7 @@ def write_config(folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: to
     else:
         hf_config = _native_config(config, tokenizer, dtype, assets)
     with _explained(f"config.json ({source})"):
-        save_config(hf_config, folder, config.hf if isinstance(config, TransformersConfig) else None)
+        save_config(hf_config, folder)
     with _explained(f"{_GENERATION} ({source})"):
         if assets is not None and (assets / _GENERATION).exists():
             GenerationConfig.from_dict(read_json(assets / _GENERATION, str(assets)))

@@ -115,7 +115,7 @@ class CarriedTensors:
             # The class computes the text part of a larger model, whose other parts are carried.
             larger = build_config({key: value for key, value in hf.items() if key != "auto_map"})
             larger.architectures, larger.dtype = hf.get("architectures"), self._dtype
-            return render(lambda folder: save_config(larger, folder, hf))
+            return render(lambda folder: save_config(larger, folder))
         if (key := family_of(self._config).mtp_key) is None:
             return {}
         table[key] = sum(part_of(name) + PREDICTION_KEY == name for name in self._stored)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_transformers import ALL_MODELS
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.description import describe_model, save_tokenizer
 from titanlite.config import AnyModelConfig, ModelConfig, RopeScaling
@@ -283,13 +282,6 @@ def test_tables_of_kinds_of_layers_are_as_transformers_5_writes_them(tmp_path):
     rope = AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert rope["sliding_attention"]["rope_theta"] == 7e3
     assert "rope_theta" not in json.loads((tmp_path / "config.json").read_text())
-
-
-def test_nested_configurations_have_both_forms_too(tmp_path):
-    hf = json.loads(ALL_MODELS["qwen2_5_vl"]().to_json_string())
-    describe_into(tmp_path, transformers_config(hf, "config.json"))
-    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
-    assert text["rope_theta"] == 1e4 and text["rope_scaling"]["mrope_section"] == [1, 1, 2]
 
 
 def test_the_tokenizer_of_a_saved_model_is_what_both_versions_read(tmp_path):

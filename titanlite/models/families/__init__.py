@@ -30,8 +30,6 @@ from titanlite.models.families.config_json import transformers_config
 from titanlite.models.families.family import Family, check_model_config
 from titanlite.models.families.keys import NotNativeError
 
-# Torchtitan's names of families and flavors.
-_TORCHTITAN = {"llama3": "llama", "debugmodel": "debug"}
 _ASKED_FOR = "model.implementation asks for it"
 _WITHOUT_EFFECT_ON_WEIGHTS = {"initializer_range", "max_position_embeddings", "pad_token_id"}
 
@@ -125,39 +123,23 @@ def find_other_model(section: ModelSection, config: AnyModelConfig, weights: str
         theirs = model_config_from_hf(folder, where)
     except NotNativeError as error:
         return [f"model.flavor = '{flavor}' is not the model of {where}: {error} {remedy}"]
-    meant = _given_overrides(section)
-    scaling: Mapping[str, Any] = meant.pop("rope_scaling", {})
-    names = {*meant, *(f"rope_scaling.{name}" for name in scaling)}
-    if "rope_type" in scaling:
-        names |= {"rope_scaling", *(f"rope_scaling.{name}" for name in asdict(RopeScaling()))}
-    text = describe_differences(config, theirs, names)
+    text = describe_differences(config, theirs, _given_overrides(section))
     return [f"model.flavor = '{flavor}' is not the model in {folder}: {text}. {remedy}"] if text else []
 
 
 def describe_differences(ours: ModelConfig, theirs: ModelConfig, meant: Collection[str] = ()) -> str:
     """Describe how `theirs` computes differently from the same weights, except for the fields in `meant`; or ""."""
-    here, there, left_out = _flatten(ours), _flatten(theirs), {*meant, *_WITHOUT_EFFECT_ON_WEIGHTS}
+    there, left_out = asdict(theirs), {*meant, *_WITHOUT_EFFECT_ON_WEIGHTS}
     differences = [
         f"{key} is {value!r}, there {there[key]!r}"
-        for key, value in here.items()
-        if key not in left_out and key in there and there[key] != value
+        for key, value in asdict(ours).items()
+        if key not in left_out and there[key] != value
     ]
     return list_names(differences, "; ")
 
 
-def _flatten(config: ModelConfig) -> dict[str, Any]:
-    """Fields by name, those of the rotary scaling that its type has one by one."""
-    flat, scaling = asdict(config), config.rope_scaling
-    flat["rope_scaling"] = None if scaling is None else scaling.rope_type
-    if scaling is not None:
-        needed, optional = ROPE_FIELDS[scaling.rope_type]
-        flat |= {f"rope_scaling.{name}": getattr(scaling, name) for name in (*needed, *optional)}
-    return flat
-
-
 def _preset(section: ModelSection) -> ModelConfig:
-    name = use_family(_TORCHTITAN.get(section.name, section.name))
-    flavor = _TORCHTITAN.get(section.flavor, section.flavor)
+    name, flavor = use_family(section.name), section.flavor
     family = families().get(name)
     if family is None:
         raise ConfigError(f"model.name: unknown family '{name}'{_nearest(name, families())}")
@@ -263,7 +245,7 @@ def _read_config(folder: Path, where: str = "model.hf_assets_path") -> dict[str,
                 f"python -m titanlite export {folder} OUT --merge."
             ) from None
         if not folder.exists():
-            raise ConfigError(f"{where}: {folder} does not exist. {suggest_path(where, str(folder))}") from None
+            raise ConfigError(f"{where}: {folder} does not exist. {suggest_path(where)}") from None
         raise ConfigError(f"{where}: there is no {path}. Give a folder with a config.json.") from None
     except NotADirectoryError:
         raise ConfigError(f"{where}: {folder} is a file. Give the folder of the model, with config.json.") from None

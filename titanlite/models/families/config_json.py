@@ -156,30 +156,26 @@ def format_json(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
-def save_config(config: Any, folder: Path, original: Mapping[str, Any] | None = None) -> None:
+def save_config(config: Any, folder: Path) -> None:
     """Write transformers' `config` as config.json.
 
-    Next to `rope_parameters` of transformers 5 it has `rope_theta` and `rope_scaling`, which transformers 4 and
-    llama.cpp read. Values that transformers 5 writes in a form of its own, such as infinities, stay as in `original`,
-    the config.json that the model came from.
+    Next to the names of transformers 5 it has those that transformers 4 and llama.cpp read: `rope_theta` and
+    `rope_scaling` next to `rope_parameters`, and `num_experts`.
     """
     config.save_pretrained(folder)
     path = folder / "config.json"
     table = json.loads(path.read_text(encoding="utf-8"))
-    both = _with_older_keys(table, original or {})
+    both = _with_older_keys(table)
     read, expected = (build_config(form).to_dict() for form in (both, table))
-    if _is_part(expected, read):
+    own = expected.keys() - (expected.get("rope_parameters") or {})  # the table counts where both have a key
+    if all(read.get(key) == expected[key] for key in own):
         path.write_text(json.dumps(both, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     else:
         logger.warning("config.json: transformers 4 will not read the rotary embeddings; 5 would misread its keys.")
 
 
-def _with_older_keys(table: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `table` with the rotary keys of transformers 4; its nested configurations likewise."""
+def _with_older_keys(table: Mapping[str, Any]) -> dict[str, Any]:
     both = dict(table)
-    for key, value in table.items():
-        if isinstance(value, dict) and key.endswith("_config"):
-            both[key] = _with_older_keys(value, original[key] if isinstance(original.get(key), dict) else {})
     rope = table.get("rope_parameters") or {}
     if _THETA in rope:  # not one table per kind of layer, which transformers 4 has by no common names
         both |= {key: rope[key] for key in (_THETA, PARTIAL) if key in rope}
@@ -187,16 +183,7 @@ def _with_older_keys(table: Mapping[str, Any], original: Mapping[str, Any]) -> d
         both["rope_scaling"] = scaling if len(scaling) > 1 else None
     if "num_local_experts" in table:
         both["num_experts"] = table["num_local_experts"]
-    literal = {key: old for key, old in original.items() if table.get(key) != old == decode_floats(table.get(key))}
-    return both | literal
-
-
-def _is_part(expected: Any, read: Any) -> bool:
-    """Return True if `read` has all that `expected` has, or more."""
-    if isinstance(expected, dict) and isinstance(read, dict):
-        own = expected.keys() - (expected.get("rope_parameters") or {})  # the table counts where both have a key
-        return all(key in read and _is_part(expected[key], read[key]) for key in own)
-    return expected == read
+    return both
 
 
 def _number(config: Any, *names: str) -> int | None:
