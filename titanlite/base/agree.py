@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from titanlite.base.errors import TitanliteError, raise_problems
 from titanlite.base.process import read_rank
+from titanlite.base.text import list_names
 
 _T = TypeVar("_T")
 # "remote process" is of ncclRemoteError: "... a remote process exiting prematurely", "... remote process exited".
@@ -53,7 +54,8 @@ def merge_problems(gathered: Sequence[Sequence[str]]) -> list[str]:
         for problem in problems:
             ranks_of[problem].append(rank)
     return [
-        f"{problem} (rank{'s' if len(ranks) > 1 else ''} {list_ranks(ranks)})" for problem, ranks in ranks_of.items()
+        f"{problem} (rank{'s' if len(ranks) > 1 else ''} {list_names(ranks, most=8)})"
+        for problem, ranks in ranks_of.items()
     ]
 
 
@@ -62,11 +64,6 @@ def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "every rank is a member"
     return group
-
-
-def list_ranks(ranks: Sequence[int]) -> str:
-    """Format at most eight numbers."""
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def on_first_rank(function: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:

@@ -18,8 +18,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from filelock import FileLock, Timeout
-
 from titanlite.base.errors import ConfigError
 
 _MOST_BYTES = 16 << 20
@@ -171,7 +169,7 @@ class FolderLock:
 
     _held: ClassVar["weakref.WeakValueDictionary[Path, FolderLock]"] = weakref.WeakValueDictionary()
 
-    def __init__(self, lock: FileLock) -> None:
+    def __init__(self, lock: Any) -> None:
         self._lock = lock
 
     @classmethod
@@ -183,6 +181,8 @@ class FolderLock:
 
         Raises ConfigError: another process holds it; OSError: the file cannot be made there.
         """
+        from filelock import FileLock, Timeout  # imported here: the configuration is read without other packages
+
         path = folder.resolve() / _LOCK_FILE
         if (held := cls._held.get(path)) is not None:
             return held

@@ -15,11 +15,6 @@ from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection, JobConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-# A folder, and what the shell would replace by the names of files in it.
-_GLOB = re.compile(r"(?P<folder>(?:[^*?\[]*(?=/))?)/?(?P<pattern>[^*?\[/]*[*?\[].*)")
-_HUB_ADDRESS = re.compile(
-    r"(?:https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/{1,2})(?:datasets/)?([\w.-]+/[\w.-]+)"
-)
 # How the hub's library names the folders of its cache.
 _HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)")
 _DESCRIPTION = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "README.md"]
@@ -116,56 +111,36 @@ def assets_folder(model: ModelSection, checkpoint: CheckpointSection) -> Path | 
 def find_missing_files(job: JobConfig) -> list[str]:
     """Return a problem for each path of a model, of data or of a run that does not exist and is no name of the hub."""
     data = job.data
-    on_hub = data.dataset == "examples"
-    models = (assets_key(job), job.model.hf_assets_path), (weights_key(job), job.checkpoint.initial_load_path)
-    paths = [(key, name, True) for key, name in dict.fromkeys(models)]  # both may be model.path
-    paths += [("lora.init_from", job.lora.init_from, True), ("data.tokenizer_path", data.tokenizer_path, False)]
-    paths.append(("data.chat_template", data.chat_template, False))
-    if data.dataset not in ("stdlib", "none"):
-        for name, source in get_sources(data).items():
-            given = {"path": source.path, "validation_path": source.validation_path}
-            paths += [(get_source_key(data, name, setting), path, on_hub) for setting, path in given.items()]
-    paths.append(("evaluation.path", job.evaluation.path, True))
-    folder = Path(job.job.dump_folder).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    paths = list_model_paths(job) | {"evaluation.path": job.evaluation.path}
+    local = {"data.tokenizer_path", "data.chat_template"}
+    for name, source in get_sources(data).items():
+        for setting in ("path", "validation_path"):
+            key = get_source_key(data, name, setting)
+            paths[key] = getattr(source, setting)
+            if data.dataset != "examples":
+                local.add(key)
     problems = []
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "it cannot be written to" if there.is_dir() else "it is a file"
-        problems.append(f"job.dump_folder: {job.job.dump_folder} cannot be used. Of {there}: {why}. Choose another.")
-    for key, name, may_be_on_hub in paths:
+    for key, name in paths.items():
         try:
             if name:
                 check_regular(os.path.expanduser(name))
         except IsADirectoryError:
             pass  # if a file is expected, its reader reports it
         except FileNotFoundError:
-            if not (may_be_on_hub and is_hub_id(name)) or holds_rows(name):
-                problems.append(f"{key}: {name} does not exist. {suggest_path(key, name)}")
+            if key in local or not is_hub_id(name) or holds_rows(name):
+                problems.append(f"{key}: {name} does not exist. {suggest_path(key)}")
         except OSError as error:
             problems.append(f"{key}: cannot read {name}: {error.strerror}. Give a file or a folder of files.")
     return problems
 
 
-def suggest_path(key: str, name: str) -> str:
-    """Suggest what to write where there is nothing at the path `name`."""
-    if match := _HUB_ADDRESS.match(name):
-        return f'Of the Hugging Face hub give the id: {key} = "{match[1]}".'
-    if key == "data.chat_template" and re.fullmatch(r"\w+", name):
-        return f"It is a Jinja file. Leave {key} out: then the tokenizer's own template is used."
-    if name[0] in "\"'":
-        return "Write it without these quotes."
-    if "$" in name:
-        return f'Variables of the shell mean nothing here. Write "{os.path.expandvars(name)}".'
-    if match := _GLOB.fullmatch(name):
-        folder, pattern = match["folder"] or ".", match["pattern"].replace("**/", "")
-        chosen = f"{key.removesuffix('path').removesuffix('validation_')}pattern"
-        if key.startswith("data.") and key.endswith(".path"):
-            return f'Give the folder, and the pattern by itself: {key} = "{folder}", {chosen} = "{pattern}".'
-        if key.endswith(".validation_path"):
-            return f'Give the folder: {key} = "{folder}". Of its files, {chosen} chooses these, too.'
-        return f"Patterns mean nothing here. Give one file, or the folder {folder}."
+def suggest_path(key: str) -> str:
+    """Suggest what to write where there is nothing at the path of setting `key`."""
     what = " or an id of the Hugging Face hub (owner/name)" if key.startswith(("model.", "checkpoint.")) else ""
-    return f"Give a path that exists{what}. Relative paths begin at the current folder, {Path.cwd()}."
+    return (
+        f"Give a path that exists{what}. Wildcards are for data.pattern only. Relative paths begin at the current "
+        f"folder, {Path.cwd()}."
+    )
 
 
 def find_missing_packages(job: JobConfig) -> list[str]:

@@ -173,24 +173,31 @@ def _check_source(data: DataSection, name: str, source: DataSection) -> list[str
     return []
 
 
+def _is_on_hub(path: str) -> bool:
+    """Return True if `path` is an id of the hub, and nothing here has this name."""
+    return is_hub_id(path) and not Path(path).exists()
+
+
 def _find_unused(data: DataSection) -> list[str]:
     """Return a problem for each setting of examples, or of one of their sources, that has an effect on none."""
-    unused, used, hub = dict[str, str](), set[str](), "a dataset of the hub"
+
+    def has_splits(path: str) -> bool:
+        return path != "" and (_is_on_hub(path) or Path(path).is_dir())
+
+    unused, used = dict[str, str](), set[str]()
     for name, source in get_sources(data).items():
-        paths = source.path, source.validation_path
-        on_hub, held_on_hub = (is_hub_id(path) and not Path(path).exists() for path in paths)
-        is_folder, held_in_folder = (path != "" and Path(path).is_dir() for path in paths)
-        for setting, what, is_used in (
-            ("split", hub, on_hub or is_folder),
-            ("subset", hub, on_hub),
-            ("validation_split", hub, held_on_hub or held_in_folder),
-            ("streaming_block_rows", "data.streaming", source.streaming),
-        ):
+        is_read = {
+            "split": has_splits(source.path),
+            "subset": _is_on_hub(source.path),
+            "validation_split": has_splits(source.validation_path),
+            "streaming_block_rows": source.streaming,
+        }
+        for setting, reads in is_read.items():
             key, value = get_source_key(data, name, setting), getattr(source, setting)
-            if is_used:
+            if reads:
                 used.add(key)
             elif value != getattr(DataSection, setting):
-                unused[key] = f"{key} = {format_value(value)} is for {what}, which is not used. Leave it out."
+                unused[key] = f"{key} = {format_value(value)} has no effect on this data. Leave it out."
     return [text for key, text in unused.items() if key not in used]
 
 

@@ -1,8 +1,8 @@
 """The settings of `[data]`, and its sources: one, or several that are mixed (`[data.sources.NAME]`)."""
 
 import json
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+from dataclasses import dataclass, fields, make_dataclass, replace
+from typing import Any, Literal, cast
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.text import parse_object, suggest
@@ -21,31 +21,7 @@ FIELDS = (
 
 
 @dataclass
-class SourceSection:
-    path: str = setting("", "A file, folder or hub id, as data.path.")
-    weight: float | None = setting(
-        None,
-        "Share of the sequences: its weight divided by all weights. Unset for all: every sequence once per epoch.",
-        gt=0,
-    )
-    pattern: str | None = setting(None, "As data.pattern.")
-    split: str | None = setting(None, "As data.split.")
-    subset: str | None = setting(None, "As data.subset.")
-    validation_path: str | None = setting(None, "As data.validation_path, for the held-out sequences of this source.")
-    validation_share: float | None = setting(None, "As data.validation_share.", lt=1)
-    validation_split: str | None = setting(None, "As data.validation_split.")
-    format: Format | None = setting(None, "As data.format.")
-    text_field: str | None = setting(None, "As data.text_field.")
-    fields: str | None = setting(None, "As data.fields.")
-    converter: str | None = setting(None, "As data.converter.", calls=("row",))
-    train_on: TrainOn | None = setting(None, "As data.train_on.")
-    too_long: TooLong | None = setting(None, "As data.too_long.")
-    bad_rows: BadRows | None = setting(None, "As data.bad_rows.")
-    streaming: bool | None = setting(None, "As data.streaming.")
-
-
-@dataclass
-class DataSection:
+class _OneSource:
     dataset: Literal["stdlib", "text", "examples", "images", "none"] = setting(
         "stdlib",
         "'stdlib': the .py files of Python's standard library. 'text': files under data.path, one document each. "
@@ -125,6 +101,42 @@ class DataSection:
     )
     bpe_vocab_size: int = setting(4096, "Vocabulary size of the BPE tokenizer that is trained on first use.", ge=257)
     cache_folder: str = setting("", "Folder of tokenizers and token files. Empty: ~/.cache/titanlite.")
+
+
+_PER_SOURCE = (
+    *("pattern", "split", "subset", "validation_path", "validation_share", "validation_split", "format", "text_field"),
+    *("fields", "converter", "train_on", "too_long", "bad_rows", "streaming"),
+)
+SourceSection: Any = make_dataclass(
+    "SourceSection",
+    [
+        ("path", str, setting("", "A file, folder or hub id, as data.path.")),
+        (
+            "weight",
+            float | None,
+            setting(
+                None,
+                "Share of the sequences: its weight divided by all weights. Unset for all: every sequence once per "
+                "epoch.",
+                gt=0,
+            ),
+        ),
+        *(
+            (
+                each.name,
+                cast(type, each.type) | None,
+                setting(None, **{**each.metadata, "doc": f"As data.{each.name}."}),
+            )
+            for each in fields(_OneSource)
+            if each.name in _PER_SOURCE
+        ),
+    ],
+    namespace={"__module__": __name__},
+)
+
+
+@dataclass
+class DataSection(_OneSource):
     sources: dict[str, SourceSection] = setting(
         dict, "Data from several places, by names of your own, in place of path; see `titanlite.config.data`."
     )

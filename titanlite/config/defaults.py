@@ -2,8 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -12,8 +10,6 @@ from titanlite.config.assets import is_hub_id
 from titanlite.config.data import get_sources, holds_rows
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import format_value
-
-_MOST_NAMES = 10_000  # of a folder that are looked at
 
 # Peak learning rate where a run begins with pretrained weights, by (is it DPO, are they adapters).
 _FINE_TUNING_RATES = {
@@ -147,21 +143,9 @@ def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixe
         return "examples" if holds_rows(found.name) or (is_hub_id(path) and not found.exists()) else "text"
     if pattern:
         return "examples" if holds_rows(pattern) else "text"
-    names = islice((name for _, _, files in os.walk(found) for name in files), _MOST_NAMES)
+    names = (name for _, _, files in os.walk(found) for name in files)
     kinds = {holds_rows(name) for name in names if name.endswith(".txt") or holds_rows(name)}
     return "mixed" if len(kinds) == 2 else "examples" if True in kinds else "text"
-
-
-def _find_no_text(file: Path) -> str:
-    """Return what `file` is, and what to do, if it is no document; "" if it may be one."""
-    if file.suffix in (".zip", ".tar", ".tgz", ".gz", ".xz", ".bz2", ".zst", ".7z"):
-        return "packed. Unpack it"
-    if file.suffix in (".tsv", ".xlsx", ".xls", ".yaml", ".yml", ".xml", ".pdf", ".docx", ".npy", ".pt", ".pkl"):
-        return f"a {file.suffix} file, and would be trained as it is written. Write rows as .jsonl, .csv or .parquet"
-    with suppress(OSError), open(file, "rb") as stream:
-        if not file.suffix and stream.read(2).startswith((b"{", b"[{")):
-            return "JSON without an ending. Rename it to .jsonl"
-    return ""
 
 
 def _fill_in_data(job: JobConfig, given: Mapping[str, str], default: Callable[[str, object], None]) -> list[str]:
@@ -180,10 +164,6 @@ def _fill_in_data(job: JobConfig, given: Mapping[str, str], default: Callable[[s
     elif job.checkpoint.initial_load_path:
         default("data.dataset", "none")
     sources = get_sources(data).values() if data.dataset == "text" else ()
-    for source in sources:
-        file = Path(os.path.expanduser(source.path))
-        if file.is_file() and (what := _find_no_text(file)):
-            return [f"data.path = {format_value(source.path)} is {what}."]
     rows = [s.path for s in sources if (not Path(s.path).is_dir() and holds_rows(s.path)) or ".jsonl" in s.pattern]
     if rows:
         return [

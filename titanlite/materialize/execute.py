@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.base.agree import gather_objects, list_ranks, merge_problems, raise_together
+from titanlite.base.agree import gather_objects, merge_problems, raise_together
 from titanlite.base.errors import CheckpointError, PlanError, VerifyError, raise_problems
 from titanlite.base.process import read_ranks_here
+from titanlite.base.text import list_names
 from titanlite.materialize.layout import Region, encoding_of, local_of, num_replicas, region_of, write_rows
 from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
 from titanlite.materialize.replicas import broadcast, group_size, share_out
@@ -326,7 +327,7 @@ def _differing(gathered: list[_Digests]) -> list[str]:
         for place, digest in digests.items():
             holders.setdefault(place, {}).setdefault(digest, []).append(rank)
     return [
-        f"{fqn}: replicas differ, between ranks {' and '.join(list_ranks(ranks) for ranks in by_digest.values())}."
+        f"{fqn}: replicas differ, between ranks {' and '.join(map(list_names, by_digest.values()))}."
         for (fqn, _), by_digest in holders.items()
         if len(by_digest) > 1
     ]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -16,11 +15,10 @@ import pytest
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, load_config
-from titanlite.config.assets import find_missing_files, local_folder, resolve_assets, suggest_path
+from titanlite.config.assets import find_missing_files, local_folder, resolve_assets
 from titanlite.config.data import DataSection
 from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection
-from titanlite.data.corpus import find_files
 from titanlite.models.families import families
 from titanlite.preflight import check
 
@@ -368,36 +366,3 @@ def test_command_offline_ends_at_once_without_a_traceback(tmp_path):
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("titanlite: error: configuration: checkpoint.initial_load_path: 'owner/model' is no folder")
-
-
-@pytest.mark.parametrize(
-    ("key", "path", "said"),
-    [
-        ("data.path", "rows/*.jsonl", 'data.path = "rows", data.pattern = "*.jsonl"'),
-        ("data.path", "*.txt", 'data.path = ".", data.pattern = "*.txt"'),
-        ("data.path", "/a/b/**/*.txt", 'data.path = "/a/b", data.pattern = "*.txt"'),
-        ("data.path", "a/*/train-??.jsonl", 'data.path = "a", data.pattern = "*/train-??.jsonl"'),
-        ("data.path", "a/part[0-9].txt", 'data.path = "a", data.pattern = "part[0-9].txt"'),
-        ("data.sources.web.path", "web/*.jsonl", 'data.sources.web.path = "web", data.sources.web.pattern = "*.jsonl"'),
-        ("data.validation_path", "held/*.jsonl", 'data.validation_path = "held". Of its files, data.pattern chooses'),
-        (
-            "data.sources.web.validation_path",
-            "held/*.jsonl",
-            'data.sources.web.validation_path = "held". Of its files, data.sources.web.pattern chooses',
-        ),
-        ("evaluation.path", "held/*.jsonl", "Patterns mean nothing here. Give one file, or the folder held."),
-        ("model.path", "models/*", "Patterns mean nothing here. Give one file, or the folder models."),
-    ],
-)
-def test_a_pattern_of_the_shell_names_the_setting_for_patterns(key, path, said):
-    assert said in suggest_path(key, path)
-
-
-def test_what_is_suggested_for_a_pattern_finds_the_files(tmp_path):
-    for name in ("a/one.txt", "a/b/two.txt", "a/b/three.md"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x")
-    for glob, found in (("a/*.txt", 2), ("a/**/*.txt", 2), ("a/*/t*.txt", 1)):
-        text = suggest_path("data.path", str(tmp_path / glob))
-        folder, pattern = re.findall(r'"([^"]*)"', text)
-        assert len(find_files(Path(folder), pattern)) == found, text

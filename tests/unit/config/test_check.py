@@ -141,7 +141,7 @@ def test_a_folder_that_is_named_like_a_dataset_of_the_hub_is_a_folder(tmp_path, 
     monkeypatch.chdir(tmp_path)
     assert check_values(make_job(**EXAMPLES | {"data__path": "a/b"}, data__split="test")) == []
     (problem,) = check_values(make_job(**EXAMPLES | {"data__path": "a/b"}, data__subset="test"))
-    assert problem == 'data.subset = "test" is for a dataset of the hub, which is not used. Leave it out.'
+    assert problem == 'data.subset = "test" has no effect on this data. Leave it out.'
 
 
 def test_all_problems_are_listed() -> None:

@@ -93,7 +93,7 @@ def test_the_resolved_file_gives_the_same_job(load: Load, tmp_path: Path) -> Non
         ("[data.sources.math]|[data.source.math]", "unknown section 'data.source'; did you mean 'data.sources'?"),
         (
             "weight = 3|weight = 3\nsplit = 'test'",
-            'data.sources.math.split = "test" is for a dataset of the hub, which is not used.',
+            'data.sources.math.split = "test" has no effect on this data.',
         ),
         ("weight = 3|weight = 3\nformat = 'preference'", 'data.train_on = "all" does not go with data.sources.math.f'),
         (
@@ -178,8 +178,8 @@ def test_a_list_of_sources_is_refused_with_the_right_form(load: Load) -> None:
 def test_what_no_source_uses_is_refused(load: Load) -> None:
     """And what one of them uses is not."""
     head = TWO.replace('train_on = "all"', 'split = "test"')
-    assert 'data.split = "test" is for a dataset of the hub, which is not used. Leave it out.' in problem(load, head)
+    assert 'data.split = "test" has no effect on this data. Leave it out.' in problem(load, head)
     assert load(head.replace('"math.jsonl"', '"owner/math"')).data.split == "test"
     rows = TWO.replace('train_on = "all"', "streaming_block_rows = 7")
-    assert "data.streaming_block_rows = 7 is for data.streaming, which is not used." in problem(load, rows)
+    assert "data.streaming_block_rows = 7 has no effect on this data." in problem(load, rows)
     assert load(rows.replace("weight = 3", "weight = 3\nstreaming = true")).data.streaming_block_rows == 7

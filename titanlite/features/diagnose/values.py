@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlite.base.agree import gather_objects, list_ranks
+from titanlite.base.agree import gather_objects
+from titanlite.base.text import list_names
 from titanlite.data.dataset import Batch
 from titanlite.materialize.layout import encoding_of, local_of
 from titanlite.optim.optimizer import Diagnosis
@@ -80,7 +81,7 @@ def _describe(gathered: Sequence[_Found]) -> Diagnosis:
     weights = sorted({name for f in gathered for name in f.weights})
     if weights:
         ranks = [rank for rank, f in enumerate(gathered) if f.weights]
-        sentences.append(f"Weights are not finite: {_names(weights)}, on ranks {list_ranks(ranks)}.")
+        sentences.append(f"Weights are not finite: {_names(weights)}, on ranks {list_names(ranks, most=8)}.")
     # Attention spreads non-finite values to other ranks: the origin is the first place on any of them.
     outputs = sorted(
         (number, f.stage, place, rank, name) for rank, f in enumerate(gathered) for number, place, name in f.outputs
