@@ -15,7 +15,6 @@ from titanlite.base.errors import DataError
 from titanlite.base.files import FolderLock
 from titanlite.base.log import logger
 from titanlite.checkpoint import Progress
-from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.description import describe_versions
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.config import JobConfig
@@ -26,8 +25,7 @@ from titanlite.materialize import Plan
 from titanlite.metrics import profiling, record_event
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.point import EvaluationResult, Results, Window
-from titanlite.metrics.run_folder import get_identity, log_outputs
-from titanlite.models.families import get_loader
+from titanlite.metrics.run_folder import get_identity
 from titanlite.models.interface import Model
 from titanlite.optim import lr_factor
 from titanlite.optim.optimizer import Diagnosis, describe_unreached
@@ -220,7 +218,7 @@ class Trainer:
         self.checkpointer.save(self.model, self.plan, self.stepper.optimizer, progress, card)
 
     def finish(self) -> None:
-        """Save, log the paths of all outputs, and upload. Collective: every rank must call."""
+        """Save, log how the run ended, and upload. Collective: every rank must call."""
         job = self.job
         if self.step > 0 or not self.stopping:  # otherwise stopped before the first step
             self.save()
@@ -246,8 +244,6 @@ class Trainer:
                 "another job.dump_folder to start a new run.",
                 *(self.step, job.training.steps, "epochs" if job.training.epochs else "steps"),
             )
-        newest = step_folder(self.checkpointer.folder, self.step)
-        log_outputs(job, self.dump_folder, newest, get_loader(self.model.config))
         if job.checkpoint.push_to_hub and dist.get_rank() == 0:
             # No collective after it.
             self.push_to_hub(self.checkpointer.final_folder(self.step), job.checkpoint.push_to_hub)

@@ -123,11 +123,9 @@ def test_checkpoint_loads_in_transformers_and_has_learned(run):
     assert not (folder / "titanlite/expert_bias.safetensors").exists(), "transformers routes as this run did"
 
 
-def test_run_ends_with_checkpoint_and_tensorboard_command(run):
+def test_run_ends_with_its_checkpoint_and_the_log_has_all_lines(run):
     done, dump = run
-    end = done.stdout[done.stdout.index("checkpoint: ") :]
-    assert f"checkpoint: {dump / 'checkpoint' / f'step-{STEPS}'}" in end
-    assert f"tensorboard --logdir {dump / 'tb'}" in end
+    assert f"checkpoint: writing {dump / 'checkpoint' / f'step-{STEPS}'}: " in done.stdout.splitlines()[-1]
     assert [line[20:] for line in (dump / "log.txt").read_text().splitlines() if "step " in line] == [
         line[9:] for line in done.stdout.splitlines() if "step " in line and line[2] == ":"
     ]

@@ -107,7 +107,7 @@ def test_a_folder_is_of_one_run(train, home: Path) -> None:
         assert "there with model.path = outputs/mine/checkpoint/step-2" in said
     (home / "outputs/mine/config.toml").unlink()  # the checkpoint knows it, too
     said = train(text.format("more.jsonl"), "--training.steps=2", "--checkpoint.resume=force", code=2)
-    assert "holds another run" in said and "set more than 2 steps, and train the rest in it with --checkpoint." in said
+    assert "holds another run" in said and "train more than 2 steps in all with --checkpoint.resume=force" in said
     said = train(text.format("chats.jsonl"), "--training.steps=1", code=2)
     assert "ask for 1 steps, but the checkpoint in outputs/mine is of step 2" in said
     (home / "elsewhere").mkdir()

@@ -7,11 +7,10 @@ import math
 import operator
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 from titanlite.base.errors import ConfigError
-from titanlite.base.text import find_near, parse_date, parse_multipliers, parse_object, split_patterns
+from titanlite.base.text import parse_date, parse_multipliers, parse_object, split_patterns
 from titanlite.config.assets import is_hub_id
 from titanlite.config.data import DataSection, get_fields, get_source_key, get_sources
 from titanlite.config.schema import JobConfig, OptimizerSection
@@ -59,7 +58,7 @@ def _check_data(job: JobConfig) -> list[str]:
     sources = get_sources(data)
     problems = [problem for name, source in sources.items() for problem in _check_source(data, name, source)]
     problems = list(dict.fromkeys(problems))  # what several sources have from [data] is one problem
-    problems = problems or (_find_unused(data) if data.dataset == "examples" else [])
+    problems = problems or _find_unused(data)
     streams = [get_source_key(data, name, "streaming") for name, source in sources.items() if source.streaming]
     if job.training.epochs and streams:
         key = streams[0]
@@ -99,26 +98,18 @@ def _check_sources(data: DataSection) -> list[str]:
 
 
 def _check_held_out(job: JobConfig) -> list[str]:
-    """Return problems of held-out data: a share without effect, and users of it that find nothing."""
-    data, sources, empty = job.data, get_sources(job.data), []
-    for name, source in sources.items():
-        names = ("validation_share", "validation_path", "streaming")
-        share, path, streaming = (get_source_key(data, name, setting) for setting in names)
-        other = f"{path} is" if source.validation_path else f"{streaming}, which holds no rows out, is"
-        inherited = bool(name) and share == "data.validation_share"  # of use for other sources
-        if source.validation_share is not None and (source.validation_path or source.streaming) and not inherited:
-            value = format_value(source.validation_share)
-            return [f"{share} = {value} has no effect where {other} set. Leave it out."]
-        if not source.validation_path and (source.streaming or source.validation_share == 0):
-            empty.append(f"{streaming} holds no rows out" if source.streaming else f"{share} = 0 holds nothing out")
-    if len(empty) < len(sources):  # one source with held-out rows is enough
+    """Return a problem for each user of held-out data that finds none."""
+    data = job.data
+    sources = get_sources(data).values()
+    if any(source.validation_path or not (source.streaming or source.validation_share == 0) for source in sources):
         return []
     users = {
         "validation.enable is on": job.validation.enable,
         "evaluation.enable is on and evaluation.path empty": job.evaluation.enable and not job.evaluation.path,
     }
     path = f"data.sources.{next(iter(data.sources))}.validation_path" if data.sources else "data.validation_path"
-    return [f"{empty[0]}, but {user}. Set {path}, or switch one of them off." for user in users if users[user]]
+    why = "no rows are held out (data.validation_share is 0, or data.streaming is on)"
+    return [f"{why}, but {user}. Set {path}, or switch one of them off." for user in users if users[user]]
 
 
 def _check_source(data: DataSection, name: str, source: DataSection) -> list[str]:
@@ -128,9 +119,6 @@ def _check_source(data: DataSection, name: str, source: DataSection) -> list[str
         return get_source_key(data, name, setting)
 
     path = get_key("path")
-    near = find_near(name, [other for other in data.sources if other != name])
-    if name and not source.path and near:
-        return [f"data.sources.{name} has no path; did you mean data.sources.{near}? Else set {path}."]
     wanted = {"text": "a text file or a folder", "images": "a .jsonl file", "examples": "a file, folder or hub id"}
     if bool(source.path) != (source.dataset in wanted):
         dataset = f"data.dataset = {format_value(source.dataset)}"
@@ -149,22 +137,7 @@ def _check_source(data: DataSection, name: str, source: DataSection) -> list[str
             get_fields(source, get_key("fields"))
         except ConfigError as error:
             return [str(error)]
-        own_field = not name or get_key("text_field") != "data.text_field"
-        if own_field and source.text_field != DataSection.text_field and source.format not in ("auto", "text"):
-            return [
-                f"{get_key('text_field')} = {format_value(source.text_field)} has no effect on {get_key('format')} = "
-                + f'{format_value(source.format)}. Set {get_key("format")} = "text", or leave '
-                + f"{get_key('text_field')} out."
-            ]
         return []
-    given = [
-        get_key(field.name)
-        for field in fields(source)
-        if field.name in _OF_EXAMPLES and getattr(source, field.name) != field.default
-    ]
-    if given:
-        are = "have" if len(given) > 1 else "has"
-        return [f'{", ".join(given)} {are} an effect on data.dataset = "examples" only. Set that, or remove them.']
     if source.dataset in ("text", "stdlib") and not source.packing:
         return [
             f"{get_key('packing')} = false: documents of files are packed. Write them as rows with a field 'text', and "
@@ -179,25 +152,32 @@ def _is_on_hub(path: str) -> bool:
 
 
 def _find_unused(data: DataSection) -> list[str]:
-    """Return a problem for each setting of examples, or of one of their sources, that has an effect on none."""
+    """Return a problem for each setting of examples that nothing in these data reads."""
 
     def has_splits(path: str) -> bool:
         return path != "" and (_is_on_hub(path) or Path(path).is_dir())
 
     unused, used = dict[str, str](), set[str]()
     for name, source in get_sources(data).items():
-        is_read = {
-            "split": has_splits(source.path),
-            "subset": _is_on_hub(source.path),
-            "validation_split": has_splits(source.validation_path),
-            "streaming_block_rows": source.streaming,
-        }
+        is_read = dict.fromkeys(_OF_EXAMPLES, source.dataset == "examples")
+        is_read["validation_share"] = not source.validation_path and not source.streaming
+        if source.dataset == "examples":
+            is_read |= {
+                "split": has_splits(source.path),
+                "subset": _is_on_hub(source.path),
+                "validation_split": has_splits(source.validation_path),
+                "streaming_block_rows": source.streaming,
+                "text_field": source.format in ("auto", "text"),
+            }
         for setting, reads in is_read.items():
             key, value = get_source_key(data, name, setting), getattr(source, setting)
             if reads:
                 used.add(key)
             elif value != getattr(DataSection, setting):
-                unused[key] = f"{key} = {format_value(value)} has no effect on this data. Leave it out."
+                kind = format_value(source.dataset)
+                unused[key] = (
+                    f"{key} = {format_value(value)} has no effect on this data (data.dataset = {kind}). Leave it out."
+                )
     return [text for key, text in unused.items() if key not in used]
 
 
@@ -214,8 +194,6 @@ def _check_contradictions(job: JobConfig) -> list[str]:
         optimizer.name == "Muon",
     )
     is_option = option == "op" or re.fullmatch("[1-9][0-9]*", option) is not None
-    is_local = is_hub_id(model.name) or Path(model.name or "-").is_dir()
-    meant = f'; did you mean model.path = "{model.name}"?' if is_local else "."
     needs_cache = job.dpo.reference == "cached" or (job.dpo.reference == "auto" and (lora.rank == 0 or lora.init_from))
     streams = [name for name, source in get_sources(job.data).items() if source.streaming]
     stream = get_source_key(job.data, streams[0], "streaming") if streams else ""
@@ -233,7 +211,7 @@ def _check_contradictions(job: JobConfig) -> list[str]:
         ),
         (
             not (model.flavor or model.hf_assets_path or checkpoint.initial_load_path),
-            f"model.path and model.flavor are both empty, so there is no model{meant} Set model.path to a folder or "
+            "model.path and model.flavor are both empty, so there is no model. Set model.path to a folder or "
             "hub id, or model.name and model.flavor for a new model with random weights.",
         ),
         *((True, problem) for problem in _find_wrong_texts(job)),

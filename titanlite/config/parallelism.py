@@ -159,33 +159,70 @@ def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
 def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
     """Return everything that the model's sizes and the batch sizes forbid, one message each."""
     if isinstance(model, TransformersConfig):
-        return _check_transformers(job, model, degrees) + _check_batches(job, model, degrees)
-    problems, tp, ep = list[str](), degrees.tp, degrees.ep
-    split = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "vocab_size": model.vocab_size}
-    split |= _feed_forward_widths(model)
-    for name, size in split.items():
-        if size % tp:
-            problems.append(f"parallelism: tensor_parallel_degree ({tp}) does not divide {name} ({size}).")
-    if job.training.seq_len % degrees.ranks_per_sequence:
-        split_by = f"context_parallel_degree ({degrees.cp}) * " if degrees.cp > 1 else ""
-        problems.append(
+        problems = _check_transformers(job, model, degrees)
+    else:
+        problems = _check_native(job, model, degrees)
+    return problems + _check_experts(model, degrees.ep) + _check_lengths(job, model, degrees)
+
+
+def _check_native(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[str]:
+    tp, cp, pp, layers = degrees.tp, degrees.cp, degrees.pp, degrees.layers
+    widths = _feed_forward_widths(model)
+    split = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "vocab_size": model.vocab_size, **widths}
+    problems = [
+        f"parallelism: tensor_parallel_degree ({tp}) does not divide {name} ({size})."
+        for name, size in split.items()
+        if size % tp
+    ]
+    heads, kv_heads = model.num_heads // tp, max(model.num_kv_heads // tp, 1)
+    split_by = f"context_parallel_degree ({cp}) * " if cp > 1 else ""
+    rows: list[tuple[object, str]] = [
+        (
+            job.training.seq_len % degrees.ranks_per_sequence,
             f"training.seq_len ({job.training.seq_len}) is not a multiple of {split_by}tensor_parallel_degree ({tp}): "
-            "activations are sequence-sharded."
-        )
-    problems += _check_stages(model, degrees) + _check_blocks(job, model, degrees)
-    if not any(size % tp for size in (model.num_heads, model.num_kv_heads)):
-        problems += _check_heads(model, degrees)
-    if unfit := _check_experts(model, ep):
-        problems += unfit
-    elif model.num_experts and degrees.expert_shard_dim(model.num_experts) == 1:
-        widths = {"2 * moe_intermediate_size": 2 * model.moe_intermediate_size, "hidden_size": model.hidden_size}
+            "activations are sequence-sharded.",
+        ),
+        (
+            not problems and (heads % cp or (kv_heads % cp and cp % kv_heads)),
+            f"parallelism: context_parallel_degree ({cp}) does not divide the {heads} attention heads, or is neither a "
+            f"divisor nor a multiple of the {kv_heads} key/value heads, that tensor_parallel_degree ({tp}) leaves: "
+            "inside attention each rank has some of them. Lower one of the degrees.",
+        ),
+        (
+            pp > 1 and model.tie_word_embeddings,
+            f"parallelism: pipeline_parallel_degree is {pp}, but the model's output head is its embedding (tied), and "
+            "the one is in the last stage, the other in the first. Set it to 1.",
+        ),
+        (
+            not layers and model.num_layers < pp,
+            f"parallelism: pipeline_parallel_degree ({pp}) is more than the model's {model.num_layers} layers. Lower "
+            "it.",
+        ),
+        (
+            layers and (sum(layers) != model.num_layers or 0 in layers),
+            f"parallelism.pipeline_parallel_layers: {' + '.join(map(str, layers))} = {sum(layers)}, but the model has "
+            f"{model.num_layers} layers, and each stage needs one or more. Correct it, or leave it out.",
+        ),
+    ]
+    problems += [text for is_wrong, text in rows if is_wrong]
+    form = job.lora.base_dtype
+    if form in BLOCK_SIZES and tp > 1:
+        widths = {"num_heads * head width": model.num_heads * model.value_head_dim, **widths}
         problems += [
-            f"parallelism: {degrees.efsdp * ep} ranks share {model.num_experts} experts, so each is split in "
-            f"{degrees.efsdp}, but that does not divide {name} ({size}). Raise expert_parallel_degree."
-            for name, size in widths.items()
-            if size % degrees.efsdp
+            f"lora.base_dtype = '{form}' keeps blocks of {BLOCK_SIZES[form]} values, but {name} ({width}) is not so "
+            f"many for each of tensor_parallel_degree ({tp}) ranks, or a multiple. Lower tensor_parallel_degree."
+            for name, width in widths.items()
+            if width % (tp * BLOCK_SIZES[form])
         ]
-    return problems + _check_batches(job, model, degrees)
+    if not model.num_experts or model.num_experts % degrees.ep or degrees.expert_shard_dim(model.num_experts) != 1:
+        return problems
+    widths = {"2 * moe_intermediate_size": 2 * model.moe_intermediate_size, "hidden_size": model.hidden_size}
+    return problems + [
+        f"parallelism: {degrees.efsdp * degrees.ep} ranks share {model.num_experts} experts, so each is split in "
+        f"{degrees.efsdp}, but that does not divide {name} ({size}). Raise expert_parallel_degree."
+        for name, size in widths.items()
+        if size % degrees.efsdp
+    ]
 
 
 def _check_experts(model: AnyModelConfig, ep: int) -> list[str]:
@@ -205,61 +242,9 @@ def _feed_forward_widths(model: ModelConfig) -> dict[str, int]:
     return widths
 
 
-def _check_blocks(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[str]:
-    """Check that tensor parallelism splits the inputs of layers between the blocks of `lora.base_dtype`."""
-    form = job.lora.base_dtype
-    if form not in BLOCK_SIZES or degrees.tp == 1:
-        return []
-    widths = {"num_heads * head width": model.num_heads * model.value_head_dim, **_feed_forward_widths(model)}
-    return [
-        f"lora.base_dtype = '{form}' keeps blocks of {BLOCK_SIZES[form]} values, but {name} ({width}) is not so many "
-        f"for each of tensor_parallel_degree ({degrees.tp}) ranks, or a multiple. Lower tensor_parallel_degree."
-        for name, width in widths.items()
-        if width % (degrees.tp * BLOCK_SIZES[form])
-    ]
-
-
-def _check_stages(model: ModelConfig, degrees: Degrees) -> list[str]:
-    """Check that the layers can be split into pipeline stages."""
-    pp, num_layers = degrees.pp, model.num_layers
-    if pp == 1:
-        return []
-    problems = []
-    if model.tie_word_embeddings:
-        problems.append(
-            f"parallelism: pipeline_parallel_degree is {pp}, but the model's output head is its embedding (tied), and "
-            "the one is in the last stage, the other in the first. Set it to 1."
-        )
-    if not degrees.layers and num_layers < pp:
-        problems.append(
-            f"parallelism: pipeline_parallel_degree ({pp}) is more than the model's {num_layers} layers. Lower it."
-        )
-    elif degrees.layers and (sum(degrees.layers) != num_layers or 0 in degrees.layers):
-        problems.append(
-            f"parallelism.pipeline_parallel_layers: {' + '.join(map(str, degrees.layers))} = {sum(degrees.layers)}, "
-            f"but the model has {num_layers} layers, and each stage needs one or more. "
-            "Correct it, or leave it out."
-        )
-    return problems
-
-
-def _check_heads(model: ModelConfig, degrees: Degrees) -> list[str]:
-    """Check that cp ranks can share the heads that tp leaves each of them."""
-    cp, tp = degrees.cp, degrees.tp
-    heads, kv_heads = model.num_heads // tp, model.num_kv_heads // tp
-    if heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0):
-        return []
-    return [
-        f"parallelism: context_parallel_degree ({cp}) does not divide the {heads} attention heads, or is neither a "
-        f"divisor nor a multiple of the {kv_heads} key/value heads, that tensor_parallel_degree ({tp}) leaves: inside "
-        "attention each rank has some of them. Lower one of the degrees."
-    ]
-
-
 def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degrees) -> list[str]:
     """Return what a class of transformers cannot do here, and settings that it would ignore."""
     what = f"{model.architecture} is transformers' implementation"
-    problems = _check_experts(model, degrees.ep)
     form, backend = job.lora.base_dtype, job.model.attention_backend
     rows = (
         ("parallelism.context_parallel_degree", degrees.cp, degrees.cp > 1, "attention cannot be split so"),
@@ -271,7 +256,7 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
         ("compile.enable", job.compile.enable, job.compile.enable, "layers are not compiled"),
         ("model.attention_backend", backend, backend == "varlen", "attention is the class's own"),
     )
-    problems += [
+    problems = [
         f"{key} = {format_value(value)}: {what}, whose {why} here. Leave it out, or use a native family."
         for key, value, is_set, why in rows
         if is_set
@@ -290,46 +275,52 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
     return problems
 
 
-def _check_batches(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
+def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
     """Check what holds for models of both kinds: when parameters are freed, batches, and lengths of sequences."""
-    problems: list[str] = []
-    if job.parallelism.fsdp_once_per_step and job.parallelism.fsdp_reshard_after_forward == "always":
-        problems.append(
-            "parallelism.fsdp_once_per_step keeps gathered parameters for a whole step, and fsdp_reshard_after_forward "
-            "= 'always' frees them after each forward. Leave one of the two out."
-        )
-    if job.data.dataset == "images" and not (isinstance(model, TransformersConfig) and model.takes_images):
-        problems.append(f'data.dataset = "images": {model.family} takes no images. Use an image-and-text model.')
-    local, total = job.training.local_batch_size, job.training.global_batch_size
-    if total and total > 0 and total % (local * degrees.dp):
-        problems.append(
-            f"training.global_batch_size ({total}) is not a multiple of local_batch_size ({local}) * data-parallel "
-            f"degree ({degrees.dp}) = {local * degrees.dp}."
-        )
-    if model.max_position_embeddings is not None and job.training.seq_len > model.max_position_embeddings:
-        problems.append(
-            f"training.seq_len ({job.training.seq_len}) exceeds the model's max_position_embeddings "
-            f"({model.max_position_embeddings}). Set it to that or less."
-        )
-    is_alone = job.training.local_batch_size == 1 and not job.data.packing and job.training.objective != "dpo"
-    limit = model.rope_limit if isinstance(model, TransformersConfig) and not is_alone else None  # pairs share a row
-    if limit is not None and job.training.seq_len > limit:
-        problems.append(
-            f"training.seq_len ({job.training.seq_len}): beyond {limit} tokens (original_max_position_embeddings) the "
+    parallelism, training = job.parallelism, job.training
+    is_transformers = isinstance(model, TransformersConfig)
+    batch, total = training.local_batch_size * degrees.dp, training.global_batch_size or -1
+    most = model.max_position_embeddings
+    is_alone = training.local_batch_size == 1 and not job.data.packing and training.objective != "dpo"
+    limit = model.rope_limit if is_transformers and not is_alone else None  # pairs share a row
+    scaling = None if is_transformers else model.rope_scaling
+    reached = None
+    if scaling is not None and scaling.rope_type == "yarn":
+        reached = round(scaling.factor * scaling.original_max_position_embeddings)
+    rows: list[tuple[object, str]] = [
+        (
+            parallelism.fsdp_once_per_step and parallelism.fsdp_reshard_after_forward == "always",
+            "parallelism.fsdp_once_per_step keeps gathered parameters for a whole step, and "
+            "fsdp_reshard_after_forward = 'always' frees them after each forward. Leave one of the two out.",
+        ),
+        (
+            job.data.dataset == "images" and not (is_transformers and model.takes_images),
+            f'data.dataset = "images": {model.family} takes no images. Use an image-and-text model.',
+        ),
+        (
+            total > 0 and total % batch,
+            f"training.global_batch_size ({total}) is not a multiple of local_batch_size "
+            f"({training.local_batch_size}) * data-parallel degree ({degrees.dp}) = {batch}.",
+        ),
+        (
+            most is not None and training.seq_len > most,
+            f"training.seq_len ({training.seq_len}) exceeds the model's max_position_embeddings ({most}). Set it to "
+            "that or less.",
+        ),
+        (
+            limit is not None and training.seq_len > limit,
+            f"training.seq_len ({training.seq_len}): beyond {limit} tokens (original_max_position_embeddings) the "
             f"rotary frequencies of {model.family} follow the longest document of a forward, so documents would depend "
             f"on their neighbours. Set training.seq_len = {limit}; examples that are no pairs can also be trained one "
-            "by one, with data.packing = false and training.local_batch_size = 1."
-        )
-    scaling = None if isinstance(model, TransformersConfig) else model.rope_scaling
-    if scaling is not None and scaling.rope_type == "yarn":
-        factor, original = scaling.factor, scaling.original_max_position_embeddings
-        if job.training.seq_len > (reached := round(factor * original)):
-            problems.append(
-                f"training.seq_len ({job.training.seq_len}) exceeds the {reached} tokens that YaRN reaches here, its "
-                f"factor ({factor}) * original_max_position_embeddings ({original}). Raise "
-                "model.overrides.rope_scaling.factor."
-            )
-    return problems
+            "by one, with data.packing = false and training.local_batch_size = 1.",
+        ),
+        (
+            reached is not None and training.seq_len > reached,
+            f"training.seq_len ({training.seq_len}) exceeds the {reached} tokens that YaRN reaches here, its factor * "
+            "original_max_position_embeddings. Raise model.overrides.rope_scaling.factor.",
+        ),
+    ]
+    return [text for is_wrong, text in rows if is_wrong]
 
 
 def resolve_seq_len(job: JobConfig, model: AnyModelConfig) -> JobConfig:

@@ -29,7 +29,6 @@ from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.assets import weights_key
 from titanlite.config.data import DataSection
 from titanlite.data.corpus import Corpus, get_cache_folder, load_or_build, split_text
-from titanlite.models.families.config_json import load_config_and_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -185,9 +184,6 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
         else:
             tokenizer = load_tokenizer_file(file)
     except Exception as error:  # the tokenizers library raises nothing more specific for a malformed file
-        if path.is_dir() and (path / "config.json").is_file():  # which transformers reads too, and may be to blame
-            with suppress(OSError, ValueError):  # then it is no JSON, which transformers has said
-                load_config_and_class(read_json(path / "config.json"), f"{path / 'config.json'}")
         raise DataError(
             f"data: tokenizer_path {path}: transformers cannot load it ({describe_error(error)}). "
             "Check the files, or empty data.tokenizer_path to train a byte-level BPE."

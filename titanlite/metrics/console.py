@@ -19,6 +19,7 @@ from titanlite.base.process import raw_output
 
 _MUCH_PADDING = 0.1
 _SHOWN = (("loss", "loss/train", 4), ("accuracy", "rewards/accuracy", 2), ("margin", "rewards/margin", 3))
+_MEMORY = {"memory/max_reserved_gib": "mem", "memory/host_peak_rss_gib": "host mem"}
 _WIDEST_BAR = 24
 _REDRAW_S = 0.1
 _PACE_S = 3600.0  # of the latest steps, from which the remaining time is estimated
@@ -56,8 +57,7 @@ def format_line(
         parts.append(f"MFU {values['throughput/mfu']:4.1%}")
     if (share := values.get("data/padding", 0.0)) >= _MUCH_PADDING:
         parts.append(f"padding {share:.0%}")
-    memory = [values[name] for name in ("memory/max_reserved_gib", "memory/host_peak_rss_gib") if name in values]
-    parts += [f"{label} {gib:.2f} GiB" for label, gib in zip(("mem", "host mem"), memory, strict=False)]
+    parts += [f"{label} {values[name]:.2f} GiB" for name, label in _MEMORY.items() if name in values]
     layers = layers or {}
     if ratios := layers.get("moe/load_max_over_mean"):
         bound = f" of at most {most_load:.2f}" if most_load else ""

@@ -144,8 +144,7 @@ def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> None
     never = "lora.rank" in text  # its weights do not fit
     if text and (job.checkpoint.resume == "auto" or step >= asked or never):
         weights = Path(folder) / job.checkpoint.folder / f"step-{step}"
-        more = f"train {asked - step} more steps" if step < asked else f"set more than {step} steps, and train the rest"
-        forced = "" if never else f", or {more} in it with --checkpoint.resume=force"
+        forced = "" if never else f", or train more than {step} steps in all with --checkpoint.resume=force"
         raise ConfigError(
             f"checkpoint: {folder} holds another run, at step {step}: {text}. Set another job.dump_folder to begin "
             f"anew, there with model.path = {weights} to begin with its weights{forced}."
@@ -198,15 +197,6 @@ def record_event(kind: str, text: str, step: int) -> None:
         file.append((json.dumps(event) + "\n").encode("ascii"))
     except OSError as error:
         logger.warning("metrics: cannot write %s: %s. The event was: %s", file.path, error.strerror or error, text)
-
-
-def log_outputs(job: JobConfig, dump_folder: Path, checkpoint: Path, cls: str) -> None:
-    """Log where everything is at the end of a run; `cls` is the class of transformers that loads `checkpoint`."""
-    if job.checkpoint.enable:
-        how = "peft: PeftModel" if job.lora.rank else f"transformers: {cls}"
-        logger.info("checkpoint: %s (%s.from_pretrained)", checkpoint, how)
-    if job.metrics.enable_tensorboard:
-        logger.info("metrics:    tensorboard --logdir %s", dump_folder / job.metrics.save_tb_folder)
 
 
 @contextmanager

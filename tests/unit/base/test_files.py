@@ -13,8 +13,6 @@ from titanlite.base import files as run_files
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.files import AppendedFile, is_full, open_regular, parse_json, read_regular, replace_file
 from titanlite.config import load_config
-from titanlite.config.assets import find_missing_files
-from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import build_text_corpus
 from titanlite.data.tokenizer import load_tokenizer
@@ -93,17 +91,6 @@ def test_nothing_is_written_to_what_is_no_regular_file(
             make_dump_folder(JobConfig(), tmp_path)
 
     run_ranks(1, rank_main)
-
-
-@pytest.mark.parametrize("kind", SPECIAL)
-def test_special_files_are_found_before_the_start(tmp_path: Path, impatient: None, kind: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    SPECIAL[kind](path)
-    job = JobConfig(data=DataSection(dataset="examples", path=str(path), tokenizer_path=str(tmp_path)))
-    (problem,) = find_missing_files(job)
-    assert (
-        problem == f"data.path: cannot read {path}: it is {kind}, not a regular file. Give a file or a folder of files."
-    )
 
 
 def test_regular_files_links_to_them_and_their_limit(tmp_path: Path) -> None:

@@ -113,13 +113,6 @@ def test_what_looks_like_a_path_never_goes_to_the_hub(name, asked):
     assert asked == []
 
 
-@pytest.mark.parametrize("name", ["./a/b", "../a/b", "/a/b", "a/b/c", "a", "a/b/"])
-@pytest.mark.parametrize("key", ["initial_load_path", "hf_assets_path"])
-def test_paths_of_a_job_never_go_to_the_hub(name, key, asked):
-    resolve_assets(job_of(**{key: name}))
-    assert asked == []
-
-
 def test_home_of_nobody_is_no_traceback(asked):
     name = "~no_such_user_here/model"
     try:
@@ -168,20 +161,6 @@ def test_weights_only_where_wanted_and_never_pickle_files(asked, weights):
     for _, options in asked:
         wanted = list(huggingface_hub.utils.filter_repo_objects(names, allow_patterns=options["allow_patterns"]))
         assert wanted == names[: 3 if weights else 2]
-
-
-def test_download_comes_after_the_cache(tmp_path, monkeypatch):
-    calls = []
-
-    def snapshot_download(repository, *, local_files_only, **_):
-        calls.append(local_files_only)
-        if local_files_only:
-            raise huggingface_hub.errors.LocalEntryNotFoundError("no")
-        return str(write_model(tmp_path / "downloaded"))
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert local_folder(KEY, "a/b", weights=True) == str(tmp_path / "downloaded")
-    assert calls == [True, False]
 
 
 def test_cached_description_without_weights_is_completed(tmp_path, monkeypatch):
@@ -233,29 +212,6 @@ def test_neither_cached_nor_online(cache):
 
 
 @pytest.mark.parametrize(
-    "name", ["owner/model--v2", "owner/model..v2", "owner/model.", "owner/model.git", "owner/" + "x" * 120]
-)
-def test_names_that_the_hub_does_not_allow(name, cache):
-    with pytest.raises(ConfigError, match=KEY) as error:
-        local_folder(KEY, name, weights=False)
-    assert f"'{name}'" in str(error.value)
-
-
-def test_network_that_breaks_in_the_middle(cache, monkeypatch):
-    # The hub's own errors derive from this one of its HTTP library, and so do those of the network.
-    (http_error,) = (kind for kind in huggingface_hub.errors.HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
-
-    def snapshot_download(repository, *, local_files_only, **_):
-        if local_files_only:
-            raise huggingface_hub.errors.LocalEntryNotFoundError("no")
-        raise http_error("The read operation timed out")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ConfigError, match=r"'owner/model' .* cannot be downloaded: The read operation timed out"):
-        local_folder(KEY, "owner/model", weights=False)
-
-
-@pytest.mark.parametrize(
     ("status", "remedy"), [(401, "set HF_TOKEN."), (403, "hf auth login"), (404, "give a local folder")]
 )
 def test_remedy_follows_from_what_the_hub_answers(cache, monkeypatch, status, remedy):
@@ -277,19 +233,6 @@ def test_remedy_follows_from_what_the_hub_answers(cache, monkeypatch, status, re
 # ---- what a job takes from where ----
 
 
-def test_only_the_description_where_weights_are_not_wanted(asked):
-    for job in (job_of(initial_load_path="a/b"), job_of(initial_load_path="a/b", flavor="debug")):
-        with pytest.raises(ConfigError):
-            resolve_assets(job, weights=False)
-    assert asked and all("*.safetensors" not in options["allow_patterns"] for _, options in asked)
-
-
-def test_nothing_to_resolve(asked):
-    job = job_of(flavor="debug")
-    assert resolve_assets(job) == job
-    assert asked == []
-
-
 def test_pretrained_model_alone_supplies_sizes_and_tokenizer(tmp_path):
     folder = str(write_model(tmp_path / "model"))
     assert paths_of(resolve_assets(job_of(folder))) == (folder, folder, "")  # a tokenizer is looked for in the assets
@@ -301,22 +244,9 @@ def test_pretrained_model_with_a_flavor_supplies_the_tokenizer(tmp_path):
     assert paths_of(resolve_assets(job_of(folder, flavor="debug", tokenizer_path="mine"))) == (folder, "", "mine")
 
 
-def test_pretrained_model_without_a_tokenizer(tmp_path):
-    folder = str(write_model(tmp_path / "model", tokenizer=False))
-    assert paths_of(resolve_assets(job_of(folder, flavor="debug"))) == (folder, "", "")
-
-
 def test_assets_of_their_own_come_first(tmp_path):
     model, assets = str(write_model(tmp_path / "model")), str(write_model(tmp_path / "assets", weights=False))
     assert paths_of(resolve_assets(job_of(model, assets))) == (model, assets, "")
-
-
-def test_hub_ids_of_a_job(cache):
-    folder = str(add_to_cache(cache, "owner/model"))
-    other = str(add_to_cache(cache, "owner/base", weights=False))
-    assert paths_of(resolve_assets(job_of("owner/model"))) == (folder, folder, "")
-    assert paths_of(resolve_assets(job_of("owner/model", "owner/base"))) == (folder, other, "")
-    assert paths_of(resolve_assets(job_of("owner/model", flavor="debug"))) == (folder, "", folder)
 
 
 def test_job_that_was_given_is_left_alone_and_resolving_again_changes_nothing(cache):

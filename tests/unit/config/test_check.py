@@ -1,13 +1,12 @@
 """Range checks: what passes, what is refused and in which words."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from titanlite.config import JobConfig
 from titanlite.config.check import check_values
-from titanlite.config.settings import format_value, get_value
+from titanlite.config.settings import format_value
 
 
 def make_job(**values: Any) -> JobConfig:
@@ -26,33 +25,16 @@ def make_job(**values: Any) -> JobConfig:
     [
         ("training.steps", [0, 1], [-1]),
         ("training.seq_len", [1, -1], [0, -2]),
-        ("training.local_batch_size", [1], [0]),
         ("training.global_batch_size", [-1, 1], [0, -2]),
         ("training.max_norm", [0.0, 1.0], [-0.1, float("nan"), float("inf")]),
-        ("training.loss_chunk_tokens", [0], [-1]),
         ("optimizer.lr", [1e-9, 1.0], [0.0, 5.0, float("nan")]),
-        ("optimizer.beta1", [0.0, 0.999], [1.0, -0.1]),
         ("optimizer.beta2", [0.0, 0.999], [1.0, -0.1]),
         ("optimizer.eps", [1e-30], [0.0, -1e-8]),
-        ("optimizer.weight_decay", [0.0], [-0.1]),
         ("lr_scheduler.warmup_steps", [0, -1], [-2]),
         ("lr_scheduler.decay_ratio", [None, 0.1, 1.0], [0.0, 1.1]),
-        ("lr_scheduler.min_lr_factor", [0.0, 1.0], [-0.1, 1.1]),
-        ("parallelism.data_parallel_replicate_degree", [1], [0, -1]),
         ("parallelism.data_parallel_shard_degree", [-1, 1], [0, -2]),
-        ("parallelism.tensor_parallel_degree", [1], [0, -1]),
-        ("parallelism.expert_parallel_degree", [1], [0, -1]),
-        ("moe.expert_bias_update_rate", [0.0], [-1e-3]),
-        ("moe.aux_loss_coeff", [0.0], [-1e-3]),
-        ("moe.z_loss_coeff", [0.0], [-1e-3]),
         ("activation_checkpoint.selective_ac_option", ["op", "1", "12"], ["", "0", "-1", "1.5", "ops", "01", "2\n"]),
-        ("metrics.log_freq", [1], [0]),
-        ("profiling.profile_freq", [1], [0]),
         ("data.bpe_vocab_size", [257], [256]),
-        ("validation.freq", [1], [0]),
-        ("validation.steps", [0], [-1]),
-        ("comm.timeout_seconds", [1], [0]),
-        ("lora.rank", [0], [-1]),
     ],
 )
 def test_range_is_enforced_at_its_ends(key: str, good: list[Any], bad: list[Any]) -> None:
@@ -122,10 +104,10 @@ def test_rows_are_held_out_where_someone_wants_them() -> None:
     )
     for other in ({"data__validation_path": "b.jsonl"}, {"data__streaming": True}):
         (problem,) = check_values(make_job(**EXAMPLES, **other, data__validation_share=0.1))
-        assert problem.startswith("data.validation_share = 0.1 has no effect where data."), problem
+        assert problem.startswith("data.validation_share = 0.1 has no effect on this data"), problem
     for user in ("validation__enable", "evaluation__enable"):
         (problem,) = check_values(make_job(**EXAMPLES, **{user: True}, data__validation_share=0.0))
-        assert problem.startswith(f"data.validation_share = 0 holds nothing out, but {user.replace('__', '.')} is on")
+        assert problem.startswith("no rows are held out") and f"{user.replace('__', '.')} is on" in problem
     elsewhere = {"evaluation__enable": True, "evaluation__path": "test.jsonl"}
     assert check_values(make_job(**EXAMPLES, **elsewhere, data__validation_share=0.0)) == []
 
@@ -141,7 +123,7 @@ def test_a_folder_that_is_named_like_a_dataset_of_the_hub_is_a_folder(tmp_path, 
     monkeypatch.chdir(tmp_path)
     assert check_values(make_job(**EXAMPLES | {"data__path": "a/b"}, data__split="test")) == []
     (problem,) = check_values(make_job(**EXAMPLES | {"data__path": "a/b"}, data__subset="test"))
-    assert problem == 'data.subset = "test" has no effect on this data. Leave it out.'
+    assert problem == 'data.subset = "test" has no effect on this data (data.dataset = "examples"). Leave it out.'
 
 
 def test_all_problems_are_listed() -> None:
@@ -151,46 +133,6 @@ def test_all_problems_are_listed() -> None:
         "comm.timeout_seconds",
         "data.dataset",
     ]
-
-
-def test_get_value_reads_nested_keys() -> None:
-    job = JobConfig()
-    job.model.overrides.num_layers = 3
-    assert get_value(job, "model.overrides.num_layers") == 3
-    with pytest.raises(AttributeError):
-        get_value(job, "model.layers")
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (True, "true"),
-        (1, "1"),
-        (1e-5, "1e-05"),
-        ('a"b\\c\n\x00\x7f\r', '"a\\"b\\\\c\\n\\u0000\\u007f\\r"'),
-        (Path("x"), "x"),
-    ],
-)
-def test_format_value_writes_toml(value: object, text: str) -> None:
-    assert format_value(value) == text
-
-
-@pytest.mark.parametrize(
-    ("key", "good", "bad"),
-    [
-        ("lora.rank", [1], [-1]),
-        ("lora.alpha", [1e-9, 16.0], [0.0, -1.0, float("nan")]),
-        ("lora.dropout", [0.0, 0.99], [1.0, -0.1]),
-        ("dpo.beta", [1e-9, 0.1], [0.0, -1.0, float("nan")]),
-        ("dpo.label_smoothing", [0.0, 0.49], [0.5, -0.1]),
-    ],
-)
-def test_ranges_of_fine_tuning(key: str, good: list[float], bad: list[float]) -> None:
-    name = key.replace(".", "__")
-    for value in [*good, *bad]:
-        problems = check_values(make_job(**{**LORA, "training__objective": "dpo", name: value}))
-        assert len(problems) == (value in bad or value != value), problems
-        assert all(problem.startswith(f"{key} = {format_value(value)} is out of range.") for problem in problems)
 
 
 @pytest.mark.parametrize(

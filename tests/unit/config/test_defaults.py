@@ -165,11 +165,6 @@ def test_what_was_filled_in_is_saved(text: str, folder: Path) -> None:
         assert load_config([*saved, "--model.path=other"]).checkpoint.initial_load_path == "other"
 
 
-def test_unknown_names_are_answered_with_the_pages_of_other_trainers() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'num_train_epochs'.*docs/from_trl\.md"):
-        load(NEW, "--num_train_epochs=3")
-
-
 def test_columns_are_named_in_the_file_and_on_the_command_line() -> None:
     text = f'{MODEL}{DATA}fields.question = "q"\n'
     job = load(text, "--data.fields.answer=a", "--data.chat_template_kwargs.enable_thinking=false")

@@ -43,11 +43,6 @@ def test_stdlib_leaves_out_packages_and_tests(tmp_path: Path) -> None:
     assert (len(list(corpus)), corpus.num_bytes) == (3, 10)
 
 
-def test_stdlib_without_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"data: no \.py file in {tmp_path}\. Set data.dataset"):
-        build_stdlib_corpus(tmp_path)
-
-
 def test_text_folder_is_sorted_by_relative_path_whatever_the_disk_says(
     text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,12 +59,6 @@ def test_text_folder_is_sorted_by_relative_path_whatever_the_disk_says(
     corpus = build_text_corpus(text_folder)
     assert list(corpus) == list(expected)
     assert corpus.digest == expected.digest
-
-
-def test_text_keeps_files_in_folders_that_stdlib_skips(tmp_path: Path) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "a.txt").write_text("a")
-    assert list(build_text_corpus(tmp_path)) == [("tests/a.txt", "a")]
 
 
 def test_text_pattern_matches_name_or_relative_path(text_folder: Path) -> None:
@@ -117,15 +106,6 @@ def test_errors_name_the_path_and_the_setting(tmp_path: Path) -> None:
         list(build_corpus(DataSection(dataset="text", path=str(tmp_path), pattern="*.md")))
 
 
-def test_file_that_vanishes_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "a.txt"
-    file.write_text("a")
-    corpus = build_text_corpus(tmp_path)
-    file.unlink()
-    with pytest.raises(DataError, match=rf"data: cannot read {file}: No such file"):
-        list(corpus)
-
-
 @pytest.mark.parametrize("max_chars", [1, 2, 3, 5, 100])
 def test_split_text_loses_nothing_and_cuts_after_newlines(max_chars: int) -> None:
     text = "ab\ncd\n\nefghijkl\nm"
@@ -161,9 +141,3 @@ def test_a_folder_of_texts_without_one_for_training_is_read_whole(tmp_path):
     for name in ("test.txt", "val.txt"):
         (tmp_path / name).write_text("text")
     assert len(build_text_corpus(tmp_path).files) == 2
-
-
-@pytest.mark.parametrize("split", ["dev", "trian"])
-def test_a_split_that_no_file_has_never_takes_the_others_together(tmp_path, split):
-    with pytest.raises(DataError, match=rf"is of split '{split}', their names have test, train\. Set data\.split"):
-        choose_split([tmp_path / "train.jsonl", tmp_path / "test.jsonl"], tmp_path, split)

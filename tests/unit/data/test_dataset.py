@@ -43,15 +43,6 @@ def test_on_its_way_to_cuda_a_batch_learns_where_documents_begin(monkeypatch: py
     assert moved.with_rows(2) is moved
 
 
-def test_batch_by_hand() -> None:
-    tokens = np.array([5, 6, 0, 7, 0, 0, 8, 9, 9, 9, 9, 9, 9], dtype=np.uint32)
-    batch = PackedDataset(TokenizedCorpus(tokens, 0, 10, 3), seq_len=6).batch([0])
-    assert batch.tokens.tolist() == [[5, 6, 0, 7, 0, 0]]
-    assert batch.labels.tolist() == [[6, 0, -100, 0, -100, -100]]
-    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0]]
-    assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2]]
-
-
 def test_batch_tensors_are_contiguous_int64(make_dataset: MakeDataset) -> None:
     batch = make_dataset().batch(np.array([1, 2]))
     for tensor in (batch.tokens, batch.labels, batch.positions, batch.document_ids):
@@ -91,10 +82,6 @@ def test_train_indices_do_not_depend_on_how_they_are_asked_for(make_dataset: Mak
 def test_order_is_pinned(make_dataset: MakeDataset) -> None:
     """A run resumed with another version must see the same data; these numbers may never change."""
     assert make_dataset().get_train_indices(42, 0, 8).tolist() == [167, 53, 8, 173, 26, 14, 48, 119]
-
-
-def test_negative_seed_is_a_seed(make_dataset: MakeDataset) -> None:
-    assert sorted(make_dataset().get_train_indices(-1, 0, 180).tolist()) == list(range(180))
 
 
 def test_validation_sequences_are_never_trained_on(make_dataset: MakeDataset) -> None:

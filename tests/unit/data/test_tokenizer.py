@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import titanlite
 from titanlite.base.errors import DataError
@@ -60,13 +60,6 @@ def test_ids_of_special_token_and_bytes(bpe: Tokenizer) -> None:
 @given(st.text())
 def test_round_trip_loses_nothing(bpe: Tokenizer, text: str) -> None:
     assert bpe.decode(bpe.encode(text).ids, skip_special_tokens=False) == text
-
-
-@settings(max_examples=100)
-@given(st.text(alphabet="a ,.!?'\n\t\u00e9n't<|endoftext|>"))
-def test_round_trip_through_transformers(bpe: Tokenizer, text: str) -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, clean_up_tokenization_spaces=False)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_training_does_not_depend_on_document_order(text_folder: Path, bpe: Tokenizer) -> None:
@@ -159,20 +152,6 @@ def test_small_corpus_gives_a_smaller_vocabulary(data: DataSection, tmp_path: Pa
     assert len(build_tokenizer(data, build_corpus(data))) == 260  # ab, abc, abcabc
 
 
-@pytest.mark.parametrize("model_type", [None, "qwen3", "qwen3_moe", "llama", "deepseek_v3"])
-def test_saved_folder_loads_with_auto_tokenizer(
-    built: PreTrainedTokenizerFast, tmp_path: Path, model_type: str | None
-) -> None:
-    # With a config.json beside it, AutoTokenizer may prefer the class of the model family, which splits otherwise.
-    if model_type:
-        AutoConfig.for_model(model_type).save_pretrained(tmp_path)
-    built.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    assert loaded.encode(TEXT) == built.encode(TEXT)
-    assert loaded.decode(loaded.encode(TEXT)) == TEXT
-    assert (loaded.eos_token_id, len(loaded)) == (built.eos_token_id, len(built))
-
-
 @pytest.mark.parametrize("model_type", [*families(), "gemma3_text", "gpt_neox", "mistral", "phi", "qwen3_5_text"])
 def test_a_bpe_is_trained_in_the_form_that_the_model_s_class_reads(
     data: DataSection, tmp_path: Path, model_type: str
@@ -257,27 +236,6 @@ def test_code_in_the_folder_is_never_run(built: PreTrainedTokenizerFast, tmp_pat
     with pytest.raises(DataError, match="contains custom code"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
-
-
-FORK_SCRIPT = """
-import os, sys
-from titanlite.data.corpus import build_text_corpus
-from titanlite.data.tokenizer import train_bpe
-corpus = build_text_corpus(sys.argv[1])
-train_bpe(corpus, 300)
-pid = os.fork()
-train_bpe(corpus, 300)  # in both processes; with TOKENIZERS_PARALLELISM=true the child hangs
-if pid:
-    assert os.waitpid(pid, 0)[1] == 0
-"""
-
-
-def test_forked_process_neither_hangs_nor_warns(text_folder: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TOKENIZERS_PARALLELISM"}
-    # Python 3.12 and later warn about any fork of a process with threads; that is not what is tested here.
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK_SCRIPT, str(text_folder)]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60, check=True)
-    assert result.stderr == b""
 
 
 def test_ids_with_holes_are_counted_to_the_last_one(bpe: Tokenizer) -> None:

@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from titanlite.base.log import _OutputHandler, logger
-from titanlite.metrics import console
-from titanlite.metrics.console import ProgressBar, format_line, format_rate
+from titanlite.metrics.console import ProgressBar, format_line
 
 VALUES = {
     "loss/train": 4.8123,
@@ -34,39 +33,16 @@ def test_the_worst_load_there_can_be_stands_beside_it():
     assert format_line(50, 300, VALUES, collapsed, most_load=2.0).endswith("expert load max/mean 2.00 of at most 2.00")
 
 
-def test_lines_align_over_steps():
-    other = {**VALUES, "loss/train": 10.25, "grad_norm": 12.5, "throughput/tokens_per_s": 999.0}
-    first, second = format_line(1, 30000, VALUES), format_line(30000, 30000, other)
-    assert first.index("tok/s") == second.index("tok/s")
-
-
 def test_line_leaves_out_what_is_unknown_and_shows_mfu_when_known():
     assert "expert" not in format_line(1, 10, VALUES)
     assert "MFU" not in format_line(1, 10, VALUES)
     assert "MFU 41.2%" in format_line(1, 10, {**VALUES, "throughput/mfu": 0.412})
 
 
-def test_line_tells_memory_of_gpu_and_host_apart():
-    line = format_line(1, 10, {**VALUES, "memory/max_reserved_gib": 61.5})
-    assert line.endswith("  mem 61.50 GiB  host mem 0.61 GiB")
-
-
 def test_line_shows_padding_where_there_is_much_of_it():
     full = format_line(1, 10, VALUES)
     assert format_line(1, 10, {**VALUES, "data/padding": 0.099}) == full
     assert "4.1 TFLOP/s  padding 63%  mem" in format_line(1, 10, {**VALUES, "data/padding": 0.634})
-
-
-def test_line_names_lost_rows_only_where_there_are_any():
-    assert "ROWS" not in format_line(1, 10, VALUES, LAYERS)
-
-
-def test_line_shows_a_loss_that_is_not_finite():
-    assert "loss     nan" in format_line(1, 10, {**VALUES, "loss/train": float("nan")})
-
-
-def test_format_rate_keeps_small_rates_readable():
-    assert [format_rate(x) for x in (4.123e14, 3.51e10, 2e6)] == ["412.3 TFLOP/s", "35.1 GFLOP/s", "2.0 MFLOP/s"]
 
 
 def test_bar_begins_at_the_resumed_step_and_shows_the_latest_values() -> None:

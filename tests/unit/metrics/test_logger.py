@@ -119,14 +119,6 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig,
         assert points[0].value == pytest.approx(value, rel=1e-6)  # TensorBoard stores float32
 
 
-def test_padding_counts_as_work_but_not_as_tokens(job: JobConfig, tmp_path: Path):
-    with build(job, tmp_path) as metrics:
-        log(metrics, 10, num_padding=6000)
-    (line,) = read_lines(tmp_path)
-    assert (line["throughput/tokens_per_s"], line["data/padding"]) == (500.0, 0.75)
-    assert line["throughput/tflops_per_gpu"] == 2000 * 1000 / 4 / 1e12
-
-
 def test_rows_have_the_numbers_of_their_layers(job: JobConfig, tmp_path: Path):
     """Where dense layers lie between, all are written. What a model cannot say of its experts is left out."""
     with build(job, tmp_path, moe_layers=[1, 3]) as metrics:
@@ -214,20 +206,6 @@ def test_idle_experts_are_warned_of_when_they_become_more(job: JobConfig, tmp_pa
         f"{IDLE} in steps 51 to 60: 1 of 4 in layer 3, 2 of 4 in layer 7. Set this.",
     ]
     assert all("expert load max/mean 2.00 of at most 2.00" in line for line in lines if line.startswith("step"))
-
-
-def test_more_idle_experts_are_news_and_fewer_are_not(job: JobConfig, tmp_path: Path, console):
-    job.metrics.log_freq = 1
-    with build(job, tmp_path, if_idle="Set this.") as metrics:
-        for step, idle in enumerate([6, 6, 3, 5, 7, 7, 6], 1):
-            counts = (torch.arange(8) >= torch.tensor([idle] * 6).unsqueeze(1)).to(torch.int64)
-            log(metrics, step, moe=MoEState(counts, None, counts, top_k=1))
-    said = [line for line in console.getvalue().splitlines() if line.startswith("moe: ")]
-    assert [line.partition(": 6 of")[0].partition(": 7 of")[0] for line in said] == [
-        f"{IDLE} in steps 1 to 1",
-        f"{IDLE} in steps 5 to 5",
-    ]
-    assert said[1].endswith("7 of 8 in layer 2, 7 of 8 in layer 3 and 2 more. Set this.")
 
 
 def test_mfu_of_a_known_gpu(job: JobConfig, tmp_path: Path, monkeypatch):

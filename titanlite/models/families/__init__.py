@@ -62,13 +62,6 @@ def family_of(config: ModelConfig) -> Family:
     return families()[config.family]
 
 
-def get_loader(config: AnyModelConfig) -> str:
-    """Return the name of the class in transformers whose `from_pretrained` loads a saved model of `config`."""
-    if isinstance(config, TransformersConfig):
-        return config.architecture
-    return "AutoModelForCausalLM" if is_known(config.family) else family_of(config).architecture
-
-
 def resolve_model_config(section: ModelSection, where: str = "model.hf_assets_path") -> AnyModelConfig:
     """Resolve the sizes of the model in `[model]`: a flavor or a config.json, which `where` names, then the overrides.
 

@@ -381,9 +381,9 @@ def test_settings_of_examples_are_refused_elsewhere() -> None:
     job = JobConfig()
     job.model.flavor = "debug"
     assert check_values(job) == []
-    job.data.packing, job.data.format = False, "text"
+    job.data.format = "text"
     assert check_values(job) == [
-        'data.format has an effect on data.dataset = "examples" only. Set that, or remove them.'
+        'data.format = "text" has no effect on this data (data.dataset = "stdlib"). Leave it out.'
     ]
     job.data = DataSection(dataset="examples")
     assert check_values(job) == [

@@ -262,8 +262,7 @@ REFUSED = {
     "an address": (data("https://huggingface.co/datasets/owner/name"), ["owner/name does not exist"]),
     "other files": (data("notes"), ["Change data.pattern"]),
     "no file": (data("nothere.jsonl"), ["nothere.jsonl does not exist", "current folder"]),
-    "an id for a family": ('[model]\nname = "owner/model"\n', ['did you mean model.path = "owner/model"?']),
-    "a folder for a family": ('[model]\nname = "model"\n', ['did you mean model.path = "model"?']),
+    "an id for a family": ('[model]\nname = "owner/model"\n', ["Set model.path to a folder or hub id"]),
     "the address of a model": (
         data("chats.jsonl").replace('"model"', '"https://huggingface.co/owner/model"'),
         ["owner/model does not exist", "an id of the Hugging Face hub (owner/name)"],
