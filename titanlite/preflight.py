@@ -12,7 +12,7 @@ from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.process import begin_process
 from titanlite.base.text import Parser, command
 from titanlite.config import AnyModelConfig, JobConfig, load_config
-from titanlite.config.assets import assets_key, find_missing_files, find_missing_packages, resolve_assets, weights_key
+from titanlite.config.assets import assets_key, find_missing_files, resolve_assets, weights_key
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees, resolve_seq_len
 from titanlite.config.settings import find_extension_problems
 from titanlite.models.families import find_other_model, resolve_model_config
@@ -58,9 +58,8 @@ def _world_sizes(text: str) -> tuple[int, ...]:
 
 
 def check_all(job: JobConfig, world_sizes: tuple[int, ...], *, weights: bool) -> Checked:
-    """Look for files and packages, then `check` for each of these world sizes: see `check_arguments`."""
-    problems = find_missing_packages(job) + find_missing_files(job)
-    raise_problems(ConfigError, "configuration", problems)  # before anything large is downloaded
+    """Look for files, then `check` for each of these world sizes: see `check_arguments`."""
+    raise_problems(ConfigError, "configuration", find_missing_files(job))  # before anything large is downloaded
     checked = []
     for world_size in world_sizes:
         try:

@@ -34,10 +34,9 @@ with lean_imports():
 
     from titanlite.assemble import assemble, close, explain
     from titanlite.base.agree import is_lost_peer
-    from titanlite.base.errors import NOTICE_FOLDER, ConfigError, TitanliteError, raise_problems
+    from titanlite.base.errors import NOTICE_FOLDER, TitanliteError
     from titanlite.base.files import FolderLock
     from titanlite.config import load_config
-    from titanlite.config.assets import find_missing_packages
     from titanlite.distributed.parallel_dims import end_distributed
     from titanlite.metrics import record_event
     from titanlite.preflight import check
@@ -56,7 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         protocol.catch_signals()
         protocol.start_heartbeat()
         job = load_config(sys.argv[1:] if argv is None else argv)
-        raise_problems(ConfigError, "configuration", find_missing_packages(job))
         checked = check(job, read_world_size())
         job = checked.job
         protocol.configure_heartbeat(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)

@@ -177,14 +177,3 @@ def test_an_override_of_the_rotary_scaling_is_meant(path, tmp_path):
     with pytest.raises(ConfigError, match=r"rope_scaling is .*'factor': 8\.0"):
         run_check(*arguments)
     assert run_check(*arguments, "--model.overrides.rope_scaling.factor=16").model_config.family == "llama"
-
-
-def test_a_package_that_a_setting_needs(path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main(["--world-size=1", "--config", path]) == 0
-    assert main(["--world-size=1", "--config", path, "--metrics.enable_wandb=true"]) == 2
-    assert capsys.readouterr().err == (
-        f"titanlite: error: configuration: metrics.enable_wandb is on, but {sys.executable} has no package 'wandb'. "
-        f"Install it, the extra titanlite[wandb]: `{sys.executable} -m pip install 'wandb>=0.21'`; or set "
-        "metrics.enable_wandb = false.\n"
-    )

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -94,14 +93,6 @@ def parse_multipliers(key: str, text: str) -> dict[str, float]:
             found[pattern] = value
     raise_problems(ConfigError, f"{key} = {text!r}", problems)
     return found
-
-
-def match_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return those of the dotted `names` that `pattern` matches as a whole, or from one of their segments on.
-
-    So `q_proj` and `self_attn.q_proj` match `model.layers.0.self_attn.q_proj`, as in PEFT's target_modules.
-    """
-    return [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
 
 
 def parse_object(key: str, text: Any) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """Resolution of the configured names of models, paths and hub repositories to local folders, and back."""
 
-import importlib.util
 import os
 import re
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,16 +141,6 @@ def suggest_path(key: str) -> str:
     )
 
 
-def find_missing_packages(job: JobConfig) -> list[str]:
-    """Return a problem for each package that is needed for a setting alone, and is not installed."""
-    if not job.metrics.enable_wandb or importlib.util.find_spec("wandb") is not None:
-        return []
-    return [
-        f"metrics.enable_wandb is on, but {sys.executable} has no package 'wandb'. Install it, the extra "
-        f"titanlite[wandb]: `{sys.executable} -m pip install 'wandb>=0.21'`; or set metrics.enable_wandb = false."
-    ]
-
-
 def local_folder(key: str, name: str, *, weights: bool) -> str:
     """Return the folder of setting `key` = `name`: a path, or a local copy of the hub's `owner/model[@revision]`.
 
@@ -190,12 +178,3 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
             f"{reason.rstrip('.')}. Correct the name, give a local folder, or set HF_HOME to a cache that has it; of a "
             "gated or private model accept the license on the hub and log in with `hf auth login`, or set HF_TOKEN."
         ) from None
-
-
-def public_name(text: str) -> str:
-    """Return `text` fit to publish: of a path on this machine the last part, of the hub's cache the id."""
-    base = base_model_of(text)
-    if base is not None and base.on_hub:
-        return f"{base.name}@{base.revision}"
-    is_path = text.startswith(("/", "~", "./", "../")) or (not is_hub_id(text) and "/" in text)
-    return Path(text).name if is_path else text

@@ -137,7 +137,7 @@ SourceSection: Any = make_dataclass(
 
 @dataclass
 class DataSection(_OneSource):
-    sources: dict[str, SourceSection] = setting(
+    sources: dict[str, SourceSection] = setting(  # type: ignore[valid-type]
         dict, "Data from several places, by names of your own, in place of path; see `titanlite.config.data`."
     )
 
@@ -177,6 +177,6 @@ def get_fields(data: DataSection, key: str = "data.fields") -> dict[str, str]:
     return ({} if data.text_field == DataSection.text_field else {"text": data.text_field}) | own
 
 
-def _get_given(source: SourceSection) -> dict[str, object]:
+def _get_given(source: Any) -> dict[str, object]:
     given = {field.name: getattr(source, field.name) for field in fields(source) if field.name != "weight"}
     return {name: value for name, value in given.items() if value is not None}

@@ -154,11 +154,9 @@ def _fill_in_data(job: JobConfig, given: Mapping[str, str], default: Callable[[s
     kinds = {s.path: find_kind(s.path, s.pattern) for s in get_sources(data).values() if s.path}
     if "data.dataset" not in given and kinds:
         if len(set(kinds.values())) > 1 or "mixed" in kinds.values():
-            names = {"examples": "rows", "text": "text files", "mixed": "rows and text files"}
-            found = ", ".join(f"{path} has {names[kind]}" for path, kind in kinds.items())
             return [
-                f'data.dataset is not set, and {found}. Set data.dataset = "examples" for the rows, or "text" for the '
-                + "text files."
+                f"data.dataset is not set, and there are rows and text files in {', '.join(kinds)}. Set data.dataset = "
+                + '"examples" for the rows, or "text" for the text files.'
             ]
         default("data.dataset", next(iter(kinds.values())))
     elif job.checkpoint.initial_load_path:

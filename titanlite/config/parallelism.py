@@ -349,8 +349,3 @@ def resolve_global_batch_size(
     if before is None and num_sequences is not None:
         wanted = min(wanted, num_sequences / 32)
     return max(int(wanted) // size, 1) * size
-
-
-def count_micro_batches(job: JobConfig, dp_degree: int) -> int:
-    """Micro-batches of a data-parallel rank in an optimizer step; at most so many where that depends on the data."""
-    return resolve_global_batch_size(job, dp_degree) // (job.training.local_batch_size * dp_degree)

@@ -68,11 +68,6 @@ class Corpus:
                 yield name, text
 
     @cached_property
-    def document_files(self) -> list[Path]:
-        """The file of each document, in order."""
-        return [path for _, path in self.files if _get_size(path)]
-
-    @cached_property
     def _summary(self) -> tuple[str, int]:
         """(sha256 in hex, bytes)."""
         if self.cache_folder is None:

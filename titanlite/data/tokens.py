@@ -48,12 +48,6 @@ class TokenizedCorpus:
         found = [start + np.flatnonzero(part == self.eos_token_id) for start, part in zip(starts, parts, strict=True)]
         return np.concatenate(found)
 
-    def describe_place(self, document: int) -> str:
-        """Return the file of a document, counted from 0, or else its number."""
-        files = [] if self.corpus is None else self.corpus.document_files
-        known = len(files) == self.num_documents
-        return str(files[document]) if known else f"document {document + 1} of {self.num_documents}"
-
 
 def build_tokens(data: DataSection, corpus: Corpus, tokenizer: "PreTrainedTokenizerFast") -> TokenizedCorpus:
     """Tokenize `corpus`, or map the file made by an earlier call for the same text and the same tokenizer.

@@ -58,8 +58,6 @@ class IdleExperts:
                 "moe: experts got no token, or less than %g of an even share, in steps %d to %d: %s. %s",
                 *(_IDLE_SHARE, step - self._log_freq + 1, step, list_names(found, most=_MOST_LAYERS), self._if_idle),
             )
-        elif self._most and not sum(num_idle):
-            logger.info("moe: all experts get tokens again")
         self._most = max(self._most, sum(num_idle)) if sum(num_idle) else 0
 
 
@@ -109,10 +107,7 @@ class MetricsLogger:
         self._file = AppendedFile(Path(dump_folder) / "metrics.jsonl")
         self._append()
         if job.metrics.enable_progress_bar and can_show_bar():
-            try:
-                self._bar = ProgressBar(self._num_steps, start_step, steps_per_epoch).__enter__()
-            except Exception as error:  # noqa: BLE001  see advance
-                logger.warning(f"metrics: no progress bar ({error!r}).")
+            self._bar = ProgressBar(self._num_steps, start_step, steps_per_epoch).__enter__()
 
     def advance(self, step: int, values: Mapping[str, float] | None = None) -> None:
         """Move the progress bar, if there is one. Call after each step; it does not wait for the device."""
@@ -141,7 +136,7 @@ class MetricsLogger:
             lists.update(by_rank)
         layers = {} if point.moe is None else describe_moe(point.moe)
         if layers:
-            lists |= {f"moe/{name}": value for name, value in self._layer_numbers().items()}
+            lists["moe/layers"] = self._moe_layers
         self._write(point.step, values, layers, lists)
         most_load = 0.0 if point.moe is None else point.moe.most_load
         line = format_line(point.step, self._num_steps, values, layers, most_load)
@@ -228,13 +223,6 @@ class MetricsLogger:
         except OSError as error:
             logger.warning("metrics: cannot write to %s: %s. Only metrics.jsonl goes on.", folder, error)
             self._tensorboard = None
-
-    def _layer_numbers(self) -> dict[str, Any]:
-        """Return which layers the rows are: the first one and, if others lie between them, all."""
-        layers = self._moe_layers
-        first = layers[0] if layers else 0
-        has_gaps = layers != list(range(first, first + len(layers)))
-        return {"first_layer": first, **({"layers": layers} if has_gaps else {})}
 
     def _append(self, record: bytes = b"") -> None:
         """Write what waits for metrics.jsonl and `record`; if that fails, warn once."""

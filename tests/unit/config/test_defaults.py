@@ -87,7 +87,7 @@ def test_the_kind_of_data_follows_from_the_path(path: str, kind: str) -> None:
     if kind != "mixed":
         assert load(f'{NEW}[data]\npath = "{path}"\n').data.dataset == kind
         return
-    with pytest.raises(ConfigError, match=r"both has rows and text files\. Set data\.dataset"):
+    with pytest.raises(ConfigError, match=r"rows and text files in both\. Set data\.dataset"):
         load(f'{NEW}[data]\npath = "{path}"\n')
     assert load(f'{NEW}[data]\npath = "both"\npattern = "*.jsonl"\n').data.dataset == "examples"
     assert load(f'{NEW}[data]\npath = "both"\ndataset = "text"\n').data.dataset == "text"
@@ -96,7 +96,7 @@ def test_the_kind_of_data_follows_from_the_path(path: str, kind: str) -> None:
 def test_sources_are_of_one_kind() -> None:
     sources = '[data.sources.a]\npath = "chats.jsonl"\n[data.sources.b]\npath = "{}"\n'
     assert load(NEW + sources.format("rows")).data.dataset == "examples"
-    with pytest.raises(ConfigError, match=r"chats\.jsonl has rows, books has text files"):
+    with pytest.raises(ConfigError, match=r"rows and text files in chats\.jsonl, books\."):
         load(NEW + sources.format("books"))
 
 

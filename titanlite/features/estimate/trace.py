@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
-from titanlite.config.parallelism import Degrees, count_micro_batches
+from titanlite.config.parallelism import Degrees, resolve_global_batch_size
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import ExpertCopies
 from titanlite.distributed.parallel_dims import fake_ranks
@@ -30,6 +30,11 @@ from titanlite.models.moe import Experts
 
 _FEWEST = 3  # layers of a kind: the first and the last two
 _FEWEST_WITH_SUMS = 4  # where gradients add up over micro-batches outside of FSDP, the last but one is the fullest
+
+
+def count_micro_batches(job: JobConfig, dp_degree: int) -> int:
+    """Micro-batches of a data-parallel rank in an optimizer step; at most so many where that depends on the data."""
+    return resolve_global_batch_size(job, dp_degree) // (job.training.local_batch_size * dp_degree)
 
 
 class Moment(NamedTuple):

@@ -7,7 +7,7 @@ layers inside its repeated layers; the experts that transformers' experts interf
 Shapes: R routed rows, E experts, D hidden, I expert width, r rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlite.base.errors import ConfigError, raise_problems
-from titanlite.base.text import list_names, match_names, split_patterns
+from titanlite.base.text import list_names, split_patterns
 from titanlite.config.model import ModelConfig
 from titanlite.config.schema import LoRASection
 from titanlite.features.transformers.experts import use_titanlite_experts
@@ -27,6 +27,14 @@ from titanlite.models.interface import Model
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
 from titanlite.ops import grouped_gemm, local_tensor
+
+
+def match_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return those of the dotted `names` that `pattern` matches as a whole, or from one of their segments on.
+
+    So `q_proj` and `self_attn.q_proj` match `model.layers.0.self_attn.q_proj`, as in PEFT's target_modules.
+    """
+    return [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
 
 
 def scaling_of(section: LoRASection) -> float:

@@ -22,7 +22,7 @@ from titanlite.checkpoint import Progress
 from titanlite.checkpoint.folder import OWN_FOLDER
 from titanlite.checkpoint.pieces import SIDECAR_FILE
 from titanlite.config import JobConfig
-from titanlite.config.assets import BaseModel, base_model_of, is_hub_id, public_name
+from titanlite.config.assets import BaseModel, base_model_of, is_hub_id
 from titanlite.config.data import get_sources
 from titanlite.config.settings import format_value, get_sections_of, get_value
 from titanlite.metrics.point import Results
@@ -34,6 +34,15 @@ _LICENSE = re.compile(r"(license|license_name|license_link):\s*(\S.*)")
 _MOST_CARD_BYTES = 16 << 20
 _TAG, _DATASETS = "- titanlite", "datasets:"  # lines of the header
 _QUOTES = "\"'"
+
+
+def public_name(text: str) -> str:
+    """Return `text` fit to publish: of a path on this machine the last part, of the hub's cache the id."""
+    base = base_model_of(text)
+    if base is not None and base.on_hub:
+        return f"{base.name}@{base.revision}"
+    is_path = text.startswith(("/", "~", "./", "../")) or (not is_hub_id(text) and "/" in text)
+    return Path(text).name if is_path else text
 
 
 def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progress: Progress, results: Results) -> str:

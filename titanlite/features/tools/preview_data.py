@@ -20,6 +20,7 @@ from titanlite.config.assets import find_missing_files
 from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import count_ids
+from titanlite.data.tokens import TokenizedCorpus
 from titanlite.features.images import ImageDataset
 from titanlite.features.sft import build as report
 from titanlite.features.sft.chat import TRAINED
@@ -72,6 +73,13 @@ def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument
     raise DataError(f"data: the documents of {type(dataset).__name__} cannot be shown.")
 
 
+def _find_file(corpus: TokenizedCorpus, document: int) -> str:
+    """Return the file of a document, counted from 0, or else its number."""
+    files = [] if corpus.corpus is None else [path for _, path in corpus.corpus.files if path.stat().st_size]
+    known = len(files) == corpus.num_documents
+    return str(files[document]) if known else f"document {document + 1} of {corpus.num_documents}"
+
+
 def _get_from_corpus(dataset: PackedDataset, index: int) -> ShownDocument:
     """Return the whole sequence: what it is trained on lies between its first token and the label of its last one."""
     corpus = dataset.tokenized
@@ -82,7 +90,7 @@ def _get_from_corpus(dataset: PackedDataset, index: int) -> ShownDocument:
     trained[0] = False
     place = f"tokens {start} to {stop} of {len(corpus.tokens)}"
     if len(corpus.ends) == corpus.num_documents:  # else the text itself has end-of-text tokens
-        place += f", beginning in {corpus.describe_place(int(np.searchsorted(corpus.ends, start)))}"
+        place += f", beginning in {_find_file(corpus, int(np.searchsorted(corpus.ends, start)))}"
     ids = corpus.tokens[start : stop + 1].tolist()
     return ShownDocument(escape_controls(place), "", ids, trained.tolist(), dataset.seq_len)
 

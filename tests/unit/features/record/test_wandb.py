@@ -123,7 +123,7 @@ def test_points_have_the_names_and_steps_of_metrics_jsonl(job, tmp_path: Path, w
     assert [point["step"] for point in points] == [line["step"] for line in lines] == [1, 1, 2]
     for point, line in zip(points, lines, strict=True):
         for name, value in line.items():
-            if name in ("time", "moe/first_layer", "moe/layers") or name.endswith("_step"):
+            if name in ("time", "moe/layers") or name.endswith("_step"):
                 assert name not in point
             elif isinstance(value, list):
                 assert value == [point[f"{name}/layer_01"], point[f"{name}/layer_03"]]
@@ -219,7 +219,6 @@ def test_a_run_that_ends_with_an_error_has_failed_there_with_its_points(
 
     monkeypatch.delenv(NOTICE_FOLDER, raising=False)
     monkeypatch.setattr(train_module, "load_config", lambda argv: job)
-    monkeypatch.setattr(train_module, "find_missing_packages", lambda job: [])
     monkeypatch.setattr(train_module, "check", lambda job, ranks: SimpleNamespace(job=job))
     monkeypatch.setattr(train_module, "assemble", train)
     monkeypatch.setattr(train_module.protocol, "catch_signals", lambda: None)

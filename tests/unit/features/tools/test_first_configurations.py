@@ -14,9 +14,9 @@ from titanlite.assemble import build_data, build_unsharded
 from titanlite.base.log import logger
 from titanlite.base.text import command
 from titanlite.config import load_config
-from titanlite.config.parallelism import count_micro_batches
 from titanlite.data.loader import check_form
 from titanlite.features.dpo import check_pairs
+from titanlite.features.estimate.trace import count_micro_batches
 from titanlite.optim.optimizer import count_parameters, lr_multipliers
 from titanlite.preflight import check_arguments
 
