@@ -9,7 +9,6 @@ from tokenizers import decoders, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from unit.data.templates import CHATML, GEMMA, LLAMA3, MARKED, MISTRAL, OPEN_THOUGHT, THINKING
 
-from titanlite.base.errors import DataError
 from titanlite.features.sft.chat import ANSWER, NO_END, TRAINED
 from titanlite.features.sft.encode import Document, ExampleEncoder
 from titanlite.features.sft.forms import Form
@@ -52,87 +51,130 @@ def marked(
     return [mark(tokenizer, document) for example in encode(tokenizer, row, form, **kwargs) for document in example]
 
 
-def test_chatml(make_tokenizer: MakeTokenizer) -> None:
-    assert marked(make_tokenizer(CHATML), say("one", "two", "three", "four", system="be")) == [
-        "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n[[two<|im_end|>]]\n"
-        "<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n[[four<|im_end|>]]\n"
-    ]
+def answer(text: str, **more: object) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+ASK, ANSWER_1, ASK_AGAIN, ANSWER_2 = say("one", "two", "three", "four")["messages"]
+CALL = '{"name": "f", "arguments": {}}'
+TURNS = [("human", "one"), ("gpt", "two"), ("human", "three"), ("function_call", CALL)]
+PARTS = [{"type": "text", "text": text} for text in "ab"]
+TOOL = {"role": "tool", "content": "r"}
+# Template, row and its documents; `<` and `>` are the tokens that begin and end a turn.
+CHATS: list[tuple[str | None, Form, dict[str, Any], list[str]]] = [
+    (
+        CHATML,
+        "messages",
+        say("one", "two", "three", "four", system="be"),
+        ["<system\nbe>\n<user\none>\n<assistant\n[[two>]]\n<user\nthree>\n<assistant\n[[four>]]\n"],
+    ),
+    (
+        CHATML,
+        "messages",
+        {"messages": [{"role": "user", "content": PARTS}, ANSWER_1]},
+        ["<user\nab>\n<assistant\n[[two>]]\n"],
+    ),
+    (
+        CHATML,
+        "messages",
+        {"messages": [ASK, answer("two", weight=0), ASK_AGAIN, ANSWER_2]},
+        ["<user\none>\n<assistant\ntwo>\n<user\nthree>\n<assistant\n[[four>]]\n"],
+    ),
+    (
+        CHATML,
+        "messages",
+        {"conversations": [{"from": who, "value": text} for who, text in TURNS], "system": "be"},
+        [f"<system\nbe>\n<user\none>\n<assistant\n[[two>]]\n<user\nthree>\n<assistant\n[[<call>{CALL}</call>>]]\n"],
+    ),
+    (
+        CHATML,
+        "prompt_completion",
+        {"prompt": [ASK, ANSWER_1, ASK_AGAIN], "completion": [ANSWER_2]},
+        ["<user\none>\n<assistant\ntwo>\n<user\nthree>\n<assistant\n[[four>]]\n"],
+    ),
+    (
+        THINKING,  # rewrites history: one document for each answer
+        "messages",
+        {"messages": [ASK, answer("two", reasoning_content="hm"), ASK_AGAIN, ANSWER_2]},
+        [
+            "<user\none>\n<assistant\n[[<think>\nhm\n</think>\n\ntwo>]]",
+            "<user\none>\n<assistant\ntwo>\n<user\nthree>\n<assistant\n[[<think>\n\n</think>\n\nfour>]]",
+        ],
+    ),
+    (
+        THINKING,  # calls of tools for the same question are not history; their thoughts stay
+        "messages",
+        {"messages": [ASK, answer("a", reasoning_content="b"), TOOL, answer("c", reasoning_content="d")]},
+        [
+            "<user\none>\n<assistant\n[[<think>\nb\n</think>\n\na>]]\n<tool\nr>\n"
+            "<assistant\n[[<think>\nd\n</think>\n\nc>]]\n"
+        ],
+    ),
+    (
+        THINKING,
+        "messages",
+        say("one", "two") | {"chat_template_kwargs": {"enable_thinking": False}},
+        ["<user\none>\n<assistant\n<think>\n\n</think>\n\n[[two>]]\n"],
+    ),
+    (
+        LLAMA3,
+        "messages",
+        say("one", " two ", system="be"),
+        [
+            "<s><|start_header_id|>system<|end_header_id|>\n\nbe<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
+            "one<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n[[two<|eot_id|>]]"
+        ],
+    ),
+    (
+        GEMMA,
+        "messages",
+        say("one", "two"),
+        ["<s><start_of_turn>user\none<end_of_turn>\n<start_of_turn>model\n[[two<end_of_turn>]]\n"],
+    ),
+    (
+        MISTRAL,
+        "messages",
+        say("one", "two", "three", "four"),
+        ["<s>[INST] one [/INST][[ two</s>]][INST] three [/INST][[ four</s>]]"],
+    ),
+    (None, "text", {"text": "a<|im_end|>b"}, ["[[a>b<|endoftext|>]]"]),
+    (
+        None,
+        "preference",
+        {"prompt": "q:", "chosen": " good", "rejected": " bad"},
+        ["q:[[ good<|endoftext|>]]", "q:[[ bad<|endoftext|>]]"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "form", "row", "expected"), CHATS)
+def test_rows_are_documents_with_trained_parts(
+    make_tokenizer: MakeTokenizer, template: str | None, form: Form, row: dict[str, Any], expected: list[str]
+) -> None:
+    tokenizer = make_tokenizer(template, eos="</s>" if template == MISTRAL else "<|endoftext|>")
+    found = marked(tokenizer, row, form)
+    assert [text.replace("<|im_start|>", "<").replace("<|im_end|>", ">") for text in found] == expected
+
+
+SIDES: dict[str, Callable[[str], Any]] = {
+    "text": lambda text: text,
+    "answer": lambda text: [answer(text)],
+    "chat": lambda text: [*say("q")["messages"], answer(text)],
+}
 
 
 def test_prompt_tokens_are_those_of_inference(make_tokenizer: MakeTokenizer) -> None:
     """An answer that begins with a newline does not merge with the one of the template."""
     tokenizer = make_tokenizer(CHATML)
-    row = say("what", "\nis the answer", "to", "\n\nthe question")
+    row = say("what", "\n\nthe question")
     ((document,),) = encode(tokenizer, row)
     whole = tokenizer.apply_chat_template(row["messages"], tokenize=True)["input_ids"]
     assert whole != document.ids.tolist()  # else this test shows nothing
-    for turn in (1, 3):
-        prompt = tokenizer.apply_chat_template(row["messages"][:turn], tokenize=True, add_generation_prompt=True)
-        ids = prompt["input_ids"]
-        if turn == 1:
-            assert document.ids[: len(ids)].tolist() == ids
-        starts = [
-            i for i in range(1, len(document.ids)) if document.flags[i] & TRAINED > document.flags[i - 1] & TRAINED
-        ]
-        assert tokenizer.decode(document.ids[: starts[turn // 2]].tolist()) == tokenizer.decode(ids)
+    prompt = tokenizer.apply_chat_template(row["messages"][:1], tokenize=True, add_generation_prompt=True)["input_ids"]
+    assert document.ids[: len(prompt)].tolist() == prompt
+    trained = (document.flags & TRAINED).tolist()
+    assert not any(trained[: len(prompt)]) and trained[len(prompt)]
     assert tokenizer.decode(document.ids.tolist()) == tokenizer.decode(whole)
-
-
-def test_template_that_rewrites_history_gives_one_example_per_answer(make_tokenizer: MakeTokenizer) -> None:
-    row = say("one", "two", "three", "four")
-    row["messages"][1]["reasoning_content"] = "hm"
-    assert marked(make_tokenizer(THINKING), row) == [
-        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n[[<think>\nhm\n</think>\n\ntwo<|im_end|>]]",
-        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>\n"
-        "<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\nfour<|im_end|>]]",
-    ]
-
-
-def test_template_that_rewrites_history_keeps_one_turn_in_one_example(make_tokenizer: MakeTokenizer) -> None:
-    """Tool calls behind the same question are not history; their thoughts stay."""
-    call = {"role": "assistant", "content": "call", "reasoning_content": "a"}
-    messages = [{"role": "user", "content": "q"}, call, {"role": "tool", "content": "r"}]
-    row = {"messages": [*messages, {"role": "assistant", "content": "done", "reasoning_content": "b"}]}
-    assert marked(make_tokenizer(THINKING), row) == [
-        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[[<think>\na\n</think>\n\ncall<|im_end|>]]\n"
-        "<|im_start|>tool\nr<|im_end|>\n<|im_start|>assistant\n[[<think>\nb\n</think>\n\ndone<|im_end|>]]\n"
-    ]
-
-
-def test_template_arguments_of_a_row(make_tokenizer: MakeTokenizer) -> None:
-    row = say("one", "two") | {"chat_template_kwargs": {"enable_thinking": False}}
-    assert marked(make_tokenizer(THINKING), row) == [
-        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n[[two<|im_end|>]]\n"
-    ]
-
-
-def test_llama3(make_tokenizer: MakeTokenizer) -> None:
-    tokenizer = make_tokenizer(LLAMA3)
-    (text,) = marked(tokenizer, say("one", " two ", system="be"))
-    assert text == (
-        "<s><|start_header_id|>system<|end_header_id|>\n\nbe<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
-        "one<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n[[two<|eot_id|>]]"
-    )
-    ((document,),) = encode(tokenizer, say("one", "two"))
-    assert document.ids.tolist().count(tokenizer.bos_token_id) == 1
-
-
-def test_gemma(make_tokenizer: MakeTokenizer) -> None:
-    tokenizer = make_tokenizer(GEMMA)
-    assert marked(tokenizer, say("one", "two")) == [
-        "<s><start_of_turn>user\none<end_of_turn>\n<start_of_turn>model\n[[two<end_of_turn>]]\n"
-    ]
-    with pytest.raises(RowError, match=r"the chat template fails: System role not supported\. Correct the row, or"):
-        encode(tokenizer, say("one", "two", system="be"))
-
-
-def test_mistral(make_tokenizer: MakeTokenizer) -> None:
-    tokenizer = make_tokenizer(MISTRAL, eos="</s>")
-    assert marked(tokenizer, say("one", "two", "three", "four")) == [
-        "<s>[INST] one [/INST][[ two</s>]][INST] three [/INST][[ four</s>]]"
-    ]
-    with pytest.raises(RowError, match=r"drops messages\[0\], of the role 'system'"):
-        encode(tokenizer, say("one", "two", system="be"))
 
 
 def test_generation_marks(make_tokenizer: MakeTokenizer) -> None:
@@ -147,17 +189,6 @@ def test_generation_marks(make_tokenizer: MakeTokenizer) -> None:
     assert marked(tokenizer, row) == [f"{start}two<|im_end|>{middle}[[four<|im_end|>]]\n"]
 
 
-def test_prompt_that_opens_a_thought_which_the_answer_lacks(make_tokenizer: MakeTokenizer) -> None:
-    """An error, also where marks say what is to be trained: inference would never ask for this answer."""
-    marked_too = OPEN_THOUGHT.replace(
-        "{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}"
-    )
-    for template in (OPEN_THOUGHT, marked_too):
-        text = r"messages\[1\] after another prompt than at inference: '<think>.n' there, 'two"
-        with pytest.raises(RowError, match=text):
-            encode(make_tokenizer(template), say("one", "two"))
-
-
 def test_train_on_all(make_tokenizer: MakeTokenizer) -> None:
     for template in (CHATML, THINKING, MARKED):
         tokenizer = make_tokenizer(template)
@@ -167,13 +198,6 @@ def test_train_on_all(make_tokenizer: MakeTokenizer) -> None:
         answers = mark(tokenizer, document, ANSWER)
         assert answers.endswith("four<|im_end|>]]\n") and ("[[two" in answers) == (template != THINKING)
     assert len(encode(make_tokenizer(CHATML), {"messages": [{"role": "user", "content": "hi"}]}, train_all=True)) == 1
-
-
-def test_weight_0_is_not_trained(make_tokenizer: MakeTokenizer) -> None:
-    row = say("one", "two", "three", "four")
-    row["messages"][1]["weight"] = 0
-    (text,) = marked(make_tokenizer(CHATML), row)
-    assert "assistant\ntwo<|im_end|>" in text and "[[four<|im_end|>]]" in text
 
 
 def test_tools_and_calls_reach_the_template(make_tokenizer: MakeTokenizer) -> None:
@@ -200,20 +224,6 @@ def test_tools_and_calls_reach_the_template(make_tokenizer: MakeTokenizer) -> No
             encode(make_tokenizer(template), row if template == LLAMA3 else row | {"tools": None})
 
 
-def test_sharegpt(make_tokenizer: MakeTokenizer) -> None:
-    turns = [("human", "one"), ("gpt", "two"), ("human", "three"), ("function_call", '{"name": "f", "arguments": {}}')]
-    row = {"conversations": [{"from": who, "value": text} for who, text in turns], "system": "be"}
-    (text,) = marked(make_tokenizer(CHATML), row)
-    assert text.startswith("<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\none<|im_end|>")
-    assert "[[two<|im_end|>]]" in text and '[[<call>{"name": "f", "arguments": {}}</call><|im_end|>]]' in text
-
-
-def test_content_parts_are_joined(make_tokenizer: MakeTokenizer) -> None:
-    row = say("one", "two")
-    row["messages"][0]["content"] = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert "user\nab<|im_end|>" in marked(make_tokenizer(CHATML), row)[0]
-
-
 def test_prompt_and_completion(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(None)
     row = {"prompt": "2 + 2 =", "completion": " 4"}
@@ -221,19 +231,6 @@ def test_prompt_and_completion(make_tokenizer: MakeTokenizer) -> None:
     assert marked(tokenizer, row, "prompt_completion", train_all=True) == ["[[2 + 2 = 4<|endoftext|>]]"]
     row = {"prompt": "2 + 2 =", "completion": " 4<|endoftext|>"}  # as some data sets are written
     assert marked(tokenizer, row, "prompt_completion") == ["2 + 2 =[[ 4<|endoftext|>]]"]
-    chat = make_tokenizer(CHATML)
-    messages = say("one", "two", "three", "four")["messages"]
-    row = {"prompt": messages[:3], "completion": messages[3:]}
-    (text,) = marked(chat, row, "prompt_completion")
-    assert "\ntwo<|im_end|>" in text and "[[four<|im_end|>]]" in text
-
-
-def test_text(make_tokenizer: MakeTokenizer) -> None:
-    """Text that spells a special token is text; the end of the document is trained."""
-    tokenizer = make_tokenizer(None)
-    ((document,),) = encode(tokenizer, {"text": "a<|im_end|>b"}, "text")
-    assert mark(tokenizer, document) == "[[a<|im_end|>b<|endoftext|>]]"
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in document.ids
 
 
 def test_beginning_of_text_is_added_once(make_tokenizer: MakeTokenizer) -> None:
@@ -270,44 +267,44 @@ def test_tokenizer_that_puts_a_space_before_every_text(make_tokenizer: MakeToken
     assert alone != whole[len(prompt) : len(prompt) + len(alone)]  # else this test shows nothing
 
 
-PAIRS = [
-    {"prompt": say("q")["messages"], "chosen": [{"role": "assistant", "content": "good"}]}
-    | {"rejected": [{"role": "assistant", "content": "bad"}]},
-    {"prompt": "q", "chosen": [{"role": "assistant", "content": "good"}]}
-    | {"rejected": [{"role": "assistant", "content": "bad"}]},
-    {"chosen": say("q", "good")["messages"], "rejected": say("q", "bad")["messages"]},
-    {"prompt": "q", "chosen": say("q", "good")["messages"], "rejected": say("q", "bad")["messages"]},
-    {"prompt": say("q")["messages"], "chosen": say("q", "good")["messages"], "rejected": say("q", "bad")["messages"]},
-    {"prompt": say("q")["messages"], "chosen": "good", "rejected": "bad"},
-]
-
-
-@pytest.mark.parametrize("row", PAIRS)
-def test_preference_pairs(make_tokenizer: MakeTokenizer, row: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "side"),
+    [("chat", "answer"), ("text", "answer"), (None, "chat"), ("text", "chat"), ("chat", "chat"), ("chat", "text")],
+)
+def test_preference_pairs(make_tokenizer: MakeTokenizer, prompt: str | None, side: str) -> None:
+    prompts = {"chat": say("q")["messages"], "text": "q"}
+    row = {"chosen": SIDES[side]("good"), "rejected": SIDES[side]("bad")}
+    row |= {"prompt": prompts[prompt]} if prompt else {}
     start = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     for template in (CHATML, MARKED):
         expected = [f"{start}[[good<|im_end|>]]\n", f"{start}[[bad<|im_end|>]]\n"]
         assert marked(make_tokenizer(template), row, "preference") == expected
     thinking = marked(make_tokenizer(THINKING), row, "preference")
-    assert [text.split("[[")[1].split("]]")[0] for text in thinking] == [
-        f"<think>\n\n</think>\n\n{answer}<|im_end|>" for answer in ("good", "bad")
-    ]
+    assert all("[[<think>\n\n</think>\n\n" in text for text in thinking) and len(thinking) == 2
 
 
-def test_preference_pair_of_strings(make_tokenizer: MakeTokenizer) -> None:
-    row = {"prompt": "q:", "chosen": " good", "rejected": " bad"}
-    assert marked(make_tokenizer(None), row, "preference") == ["q:[[ good<|endoftext|>]]", "q:[[ bad<|endoftext|>]]"]
+MARKED_OPEN = OPEN_THOUGHT.replace("{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}")
 
 
-def test_pair_with_history_that_is_rewritten(make_tokenizer: MakeTokenizer) -> None:
-    chosen, rejected = say("a", "b", "c", "d")["messages"], say("a", "x", "c", "d")["messages"]
-    with pytest.raises(RowError, match="several answers, and the chat template rewrites earlier ones"):
-        encode(make_tokenizer(THINKING), {"chosen": chosen, "rejected": rejected}, "preference")
+REWRITTEN = {side: say("a", side, "c", "d")["messages"] for side in ("chosen", "rejected")}
 
 
-def test_no_chat_template(make_tokenizer: MakeTokenizer) -> None:
-    with pytest.raises(DataError, match=r"tokenizer has no chat template\. Set data\.chat_template"):
-        encode(make_tokenizer(None), say("one", "two"))
+@pytest.mark.parametrize(
+    ("template", "form", "row", "problem"),
+    [
+        (GEMMA, "messages", say("one", "two", system="be"), r"fails: System role not supported\. Correct the row, or"),
+        (MISTRAL, "messages", say("one", "two", system="be"), r"drops messages\[0\], of the role 'system'"),
+        # Inference would never ask for this answer, also where marks say what is trained.
+        (OPEN_THOUGHT, "messages", say("one", "two"), r"messages\[1\] .*: '<think>.n' there, 'two"),
+        (MARKED_OPEN, "messages", say("one", "two"), r"messages\[1\] .*: '<think>.n' there, 'two"),
+        (THINKING, "preference", REWRITTEN, "several answers, and the chat template rewrites earlier ones"),
+    ],
+)
+def test_a_row_that_does_not_go_with_the_template_is_refused(
+    make_tokenizer: MakeTokenizer, template: str, form: Form, row: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(RowError, match=problem):
+        encode(make_tokenizer(template), row, form)
 
 
 def test_template_without_an_end_of_turn(make_tokenizer: MakeTokenizer) -> None:

@@ -14,10 +14,7 @@ from unit.data.templates import CHATML, THINKING
 
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
-from titanlite.config.check import check_values
-from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
-from titanlite.data import corpus
 from titanlite.data.loader import TrainLoader
 from titanlite.features.generate.evaluate import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
 from titanlite.features.sft import examples as examples_module
@@ -106,11 +103,6 @@ def test_pairs_share_a_row_chosen_first(make_job: MakeJob) -> None:
     assert (dataset.batch(range(dataset.num_sequences)).document_ids.max(1).values % 2 == 1).all()
 
 
-def test_pairs_are_not_trained_on_everything(make_job: MakeJob) -> None:
-    with pytest.raises(DataError, match=r'train_on = "all" does not go with preference pairs'):
-        build(make_job(make_pairs(), train_on="all"))
-
-
 def test_held_out_rows_are_not_trained_on(make_job: MakeJob) -> None:
     dataset = build(make_job(make_rows(100), seq_len=64))
     assert len(dataset.held_out.selected) == 10
@@ -142,7 +134,7 @@ def test_validation_path(make_job: MakeJob, tmp_path: Path) -> None:
 def test_too_long(make_job: MakeJob, caplog: pytest.LogCaptureFixture) -> None:
     rows = [*make_rows(20), {"prompt": "a", "completion": "b" * 50}, {"prompt": "c" * 50, "completion": "d"}]
     job = make_job(rows, seq_len=40)
-    with pytest.raises(DataError, match=r"data: examples longer than training\.seq_len \(40\), the longest of 5\d tok"):
+    with pytest.raises(DataError, match=r"training\.seq_len \(40\), the longest of 5\d tok"):
         build(job)
     caplog.set_level("INFO", logger="titanlite")
     for too_long, left, text in (
@@ -155,13 +147,6 @@ def test_too_long(make_job: MakeJob, caplog: pytest.LogCaptureFixture) -> None:
         assert text in caplog.text
         labels = dataset.batch(range(dataset.num_train_sequences)).labels
         assert int((labels != IGNORE_INDEX).sum()) == dataset.train.num_trained
-    job.training.seq_len = 3
-    with pytest.raises(DataError, match=r"none of 22 examples fits into training\.seq_len \(3\): 22 longer than 3 tok"):
-        build(job)
-    job.data.path = make_job([{"prompt": "a", "completion": "b" * 50}, *make_rows(3)]).data.path
-    job.data.too_long, job.training.seq_len = "error", 40
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: 5\d tokens, but training\.seq_len is 40\. Raise"):
-        build(job)
 
 
 def make_texts(count: int = 40) -> list[dict[str, Any]]:
@@ -171,6 +156,23 @@ def make_texts(count: int = 40) -> list[dict[str, Any]]:
         {"text": f"{i}:" + "".join(rng.choice("abcdefgh ") for _ in range(rng.choice([1, 9, 60, 300])))}
         for i in range(count)
     ]
+
+
+REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
+    (make_pairs(), {"train_on": "all"}, r'train_on = "all"'),
+    (make_rows(), {"too_long": "split"}, r'too_long = "split" .* \'prompt_compl'),
+    (make_texts(), {"too_long": "split", "seq_len": 1}, r"seq_len is 1\. Set data\.too_long"),
+    (make_rows(1), {}, r"1 usable row\(s\), but 2 are needed.*data\.validation_path"),
+    (make_rows(4), {"too_long": "drop", "seq_len": 3}, r"none of 4 examples fits into training\.seq_len \(3\)"),
+]
+
+
+@pytest.mark.parametrize(("rows", "settings", "message"), REFUSED)
+def test_data_that_cannot_be_used_names_the_setting(
+    make_job: MakeJob, rows: list[dict[str, Any]], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        build(make_job(rows, **settings))
 
 
 @pytest.mark.parametrize("seq_len", [2, 16, 31])
@@ -198,19 +200,6 @@ def test_split_documents_predict_each_of_their_tokens_once(make_job: MakeJob, se
         assert dataset.packing_efficiency > 0.8
 
 
-def test_documents_that_fit_are_the_same_whether_or_not_they_would_be_split(make_job: MakeJob) -> None:
-    datasets = [build(make_job(make_texts(), seq_len=400, too_long=too_long)) for too_long in ("split", "error")]
-    assert datasets[0].fingerprint == datasets[1].fingerprint
-    assert "split" not in describe(datasets[0])
-
-
-def test_only_documents_are_split(make_job: MakeJob) -> None:
-    with pytest.raises(DataError, match=r"too_long = \"split\" is for .*, but the examples are of form 'prompt_compl"):
-        build(make_job(make_rows(), too_long="split"))
-    with pytest.raises(DataError, match=r"of 2 tokens or more, but training\.seq_len is 1\. Set data\.too_long"):
-        build(make_job(make_texts(), seq_len=1, too_long="split"))
-
-
 def test_cut_pairs_keep_both_sides(make_job: MakeJob) -> None:
     long, short = "g" * 60, "b"
     rows = [{"prompt": "p", "chosen": long, "rejected": short}, {"prompt": "p", "chosen": long, "rejected": "h" * 61}]
@@ -228,30 +217,24 @@ def test_share_that_is_held_out(make_job: MakeJob) -> None:
         fingerprints.add(dataset.fingerprint)
     assert len(fingerprints) == 5
     alone = build(make_job(make_rows(1), seq_len=64, validation_share=0.0, packing=False))
-    assert (alone.num_train_sequences, alone.num_validation_sequences) == (1, 0)
-    assert alone.batch([0]).labels.shape == (
-        1,
-        64,
-    ) and "1 examples to train on (prompt_completion), 0 held" in describe(alone)
-    with pytest.raises(DataError, match=r"1 usable row\(s\), but 2 are needed, .* or data\.validation_share = 0\."):
-        build(make_job(make_rows(1), seq_len=64))
+    assert alone.batch([0]).labels.shape == (1, 64) and alone.num_sequences == 1
 
 
-def test_second_build_maps_the_files_of_the_first(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [*make_rows(), {"prompt": "only"}]
+def test_second_build_maps_the_files_of_the_first(make_job: MakeJob) -> None:
+    rows = [*make_rows(), {"prompt": "only", "text": "a"}]
     job = make_job(rows, bad_rows="skip")
-    first = build(job)
-    assert isinstance(first.train.examples.tokens.base, np.memmap) or isinstance(first.train.examples.tokens, np.memmap)
-    with monkeypatch.context() as patch:
-        patch.setattr(examples_module, "_write", lambda *_: pytest.fail("tokenized again"))
-        again = build(make_job(rows, bad_rows="skip", too_long="cut", seq_len=32))  # lengths are no part of the key
-    assert again.train.examples.header == first.train.examples.header
-    assert again.train.examples.header.skipped["missing field"].count == 1
-    keys = {first.train.examples.content}
-    for changes in ({"train_on": "all"}, {"format": "prompt_completion"}, {"template": THINKING}):
+    first = build(job).train.examples
+    assert isinstance(first.tokens.base, np.memmap) or isinstance(first.tokens, np.memmap)
+    files = {file: file.stat() for file in Path(job.data.cache_folder).glob("examples/*.tokens")}
+    again = build(make_job(rows, bad_rows="skip", too_long="cut", seq_len=32)).train.examples
+    assert files == {file: file.stat() for file in Path(job.data.cache_folder).glob("examples/*.tokens")}
+    assert again.header == first.header and again.header.skipped["missing field"].count == 1
+    keys = {first.content}
+    changed = ({"train_on": "all"}, {"format": "prompt_completion"}, {"template": THINKING}, {"text_field": "prompt"})
+    for changes in changed:
         keys.add(build(make_job(rows, bad_rows="skip", **changes)).train.examples.content)
     keys.add(build(make_job(rows[1:], bad_rows="skip")).train.examples.content)
-    assert len(keys) == 5
+    assert len(keys) == 6
 
 
 @pytest.mark.parametrize("suffix", [".tokens", ".flags", ".index", ".json"])
@@ -266,16 +249,6 @@ def test_damaged_cache_is_rebuilt(make_job: MakeJob, suffix: str) -> None:
         if content is not None:
             file.write_bytes(content)
         assert build(job).train.examples.tokens.tolist() == expected
-
-
-def test_batches_of_rows_do_not_change_the_result(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make_job([*make_rows(), {"prompt": 1}], bad_rows="skip")
-    whole = build(job).train.examples
-    monkeypatch.setattr(examples_module, "_BATCH_ROWS", 7)
-    job.data.cache_folder += "-2"
-    parts = build(job).train.examples
-    assert parts.tokens.tolist() == whole.tokens.tolist() and parts.header == whole.header
-    assert parts.places.tolist() == whole.places.tolist()
 
 
 def test_order_and_fingerprint(make_job: MakeJob) -> None:
@@ -309,10 +282,7 @@ def test_order_and_fingerprint(make_job: MakeJob) -> None:
 def test_order_is_pinned(make_job: MakeJob) -> None:
     """A run resumed with another version must see the same data; these numbers may never change."""
     dataset = build(make_job(make_rows(200), seq_len=48))
-    assert (dataset.num_train_sequences, dataset.get_train_indices(42, 0, 6).tolist()) == PINNED
-
-
-PINNED = (51, [32, 33, 4, 23, 24, 25])
+    assert (dataset.num_train_sequences, dataset.get_train_indices(42, 0, 6).tolist()) == (51, [32, 33, 4, 23, 24, 25])
 
 
 def test_vocabulary_is_that_of_the_data(make_job: MakeJob) -> None:
@@ -322,75 +292,33 @@ def test_vocabulary_is_that_of_the_data(make_job: MakeJob) -> None:
     assert int(batch.tokens.max()) < loader.dataset.vocab_size < len(tokenizer)
 
 
-def test_one_row_cannot_be_both_trained_and_held_out(make_job: MakeJob) -> None:
-    with pytest.raises(DataError, match=r"1 usable row\(s\), but 2 are needed.*data\.validation_path"):
-        build(make_job(make_rows(1)))
-
-
-@pytest.mark.parametrize("train_on", ["assistant", "all"])
-def test_evaluation_prompts(make_job: MakeJob, train_on: str) -> None:
-    job = make_job(make_chats(), CHATML, train_on=train_on, seq_len=256)
+def test_evaluation_prompts(make_job: MakeJob) -> None:
+    """The prompt of inference and the answer of each held-out row; all rows of another file, of any form."""
+    job = make_job(make_chats(), CHATML, seq_len=256)
     tokenizer, loader = build_data(job, 0, 1)
     assert isinstance(loader.dataset, ExampleDataset)
     prompts = evaluation_prompts(loader.dataset, tokenizer)
     assert len(prompts) == 2
     for prompt_ids, reference, where in prompts:
-        line = int(where.rsplit(" ", 1)[1])
-        messages = make_chats()[line - 1]["messages"]
+        messages = make_chats()[int(where.rsplit(" ", 1)[1]) - 1]["messages"]
         expected = tokenizer.apply_chat_template(messages[:3], add_generation_prompt=True)["input_ids"]
         assert prompt_ids == expected and reference == messages[3]["content"]
-    text = build_data(make_job([{"text": "a"}, {"text": "b"}]), 0, 1)
-    with pytest.raises(DataError, match=r"the held-out examples \(text\) have no answers"):
-        evaluation_prompts(text[1].dataset, text[0])  # pyright: ignore
-
-
-def test_evaluation_prompts_of_strings(make_job: MakeJob) -> None:
-    tokenizer, loader = build_data(make_job(make_rows()), 0, 1)
-    assert isinstance(loader.dataset, ExampleDataset)
-    for prompt_ids, reference, where in evaluation_prompts(loader.dataset, tokenizer):
-        row = make_rows()[int(where.rsplit(" ", 1)[1]) - 1]
-        assert (tokenizer.decode(prompt_ids), reference) == (row["prompt"], row["completion"])
-
-
-def test_evaluation_prompts_of_another_file(make_job: MakeJob, tmp_path: Path) -> None:
-    """All of its rows, of another form than the training data; each problem names the setting, file and line."""
-    job = make_job(make_rows())
-    tokenizer, _ = build_data(job, 0, 1)
-    path = tmp_path / "questions.jsonl"
+    path = Path(job.data.path).with_name("questions.jsonl")
 
     def read(rows: list[dict[str, Any]]) -> list[EvaluationPrompt]:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return read_evaluation_prompts(job.data, str(path), "test", tokenizer)
 
-    chats = make_chats()
-    prompts = read(chats)
-    assert [prompt.reference for prompt in prompts] == [chat["messages"][3]["content"] for chat in chats]
-    assert [prompt.where for prompt in prompts] == [f"{path}, line {i + 1}" for i in range(len(chats))]
-    with pytest.raises(
-        DataError, match=r"^evaluation\.path: data: the .*questions\.jsonl examples \(text\) have no ans"
+    prompts = read(make_rows())
+    for (prompt_ids, reference, _), row in zip(prompts, make_rows(), strict=True):
+        assert (tokenizer.decode(prompt_ids), reference) == (row["prompt"], row["completion"])
+    assert prompts[-1].where == f"{path}, line 60"
+    for rows, problem in (
+        ([{"text": "a"}], r"examples \(text\) have no ans"),
+        ([*make_rows(1), {"prompt": "x"}], r"questions\.jsonl, line 2"),
     ):
-        read([{"text": "a"}, {"text": "b"}])
-    with pytest.raises(DataError, match=r"^evaluation\.path: .*questions\.jsonl, line 2"):
-        read([*make_rows(1), {"prompt": "x"}])
-    path.unlink()
-    with pytest.raises(DataError, match=r"^evaluation\.path: "):
-        read_evaluation_prompts(job.data, str(path), "test", tokenizer)
-
-
-def test_settings_of_examples_are_refused_elsewhere() -> None:
-    job = JobConfig()
-    job.model.flavor = "debug"
-    assert check_values(job) == []
-    job.data.format = "text"
-    assert check_values(job) == [
-        'data.format = "text" has no effect on this data (data.dataset = "stdlib"). Leave it out.'
-    ]
-    job.data = DataSection(dataset="examples")
-    assert check_values(job) == [
-        'data.dataset = "examples" needs data.path, which is empty. Set it to a file, folder or hub id.'
-    ]
-    job.data = DataSection(dataset="examples", path="a", format="preference", train_on="all")
-    assert 'data.train_on = "all" does not go with data.format = "preference"' in check_values(job)[0]
+        with pytest.raises(DataError, match=rf"^evaluation\.path: .*{problem}"):
+            read(rows)
 
 
 def test_digest_is_of_the_bytes(tmp_path: Path) -> None:
@@ -409,11 +337,3 @@ def test_other_code_makes_other_tokens(make_job: MakeJob, monkeypatch: pytest.Mo
         found.append(build_data(job, 0, 1)[1].fingerprint)
     assert len([*Path(job.data.cache_folder).glob("examples/*.tokens")]) == 2
     assert len({*found}) == 1
-
-
-def test_the_digest_of_code_follows_its_files(tmp_path: Path) -> None:
-    digests = []
-    for text in ("a = 1\n", "a = 2\n"):
-        (tmp_path / "a.py").write_text(text)
-        digests.append(corpus.get_code_digest.__wrapped__(tmp_path))
-    assert digests[0] != digests[1]

@@ -12,30 +12,11 @@ from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
 from titanlite.features.generate.evaluate import read_evaluation_prompts
-from titanlite.features.sft import examples
 from titanlite.features.sft.forms import Chat, detect_form, parse_row
 from titanlite.features.sft.readers import RowError
 
 MakeJob = Callable[..., JobConfig]
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-
-
-def make_rows(field: str) -> list[dict[str, Any]]:
-    return [{"path": f"{i}.py", field: f"what is {i}"} for i in range(20)]
-
-
-@pytest.mark.parametrize("form", ["auto", "text"])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_the_text_is_in_the_field_that_is_named(make_job: MakeJob, form: str, streaming: bool) -> None:
-    settings: dict[str, Any] = {"seq_len": 48, "format": form, "streaming": streaming}
-    expected = build_data(make_job(make_rows("text"), **settings), 0, 1)[1].micro_batches(0)[0]
-    job = make_job(make_rows("content"), text_field="content", **settings)
-    batch = build_data(job, 0, 1)[1].micro_batches(0)[0]
-    assert batch.tokens.equal(expected.tokens) and batch.labels.equal(expected.labels)
-    job.data.text_field = "code"
-    text = r"no field 'code'; its fields are: 'content', 'path'\. Add or rename the field, or set data\.text_field\."
-    with pytest.raises(DataError, match=rf"line 1 and 19 more: {text}"):
-        build_data(job, 0, 1)[1].micro_batches(0)
 
 
 def test_a_column_that_is_named_goes_before_what_else_a_row_has(make_job: MakeJob) -> None:
@@ -49,7 +30,7 @@ def test_a_column_that_is_named_goes_before_what_else_a_row_has(make_job: MakeJo
         build_data(job, 0, 1)
 
 
-RENAMED = {
+RENAMED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
     "chat": ({"q": "a", "a": "b"}, {"question": "q", "answer": "a"}, {"question": "a", "answer": "b"}),
     "columns that change places": (
         {"answer": "a", "question": "b"},
@@ -59,6 +40,7 @@ RENAMED = {
     "messages": ({"dialog": CHAT["messages"]}, {"messages": "dialog"}, CHAT),
     "completion": ({"q": "a", "a": "b"}, {"prompt": "q", "completion": "a"}, {"prompt": "a", "completion": "b"}),
     "text": ({"body": "a", "question": "c", "answer": "d"}, {"text": "body"}, {"text": "a"}),
+    "text_field": ({"path": "b", "content": "what"}, {}, {"text": "what"}),
 }
 
 
@@ -67,9 +49,34 @@ RENAMED = {
 def test_columns_have_the_names_that_they_are_given(make_job: MakeJob, case: str, streaming: bool) -> None:
     row, fields, meant = RENAMED[case]
     expected = build_data(make_job([meant] * 8, seq_len=48, streaming=streaming), 0, 1)[1].micro_batches(0)[0]
-    job = make_job([row] * 8, seq_len=48, streaming=streaming, fields=json.dumps(fields))
+    settings = {"fields": json.dumps(fields)} if fields else {"text_field": "content"}
+    job = make_job([row] * 8, seq_len=48, streaming=streaming, **settings)
     batch = build_data(job, 0, 1)[1].micro_batches(0)[0]
     assert batch.tokens.equal(expected.tokens) and batch.labels.equal(expected.labels)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"fields": '{"promt": "a"}'}, 'data.fields.promt = "a"'),
+        ({"fields": '{"prompt": 3}'}, "data.fields.prompt = 3"),
+        ({"fields": "question"}, 'data.fields = "question"'),
+        ({"text_field": "content", "format": "messages"}, 'data.text_field = "content"'),
+        ({"text_field": ""}, 'data.text_field = ""'),
+        ({"text_field": "content", "dataset": "text"}, "data.text_field"),
+        ({"format": "text", "dataset": "text"}, "data.format"),
+        ({"path": ""}, 'data.dataset = "examples" needs data.path'),
+        ({"format": "preference", "train_on": "all"}, 'data.train_on = "all"'),
+        ({"text_field": "content", "format": "text"}, None),
+    ],
+)
+def test_settings_without_an_effect_are_refused(
+    make_job: MakeJob, settings: dict[str, Any], problem: str | None
+) -> None:
+    job = make_job([], **settings)
+    job.model.flavor = "debug"
+    found = check_values(job)
+    assert len(found) == (problem is not None) and all(text.startswith(problem or "") for text in found)
 
 
 def test_pairs_and_evaluation_have_the_names_that_they_are_given(make_job: MakeJob, tmp_path: Path) -> None:
@@ -91,50 +98,6 @@ def test_a_column_that_is_missing_is_named_once_with_its_rows(make_job: MakeJob)
     )
     with pytest.raises(DataError, match=text):
         build_data(job, 0, 1)
-
-
-def test_unknown_fields_are_refused(make_job: MakeJob) -> None:
-    job = make_job([])
-    job.model.flavor = "debug"
-    for text, problem in {
-        '{"promt": "a"}': "data.fields.promt = \"a\" cannot be used. Did you mean 'prompt'?",
-        '{"prompt": 3}': "data.fields.prompt = 3 cannot be used. Write the name of a column as text.",
-        "question": 'data.fields = "question" is no JSON object.',
-    }.items():
-        job.data.fields = text
-        (found,) = check_values(job)
-        assert found.startswith(problem)
-
-
-def test_where_the_setting_has_no_effect_it_is_refused(make_job: MakeJob) -> None:
-    job = make_job([], text_field="content")
-    job.model.flavor = "debug"
-    for form in ("auto", "text"):
-        job.data.format = form
-        assert check_values(job) == []
-    job.data.format = "messages"
-    (problem,) = check_values(job)
-    assert problem.startswith('data.text_field = "content" has no effect on this data')
-    job.data.text_field = "text"
-    assert check_values(job) == []
-    job.data.text_field = ""
-    assert check_values(job) == [
-        'data.text_field = "" names no field. Set it to the field with the text, or leave it out.'
-    ]
-    job.data.text_field, job.data.format, job.data.dataset = "content", "auto", "text"
-    assert check_values(job) == [
-        'data.text_field = "content" has no effect on this data (data.dataset = "text"). Leave it out.'
-    ]
-
-
-def test_another_column_has_another_cache(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[Path] = []
-    load = examples._load
-    monkeypatch.setattr(examples, "_load", lambda path, content: (loaded.append(path), load(path, content))[1])
-    rows = [{"text": f"what is {i}", "content": f"is {i} what"} for i in range(20)]
-    for field in ("text", "content", "text"):
-        build_data(make_job(rows, seq_len=48, text_field=field), 0, 1)
-    assert len(set(loaded)) == 2 and loaded[0] == loaded[-1]
 
 
 # --- questions and answers

@@ -1,13 +1,9 @@
 """Rows from any row on: the same as after reading all before it, without parsing those; and compressed files."""
 
-import errno
 import gzip
-import io
 import json
 import random
-import re
 import resource
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow.parquet import write_table
 
-from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
-from titanlite.config.schema import JobConfig
 from titanlite.features.sft import readers
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.rows import LocalRows, Row, Rows, find_rows
 
-MakeJob = Callable[..., JobConfig]
 _MARK = b"\xef\xbb\xbf"
 LINES = [b'{"a": 1}', b'{"a": "\xc3\xa9"}', b"", b" \t\r", b"{", b"[1]", b'{"a": "\xff"}', _MARK, _MARK + b'{"a": 2}']
 
@@ -74,34 +67,6 @@ def test_lines_from_any_row_on(tmp_path_factory: pytest.TempPathFactory, lines: 
     _assert_starts_anywhere(find_rows(str(folder)))
 
 
-def test_rows_that_are_skipped_are_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_BATCH_ROWS", 8)
-    work = {"parsed": 0, "converted": 0}
-
-    def counted(name: str, kind: str, size: Any) -> None:
-        original = getattr(readers, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            work[kind] += size(*args)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(readers, name, call)
-
-    counted("_load_json", "parsed", lambda *_: 1)
-    counted("drop_none", "converted", lambda row: isinstance(row, dict))
-    for number in range(2):
-        lines = "".join(json.dumps({"a": i}) + "\n" for i in range(1000))
-        (tmp_path / f"{number}.jsonl").write_text(lines)
-        _write_parquet(tmp_path / f"{number}.parquet", [f"text {i}" for i in range(1000)], 100)
-    rows = find_rows(str(tmp_path))
-    for start, file in ((3500, 3), (2500, 2), (1500, 1), (500, 0)):
-        work |= dict.fromkeys(work, 0)
-        row = next(iter(rows.iterate_from(start)))
-        place = (row.file, row.number, row.content)
-        assert place == (file, 501, {"a": 500} if rows.names[file].endswith("l") else {"text": "text 500"})
-        assert work["parsed"] <= 1 and work["converted"] <= 1
-
-
 def test_parquet_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
     """What a column means is not in its storage alone: `datasets` writes objects of mixed types as JSON text."""
     rows = [{"a": [{"b": 1, "d": b"x"}], "e": 1.5, "f": "g"}, {"a": [], "e": 2.5, "f": "h"}]
@@ -109,23 +74,19 @@ def test_parquet_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
     columns = {
         "time": pa.array([10**9, None, 0], pa.timestamp("us")),
         "word": pa.array(["a", "b", "a"]).dictionary_encode(),
-        "long": pa.array(["x", "y", None], pa.large_string()),
         "pair": pa.array([[1, 2]] * 3, pa.list_(pa.int32(), 2)),
         "nest": pa.array([{"a": [1], "b": None}, {"a": [], "b": "c"}, {"a": None, "b": "d"}]),
     }
     write_table(pa.table(columns), tmp_path / "b.parquet", row_group_size=2)
-    files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
     if mixed := getattr(datasets, "Json", None):  # datasets 5
         features = Features({"a": List(mixed())})
         objects = Dataset.from_dict({"a": [[{"b": 0}, {"c": "d"}]]}, features=features)
         objects.to_parquet(str(tmp_path / "c.parquet"))
-        files.append(tmp_path / "c.parquet")
-    for file in files:
+        assert [row.content for row in find_rows(str(tmp_path / "c.parquet"))] == [{"a": [{"b": 0}, {"c": "d"}]}]
+    for file in tmp_path.iterdir():
         expected = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
         found = [row.content for row in find_rows(str(file))]
         assert found == [readers.drop_none(row) for row in expected]
-    if mixed:
-        assert found == [{"a": [{"b": 0}, {"c": "d"}]}]
 
 
 def _compress_zstd(content: bytes) -> bytes:
@@ -158,23 +119,6 @@ def test_compressed_lines_are_the_same_rows(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
-@pytest.mark.parametrize("streaming", [False, True])
-def test_compressed_lines_are_trained_on_as_plain_ones(
-    make_job: MakeJob, tmp_path: Path, ending: str, streaming: bool
-) -> None:
-    lines = "".join(json.dumps({"prompt": f"{i}:", "completion": " what is"}) + "\n" for i in range(20))
-    job = make_job(lines, seq_len=48, streaming=streaming)
-    expected = build_data(job, 0, 1)[1].micro_batches(0)[0].tokens
-    job.data.path = str(tmp_path / f"rows.jsonl{ending}")
-    Path(job.data.path).write_bytes(COMPRESS[ending](lines.encode()))
-    assert build_data(job, 0, 1)[1].micro_batches(0)[0].tokens.equal(expected)
-    Path(job.data.path).write_bytes(COMPRESS[ending](lines.encode() + b'\n{"prompt": 1}\n{"prompt": "\xff"}\n'))
-    match = rf"rows\.jsonl{ending}, line 22: no field 'completion'[\s\S]*line 23: not UTF-8\. Convert it\. "
-    with pytest.raises(DataError, match=match):
-        build_data(job, 0, 1)[1].micro_batches(0)
-
-
-@pytest.mark.parametrize("ending", COMPRESS)
 def test_a_damaged_compressed_file_is_named(tmp_path: Path, ending: str) -> None:
     """It is no bad row that could be skipped, for nobody knows what is missing."""
     noise = random.Random(0)
@@ -194,27 +138,11 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, ending: str) -> None
                 list(rows.iterate_from(start))
 
 
-def test_a_disk_that_fails_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "a.jsonl.gz"
-    file.write_bytes(gzip.compress(b'{"a": 1}\n'))
-
-    class Failing(io.BytesIO):
-        def read(self, *_: object) -> bytes:
-            raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(readers, "open_regular", lambda *_, **__: Failing())
-    with pytest.raises(DataError, match=r"^data: cannot read .*a\.jsonl\.gz: Input/output error\."):
-        list(find_rows(str(file)))
-
-
-@pytest.fixture
-def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_MOST_LINE_BYTES", 5000)
-    monkeypatch.setattr(readers, "_MOST_ARRAY_BYTES", 20_000)
-
-
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".csv", ".parquet"])
-def test_a_row_that_is_too_long_is_named_and_the_next_are_read(tmp_path: Path, short_lines: None, ending: str) -> None:
+def test_a_row_that_is_too_long_is_named_and_the_next_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    monkeypatch.setattr(readers, "_MOST_LINE_BYTES", 5000)
     texts = ["first", "x" * 9000, "y" * 70_000, "last"]
     path = tmp_path / f"rows{ending}"
     if ending == ".csv":
@@ -223,38 +151,17 @@ def test_a_row_that_is_too_long_is_named_and_the_next_are_read(tmp_path: Path, s
         write_table(pa.table({"text": texts}), path)
     else:
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-        opened = pa.output_stream(path, compression={"gz": "gzip", "zst": "zstd"}.get(ending[7:]))
-        with opened as stream:
+        with pa.output_stream(path, compression={"gz": "gzip", "zst": "zstd"}.get(ending[7:])) as stream:
             stream.write(lines)
-    rows = list(LocalRows((path,)))
+    rows = _assert_starts_anywhere(LocalRows((path,)))
     first = 2 if ending == ".csv" else 1
     assert [row.number for row in rows] == [first, first + 1, first + 2, first + 3]
     assert [row.content for row in rows if isinstance(row.content, dict)] == [{"text": "first"}, {"text": "last"}]
-    if ending == ".csv":
-        assert all("field larger than field limit (5000)" in str(row.content) for row in rows[1:3])
-    else:
-        assert re.search(r"the (line|row) has 90\d\d bytes, more than the 5000 of a row\. Split", str(rows[1].content))
-        assert re.search(r"has 700\d\d bytes", str(rows[2].content))
-    for start in range(5):
-        assert [row.number for row in LocalRows((path,)).iterate_from(start)] == [row.number for row in rows[start:]]
+    problem = "field limit (5000)" if ending == ".csv" else "more than the 5000 of a row"
+    assert all(problem in str(row.content) for row in rows[1:3])
 
 
-def test_a_field_over_many_lines_has_the_limit_too(tmp_path: Path, short_lines: None) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text('text\na\n"' + "x\n" * 4000 + '"\nb\n')
-    rows = list(LocalRows((path,)))
-    assert rows[0].content == {"text": "a"}
-    assert any("field larger than field limit" in str(row.content) for row in rows)
-
-
-def test_a_large_array_is_not_read_at_once(tmp_path: Path, short_lines: None) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps([{"text": "x" * 100}] * 300))
-    (row,) = LocalRows((path,))
-    assert "the file is one JSON array of" in str(row.content) and "Write JSON lines (.jsonl)" in str(row.content)
-
-
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.zst"])
 def test_a_bomb_costs_time_and_no_memory(tmp_path: Path, ending: str) -> None:
     """One line of 300 MB, between two rows."""
     path = tmp_path / f"rows{ending}"
@@ -270,17 +177,6 @@ def test_a_bomb_costs_time_and_no_memory(tmp_path: Path, ending: str) -> None:
     assert grown < 200_000, "KiB"
 
 
-def test_rows_without_memory_and_deep_ones_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: str, **__: object) -> None:
-        raise MemoryError
-
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"a": ' + b"[" * 100_000 + b"\n")
-    assert "not valid JSON" in str(next(iter(LocalRows((path,)))).content)
-    monkeypatch.setattr(readers, "parse_json", fail)
-    assert "there is no memory for what its 100006 bytes stand for" in str(next(iter(LocalRows((path,)))).content)
-
-
 def test_a_text_of_a_parquet_file_that_is_not_utf8(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     offsets = pa.array([0, 1, 2, 3], pa.int32()).buffers()[1]
@@ -293,8 +189,8 @@ def test_a_text_of_a_parquet_file_that_is_not_utf8(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("a.jsonl", '{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"), "the file is UTF-16. Convert it: iconv -f"),
-        ("a.csv", b"question;answer\na;b\nc;d\n", "columns are separated by ';'. Write ',' between them."),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"), "the file is UTF-16"),
+        ("a.csv", b"question;answer\na;b\nc;d\n", "columns are separated by ';'"),
     ],
 )
 def test_what_is_wrong_with_a_file_as_a_whole_is_said_once(
@@ -303,3 +199,11 @@ def test_what_is_wrong_with_a_file_as_a_whole_is_said_once(
     (tmp_path / name).write_bytes(content)
     (row,) = LocalRows((tmp_path / name,))
     assert str(row.content).startswith(problem)
+
+
+def test_skipped_lines_are_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    monkeypatch.setattr(readers, "parse_json", lambda text: (parsed.append(text), json.loads(text))[1])
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"a": {i}}}\n' for i in range(1000)))
+    row = next(iter(find_rows(str(tmp_path)).iterate_from(500)))
+    assert (row.number, row.content, len(parsed)) == (501, {"a": 500}, 1)
