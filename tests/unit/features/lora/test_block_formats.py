@@ -13,7 +13,6 @@ from titanlite.features.lora import block_formats, block_formats_triton
 from titanlite.features.lora.block_formats import (
     BLOCK_FORMATS,
     FP8,
-    NF4,
     count_not_finite,
     decode_blocks,
     encode_blocks,
@@ -93,13 +92,8 @@ def test_every_value_gets_the_nearest_code(layout):
     torch.testing.assert_close((values - decoded).abs(), nearest, rtol=0, atol=1e-8)
     # What is largest in a block is kept, to the factor's rounding.
     torch.testing.assert_close(decoded.abs().amax(dim=1), values.abs().amax(dim=1), rtol=3e-7, atol=0)
-
-
-@pytest.mark.parametrize(("layout", "expected"), [(FP8, 0.0257), (NF4, 0.0920)], ids=["fp8", "nf4"])
-def test_relative_error_on_normal_weights(layout, expected):
-    values = weights(256, 2048)
-    error = decode_blocks(encode_blocks(values, layout), layout, 2048, torch.float32) - values
-    assert (error.norm() / values.norm()).item() == pytest.approx(expected, rel=0.01)
+    expected = {"fp8": 0.0257, "nf4": 0.0920}[layout.name]
+    assert ((values - decoded).norm() / values.norm()).item() == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
@@ -128,12 +122,6 @@ def test_what_is_not_finite_stays_so_and_is_counted(layout):
         assert decoded[1, layout.block : 2 * layout.block].isnan().any() and decoded[0].isfinite().all()
 
 
-def test_fp8_that_is_not_a_number_is_counted():
-    codes = weights(2, 256).to(torch.float8_e4m3fn)
-    codes.view(torch.uint8)[1, 200] = 0xFF
-    assert count_not_finite(keep_fp8(codes, torch.ones(2, 2)), FP8) == 1
-
-
 def test_fp8_codes_are_kept_as_they_are():
     for width in [128, 300]:
         codes = torch.randint(0, 256, (5, width), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
@@ -151,24 +139,6 @@ def test_rows_and_whole_blocks_of_columns_may_be_cut():
         records = encode_blocks(values, layout)
         assert torch.equal(encode_blocks(values[2:5], layout), records[2:5])
         assert torch.equal(encode_blocks(values[:, layout.block : 3 * layout.block], layout), records[:, 1:3])
-
-
-@pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
-def test_records_are_the_same_in_any_unit(layout):
-    for unit in [torch.uint8, torch.bfloat16, torch.float32]:
-        values = weights(2, 3, 2 * layout.block)
-        records = encode_blocks(values.flatten(0, 1), layout).unflatten(0, (2, 3))
-        decoded = decode_blocks(records.view(unit), layout, values.shape[-1], torch.float32)
-        assert decoded.shape == values.shape
-        assert torch.equal(decoded, decode_blocks(records, layout, values.shape[-1], torch.float32))
-
-
-def test_large_tensors_are_decoded_in_parts(monkeypatch):
-    records = encode_blocks(weights(50, 192), NF4)
-    whole = decode_blocks(records, NF4, 192, torch.bfloat16)
-    monkeypatch.setattr(block_formats, "_CHUNK", 1000)
-    assert torch.equal(decode_blocks(records, NF4, 192, torch.bfloat16), whole)
-    assert decode_blocks(records[:0], NF4, 192, torch.bfloat16).shape == (0, 192)
 
 
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
@@ -195,15 +165,6 @@ def test_products_are_those_of_the_decoded_weights(layout):
         (dx,) = torch.autograd.grad(actual, x, upstream.flatten(0, 1)[:13, :16])
         assert torch.equal(actual, expected) and torch.equal(dx, expected_dx)
         assert not actual[11:].any()
-
-
-def test_what_autograd_keeps_is_the_records():
-    for layout in FORMATS:
-        records = encode_blocks(weights(64, 256), layout).view(torch.float32)
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
-            frozen_linear(layout, weights(2, 256).requires_grad_(), records)
-        assert [t.data_ptr() for t in kept] == [records.data_ptr()]
 
 
 @TORCH_COMPILE_WARNINGS[0]
@@ -244,13 +205,6 @@ def test_what_compiled_code_keeps_is_the_records(layout):
     assert not {(512, 256), (256, 512), (2, 64, 512), (2, 512, 64)}.intersection(kept)
 
 
-def test_bias_is_added_as_without_blocks():
-    records, bias = encode_blocks(weights(40, 192), NF4), weights(40, seed=4, std=1.0).to(torch.bfloat16)
-    x = weights(7, 192, std=1.0).to(torch.bfloat16)
-    weight = decode_blocks(records, NF4, 192, torch.bfloat16)
-    assert torch.equal(frozen_linear(NF4, x, records, bias), torch.nn.functional.linear(x, weight, bias))
-
-
 def test_operator_passes_opcheck():
     for layout in FORMATS:
         records = encode_blocks(weights(3, 100), layout)
@@ -262,24 +216,15 @@ def test_operator_passes_opcheck():
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=ON_GPU) for dtype in DTYPES])
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
 def test_kernel_equals_the_operators(layout, dtype):
+    """Also on a part of a buffer that is not aligned."""
+    device = "cpu" if kernels.INTERPRETED else "cuda"
     for width in WIDTHS:
-        device = "cpu" if kernels.INTERPRETED else "cuda"
         records = encode_blocks(weights(67, width), layout)
         expected = decode_blocks(records, layout, width, dtype)
         actual = torch.full((67 + 1, width), math.nan, dtype=dtype, device=device)
         table = block_formats._table(layout.name, actual.device)
-        block_formats_triton.decode_blocks(records.to(device), table, actual[:67], layout)
-        assert torch.equal(actual[:67].cpu(), expected)
+        part = torch.zeros(2 + records.numel(), dtype=torch.uint8, device=device)[2:].view(records.shape)
+        for stored in (records.to(device), part.copy_(records)):
+            block_formats_triton.decode_blocks(stored, table, actual[:67].fill_(math.nan), layout)
+            assert torch.equal(actual[:67].cpu(), expected)
         assert actual[67].isnan().all(), "wrote behind the end"
-
-
-@NEEDS_KERNELS
-@pytest.mark.parametrize("layout", [pytest.param(layout, marks=ON_GPU, id=layout.name) for layout in FORMATS])
-def test_kernel_on_a_part_of_a_buffer_that_is_not_aligned(layout):
-    records = encode_blocks(weights(9, 200), layout)
-    buffer = torch.zeros(2 + records.numel(), dtype=torch.uint8, device="cpu" if kernels.INTERPRETED else "cuda")
-    part = buffer[2:].view(records.shape)
-    part.copy_(records)
-    actual = torch.empty(9, 200, device=buffer.device)
-    block_formats_triton.decode_blocks(part, block_formats._table(layout.name, buffer.device), actual, layout)
-    assert torch.equal(actual.cpu(), decode_blocks(records, layout, 200, torch.float32))

@@ -10,15 +10,11 @@ from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import reader as reader_module
-from titanlite.checkpoint.folder import read_header
 from titanlite.checkpoint.hf_model import check_layout, hf_checkpoint
 from titanlite.checkpoint.pieces import checkpoint_pieces
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.block_formats import (
     BLOCK_FORMATS,
-    FP8,
-    NF4,
-    BlockEncoding,
     decode_blocks,
     encode_blocks,
     encode_weights,
@@ -26,7 +22,7 @@ from titanlite.features.lora.block_formats import (
 from titanlite.features.lora.layers import adapters_disabled, apply_lora
 from titanlite.materialize import Init, Normal, ReadRequest, Region, build_plan, materialize
 from titanlite.materialize import execute as execute_module
-from titanlite.materialize.layout import encoding_of, num_values, region_of, shape_of
+from titanlite.materialize.layout import encoding_of, num_values, shape_of
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
 from titanlite.models.interface import is_adapter
@@ -79,8 +75,7 @@ def write_folder(folder, stored):
     (folder / "config.json").write_text("{}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("form", "dtype"), [("fp8", torch.bfloat16), ("nf4", torch.float32)])
 def test_drawn_weights_are_those_of_the_plain_model_rounded(form, dtype, monkeypatch):
     plain, model = build(), build(form, dtype)
     materialize(plain, "cpu", [WIDE], seed=5)
@@ -99,8 +94,7 @@ def test_drawn_weights_are_those_of_the_plain_model_rounded(form, dtype, monkeyp
     assert " ".join(line) == f"{line[0]} (8, 160, 40) {form} [0:8, 0:160, 0:40] init normal(std=0.05)"
 
 
-@pytest.mark.parametrize("stored_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("form", "stored_dtype"), [("fp8", torch.float32), ("nf4", torch.bfloat16)])
 def test_checkpoints_are_encoded_while_they_are_read(form, stored_dtype, tmp_path, monkeypatch):
     plain = build_decoder(CONFIG)
     materialize(plain, "cpu", [WIDE], seed=5)
@@ -163,30 +157,6 @@ def test_parts_are_read_as_shards_are(form, tmp_path):
         source.reader.read([ReadRequest(name, region, part, encoding)])
         decoded = decode_blocks(part, layout, region.lengths[-1], torch.float32)
         assert torch.equal(decoded, rounded(weight[region.slices].contiguous(), form))
-
-
-def test_what_holds_parts_of_rows_cannot_be_encoded(tmp_path):
-    tensor = torch.randn(4, 128)
-    save_file({"w": tensor}, tmp_path / "w.safetensors")
-    (stored,) = read_header(tmp_path / "w.safetensors").values()
-    placed = {"w": ((4, 256), [reader_module.Placed(stored, Region((0, 128), (4, 128)))])}
-    reader = reader_module.SafetensorsReader(
-        "folder", placed, {stored.file: (tmp_path / "w.safetensors").stat().st_size}
-    )
-    request = ReadRequest("w", Region((0, 0), (4, 256)), torch.empty(4, 4, 36), BlockEncoding(NF4, (4, 256)))
-    with pytest.raises(CheckpointError, match="w has parts of rows of w, which cannot be kept as nf4"):
-        reader.read([request])
-
-
-def test_regions_of_values():
-    encoding = BlockEncoding(FP8, (10, 300))
-    assert encoding.values_in(Region((2, 0, 0), (3, 3, 33))) == Region((2, 0), (3, 300))
-    assert encoding.values_in(Region((0, 1, 0), (10, 1, 33))) == Region((0, 128), (10, 128))
-    assert encoding.values_in(Region((0, 2, 0), (10, 1, 33))) == Region((0, 256), (10, 44))
-    assert encoding.values_in(Region((10, 0, 0), (0, 3, 33))) == Region((10, 0), (0, 300))
-    model = build("fp8")
-    param = model.model.layers[0].self_attn.q_proj.weight
-    assert region_of(param) == Region((0, 0), (64, 160))
 
 
 def test_experts_in_blocks_give_what_their_rounded_weights_give():

@@ -11,7 +11,7 @@ from titanlite.base.errors import CheckpointError, ConfigError, PlanError
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
 from titanlite.config.schema import LoRASection
-from titanlite.features.lora.layers import adapted_modules, adapters_disabled, apply_lora
+from titanlite.features.lora.layers import adapters_disabled, apply_lora
 from titanlite.features.lora.peft_format import adapter_checkpoint, adapter_files, write_adapter_config
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
@@ -92,36 +92,6 @@ def test_training_begins_at_the_base_model_and_disabled_adapters_are_it_bit_for_
     assert torch.equal(moved(tokens), with_adapters)
 
 
-def test_linear_equals_the_formula(tiny):
-    config = tiny.config("qwen3")
-    for section in (SECTION, LoRASection(rank=4, alpha=12.0, use_rslora=True)):
-        model, _ = build(config, section)
-        linear = model.model.layers[0].self_attn.q_proj
-        x = torch.randn(5, config.hidden_size, dtype=torch.float64)
-        weight, a, b = (p.detach().double() for p in (linear.weight, linear.lora_A, linear.lora_B))
-        scaling = 12.0 / (2.0 if section.use_rslora else 4.0)
-        expected = x @ (weight + scaling * b @ a).T
-        assert (linear(x.float()).double() - expected).norm() <= BOUND * expected.norm()
-
-
-@pytest.mark.parametrize("targets", ["experts", "gate_up_proj", "experts.down_proj"])
-def test_experts_equal_merged_experts(tiny, targets):
-    config = tiny.config("qwen3_moe")
-    section = replace(SECTION, targets=targets)
-    model, _ = build(config, section)
-    merged = build_decoder(config)
-    materialize(merged, "cpu")
-    state = {name: value.clone() for name, value in model.state_dict().items() if not is_adapter(name)}
-    for name, module in adapted_modules(model).items():
-        for weight in module.adapted:
-            a, b = (getattr(module, f"{weight.removesuffix('proj')}lora_{x}").detach() for x in "AB")
-            state[f"{name}.{weight}"] += module.scaling * b @ a
-    merged.load_state_dict(state)
-    tokens = tokens_of(config)
-    expected = merged(tokens)
-    assert (model(tokens) - expected).norm() <= BOUND * expected.norm()
-
-
 def test_gradients_of_expert_adapters(tiny):
     """Against autograd through merged weights in float64."""
     config = tiny.config("qwen3_moe")
@@ -186,21 +156,6 @@ def test_adapters_do_not_depend_on_the_targets(tiny):
     assert all(torch.equal(p, named[name]) for name, p in found.items())
 
 
-@pytest.mark.parametrize(
-    ("family", "targets", "words"),
-    [
-        ("qwen3", "experts", "'experts' matches no layer"),
-        ("qwen3", "q_proj, lm_head", "'lm_head' matches lm_head, which cannot have an adapter"),
-        ("qwen3_moe", "gate", "'gate' matches model.layers.0.mlp.gate, which cannot have an adapter"),
-        ("qwen3_moe", "q_prj", "Layers that can: q_proj, k_proj, v_proj, o_proj, gate_up_proj, down_proj."),
-    ],
-)
-def test_targets_that_name_nothing(tiny, family, targets, words):
-    with pytest.raises(ConfigError) as error:
-        apply_lora(build_decoder(tiny.config(family)), replace(SECTION, targets=targets), torch.float32)
-    assert words in str(error.value) and str(error.value).startswith("lora.targets: ")
-
-
 def test_dropout_acts_in_training_only(tiny):
     config = tiny.config("qwen3_moe")
     model, _ = build(config, replace(SECTION, dropout=0.5))
@@ -230,8 +185,6 @@ PEFT = [
     ("qwen3_moe", "experts", True),
     ("qwen3_moe", "experts.down_proj, o_proj", False),
     ("qwen3_moe", "gate_up_proj", False),
-    ("qwen3_moe", "layers.0.mlp.experts, layers.1.self_attn.*", False),
-    ("dots1", "", False),
     ("dots1", "shared_experts.*, layers.0.mlp.up_proj", False),
 ]
 
@@ -274,21 +227,17 @@ def test_saved_adapters_are_read_back_bit_for_bit(tiny, tmp_path, one_rank, fami
         assert not is_adapter(name) or torch.equal(param, expected[name]), name
 
 
-def test_another_base_is_noticed(tiny, tmp_path, one_rank, monkeypatch):
+def test_another_base_is_noticed(tiny, tmp_path, one_rank, caplog):
     config = tiny.config("qwen3")
     model, plan = build(config, replace(SECTION, targets="q_proj"))
     folder, snapshot = tmp_path / "adapter", "/cache/models--Qwen--Qwen3-0.6B/snapshots/0a1b2c"
     one_rank(lambda: save(folder, model, plan, SECTION, snapshot))
     table = json.loads((folder / "adapter_config.json").read_text())
     assert (table["base_model_name_or_path"], table["revision"]) == ("Qwen/Qwen3-0.6B", "0a1b2c")
-    said = []
-    monkeypatch.setattr(
-        "titanlite.features.lora.peft_format.logger.warning", lambda text, *values: said.append(text % values)
-    )
     adapter_checkpoint(folder, SECTION, snapshot)
-    assert said == []
+    assert caplog.text == ""
     adapter_checkpoint(folder, SECTION, str(tmp_path))
-    assert f"were trained on Qwen/Qwen3-0.6B@0a1b2c, and are put on {tmp_path}" in said[0]
+    assert f"were trained on Qwen/Qwen3-0.6B@0a1b2c, and are put on {tmp_path}" in caplog.text
 
 
 def test_adapters_of_another_kind_are_refused(tiny, tmp_path, one_rank):
@@ -296,26 +245,19 @@ def test_adapters_of_another_kind_are_refused(tiny, tmp_path, one_rank):
     model, plan = build(config, replace(SECTION, targets="q_proj"))
     folder = tmp_path / "adapter"
     one_rank(lambda: save(folder, model, plan, SECTION))
-
-    def load(section):
+    for changes, problem in (
+        ({"targets": "k_proj"}, r"k_proj.lora_A: missing(.|\n)*q_proj.lora_A.weight: unexpected"),
+        ({"rank": 8}, r"with shape \(4, 64\), the model expects \(8, 64\).* Was lora.rank changed"),
+        ({"alpha": 8.0}, r"by 3, but lora.alpha = 8 and lora.use_rslora = false scale by 2"),
+    ):
+        section = replace(SECTION, **{"targets": "q_proj", **changes})
         again = build_decoder(config)
         apply_lora(again, section, torch.float32)
-        materialize(again, "cpu", [adapter_checkpoint(folder, section)])
-
-    with pytest.raises(PlanError, match=r"k_proj.lora_A: missing.*Was lora.targets changed") as error:
-        load(replace(SECTION, targets="k_proj"))
-    assert "q_proj.lora_A.weight: unexpected" in str(error.value)
-    with pytest.raises(PlanError, match=r"with shape \(4, 64\), the model expects \(8, 64\).* Was lora.rank changed"):
-        load(replace(SECTION, targets="q_proj", rank=8))
-    with pytest.raises(CheckpointError, match=r"by 3, but lora.alpha = 8 and lora.use_rslora = false scale by 2"):
-        load(replace(SECTION, targets="q_proj", alpha=8.0))
-    table = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(table | {"use_dora": True}))
-    with pytest.raises(CheckpointError, match="use_dora = True is not plain LoRA"):
-        load(replace(SECTION, targets="q_proj"))
+        with pytest.raises((CheckpointError, PlanError), match=problem):
+            materialize(again, "cpu", [adapter_checkpoint(folder, section)])
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors.* Set lora.rank = 0"):
-        load(replace(SECTION, targets="q_proj"))
+        adapter_checkpoint(folder, SECTION)
 
 
 def test_adapters_are_no_model(tmp_path):

@@ -22,12 +22,12 @@ from titanlite.models.families import families
 
 SECTION = LoRASection(rank=4, alpha=12.0)
 CASES = [
-    ("qwen3", "", False),
-    ("qwen3", "q_proj, layers.1.*", True),
-    ("qwen3_moe", "", False),
-    ("qwen3_moe", "experts.down_proj", False),
-    ("qwen3_moe", "layers.0.mlp.experts.gate_up_proj", True),
-    ("dots1", "", False),
+    ("qwen3", "", False, torch.float32),
+    ("qwen3", "q_proj, layers.1.*", True, torch.bfloat16),
+    ("qwen3_moe", "", False, torch.bfloat16),
+    ("qwen3_moe", "experts.down_proj", False, torch.float32),
+    ("qwen3_moe", "layers.0.mlp.experts.gate_up_proj", True, torch.float32),
+    ("dots1", "", False, torch.float32),
 ]
 
 
@@ -68,8 +68,7 @@ def expected_weights(model, base_dtype):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "targets", "rslora"), CASES, ids=[f"{f}-{t or 'all'}" for f, t, _ in CASES])
+@pytest.mark.parametrize(("family", "targets", "rslora", "dtype"), CASES)
 def test_merged_model(tmp_path, run_ranks, monkeypatch, capsys, family, targets, rslora, dtype):
     monkeypatch.setattr("titanlite.features.lora.merge._CHUNK_ELEMENTS", 500)  # every weight in several parts
     section = replace(SECTION, targets=targets, use_rslora=rslora)
@@ -142,8 +141,3 @@ def test_inspect_shows_adapters(tmp_path, run_ranks, capsys):
     text = capsys.readouterr().out
     assert f"adapter    LoRA of rank 4, scaled by 3, 6.14 kB, of {tmp_path / 'base'}" in text
     assert "manifest   whole" in text and "model.layers.2.self_attn.q_proj.lora_B.weight" in text
-
-
-def test_base_without_merge_is_refused(tmp_path, capsys):
-    assert main([str(tmp_path), str(tmp_path / "out"), "--base", "x"]) == 2
-    assert "give --merge too" in capsys.readouterr().err
