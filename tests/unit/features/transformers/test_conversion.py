@@ -18,12 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers import core_model_loading
 
 from tests.saving import save_hf_model
-from titanlite.base.errors import CheckpointError, PlanError
+from titanlite.base.errors import PlanError
 from titanlite.checkpoint.hf_model import model_files, weights_of
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.conversion import ConvertingReader, Group, NotTraceable, Traced
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize import Plan, Read, ReadRequest, Region, materialize
+from titanlite.materialize import Read, ReadRequest, Region, materialize
 from titanlite.models.families.config_json import transformers_config
 
 
@@ -67,15 +67,6 @@ def test_stand_ins_are_where_the_elements_are(experts, shape, stack_dim, cat_dim
         assert torch.equal(assembled(got, sources), expected)
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [lambda t: torch.transpose(t, 0, 1), lambda t: t.reshape(6), lambda t: torch.flip(t, [0]), lambda t: t.view(6)],
-)
-def test_what_a_stand_in_cannot_follow_is_noticed(operation):
-    with pytest.raises(NotTraceable):
-        operation(Traced.source("a", (2, 3)))
-
-
 class Operating:
     """An entry of a mapping whose conversion is one operation."""
 
@@ -110,11 +101,6 @@ def test_operators_that_a_stand_in_does_not_have_are_for_whole_tensors(llama, op
         group.convert(lambda key: Traced.source(key, (3, 3)), model)
     found = group.convert(lambda key: torch.ones(3, 3), model)["a"]
     assert torch.equal(torch.as_tensor(found), torch.as_tensor(operation(torch.ones(3, 3))))
-
-
-def test_shapes_that_do_not_go_together_are_refused():
-    with pytest.raises(ValueError, match=r"\(2, 3\) and \(2, 4\) do not go together along dim 0"):
-        torch.cat([Traced.source("a", (2, 3)), Traced.source("b", (2, 4))], dim=0)
 
 
 # --- through a checkpoint
@@ -220,16 +206,13 @@ def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kin
     folder = edited(llama, tmp_path / kind, edit)
     expected = load_file(llama / "model.safetensors")
 
-    def load() -> tuple[TransformersModel, Plan]:
+    def rank_main() -> tuple[set[str], list[str]]:
         model = build(folder)
         model.all_conversions = mapping_of(kind)
         for layer in model.decoder_layers():
             fully_shard(layer)
         fully_shard(model)
-        return model, materialize(model, "cpu", [weights_of(folder, model)])
-
-    def rank_main() -> tuple[set[str], list[str]]:
-        model, plan = load()
+        plan = materialize(model, "cpu", [weights_of(folder, model)])
         items = [item for file in model_files(plan, model.config, torch.float32) for item, _ in file.items]
         assert not any(item.mine for item in items if item.local.is_meta)
         left = [item.key for item in items if item.local.is_meta]
@@ -241,28 +224,6 @@ def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kin
         read = {name.split(".")[-2] for name, reader in readers.items() if isinstance(reader, ConvertingReader)}
         return read, left
 
-    def failing() -> str:
-        model, plan = load()
-        if torch.distributed.get_rank() == 1:
-            convert = Group.convert
-
-            def without_memory(group: Group, value_of: Callable[[str], Any], model: TransformersModel) -> Any:
-                found = convert(group, value_of, model)
-                if any(isinstance(value, torch.Tensor) and not value.is_meta for value in found.values()):
-                    raise MemoryError("no memory for it")
-                return found
-
-            patch = pytest.MonkeyPatch()
-            patch.setattr(Group, "convert", without_memory)
-        with pytest.raises(CheckpointError) as raised:
-            save_hf_model(model, plan, None, tmp_path / "lost", torch.float32)
-        return str(raised.value)
-
-    if whole:  # of one rank alone, while the other one waits for the next tensor
-        first, second = run_ranks(2, failing)
-        problem = "model.layers.0.mlp.down_proj.weight: cannot be converted to be saved: MemoryError: no memory for it."
-        assert first == second == f"checkpoint: {problem} (rank 1)"
-        assert not (tmp_path / "lost").exists()
     name = "mlp.down_proj" if whole else "self_attn.qkv"
     assert run_ranks(2, rank_main) == [(whole, [f"model.layers.{layer}.{name}.weight"]) for layer in (1, 0)]
     stored, saved = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "saved"))
@@ -295,12 +256,8 @@ def test_tied_tensors_that_are_stored_with_other_values_are_refused(tmp_path, na
     model = build(folder)
     with pytest.raises(PlanError) as raised:
         materialize(model, "cpu", [weights_of(folder, model)])
-    assert str(raised.value) == (
-        f"materialize: lm_head.weight: checkpoint {folder} has it with other values than {embedding}, to which "
-        "config.json ties it; transformers takes the values, and one of them would be lost here. Set "
-        "tie_word_embeddings = false in its config.json, and in its text_config if it has one; if both stay tied, "
-        "correct the file."
-    )
+    for words in ("lm_head.weight: checkpoint", f"other values than {embedding}", "Set tie_word_embeddings = false"):
+        assert words in str(raised.value)
     assert all(param.is_meta for param in model.parameters()), "nothing was allocated"
     table = {**json.loads((folder / "config.json").read_text()), "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(table))

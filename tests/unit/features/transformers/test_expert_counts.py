@@ -8,20 +8,19 @@ import pytest
 import torch
 import transformers
 from tiny_transformers import TEXT_MODELS, VOCAB_SIZE
-from torch import nn
 
 from titanlite.config import JobConfig
 from titanlite.config.model import ModelConfig
 from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.distributed.parallelize import checkpoint_layers
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.experts import build_counters, use_titanlite_experts
+from titanlite.features.transformers.experts import use_titanlite_experts
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import materialize
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.models.decoder import Decoder
 from titanlite.models.families import family_of
-from titanlite.models.families.config_json import _TOP_K, _number, transformers_config
+from titanlite.models.families.config_json import transformers_config
 from titanlite.optim.expert_bias import ExpertBiasBalancer
 
 # Packed documents and padding at the ends of rows.
@@ -122,26 +121,6 @@ def test_counts_are_those_of_the_logits(name: str, implementation: str) -> None:
         assert expected.sum() < 2 * 2 * DOCUMENTS.numel() or ids is None
 
 
-def test_what_a_class_leaves_out_counts_nothing() -> None:
-    """Some classes call some of their experts only where there are images; counts of before must not stay."""
-    model = build(TEXT_MODELS["mixtral"]())
-    tokens, labels = draw(VOCAB_SIZE)
-    model(tokens, labels)
-    assert loads_of(model).sum(dim=1).tolist() == [2 * tokens.numel()] * 2
-    model.transformers_model.model.layers[1].mlp = nn.Identity()
-    model(tokens, labels)
-    assert loads_of(model).sum(dim=1).tolist() == [2 * tokens.numel(), 0]
-
-
-def test_ids_beyond_the_last_expert_are_not_counted() -> None:
-    model = build(TEXT_MODELS["mixtral"]())
-    experts = next(iter(model.expert_modules.values()))
-    use_titanlite_experts(model.transformers_model)
-    ids = torch.tensor([[0, 4], [4, 6], [3, 0]])
-    experts(torch.randn(3, 32), ids, torch.rand(3, 2))
-    assert loads_of(model)[0].tolist() == [2, 0, 0, 1]
-
-
 def test_layers_have_their_numbers() -> None:
     sizes = TEXT_MODELS["mixtral"]().to_dict()
     common = {key: sizes[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")}
@@ -188,23 +167,6 @@ def test_a_model_that_cannot_be_counted_says_so(config: Any, said: str, caplog: 
     balancer.accumulate()
     assert (balancer.step(TRUE) is None) == (not model.expert_counters()) == ("cannot be counted" in said)
     assert balancer.bias_range() is None
-
-
-def test_layers_with_other_numbers_of_experts_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """One table has all counts, and a row that is filled up with zeros would show experts that are idle."""
-    model = build(TEXT_MODELS["mixtral"]())
-    one, other = model.expert_modules.values()
-    other.num_experts = 8  # type: ignore[assignment]
-    assert build_counters({"layers.0.mlp": one, "layers.1.mlp": other}) == {}
-    model.counters = torch.nn.ModuleList()
-    with caplog.at_level(logging.INFO):
-        model.configure("sdpa", JobConfig().moe, 1024, torch.device("cpu"))
-    assert "its expert load cannot be counted: layers have 4 or 8 experts" in caplog.text
-
-
-def test_all_names_of_top_k_are_known() -> None:
-    config = transformers.AriaTextConfig(moe_num_experts=8, moe_topk=3)
-    assert _number(config, *_TOP_K) == 3
 
 
 @pytest.mark.parametrize(("config", "idle"), [(llama4, 3), (TEXT_MODELS["mixtral"], 2), (TEXT_MODELS["glm4_moe"], 2)])

@@ -148,17 +148,14 @@ def test_a_region_of_mxfp4_takes_its_own_rows(tmp_path: Path) -> None:
     model = build(folder)
     name = "model.layers.1.mlp.experts.gate_up_proj"  # (4, 64, 128)
     (source,) = (e.source for e in materialize(model, "cpu", [weights_of(folder, model)]).entries if e.fqn == name)
-    for region, nbytes in [
-        (Region((0, 0, 0), (4, 64, 128)), 4 * 128 * 2 * 17),
-        (Region((2, 0, 0), (1, 64, 128)), 128 * 2 * 17),  # expert parallel
-        (Region((0, 0, 64), (4, 64, 64)), 4 * 64 * 2 * 17),  # tensor parallel
-        (Region((1, 32, 0), (2, 32, 128)), 2 * 128 * 2 * 17),
-        (Region((3, 17, 5), (1, 20, 3)), 3 * 2 * 17),  # blocks cut
-        (Region((4, 0, 0), (0, 64, 128)), 0),
-    ]:
+    for region in (
+        Region((2, 0, 0), (1, 64, 128)),  # expert parallel
+        Region((0, 0, 64), (4, 64, 64)),  # tensor parallel
+        Region((1, 32, 0), (2, 32, 128)),
+        Region((3, 17, 5), (1, 20, 3)),  # blocks cut
+        Region((4, 0, 0), (0, 64, 128)),
+    ):
         assert torch.equal(read(source.reader, name, region), expected[name][region.slices]), region
-        request = ReadRequest(name, region, torch.empty(region.lengths))
-        assert source.reader._count_bytes(request) == nbytes, region
 
 
 def test_a_dequantized_gpt_oss_trains_and_is_saved_in_full(run_ranks: Any, tmp_path: Path) -> None:
@@ -246,17 +243,14 @@ def test_damaged_mxfp4_is_refused(tmp_path: Path, edit: Any, message: str) -> No
     ("quantization", "named"),
     [
         ({"quant_method": "awq", "bits": 4}, "'awq'"),
-        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "'bitsandbytes'"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "'compressed-tensors'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"'modelopt' \(\{'quant_algo': 'NVFP4'\}\)"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, r"'fp8' \(\{'expert_dtype': 'fp4'\}\)"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"'fp8' \(\{'weight_block_size': \[128\]\}\)"),
     ],
 )
-@pytest.mark.parametrize("part", ["", "text_config"])
-def test_other_formats_are_named_and_refused(quantization: dict[str, Any], named: str, part: str) -> None:
+def test_other_formats_are_named_and_refused(quantization: dict[str, Any], named: str) -> None:
     hf = json.loads(ALL_MODELS["qwen2_5_vl"]().to_json_string())
-    (hf[part] if part else hf)["quantization_config"] = quantization
-    with pytest.raises(ConfigError, match=rf"config.json: quantization_config: weights of quant_method {named} cannot"):
-        transformers_config(hf, "config.json")
+    for table in ({"quantization_config": quantization}, {"text_config": {"quantization_config": quantization}}):
+        with pytest.raises(ConfigError, match=rf"quantization_config: weights of quant_method {named} cannot"):
+            transformers_config({**hf, **table}, "config.json")
