@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 from tiny_transformers import save_tiny
 
 from titanlite.assemble import build_model
-from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.hf_model import model_files, weights_of
-from titanlite.features.tools.export import export_checkpoint, export_merged
+from titanlite.features.tools.export import export_checkpoint
 from titanlite.materialize import build_plan
 from titanlite.models.families import any_model_config_from_hf
 
@@ -25,12 +24,6 @@ def test_what_an_export_left_that_was_killed_is_removed_by_the_next_to_the_same_
         (left / "model.safetensors").write_bytes(b"part")
     export_checkpoint(tmp_path / "in", tmp_path / "out", torch.float32)
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out", other.name}
-
-
-def test_merging_needs_adapters(tmp_path: Path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"is a whole model, without adapters to merge\. Leave --merge out\."):
-        export_merged(tmp_path, tmp_path / "out", torch.bfloat16)
 
 
 def save_mixed(name: str, folder: Path) -> dict[str, torch.Tensor]:

@@ -31,27 +31,13 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "completions": [{"prompt": "a", "completion": "b"}] * 30,
     "pairs": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 30,
     "gsm": [{"q": "a", "a": "b"}] * 30,
-    "summaries": [{"text": "a", "summary": "b"}] * 30,
-}
-TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-ROWS |= {
     "bots": [{"messages": [{"role": "Human", "content": "a"}, {"role": "GPT", "content": "b"}]}] * 30,
-    "values": [{"conversations": [{"role": "user", "value": "a"}, {"role": "assistant", "value": "b"}]}] * 30,
-    "mixed": [{"conversations": [{"from": "user", "content": "a"}, {"from": "gpt", "content": "b"}]}] * 30,
-    "dialogs": [{"dialog": TURNS}] * 30,
-    "bare": [TURNS] * 30,
-    "content": [{"content": "one two three"}] * 90,
 }
 FILES = {
     "book.txt": "one two " * 99,
     "books/a.txt": "one two " * 99,
     "notes/a.md": "one two " * 99,
     **{f"splits/{name}.jsonl": json.dumps(ALPACA[0]) + "\n" for name in ("train", "test", "validation")},
-    "quoted.csv": "question,answer\n" + '"say ""hi"", please","ok, hi"\n' * 30,
-    "tabs.csv": "instruction\toutput\na\tb\n",
-    "array.jsonl": json.dumps(ALPACA, indent=1),
-    "pretty.jsonl": "\n".join(json.dumps(row, indent=1) for row in ALPACA),
-    "commas.jsonl": "".join(json.dumps({**row, "id": 10**i}) + ",\n" for i, row in enumerate(ALPACA)),
 }
 MODEL = '[model]\npath = "model"\n'
 SHORT = "[training]\nseq_len = 64\nsteps = 10\n"
@@ -84,7 +70,6 @@ def run(
         Path("model/config.json").write_text(json.dumps(SIZES | {"architectures": ["Qwen3ForCausalLM"]}))
         for name, rows in ROWS.items():
             Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        Path("alpaca.json").write_text(json.dumps(ALPACA))
         dataset = datasets.Dataset.from_list(ALPACA)
         dataset.to_parquet("alpaca.parquet")
         dataset.to_csv("alpaca.csv")
@@ -135,19 +120,14 @@ TRAINED = {
         ["form messages, batch 1 of 64", "weights of model", "lr 2e-05, weight decay 0, beta2 0.999"],
     ),
     "alpaca": (data("alpaca.jsonl"), ["form messages"]),
-    "an array": (data("alpaca.json"), ["form messages"]),
     "parquet": (data("alpaca.parquet"), ["form messages"]),
     "csv": (data("alpaca.csv"), ["form messages"]),
     "saved by datasets": (data("saved"), ["form messages"]),
     "sharegpt": (data("sharegpt.jsonl"), ["form messages"]),
     "completions": (data("completions.jsonl"), ["form prompt_completion"]),
     "columns": (data("gsm.jsonl", 'fields.question = "q"', 'fields.answer = "a"'), ["form messages"]),
-    "a column more": (data("summaries.jsonl"), ["form text"]),
     "a book": (data("book.txt"), ["form text, batch 1 of 64"]),
     "a book for adapters": (data("book.txt") + "[lora]\nrank = 8\n", ["form text", "adapters of rank 8"]),
-    "a batch": (data("chats.jsonl") + "global_batch_size = 8\n", ["batch 8 of 64"]),
-    "no accumulation": (data("chats.jsonl") + "global_batch_size = -1\n", ["batch 1 of 64"]),
-    "books": (data("books"), ["form text"]),
     "markdown": (data("notes", 'pattern = "*.md"'), ["form text"]),
     "dpo": (
         data("pairs.jsonl") + 'objective = "dpo"\n',
@@ -169,17 +149,7 @@ TRAINED = {
     ),
     "no length": (f'{MODEL}[data]\npath = "chats.jsonl"\n', ["3 epochs", "of 512"]),
     "roles of others": (data("bots.jsonl"), ["form messages"]),
-    "role and value": (data("values.jsonl"), ["form messages"]),
-    "from and content": (data("mixed.jsonl"), ["form messages"]),
-    "quotes": (data("quoted.csv"), ["form messages"]),
-    "another name of a field": (data("gsm.jsonl", 'fields.instruction = "q"', 'fields.response = "a"'), ["messages"]),
-    "a field of text": (data("content.jsonl", 'text_field = "content"'), ["form text"]),
-    "patterns as a list": (
-        data("chats.jsonl") + '[optimizer]\nfreeze = ["model.embed_tokens*"]\n',
-        ["some trained"],
-    ),
     "rows for nobody": (data("chats.jsonl", "validation_share = 0.2"), ["form messages", "nothing looks at them"]),
-    "one of each": (data("splits"), ["batch 1 of 64"]),
     "a folder of home": (data("chats.jsonl") + '[job]\ndump_folder = "~/run"\n', [f"{Path.home()}/run"]),
     "asked for": (data("chats.jsonl").replace('"model"\n', '"model"\ninit = "random"\n', 1), ["random weights"]),
     "torchtitan": (
@@ -201,44 +171,31 @@ def test_it_is_what_was_meant(run: Callable[..., tuple[int, str]], name: str) ->
 
 
 @pytest.mark.usefixtures("run")
-@pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize(
     ("kind", "num_rows", "settings", "batch"),
     [
         ("chats", 30, [], 1),
-        ("chats", 60, ["packing=false"], 1),
-        ("chats", 300, ["packing=false"], 9),
         ("chats", 300, ["packing=false", "validation_share=0.5"], 4),
         ("chats", 1200, ["packing=false"], 16),
-        ("chats", 1200, [], 4),  # four examples in a sequence
-        ("chats", 1200, ["streaming=true"], 4),
+        ("chats", 1200, ["streaming=true"], 4),  # four examples in a sequence
         ("chats", 60, ["packing=false", "streaming=true"], 16),  # how many there are is not known
-        ("pairs", 1200, ["packing=false"], 32),
         ("pairs", 1200, [], 3),
     ],
 )
-def test_the_batch_that_a_run_takes(
-    kind: str,
-    num_rows: int,
-    settings: list[str],
-    batch: int,
-    world_size: int,
-    tmp_path: Path,
-) -> None:
+def test_the_batch_that_a_run_takes(kind: str, num_rows: int, settings: list[str], batch: int, tmp_path: Path) -> None:
     Path("many.jsonl").write_text("".join(json.dumps(ROWS[kind][0]) + "\n" for _ in range(num_rows)))
     overrides = [f"--data.{setting}" for setting in settings] + [f"--data.cache_folder={tmp_path}"]
     if kind == "pairs":
         overrides += ["--training.objective=dpo", "--data.format=preference"]
     Path("mine.toml").write_text(data("many.jsonl"))
-    batch = max(batch // world_size, 1) * world_size
     job = load_config(["--config=mine.toml", *overrides])
-    assert build_data(job, 0, world_size)[1].global_batch_size == batch
-    planned = {"pairs": 32}.get(kind, 16)
-    assert count_micro_batches(job, world_size) == planned // world_size, (
-        "a plan knows no data: the most that it can be"
-    )
+    most = {"pairs": 32}.get(kind, 16)  # a plan knows no data
+    for world_size in (1, 4):
+        found = build_data(job, 0, world_size)[1].global_batch_size
+        assert found == max(batch // world_size, 1) * world_size
+        assert count_micro_batches(job, world_size) == most // world_size
     job = load_config(["--config=mine.toml", *overrides, "--training.global_batch_size=12"])
-    assert build_data(job, 0, world_size)[1].global_batch_size == 12
+    assert build_data(job, 0, 4)[1].global_batch_size == 12
 
 
 REFUSED = {
@@ -252,10 +209,6 @@ REFUSED = {
     "columns": (data("gsm.jsonl"), ["line 1 and 29 more: the fields are 'a', 'q'", "--data.fields.question=COLUMN"]),
     "a model alone": (f"{MODEL}{SHORT}", ["nothing says on which data", "Set data.path"]),
     "data alone": (f'[data]\npath = "chats.jsonl"\n{SHORT}', ["there is no model", "Set model.path"]),
-    "a path beside the standard library": (
-        f'{NEW}[data]\ndataset = "stdlib"\npath = "books"\n',
-        ['data.path has no effect on data.dataset = "stdlib"'],
-    ),
     "an empty file": ("", ["there is no model", "Set model.path"]),
     "a pattern": (data("books/*.txt"), ["books/*.txt does not exist", "Wildcards are for data.pattern"]),
     "a list": (data("a").replace('"a"', '["a.jsonl", "b.jsonl"]'), ["several are [data.sources.NAME]"]),
@@ -263,16 +216,7 @@ REFUSED = {
     "other files": (data("notes"), ["Change data.pattern"]),
     "no file": (data("nothere.jsonl"), ["nothere.jsonl does not exist", "current folder"]),
     "an id for a family": ('[model]\nname = "owner/model"\n', ["Set model.path to a folder or hub id"]),
-    "the address of a model": (
-        data("chats.jsonl").replace('"model"', '"https://huggingface.co/owner/model"'),
-        ["owner/model does not exist", "an id of the Hugging Face hub (owner/name)"],
-    ),
     "a model that is not there": (data("chats.jsonl").replace('"model"', '"Qwen3"'), ["Qwen3 does not exist", "hub"]),
-    "a model's file": (
-        data("chats.jsonl").replace('"model"', '"model/tokenizer.json"'),
-        ["model/tokenizer.json"],
-    ),
-    "a flavor in small letters": ('[model]\nname = "qwen3"\nflavor = "8b"\n', ["Did you mean '8B'?"]),
     "steps and epochs": (data("chats.jsonl") + "epochs = 2.0\n", ["Leave one of them out"]),
     "too long": (
         f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 4096\n',
@@ -283,39 +227,18 @@ REFUSED = {
         'model_name_or_path = "model"\ndataset_name = "chats.jsonl"\nnum_train_epochs = 3\n',
         ["unknown key 'model_name_or_path'", "unknown key 'num_train_epochs'", "docs/from_trl.md"],
     ),
-    "dataset as a name": (f'{MODEL}[data]\ndataset = "owner/name"\n', ["set data.path"]),
     "YAML": ("model:\n  path: model\n", ["it is YAML", "Write sections as [model]"]),
-    "a section in capitals": ('[Model]\npath = "model"\n', ["did you mean 'model'?"]),
     "adapters without a rank": (data("chats.jsonl") + "[lora]\nalpha = 32\n", ["Set lora.rank"]),
-    "adapters by their default": (data("chats.jsonl") + "[lora]\nalpha = 16\n", ["Set lora.rank"]),
-    "no epochs": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nepochs = 0\n', ["epochs = 0 trains nothing"]),
     "a section without its switch": (data("chats.jsonl") + "[lora]\n", ["[lora] is given, but lora.rank is not"]),
-    "a split alone": (data("chats.jsonl") + '[evaluation]\nenable = true\nsplit = "x"\n', ["Set evaluation.path"]),
-    "another": (data("chats.jsonl") + "[validation]\nfreq = 5\n", ["freq is given, but validation.enable is not"]),
-    "DPO's section alone": (data("pairs.jsonl") + "[dpo]\nbeta = 0.1\n", ["Set training.objective"]),
-    "a project alone": (data("chats.jsonl") + '[metrics]\nwandb_project = "x"\n', ["Set metrics.enable_wandb"]),
     "no learning": (data("chats.jsonl") + "[optimizer]\nlr = 0\n", ["more than 0 and at most 1"]),
-    "2e5 for 2e-5": (data("chats.jsonl") + "[optimizer]\nlr = 2e5\n", ["more than 0 and at most 1"]),
     "documents of files alone": (data("book.txt", "packing = false"), ["documents of files are packed", "'text'"]),
-    "a written length": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 2048\n', ["(512). Set it to"]),
     "a variable": (data("$HOME/rows.jsonl"), ["$HOME/rows.jsonl does not exist"]),
     "a template's name": (data("chats.jsonl", 'chat_template = "chatml"'), ["chatml does not exist"]),
-    "steps as a float": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nsteps = 1e3\n', ["Write 1000."]),
     "fields the other way": (data("gsm.jsonl", 'fields = {q = "question"}'), ['question = "q"']),
-    "fields as a list": (data("gsm.jsonl", 'fields = ["q", "a"]'), ["Write a table"]),
-    "chats by another name": (
-        data("dialogs.jsonl"),
-        ["the fields are 'dialog', which is no known form", "--data.fields"],
-    ),
-    "bare chats": (data("bare.jsonl"), ["line 1 and 29 more: ", '{"messages": [...]}']),
-    "an array by another name": (data("array.jsonl"), ["not valid JSON", "Write one JSON object per line"]),
-    "indented rows": (data("pretty.jsonl"), ["not valid JSON", "Write one JSON object per line"]),
-    "commas": (data("commas.jsonl"), ["line 1 and 29 more: not valid JSON (Extra data)"]),
     "Latin-1": (
         data("latin.csv"),
         ["line 2 and 29 more: not UTF-8. Convert it: iconv -f ISO-8859-1 -t UTF-8 latin.csv > "],
     ),
-    "tabs in CSV": (data("tabs.csv"), ["tabs.csv, line 1: columns are separated by '\\t'. Write ','"]),
     "True": (data("chats.jsonl", "packing = True"), ["text in quotes", "true or false"]),
 }
 
@@ -335,7 +258,7 @@ def test_it_is_refused_with_what_to_do(run: Callable[..., tuple[int, str]], name
         ("--lr=1e-5", "did you mean 'optimizer.lr'?"),
         ("--training-steps=5", "did you mean 'training.steps'?"),
         ("+training.steps=5", "Did you mean '--training.steps=5'?"),
-        ('--data.path="chats.jsonl"', 'data.path: "chats.jsonl" does not exist'),
+        ('--data.path="chats.jsonl"', "does not exist"),
         ('--optimizer.freeze=["model.embed_tokens*"]', "some trained"),
         ("--parallelism.tensor_parallel_degree=3", "does not divide the world size (4)"),
     ],

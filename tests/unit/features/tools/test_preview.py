@@ -1,6 +1,5 @@
 """`python -m titanlite data`."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -78,29 +77,6 @@ def test_a_part_of_the_data_order_is_shown(preview: Callable[..., tuple[int, str
     assert "tokens, " in preview(chats(30), "--tokens=4", "--samples=1")[1].partition("\n    ... ")[2]
 
 
-def test_samples_are_of_different_lengths(preview: Callable[..., tuple[int, str, str]]) -> None:
-    """With packing, neighbours share a sequence, and would be all that is shown."""
-    rows = [{"prompt": "a" * (1 + i % 7), "completion": "b"} for i in range(60)]
-    code, out, _ = preview(rows, "--samples=3")
-    lengths = [int(text) for text in re.findall(r"^sample \d+: .*, (\d+) tokens", out, flags=re.M)]
-    low, high = map(int, re.findall(r"lengths    min (\d+), median \d+, max (\d+)", out)[0])
-    assert code == 0 and {low, high} < {*lengths} and len({*lengths}) == 3
-
-
-def test_sources_of_a_mixture_have_their_shares_of_what_is_trained(
-    preview: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
-    for name, length in (("long", 30), ("short", 1)):
-        rows = [{"prompt": "a" * (41 - length), "completion": "x" * length} for _ in range(20)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    sources = [f"--data.sources.{name}.path={tmp_path / f'{name}.jsonl'}" for name in ("long", "short")]
-    code, out, err = preview(chats(2), "--data.path=", "--data.packing=false", "--validation.enable=false", *sources)
-    assert (code, err) == (0, "")
-    shares = re.findall(r"^(\w+): 50\.00% of the sequences, ([\d.]+)% of the trained tokens$", out, flags=re.M)
-    (first, many), (second, few) = shares
-    assert (first, second) == ("long", "short") and float(many) > 3 * float(few) > 0
-
-
 def test_pairs_and_control_characters(preview: Callable[..., tuple[int, str, str]]) -> None:
     rows = [{"prompt": f"{i}\x1b[2J", "chosen": " good", "rejected": " bad"} for i in range(4)]
     code, out, _ = preview(rows, "--samples=9", "--training.objective=dpo")
@@ -115,23 +91,6 @@ def test_pieces_of_documents(preview: Callable[..., tuple[int, str, str]]) -> No
     assert (code, err) == (0, "")
     assert ", 4 longer documents split\n" in out and "left out: nothing\n" in out
     assert re.search(r"sample \d+: .*rows\.jsonl, line \d, from token 15 on, 16 tokens, 15 trained\n", out)
-
-
-def test_bad_rows(preview: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, err = preview([*chats(2), {"messages": 1}])
-    assert (code, out) == (2, "")
-    assert err.startswith("titanlite: error: data: ") and "rows.jsonl, line 3: field 'messages' is of type int" in err
-
-
-def test_text(preview: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("what is the answer " * 200)
-    arguments = ["--data.dataset=text", f"--data.path={tmp_path / 'a.txt'}", "--samples=1"]
-    code, out, err = preview(chats(2), *arguments)
-    assert (
-        (code, err) == (0, "")
-        and "documents  1, " in out
-        and f"beginning in {tmp_path}/a.txt, 64 tokens, 64 trained" in out
-    )
 
 
 def test_stream(preview: Callable[..., tuple[int, str, str]]) -> None:
@@ -151,6 +110,7 @@ PAIRS = [{"prompt": f"{i}", "chosen": " good", "rejected": " bad"} for i in rang
 @pytest.mark.parametrize(
     ("rows", "arguments", "said"),
     [
+        ([*chats(2), {"messages": 1}], [], "rows.jsonl, line 3: field 'messages' is of type int"),
         (chats(40), ["--training.objective=dpo"], "needs preference pairs, but the rows are of form 'messages'"),
         (PAIRS, [], 'Set training.objective = "dpo"'),
         (chats(40), ["--model.init=auto"], "the run would begin with random weights"),

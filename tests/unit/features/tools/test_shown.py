@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from titanlite.assemble import build_data
-from titanlite.base.errors import DataError
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import IGNORE_INDEX, PackedDataset, SequenceDataset
-from titanlite.data.tokens import TokenizedCorpus
 from titanlite.features.tools.preview_data import Painter, ShownDocument, get_shown_documents
 
 MakeJob = Callable[..., JobConfig]
@@ -42,6 +40,17 @@ def check_against_batch(dataset: SequenceDataset, index: int) -> list[ShownDocum
     return documents
 
 
+def test_files_that_are_no_documents_shift_no_names(data: DataSection, tmp_path: Path) -> None:
+    for name, content in (("a", b""), ("b", b"of b " * 40), ("c", b""), ("d", b"of d " * 40)):
+        (tmp_path / f"{name}.txt").write_bytes(content)
+    data.path, job = str(tmp_path), JobConfig(data=data)
+    job.training.seq_len = 16
+    dataset = build(job)
+    shown = [document for index in range(dataset.num_sequences) for document in get_shown_documents(dataset, index)]
+    names = {document.place.partition(" in ")[2] for document in shown}
+    assert names == {str(tmp_path / "b.txt"), str(tmp_path / "d.txt")}
+
+
 def test_sequences_of_a_corpus(data: DataSection, text_folder: Path) -> None:
     job = JobConfig(data=data)
     job.training.seq_len = 48
@@ -65,29 +74,6 @@ def test_random_tokens_also_with_empty_documents(make_dataset: Callable[..., Pac
     for index in range(dataset.num_sequences):
         check_against_batch(dataset, index)
     assert re.search(r", beginning in document \d+ of \d+$", get_shown_documents(dataset, 4)[0].place)
-
-
-def test_where_text_has_end_tokens_of_its_own_tokens_are_counted(make_dataset: Callable[..., PackedDataset]) -> None:
-    corpus = make_dataset().tokenized
-    dataset = PackedDataset(TokenizedCorpus(corpus.tokens, corpus.eos_token_id, 50, corpus.num_documents - 1), 10)
-    first, *_ = check_against_batch(dataset, 3)
-    assert first.place == "tokens 30 to 40 of 2001"
-
-
-def test_files_that_are_no_documents_shift_no_names(data: DataSection, tmp_path: Path) -> None:
-    folder = tmp_path / "gaps"
-    folder.mkdir()
-    for name, content in (("a", b""), ("b", b"of b " * 40), ("c", b""), ("d", b"of d " * 40)):
-        (folder / f"{name}.txt").write_bytes(content)
-    data.path, job = str(folder), JobConfig(data=data)
-    job.training.seq_len = 16
-    dataset = build(job)
-    places = {
-        d.place.partition(" in ")[2]
-        for index in range(dataset.num_sequences)
-        for d in get_shown_documents(dataset, index)
-    }
-    assert places == {str(folder / "b.txt"), str(folder / "d.txt")}
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -136,11 +122,6 @@ def test_images(tmp_path: Path) -> None:
     assert document.ids == batch.tokens[0, : document.num_tokens].tolist()
     trained = [token for token, is_trained in zip(document.ids, document.trained, strict=True) if is_trained]
     assert trained == batch.labels[batch.labels != IGNORE_INDEX].tolist() and document.num_trained == 2
-
-
-def test_another_kind_of_dataset_is_refused() -> None:
-    with pytest.raises(DataError, match="the documents of object cannot be shown"):
-        get_shown_documents(object(), 0)  # type: ignore[arg-type]
 
 
 class Numbers:
