@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 
 from titanlite.__main__ import main
-from titanlite.base.errors import ConfigError
 from titanlite.features.estimate import estimate, proposals
 from titanlite.features.estimate.cli import plan_run, read_request
 from titanlite.features.estimate.proposals import propose, sweep
 from titanlite.features.estimate.trace import trace_step
 from titanlite.models.families import families
-from titanlite.optim.expert_bias import AUX_LOSS_COEFF
 
 ROOT = Path(__file__).parents[4]
 TINY = (
@@ -97,9 +95,6 @@ STAGES = (
 )
 
 
-FOUR_STAGES = ("--parallelism.pipeline_parallel_degree=4", "--model.overrides.num_layers=4")
-
-
 def plan_of(capsys, *arguments: str) -> tuple[int, str]:
     code = main(["plan", *TINY, *STAGES, "--no-proposals", *arguments])
     return code, capsys.readouterr().out
@@ -126,17 +121,6 @@ def test_a_pipeline_is_as_full_as_its_fullest_stage(capsys):
     assert code == 1 and "none of 1 legal combinations of degrees fits" in out, "not judged by its first stage"
 
 
-def test_stages_that_are_alike_are_looked_at_once(capsys):
-    _, out = plan_of(capsys, *FOUR_STAGES, "--world-size=4", "--training.global_batch_size=4")
-    assert re.findall(r"\n  (\d)  +\d  +(\d-\d)", out) == [("0", "0-0"), ("1", "1-1"), ("3", "3-3")]
-    assert "1 more have as many layers as the one before, and fewer micro-batches open" in out
-
-
-def test_a_sweep_needs_ranks_for_all_stages(capsys):
-    code = main(["plan", *TINY, "--sweep", "--world-size=6", "--parallelism.pipeline_parallel_degree=4"])
-    assert code == 2 and "pipeline_parallel_degree (4) does not divide the world size (6)" in capsys.readouterr().err
-
-
 def test_a_sweep(capsys):
     heads = ("--model.overrides.num_kv_heads=1", "--model.overrides.num_experts=4", "--gpus-per-node=1")
     argv = [*TINY, *heads, "--world-size=2"]
@@ -155,25 +139,6 @@ def test_a_sweep(capsys):
     ]
     assert main(["plan", *argv, "--no-proposals", *found[0].arguments]) == 0
     assert f"{rates[0]:,.0f} tokens/s per GPU expected" in capsys.readouterr().out
-
-
-def test_a_sweep_of_long_sequences():
-    """Pieces have 4096 tokens or more, except with the degree of the configuration."""
-    long = ("--training.seq_len=8192", "--model.overrides.max_position_embeddings=8192")
-    for more, expected in (((), set()), (("--parallelism.context_parallel_degree=4",), {(4, 1)})):
-        request = read_request([*TINY, *long, *more, "--world-size=4"])
-        tried = []
-
-        def plan(arguments, tried=tried):
-            tried.append(dict(re.findall(r"--parallelism\.(\w+)_parallel_degree=(\d+)", " ".join(arguments))))
-            read_request([*TINY, *long, *arguments, "--world-size=4"]).check()
-            raise ConfigError("only looked at")
-
-        with pytest.raises(ConfigError, match=r"none is legal\. The first: only looked at"):
-            sweep(request.job, request.hardware, 4, plan)
-        found = {(int(one["context"]), int(one["tensor"])) for one in tried}
-        assert {pair for pair in found if pair[0] > 1} == {(2, 1), *expected}
-        assert found >= {(1, 1), (1, 2)}
 
 
 def add_to_cache(cache: Path, family: str, flavor: str) -> None:
@@ -198,27 +163,6 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
-def test_a_new_model_is_planned_with_the_default_balance_loss_and_a_trained_one_without(cache):
-    def coefficient(*arguments: str) -> float | None:
-        return read_request([*arguments, "--world-size=4"]).check().job.moe.aux_loss_coeff
-
-    assert coefficient(*TINY, "--moe.aux_loss_coeff=none") == AUX_LOSS_COEFF
-    assert coefficient(*TINY, "--moe.aux_loss_coeff=0") == 0
-    assert coefficient("--model", "Qwen/Qwen3-30B-A3B", "--parallelism.expert_parallel_degree=4") is None
-
-
-def test_a_model_that_is_neither_a_folder_nor_on_the_hub(capsys, cache):
-    assert main(["plan", "--model", "nobody/nothing-1B", "--gpus=1xh100"]) == 2
-    assert "model.path: 'nobody/nothing-1B' is no folder here" in capsys.readouterr().err
-
-
-def test_sizes_of_a_preset_need_no_network(capsys, cache):
-    argv = ["plan", "--model.name=qwen3", "--model.flavor=0.6B", "--gpus", "2x4090", "--no-proposals"]
-    assert main(argv) in (0, 1)
-    expected = "sft of all weights of a new qwen3 (preset qwen3 0.6B) on 2 x rtx4090-24gb"
-    assert capsys.readouterr().out.startswith(expected)
-
-
 def test_a_folder_that_has_sizes_alone(capsys, tmp_path):
     source = families()["qwen3"]
     hf = {**source.to_hf(source.presets["debug"]), "model_type": "qwen3"}
@@ -237,37 +181,23 @@ def test_a_folder_that_has_sizes_alone(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--world-size=4", "--gpu=h1000"], "--gpu=h1000: not in the table. Did you mean h100-80gb?"),
-        (["--world-size=4", "--rank=4"], "--rank=4: with --world-size=4 there are ranks 0 to 3."),
-        (["--world-size=4", "--flops=-1"], "--flops=-1: a rate, size or number is more than 0. Correct it."),
-        *(([f"--{name}=-1"], f"--{name}=-1: a rate") for name in ("intra-node-gbps", "inter-node-gbps")),
-        *(([f"--{name}=-1"], f"--{name}=-1: a rate") for name in ("memory-gib", "reserved-gib")),
-        (["--gpus-per-node=0"], "--gpus-per-node=0: a rate"),
-        (["--gpus=h100x8"], "--gpus=h100x8: not a number of GPUs. Write --gpus=8xh100"),
-        (["--gpus=0xh100"], "--world-size=0: a run has at least 1 rank."),
-        (["--gpus=3xh100"], "dp_replicate (1) * tp (2) = 2 does not divide the world size (3)"),
-        (["--world-size=3"], "dp_replicate (1) * tp (2) = 2 does not divide the world size (3)"),
-        (["--world-size=4", "--training.step=1"], "did you mean 'training.steps'?"),
-        (["--world_sise=4"], "plan: there is no argument '--world_sise'. Did you mean '--world-size'?"),
-        (["--world-size=4", "--objective=dop"], "'dop' is not one of sft, pretrain, dpo. Did you mean 'dpo'?"),
-    ],
-)
-def test_refusals(arguments, message, capsys):
-    assert main(["plan", *TINY, *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+        ([*TINY, "--world-size=4", "--gpu=h1000"], "--gpu=h1000: not in the table. Did you mean h100-80gb?"),
+        ([*TINY, "--world-size=4", "--rank=4"], "--rank=4: with --world-size=4 there are ranks 0 to 3."),
+        *(([*TINY, f"--{name}=-1"], f"--{name}=-1: a rate") for name in ("flops", "intra-node-gbps", "memory-gib")),
+        ([*TINY, "--gpus=h100x8"], "--gpus=h100x8: not a number of GPUs. Write --gpus=8xh100"),
+        ([*TINY, "--gpus=0xh100"], "--world-size=0: a run has at least 1 rank."),
+        ([*TINY, "--gpus=3xh100"], "dp_replicate (1) * tp (2) = 2 does not divide the world size (3)"),
+        ([*TINY, "--sweep", "--world-size=6", "--parallelism.pipeline_parallel_degree=4"], "not divide the world size"),
+        ([*TINY, "--world-size=4", "--training.step=1"], "did you mean 'training.steps'?"),
+        ([*TINY, "--world_sise=4"], "there is no argument '--world_sise'. Did you mean '--world-size'?"),
+        ([*TINY, "--world-size=4", "--objective=dop"], "Did you mean 'dpo'?"),
         ([], "plan: nothing to plan. Write --model=Qwen/Qwen3-8B --gpus=8xh100, or --config FILE."),
         (["--config=/nowhere.toml"], "/nowhere.toml: no such file."),
-        (["--model=Qwen/Qwen3-8B", "--training.step=1"], "did you mean 'training.steps'?"),
         (["--model=Qwen/Qwen3-8B", "--training.seq_len=0"], "override '--training.seq_len=0': training.seq_len"),
         (["--model=/nowhere"], "model.path: /nowhere does not exist."),
     ],
 )
-def test_refusals_without_a_file(arguments, message, capsys):
+def test_refusals(arguments, message, capsys):
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -282,13 +212,11 @@ EXAMPLES = re.findall(
 def test_the_documentation_shows_what_the_command_prints(command, text, capsys, monkeypatch, cache):
     """Words exactly; numbers within 5 %, so that a kernel that moves a few bytes less needs no new page.
 
-    The first example is searched for as the command does it, which takes 30 s of processor time; the others start with
-    the settings on the page alone.
+    What is tried are the settings on the page alone: a search of all takes 50 s.
     """
-    if command != EXAMPLES[0][0]:
-        candidates = proposals._candidates
-        shown_ones = lambda base: (one for one in candidates(base) if all(argument in text for argument in one))  # noqa: E731
-        monkeypatch.setattr(proposals, "_candidates", shown_ones)
+    candidates = proposals._candidates
+    shown_ones = lambda base: (one for one in candidates(base) if all(argument in text for argument in one))  # noqa: E731
+    monkeypatch.setattr(proposals, "_candidates", shown_ones)
     main(shlex.split(command))
     shown, printed = text.splitlines(), capsys.readouterr().out.splitlines()
     assert len(EXAMPLES) == 4 and 6 <= len(shown) <= 12

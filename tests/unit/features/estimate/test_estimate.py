@@ -1,15 +1,10 @@
 """Seconds of collectives, computed by hand."""
 
-import re
-from dataclasses import replace
-
 import pytest
-import torch
 
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
-from titanlite.features.estimate.estimate import GPUS, axis_ranks, get_hardware
-from titanlite.metrics.flops import peak_flops
+from titanlite.features.estimate.estimate import axis_ranks, get_hardware
 
 H100 = get_hardware("h100-80gb")
 
@@ -33,42 +28,21 @@ def test_seconds_of_collectives(kind, ranks, expected):
     assert H100.collective_s(kind, list(ranks), 450e9) == pytest.approx(expected)
 
 
-def test_a_fast_network_is_no_faster_than_the_links_inside():
-    fast = replace(H100, inter_node_bytes_s=100e9)
-    assert fast.collective_s("all_gather", list(range(16)), 450e9)[1] == pytest.approx(15 / 16)
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        *(("h100", "h100-80gb"), ("H100", "h100-80gb"), ("a100", "a100-80gb"), ("a100-40gb", "a100-40gb")),
-        *(("RTX 4090", "rtx4090-24gb"), ("4090", "rtx4090-24gb"), ("b200", "b200-180gb")),
-        *(("A100 80GB", "a100-80gb"), ("NVIDIA H100 80G", "h100-80gb")),
-        *(("NVIDIA GeForce RTX 3090", "rtx3090-24gb"), ("l40s", "l40s-48gb"), ("mi300x", "mi300x-192gb")),
+        *(("h100", "h100-80gb"), ("a100-40gb", "a100-40gb"), ("RTX 4090", "rtx4090-24gb"), ("b200", "b200-180gb")),
+        *(("NVIDIA H100 80G", "h100-80gb"), ("NVIDIA GeForce RTX 3090", "rtx3090-24gb"), ("mi300x", "mi300x-192gb")),
     ],
 )
 def test_short_names(name, expected):
     assert get_hardware(name).name == expected
 
 
-@pytest.mark.parametrize(("name", "hint"), [("h1000", "Did you mean h100-80gb? "), ("tpu", ""), ("", "")])
-def test_unknown_gpu(name, hint):
-    with pytest.raises(ConfigError, match=rf"--gpu={name}: not in the table. {re.escape(hint)}Known are h100-80gb"):
-        get_hardware(name)
-
-
-@pytest.mark.parametrize("name", ["h20", "h10", "b20", "l40"])  # h20 and l40 are sold, with other figures
+@pytest.mark.parametrize("name", ["h1000", "tpu", "", "h20", "l40"])  # h20 and l40 are sold, with other figures
 def test_a_part_of_a_name_is_no_gpu(name):
-    with pytest.raises(ConfigError, match=rf"--gpu={name}: not in the table"):
+    with pytest.raises(ConfigError, match=rf"--gpu={name}: not in the table.*Known are h100-80gb"):
         get_hardware(name)
-
-
-def test_rates_are_those_that_mfu_is_computed_with():
-    for name, gpu in GPUS.items():
-        words = name.rpartition("-")[0].replace("-", " ").upper()
-        known = None if words.startswith("RTX") else peak_flops(words, torch.bfloat16)
-        assert known in (None, gpu.flops), name
-        assert gpu.float32_flops < gpu.flops and gpu.usable_bytes > 18 * 2**30
 
 
 def test_ranks_of_axes():
@@ -80,11 +54,8 @@ def test_ranks_of_axes():
     assert axis_ranks(degrees, "efsdp", 13) == [9, 13]
     assert axis_ranks(degrees, "world", 13) == list(range(16))
     degrees = Degrees(dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
-    stages = Degrees(dp_replicate=2, dp_shard=2, tp=2, ep=2, pp=3)
-    assert axis_ranks(stages, "pp", 13) == [5, 13, 21]
-    assert axis_ranks(stages, "stage", 13) == [*range(8, 16)]
-    assert axis_ranks(stages, "dp_replicate", 13) == [9, 13] and axis_ranks(stages, "tp", 13) == [12, 13]
     assert axis_ranks(degrees, "cp", 13) == [13, 15]
-    assert axis_ranks(degrees, "cp", 2) == [0, 2]
     assert axis_ranks(degrees, "dp_shard_cp", 5) == [1, 3, 5, 7]
-    assert axis_ranks(degrees, "efsdp", 13) == [9, 13]
+    stages = Degrees(dp_replicate=2, dp_shard=2, tp=2, ep=2, pp=3)
+    assert axis_ranks(stages, "pp", 13) == [5, 13, 21] and axis_ranks(stages, "stage", 13) == [*range(8, 16)]
+    assert axis_ranks(stages, "dp_replicate", 13) == [9, 13] and axis_ranks(stages, "tp", 13) == [12, 13]

@@ -1,6 +1,5 @@
 """Parts of a step: FLOPs, bytes, launches and synchronizations counted by hand, and the time that follows."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.features.estimate import estimate, tracker
-from titanlite.features.estimate.cli import read_request
 from titanlite.features.estimate.estimate import get_hardware, step_time
 from titanlite.features.estimate.operators import Call, Work
 from titanlite.features.estimate.stand_in import _FusedRMSNorm
@@ -136,18 +134,6 @@ def test_steps_of_every_mesh_wait_for_the_split_sizes_alone(world_size, options)
     found = trace(world_size, experts_over(1), *(PARALLELISM + option for option in options))
     syncs, moe_layers = waits(found)
     assert syncs == (moe_layers if "expert_parallel_degree" in options[-1] else 0)
-
-
-@pytest.mark.parametrize("option", ["--lora.base_dtype=nf4", "--lora.base_dtype=fp8"])
-def test_adapters_make_no_host_wait(option, tmp_path):
-    family = families()["qwen3_moe"]
-    hf = {**family.to_hf(family.presets["30B-A3B"]), "model_type": "qwen3_moe"}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    overrides = ["--lora.rank=8", "--model.overrides.num_layers=2", option]
-    request = read_request([f"--model={tmp_path}", "--gpus=1xh100", *overrides])
-    checked = request.check()
-    found = trace_step(checked.job, checked.model_config, checked.degrees)
-    assert found.total.syncs == 0 and found.num_layers == (0, 2)
 
 
 def test_collectives_of_fsdp_are_exposed_where_they_take_longer_than_the_kernels_next_to_them():
