@@ -80,14 +80,6 @@ def test_a_missing_compiler_is_told_before_anything_is_read(compiling, monkeypat
         check_triton(JobConfig(), CUDA)
 
 
-def test_missing_headers_are_told(compiling, monkeypatch, tmp_path):
-    (tmp_path / "gcc").write_text("#!/bin/sh\necho 'fatal error: Python.h: No such file or directory' >&2\nexit 1\n")
-    (tmp_path / "gcc").chmod(0o755)
-    monkeypatch.setenv("CC", str(tmp_path / "gcc"))
-    with pytest.raises(ConfigError, match=rf"fails on .*: {tmp_path}/gcc ended with exit code 1\. .*{REMEDY}"):
-        check_triton(JobConfig(), CUDA)
-
-
 def test_no_kernel_is_tried_where_none_is_used(monkeypatch):
     monkeypatch.setattr(process, "_run_kernel", lambda _: 1 / 0)
     check_triton(JobConfig(), torch.device("cpu"))
@@ -129,12 +121,6 @@ def test_flash_attention_3_that_fails_on_a_models_heads_is_taken_back(hopper, mo
     assert "FlashAttention 2 is used: 3 fails with the heads of this model: KeyError: 'head size'." in caplog.text
 
 
-def test_flash_attention_3_is_taken_back_where_another_rank_has_none(hopper, monkeypatch):
-    monkeypatch.setattr(process, "gather_objects", lambda value: [value, ""])
-    use_flash_attention_3(JobConfig(), FLASH_CONFIG, CUDA)
-    assert hopper == ["FA3", "tried", "restored"]
-
-
 @pytest.mark.parametrize("why", ["ampere", "package", "cpu", "deterministic", "backend", "heads"])
 def test_flash_attention_2_stays(hopper, monkeypatch, why):
     job, config, device = JobConfig(), FLASH_CONFIG, torch.device("cpu") if why == "cpu" else CUDA
@@ -150,18 +136,6 @@ def test_flash_attention_2_stays(hopper, monkeypatch, why):
         config = replace(config, head_dim=12)
     use_flash_attention_3(job, config, device)
     assert hopper == []
-
-
-def test_the_trial_is_a_forward_and_a_backward_with_the_models_heads(monkeypatch):
-    seen = []
-
-    def attend(q, k, v, starts, scale):
-        seen.append((q.shape[2:], k.shape[2:], v.shape[2:], starts.dtype))
-        return q * k.sum() * v.sum()
-
-    monkeypatch.setattr(process, "varlen_attention", attend)
-    process._try_attention(FLASH_CONFIG, torch.device("cpu"))
-    assert seen == [((16, 128), (8, 128), (8, 128), torch.int32)]
 
 
 def test_torch_still_spells_its_flash_attention_so():

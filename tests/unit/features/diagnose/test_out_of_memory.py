@@ -1,6 +1,5 @@
 """Errors and snapshots when memory runs out; the parts of torch that need a GPU are faked."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlite.base.errors import ConfigError, TrainingError
+from titanlite.base.errors import TrainingError
 from titanlite.config.schema import JobConfig
 from titanlite.features.diagnose import process
 from titanlite.features.diagnose.process import start_memory_history
@@ -82,18 +81,18 @@ def test_snapshot_and_message_of_a_gpu_out_of_memory(job: JobConfig, cuda, monke
 
 
 @pytest.mark.parametrize(
-    "text",
+    "error",
     [
-        "CUDA error: out of memory",  # cudaHostAlloc, of the copies of a save in the background
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "Triton Error [CUDA]: out of memory",
+        RuntimeError("CUDA error: out of memory"),  # cudaHostAlloc, of the copies of a save in the background
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        dist.DistBackendError("Failed to CUDA calloc 6291456 bytes, out of memory"),
     ],
+    ids=str,
 )
-def test_memory_that_others_than_torch_ask_for(job: JobConfig, cuda, text: str):
+def test_memory_that_others_than_torch_ask_for(job: JobConfig, cuda, error: Exception):
     with explain(job, "ran out of memory of the GPU"):
-        run_out(RuntimeError(text))
-    with pytest.raises(RuntimeError, match="an illegal memory access"), explain_out_of_memory(job):
-        run_out(RuntimeError("CUDA error: an illegal memory access was encountered"))
+        run_out(error)
 
 
 def test_without_the_setting_nothing_is_recorded_and_the_message_names_it(job: JobConfig, cuda):
@@ -101,13 +100,6 @@ def test_without_the_setting_nothing_is_recorded_and_the_message_names_it(job: J
     with explain(job, r"set profiling\.enable_memory_snapshot = true\.$"):
         run_out(torch.OutOfMemoryError("CUDA out of memory."))
     assert cuda == []
-
-
-def test_a_snapshot_that_cannot_be_written_does_not_replace_the_error(job: JobConfig, cuda, tmp_path: Path):
-    job.profiling.enable_memory_snapshot = True
-    (tmp_path / "run").write_text("a file")
-    with explain(job, r"ran out of memory of the GPU.* could not be written to .*rank0\.pickle"):
-        run_out(torch.OutOfMemoryError("CUDA out of memory."))
 
 
 def test_host_memory_is_named_with_the_line_that_asked_for_it(job: JobConfig):
@@ -127,31 +119,12 @@ class _Greedy:
         raise MemoryError
 
 
-def test_memory_of_a_gpu_for_which_nccl_asks(job: JobConfig, cuda):
-    with explain(job, r"rank 0 ran out of memory of the GPU .*Failed to CUDA calloc .* out of memory"):
-        run_out(dist.DistBackendError("Failed to CUDA calloc 6291456 bytes, out of memory"))
-
-
 def test_other_errors_pass(job: JobConfig):
-    for error in (RuntimeError("Connection closed by peer"), ValueError("x"), dist.DistBackendError("NCCL error")):
+    errors = (
+        RuntimeError("CUDA error: an illegal memory access"),
+        ValueError("x"),
+        dist.DistBackendError("NCCL error"),
+    )
+    for error in errors:
         with pytest.raises(type(error), match=str(error)), explain_out_of_memory(job):
             run_out(error)
-
-
-def test_recording_needs_a_gpu(job: JobConfig):
-    start_memory_history(job, torch.device("cpu"))
-    job.profiling.enable_memory_snapshot = True
-    with pytest.raises(ConfigError, match=r"profiling\.enable_memory_snapshot: .* Set it to false"):
-        start_memory_history(job, torch.device("cpu"))
-
-
-def test_a_torch_without_the_private_functions_is_a_clear_error(job: JobConfig, monkeypatch):
-    job.profiling.enable_memory_snapshot = True
-    monkeypatch.delattr(torch.cuda.memory, "_dump_snapshot")
-    with pytest.raises(ConfigError, match=r"has no torch\.cuda\.memory\._record_memory_history"):
-        start_memory_history(job, torch.device("cuda"))
-
-
-def test_this_torch_has_the_private_functions_with_these_arguments():
-    inspect.signature(torch.cuda.memory._record_memory_history).bind(max_entries=1)
-    inspect.signature(torch.cuda.memory._dump_snapshot).bind("path")

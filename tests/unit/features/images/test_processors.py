@@ -104,49 +104,6 @@ def gemma3() -> Made:
     return config, processor
 
 
-def mistral3() -> Made:
-    import transformers as hf
-
-    tokenizer = tokenizer_of("[IMG]", "[IMG_BREAK]", "[IMG_END]")
-    processor = hf.PixtralProcessor(
-        image_processor("Pixtral", size={"longest_edge": 24}, patch_size=4),
-        tokenizer,
-        patch_size=4,
-        spatial_merge_size=2,
-        chat_template=TEMPLATE.format(image="[IMG]"),
-    )
-    config = hf.Mistral3Config(
-        text_config={"model_type": "mistral", **TEXT_SIZES, "vocab_size": len(tokenizer), "head_dim": 8},
-        vision_config={"model_type": "pixtral", **clip_vision(image_size=24), "head_dim": 8},
-        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
-        spatial_merge_size=2,
-    )
-    return config, processor
-
-
-def internvl() -> Made:
-    import transformers as hf
-
-    named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
-    named["video_token"] = "<video>"
-    tokenizer = tokenizer_of(*named.values(), **named)
-    processor = hf.InternVLProcessor(
-        hf.GotOcr2ImageProcessor(size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=2),
-        tokenizer,
-        hf.InternVLVideoProcessor(size={"height": 16, "width": 16}),
-        image_seq_length=4,
-        chat_template=TEMPLATE.format(image="<IMG_CONTEXT>"),
-    )
-    config = hf.InternVLConfig(
-        text_config={"model_type": "qwen2", **TEXT_SIZES, "vocab_size": len(tokenizer)},
-        vision_config={"model_type": "internvl_vision", **clip_vision(image_size=[16, 16], patch_size=[4, 4])},
-        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
-        image_seq_length=4,
-        downsample_ratio=0.5,
-    )
-    return config, processor
-
-
 def clip_and_llama(config: Any, tokenizer: Any, **options: Any) -> Any:
     return config(
         text_config={"model_type": "llama", **TEXT_SIZES, "vocab_size": len(tokenizer)},
@@ -191,36 +148,12 @@ def llava_next() -> Made:
     return clip_and_llama(hf.LlavaNextConfig, tokenizer, image_grid_pinpoints=[[8, 16], [16, 16]]), processor
 
 
-def idefics3() -> Made:
-    import transformers as hf
-
-    tokenizer = tokenizer_of("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>")
-    processor = hf.Idefics3Processor(
-        image_processor(
-            "Idefics3", size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, do_image_splitting=False
-        ),
-        tokenizer,
-        image_seq_len=4,
-        chat_template=TEMPLATE.format(image="<image>"),
-    )
-    config = hf.Idefics3Config(
-        text_config={"model_type": "llama", **TEXT_SIZES, "vocab_size": len(tokenizer)},
-        vision_config=clip_vision(image_size=16),
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        scale_factor=2,
-    )
-    return config, processor
-
-
 FAMILIES: dict[str, Callable[[], Made]] = {
     "llava": llava,
     "qwen2_5_vl": lambda: qwen("2.5"),
     "qwen3_vl": lambda: qwen("3"),
     "gemma3": gemma3,
-    "mistral3": mistral3,
-    "internvl": internvl,
     "llava_next": llava_next,
-    "idefics3": idefics3,
 }
 
 
@@ -248,7 +181,7 @@ def write_rows(folder: Path) -> tuple[Path, list[list[Image.Image]]]:
 def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    if name in ("qwen2_5_vl", "qwen3_vl", "mistral3", "internvl") and not find_torchvision():
+    if name in ("qwen2_5_vl", "qwen3_vl") and not find_torchvision():
         pytest.skip("its processor needs a torchvision that goes with this torch")
     config, processor = FAMILIES[name]()
     torch.manual_seed(0)

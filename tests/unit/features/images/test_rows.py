@@ -141,11 +141,6 @@ def test_all_bad_rows_come_at_once(processor: Any, tmp_path: Path) -> None:
         ImageDataset(read_image_rows(path), processor, 20)
 
 
-def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot load the processor"):
-        load_processor(str(tmp_path))
-
-
 def test_rows_that_fill_a_batch_keep_their_images_and_no_label(processor: Any, tmp_path: Path) -> None:
     dataset = ImageDataset(read_image_rows(write(tmp_path, *[chat("red.png")] * 3)), processor, 20)
     batch = dataset.batch([0, 1])
@@ -199,12 +194,6 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, sid
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000, "KiB"
 
 
-def test_a_large_jpeg_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlite.features.images._MOST_PIXELS", 1000)
-    with pytest.raises(DataError, match="256 x 512 pixels, more than 1000; shrink it"):
-        load_image("row", save(tmp_path, "y.jpg")(Image.new("L", (256, 512))))
-
-
 @pytest.mark.parametrize(
     ("dtype", "ending"), [(np.uint16, "png"), (np.uint16, "tiff"), (np.int32, "tiff"), (np.float32, "tiff")]
 )
@@ -250,24 +239,3 @@ def test_damaged_pictures_are_the_errors_of_their_rows(tmp_path: Path, ending: s
         except DataError as error:
             refused += str(error).startswith(f"row: {tmp_path / 'y'} ")
     assert refused >= 25
-
-
-@pytest.mark.parametrize("error", [RecursionError("deep"), MemoryError(), struct.error("short"), AttributeError("x")])
-def test_whatever_a_decoder_raises_is_the_row_s_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    path = save(tmp_path, "x.png")(Image.new("RGB", (8, 8)))
-    monkeypatch.setattr(Image.Image, "convert", fail)
-    with pytest.raises(DataError, match=rf"row: .*x\.png does not decode: {str(error) or type(error).__name__}"):
-        load_image("row", path)
-
-
-def test_deeply_nested_rows_are_named(processor: Any, tmp_path: Path) -> None:
-    depths = (400, 900, 5000, 200_000)
-    rows = [b'{"messages": ' + b"[" * depth + b"]" * depth + b"}" for depth in depths]
-    nested = [b'{"a": ' * depth + b"1" + b"}" * depth for depth in depths]
-    with pytest.raises(DataError, match=r"8 problems:(.|\n)*line 8: "):
-        read_image_rows(write(tmp_path, *rows, *nested))

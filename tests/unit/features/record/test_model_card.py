@@ -5,7 +5,6 @@ from huggingface_hub import ModelCard
 
 from titanlite.checkpoint import Progress
 from titanlite.config import JobConfig
-from titanlite.config.assets import base_model_of
 from titanlite.config.data import DataSection
 from titanlite.config.schema import CheckpointSection, OptimizerSection, TrainingSection
 from titanlite.features.record.publish import render_merge_card, render_model_card
@@ -46,10 +45,6 @@ def test_a_local_base_model_is_no_hub_id():
     assert "trained from `model`" in card.text and "secret" not in str(card)
 
 
-def test_without_a_base_model():
-    assert "trained from random weights" in make_card()
-
-
 def test_results_data_configuration_and_versions():
     card = make_card(
         training=TrainingSection(steps=40, seq_len=128), optimizer=OptimizerSection(lr=1e-5), data=DataSection(path="x")
@@ -65,18 +60,6 @@ def test_results_data_configuration_and_versions():
         "- torch 2.13.0",
     ):
         assert line in card, line
-
-
-def test_no_results():
-    job = JobConfig()
-    card = render_model_card(
-        job,
-        family="llama",
-        num_parameters=1,
-        progress=Progress(1, 8, "d", 1, {}),
-        results=Results(job.validation, "none"),
-    )
-    assert "No validation or evaluation took place." in card
 
 
 @pytest.mark.parametrize(
@@ -103,10 +86,6 @@ def test_where_the_run_took_place_is_not_in_it():
     assert "secret" not in card and "timeout" not in card
 
 
-def test_base_model_of_nothing():
-    assert base_model_of("") is None
-
-
 def test_license_of_the_base_model_is_metadata(tmp_path):
     """Nothing else of the base model's header comes along, and a broken one costs the license only."""
     readme = "---\nlicense: other\nlicense_name: 'qwen-research'\ntags:\n- license: mit\nname: x\n---\nlicense: gpl\n"
@@ -118,15 +97,6 @@ def test_license_of_the_base_model_is_metadata(tmp_path):
     for broken in (b"\xff---\nlicense: mit\n---\n", b"---\nlicense: mit", b"no header"):
         (tmp_path / "README.md").write_bytes(broken)
         assert ModelCard(make_card(checkpoint=section)).data.license is None
-
-
-def test_a_loss_that_is_no_number_is_shown_as_such():
-    job = JobConfig()
-    results = Results(job.validation, "none")
-    results.add_validation(5, float("nan"))
-    progress = Progress(5, 40, "data", 1, {})
-    card = render_model_card(job, family="qwen3", num_parameters=1, progress=progress, results=results)
-    assert "| validation loss | nan |" in card
 
 
 def test_a_merged_model_has_data_of_the_adapters_and_the_model_of_the_hub_that_they_were_trained_on(tmp_path):

@@ -162,17 +162,6 @@ def test_a_folder_is_a_run_with_its_name(job: JobConfig, tmp_path: Path, wandb):
     assert second["id"] != first["id"]
 
 
-def test_variables_of_wandb_go_before(job: JobConfig, tmp_path: Path, wandb, monkeypatch, console):
-    wandb.url = None
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    with build(job, tmp_path / "run"):
-        pass
-    finish_wandb(0)
-    settings = wandb.of("init")[0][0]
-    assert (settings["name"], settings["project"]) == ("run", "mine")
-    assert "W&B: offline, `wandb sync /x` uploads this run" in console.getvalue()
-
-
 def test_the_configuration_is_whole_and_has_no_local_paths(job: JobConfig, tmp_path: Path, wandb):
     job.job.dump_folder = str(tmp_path / "run")
     job.data.path = "/home/me/secret/chats.jsonl"
