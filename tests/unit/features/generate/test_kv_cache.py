@@ -1,12 +1,9 @@
 """The cache: same logits as without it, whatever is in slots that no query may see."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from titanlite.features.generate.generate import build_cache, cached_attention
-from titanlite.ops.attention import attention, build_attention_mask
+from titanlite.features.generate.generate import build_cache
 
 LENGTHS = [5, 2, 9]
 STEPS = 4
@@ -50,41 +47,3 @@ def test_padding_of_the_prompts_is_never_seen(tiny):
     for a, b in zip(*results, strict=True):
         # The experts' rows are grouped with those of the padding: sums may be blocked otherwise.
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-
-
-def test_slots_are_the_only_memory_and_allocated_once(tiny):
-    config = tiny.config("llama")
-    model = tiny.ours(config).eval()
-    cache = build_cache(model, [2, 3], 10, torch.device("cpu"))
-    assert all(layer._keys is None for layer in cache.layers)
-    with torch.no_grad():
-        model(torch.ones(2, 3, dtype=torch.int64), cache=cache)
-        places = [(layer._keys.data_ptr(), layer._values.data_ptr()) for layer in cache.layers]
-        model(torch.ones(1, 2, dtype=torch.int64), cache=cache)
-    assert [(layer._keys.data_ptr(), layer._values.data_ptr()) for layer in cache.layers] == places
-    assert cache.layers[0]._keys.shape == (2, config.num_kv_heads, 10, config.head_dim)
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-def test_cached_attention_is_the_last_row_of_attention(heads):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(2, 7, h, 8, generator=generator, dtype=torch.float64) for h in (heads[0], heads[1], heads[1])
-    )
-    expected = attention(q, k, v, build_attention_mask(None), 0.3)
-    slots_k, slots_v = (torch.cat([x.transpose(1, 2), torch.full_like(x.transpose(1, 2), 9.0)], dim=2) for x in (k, v))
-    for last in (0, 3, 6):
-        visible = (torch.arange(14) <= last).expand(2, -1)
-        out = cached_attention(q[:, last], slots_k, slots_v, visible, 0.3)
-        # float64 sums of at most 7 terms in another order.
-        torch.testing.assert_close(out, expected[:, last], rtol=0, atol=1e-12)
-
-
-def test_rows_see_different_numbers_of_slots(tiny):
-    """The short row must not see the slots that only the long one has filled."""
-    config = replace(tiny.config("qwen3"), num_layers=1)
-    model = tiny.ours(config).eval()
-    cache = build_cache(model, [1, 6], 8, torch.device("cpu"))
-    with torch.no_grad():
-        model(torch.arange(12).view(2, 6), cache=cache)
-        assert cache.visible().int().sum(1).tolist() == [2, 7]

@@ -99,14 +99,3 @@ def test_no_stage_waits_for_ever_and_none_waits_more_than_it_must(pp, num):
     for stage in stages:
         for phase in ("forward", "backward"):
             assert [turn[1] for turn in stage.turns if turn[0] == phase] == [*range(num)], "in order"
-
-
-def test_stages_in_the_wrong_order_wait_for_each_other():
-    """So the simulation above can fail."""
-    stages: list[Stage] = []
-    for ahead in (0, 1):
-        Stage(stages, Degrees(pp=2), 4, ahead)
-    while running := [stage for stage in stages if stage.can_run()]:
-        for stage in running:
-            stage.run()
-    assert all(stage.place < len(stage.turns) for stage in stages)

@@ -1,18 +1,14 @@
 """Sources that are mixed: shares, orders that depend on (seed, sample) alone, validation by source, what is shown."""
 
 import json
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
@@ -22,7 +18,7 @@ from titanlite.data.dataset import PackedDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokens import TokenizedCorpus
 from titanlite.features.generate.evaluate import evaluation_prompts
-from titanlite.features.streams.mixture import PERIOD, MixtureDataset, _get_quotas, _Order, get_source_seed
+from titanlite.features.streams.mixture import PERIOD, MixtureDataset, get_source_seed
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.features.tools.preview_data import get_shown_documents
 
@@ -120,37 +116,6 @@ def test_a_long_epoch_is_shuffled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
         assert sum(dataset.get_taken(5, stop).values()) == stop
 
 
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=9))
-@example([2**41, 1, 3])
-def test_sources_are_spread_evenly(sizes: list[int]) -> None:
-    order = _Order(np.array(sizes))
-    places = sorted({0, *(n for n in (1, 2, 7, 64, sum(sizes) // 2) if n <= sum(sizes)), sum(sizes)})
-    counts = [order._count_first(n).tolist() for n in places]
-    assert [sum(of_all) for of_all in counts] == places and counts[-1] == sizes
-    for before, after in pairwise(counts):
-        assert all(0 <= a <= b for a, b in zip(before, after, strict=True))
-
-
-def test_many_sequences_take_no_memory() -> None:
-    order = _Order(np.array([200_000_000, 40_000_000, 7, 4_000_000]))
-    tracemalloc.start()
-    found = [(source, first) for _, source, first in order.get_runs(3, 2 * order.length - 9, 2 * order.length + 9)]
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1 << 20 and {source for source, _ in found} <= {0, 1, 2, 3}
-    assert order.count_before(3, 2 * order.length).tolist() == [400_000_000, 80_000_000, 14, 8_000_000]
-
-
-@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40))
-@example([1e308, 1e308])
-def test_quotas_are_the_weights_as_near_as_they_can_be(weights: list[float]) -> None:
-    quotas = _get_quotas(weights)
-    exact = PERIOD * (np.array(weights) / max(weights)) / np.sum(np.array(weights) / max(weights))
-    assert quotas.sum() == PERIOD and quotas.min() >= 1
-    assert np.all(quotas[exact >= 1] > exact[exact >= 1] - 1 - np.count_nonzero(exact < 1))
-    assert np.all(quotas < np.maximum(exact + 1, 1.5))
-
-
 def test_sources_of_one_size_do_not_go_side_by_side() -> None:
     dataset = MixtureDataset({"a": make_part(100, 1000), "b": make_part(100, 2000)}, {"a": 1, "b": 1})
     found = ids(dataset, 0, 150)
@@ -171,21 +136,6 @@ def test_a_batch_keeps_the_order_of_its_indices() -> None:
             assert torch.equal(getattr(batch, field)[row], getattr(alone, field)[0]), field
     with pytest.raises(IndexError):
         dataset.batch([3 * 5000])
-
-
-def test_forms_of_sources() -> None:
-    class Part(PackedDataset):
-        def __init__(self, form: str) -> None:
-            super().__init__(make_part(20, 0).tokenized, SEQ_LEN)
-            self.form = form
-
-    def form(*forms: str) -> str:
-        return MixtureDataset({f"s{i}": Part(form) for i, form in enumerate(forms)}, None).form
-
-    assert form("text", "text") == "text" and form("text", "messages") == "messages"
-    assert form("preference", "preference") == "preference"
-    with pytest.raises(DataError, match=r"s1 has preference pairs, but s0 \(messages\), s2 \(text\) has none"):
-        form("messages", "preference", "text")
 
 
 # --- through the loader
@@ -326,22 +276,6 @@ def test_a_batch_that_is_not_set_counts_the_examples_of_all_sources(make_sources
     assert 1 < of_b < of_a + 1 and loader.global_batch_size == int(16 / (0.75 * of_a + 0.25 * of_b)) > 1
 
 
-def test_text(make_job: MakeJob, tmp_path: Path, make_sources: MakeJob) -> None:
-    job = make_sources(seq_len=16)
-    job.data.dataset = "text"
-    for name in ("a", "b"):
-        job.data.sources[name] = SourceSection(path=str(tmp_path / f"{name}.txt"), weight=1)
-        (tmp_path / f"{name}.txt").write_text(f"{name} answer " * 500)
-    tokenizer, loader = build_data(job, 0, 1)
-    texts = [tokenizer.decode(batch.tokens[0]) for step in range(10) for batch in loader.micro_batches(step)]
-    assert {text.strip()[0] for text in texts} >= {"a", "b"} or len(texts) < 10
-    job.data.tokenizer_path = ""
-    with pytest.raises(
-        DataError, match=r"data\.sources need a tokenizer, and there is no tokenizer\.json at model\.path"
-    ):
-        build_data(job, 0, 1)
-
-
 def test_a_mistake_names_the_source(make_sources: MakeJob, tmp_path: Path) -> None:
     job = make_sources()
     (tmp_path / "b.jsonl").write_text('{"prompt": 1}\n')
@@ -353,14 +287,6 @@ def test_a_mistake_names_the_source(make_sources: MakeJob, tmp_path: Path) -> No
     job.data.sources["b"].streaming, job.data.sources["b"].bad_rows = True, "error"
     with pytest.raises(DataError, match=r"^data\.sources\.b: .*set data\.sources\.b\.too_long"):
         get_rows(build_data(job, 0, 1)[1], 0, 40)
-
-
-def test_a_stream_may_be_the_only_source(make_sources: MakeJob) -> None:
-    job = make_sources(None)
-    del job.data.sources["a"]
-    job.data.sources["b"].streaming = True
-    dataset = build_data(job, 0, 1)[1].dataset
-    assert [source.share for source in get_sources(dataset)] == [1.0]
 
 
 def test_the_folder_is_no_part_of_the_order(make_sources: MakeJob, tmp_path: Path) -> None:
@@ -375,14 +301,6 @@ def test_the_folder_is_no_part_of_the_order(make_sources: MakeJob, tmp_path: Pat
     with (tmp_path / "moved/b.jsonl").open("a") as file:
         file.write('{"prompt": "one", "completion": "more"}\n')
     assert build_data(job, 0, 1)[1].fingerprint != here
-
-
-def test_streams_of_unknown_form_beside_pairs(make_sources: MakeJob, tmp_path: Path) -> None:
-    job = make_sources()
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 9)
-    job.data.sources["b"].streaming = True
-    with pytest.raises(DataError, match=r'Set data\.sources\.b\.format = "preference"'):
-        build_data(job, 0, 1)
 
 
 def test_another_weight_is_another_order(make_sources: MakeJob) -> None:

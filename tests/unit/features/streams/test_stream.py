@@ -15,8 +15,7 @@ from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import TrainLoader
 from titanlite.features.sft.chat import NO_END
-from titanlite.features.streams import stream
-from titanlite.features.streams.stream import EncodedBlock, StreamDataset
+from titanlite.features.streams.stream import StreamDataset
 
 MakeJob = Callable[..., JobConfig]
 
@@ -138,16 +137,6 @@ def test_streamed_documents_are_split_too(make_job: MakeJob) -> None:
     assert pairs[0] == pairs[1] and len(pairs[0]) > 12 * 16
 
 
-def test_rows_that_have_changed_are_refused_where_the_counts_cannot_tell(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = make_job([{"prompt": "a", "completion": "b"}] * 4, seq_len=48, streaming=True)
-    take(build(job), 0, 1)
-    monkeypatch.setattr(stream, "encode_block", lambda *_: EncodedBlock(None, []))
-    with pytest.raises(DataError, match="gave 1 before"):
-        take(build(job), 0, 1)
-
-
 def test_a_bad_row_that_is_read_ahead_ends_the_run_when_it_is_reached(make_job: MakeJob) -> None:
     job = make_job([*make_rows(60), {"prompt": 1}, *make_rows(60)], seq_len=48, streaming=True, streaming_block_rows=8)
     dataset = build(job)
@@ -159,16 +148,6 @@ def test_a_bad_row_that_is_read_ahead_ends_the_run_when_it_is_reached(make_job: 
             taken += 1
     assert taken >= 7 * 3  # all sequences of the 7 blocks before
     assert taken == dataset._ends[-1] and len(dataset._ends) == 7
-
-
-def test_a_block_that_is_only_made_ahead_leaves_nothing_out_yet(make_job: MakeJob) -> None:
-    """A stream of one block begins again while its first pass is trained on."""
-    job = make_job([*make_rows(9), {"prompt": 1}], seq_len=48, streaming=True, bad_rows="skip")
-    dataset = build(job)
-    take(dataset, 0, 1)
-    assert dataset._ahead is not None
-    assert dataset._ahead[1].result().left_out.total() == 1
-    assert dataset.left_out.total() == 1
 
 
 def test_held_out_rows_come_from_their_own_path(make_job: MakeJob, tmp_path: Path) -> None:
