@@ -15,19 +15,6 @@ from titanlite.ops.matmul import grouped_mm, grouped_mm_wgrad, is_blackwell, res
 # Relative Frobenius error against float64 of the same rounded inputs. float32: 1.8e-8 * sqrt(K) was measured for a
 # sequential sum; bfloat16: rounding of the result alone gives 1.7e-3.
 BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 5e-3}
-LAYOUTS = {
-    "one_group": [7],
-    "several": [3, 5, 2],
-    "empty_first": [0, 4, 3],
-    "empty_middle": [4, 0, 0, 3],
-    "empty_last": [4, 3, 0],
-    "all_empty": [0, 0, 0],
-    "one_row": [0, 1, 0],
-    "all_rows_first": [9, 0, 0, 0, 0],
-    "all_rows_last": [0, 0, 0, 0, 9],
-    "not_power_of_two": [2, 1, 3, 0, 4, 1, 5],
-    "uneven": [33, 0, 1, 64, 17],
-}
 
 
 @pytest.fixture(autouse=True)
@@ -72,11 +59,11 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Te
     return difference / max(scale.norm().item(), 1e-30) if difference else 0.0
 
 
-def check(sizes, tail=0, k=16, n=24, dtype=torch.float32, k_major=True, backend="auto", seed=0, *, may_cancel=False):
+def check(sizes, tail, k, n, dtype, k_major, seed=0, *, may_cancel=False):
     """`may_cancel`: of results so few that all may be sums near 0, errors are relative to the sums of magnitudes."""
     x, stored, offsets = make_inputs(sizes, tail, k, n, dtype, k_major, seed)
     weight = stored.mT if k_major else stored
-    y = grouped_gemm(x, weight, offsets, backend)
+    y = grouped_gemm(x, weight, offsets)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64).to(dtype)
     dy[sum(sizes) :] = float("nan")
     y.backward(dy)
@@ -99,22 +86,12 @@ def check(sizes, tail=0, k=16, n=24, dtype=torch.float32, k_major=True, backend=
         assert stored.grad.stride() == stored.stride()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_equals_float64_loop(name):
-    for k_major in [True, False]:
-        for backend in ["auto", "torch"]:
-            check(LAYOUTS[name], tail=3, k_major=k_major, backend=backend)
-
-
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_dtypes(dtype):
-    for k_major in [True, False]:
-        check([33, 0, 1, 64, 17], tail=5, k=40, n=56, dtype=dtype, k_major=k_major)
-
-
-def test_sizes_that_are_no_multiple_of_16_bytes():
-    check([3, 0, 5], tail=2, k=7, n=5)
-    check([3, 0, 5], tail=2, k=7, n=5, dtype=torch.bfloat16)
+@pytest.mark.parametrize("sizes", [[7], [0, 4, 3], [4, 0, 0, 3, 0], [0, 0, 0], [0, 1, 0], [33, 0, 1, 64, 17]], ids=str)
+def test_equals_float64_loop(sizes, dtype):
+    """Rows of 80 bytes and more, and rows that are no multiple of 16 bytes, which torch's own operator needs."""
+    check(sizes, tail=3, k=40, n=56, dtype=dtype, k_major=True)
+    check(sizes, tail=0, k=7, n=5, dtype=dtype, k_major=False, may_cancel=True)
 
 
 @settings(max_examples=60)
@@ -128,7 +105,7 @@ def test_sizes_that_are_no_multiple_of_16_bytes():
     seed=st.integers(0, 2**20),
 )
 def test_any_layout(sizes, tail, k, n, k_major, dtype, seed):
-    check(sizes, tail, k, n, dtype, k_major, seed=seed, may_cancel=True)
+    check(sizes, tail, k, n, dtype, k_major, seed, may_cancel=True)
 
 
 def test_no_rows_at_all():
@@ -159,16 +136,6 @@ def test_only_the_wanted_gradient_is_computed():
     assert stored.grad is None
 
 
-def test_gradcheck_with_an_empty_group():
-    for k_major in [True, False]:
-        x, stored, offsets = make_inputs([2, 0, 3], 0, 3, 4, torch.float64, k_major)
-
-        def function(x, stored, k_major=k_major, offsets=offsets):
-            return grouped_gemm(x, stored.mT if k_major else stored, offsets)
-
-        assert torch.autograd.gradcheck(function, (x, stored))
-
-
 def test_opcheck_of_both_operators():
     for k_major in [True, False]:
         x, stored, offsets = make_inputs([2, 0, 3], 0, 4, 6, torch.float32, k_major)
@@ -177,26 +144,14 @@ def test_opcheck_of_both_operators():
         torch.library.opcheck(grouped_mm_wgrad, (x.detach(), torch.randn(5, 6), offsets, k_major, "auto"))
 
 
-def test_meta_tensors_have_shape_dtype_and_gradient_layout():
-    for dtype in [torch.float32, torch.bfloat16]:
-        x = torch.empty(6, 4, device="meta", dtype=dtype, requires_grad=True)
-        stored = torch.empty(3, 5, 4, device="meta", dtype=dtype, requires_grad=True)
-        y = grouped_gemm(x, stored.mT, torch.empty(3, device="meta", dtype=torch.int32))
-        assert (y.shape, y.dtype, y.device.type) == ((6, 5), dtype, "meta")
-        y.sum().backward()
-        assert x.grad.shape == x.shape
-        assert stored.grad.stride() == stored.stride()
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("k_major", [True, False])
-def test_compiles_as_one_graph_with_dynamic_shapes(backend, k_major):
+def test_compiles_as_one_graph_with_dynamic_shapes(k_major):
     torch._dynamo.reset()
 
     def function(x, stored, offsets):
         return grouped_gemm(x, stored.mT if k_major else stored, offsets).square().sum()
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     for sizes in ([2, 0, 3], [4, 4, 1]):
         x, stored, offsets = make_inputs(sizes, 2, 4, 6, torch.float32, k_major)
         expected = function(x, stored, offsets)
@@ -207,12 +162,6 @@ def test_compiles_as_one_graph_with_dynamic_shapes(backend, k_major):
         for actual, wanted in zip(torch.autograd.grad(loss, (x, stored)), gradients, strict=True):
             assert torch.equal(actual, wanted)
             assert actual.stride() == wanted.stride()
-
-
-def test_results_do_not_change_from_run_to_run():
-    x, stored, offsets = make_inputs([33, 0, 1, 64, 17], 3, 32, 16, torch.float32, True)
-    first = grouped_gemm(x, stored.mT, offsets)
-    assert all(torch.equal(first, grouped_gemm(x, stored.mT, offsets)) for _ in range(3))
 
 
 OFFSETS = torch.tensor([1, 2], dtype=torch.int32)
@@ -239,10 +188,8 @@ def test_arguments_that_do_not_fit_are_refused(x, weight, offsets):
     [
         ((10, 0), "3.6.0", False),
         ((10, 3), "3.7.0+git1234", False),
-        ((10, 0), "3.7.1", True),
         ((10, 0), "3.10.0", True),
         ((9, 0), "3.6.0", True),
-        ((12, 0), "3.6.0", True),
     ],
 )
 def test_blackwell_is_not_served_by_a_triton_that_leaves_out_fences(capability, triton, sound, monkeypatch):

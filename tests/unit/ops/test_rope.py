@@ -15,21 +15,19 @@ from titanlite.ops import apply_rope, inverse_frequencies, rope_cos_sin
     "scaling",
     [
         RopeScaling("llama3", factor=8.0),
-        RopeScaling("llama3", factor=32.0),
         RopeScaling("llama3", 4.0, 1.5, 3.0, 512),
         RopeScaling("linear", factor=4.0),
         RopeScaling("yarn", factor=4.0, original_max_position_embeddings=32768),
         RopeScaling("yarn", factor=2.5, original_max_position_embeddings=4096, beta_fast=20.0, beta_slow=2.0),
         RopeScaling("yarn", factor=8.0, original_max_position_embeddings=512, truncate=False, attention_factor=1.25),
         RopeScaling("yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.707),
-        RopeScaling("yarn", factor=40.0, original_max_position_embeddings=4096, mscale=2.0),
         RopeScaling("yarn", factor=1.0, original_max_position_embeddings=4096),
         RopeScaling("yarn", factor=4.0, original_max_position_embeddings=8),  # hardly a turn: all are divided
     ],
 )
 def test_scaled_frequencies_equal_transformers(scaling):
-    for theta in [10000.0, 500000.0, 1000000.0]:
-        for head_dim in [16, 64, 128]:
+    for theta in [10000.0, 1000000.0]:
+        for head_dim in [16, 128]:
             names = [name for kind in ROPE_FIELDS[scaling.rope_type] for name in kind]
             parameters = {"rope_theta": theta, "rope_type": scaling.rope_type}
             parameters |= {name: getattr(scaling, name) for name in names}
@@ -47,24 +45,6 @@ def test_scaled_frequencies_equal_transformers(scaling):
             assert actual.dtype == torch.float32
             # The same formula in another order of operations: a few float32 roundings.
             torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
-
-
-def test_llama3_scaling_keeps_high_and_divides_low_frequencies():
-    plain, scaled = inverse_frequencies(128, 5e5), inverse_frequencies(128, 5e5, RopeScaling("llama3", factor=8.0))
-    assert torch.equal(scaled[0], plain[0])
-    assert scaled[-1] == plain[-1] / 8
-    assert ((scaled <= plain) & (scaled >= plain / 8)).all()
-
-
-def test_yarn_keeps_high_and_divides_low_frequencies():
-    scaling = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=32768)
-    plain, scaled = inverse_frequencies(128, 1e6), inverse_frequencies(128, 1e6, scaling)
-    turns = 32768 * plain / (2 * torch.pi)
-    # A frequency beside the ends may be part of the transition, whose ends are rounded outwards.
-    assert torch.equal(scaled[turns > 1.25 * 32], plain[turns > 1.25 * 32])
-    torch.testing.assert_close(scaled[turns < 0.8], plain[turns < 0.8] / 4)
-    between = (turns < 30) & (turns > 1.1)
-    assert between.sum() > 10 and ((scaled < plain) & (scaled > plain / 4))[between].all()
 
 
 def test_cosines_and_sines_are_scaled():
@@ -108,20 +88,7 @@ def test_rotation_equals_transformers():
         torch.testing.assert_close(actual, wanted.transpose(1, 2), rtol=0, atol=1e-6)  # fused multiply-add or not
 
 
-def test_rotation_keeps_norms_and_depends_on_relative_positions():
-    x = torch.randn(1, 1, 1, 32, dtype=torch.float64)
-    inv_freq = inverse_frequencies(32, 1e4)
-
-    def rotated(position):
-        return apply_rope(x, *rope_cos_sin(inv_freq, torch.tensor([[position]]), torch.float64)).flatten()
-
-    # Angles are computed in float32 whatever the dtype: 6e-8 relative of up to 103 radians.
-    assert abs(rotated(100) @ rotated(103) - rotated(0) @ rotated(3)) < 1e-4
-    # cos^2 + sin^2 = 1 up to the float32 rounding of each.
-    assert abs(rotated(7).norm() / x.norm() - 1) < 1e-6
-
-
-def test_gradient() -> None:
+def test_gradient_of_the_rotation():
     cos, sin = rope_cos_sin(inverse_frequencies(8, 1e4), torch.arange(3, 8).expand(2, 5), torch.float64)
     x = torch.randn(2, 5, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: apply_rope(x, cos, sin), x)

@@ -44,13 +44,6 @@ def test_value_and_gradients(dtype, weighted, shape):
         assert_close(weight.grad, exact_weight.grad, BOUNDS[dtype])
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_gradcheck(weighted):
-    gate_up = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
-    weight = torch.rand(3, dtype=torch.float64, requires_grad=True) if weighted else None
-    assert torch.autograd.gradcheck(swiglu, (gate_up, weight) if weighted else (gate_up,))
-
-
 def test_arguments_are_not_changed_and_constant_weight_gets_no_gradient():
     gate_up, weight = torch.randn(3, 6, requires_grad=True), torch.rand(3)
     before = gate_up.detach().clone(), weight.clone()
@@ -68,8 +61,7 @@ def test_only_the_arguments_are_kept_for_backward():
     assert sorted(kept) == sorted([gate_up.data_ptr(), weight.data_ptr()])
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("dtype", "weighted"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_compiled_it_is_one_graph_and_keeps_its_input_alone(dtype, weighted):
     """Partitioned as the inductor does it, and run operation by operation."""
     gate_up = torch.randn(40, 64, dtype=torch.float64).to(dtype).requires_grad_()
