@@ -82,14 +82,13 @@ def with_balance_losses(model: Decoder) -> Decoder:
     return model
 
 
+CHECKPOINTING = {"llama": "full", "qwen3": "selective", "qwen3_moe": "full", "dots1": "selective"}
+
+
 @pytest.mark.parametrize("family", families())
-def test_families(tiny, graphs, family):
-    assert_traced_alike(graphs, lambda: with_balance_losses(tiny.ours(tiny.config(family))))
-
-
-@pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_activation_checkpointing(tiny, graphs, checkpointing):
-    assert_traced_alike(graphs, lambda: with_balance_losses(tiny.ours(tiny.config("dots1"))), checkpointing)
+def test_families_without_and_with_checkpointing(tiny, graphs, family):
+    build = partial(tiny.ours, tiny.config(family))
+    assert_traced_alike(graphs, lambda: with_balance_losses(build()), CHECKPOINTING.get(family, "none"))
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
@@ -109,7 +108,7 @@ def test_varlen_attention(tiny, graphs, checkpointing):
     assert len(varlen_kernel.forwards) == len(model.model.layers) * (2 if checkpointing == "full" else 1)
 
 
-@pytest.mark.parametrize(("checkpointing", "base"), [("none", "float32"), ("full", "nf4"), ("selective", "nf4")])
+@pytest.mark.parametrize(("checkpointing", "base"), [("none", "float32"), ("selective", "nf4")])
 def test_adapters_with_dropout(tiny, graphs, checkpointing, base):
     def build() -> Decoder:
         model = build_decoder(tiny.config("dots1"))
@@ -122,16 +121,10 @@ def test_adapters_with_dropout(tiny, graphs, checkpointing, base):
     assert_traced_alike(graphs, build, checkpointing)
 
 
-def in_thread(calls: Callable[[], None]) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(calls).result()
-
-
 @torch._dynamo.config.patch(recompile_limit=3)
-@pytest.mark.parametrize("run", [lambda calls: calls(), in_thread], ids=["here", "in a thread"])
-def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, graphs, run):
+def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, graphs):
     """Graphs are counted for all layers together, for they are of the same code; torch's own limit is 8, here it is 3.
-    On CUDA backward, which computes checkpointed layers again, is in a thread of its own."""
+    On CUDA backward, which computes checkpointed layers again, is in a thread of its own; so are all calls here."""
     model = tiny.ours(tiny.config("dots1", num_layers=2))
     wrap_layers(model, job_of("none", compiled=True), experts_on_own_mesh=False)
     tokens, documents = batch_of(0)
@@ -142,5 +135,6 @@ def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, graphs, run):
             with torch.set_grad_enabled(training):
                 model(tokens, tokens, document_ids_BS=documents if training else None)
 
-    run(calls)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(calls).result()
     assert graphs.made == 4, "of a dense and of an MoE layer, in training and in evaluation"

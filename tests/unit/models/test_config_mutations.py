@@ -24,48 +24,39 @@ from titanlite.models.families import any_model_config_from_hf, families, model_
 from titanlite.models.families.keys import NotNativeError
 
 DRAWS, SEED = int(os.environ.get("TITANLITE_MUTATIONS", "6")), int(os.environ.get("TITANLITE_SEED", "0"))
-KINDS = ("rope", "missing", "null", "infinity", "number", "flag", "length", "type", "repeated")
-ALWAYS_REFUSED = ("infinity", "repeated")
+KINDS = ("rope", "missing", "value", "number", "flag")
 BOUND = 1e-5
 INFINITY = float("inf")
 VALUES: list[Any] = [
-    *(None, True, False, 0, 1, 2, 3, 4, 8, -1, 2**31, 10**18, 0.0, 0.5, 1.0, 2.0, 4.0, -1.0, 1e-6, 1e30, INFINITY),
-    *("1", "yes", "", [], [1], ["full_attention"], ["full_attention"] * 2, ["sliding_attention"] * 2, {}, {"1": "a"}),
-    *([0, 1], ["dense", "sparse"], {"a": 1}, "silu", "gelu"),
+    *(None, None, True, False, 0, 1, 2, 8, -1, 10**18, 0.5, 1.0, 1e30, INFINITY, "1", [], [1], {}, {"1": "a"}, "gelu"),
+    *(["full_attention"], ["full_attention"] * 2, ["sliding_attention"] * 2, ["dense", "sparse"], {"factor": INFINITY}),
 ]
 ROPE_VALUES: dict[str, list[Any]] = {
-    "rope_type": ["default", "linear", "llama3", "yarn", "dynamic", "longrope", None, 1],
+    "rope_type": ["default", "linear", "llama3", "yarn", "dynamic", None],
     "type": ["default", "linear", "yarn", None],
-    "factor": [2.0, 4, 1.0, 0.5, None, "2", INFINITY, True],
-    "rope_theta": [1e4, 500000, None, "x"],
-    "original_max_position_embeddings": [64, 16, None, 2.5],
+    "factor": [2.0, 4, 0.5, None, "2", INFINITY],
+    "rope_theta": [1e4, 500000, None],
+    "original_max_position_embeddings": [64, None, 2.5],
     "low_freq_factor": [1.0, 4.0, None],
-    "high_freq_factor": [4.0, 1.0, 2],
-    "beta_fast": [32, 8.0, 1, None, 0],
-    "beta_slow": [1, 0.5, 40],
-    "attention_factor": [1.5, 0, None, "1"],
+    "beta_fast": [32, 8.0, None, 0],
+    "attention_factor": [1.5, 0, None],
     "mscale": [1.0, 0.7, None, -20],
-    "mscale_all_dim": [1.0, 0.5, None, 0],
+    "mscale_all_dim": [1.0, None, 0],
     "truncate": [True, False, None, 1],
-    "partial_rotary_factor": [0.5, 1.0, 0.25, None, 1, 0],
-    "attn_factor": [1.0],
+    "partial_rotary_factor": [0.5, 1.0, None, 0],
     "full_attention": [{"rope_type": "default", "rope_theta": 1e4}, None],
 }
 # Read by transformers from any configuration, or written by other versions, without being declared by the class.
 OTHERS = (
     *("is_causal", "per_layer_config", "head_dim", "num_local_experts", "rope_theta", "partial_rotary_factor"),
     *("original_max_position_embeddings", "layer_types", "mlp_layer_types", "sliding_window", "max_window_layers"),
-    *("use_sliding_window", "moe_layer_freq", "scoring_func", "topk_method", "qk_head_dim", "attention_chunk_size"),
-    *("num_labels", "rope_type", "default_theta", "mlp_bias", "aux_loss_alpha", "n_group"),
-    *("use_cache", "bos_token_id", "eos_token_id", "hidden_act", "attention_dropout", "decoder_sparse_step"),
-    *("mlp_only_layers", "output_router_logits", "router_aux_loss_coef", "num_nextn_predict_layers", "pretraining_tp"),
+    *("use_sliding_window", "moe_layer_freq", "scoring_func", "topk_method", "qk_head_dim", "num_labels", "mlp_bias"),
+    *("use_cache", "bos_token_id", "hidden_act", "attention_dropout", "decoder_sparse_step", "mlp_only_layers"),
+    *("output_router_logits", "num_nextn_predict_layers", "id2label"),
 )
-LISTS = ("layer_types", "mlp_layer_types", "mlp_only_layers", "moe_layer_freq", "id2label")
-FLAGS = frozenset(
-    (
-        *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window", "norm_topk_prob"),
-        *("use_qk_norm", "rope_interleave", "output_router_logits", "is_causal"),
-    )
+FLAGS = (
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window", "norm_topk_prob"),
+    *("use_qk_norm", "rope_interleave", "is_causal"),
 )
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_layers": 2, "intermediate_size": 24}
 
@@ -92,33 +83,21 @@ def mutate(hf: dict[str, Any], kind: str, family: str, draw: random.Random) -> N
         return
     known = sorted({*families()[family].declared, *families()[family].keys.values()})
     numbers = [name for name in hf if isinstance(hf[name], int | float) and not isinstance(hf[name], bool)]
-    key = draw.choice([*known, *known, *OTHERS])
     match kind:
         case "missing":
             hf.pop(draw.choice([name for name in hf if name != "model_type"]))
-        case "null":
-            hf[key] = None
-        case "infinity":
-            hf[draw.choice([key, *numbers])] = draw.choice([INFINITY, -INFINITY, {"factor": INFINITY}])
+        case "value":
+            hf[draw.choice([*known, *known, *OTHERS])] = deepcopy(draw.choice(VALUES))
         case "number":
             now = hf[key := draw.choice(numbers)]
-            hf[key] = draw.choice([float(now), int(now), now * 2, now / 2, now + 1, -now, now * 10**12])
+            hf[key] = draw.choice([float(now), int(now), now * 2, now / 2, now + 1, -now, now * 10**12, INFINITY])
         case "flag":
             key = draw.choice([name for name in {**hf, "attention_bias": 0, "tie_word_embeddings": 0} if name in FLAGS])
-            hf[key] = draw.choice([True, False, True, False, 0, 1, "no"])
-        case "length":
-            entries = ["full_attention", "sliding_attention", "dense", "sparse", 0, 1]
-            hf[draw.choice(LISTS)] = draw.choices(entries[: draw.randint(1, 6)], k=draw.randint(0, 3))
-        case "type":
-            hf[key] = deepcopy(draw.choice(VALUES))
+            hf[key] = draw.choice([True, False, True, False, 0, "no"])
 
 
-def text_of(hf: dict[str, Any], kind: str, draw: random.Random) -> str:
-    text = json.dumps(hf, indent=1)
-    if kind == "repeated":
-        key = draw.choice([name for name in hf if name != "model_type"])
-        text = text.replace("{", f'{{"{key}": {json.dumps(draw.choice(VALUES))},', 1)
-    return text.replace("Infinity", "1e400")
+def text_of(hf: dict[str, Any]) -> str:
+    return json.dumps(hf, indent=1).replace("Infinity", "1e400")
 
 
 def logits_of(hf_config: Any, values: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
@@ -181,24 +160,21 @@ def test_mutations_are_refused_or_understood(family, tiny, tmp_path):
     failures = []
     for number, kind in enumerate(["none", *KINDS * DRAWS]):
         hf = base_of(family)
-        while kind not in ("none", "repeated") and hf == base:  # a missing key made null is no change of most
+        while kind != "none" and hf == base:  # a missing key made null is no change of most
             mutate(hf, kind, family, draw)
-        for _ in range(draw.choice([0, 0, 0, 1, 2]) if kind not in ("none", *ALWAYS_REFUSED) else 0):
+        for _ in range(draw.choice([0, 0, 0, 1, 2]) if kind != "none" else 0):
             mutate(hf, draw.choice(KINDS), family, draw)
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / "config.json").write_text(text_of(hf, kind, draw))
+        (folder / "config.json").write_text(text_of(hf))
         try:
             result = hold(folder, tiny)
             assert result == "equal" or kind != "none", "the base is native"
-            assert result == "refused" or kind not in ALWAYS_REFUSED, f"{kind}: {result}"
         except Exception as error:  # noqa: BLE001 - each is a failure, whatever it is
             changes = {k: hf.get(k, "<missing>") for k in {*hf, *base} if hf.get(k, "-") != base.get(k, "-")}
             failures.append(f"{type(error).__name__}: {str(error)[:300]}\n    {kind}: {changes}")
             result = "failed"
         found.setdefault(kind, Counter())[result] += 1
-    print(family, {kind: dict(counts) for kind, counts in found.items()})
     assert not failures, f"{len(failures)} of {DRAWS * len(KINDS)}:\n" + "\n".join(failures[:40])
-    # The draws reach both outcomes often, not counting what is refused by kind.
-    both = sum((counts for kind, counts in found.items() if kind not in ALWAYS_REFUSED), Counter())
-    assert min(both["refused"], both["equal"]) >= DRAWS, f"of {(len(KINDS) - 2) * DRAWS} draws: {both}"
+    both = sum(found.values(), Counter())
+    assert min(both["refused"], both["equal"]) >= DRAWS, f"of {len(KINDS) * DRAWS} draws: {both}"
