@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from plain_sources import TorchDefaults
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -134,6 +133,9 @@ def test_a_rank_draws_only_what_its_shard_needs(run_ranks, checked, meshes):
             assert drawn < 0.6 * whole, mesh
 
 
+DRAWN = {"embedding.weight": Init(Normal(zero_row=50)), "linear.*": Init(Normal()), "norm.*": Init(Normal())}
+
+
 class Plain(nn.Module):
     """A module that titanlite knows nothing about."""
 
@@ -155,10 +157,10 @@ def test_padding_idx_embedding_of_any_module_initializes_on_shards(run_ranks):
         model = build()
         for module in (*model.children(), model):
             fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
-        plan = materialize(model, "cpu", [TorchDefaults()], seed=SEED)
+        plan = materialize(model, "cpu", [DRAWN], seed=SEED)
         return {entry.fqn: (entry.region.slices, local_of(entry.tensor)) for entry in plan.entries}
 
-    plan = materialize(build(), "cpu", [TorchDefaults()], seed=SEED)
+    plan = materialize(build(), "cpu", [DRAWN], seed=SEED)
     one = {entry.fqn: entry.tensor.detach() for entry in plan.entries}
     zero_rows = (one["embedding.weight"] == 0).all(dim=1).nonzero().flatten().tolist()
     assert zero_rows == [50]

@@ -1,9 +1,12 @@
 """The plan: one source for every tensor, every problem named, all problems at once, nothing allocated."""
 
+from functools import partial
+
 import pytest
 import torch
-from plain_sources import Checkpoint, StateDictReader, TorchDefaults
+from plain_sources import Checkpoint, StateDictReader
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from titanlite.base.errors import PlanError
 from titanlite.materialize import Alias, Compute, Init, Keep, Normal, Ones, Zeros, build_plan, materialize
@@ -41,14 +44,6 @@ def tied(sources):
     return model
 
 
-def refuse(model, *sources) -> str:
-    with pytest.raises(PlanError) as error:
-        materialize(model, "cpu", sources)
-    still = [t for t in [*model.parameters(), *model.buffers()] if t.is_meta]
-    assert still, "nothing may be allocated when the plan has problems"
-    return str(error.value)
-
-
 def checkpoint(**values):
     return Checkpoint(StateDictReader({name.replace("__", "."): value for name, value in values.items()}))
 
@@ -66,61 +61,88 @@ def test_sources_in_order_of_strength():
     assert all(p.is_meta for p in model.x.parameters())
 
 
-def test_forgotten_parameter_and_buffer_are_both_named():
-    text = refuse(Outer(x=Part({})))
-    assert text.startswith("materialize: 2 problems:")
-    assert "x.w: parameter (2, 3) of Part has no source. Declare one" in text
-    assert "x.b: buffer (4,) of Part has no source" in text
+def parts(**options):
+    return Outer(x=Part(), y=Part(device="cpu"), **options)
 
 
-def test_two_claims():
-    text = refuse(Part(), {"w": ONES}, {"*": ZEROS})
-    assert "w: two sources, 'init constant(value=1)' from sources and 'init constant()' from sources. Remove" in text
+def named(*names):
+    """A part that declares these."""
+    return Part(dict.fromkeys(names, ZEROS))
 
 
-def test_two_checkpoints():
-    first = Checkpoint(StateDictReader({"w": torch.zeros(2, 3), "b": torch.zeros(4)}, "A"))
-    second = Checkpoint(StateDictReader({"w": torch.zeros(2, 3)}, "B"))
-    text = refuse(Part(), first, second)
-    assert text == (
-        "materialize: w: two sources, 'checkpoint A:w' from checkpoint A and 'checkpoint B:w' from checkpoint B. "
-        "Remove one."
-    )
+def untied():
+    model = tied({"a.weight": ONES, "b.weight": Alias("a.weight")})
+    model.b.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
+    return model
 
 
-def test_two_declarations():
-    text = refuse(Outer({"x.w": ONES}, x=Part()))
-    assert "x.w: two sources, 'init constant(value=1)' from Outer and 'init constant()' from Part 'x'." in text
+def narrow(device):
+    """A part whose module declares float32 and that holds something else."""
+    model = Outer(x=Part({"w": Init(Zeros(), dtype=torch.float32), "b": Init(Zeros(), dtype=torch.float32)}))
+    if device == "meta":
+        return model.to(torch.bfloat16)
+    model.x.b = torch.zeros(4, dtype=torch.bfloat16)
+    return model
 
 
-def test_claim_on_a_tensor_with_a_value():
-    model = Outer(x=Part(), y=Part(device="cpu"))
-    text = refuse(model, {"y.w": ONES})
-    assert "y.w: two sources, it already has a value on cpu and 'init constant(value=1)' claims it. Build it on" in text
+WHOLE = {"w": torch.zeros(2, 3), "b": torch.zeros(4)}
+WRONG_TIE = checkpoint(a__weight=torch.zeros(2, 2), b__weight=torch.zeros(3, 3))
+DECLARED_TWICE = "two sources, 'init constant(value=1)' from"
 
 
-def test_two_declarations_of_a_tied_tensor():
-    text = refuse(tied({"a.weight": ONES, "b.weight": ZEROS}))
-    assert text.startswith(
-        "materialize: a.weight: two sources for one tied tensor, 'init constant(value=1)' for a.weight"
-    )
-    assert "and 'init constant()' for b.weight. Declare Alias for all names but one." in text
+@pytest.mark.parametrize(
+    ("model", "sources", "text"),
+    [
+        (Outer(x=Part({})), [], "x.w: parameter (2, 3) of Part has no source. Declare one"),
+        (Outer(x=Part({})), [], "x.b: buffer (4,) of Part has no source"),
+        (
+            Part(),
+            [{"w": ONES}, {"*": ZEROS}],
+            f"w: {DECLARED_TWICE} sources and 'init constant()' from sources. Remove",
+        ),
+        (Part(), [{"*": ZEROS, "w": ONES}], "w: two sources"),
+        (Part(), [checkpoint(**WHOLE), checkpoint(**WHOLE)], "w: two sources, 'checkpoint state dict:w' from"),
+        (Outer({"x.w": ONES}, x=Part()), [], f"x.w: {DECLARED_TWICE} Outer and 'init constant()' from Part 'x'."),
+        (parts(), [{"y.w": ONES}], "y.w: two sources, it already has a value on cpu and 'init constant(value=1)'"),
+        (tied({"a.weight": ONES, "b.weight": ZEROS}), [], "a.weight: two sources for one tied tensor"),
+        (tied({}), [{"a.weight": ONES}, {"b.weight": ZEROS}], "two sources"),
+        (Outer(x=named("w", "b", "v")), [], "x.v: unexpected, Part 'x' has it and the model does not."),
+        (Part(), [{"q.*": ZEROS}], "q.*: unexpected, sources has it and the model does not."),
+        (Part(), [checkpoint(**WHOLE, v=torch.zeros(1))], "v: unexpected, checkpoint state dict has it"),
+        (Part(), [checkpoint(w=torch.zeros(2, 3))], "b: missing, checkpoint state dict does not have it."),
+        (
+            Part(),
+            [checkpoint(**{**WHOLE, "w": torch.zeros(3, 2)})],
+            "w: state dict has (3, 2), the model expects (2, 3).",
+        ),
+        (tied({}), [WRONG_TIE], "b.weight"),
+        (narrow("meta"), [], "x.w: is torch.bfloat16, but its module declares torch.float32. Keep it out of casts"),
+        (narrow("cpu"), [], "x.b: is torch.bfloat16, but its module declares torch.float32."),
+        (untied(), [], "b.weight: declared tied to 'a.weight', but they are two tensors now"),
+        (
+            tied({"a.weight": ONES, "b.weight": Alias("c.weight")}),
+            [],
+            "declared tied to 'c.weight', but there is no such",
+        ),
+        (Part(), [{"w": Keep()}], "w"),
+        (Part(), [{"w": Alias("b")}], "w"),
+    ],
+)
+def test_no_source_or_two_is_refused_before_anything_is_allocated(model, sources, text):
+    before = [tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]]
+    with pytest.raises(PlanError) as error:
+        materialize(model, "cpu", sources)
+    assert text in str(error.value)
+    assert [tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]] == before
 
 
-def test_unknown_names():
-    assert "x.v: unexpected, Part 'x' has it and the model does not." in refuse(
-        Outer(x=Part({"w": ZEROS, "b": ZEROS, "v": ZEROS}))
-    )
-    assert "v: unexpected, Part has it" in refuse(Part({"w": ZEROS, "b": ZEROS, "v": ZEROS}))
-    assert "q.*: unexpected, sources has it and the model does not." in refuse(Part(), {"q.*": ZEROS})
-    assert "nope: unexpected, checkpoint state dict has it" in refuse(
-        Part(), checkpoint(w=torch.zeros(2, 3), b=torch.zeros(4), nope=torch.zeros(1))
-    )
-
-
-def test_missing_names():
-    text = refuse(Part(), checkpoint(w=torch.zeros(2, 3)))
-    assert text == "materialize: b: missing, checkpoint state dict does not have it."
+def test_all_problems_are_in_one_error():
+    model = Outer({"x.w": ONES, "ghost": ONES}, x=Part(), y=Part({}), z=Part(), k=Part(device="cpu"))
+    with pytest.raises(PlanError, match="10 problems:") as error:
+        materialize(model, "cpu", [{"k.b": ONES, "q": ONES}, checkpoint(z__w=torch.zeros(1))])
+    for name in ("ghost", "x.w", "y.w", "y.b", "z.w", "z.b", "x.b", "k.b", "q"):
+        assert f"\n  {name}: " in str(error.value)
+    assert "k.w" not in str(error.value)
 
 
 def test_may_be_absent_and_non_persistent_need_not_be_in_a_checkpoint():
@@ -135,50 +157,6 @@ def test_may_be_absent_and_non_persistent_need_not_be_in_a_checkpoint():
     model = Part({"w": ZEROS, "b": Init(Ones(), may_be_absent=True)})
     materialize(model, "cpu", [checkpoint(w=torch.zeros(2, 3), b=torch.full((4,), 3.0))])
     assert model.b.tolist() == [3.0] * 4
-
-
-def test_wrong_shape():
-    text = refuse(Part(), checkpoint(w=torch.zeros(3, 2), b=torch.zeros(4)))
-    assert text == "materialize: w: state dict has (3, 2), the model expects (2, 3)."
-
-
-def test_parameter_of_a_wrong_dtype():
-    model = Part({"w": Init(Zeros(), dtype=torch.float32), "b": ZEROS}).to(torch.bfloat16)
-    assert "w: is torch.bfloat16, but its module declares torch.float32. Keep it out of casts" in refuse(model)
-
-
-def test_kept_buffer_of_a_wrong_dtype():
-    model = Outer(x=Part({"w": ZEROS, "b": Init(Zeros(), dtype=torch.float32)}))
-    model.x.b = torch.zeros(4, dtype=torch.bfloat16)
-    assert "x.b: is torch.bfloat16, but its module declares torch.float32." in refuse(model)
-
-
-def test_all_problems_in_one_error():
-    model = Outer({"x.w": ONES, "ghost": ONES}, x=Part(), y=Part({}), z=Part(), k=Part(device="cpu"))
-    text = refuse(model, {"k.b": ONES, "q": ONES}, checkpoint(z__w=torch.zeros(1)))
-    for part in (
-        "ghost: unexpected, Outer has it",
-        "x.w: two sources",
-        "y.w: parameter (2, 3) of Part has no source",
-        "y.b: buffer (4,) of Part has no source",
-        "z.w: state dict has (1,), the model expects (2, 3)",
-        "z.b: missing, checkpoint state dict does not have it",
-        "x.b: missing",
-        "k.b: two sources, it already has a value",
-        "q: unexpected",
-    ):
-        assert part in text
-    assert "k.w" not in text
-
-
-def test_declared_tie_that_is_no_tie():
-    model = tied({"a.weight": ONES, "b.weight": Alias("a.weight")})
-    assert [entry.names for entry in build_plan(model).entries] == [("a.weight", "b.weight")]
-    model.b.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
-    text = refuse(model)
-    assert "b.weight: declared tied to 'a.weight', but they are two tensors now" in text
-    model = tied({"a.weight": ONES, "b.weight": Alias("c.weight")})
-    assert "b.weight: declared tied to 'c.weight', but there is no such tensor." in refuse(model)
 
 
 def test_alias_is_relative_to_the_module_that_declares_it():
@@ -206,16 +184,16 @@ def test_checkpoint_with_a_tied_tensor_once_or_under_each_name():
 
 
 def test_wrappers_leave_no_trace_in_names():
-    model = torch.compile(nn.Sequential(nn.Linear(2, 2, device="meta")))
-    assert [entry.fqn for entry in build_plan(model, [TorchDefaults()]).entries] == ["0.weight", "0.bias"]
-    model = nn.Sequential(torch.compile(nn.Linear(2, 2, device="meta")))
-    assert [entry.fqn for entry in build_plan(model, [TorchDefaults()]).entries] == ["0.weight", "0.bias"]
+    def names(model):
+        return [entry.fqn for entry in build_plan(model, [{"*": ZEROS}]).entries]
 
-
-def test_a_layer_called_module_beside_others_keeps_its_name():
-    model = Outer(module=nn.Linear(2, 2, device="meta"), other=nn.Linear(2, 2, device="meta"))
-    names = [entry.fqn for entry in build_plan(model, [TorchDefaults()]).entries]
-    assert names == ["module.weight", "module.bias", "other.weight", "other.bias"]
+    linear = partial(nn.Linear, 2, 2, device="meta")
+    for model in (torch.compile(nn.Sequential(linear())), nn.Sequential(torch.compile(linear()))):
+        assert names(model) == ["0.weight", "0.bias"]
+    beside = names(Outer(module=linear(), other=linear()))
+    assert beside == ["module.weight", "module.bias", "other.weight", "other.bias"], "a layer may be called module"
+    for wrap in (torch.compile, checkpoint_wrapper):
+        assert [entry.fqn for entry in build_plan(Outer(x=wrap(Part()))).entries] == ["x.w", "x.b"]
 
 
 def test_an_only_child_called_module_keeps_its_name():
@@ -239,33 +217,3 @@ def test_table():
     assert table["k.w"].endswith("keep")
     assert table["t"].endswith("compute <lambda>")
     assert not any(line.endswith(" ") for line in lines)
-
-
-@pytest.mark.parametrize("wrap", ["compile", "checkpoint_wrapper"])
-def test_wrapped_module_declares_once(wrap):
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    part = (torch.compile if wrap == "compile" else checkpoint_wrapper)(Part())
-    assert [entry.fqn for entry in build_plan(Outer(x=part)).entries] == ["x.w", "x.b"]
-
-
-def test_two_claims_on_a_tied_tensor():
-    with pytest.raises(PlanError, match="two sources"):
-        build_plan(tied({}), [{"a.weight": ONES}, {"b.weight": ZEROS}])
-
-
-def test_wrong_shape_under_the_second_name_of_a_tied_tensor():
-    values = {"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(3, 3)}
-    with pytest.raises(PlanError, match=r"b\.weight"):
-        build_plan(tied({}), [Checkpoint(StateDictReader(values))])
-
-
-def test_two_patterns_of_one_mapping():
-    with pytest.raises(PlanError, match="two sources"):
-        build_plan(Part(), [{"*": ZEROS, "w": ONES}])
-
-
-@pytest.mark.parametrize("source", [Keep(), Alias("b")], ids=str)
-def test_claim_that_cannot_give_a_value(source):
-    with pytest.raises(PlanError, match="w"):
-        build_plan(Part(), [{"w": source}])

@@ -45,21 +45,7 @@ def test_a_region_holds_the_bits_of_the_whole(case, recipe, seed):
     assert torch.equal(fill(recipe, shape, region, seed), whole[region.slices])
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-@pytest.mark.parametrize("parts", [2, 3, 7])
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_shards_put_together_are_the_whole(recipe, parts, dim):
-    shape = (3, 300, 600)
-    chunk = math.ceil(shape[dim] / parts)
-    pieces = []
-    for start in range(0, shape[dim], chunk):
-        starts, lengths = [0, 0, 0], list(shape)
-        starts[dim], lengths[dim] = start, min(chunk, shape[dim] - start)
-        pieces.append(fill(recipe, shape, Region(tuple(starts), tuple(lengths))))
-    assert torch.equal(torch.cat(pieces, dim), fill(recipe, shape))
-
-
-@pytest.mark.parametrize("shape", [(1_000_003,), (1000, 1000), (17, 300, 200)])
+@pytest.mark.parametrize("shape", [(1_000_003,), (17, 300, 200)])
 def test_statistics(shape):
     count = math.prod(shape)
     tolerance = 5 / math.sqrt(count)  # five standard errors of a mean of unit variance
@@ -127,6 +113,7 @@ def test_constants():
     integers = torch.ones(3, dtype=torch.int64)
     Zeros().fill(integers, Region((0,), (3,)), (3,), 0, "n")
     assert integers.tolist() == [0, 0, 0]
+    assert fill(Constant(value=1.0, zero_row=0), (2, 2)).tolist() == [[0, 0], [1, 1]]
 
 
 @pytest.mark.parametrize("recipe", [Normal(zero_row=2), Uniform(low=1.0, high=2.0, zero_row=2)], ids=str)
@@ -139,19 +126,7 @@ def test_zero_row_in_the_shard_that_holds_it(recipe):
     assert (fill(recipe, (5, 4), Region((0, 0), (2, 4))) != 0).all()
 
 
-def test_zero_row_of_a_constant():
-    assert fill(Constant(value=1.0, zero_row=0), (2, 2)).tolist() == [[0, 0], [1, 1]]
-
-
-def test_text():
+def test_text_names_what_is_given():
     assert str(Normal(std=0.02)) == "normal(std=0.02)"
     assert str(TruncatedNormal(std=0.5)) == "truncatednormal(std=0.5, bound=3)"
-
-
-def test_text_names_row_zero():
     assert "zero_row=0" in str(Normal(zero_row=0))
-
-
-def test_base_class_draws_nothing():
-    with pytest.raises(NotImplementedError):
-        fill(Recipe(), (2, 2))

@@ -28,7 +28,30 @@ KINDS = ("rope", "missing", "value", "number", "flag")
 BOUND = 1e-5
 INFINITY = float("inf")
 VALUES: list[Any] = [
-    *(None, None, True, False, 0, 1, 2, 8, -1, 10**18, 0.5, 1.0, 1e30, INFINITY, "1", [], [1], {}, {"1": "a"}, "gelu"),
+    *(
+        None,
+        None,
+        None,
+        None,
+        True,
+        False,
+        0,
+        1,
+        2,
+        8,
+        -1,
+        10**18,
+        0.5,
+        1.0,
+        1e30,
+        INFINITY,
+        "1",
+        [],
+        [1],
+        {},
+        {"1": "a"},
+        "gelu",
+    ),
     *(["full_attention"], ["full_attention"] * 2, ["sliding_attention"] * 2, ["dense", "sparse"], {"factor": INFINITY}),
 ]
 ROPE_VALUES: dict[str, list[Any]] = {
