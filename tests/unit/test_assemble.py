@@ -30,9 +30,34 @@ CONFIG = replace(families()["qwen3_moe"].presets["debug"], vocab_size=1000)
 
 @pytest.fixture
 def warnings(monkeypatch) -> list[str]:
+    """Warnings of rank 0."""
     said: list[str] = []
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
     return said
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(logger, "info", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+def test_a_tokenizer_that_does_not_fit_the_embedding_is_said(warnings, monkeypatch):
+    check_vocabulary(JobConfig(), 500, 500, CONFIG)
+    check_vocabulary(JobConfig(), 8, 500, CONFIG)  # few ids in the data, of a tokenizer of the model's size
+    check_vocabulary(JobConfig(), 990, 1000, CONFIG)
+    monkeypatch.setenv("RANK", "1")
+    check_vocabulary(JobConfig(), 499, 499, CONFIG)
+    assert warnings == []
+    monkeypatch.setenv("RANK", "0")
+    check_vocabulary(JobConfig(), 499, 499, CONFIG)
+    assert "the tokenizer has 499 tokens, the embedding 1000 rows" in warnings.pop()
+    check_vocabulary(JobConfig(), 990, 1003, CONFIG)  # the data does not use its new tokens: whoever has the model may
+    assert "the tokenizer has 1003 tokens, but the model's vocab_size is 1000." in warnings.pop()
+    with pytest.raises(DataError, match=r"has 1001 tokens.*Set model.overrides.vocab_size = 1001"):
+        check_vocabulary(JobConfig(), 1001, 1001, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -57,40 +82,19 @@ def test_attention_by_default_is_flash_where_it_can_be(monkeypatch, backend, dty
         assert choose_attention(job, config, device) == ("sdpa" if old else expected)
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype", "device", "text"),
-    [
-        ("varlen", "bfloat16", "cpu", r"and activations are bfloat16 on cpu\. Set it to 'sdpa'\.$"),
-        ("varlen", "float32", "cuda", r"float32 on cuda\. Set it to 'sdpa', or training\..*_param to 'bfloat16'\.$"),
-    ],
-)
-def test_attention_that_a_device_does_not_have(backend, dtype, device, text):
+def test_attention_that_a_device_does_not_have():
     job = JobConfig()
-    job.model.attention_backend, job.training.mixed_precision_param = backend, dtype
-    with pytest.raises(ConfigError, match=r"^model\.attention_backend: .*" + text):
-        check_device(job, torch.device(device))
+    job.model.attention_backend = "varlen"
+    for dtype, device, words in [
+        ("bfloat16", "cpu", r"bfloat16 on cpu\. Set it to 'sdpa'\."),
+        ("float32", "cuda", r"float32 on cuda\. Set it to 'sdpa', or training\."),
+    ]:
+        job.training.mixed_precision_param = dtype
+        with pytest.raises(ConfigError, match=r"^model\.attention_backend: .*" + words):
+            check_device(job, torch.device(device))
 
 
-def test_a_token_without_a_row_is_an_error():
-    text = r"has 1001 tokens, but the model's vocab_size is 1000\. Set model.overrides.vocab_size = 1001, or lower"
-    with pytest.raises(DataError, match=text):
-        check_vocabulary(JobConfig(), 1001, 1001, CONFIG)
-
-
-def test_a_larger_tokenizer_is_never_saved_in_silence(warnings):
-    """Also if the data does not use its new tokens: whoever has the model may."""
-    check_vocabulary(JobConfig(), 990, 1000, CONFIG)
-    assert warnings == []
-    check_vocabulary(JobConfig(), 990, 1003, CONFIG)
-    (text,) = warnings
-    assert "the tokenizer has 1003 tokens, but the model's vocab_size is 1000." in text
-    assert "none of the tokens from 1000 on" in text
-
-
-def test_dpo_turns_off_dropout_wherever_it_is(monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(logger, "info", lambda text, *values: said.append(text % values))
-
+def test_dpo_turns_off_dropout_wherever_it_is(said):
     class Attention(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -114,9 +118,7 @@ def loader_of(num_sequences: int | None, size: int = 8) -> TrainLoader:
     return loader
 
 
-def test_a_run_with_another_batch_trains_the_epochs_that_it_was_asked_for(monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(logger, "info", lambda text, *values: said.append(text % values))
+def test_a_run_with_another_batch_trains_the_epochs_that_it_was_asked_for(said):
     job = JobConfig()
     job.training.seq_len = 2048
     job.training.epochs = 4.0
@@ -135,25 +137,19 @@ def test_a_batch_that_is_not_set_is_taken_from_the_loader():
     assert resolve_steps(job, loader_of(100)).training.global_batch_size == -1
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(0.0, 600), (1.0, 13), (3.0, 38), (0.5, 7), (0.01, 1)])
-def test_epochs_are_steps(epochs, steps, monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(logger, "info", lambda text, *values: said.append(text % values))
+def test_epochs_are_steps(said):
     job = JobConfig()
-    job.training.steps, job.training.epochs, job.training.seq_len = 600, epochs, 1000
-    assert resolve_steps(job, loader_of(100)).training.steps == steps  # 100 sequences, 8 in a step
-    assert job.training.steps == 600, "the caller's own is as it was"
-    (line,) = said
-    assert line.startswith(
-        f"training: {format_count(steps, 'step')} of 8 sequences, {steps * 8000:,} tokens with padding, "
-    )
-    assert line.endswith(f" {steps * 0.08:.3g} epochs")
+    job.training.seq_len = 1000
+    for epochs, steps in [(0.0, 600), (1.0, 13), (3.0, 38), (0.5, 7), (0.01, 1)]:
+        job.training.steps, job.training.epochs = 600, epochs
+        assert resolve_steps(job, loader_of(100)).training.steps == steps  # 100 sequences, 8 in a step
+        assert job.training.steps == 600, "the caller's own is as it was"
+        line = said.pop()
+        assert f"{format_count(steps, 'step')} of 8 sequences, {steps * 8000:,} tokens with padding, " in line
+        assert line.endswith(f" {steps * 0.08:.3g} epochs")
 
 
-def test_sources_of_a_mixture_are_counted_to_the_end_of_the_run(monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(logger, "info", lambda text, *values: said.append(text % values))
-    monkeypatch.setenv("RANK", "0")
+def test_sources_of_a_mixture_are_counted_to_the_end_of_the_run(said):
     corpora = {
         name: TokenizedCorpus(np.ones(10 * size + 1, np.uint16), 0, 2, 1) for name, size in (("a", 30), ("b", 90))
     }
@@ -176,7 +172,6 @@ def test_sources_of_a_mixture_are_counted_to_the_end_of_the_run(monkeypatch):
 
 
 def test_a_model_without_experts_has_nothing_to_balance(warnings, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
     job = JobConfig()
     warn_of_ignored_balancing(job.moe, 0)
     job.moe.aux_loss_coeff, job.moe.expert_bias_update_rate = 0.02, 1e-3
@@ -199,20 +194,30 @@ def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path, monkeypatch):
     assert with_chat_date(job).data.chat_date == "2023-01-02"
 
 
+def test_a_warm_up_as_long_as_the_run_is_a_warning(warnings):
+    job = JobConfig()
+    job.training.steps, job.training.seq_len = 10, 8
+    for warmup, words in ((9, ""), (-1, ""), (10, "= 10, and the run has 10 steps"), (2000, "= 2000, and")):
+        job.lr_scheduler.warmup_steps = warmup
+        resolve_steps(job, loader_of(None))
+        assert len(warnings) == bool(words)
+        assert not words or f"lr_scheduler.warmup_steps {words}" in warnings.pop()
+    job.training.epochs, job.lr_scheduler.warmup_steps = 1.0, 13  # of 13 steps
+    resolve_steps(job, loader_of(100))
+    assert "the run has 13 steps" in warnings.pop()
+
+
 @pytest.mark.parametrize("implementation", ["auto", "transformers"])
-@pytest.mark.parametrize(
-    ("num_ids", "rows"),
-    [(300, 300), (1023, 1023), (1024, 2048), (2048, 2048), (2049, 2049), (50_000, 50_000)],
-)
-def test_the_vocabulary_of_a_new_model_follows_the_tokenizer(implementation, num_ids, rows):
+def test_the_vocabulary_of_a_new_model_follows_the_tokenizer(implementation):
     job = JobConfig()
     job.model = replace(job.model, name="qwen3", flavor="debug", implementation=implementation)
     preset = resolve_model_config(job.model)
     assert preset.vocab_size == 2048
-    followed, config = fit_vocabulary(job, preset, num_ids, 1, None)
-    assert config.vocab_size == rows
-    assert config == replace(preset, vocab_size=rows) or implementation == "transformers"
-    assert fit_vocabulary(followed, config, num_ids, 1, None) == (followed, config)
+    for num_ids, rows in [(300, 300), (1023, 1023), (1024, 2048), (2048, 2048), (2049, 2049)]:
+        followed, config = fit_vocabulary(job, preset, num_ids, 1, None)
+        assert config.vocab_size == rows
+        assert config == replace(preset, vocab_size=rows) or implementation == "transformers"
+        assert fit_vocabulary(followed, config, num_ids, 1, None) == (followed, config)
 
 
 def test_a_vocabulary_that_is_written_or_trained_stays(tmp_path):

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from titanlite.base.agree import get_rank
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.base.log import logger
 from titanlite.base.text import format_count
@@ -258,6 +259,13 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
         f"{seen * training.seq_len:,}",
         "" if sequences is None else f", {format_count(float(f'{seen / sequences:.3g}'), 'epoch')}",
     )
+    if job.lr_scheduler.warmup_steps >= training.steps > 0 and get_rank() == 0:
+        logger.warning(
+            "training: lr_scheduler.warmup_steps = %d, and the run has %d steps: the learning rate never reaches "
+            "optimizer.lr before the last one. Lower it, or set it to -1 for 3%% of the steps.",
+            job.lr_scheduler.warmup_steps,
+            training.steps,
+        )
     return replace(job, training=training)
 
 

@@ -305,3 +305,9 @@ def check_vocabulary(job: JobConfig, vocab_size: int, num_ids: int, model_config
         if get_rank() == 0:
             text += f" The data has none of the tokens from {rows} on, so the run begins; with one of them the saved "
             logger.warning("%smodel would fail.", text)
+    if 2 * max(vocab_size, num_ids) < rows and get_rank() == 0:
+        logger.warning(
+            "data: the tokenizer has %d tokens, the embedding %d rows, of which most will never be trained. Set "
+            "data.tokenizer_path to the model's own tokenizer, or model.overrides.vocab_size = %d.",
+            *(max(vocab_size, num_ids), rows, max(vocab_size, num_ids)),
+        )
