@@ -2,7 +2,6 @@
 
 import json
 import runpy
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,30 +9,25 @@ import pytest
 main = runpy.run_path(str(Path(__file__).parents[2] / "scripts/loss_compare.py"))["main"]
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[..., str]:
-    def make(name: str, losses: list[tuple[int, float | None]], tail: str = "") -> str:
-        folder = tmp_path / name
-        folder.mkdir()
-        points = [{"step": step, "loss/train": loss, "grad_norm": 1.0} for step, loss in losses]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points) + tail)
-        return str(folder)
-
-    return make
+def write(tmp_path: Path, name: str, losses: list[tuple[int, float | None]], tail: str = "") -> str:
+    folder = tmp_path / name
+    folder.mkdir()
+    points = [{"step": step, "loss/train": loss, "grad_norm": 1.0} for step, loss in losses]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points) + tail)
+    return str(folder)
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "row"),
+    ("b", "row"),
     [
-        ([(1, 4.25), (2, None), (3, 0.3)], [(1, 4.25), (2, None), (3, 0.3)], "3 3 0 - -"),
-        ([(1, 1.0), (2, 0.3), (3, 2.0)], [(1, 1.0), (2, 0.1 + 0.2), (3, 2.5), (9, 7.0)], "3 1 0.5 3 2"),  # the last bit
-        ([(1, 1.0), (2, None)], [(1, 1.0), (2, 5.0)], "2 1 inf 2 2"),
-        ([(1, 1.0), (2, 5.0), (3, 6.0), (2, 2.0)], [(1, 1.0), (2, 2.0), (3, 3.0)], "2 2 0 - -"),  # resumed after step 1
+        ([(1, 1.0), (2, 0.3), (3, 2.0)], "3 3 0 - -"),
+        ([(1, 1.0), (2, 0.1 + 0.2), (3, 2.5), (9, 7.0)], "3 1 0.5 3 2"),  # the last bit
+        ([(1, 1.0), (2, None)], "2 1 inf 2 2"),
+        ([(1, 1.0), (2, 5.0), (3, 6.0), (2, 0.3), (3, 2.0)], "3 3 0 - -"),  # resumed after step 1
     ],
 )
-def test_losses_are_compared_step_by_step(write, capsys, a, b, row) -> None:
-    torn = '{"step": 4, "lo'
-    runs = [write("a", a), write("b", b, torn)]
+def test_losses_are_compared_step_by_step(tmp_path, capsys, b, row) -> None:
+    runs = [write(tmp_path, "a", [(1, 1.0), (2, 0.3), (3, 2.0)]), write(tmp_path, "b", b, '{"step": 4, "lo')]
     steps, same, largest = row.split()[:3]
     assert main(runs) == (steps != same)
     shown = capsys.readouterr()
@@ -44,16 +38,13 @@ def test_losses_are_compared_step_by_step(write, capsys, a, b, row) -> None:
     assert main([*runs, "--tolerance=0.49"]) == (largest in ("0.5", "inf"))
 
 
-def test_nothing_to_compare_is_an_error(write, capsys) -> None:
-    run, other = write("a", [(1, 1.0)]), write("b", [(2, 1.0)])
-    commits = ["--commits", "no-such-commit", ".", "--", "--config=x.toml"]
+def test_nothing_to_compare_is_an_error(tmp_path, capsys) -> None:
+    run, other = write(tmp_path, "a", [(1, 1.0)]), write(tmp_path, "b", [(2, 1.0)])
     for arguments, message in {
         (run, other): "no step with a loss in common",
         (run, run + "/none"): "No such file or directory. Name the dump folder of a run.",
         (run,): "give two dump folders",
-        (run, other, "--", "--config=x"): "give two dump folders",
-        tuple(commits[:3]): "give two dump folders",
-        tuple(commits): "cannot check out 'no-such-commit'",
+        ("--commits", "no-such-commit", ".", "--", "--config=x.toml"): "cannot check out 'no-such-commit'",
     }.items():
         with pytest.raises(SystemExit) as caught:
             main(arguments)
