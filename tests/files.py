@@ -5,11 +5,13 @@ import json
 import signal
 import string
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from titanlite.base.errors import CheckpointError
 
 
 def file_digest(path: Path) -> str:
@@ -48,8 +50,13 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def assert_printable(text: str, folder: Path) -> str:
-    """Return an error's text: it names the checkpoint, and holds nothing that a terminal would obey."""
-    assert text.startswith(f"checkpoint {folder}: ")
+def assert_refused(read: Callable[[Path], object], path: Path, *words: str) -> str:
+    """Return why `read` refuses `path`: it says all of `words`, names the checkpoint, and holds nothing that a terminal
+    would obey.
+    """
+    with pytest.raises(CheckpointError) as caught:
+        read(path)
+    text = str(caught.value)
+    assert text.startswith(f"checkpoint {path}: ") and [word for word in words if word not in text] == [], text
     assert set(text) <= set(string.printable) - set("\t\r\v\f")
     return text

@@ -2,13 +2,12 @@ import builtins
 import io
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from files import assert_printable, at_most
+from files import assert_refused, at_most
 from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError
@@ -34,11 +33,8 @@ def _save_index(folder: Path, weight_map: object, **others: object) -> None:
     (folder / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": 72}, "weight_map": weight_map, **others}))
 
 
-def _refusal(folder: Path) -> str:
-    """What `read_model_headers` says against `folder`; always names it and is fit to be printed."""
-    with pytest.raises(CheckpointError) as caught:
-        read_model_headers(folder)
-    return assert_printable(str(caught.value), folder)
+def _refusal(folder: Path, *words: str) -> str:
+    return assert_refused(read_model_headers, folder, *words)
 
 
 @pytest.fixture
@@ -91,25 +87,18 @@ def test_links_into_a_cache_of_blobs(tmp_path: Path) -> None:
     assert list(read_model_headers(tmp_path / "link").tensors) == ["c"]
 
 
-def test_relative_folder(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(sharded)
-    assert read_model_headers(Path(".")).tensors.keys() == {"a", "b", "c"}
-
-
-def test_files_that_are_not_the_model_are_not_looked_at(sharded: Path) -> None:
+def test_other_files_are_not_looked_at(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (sharded / "consolidated.safetensors").write_bytes(b"other")
     (sharded / "pytorch_model.bin").write_bytes(b"other")
     _save(sharded / "titanlite" / "expert_bias.safetensors", "d")
-    assert read_model_headers(sharded).tensors.keys() == {"a", "b", "c"}
-
-
-def test_single_file_comes_before_the_index(sharded: Path) -> None:
+    monkeypatch.chdir(sharded)
+    assert read_model_headers(Path(".")).tensors.keys() == {"a", "b", "c"}
     _save(sharded / SINGLE_FILE, "d")
-    assert read_model_headers(sharded).tensors.keys() == {"d"}
+    assert read_model_headers(sharded).tensors.keys() == {"d"}, "a single file comes before the index"
 
 
 def test_names_of_files_may_be_unusual(tmp_path: Path) -> None:
-    names = ["a b.safetensors", "-x.safetensors", "..safetensors", "\u00e9.safetensors", "...safetensors"]
+    names = ["a b.safetensors", "-x.safetensors", "..safetensors", "\u00e9.safetensors"]
     for i, name in enumerate(names):
         _save(tmp_path / name, f"key.{i}")
     _save_index(tmp_path, {f"key.{i}": name for i, name in enumerate(names)})
@@ -119,52 +108,31 @@ def test_names_of_files_may_be_unusual(tmp_path: Path) -> None:
 # ---- no model ----
 
 
-def test_no_folder(tmp_path: Path) -> None:
-    assert "is no folder" in _refusal(tmp_path / "nowhere")
-    _save(tmp_path / SINGLE_FILE, "a")
-    text = _refusal(tmp_path / SINGLE_FILE)
-    assert "is no folder" in text
-    assert f"Give a folder with {SINGLE_FILE} or {INDEX_FILE}" in text
-
-
-def test_folder_name_that_the_system_refuses(tmp_path: Path) -> None:
+def test_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    neither = f"has neither {SINGLE_FILE} nor {INDEX_FILE}"
+    _refusal(tmp_path, neither)
+    _save(tmp_path / "other.safetensors", "a")
+    _refusal(tmp_path, neither)
+    give = f"is no folder. Give a folder with {SINGLE_FILE} or {INDEX_FILE}"
+    _refusal(tmp_path / "nowhere", give)
+    _refusal(tmp_path / "other.safetensors", give)
     _refusal(tmp_path / ("x" * 300))
+    (tmp_path / SINGLE_FILE).symlink_to("../blobs/aa11")  # an interrupted download, or a cache without its blobs
+    assert "neither" not in _refusal(tmp_path, SINGLE_FILE)
+    (tmp_path / SINGLE_FILE).unlink()
+    (tmp_path / SINGLE_FILE).mkdir()
+    _refusal(tmp_path, f"{tmp_path / SINGLE_FILE}: cannot be read: it is a folder")
 
-
-def test_folder_that_may_not_be_read(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The superuser may read everything, so the refusal is played.
     def refuse(path: str | Path, *_: object, **__: object) -> os.stat_result:
         raise PermissionError(13, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", refuse)
-        _refusal(sharded)
+        _refusal(tmp_path)
 
 
-def test_empty_folder(tmp_path: Path) -> None:
-    text = _refusal(tmp_path)
-    assert f"has neither {SINGLE_FILE} nor {INDEX_FILE}" in text
-    _save(tmp_path / "other.safetensors", "a")
-    assert _refusal(tmp_path) == text
-
-
-def test_link_to_nothing_is_named(tmp_path: Path) -> None:
-    # An interrupted download, or a cache that was copied without its blobs.
-    (tmp_path / SINGLE_FILE).symlink_to("../blobs/aa11")
-    text = _refusal(tmp_path)
-    assert "neither" not in text
-    assert SINGLE_FILE in text
-
-
-def test_model_file_is_a_folder(tmp_path: Path) -> None:
-    (tmp_path / SINGLE_FILE).mkdir()
-    assert f"{tmp_path / SINGLE_FILE}: cannot be read: it is a folder" in _refusal(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "model.pt", "m.ckpt", "m.pkl"],
-)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "a\n\x1b[31m.pth"])
 def test_pickle_files_are_refused_and_never_opened(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / name)  # whoever opens it waits
     opened: list[str] = []
@@ -176,169 +144,109 @@ def test_pickle_files_are_refused_and_never_opened(tmp_path: Path, name: str, mo
     with monkeypatch.context() as patch, at_most(10):
         for module in (builtins, io, os):
             patch.setattr(module, "open", forbid)
-        text = _refusal(tmp_path)
-    assert not opened
-    assert name in text
-    assert "Pickle files can run code" in text
-    assert "convert the model with transformers' save_pretrained" in text
+        text = _refusal(tmp_path, "Pickle files can run code", "convert the model with transformers' save_pretrained")
+    assert not opened and name.encode("unicode_escape").decode() in text
 
 
 def test_pickle_file_that_says_it_is_safetensors(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     # protocol 0: calls os.system when it is read
     (tmp_path / SINGLE_FILE).write_bytes(b"cos\nsystem\n(S'touch " + str(ran).encode() + b"'\ntR.")
-    assert str(tmp_path / SINGLE_FILE) in _refusal(tmp_path)
+    _refusal(tmp_path, str(tmp_path / SINGLE_FILE))
     torch.save({"a": torch.ones(2)}, tmp_path / SINGLE_FILE)
-    assert str(tmp_path / SINGLE_FILE) in _refusal(tmp_path)
+    _refusal(tmp_path, str(tmp_path / SINGLE_FILE))
     assert not ran.exists()
-
-
-def test_hostile_name_of_a_pickle_file_is_shown_escaped(tmp_path: Path) -> None:
-    (tmp_path / "a\n\x1b[31m.bin").touch()
-    assert r"a\n\x1b[31m.bin" in _refusal(tmp_path)
 
 
 # ---- the index itself ----
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"{",
-        b"no",
-        b"\xff{}",
-        b"\xef\xbb\xbf{}",
-        b"[" * 100_000,
-        b'{"a":' * 100_000,
-        b'{"weight_map": ' + b"9" * 5000 + b"}",
-    ],
-    ids=["empty", "cut off", "text", "not UTF-8", "byte order mark", "deep lists", "deep objects", "digits"],
-)
-def test_index_is_not_json(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / INDEX_FILE).write_bytes(text)
-    assert re.search(f"{re.escape(INDEX_FILE)} (is not valid JSON|has no weight_map)", _refusal(tmp_path))
-
-
-@pytest.mark.parametrize("text", ["[]", "1", "null", '"weight_map"', "true"])
-def test_index_is_no_object(tmp_path: Path, text: str) -> None:
-    (tmp_path / INDEX_FILE).write_text(text)
-    assert f"{INDEX_FILE} is not a JSON object" in _refusal(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "table", [{}, {"metadata": {}}, *({"weight_map": x} for x in ({}, [], None, 1, "a", [["a", FIRST]]))]
-)
-def test_index_without_weight_map(tmp_path: Path, table: dict[str, Any]) -> None:
-    (tmp_path / INDEX_FILE).write_text(json.dumps(table))
-    assert f"{INDEX_FILE} has no weight_map" in _refusal(tmp_path)
-
-
-def test_index_is_no_file(tmp_path: Path) -> None:
-    (tmp_path / INDEX_FILE).mkdir()
-    assert f"cannot read {INDEX_FILE}: it is a folder" in _refusal(tmp_path)
-
-
-def test_index_is_a_named_pipe(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / INDEX_FILE)
-    with at_most(1):
-        assert INDEX_FILE in _refusal(tmp_path)
-
-
-OUTSIDE = {
-    "parent": "../x.safetensors",
-    "parent of parent": "../../x.safetensors",
-    "absolute": "{root}/x.safetensors",
-    "below": "sub/x.safetensors",
-    "this folder": "./x.safetensors",
-    "twice around": "sub/../x.safetensors",
-    "two slashes": "sub//x.safetensors",
-    "trailing slash": "x.safetensors/",
-    "empty": "",
-    "dot": ".",
-    "dots": "..",
-    "backslash": "..\\x.safetensors",
-    "drive": "C:\\x.safetensors",
-    "no safetensors": "pytorch_model.bin",
-    "suffix in capitals": "x.SAFETENSORS",
-    "space behind": "x.safetensors ",
-    "newline": "x\n.safetensors",
-    "newline behind": "x.safetensors\n",
-    "nul": "x\0.safetensors",
-    "nul behind": "x.bin\0.safetensors",
-    "escape": "\x1b[31mx.safetensors",
-    "bidi": "\u202ex.safetensors",
-    "surrogate": "\ud800.safetensors",
-    "null": None,
-    "number": 1,
-    "true": True,
-    "list": [FIRST],
-    "object": {"file": FIRST},
+# What is in the file, or None for a folder and "" for a named pipe; what is said of it.
+NO_OBJECT: dict[str, tuple[bytes | str | None, str]] = {
+    "empty": (b"", "is not valid JSON: "),
+    "not UTF-8": (b"\xff{}", "is not valid JSON: 'utf-8' codec"),
+    "control characters": (b'{"\n\x1b": 1}', "is not valid JSON: "),
+    "byte order mark": (b"\xef\xbb\xbf{}", "is not valid JSON: "),
+    "deep": (b"[" * 100_000, "is not valid JSON: "),
+    "digits": (b"9" * 100_000, "is not valid JSON: "),
+    "list": (b"[]", "is not a JSON object"),
+    "null": (b"null", "is not a JSON object"),
+    "folder": (None, "it is a folder"),
+    "pipe": ("", "named pipe"),
 }
 
 
-@pytest.mark.parametrize("name", OUTSIDE.values(), ids=OUTSIDE)
-def test_index_names_no_file_of_the_folder(
-    sharded: Path, tmp_path: Path, name: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if isinstance(name, str):
-        name = name.replace("{root}", str(tmp_path))
+@pytest.mark.parametrize("name", [INDEX_FILE, "config.json"])
+@pytest.mark.parametrize(("content", "says"), NO_OBJECT.values(), ids=NO_OBJECT)
+def test_files_without_a_json_object_are_refused(tmp_path: Path, name: str, content: Any, says: str) -> None:
+    path = tmp_path / name
+    if content is None:
+        path.mkdir()
+    elif content == "":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
+    with at_most(5):
+        if name == INDEX_FILE:
+            text = _refusal(tmp_path, name, says)
+        else:
+            text = assert_refused(lambda folder: read_json(path, f"checkpoint {folder}"), tmp_path, name, says)
+    assert len(text) < 500 + len(str(tmp_path))
+
+
+def test_read_json(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with pytest.raises(CheckpointError, match=r"^checkpoint x: there is no config\.json\.$"):
+        read_json(path, "checkpoint x")
+    path.write_text('{"a": [1, "\u00e9"]}', encoding="utf-8")
+    assert read_json(path, "checkpoint x") == {"a": [1, "\u00e9"]}
+    with pytest.raises(CheckpointError, match="checkpoint x: cannot read y: Not a directory"):
+        read_json(path / "y", "checkpoint x")
+
+
+def test_index_without_weight_map(tmp_path: Path) -> None:
+    for table in [{}, *({"weight_map": x} for x in ({}, [], None, "a", [["a", FIRST]]))]:
+        (tmp_path / INDEX_FILE).write_text(json.dumps(table))
+        _refusal(tmp_path, f"{INDEX_FILE} has no weight_map")
+
+
+OUTSIDE: list[Any] = [
+    *("../x.safetensors", "{root}/x.safetensors", "sub/x.safetensors", "./x.safetensors", "sub//x.safetensors"),
+    *("x.safetensors/", "", "..", "..\\x.safetensors", "C:\\x.safetensors", "pytorch_model.bin", "x.SAFETENSORS"),
+    *("x.safetensors\n", "x\0.safetensors", "x.bin\0.safetensors", "\x1b[31mx.safetensors", "\u202ex.safetensors"),
+    *("\ud800.safetensors", None, 1, [FIRST], {"file": FIRST}),
+]
+
+
+def test_index_names_no_file_of_the_folder(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (tmp_path.parent, tmp_path, sharded, sharded / "sub"):  # the files are there, and sound
         _save(place / "x.safetensors", "model.d.weight")
     monkeypatch.setattr(folder_module, "read_header", lambda path: pytest.fail(f"read {path}"))
-    _save_index(sharded, {"a": FIRST, "b": FIRST, "c": SECOND, "model.d.weight": name})
-    text = _refusal(sharded)
-    assert INDEX_FILE in text
-    assert "model.d.weight is said to be in " in text
-    assert "which is not the name of a safetensors file in this folder" in text
-
-
-def test_all_bad_names_at_once(sharded: Path) -> None:
-    _save_index(sharded, {"a": "../x.safetensors", "b": FIRST, "c": None, "\x1b[31m\n": "/x.safetensors"})
-    text = _refusal(sharded)
-    assert "3 problems:" in text
-    for key, name in [("a", "'../x.safetensors'"), ("c", "None"), (r"\x1b[31m\n", "'/x.safetensors'")]:
-        assert f"{INDEX_FILE}: {key} is said to be in {name}, " in text
+    names = [name.replace("{root}", str(tmp_path)) if isinstance(name, str) else name for name in OUTSIDE]
+    for name in names:
+        _save_index(sharded, {"a": FIRST, "b": FIRST, "c": SECOND, "model.d.weight": name})
+        words = "model.d.weight is said to be in ", "which is not the name of a safetensors file in this folder"
+        _refusal(sharded, INDEX_FILE, *words)
+    hostile = "k\n\x1b[31m\u202e\ud800"
+    _save_index(sharded, {"a": FIRST, hostile: "../x", **{f"d.{i}": name for i, name in enumerate(names)}})
+    _refusal(sharded, f"{len(names) + 1} problems:", r"k\n\x1b[31m\u202e\ud800 is said to be in '../x'")
 
 
 # ---- index and files ----
 
 
-def test_missing_shards_are_named(sharded: Path) -> None:
+def test_shards_that_cannot_be_read_are_named(sharded: Path) -> None:
     (sharded / SECOND).unlink()
-    text = _refusal(sharded)
-    assert f"{sharded / SECOND}: there is no such file" in text
-    assert FIRST not in text
+    assert FIRST not in _refusal(sharded, f"{sharded / SECOND}: there is no such file")
     (sharded / FIRST).unlink()
     (sharded / FIRST).symlink_to("nowhere")
-    text = _refusal(sharded)
-    assert "2 problems:" in text
-    for name in (FIRST, SECOND):
-        assert f"{sharded / name}: there is no such file" in text
-
-
-def test_shard_with_a_name_that_the_system_refuses(sharded: Path) -> None:
-    name = "x" * 300 + ".safetensors"
-    _save_index(sharded, {"a": FIRST, "b": FIRST, "c": name})
-    assert f"{name}: cannot be read" in _refusal(sharded)
-
-
-def test_shard_is_a_named_pipe(sharded: Path) -> None:
-    (sharded / SECOND).unlink()
+    _refusal(sharded, "2 problems:", *(f"{sharded / name}: there is no such file" for name in (FIRST, SECOND)))
     os.mkfifo(sharded / SECOND)
     with at_most(10):
-        assert f"{sharded / SECOND}: cannot be read: it is a named pipe, not a regular file" in _refusal(sharded)
-
-
-def test_key_in_two_files(sharded: Path) -> None:
-    _save(sharded / SECOND, "b", "c")
-    assert f"b: is in {FIRST} and in {SECOND}." in _refusal(sharded)
-
-
-def test_hostile_key_is_shown_escaped(sharded: Path) -> None:
-    key = "k\n\x1b[31m\u202e\ud800"
-    _save_index(sharded, {"a": FIRST, "b": FIRST, "c": SECOND, key: "../x"})
-    assert r"k\n\x1b[31m\u202e\ud800 is said to be in " in _refusal(sharded)
+        _refusal(sharded, f"{sharded / SECOND}: cannot be read: it is a named pipe, not a regular file")
+    name = "x" * 300 + ".safetensors"
+    _save_index(sharded, {"a": FIRST, "c": name})
+    _refusal(sharded, f"{name}: cannot be read")
 
 
 def test_several_damaged_files_at_once(sharded: Path) -> None:
@@ -347,15 +255,12 @@ def test_several_damaged_files_at_once(sharded: Path) -> None:
     _save(sharded / "third.safetensors", "d")
     weight_map = {"a": FIRST, "b": FIRST, "c": SECOND, "d": "third.safetensors", "e": "fourth.safetensors"}
     _save_index(sharded, weight_map)
-    text = _refusal(sharded)
-    assert text.splitlines()[0].endswith(": 3 problems:")
-    assert f"{sharded / FIRST}: " in text and f"{sharded / SECOND}: " in text
-    assert f"{INDEX_FILE} says that it has a and 1 more." in text
-    assert f"{sharded / 'fourth.safetensors'}: there is no such file" in text
-    assert (
-        f"there is no such file. Copy it again from where the checkpoint came. {INDEX_FILE} says that it has e." in text
-    )
-    assert "third.safetensors" not in text
+    words = [": 3 problems:", f"{sharded / FIRST}: ", f"{sharded / SECOND}: ", f"{INDEX_FILE} says that it has e."]
+    words += [
+        f"{INDEX_FILE} says that it has a and 1 more.",
+        f"{sharded / 'fourth.safetensors'}: there is no such file",
+    ]
+    assert "third.safetensors" not in _refusal(sharded, *words)
 
 
 def test_not_more_problems_than_one_reads(sharded: Path) -> None:
@@ -369,76 +274,14 @@ def test_not_more_problems_than_one_reads(sharded: Path) -> None:
 # ---- read_headers ----
 
 
-def test_read_headers_of_nothing() -> None:
+def test_read_headers_collects_problems(tmp_path: Path) -> None:
     stored = read_headers([], "checkpoint x")
     assert (stored.tensors, stored.file_bytes) == ({}, {})
-
-
-def test_read_headers_collects_problems(tmp_path: Path) -> None:
     for i, keys in enumerate([("a", "b"), ("b", "c"), ("b",)]):
         _save(tmp_path / f"{i}.safetensors", *keys)
     (tmp_path / "3.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError) as caught:
-        read_headers([tmp_path / f"{i}.safetensors" for i in range(5)], f"checkpoint {tmp_path}")
-    text = assert_printable(str(caught.value), tmp_path)
-    assert text.splitlines()[0].endswith(": 4 problems:")
-    assert "b: is in 0.safetensors and in 1.safetensors." in text
-    assert "b: is in 1.safetensors and in 2.safetensors." in text
-    assert f"{tmp_path / '3.safetensors'}: is cut off, damaged" in text
-    assert f"{tmp_path / '4.safetensors'}: there is no such file" in text
-
-
-def test_size_is_the_one_that_the_header_was_checked_against(tmp_path: Path) -> None:
-    """Not asked for a second time: the file may have changed in between, and whoever reads compares."""
-    _save(tmp_path / SINGLE_FILE, "a")
-    size = (tmp_path / SINGLE_FILE).stat().st_size
-    assert read_model_headers(tmp_path).file_bytes == {tmp_path / SINGLE_FILE: size}
-
-
-# ---- read_json ----
-
-
-def test_read_json(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"a": [1, "\u00e9"]}', encoding="utf-8")
-    assert read_json(path, "checkpoint x") == {"a": [1, "\u00e9"]}
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (None, "there is no config.json."),
-        (b"", "config.json is not valid JSON: "),
-        (b"\xff", "config.json is not valid JSON: 'utf-8' codec"),
-        (b'{"\n\x1b": 1}', "config.json is not valid JSON: "),
-        (b"[" * 100_000, "config.json is not valid JSON: "),
-        (b"9" * 100_000, "config.json is not valid JSON: "),
-        (b"[]", "config.json is not a JSON object."),
-        (b"null", "config.json is not a JSON object."),
-    ],
-    ids=["missing", "empty", "not UTF-8", "control characters", "deep", "digits", "list", "null"],
-)
-def test_read_json_refuses(tmp_path: Path, content: bytes | None, says: str) -> None:
-    path = tmp_path / "config.json"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(CheckpointError) as caught:
-        read_json(path, f"checkpoint {tmp_path}")
-    text = assert_printable(str(caught.value), tmp_path)
-    assert says in text
-    assert len(text) < 500 + len(str(tmp_path))
-
-
-def test_read_json_of_what_is_no_file(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(CheckpointError, match="checkpoint x: cannot read folder: it is a folder"):
-        read_json(tmp_path / "folder", "checkpoint x")
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="checkpoint x: cannot read x: Not a directory"):
-        read_json(tmp_path / "file" / "x", "checkpoint x")
-
-
-def test_read_json_of_a_named_pipe(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with at_most(1), pytest.raises(CheckpointError, match="pipe"):
-        read_json(tmp_path / "pipe", "checkpoint x")
+    words = [": 4 problems:", "b: is in 0.safetensors and in 1.safetensors.", "b: is in 1.safetensors and in 2.safe"]
+    words += [f"{tmp_path / '3.safetensors'}: is cut off, damaged"]
+    words += [f"{tmp_path / '4.safetensors'}: there is no such file"]
+    paths = [tmp_path / f"{i}.safetensors" for i in range(5)]
+    assert_refused(lambda folder: read_headers(paths, f"checkpoint {folder}"), tmp_path, *words)
