@@ -1,6 +1,7 @@
 """Tiny random models of transformers, made on the spot: one per architecture that the tests go through."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,70 +22,55 @@ TEXT_SIZES: Mapping[str, Any] = {
     "pad_token_id": 0,
 }
 
-# Split over two ranks it does not go round.
-_ODD_VOCABULARY: Mapping[str, Any] = {**TEXT_SIZES, "vocab_size": VOCAB_SIZE + 1}
+_ODD = VOCAB_SIZE + 1  # split over two ranks it does not go round
+_SLIDING = ["sliding_attention", "full_attention"]
+_FEW_EXPERTS: Mapping[str, Any] = {
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 
-def _qwen3() -> Any:
-    from transformers import Qwen3Config
+def _make(kind: str, **changes: Any) -> Any:
+    import transformers
 
-    return Qwen3Config(**TEXT_SIZES, head_dim=8, tie_word_embeddings=True)
-
-
-def _gemma3() -> Any:
-    from transformers import Gemma3TextConfig
-
-    layer_types = ["sliding_attention", "full_attention"]
-    return Gemma3TextConfig(**TEXT_SIZES, head_dim=8, sliding_window=4, layer_types=layer_types)
+    return getattr(transformers, f"{kind}Config")(**{**TEXT_SIZES, **changes})
 
 
-def _llama() -> Any:
-    from transformers import LlamaConfig
+def _qwen2_5_vl() -> Any:
+    from transformers import Qwen2_5_VLConfig
 
-    return LlamaConfig(**TEXT_SIZES)
-
-
-def _mistral() -> Any:
-    from transformers import MistralConfig
-
-    return MistralConfig(**_ODD_VOCABULARY, sliding_window=4)
+    text = {**TEXT_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32}
+    vision |= {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
+    ids = {"image_token_id": 10, "video_token_id": 11, "vision_start_token_id": 12, "vision_end_token_id": 13}
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids, tie_word_embeddings=True)
 
 
-def _phi() -> Any:
-    from transformers import PhiConfig
-
-    return PhiConfig(**_ODD_VOCABULARY, resid_pdrop=0.0, partial_rotary_factor=0.5)
-
-
-def _phi3() -> Any:
-    from transformers import Phi3Config
-
-    return Phi3Config(**TEXT_SIZES, resid_pdrop=0.0)
-
-
-def _gpt_oss() -> Any:
-    from transformers import GptOssConfig
-
-    sizes = {**TEXT_SIZES, "hidden_size": 64, "intermediate_size": 64}  # MXFP4 has blocks of 32
-    return GptOssConfig(**sizes, head_dim=8, sliding_window=4, num_local_experts=4, num_experts_per_tok=2)
-
-
-def _mixtral() -> Any:
-    from transformers import MixtralConfig
-
-    return MixtralConfig(**TEXT_SIZES, num_local_experts=4, num_experts_per_tok=2)
-
-
-def _deepseek_v3() -> Any:
-    from transformers import DeepseekV3Config
-
-    sizes = {**TEXT_SIZES, "num_key_value_heads": 4}
-    return DeepseekV3Config(
-        **sizes,
-        moe_intermediate_size=16,
-        first_k_dense_replace=1,
-        n_routed_experts=4,
+TEXT_MODELS: Mapping[str, Callable[[], Any]] = {
+    "qwen3": partial(_make, "Qwen3", head_dim=8, tie_word_embeddings=True),
+    "gemma3_text": partial(_make, "Gemma3Text", head_dim=8, sliding_window=4, layer_types=_SLIDING),
+    "llama": partial(_make, "Llama"),
+    "mistral": partial(_make, "Mistral", vocab_size=_ODD, sliding_window=4),
+    "phi": partial(_make, "Phi", vocab_size=_ODD, resid_pdrop=0.0, partial_rotary_factor=0.5),
+    "phi3": partial(_make, "Phi3", resid_pdrop=0.0),
+    "gpt_oss": partial(
+        _make,
+        "GptOss",
+        hidden_size=64,  # MXFP4 has blocks of 32
+        intermediate_size=64,
+        head_dim=8,
+        sliding_window=4,
+        num_local_experts=4,
         num_experts_per_tok=2,
+    ),
+    "mixtral": partial(_make, "Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": partial(
+        _make,
+        "DeepseekV3",
+        **_FEW_EXPERTS,
+        num_key_value_heads=4,
         n_group=2,
         topk_group=1,
         q_lora_rank=16,
@@ -92,58 +78,8 @@ def _deepseek_v3() -> Any:
         qk_rope_head_dim=8,
         qk_nope_head_dim=8,
         v_head_dim=8,
-    )
-
-
-def _glm4_moe() -> Any:
-    from transformers import Glm4MoeConfig
-
-    return Glm4MoeConfig(
-        **TEXT_SIZES,
-        head_dim=8,
-        moe_intermediate_size=16,
-        first_k_dense_replace=1,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-    )
-
-
-def _qwen2_5_vl() -> Any:
-    from transformers import Qwen2_5_VLConfig
-
-    text = {**TEXT_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 4,
-        "out_hidden_size": 32,
-        "patch_size": 4,
-        "window_size": 16,
-        "fullatt_block_indexes": [1],
-    }
-    return Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=10,
-        video_token_id=11,
-        vision_start_token_id=12,
-        vision_end_token_id=13,
-        tie_word_embeddings=True,
-    )
-
-
-TEXT_MODELS: Mapping[str, Callable[[], Any]] = {
-    "qwen3": _qwen3,
-    "gemma3_text": _gemma3,
-    "llama": _llama,
-    "mistral": _mistral,
-    "phi": _phi,
-    "phi3": _phi3,
-    "gpt_oss": _gpt_oss,
-    "mixtral": _mixtral,
-    "deepseek_v3": _deepseek_v3,
-    "glm4_moe": _glm4_moe,
+    ),
+    "glm4_moe": partial(_make, "Glm4Moe", **_FEW_EXPERTS, head_dim=8),
 }
 ALL_MODELS: Mapping[str, Callable[[], Any]] = {**TEXT_MODELS, "qwen2_5_vl": _qwen2_5_vl}
 

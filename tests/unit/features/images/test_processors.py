@@ -113,21 +113,6 @@ def clip_and_llama(config: Any, tokenizer: Any, **options: Any) -> Any:
     )
 
 
-def llava() -> Made:
-    import transformers as hf
-
-    tokenizer = tokenizer_of("<image>")
-    processor = hf.LlavaProcessor(
-        image_processor("CLIP", size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
-        tokenizer,
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=TEMPLATE.format(image="<image>"),
-    )
-    return clip_and_llama(hf.LlavaConfig, tokenizer), processor
-
-
 def llava_next() -> Made:
     import transformers as hf
 
@@ -149,7 +134,6 @@ def llava_next() -> Made:
 
 
 FAMILIES: dict[str, Callable[[], Made]] = {
-    "llava": llava,
     "qwen2_5_vl": lambda: qwen("2.5"),
     "qwen3_vl": lambda: qwen("3"),
     "gemma3": gemma3,

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import titanlite.train as train_module
-from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.features.record import publish
@@ -196,27 +194,6 @@ def test_the_first_error_is_one_warning_and_its_end(job, tmp_path: Path, wandb, 
     assert console.getvalue().count("It gets no more points") == console.getvalue().count(warning) == 1
     assert wandb.calls[-1][0] == call
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-@pytest.mark.parametrize("error", [ValueError("a bug"), MemoryError()])
-def test_a_run_that_ends_with_an_error_has_failed_there_with_its_points(
-    job, tmp_path: Path, wandb, monkeypatch, error, capsys
-):
-    def train(checked):
-        log(build(job, tmp_path / "run"), 1)
-        raise error
-
-    monkeypatch.delenv(NOTICE_FOLDER, raising=False)
-    monkeypatch.setattr(train_module, "load_config", lambda argv: job)
-    monkeypatch.setattr(train_module, "check", lambda job, ranks: SimpleNamespace(job=job))
-    monkeypatch.setattr(train_module, "assemble", train)
-    monkeypatch.setattr(train_module.protocol, "catch_signals", lambda: None)
-    try:
-        code = train_module.main([])
-    except ValueError:
-        code = 1
-    assert [call[0] for call in wandb.calls] == ["init", "define_metric", "log", "finish"]
-    assert wandb.calls[-1] == ("finish", code) and code > 0
 
 
 def test_off_nothing_is_started(job: JobConfig, tmp_path: Path, wandb):
