@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from files import file_digest
 from quantized_folder import write_fp8
 from safetensors.torch import load_file, save_file
 
-from tests.functional.conftest import train_to_the_end
 from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError, VerifyError
 from titanlite.config.parallelism import Degrees
@@ -198,23 +196,6 @@ def test_what_is_not_finite_in_the_model_is_found_when_it_is_loaded(run_ranks, c
 
     for text in run_ranks(2, rank_main):
         assert "model.layers.1.mlp.experts.gate_up_proj: NaN or infinite, in 1 of its blocks (nf4)" in text
-
-
-@pytest.mark.parametrize("mesh", ["TP2xEP2"])
-def test_resume_is_bit_for_bit(run_warm, checked, base_of, meshes, tmp_path, mesh):
-    given = settings(base_of("qwen3_moe"), "qwen3_moe", "nf4", "--training.steps=2", "--checkpoint.interval=1")
-
-    def train(folder: Path) -> Path:
-        job = checked(meshes[mesh], f"--job.dump_folder={folder}", *given)
-        run_warm(4, train_to_the_end, job)
-        return folder / "checkpoint/step-2"
-
-    whole = train(tmp_path / "whole")
-    assert {path.name for path in whole.iterdir() if path.suffix == ".safetensors"} == {"adapter_model.safetensors"}
-    shutil.copytree(whole.with_name("step-1"), tmp_path / "again/checkpoint/step-1")
-    again = train(tmp_path / "again")
-    for name in ("adapter_model.safetensors", "titanlite/optimizer.safetensors"):
-        assert file_digest(whole / name) == file_digest(again / name), name
 
 
 @pytest.mark.parametrize(

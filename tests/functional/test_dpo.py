@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import titanlite.assemble
 import titanlite.train_step
 from tests.functional.conftest import train_to_the_end
-from tests.saving import save_hf_model, whole
-from titanlite.assemble import assemble, build_data
+from tests.saving import whole
+from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader, ValidationSet, build_loader
@@ -239,21 +239,10 @@ def test_training_prefers_what_was_chosen(run_ranks, checked, meshes):
         assert losses[-1] < 0.5 and accuracy > 0.9
 
 
-@pytest.mark.parametrize("with_adapters", [False, True], ids=["cached", "adapters off"])
-def test_stages_of_a_pipeline_have_the_reference_of_one_process(run_ranks, run_warm, checked, tmp_path, with_adapters):
+def test_stages_of_a_pipeline_have_the_reference_of_one_process(run_warm, checked, pretrained, tmp_path):
     """With adapters off, each forward of training holds one without gradients, which goes through the stages too."""
-    lora = ["--optimizer.lr=1e-3"]
-    if with_adapters:
-        begin = checked(Degrees(), "--model.overrides.num_layers=4")
-
-        def save_base() -> None:
-            model = build_decoder(begin.model_config)
-            plan = materialize(model, "cpu", seed=3)
-            save_hf_model(model, plan, build_data(begin.job, 0, 1)[0], tmp_path / "base", torch.float32)
-
-        run_ranks(1, save_base)
-        base = f"--model.path={tmp_path / 'base'}"
-        lora = ["--lora.rank=4", "--lora.alpha=8", "--optimizer.lr=1e-2", base, "--model.init=auto"]
+    base = pretrained("base", 0.1, "--model.overrides.num_layers=4")
+    lora = ["--lora.rank=4", "--lora.alpha=8", "--optimizer.lr=1e-2", f"--model.path={base}", "--model.init=auto"]
     validation = ["--validation.enable=true", "--validation.freq=1", "--checkpoint.enable=false"]
     found = []
     for degrees in (Degrees(), Degrees(pp=2)):
