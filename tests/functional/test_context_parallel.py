@@ -65,8 +65,7 @@ def gradients(model: Decoder, loss: torch.Tensor, *, over_ranks: bool) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(("ranks", "num_kv_heads"), [(2, 2), (4, 4), (4, 1)])
 def test_logits_losses_and_gradients_are_those_of_whole_sequences(run_ranks, ranks, num_kv_heads):
     """Also with a loss that weighs tokens: the gradient of a token's loss reaches the rank that has the token."""
 

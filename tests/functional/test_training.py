@@ -46,7 +46,7 @@ def differing(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -
 # --- gradients
 
 
-@pytest.mark.parametrize("mesh", ["HSDP2x2", "HSDP2x2xEP2", "DDP4"])
+@pytest.mark.parametrize("mesh", ["HSDP2x2xEP2", "DDP4"])
 def test_replicas_are_summed_once_a_step_however_many_micro_batches(run_ranks, checked, meshes, monkeypatch, mesh):
     degrees, real = meshes[mesh], torch.distributed.all_reduce
 
@@ -113,22 +113,7 @@ def build_with_gradients(checked: Checked, shard: bool) -> Decoder:
     return model
 
 
-def test_clip_grad_norm_is_that_of_torch_on_one_process(run_ranks, checked):
-    def rank_main() -> None:
-        for max_norm in (0.5, 1e6):
-            ours, theirs = (build_with_gradients(checked(Degrees()), shard=False) for _ in range(2))
-            norm = clip_grad_norms({"": ours.parameters()}, max_norm)[0]
-            expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
-            assert norm.dtype == torch.float32 and norm > 0.5
-            # Ours sums in float64, torch in float32.
-            torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
-            for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-                torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
-
-    run_ranks(1, rank_main)
-
-
-@pytest.mark.parametrize("mesh", ["FSDP4", "HSDP2xTP2xEP2", "TP2xEP4", "CP2xTP2xEP4"])
+@pytest.mark.parametrize("mesh", ["HSDP2xTP2xEP2", "CP2xTP2xEP4"])
 def test_clip_grad_norm_scales_all_shards_to_the_norm_of_one_process(run_ranks, checked, meshes, mesh):
     job = checked(meshes[mesh])
     one = build_with_gradients(job, shard=False)
@@ -152,15 +137,6 @@ def test_clip_grad_norm_scales_all_shards_to_the_norm_of_one_process(run_ranks, 
             # Float32 sums in another order; see test_parity_ladder.py.
             torch.testing.assert_close(value, expected, rtol=1e-5, atol=0)
         assert after.item() == pytest.approx(0.5, rel=1e-5)
-
-
-def test_accumulated_step_is_the_step_on_the_whole_batch(warm_run):
-    (whole,) = warm_run(Degrees(), "--training.local_batch_size=8", steps=3)
-    (split,) = warm_run(Degrees(), "--training.local_batch_size=2", steps=3)
-    # Float32 sums in another order.
-    assert split.losses == pytest.approx(whole.losses, rel=1e-5)
-    assert split.grad_norms == pytest.approx(whole.grad_norms, rel=1e-5)
-    assert split.tokens_per_expert == whole.tokens_per_expert
 
 
 def test_clipping_reaches_the_optimizer(warm_run):
@@ -198,7 +174,6 @@ def poison_step(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> Non
     ("mesh", "implementation", "value", "name"),
     [
         ("TP2xEP2", "fused", math.nan, "AdamW"),
-        ("FSDP4", "foreach", math.inf, "AdamW"),
         ("HSDP2x2", "for-loop", -math.inf, "AdamW"),
         ("HSDP2xTP2xEP2", "fused", math.nan, "Muon"),
         ("FSDP4", "foreach", math.inf, "Muon"),
@@ -246,29 +221,7 @@ def test_training_stops_at_the_next_log_step_and_names_the_step(run_ranks, check
     assert "step 3 is not finite" in result[1] and "those of step 2" in result[1]
 
 
-def test_absurd_learning_rate_ends_in_a_training_error(run_ranks, checked):
-    job = checked(Degrees(), "--training.steps=9", "--checkpoint.enable=false")
-    job.job.optimizer.lr = 1e38  # more than a configuration may ask for
-
-    def rank_main() -> str:
-        trainer = assemble(job)
-        with pytest.raises(TrainingError) as raised:
-            trainer.train()
-        return str(raised.value)
-
-    (message,) = run_ranks(1, rank_main)
-    assert "is not finite" in message
-
-
 # --- counts
-
-
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_recomputation_does_not_double_tokens_per_expert(warm_run, mode):
-    overrides = ["--training.local_batch_size=2", f"--activation_checkpoint.mode={mode}"]
-    (run,) = warm_run(Degrees(), *overrides, steps=2)
-    for counts in run.tokens_per_expert:
-        assert [sum(layer) for layer in counts] == [8 * 32 * 2] * 2, "8 sequences of 32 tokens, 2 experts each"
 
 
 def test_validation_touches_neither_counts_nor_weights(run_ranks, checked, meshes):
@@ -324,19 +277,11 @@ def test_padding_is_neither_counted_nor_trained(run_ranks, checked, meshes, mesh
 # --- the same again
 
 
-@pytest.mark.parametrize("mesh", ["TP2xEP4"])
-def test_two_runs_are_bit_identical(warm_run, meshes, mesh):
-    first, second = (warm_run(meshes[mesh], FULL_AC, "--training.local_batch_size=2", steps=3) for _ in range(2))
+def test_two_runs_are_bit_identical(warm_run, meshes):
+    first, second = (warm_run(meshes["TP2xEP4"], FULL_AC, "--training.local_batch_size=2", steps=3) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert (a.losses, a.grad_norms, a.tokens_per_expert) == (b.losses, b.grad_norms, b.tokens_per_expert)
     assert [name for name, w in first[0].weights.items() if not torch.equal(w, second[0].weights[name])] == []
-
-
-def test_another_seed_is_another_run(warm_run):
-    first, second = (warm_run(Degrees(), f"--training.seed={seed}", steps=1)[0] for seed in (1, 2))
-    assert first.losses != second.losses
-    matrices = [name for name, weight in first.weights.items() if weight.dim() >= 2]
-    assert [name for name in matrices if first.digests[name] == second.digests[name]] == []
 
 
 class TestCompile:
