@@ -1,7 +1,6 @@
 """Evaluation by generation, early stopping, the best checkpoint, the model card and the upload, in real runs."""
 
 import json
-import logging
 import math
 import sys
 from collections.abc import Callable
@@ -13,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import titanlite.assemble
 import titanlite.features.generate.evaluate
 import titanlite.train
 from titanlite.assemble import assemble
-from titanlite.base.errors import CheckpointError, ConfigError, DataError
+from titanlite.base.errors import ConfigError, DataError
 from titanlite.checkpoint.commit import check_folder, list_steps, read_best
 from titanlite.config.parallelism import Degrees
 from titanlite.preflight import Checked
@@ -117,16 +115,6 @@ def test_training_is_the_same_with_evaluation(train, tmp_path):
     with_it = points(train(Degrees(), share, *EVALUATION, f"--job.dump_folder={tmp_path / 'a'}"), "loss/train")
     without = points(train(Degrees(), share, f"--job.dump_folder={tmp_path / 'b'}"), "loss/train")
     assert with_it == without and len(without) == 4
-
-
-def test_samples_are_spread_over_the_set(run_ranks, checked):
-    job = checked(Degrees(), *EVALUATION, "--evaluation.samples=3")
-
-    def rank_main() -> list[str]:
-        trainer = assemble(job)
-        return [prompt.where for prompt in trainer.evaluator._prompts]
-
-    assert run_ranks(1, rank_main) == [["rows.jsonl, line 1", "rows.jsonl, line 4", "rows.jsonl, line 7"]]
 
 
 def bad_scorer(prediction: str, reference: str) -> Any:
@@ -243,17 +231,6 @@ def test_the_best_by_score(train, monkeypatch):
     assert list_steps(folder / "checkpoint") == [2, 4] and read_best(folder / "checkpoint") == 2
 
 
-def test_a_link_that_was_not_set_is_set_by_the_resume(train):
-    arguments = [*VALIDATION, "--checkpoint.save_best=validation"]
-    losses = [3.0, 2.0, 2.5, 2.6, 2.7]
-    folder = train(Degrees(), *arguments, losses=losses) / "checkpoint"
-    assert list_steps(folder) == [1, 2, 4]
-    (folder / "best").unlink()
-    (folder / "best").symlink_to("step-1")  # as if the process had been killed before it moved the link to step 2
-    train(Degrees(), *arguments, "--training.steps=5", losses=losses)
-    assert read_best(folder) == 2
-
-
 # --- the upload
 
 
@@ -277,60 +254,21 @@ def test_upload_of_the_final_or_the_best_model(run_ranks, checked, monkeypatch, 
     assert second == [], "one rank uploads"
 
 
-def test_an_upload_that_fails_is_an_error_after_everything_is_saved(run_ranks, checked, monkeypatch):
-    def refuse(folder: Path, name: str) -> None:
-        raise CheckpointError("checkpoint.push_to_hub: no")
-
-    monkeypatch.setattr(titanlite.assemble, "push_to_hub", refuse)
-    job = checked(Degrees(), *BASE, "--checkpoint.push_to_hub=me/model")
-
-    def rank_main() -> None:
-        trainer = assemble(job)
-        with pytest.raises(CheckpointError, match="push_to_hub: no"):
-            trainer.train()
-
-    run_ranks(1, rank_main)
-    assert check_folder(Path(job.job.job.dump_folder) / "checkpoint/step-4", checksums=True) == []
-
-
 # --- what is refused
-
-
-def test_data_without_answers_is_refused(run_ranks, checked, monkeypatch):
-    monkeypatch.undo()
-    job = checked(Degrees(), *EVALUATION)
-
-    def rank_main() -> str:
-        with pytest.raises(ConfigError) as raised:
-            assemble(job)
-        return str(raised.value)
-
-    (message,) = run_ranks(1, rank_main)
-    assert "evaluation.enable = true needs examples with answers" in message and '"text"' in message
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["--validation.early_stopping_patience=2"], "patience is given, but validation.enable is not"),
-        (["--checkpoint.save_best=validation"], 'checkpoint.save_best = "validation" needs validations.'),
         (["--checkpoint.save_best=evaluation"], 'checkpoint.save_best = "evaluation" needs evaluations.'),
         (
             [*VALIDATION, "--checkpoint.save_best=validation", "--checkpoint.enable=false"],
             'checkpoint.save_best = "validation" needs checkpoints.',
         ),
         (["--checkpoint.push_to_hub=model"], 'checkpoint.push_to_hub = "model" is no name of a repository.'),
-        (
-            ["--checkpoint.push_to_hub=a/b", "--checkpoint.enable=false"],
-            'checkpoint.push_to_hub = "a/b" needs checkpoints.',
-        ),
-        (
-            ["--evaluation.scorer=bleu"],
-            'evaluation.scorer = "bleu" is not one of "exact_match", "contains", "package.module:name"',
-        ),
+        (["--evaluation.scorer=bleu"], 'evaluation.scorer = "bleu" is not one of'),
         (["--evaluation.enable=true", "--evaluation.freq=0"], "evaluation.freq = 0 is out of range"),
-        (["--evaluation.enable=true", "--evaluation.samples=-1"], "evaluation.samples = -1 is out of range"),
-        ([*VALIDATION, "--validation.early_stopping_min_delta=-1"], "early_stopping_min_delta = -1.0 is out of range"),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(checked, overrides, words):
@@ -339,36 +277,12 @@ def test_settings_that_would_be_ignored_are_refused(checked, overrides, words):
     assert words in str(raised.value)
 
 
-def test_scorers(tmp_path, monkeypatch):
-    scorers = {name: titanlite.features.generate.evaluate.get_scorer(name)[1] for name in ("exact_match", "contains")}
+def test_scorers():
+    get_scorer = titanlite.features.generate.evaluate.get_scorer
+    scorers = {name: get_scorer(name)[1] for name in ("exact_match", "contains")}
     assert [scorers["exact_match"](*pair) for pair in ((" 42\n", "42"), ("42.", "42"), ("", ""))] == [1.0, 0.0, 1.0]
     assert [scorers["contains"](*pair) for pair in (("It is 42.", " 42 "), ("It is 24.", "42"))] == [1.0, 0.0]
-    name, function = titanlite.features.generate.evaluate.get_scorer("math:pow")
+    name, function = get_scorer("math:pow")
     assert name == "pow" and function is math.pow
-    with pytest.raises(ConfigError, match="cannot import no_such_module: ModuleNotFoundError"):
-        titanlite.features.generate.evaluate.get_scorer("no_such_module:f")
-    (tmp_path / "a_program.py").write_text("import sys; sys.exit(0)")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="cannot import a_program: SystemExit: 0"):
-        titanlite.features.generate.evaluate.get_scorer("a_program:f")
     with pytest.raises(ConfigError, match=r"math \(.*\) has no 'bleu'"):
-        titanlite.features.generate.evaluate.get_scorer("math:bleu")
-
-
-def test_console_shows_the_score_and_two_generations(run_ranks, checked, meshes):
-    job = checked(Degrees(), *EVALUATION, "--training.steps=1", "--lr_scheduler.warmup_steps=1")
-
-    def rank_main() -> list[str]:
-        lines: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        log = logging.getLogger("titanlite")
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        assemble(job).train()
-        return lines
-
-    (lines,) = run_ranks(1, rank_main)
-    (place,) = [i for i, line in enumerate(lines) if line.startswith("step     0/1  evaluation  exact_match 0.0000")]
-    assert all(" -> " in line and "(wanted ' answer " in line for line in lines[place + 1 : place + 3])
-    assert torch.is_grad_enabled()
+        get_scorer("math:bleu")

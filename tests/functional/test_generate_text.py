@@ -109,15 +109,7 @@ def test_chat(command, folder, expect, tmp_path):
     assert second in done.out and done.out.endswith(f"--- 2: x\n{first}\n")
 
 
-def test_draws_are_repeatable_and_differ_by_seed(command, folder):
-    def run(seed: int) -> str:
-        options = ["--temperature", 1.5, "--top-k", 40, "--top-p", 0.95, "--seed", seed, "--max-new-tokens", NEW]
-        return command(folder, "--prompt", "def f", *options).out
-
-    assert run(1) == run(1) != run(2)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision(command, folder, dtype):
     done = command(folder, "--prompt", "def f", "--dtype", dtype, "--max-new-tokens", 3)
     assert done.code == 0 and done.out.startswith("def f")
@@ -170,9 +162,6 @@ BAD_ARGUMENTS: Mapping[str, tuple[list[object], str]] = {
         "more than the model's max_position_embeddings (64). Shorten it, or lower --max-new-tokens.",
     ),
     "temperature": (["--prompt", "x", "--temperature", -1], "generate: temperature = -1.0 is out of range."),
-    "top_p": (["--prompt", "x", "--top-p", "nan"], "generate: top_p = nan is out of range."),
-    "top_k": (["--prompt", "x", "--top-k", -2], "generate: top_k = -2 is out of range."),
-    "max_new_tokens": (["--prompt", "x", "--max-new-tokens", 0], "generate: --max-new-tokens = 0 is out of range."),
     "tp": (["--prompt", "x", "--tp", 2, "--max-new-tokens", 3], "dp_replicate (1) * tp (2) = 2 does not divide"),
     "no file": (["--prompts-file", "/no/such/file"], "--prompts-file /no/such/file: cannot be read: No such file"),
     "no tokenizer": (["--prompt", "x", "--tokenizer", "/no/such"], "generate: /no/such has no tokenizer.json."),
@@ -204,21 +193,18 @@ def test_bad_models(command, folder, tmp_path):
         assert (done.code, done.out) == (2, "") and words in done.err, (model.name, done)
 
 
-def test_bad_prompts_and_templates(command, folder, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-
-    def refused(content: bytes, *options: str, model: Path = folder) -> str:
-        rows.write_bytes(content)
-        done = command(model, "--prompts-file", rows, *options, "--max-new-tokens", 2)
-        assert done.code == 2 and done.out == ""
-        return done.err
-
-    assert "line 2: not valid JSON" in refused(b'{"prompt": "a"}\n{"prompt"\n')
-    assert "line 1: has neither prompt (a string) nor messages (a list)." in refused(b'{"text": "a"}\n')
-    assert "line 1: not UTF-8. Convert it" in refused(b'{"prompt": "\xff"}\n')
-    assert "messages need a chat template to become text. Add --chat." in refused(b'{"messages": [{"role": "user"}]}\n')
-    tool = b'{"messages": [{"role": "tool", "content": "1"}]}\n'
-    assert "the chat template refuses [{'role': 'tool'" in refused(tool, "--chat")
-    assert "a tool cannot begin" in refused(tool, "--chat")
-    plain = _changed(folder, tmp_path / "plain", chat_template__jinja=None)
-    assert "the tokenizer has no chat template. Leave --chat out" in refused(tool, "--chat", model=plain)
+@pytest.mark.parametrize(
+    ("content", "chat", "problem"),
+    [
+        (b'{"prompt": "a"}\n{"prompt"\n', False, "line 2: not valid JSON"),
+        (b'{"text": "a"}\n', False, "line 1: has neither prompt (a string) nor messages (a list)."),
+        (b'{"prompt": "\xff"}\n', False, "line 1: not UTF-8. Convert it"),
+        (b'{"messages": [{"role": "user"}]}\n', False, "Add --chat."),
+        (b'{"messages": [{"role": "tool", "content": "1"}]}\n', True, "a tool cannot begin"),
+    ],
+)
+def test_bad_prompts_are_named(command, folder, tmp_path, content, chat, problem):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    arguments = ["--prompts-file", tmp_path / "rows.jsonl", *["--chat"] * chat, "--max-new-tokens", 2]
+    done = command(folder, *arguments)
+    assert (done.code, done.out) == (2, "") and problem in done.err

@@ -14,7 +14,7 @@ from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
 from titanlite.distributed.fsdp import ExpertCopies
-from titanlite.features.generate.generate import Sampling, choose_tokens, generate
+from titanlite.features.generate.generate import choose_tokens
 from titanlite.ops import group_by_expert, linear_cross_entropy, permute_tokens
 from titanlite.ops import launchers as kernels
 from titanlite.ops.attention import build_attention_mask
@@ -162,37 +162,6 @@ def test_draws_are_possible_with_deterministic_algorithms():
     torch.use_deterministic_algorithms(True)
     drawn = choose_tokens(logits, uniform, temperature=0.7)
     assert drawn.is_cuda and torch.equal(drawn.cpu(), choose_tokens(logits.cpu(), uniform.cpu(), temperature=0.7))
-
-
-def test_deterministic_refuses_what_cannot_be(checked, monkeypatch):
-    configuration = checked(Degrees(), "--training.deterministic=true")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0"):
-        assemble(configuration)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_generation_with_a_cache_equals_generation_without(checked, dtype):
-    """Greedy. In bfloat16 a random model's logits are near ties, so only the first tokens are compared there."""
-    configuration = checked(Degrees(), f"--training.mixed_precision_param={dtype}")
-    trainer = assemble(configuration)
-
-    class Plain(torch.nn.Module):
-        def __init__(self, inner: torch.nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.inner(tokens)
-
-    prompts = [[5, 6, 7], [8], list(range(20))]
-    options = {"max_new_tokens": 8 if dtype == "float32" else 1, "device": trainer.device, "dims": trainer.stepper.dims}
-    cached = generate(trainer.model, prompts, **options)
-    assert cached == generate(Plain(trainer.model), prompts, **options)
-    drawn = generate(trainer.model, prompts, **options, sampling=Sampling(temperature=1.0, top_k=20, top_p=0.9))
-    assert all(continuation.tokens for continuation in drawn)
-    trainer.metrics.close()
-    dist.destroy_process_group()
 
 
 def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run(monkeypatch):
