@@ -1,15 +1,12 @@
 """A checkpoint is a Hugging Face folder: what any mesh saves, transformers loads, bit for bit."""
 
-import errno
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from files import folder_digests
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.saving import save_hf_model
 from titanlite import assemble
 from titanlite.assemble import build_data
-from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import writer
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
@@ -206,15 +202,6 @@ def test_expert_bias_without_a_key_is_kept_in_a_file_beside(checked, meshes, sav
         assert torch.equal(sidecar[key], tensor)
 
 
-def test_expert_bias_of_dots1_is_its_correction_bias(checked, meshes, save):
-    job = checked(meshes["EP2xFSDP2"], *DOTS1)
-    folder = save(job)
-    key = "model.layers.1.mlp.gate.e_score_correction_bias"
-    expected = build(job, shard=False)[0].get_buffer("model.layers.1.mlp.gate.expert_bias")
-    assert torch.equal(load_file(folder / "model.safetensors")[key], expected)
-    assert not (folder / "titanlite/expert_bias.safetensors").exists()
-
-
 def test_tokenizer_is_saved_with_the_model(checked, save):
     job = checked(Degrees())
     tokenizer, _ = build_data(job.job, 0, 1)
@@ -223,67 +210,6 @@ def test_tokenizer_is_saved_with_the_model(checked, save):
     assert loaded.encode(text) == tokenizer.encode(text)
     assert loaded.decode(loaded.encode(text)) == text
     assert loaded.eos_token_id == tokenizer.eos_token_id
-
-
-def _failing_save(
-    run_ranks, job: Checked, folder: Path, sabotage: Callable[[Any], None] = lambda tokenizer: None
-) -> str:
-    """Save with `sabotage(tokenizer)` done before on every rank; the one message that all ranks raise."""
-
-    def rank_main() -> str:
-        tokenizer, _ = build_data(job.job, 0, 1)
-        model, plan = build(job, shard=True)
-        sabotage(tokenizer)
-        with pytest.raises(CheckpointError) as raised:
-            save_hf_model(model, plan, tokenizer, folder, torch.float32)
-        return str(raised.value)
-
-    messages = run_ranks(job.degrees.world_size, rank_main)
-    assert len(set(messages)) == 1, messages
-    return messages[0]
-
-
-def test_folder_that_cannot_be_made_is_one_error_on_all_ranks(run_ranks, checked, meshes, tmp_path):
-    file = tmp_path / "file"  # tests may run as root, whom no permission stops
-    file.write_text("not a folder")
-    message = _failing_save(run_ranks, checked(meshes["TP2xEP2"]), file / "step-1")
-    assert f"cannot save to {file / 'step-1'}" in message and "Not a directory" in message
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
-    assert file.read_text() == "not a folder"
-
-
-def _disk_full_on_rank_2(tokenizer: Any) -> None:
-    if torch.distributed.get_rank() == 2:
-
-        def pwritev(*args: Any) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        os.pwritev = pwritev
-
-
-def _no_tokenizer(tokenizer: Any) -> None:
-    def save_pretrained(folder: Path) -> None:
-        raise OSError(errno.EIO, "cannot write the tokenizer")
-
-    tokenizer.save_pretrained = save_pretrained
-
-
-@pytest.mark.parametrize(
-    ("sabotage", "words"),
-    [
-        (_disk_full_on_rank_2, ["No space left", "(rank 2)"]),
-        (_no_tokenizer, ["the tokenizer (data.tokenizer_path) cannot", "write the tokenizer"]),
-    ],
-)
-def test_failed_save_leaves_the_older_folder_and_nothing_else(run_ranks, checked, meshes, save, sabotage, words):
-    job = checked(meshes["TP2xEP2"])
-    folder = save(job)
-    before = folder_digests(folder)
-    message = _failing_save(run_ranks, job, folder, sabotage)
-    for word in words:
-        assert word in message
-    assert folder_digests(folder) == before
-    assert [path.name for path in folder.parent.iterdir()] == ["step-1"]
 
 
 def test_saving_again_replaces_the_whole_folder(checked, meshes, save):

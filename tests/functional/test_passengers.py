@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from tests.functional.conftest import train_to_the_end
 from titanlite.assemble import assemble
 from titanlite.checkpoint.commit import check_folder
-from titanlite.checkpoint.manager import Checkpointer
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.features.tools.export import main as export
@@ -114,28 +113,6 @@ def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
     assert torch.equal(out[EMBEDDING], out["model.embed_tokens.weight"])
     assert torch.equal(out[HEAD], out["lm_head.weight"])
     assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 1
-
-
-def test_a_run_whose_first_save_finds_the_folder_gone_says_so(
-    run_ranks, checked, pretrained, tmp_path: Path, monkeypatch
-) -> None:
-    base = shutil.copytree(pretrained("glm", 0.1, *GLM), tmp_path / "base", ignore=shutil.ignore_patterns("titanlite"))
-    tensors = load_file(base / "model.safetensors")
-    save_file(tensors | prediction_layer(tensors), base / "model.safetensors", {"format": "pt"})
-    save = Checkpointer.save
-
-    def save_later(*arguments: Any) -> None:
-        (base / "model.safetensors").unlink(missing_ok=True)
-        save(*arguments)
-
-    monkeypatch.setattr(Checkpointer, "save", save_later)  # before the ranks are forked
-    job = checked(Degrees(dp_shard=2), *GLM, f"--checkpoint.initial_load_path={base}", "--training.steps=1")
-    text = (
-        r"model.safetensors: cannot be opened: No such file or directory. It has tensors that every save copies. Put it"
-    )
-    with pytest.raises(Exception, match=text):
-        run_ranks(2, train_to_the_end, job)
-    assert not (tmp_path / "run/checkpoint/step-1").exists()
 
 
 def test_through_transformers_class_and_from_the_base_of_adapters(
