@@ -13,31 +13,6 @@ from titanlite.train import main
 PREFLIGHT_TIMEOUT_S = 20  # takes a fraction of a second; the rest is for a machine that is busy otherwise
 LAUNCH_TIMEOUT_S = 90  # takes about 10 s on 2 cores, most of it the import of torch
 
-# Arguments after --config FILE, and what the error must say. tests/unit/config has all refusals.
-WRONG = {
-    "unknown key": (["--training.step=5"], ["unknown key 'training.step'; did you mean 'training.steps'?"]),
-    "wrong type": (["--training.steps=many"], ["training.steps = many is not an int. Write a whole number."]),
-    "out of range": (
-        ["--training.seq_len=0"],
-        ["training.seq_len = 0 is out of range. Set it to 1 or more, or to -1."],
-    ),
-    "degrees above the world size": (
-        ["--parallelism.data_parallel_shard_degree=4", "--parallelism.tensor_parallel_degree=2"],
-        ["dp_replicate (1) * dp_shard (4) * tp (2) = 8", "the world size is 4"],
-    ),
-    "stages of a class of transformers": (
-        ["--parallelism.pipeline_parallel_degree=2", "--model.implementation=transformers"],
-        [
-            "pipeline_parallel_degree = 2: Qwen3MoeForCausalLM is transformers' implementation",
-            "forward cannot be cut into stages",
-        ],
-    ),
-    "no config.json": (
-        ["--model.flavor=", "--model.hf_assets_path=/nowhere"],
-        ["model.hf_assets_path: /nowhere does not exist. Give a path"],
-    ),
-}
-
 
 def preflight(run_process, *arguments: str, world_size: int = 4):
     return run_process(
@@ -71,12 +46,6 @@ def test_good_configuration_passes(run_process, config_file):
     assert (done.returncode, done.output) == (0, "")
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_setting_is_one_clear_error(preflight_here, config_file, case):
-    arguments, words = WRONG[case]
-    assert_one_error(preflight_here("--config", str(config_file), *arguments), *words)
-
-
 def test_all_problems_are_reported_at_once(run_process, config_file):
     arguments = ["--training.step=5", "--optimizer.lr=fast", "--nonsense.key=1"]
     done = preflight(run_process, "--config", str(config_file), *arguments)
@@ -87,40 +56,6 @@ def test_contradictions_of_model_and_mesh_are_reported_at_once(preflight_here, c
     arguments = ["--parallelism.tensor_parallel_degree=4", "--training.seq_len=30", "--model.overrides.num_heads=6"]
     done = preflight_here("--config", str(config_file), *arguments)
     assert_one_error(done, "num_heads (6)", "num_kv_heads (2)", "training.seq_len (30)")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[training\nsteps = 3\n", ["not valid TOML", "line 1"]),
-        ("[training]\nsteps = yes\n", ["not valid TOML", "line 2"]),
-        (
-            '[training]\nsteps = "3"\n[model]\nflavor = "debug"\n',
-            ['training.steps = "3" is not an int', "without quotes"],
-        ),
-        ('[trainin]\nsteps = 3\n[model]\nflavor = "debug"\n', ["unknown section 'trainin'; did you mean 'training'?"]),
-        ('[model]\nflavor = "debug"\nflavour = "x"\n', ["unknown key 'model.flavour'; did you mean 'model.flavor'?"]),
-        ("", ["model.path and model.flavor are both empty, so there is no model"]),
-    ],
-)
-def test_wrong_toml_is_one_clear_error_that_names_the_file(preflight_here, tmp_path, text, words):
-    path = tmp_path / "run.toml"
-    path.write_text(text)
-    assert_one_error(preflight_here("--config", str(path)), str(path), *words)
-
-
-def test_missing_config_file_is_one_clear_error(preflight_here, config_file):
-    path = config_file.with_name("tinny.toml")
-    done = preflight_here("--config", str(path))
-    assert_one_error(done, f"{path}: no such file. Did you mean '{config_file}'?")
-
-
-def test_config_file_that_is_a_folder_is_one_clear_error(preflight_here, config_file):
-    assert_one_error(preflight_here("--config", str(config_file.parent)), "is a folder")
-
-
-def test_no_config_file_at_all_is_one_clear_error(preflight_here):
-    assert_one_error(preflight_here(), "no configuration file. Pass one with --config FILE.")
 
 
 def test_run_train_refuses_before_it_starts_ranks(run_process, config_file):

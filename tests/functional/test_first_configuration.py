@@ -82,20 +82,6 @@ def test_a_model_and_a_file_are_a_configuration(train, home: Path, data: str, mo
         assert 0 < max(moved.values()) < 10 * lr, "it began with these weights"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '[model]\nname = "qwen3"\nflavor = "debug"\n[data]\npath = "chats.jsonl"\ntokenizer_path = "model"\n',
-        '[model]\nhf_assets_path = "model"\n[data]\npath = "pairs.jsonl"\n[training]\nobjective = "dpo"\n',
-    ],
-)
-def test_chats_and_pairs_are_for_trained_models(train, text: str) -> None:
-    output = train(text, "--training.steps=2", code=2)
-    assert "random weights" in output
-    assert "Set model.path to the model to fine-tune" in output
-    train(text, "--training.steps=2", "--model.init=random")
-
-
 def test_a_folder_is_of_one_run(train, home: Path) -> None:
     text = f'{MODEL}[data]\npath = "{{}}"\n'
     train(text.format("chats.jsonl"), "--training.steps=2")
@@ -129,10 +115,3 @@ def test_a_batch_that_is_not_set_is_that_of_the_run(train, home: Path) -> None:
         seen += batch
         assert json.loads(state.read_text())["samples"] == seen, said
         assert resolved(home)["training"]["global_batch_size"] == batch
-
-
-def test_torchtitan_has_sizes_and_tokenizer_in_two_places(train, home: Path) -> None:
-    text = '[model]\nname = "llama"\nflavor = "debug"\nhf_assets_path = "model"\n[data]\npath = "book.txt"\n'
-    said = train(text, "--training.steps=2", "--model.overrides.vocab_size=512")
-    assert "model: llama" in said
-    assert resolved(home)["optimizer"]["lr"] == 3e-4
