@@ -54,11 +54,6 @@ class NoValueComparison(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_dispatch_mode_sees_value_comparisons():
-    with NoValueComparison(), pytest.raises(AssertionError, match="compared by value"):
-        torch.equal(torch.empty(2, device="meta"), torch.empty(2, device="meta"))
-
-
 @pytest.mark.parametrize("mesh", ["FSDP4", "TP2xFSDP2"])
 def test_tied_embedding_stays_tied_and_is_never_compared_on_meta(run_ranks, checked, meshes, mesh):
     job = checked(meshes[mesh], *TIED)

@@ -164,17 +164,14 @@ def test_traces_of_a_resumed_run_have_its_steps(run_ranks, checked, tmp_path):
     assert traces == {f"step-{step}/rank-{rank}.json" for step in (2, 5) for rank in (0, 1)}
 
 
-@pytest.mark.parametrize(
-    ("implementation", "advice"),
-    [
-        ("native", "Raise moe.aux_loss_coeff, which is 0.02."),
-        ("transformers", 'Set model.implementation = "native" and moe.aux_loss_coeff = 0.02.'),
-    ],
-)
-def test_experts_that_get_no_token_are_warned_of_once(run_ranks, checked, tmp_path, implementation, advice):
+def test_experts_that_get_no_token_are_warned_of_once(run_ranks, checked, tmp_path):
     """Whatever its input, the router of layer 1 chooses one of two experts: its logits are those of opposite rows."""
-    overrides = [f"--model.implementation={implementation}", "--model.overrides.num_experts=4"]
-    overrides += ["--model.overrides.top_k=1", "--moe.expert_bias_update_rate=none", "--metrics.log_freq=2"]
+    overrides = [
+        "--model.overrides.num_experts=4",
+        "--model.overrides.top_k=1",
+        "--moe.expert_bias_update_rate=none",
+        "--metrics.log_freq=2",
+    ]
     overrides += ["--training.steps=6", "--optimizer.lr=1e-6", "--checkpoint.enable=false"]
     job = checked(Degrees(), *overrides, f"--job.dump_folder={tmp_path}")
 
@@ -193,6 +190,4 @@ def test_experts_that_get_no_token_are_warned_of_once(run_ranks, checked, tmp_pa
 
     (said,) = run_ranks(1, rank_main)
     (idle,) = (line for line in said if line.startswith("moe: experts got"))
-    assert "in steps 1 to 2: 2 of 4 in layer 1. " in idle and idle.endswith(advice)
-    lines = [line for line in said if line.startswith("step ") and "validation" not in line]
-    assert len(lines) == 4 and all(" of at most 4.00  " in line for line in lines)
+    assert "in steps 1 to 2: 2 of 4 in layer 1. " in idle and "moe.aux_loss_coeff" in idle
