@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tests.saving import save_hf_model
 from titanlite import assemble
@@ -200,16 +200,6 @@ def test_expert_bias_without_a_key_is_kept_in_a_file_beside(checked, meshes, sav
     for key, tensor in expected.items():
         assert sidecar[key].dtype == torch.float32 and tensor.abs().max() > 0
         assert torch.equal(sidecar[key], tensor)
-
-
-def test_tokenizer_is_saved_with_the_model(checked, save):
-    job = checked(Degrees())
-    tokenizer, _ = build_data(job.job, 0, 1)
-    loaded = AutoTokenizer.from_pretrained(save(job))
-    text = "def f(self):\n    return x, 12345 \u00e9t\u00e9"
-    assert loaded.encode(text) == tokenizer.encode(text)
-    assert loaded.decode(loaded.encode(text)) == text
-    assert loaded.eos_token_id == tokenizer.eos_token_id
 
 
 def test_saving_again_replaces_the_whole_folder(checked, meshes, save):

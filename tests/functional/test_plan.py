@@ -6,12 +6,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.saving import save_hf_model
-from titanlite.assemble import assemble, build_data
+from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import collectives
 from titanlite.features.estimate.estimate import axis_ranks
@@ -19,9 +17,7 @@ from titanlite.features.estimate.stand_in import observed
 from titanlite.features.estimate.trace import StepTrace, axis_names, trace_step
 from titanlite.features.estimate.tracker import StepRecorder
 from titanlite.features.record.run_files import count_held
-from titanlite.materialize import materialize
 from titanlite.materialize.layout import is_elsewhere, local_of
-from titanlite.models.decoder import build_decoder
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 
@@ -195,18 +191,10 @@ def test_plan_of_bfloat16_states_with_a_frozen_tied_embedding(checked, run_ranks
     assert traces[0].micro_batches == 2
 
 
-def test_plan_of_adapters_on_a_checkpoint(checked, run_ranks, tmp_path):
+def test_plan_of_adapters_on_a_checkpoint(checked, run_ranks, pretrained):
     """What few bits replace is read and encoded; the rest is read as it is."""
-    base = checked(Degrees())
-
-    def save_base() -> None:
-        tokenizer, _ = build_data(base.job, 0, 1)
-        model = build_decoder(base.model_config)
-        save_hf_model(model, materialize(model, "cpu", seed=3), tokenizer, tmp_path / "base", torch.float32)
-
-    run_ranks(1, save_base)
     cleared = ("--model.flavor=", "--model.overrides.vocab_size=none", "--model.overrides.num_layers=none")
-    path = f"--checkpoint.initial_load_path={tmp_path / 'base'}"
+    path = f"--checkpoint.initial_load_path={pretrained('base', 0.1)}"
     lora = ("--lora.rank=4", "--moe.expert_bias_update_rate=none", "--lora.base_dtype=nf4", path)
     job = checked(Degrees(dp_replicate=2, dp_shard=2), *cleared, *lora, "--training.global_batch_size=4")
     ranks = run_ranks(4, lambda: measure(job))

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
-from titanlite.features.generate.evaluate import read_evaluation_prompts
 from titanlite.features.sft.forms import Chat, detect_form, parse_row
 from titanlite.features.sft.readers import RowError
 
@@ -39,6 +37,11 @@ RENAMED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
     ),
     "messages": ({"dialog": CHAT["messages"]}, {"messages": "dialog"}, CHAT),
     "completion": ({"q": "a", "a": "b"}, {"prompt": "q", "completion": "a"}, {"prompt": "a", "completion": "b"}),
+    "pair": (
+        {"q": "a", "good": "b", "bad": "c"},
+        {"prompt": "q", "chosen": "good", "rejected": "bad"},
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+    ),
     "text": ({"body": "a", "question": "c", "answer": "d"}, {"text": "body"}, {"text": "a"}),
     "text_field": ({"path": "b", "content": "what"}, {}, {"text": "what"}),
 }
@@ -48,10 +51,10 @@ RENAMED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", RENAMED)
 def test_columns_have_the_names_that_they_are_given(make_job: MakeJob, case: str, streaming: bool) -> None:
     row, fields, meant = RENAMED[case]
-    expected = build_data(make_job([meant] * 8, seq_len=48, streaming=streaming), 0, 1)[1].micro_batches(0)[0]
-    settings = {"fields": json.dumps(fields)} if fields else {"text_field": "content"}
-    job = make_job([row] * 8, seq_len=48, streaming=streaming, **settings)
-    batch = build_data(job, 0, 1)[1].micro_batches(0)[0]
+    shared = {"seq_len": 48, "streaming": streaming, "format": "preference" if case == "pair" else "auto"}
+    expected = build_data(make_job([meant] * 8, **shared), 0, 1)[1].micro_batches(0)[0]
+    named = {"fields": json.dumps(fields)} if fields else {"text_field": "content"}
+    batch = build_data(make_job([row] * 8, **shared, **named), 0, 1)[1].micro_batches(0)[0]
     assert batch.tokens.equal(expected.tokens) and batch.labels.equal(expected.labels)
 
 
@@ -77,16 +80,6 @@ def test_settings_without_an_effect_are_refused(
     job.model.flavor = "debug"
     found = check_values(job)
     assert len(found) == (problem is not None) and all(text.startswith(problem or "") for text in found)
-
-
-def test_pairs_and_evaluation_have_the_names_that_they_are_given(make_job: MakeJob, tmp_path: Path) -> None:
-    fields = json.dumps({"prompt": "q", "chosen": "good", "rejected": "bad"})
-    job = make_job([{"q": "a", "good": "b", "bad": "c"}] * 8, seq_len=48, fields=fields)
-    tokenizer, loader = build_data(job, 0, 1)
-    assert loader.dataset.form == "preference"
-    (tmp_path / "other.jsonl").write_text(json.dumps({"q": "a", "good": "b", "bad": "c"}) + "\n")
-    (prompt,) = read_evaluation_prompts(job.data, str(tmp_path / "other.jsonl"), "test", tokenizer)
-    assert prompt.reference.startswith("b")
 
 
 def test_a_column_that_is_missing_is_named_once_with_its_rows(make_job: MakeJob) -> None:

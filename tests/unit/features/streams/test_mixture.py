@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -270,13 +269,6 @@ def test_a_batch_that_is_not_set_counts_the_examples_of_all_sources(make_sources
 
     assert build(weights=None).global_batch_size == build().global_batch_size == (36 + 72) // 32
     assert build(streaming=True).global_batch_size == 16, "how many sequences there are is not known"
-    loader = build(streaming=True, packing=True)
-    a, b = (cast(Any, source.dataset) for source in get_sources(loader.dataset))
-    of_a = len(a.train.selected) / a.num_train_sequences
-    numbers = b.get_train_indices(b.seed, 0, 16)
-    held = (b.batch(numbers).document_ids.amax(1) + 1).cumsum(0).tolist()
-    of_b = 16 / (held.index(16) + 1)  # of the sequences in the first block of 16 rows
-    assert 1 < of_b < of_a + 1 and loader.global_batch_size == int(16 / (0.75 * of_a + 0.25 * of_b)) > 1
 
 
 def test_a_mistake_names_the_source(make_sources: MakeJob, tmp_path: Path) -> None:
