@@ -77,9 +77,9 @@ def test_adapters_generate_what_peft_generates(tmp_path, capsys, monkeypatch, ex
     prompt = "the quick brown fox"
     expected = expect(base, adapter, prompt)
     assert expected != expect(base, None, prompt), "the adapters change nothing"
-    assert main(["generate", str(adapter), "--prompt", prompt, "--max_new_tokens", "12"]) == 0
+    assert main(["generate", str(adapter), "--prompt", prompt, "--max-new-tokens", "12"]) == 0
     assert capsys.readouterr().out == f"{prompt} {expected}\n"
-    assert main(["generate", str(base), "--prompt", prompt, "--max_new_tokens", "12", "--do_sample", "False"]) == 0
+    assert main(["generate", str(base), "--prompt", prompt, "--max-new-tokens", "12", "--do-sample", "false"]) == 0
     assert capsys.readouterr().out == f"{prompt} {expect(base, None, prompt)}\n"
 
 
