@@ -93,13 +93,3 @@ def test_limits_and_ends(tiny_model):
     (found,) = generate(tiny_model, [[1]], max_new_tokens=3, device=CPU, vocab_size=3)
     assert max(found.tokens) < 3, "ids that the tokenizer does not know are never chosen"
     assert generate(tiny_model, [], max_new_tokens=3, device=CPU) == []
-
-
-def test_the_model_is_left_in_the_mode_it_was_in(tiny_model):
-    modes = []
-    tiny_model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
-    for training in (True, False):
-        tiny_model.train(training)
-        generate(tiny_model, [[0]], max_new_tokens=1, device=CPU)
-        assert tiny_model.training == training
-    assert modes == [False, False]

@@ -231,22 +231,6 @@ def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kin
     assert [name for name in stored if not torch.equal(stored[name], saved[name])] == []
 
 
-def test_a_tied_tensor_that_is_stored_twice_is_read_once(tmp_path, caplog, monkeypatch):
-    """Without a word, if both are equal, whatever their dtypes."""
-    monkeypatch.setattr("titanlite.base.log.logger.propagate", True)
-    save_tiny("qwen3", tmp_path / "qwen3")
-    embedding = "model.embed_tokens.weight"
-    folder = edited(
-        tmp_path / "qwen3", tmp_path / "twice", lambda t: t.update({"lm_head.weight": t[embedding].double()})
-    )
-    model = build(folder)
-    materialize(model, "cpu", [weights_of(folder, model)])
-    assert caplog.text == ""
-    inner = model.transformers_model
-    assert inner.lm_head.weight is inner.model.embed_tokens.weight
-    assert torch.equal(inner.lm_head.weight, load_file(folder / "model.safetensors")[embedding])
-
-
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
 def test_tied_tensors_that_are_stored_with_other_values_are_refused(tmp_path, name):
     """As transformers keeps both, one of them would be lost. What the message says to do helps."""
