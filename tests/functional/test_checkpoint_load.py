@@ -117,15 +117,16 @@ def _stored_keys(folder: Path) -> set[str]:
     ("overrides", "mesh"),
     [(UNEVEN_MOE, "EP2xFSDP2"), (UNEVEN_MOE, "TP2xFSDP2"), (FEW_EXPERTS, "FSDP4"), (FEW_EXPERTS, "TP2xEP2")],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_uneven_shards_and_casts(run_ranks, checked, meshes, gather_full, tmp_path, overrides, mesh, dtype):
+def test_uneven_shards_and_casts(run_ranks, checked, meshes, gather_full, tmp_path, overrides, mesh):
+    dtypes = [torch.float32, torch.bfloat16]
     theirs = save_transformers_model(checked(Degrees(), *overrides), tmp_path / "hf").state_dict()
     job = checked(meshes[mesh], *overrides)
 
     def rank_main() -> None:
-        ours = gather_full(load(job, tmp_path / "hf", dtype)[0])
-        for name, expected in theirs.items():
-            assert torch.equal(ours[name], expected.to(dtype)), name
+        for dtype in dtypes:
+            ours = gather_full(load(job, tmp_path / "hf", dtype)[0])
+            for name, expected in theirs.items():
+                assert torch.equal(ours[name], expected.to(dtype)), name
 
     run_ranks(4, rank_main)
 
@@ -133,7 +134,7 @@ def test_uneven_shards_and_casts(run_ranks, checked, meshes, gather_full, tmp_pa
 # --- what is read
 
 
-@pytest.mark.parametrize("mesh", ["FSDP4", "HSDP2x2", "DDP4", "TP2xEP2", "HSDP2xTP2xEP2", "PP2xHSDP2", "PP4"])
+@pytest.mark.parametrize("mesh", ["DDP4", "TP2xEP2", "HSDP2xTP2xEP2", "PP2xHSDP2"])
 def test_every_byte_is_read_once_in_the_job(run_ranks, checked, meshes, tmp_path, mesh):
     """Also where every rank holds all of it: one rank reads, the others receive, and the work is shared."""
     four_layers = "--model.overrides.num_layers=4"
@@ -215,7 +216,7 @@ def test_no_rank_ever_holds_more_than_its_shards(run_ranks, checked, meshes, wid
 
 @pytest.mark.parametrize(
     ("mesh", "family"),
-    [("FSDP4", "qwen3_moe"), ("TP2xEP2", "qwen3_moe"), ("HSDP2xTP2xEP2", "qwen3_moe"), ("TP2xEP4", "deepseek_v3")],
+    [("FSDP4", "qwen3_moe"), ("HSDP2xTP2xEP2", "qwen3_moe"), ("TP2xEP4", "deepseek_v3")],
 )
 def test_block_scaled_fp8_is_dequantized_on_the_way_in(run_ranks, checked, meshes, tmp_path, mesh, family):
     """Shards cut blocks of 16 x 16 in the middle: widths of 66 and 40."""
@@ -278,14 +279,6 @@ def test_damaged_file_is_one_error_on_all_ranks(run_ranks, checked, meshes, tmp_
     os.truncate(file, file.stat().st_size - 1)
     message = _refusal(run_ranks, job, tmp_path / "hf", CheckpointError)
     assert str(file) in message and "cut off" in message
-
-
-def test_pickle_files_are_never_read(run_ranks, checked, tmp_path):
-    job = checked(Degrees())
-    (tmp_path / "hf").mkdir()
-    os.mkfifo(tmp_path / "hf/pytorch_model.bin")  # opening it would hang
-    message = _refusal(run_ranks, job, tmp_path / "hf", CheckpointError)
-    assert "pytorch_model.bin" in message and "never" in message
 
 
 # --- what is saved beside the weights

@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from files import file_digest
+from quantized_folder import write_fp8
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -121,21 +122,6 @@ def edit_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def quantize(folder: Path, block: int) -> dict[str, torch.Tensor]:
-    """Rewrite the model in block-scaled FP8, as DeepSeek-V3's is; return what it must be read as, in float32."""
-    expected = load_file(folder / MODEL)
-    stored, generator = dict(expected), torch.Generator().manual_seed(2)
-    for key in [key for key in expected if key.endswith("_proj.weight")]:
-        rows, cols = expected[key].shape
-        scale = torch.rand(-(-rows // block), -(-cols // block), generator=generator) + 0.01
-        spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:rows, :cols]
-        stored[key], stored[f"{key}_scale_inv"] = (expected[key] / spread).to(torch.float8_e4m3fn), scale
-        expected[key] = stored[key].float() * spread
-    save_file(stored, folder / MODEL, metadata={"format": "pt"})
-    edit_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [block, block]})
-    return expected
-
-
 def test_report_names_model_training_and_manifest(command, step):
     done = command("inspect", step)
     count, size = AutoModelForCausalLM.from_pretrained(step).num_parameters(), total_bytes(step / MODEL)
@@ -157,9 +143,9 @@ def test_parameters_are_counted_as_transformers_does(command, hf_model, tmp_path
     folder = shutil.copytree(wide, tmp_path / "hf")
     count = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
     if block:
-        quantize(folder, block)
+        write_fp8(folder, (block, block))
     done = command("inspect", folder)
-    assert f"qwen3, {count / 1e6:.1f} M parameters, {'F32, F8_E4M3' if block else 'F32'}, " in done.out
+    assert f"qwen3, {count / 1e6:.1f} M parameters, {'BF16, F8_E4M3' if block else 'F32'}, " in done.out
     assert done.code == 0 and "  manifest   none; " in done.out and "training" not in done.out
 
 
@@ -186,7 +172,7 @@ def test_any_name_can_be_shown(command, tmp_path, names):
     assert len(done.table("tensor")) == len(names)
 
 
-@pytest.mark.parametrize("name", [MODEL, MASTERS, OPTIMIZER, SIDECAR, STATE, "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", [MODEL, SIDECAR, STATE])
 def test_a_file_that_is_missing_or_cut_off_is_named(command, step, tmp_path, name):
     copy = shutil.copytree(step, tmp_path / "copy")
     data = (copy / name).read_bytes()
@@ -198,20 +184,18 @@ def test_a_file_that_is_missing_or_cut_off_is_named(command, step, tmp_path, nam
     assert done.code == 1 and name in done.out + done.err
 
 
-@pytest.mark.parametrize("name", [MODEL, SIDECAR, "tokenizer.json"])
-def test_a_flipped_bit_is_found_by_checksums(command, step, tmp_path, name):
+def test_a_flipped_bit_is_found_by_checksums(command, step, tmp_path):
     copy = shutil.copytree(step, tmp_path / "copy")
-    data = (copy / name).read_bytes()
-    (copy / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    data = (copy / SIDECAR).read_bytes()
+    (copy / SIDECAR).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert command("inspect", copy).code == 0
     done = command("inspect", copy, "--checksums")
     named = [line.split(":")[0].strip() for line in done.out.splitlines() if "checksum differs" in line]
-    assert (done.code, named) == (1, [name])
+    assert (done.code, named) == (1, [SIDECAR])
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "../" * 30 + "dev/zero"])
-def test_a_manifest_of_other_things_is_damage(command, step, tmp_path, monkeypatch, name):
-    copy = shutil.copytree(step, tmp_path / "copy")
+def test_a_manifest_of_other_things_is_damage(command, step, tmp_path, monkeypatch):
+    copy, name = shutil.copytree(step, tmp_path / "copy"), "../" * 30 + "dev/zero"
     monkeypatch.setattr(commit, "_checksum_of", lambda *_: "0")  # that device never ends
     (copy / commit.MANIFEST_FILE).write_text(json.dumps({"format": 1, "files": {name: {"bytes": 0, "adler32": "0"}}}))
     assert command("inspect", copy, "--checksums").code == 1
@@ -221,22 +205,10 @@ def test_what_is_no_model_is_one_line(command, tmp_path):
     folder = tmp_path / "model"
     command("inspect", folder).assert_refused(str(folder), "is no folder")
     folder.mkdir()
-    command("inspect", folder).assert_refused(str(folder), "has neither")
     os.mkfifo(folder / "pytorch_model.bin")  # opening it would hang
     command("inspect", folder).assert_refused("pytorch_model.bin", "never")
-    command("inspect", folder / "pytorch_model.bin").assert_refused("is no folder")
-    command("inspect", tmp_path / ("x" * 300)).assert_refused("xxx")
-
-
-def test_a_hostile_header_is_one_line(command, tmp_path):
-    for header, claimed, word in (
-        ("{}", 1 << 62, "cut off"),
-        ("[" * 99_999, 99_999, "no safetensors file"),
-        ('{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}', 53, "a: bytes [0, 9) are not within the 0 bytes"),
-        ('{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,0]}}', 53, "a: U8 [9] needs more than the 0 bytes"),
-    ):
-        (tmp_path / MODEL).write_bytes(claimed.to_bytes(8, "little") + header.encode())
-        command("inspect", tmp_path).assert_refused(str(tmp_path / MODEL), word)
+    (folder / MODEL).write_bytes((1 << 62).to_bytes(8, "little"))
+    command("inspect", folder).assert_refused(str(folder / MODEL), "cut off")
 
 
 def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -254,8 +226,8 @@ def load_strictly(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *(("qwen3_moe", dtype) for dtype in NAMES),
-        *((family, torch.bfloat16) for family in ("qwen2", "llama", "deepseek_v3")),
+        ("qwen3_moe", torch.float32),
+        *((family, torch.bfloat16) for family in ("qwen3_moe", "llama", "deepseek_v3")),
         *((family, torch.float16) for family in ("qwen3", "dots1", "glm4_moe")),
     ],
     ids=lambda value: NAMES.get(value, value),
@@ -286,7 +258,7 @@ def test_an_export_is_the_source_cast(command, hf_model, tmp_path, monkeypatch, 
     assert [path.name for path in out.parent.iterdir()] == ["out"], "nothing temporary is left"
 
 
-@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=NAMES.get)
 def test_an_export_of_a_run_has_its_weights_and_no_state(command, step, tmp_path, dtype):
     """Each dtype is one rounding of the float32 masters; of the rest only the biases go along."""
     out = tmp_path / "out"
@@ -307,10 +279,10 @@ def test_an_export_of_a_run_has_its_weights_and_no_state(command, step, tmp_path
     assert len(AutoTokenizer.from_pretrained(out)) == 310 and load_strictly(out)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=NAMES.get)
-def test_block_scaled_fp8_is_dequantized(command, hf_model, tmp_path, dtype):
+def test_block_scaled_fp8_is_dequantized(command, hf_model, tmp_path):
+    dtype = torch.bfloat16
     source = shutil.copytree(hf_model(), tmp_path / "source")
-    expected = {key: tensor.to(dtype) for key, tensor in quantize(source, 24).items()}
+    expected = {key: tensor.to(dtype) for key, tensor in write_fp8(source, (24, 24)).items()}
     assert command("export", source, tmp_path / "out", "--dtype", NAMES[dtype]).code == 0
     assert_same(load_file(tmp_path / "out" / MODEL), expected)
     assert "quantization_config" not in (tmp_path / "out/config.json").read_text() and load_strictly(tmp_path / "out")
@@ -326,25 +298,24 @@ def test_everything_but_other_weights_is_copied(command, hf_model, tmp_path):
     assert contents(tmp_path / "out").keys() == contents(source).keys() - others
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_what_is_at_out_stays(command, hf_model, tmp_path, kind):
+def test_what_is_at_out_stays(command, hf_model, tmp_path):
     out = tmp_path / "out"
-    {"folder": out.mkdir, "file": out.touch, "link": lambda: out.symlink_to("nowhere")}[kind]()
-    before = out.lstat()
-    command("export", hf_model(), out).assert_refused(str(out))
-    assert out.lstat() == before and [path.name for path in tmp_path.rglob("*")] == ["out"]
+    for make, remove in ((out.mkdir, out.rmdir), (out.touch, out.unlink), (partial(out.symlink_to, "no"), out.unlink)):
+        make()
+        before = out.lstat()
+        command("export", hf_model(), out).assert_refused(str(out))
+        assert out.lstat() == before and [path.name for path in tmp_path.rglob("*")] == ["out"]
+        remove()
 
 
 @pytest.mark.parametrize(
     ("damage", "word", "lines"),
     [
         (shutil.rmtree, "is no folder", 1),
-        (lambda folder: (folder / MODEL).unlink(), "has neither", 1),
         (lambda folder: os.truncate(folder / MODEL, (folder / MODEL).stat().st_size - 1), "cut off", 1),
         (lambda folder: edit_config(folder, model_type="gpt99"), "'gpt99' has neither a native decoder nor", 1),
         (lambda folder: edit_config(folder, num_hidden_layers=3), "layers.2.mlp.gate.weight: missing", 12),
         (lambda folder: edit_config(folder, eos_token_id="</s>"), "eos_token_id", 1),
-        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json", 1),
     ],
 )
 def test_what_cannot_be_exported_leaves_nothing(command, hf_model, tmp_path, damage, word, lines):
