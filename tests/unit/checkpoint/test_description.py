@@ -62,7 +62,6 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     "no dictionary of labels": ("qwen3_moe", {"num_labels": "x"}, 'num_labels = "x"'),
     "no row of the embedding": ("llama", {"pad_token_id": 10**9}, "pad_token_id = 1000000000"),
     "widths that do not go together": ("llama", {"hidden_size": 90}, "hidden_size = 90"),
-    "several": ("qwen3", {"use_cache": "yes", "attention_dropout": None, "bos_token_id": "1"}, "3 problems:"),
 }
 
 
