@@ -45,159 +45,11 @@ from titanlite.models.families import resolve_model_config
 _MOST_PARAMETERS = 40_000_000
 _SHOWN_CHARS = 600
 # Values by the ends of names of settings; the first that fits counts. None: as it is.
-_SIZES: tuple[tuple[str, int | None], ...] = (
-    ("index_n_heads", 64),  # with fewer, ReLU leaves scores of 0 and ties
-    (
-        r"(linear_|swa_)?(num_)?(key_value_heads|kv_heads|query_groups|global_key_value_heads)|multi_query_group_num|n_kv_head",
-        2,
-    ),
-    (r"linear_num_key_heads|index_kv_heads", 2),
-    (r"mamba_(num|n)_heads|mamba_n_heads|linear_num_value_heads", 4),
-    (
-        r"(\w+_)?(num|n)_(attention_|global_attention_)?heads?|(num_)?(encoder|decoder)_(attention_)?heads|n_head|nhead",
-        4,
-    ),
-    (
-        r"(mamba_|linear_key_|linear_value_|qk_rope_|v_|index_|mamba_d_|lightning_)head_dim|mamba_d_head|attention_head_dim",
-        16,
-    ),
-    (r"(\w+_)?head_dim|head_size|d_kv|kv_channels|attention_head_size|head_width|(qk_)?(rope|nope)_dim|rotary_dim", 16),
-    (r"(q|kv|o|k|v)_lora_rank|time_step_rank|mamba_dt_rank|\w*lora_rank|\w*low_rank_dim|\w*lora_dim", 16),
-    (r"vocab_size|(\w+_)?vocab_size|codebook_size|num_embeddings", 256),
-    (
-        r"max_(position_embeddings|target_positions|source_positions|seq_len(gth)?)|n_positions|n_ctx|(seq|context)_length|block_size",
-        128,
-    ),
-    (r"sliding_window|window_size|attention_window|local_window|attention_chunk_size|index_topk|index_block_size", 8),
-    (
-        r"(\w+_)?(num|n)_(local_|routed_)?experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts",
-        4,
-    ),
-    (r"num_experts_per_tok(en)?|moe_top_?k|top_k(_experts)?|moe_k|num_selected_experts|num_experts_per_tokens", 2),
-    (r"(mamba_)?n_groups", 2),
-    (r"n_group|topk_group|num_expert_group", 1),
-    (r"first_k_dense_replace|moe_layer_start_index|num_shared_experts|n_shared_experts", 1),
-    (r"(mamba_)?(d_state|state_size|ssm_state_size)|ssm_d_state", 16),
-    (
-        r"(\w+_)?(ffn_dim|ffn_size|intermediate_size|inner_size|ffn_hidden_size|d_ff|mlp_dim|n_inner|lru_width|intermediate_dim)",
-        64,
-    ),
-    (
-        r"(\w+_)?(hidden_size|embed_dim|embedding_size|d_model|n_embd|model_dim|emb_dim|projection_dim|proj_dim|hidden_dim|dim|width|embed_proj_dim)",
-        64,
-    ),
-    (r"(\w+_)?(image_size|img_size)", None),
-    (r"(\w+_)?(num_)?(hidden_)?(layers|blocks)|n_layers?|depth|num_\w*layers|(encoder|decoder)_layers", 2),
-)
+# Small values: by names of settings, of which the first that fits counts (null: as it is), and by type and place for
+# what those do not find. `index_n_heads` is not smaller, or ReLU leaves scores of 0 and ties.
+_OVERRIDES = json.loads(Path(__file__).with_name("overrides.json").read_text())
 _RANDOM = re.compile(r"drop|jitter|pdrop")  # what makes a forward in training mode random
 _PER_LAYER = re.compile(r"layer_?types|layers_block_type|\w*_layer_types|layer_types|mlp_only_layers|no_rope_layers")
-_ALTERNATING = ["sliding_attention", "full_attention"]
-# What the rules above do not find, by type and place.
-_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _ALTERNATING}
-_GEMMA4 = {"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16}
-_QUERIES = {"num_query_tokens": 4, "image_token_index": 5, "video_token_index": 5}
-_DOTS3 = {
-    "head_dim": 32,
-    "num_key_value_heads": 4,
-    "per_layer_config": {2: {"num_key_value_heads": 4}},
-}
-_MROPE, _HALF_MROPE = (
-    {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}}}
-    for sections in ([2, 3, 3], [1, 1, 2])
-)
-_GEMMA3N = {
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 2,
-    "layer_types": _ALTERNATING * 2,
-    "intermediate_size": [64] * 4,
-    "activation_sparsity_pattern": [0.0] * 4,
-    **_GEMMA4,
-}
-_TINY_VIT = {"architecture": "vit_tiny_patch16_224", "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 2}}
-_FUSED_QKV = {"num_attention_heads": 4, "num_key_value_heads": 4}  # stored in one, and cut into three equal parts
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
-_FIXES: Mapping[str, Mapping[str, Any]] = {
-    "bamba": _MAMBA,
-    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
-    "granitemoehybrid": _MAMBA,
-    "mamba2": {"num_heads": 8},
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl"), _MROPE),
-    "hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": {"mrope_section": [2, 2, 2, 2]}}},
-    "ernie4_5_vl_moe": {
-        "text_config": {
-            "moe_intermediate_size": [64, 64],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [3, 3, 2]},
-        }
-    },
-    "inkling2_text": {"n_layers_per_attn_res_block": 1},
-    "xlm": {"causal": True},
-    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), _QUERIES),
-    "kosmos-2": {"latent_query_num": 4},
-    "paligemma": {"vision_config": {"image_size": 28}},
-    **dict.fromkeys(("glm4v", "glm_ocr", "glm46v", "glmga"), _MROPE),
-    "glm4v_moe": _HALF_MROPE,
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "step3p7": {"text_config": {"sliding_window": 8}},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    "xmod": {"default_language": "en_XX"},
-    "nemo_speechlm": {
-        "audio_config": {"asr_config": _FUSED_QKV, "diarization_config": {"audio_config": _FUSED_QKV}},
-        "word_timestamp_config": _FUSED_QKV,
-    },
-    "vibevoice_asr": {f"{kind}_tokenizer_encoder_config": {"num_filters": 2} for kind in ("acoustic", "semantic")},
-    "gemma3n_text": _GEMMA3N,
-    "gemma3n": {"text_config": _GEMMA3N, "vision_config": _TINY_VIT},
-    "fast_vlm": {"vision_config": {"architecture": "fastvit_t8", "hidden_size": 768}},
-    "perception_lm": {"vision_config": _TINY_VIT},
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
-    "ministral": {"head_dim": 16},
-    "chameleon": {"vocabulary_map": {"<image>": 5}},
-    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0], "vit_layers": [1, 0]}},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
-    "reformer": {"is_decoder": True, "axial_pos_embds": False},
-    "xlnet": {"d_head": 16, "attn_type": "uni"},
-    "glm5_next": {"text_config": {"num_key_value_heads": 4, "index_topk": 16}},
-    "longcat_flash": {"qk_head_dim": 32},
-    "mistral4": {"head_dim": 32},
-    "zamba2": {"mamba_headdim": 16, "attention_hidden_size": 128, "attention_head_dim": 32} | {"hybrid_layer_ids": [1]},
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
-    "emu3": {
-        "vocabulary_map": {"<image>": 5},
-        "text_config": {"vocabulary_map": {"<image>": 5}},
-        "vq_config": {"base_channels": 32},
-    },
-    "janus": {"vq_config": {"base_channels": 32}},
-    "gemma4_text": _GEMMA4,
-    "gemma4": {"text_config": _GEMMA4},
-    "dots3_note_text": _DOTS3,
-    "dots3_note": {
-        "text_config": _DOTS3,
-        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
-        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
-    },
-    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}},
-    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}},
-    "florence2": {
-        "vision_config": {"depths": [1] * 4, "embed_dim": [16, 32, 64, 64], "num_heads": [2] * 4, "num_groups": [2] * 4}
-    },
-    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
-    "cohere_compass_text": {"rope_parameters": _ROPES},
-    "cohere_compass": {"text_config": {"rope_parameters": _ROPES}},
-    "blt": {
-        "encoder_hash_byte_group_vocab": 64,
-        "encoder_config": {"hidden_size_global": 128},
-        "decoder_config": {"hidden_size_global": 128},
-        "global_config": {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8},
-    },
-    "zamba": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-    },
-}
 
 
 @dataclass
@@ -289,7 +141,7 @@ def shrink(config_cls: Any, model_type: str, levels: int = 0) -> Any:
     """A configuration of `config_cls` with small sizes; `levels` of its sections keep their defaults on retries."""
     table = config_cls().to_dict()
     small = _shrunk(table, skip_sizes=levels > 1)
-    _update(small, _FIXES.get(model_type, {}))
+    _update(small, copy.deepcopy(_OVERRIDES["types"].get(model_type, {})))
     if levels > 0:
         small = _without_lists(small)
     return config_cls.from_dict(small)
@@ -353,7 +205,7 @@ def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _small_size(key: str, value: int) -> int:
-    for pattern, size in _SIZES:
+    for pattern, size in _OVERRIDES["sizes"].items():
         if re.fullmatch(pattern, key):
             return value if size is None else min(value, size)
     return value
