@@ -103,7 +103,6 @@ def test_tokens_do_not_share_a_group_with_parameters(ep: int) -> None:
 @pytest.mark.parametrize(
     ("degrees", "dense", "sparse"),
     [
-        (Degrees(dp_shard=4), ("dp_shard",), None),
         (Degrees(dp_replicate=2, dp_shard=2), ("dp_replicate", "dp_shard"), None),
         (Degrees(tp=4), ("dp_shard", "tp"), ("efsdp",)),
         (Degrees(dp_shard=4, ep=4), ("dp_shard",), ("efsdp", "ep")),
@@ -112,13 +111,9 @@ def test_tokens_do_not_share_a_group_with_parameters(ep: int) -> None:
             ("dp_replicate", "dp_shard", "tp"),
             ("dp_replicate", "efsdp", "ep"),
         ),
-        (Degrees(cp=4), ("dp_shard_cp",), None),
         (Degrees(tp=2, cp=2), ("dp_shard_cp", "tp"), ("efsdp",)),
-        (Degrees(dp_shard=2, cp=2, ep=2), ("dp_shard_cp",), ("efsdp", "ep")),
         (Degrees(dp_replicate=2, cp=2), ("dp_replicate", "dp_shard_cp"), None),
         (Degrees(pp=2, dp_shard=2, ep=2), ("pp", "dp_shard"), ("pp", "efsdp", "ep")),
-        (Degrees(pp=2, tp=2), ("pp", "dp_shard", "tp"), ("pp", "efsdp")),
-        (Degrees(pp=4), ("pp", "dp_shard"), None),
     ],
 )
 def test_an_axis_of_one_rank_has_no_group(degrees: Degrees, dense: tuple, sparse: tuple | None) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from titanlite.base.errors import NEVER_RESTARTED, ConfigError, TransientError
 from titanlite.distributed import parallel_dims
 
-REFUSED = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused\nframe #0"
+UNREACHED = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused\nframe #0"
 
 
 @pytest.fixture(autouse=True)
@@ -21,17 +21,16 @@ def _rank(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
 
 
-def test_an_interface_that_is_not_there_is_a_mistake_of_the_settings():
+def test_a_wrong_interface_is_final_and_a_rank_out_of_reach_is_not():
     error = parallel_dims._explain(RuntimeError("ifa != nullptr. Unable to find address for: eth7"))
     assert isinstance(error, ConfigError) and error.exit_code in NEVER_RESTARTED
     assert "by the interface eth7 and port 29500: ifa != nullptr. Unable to find address" in str(error)
-
-
-def test_ranks_that_cannot_be_reached_may_be_there_after_a_new_start():
-    error = parallel_dims._explain(RuntimeError(REFUSED))
+    error = parallel_dims._explain(RuntimeError(UNREACHED))
     assert isinstance(error, TransientError) and error.exit_code not in NEVER_RESTARTED
     assert "rank 3 on " in str(error) and "by the interface eth7 and port 29500: Gloo connectFullMesh" in str(error)
     assert "frame" not in str(error)
+    error = RuntimeError("out of file descriptors")
+    assert parallel_dims._explain(error) is error
 
 
 def test_a_port_that_is_taken_may_be_another_one_at_the_next_start(monkeypatch):
@@ -43,11 +42,6 @@ def test_a_port_that_is_taken_may_be_another_one_at_the_next_start(monkeypatch):
     error = parallel_dims._explain(caught.value)
     assert isinstance(error, TransientError) and error.exit_code not in NEVER_RESTARTED
     assert f" and port {port}: " in str(error) and "MASTER_PORT to a free port." in str(error)
-
-
-def test_other_errors_stay_what_they_are():
-    error = RuntimeError("out of file descriptors")
-    assert parallel_dims._explain(error) is error
 
 
 def test_the_interface_is_chosen_for_several_machines_only_and_not_against_the_user(monkeypatch):

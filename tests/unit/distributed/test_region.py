@@ -43,19 +43,8 @@ def coverage(make) -> tuple[torch.Tensor, int]:
     return held, replicas
 
 
-@pytest.mark.parametrize("shape", [(16, 6), (9, 6), (3, 16), (1, 5)])
-@pytest.mark.parametrize(
-    "placements",
-    [
-        (Shard(0), Replicate()),
-        (Replicate(), Shard(1)),
-        (Shard(0), Shard(1)),
-        (Shard(1), Shard(0)),
-        (Shard(0), Shard(0)),
-        (Replicate(), Replicate()),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", [(9, 6), (1, 5)])
+@pytest.mark.parametrize("placements", [*itertools.product([Shard(0), Shard(1), Replicate()], repeat=2)], ids=str)
 def test_shards_tile_the_tensor(shape, placements):
     def make():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
