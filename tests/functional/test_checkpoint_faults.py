@@ -423,7 +423,7 @@ def failing_save(trainer: Trainer, step: int, how: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_failed_save_is_one_error_on_all_ranks_and_leaves_the_earlier_ones(run_ranks, checked, saved, mode):
+def test_failed_save_is_one_error_on_all_ranks(run_ranks, checked, saved, mode):
     """Each fault in turn, in the same ranks; between two faults a save succeeds."""
     folder = saved("run")
     job = checked(FSDP2, *SMALL, f"--checkpoint.async_mode={mode}", "--checkpoint.keep_latest_k=0")
@@ -462,7 +462,7 @@ def test_failed_save_is_one_error_on_all_ranks_and_leaves_the_earlier_ones(run_r
     assert_holds(folder / "step-3", 3)
 
 
-def test_failed_background_save_ends_training_on_all_ranks_at_the_same_step(run_ranks, checked, saved):
+def test_failed_background_save_ends_all_ranks_at_one_step(run_ranks, checked, saved):
     """Through `Trainer.train`, with the disk full from the second save on."""
     folder = saved("run")
     job = checked(FSDP2, *SMALL, "--checkpoint.async_mode=async", "--checkpoint.interval=2", "--training.steps=40")
@@ -480,7 +480,7 @@ def test_failed_background_save_ends_training_on_all_ranks_at_the_same_step(run_
     assert folder_digests(folder) == before and hidden(folder) == []
 
 
-def test_background_save_is_finished_when_training_ends_with_an_error(checked, config_file, tmp_path, monkeypatch):
+def test_background_save_is_finished_when_training_fails(checked, config_file, tmp_path, monkeypatch):
     """The loss is not finite at step 2, while step 1, which is good, is still being written."""
     arguments = ["--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}", *SMALL]
     arguments += ["--parallelism.data_parallel_shard_degree=2", "--checkpoint.async_mode=async"]
@@ -516,7 +516,7 @@ def test_background_save_is_finished_when_training_ends_with_an_error(checked, c
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_old_checkpoint_that_cannot_be_removed_is_the_same_on_all_ranks(run_ranks, checked, saved, mode):
+def test_removal_that_fails_is_the_same_on_all_ranks(run_ranks, checked, saved, mode):
     """An error or none, but not an error on one rank that leaves the others waiting for it."""
     folder = saved("run")
     job = checked(FSDP2, *SMALL, f"--checkpoint.async_mode={mode}", "--checkpoint.keep_latest_k=1")
@@ -670,7 +670,7 @@ def test_file_that_changes_between_header_and_read_is_an_error(start_all, saved,
     assert folder_digests(folder / "step-1") == before and hidden(folder) == []
 
 
-def test_file_that_is_cut_off_during_the_read_of_one_rank_is_an_error_on_all(start_all, saved):
+def test_file_cut_off_while_one_rank_reads_is_an_error_on_all(start_all, saved):
     path = saved("run") / "step-2" / MODEL
 
     def sabotage() -> None:

@@ -118,7 +118,7 @@ def loader_of(num_sequences: int | None, size: int = 8) -> TrainLoader:
     return loader
 
 
-def test_a_run_with_another_batch_trains_the_epochs_that_it_was_asked_for(said):
+def test_a_run_with_another_batch_trains_all_its_epochs(said):
     job = JobConfig()
     job.training.seq_len = 2048
     job.training.epochs = 4.0

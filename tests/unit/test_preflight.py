@@ -91,7 +91,7 @@ def test_machines_that_may_be_lost(path, capsys):
     assert capsys.readouterr().err.startswith("titanlite: error: with 6 ranks: configuration: ")
 
 
-def test_files_that_are_not_there_are_said_before_a_model_is_downloaded(path, capsys, monkeypatch):
+def test_absent_files_are_said_before_a_model_is_downloaded(path, capsys, monkeypatch):
     monkeypatch.setattr("titanlite.preflight.check", lambda *_, **__: pytest.fail("it went on"))
     overrides = ("--data.dataset=examples", "--data.path=nothere.jsonl", "--data.validation_path=owner/held-out")
     overrides += ("--data.chat_template=t.jinja", "--data.tokenizer_path=tok")

@@ -92,7 +92,7 @@ ROUNDED = [
 ]
 
 
-def test_a_bias_that_was_rounded_until_experts_share_values_is_named(mixture, tmp_path, caplog):
+def test_a_bias_rounded_until_experts_share_values_is_named(mixture, tmp_path, caplog):
     implementation, change = mixture
     for bias, expected in ROUNDED:
         change(lambda key, bias=bias: bias.clone())

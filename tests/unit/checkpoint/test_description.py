@@ -250,7 +250,7 @@ def test_models_of_transformers_have_the_rotary_keys_of_4(tmp_path, model_type, 
     assert {key: written[key] for key in ROPE_OF_4[model_type]} == ROPE_OF_4[model_type]
 
 
-def test_tables_of_kinds_of_layers_are_as_transformers_5_writes_them(tmp_path):
+def test_tables_of_kinds_of_layers_are_as_of_transformers_5(tmp_path):
     from transformers import AutoConfig
 
     hf = {"model_type": "gemma3_text", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -260,7 +260,7 @@ def test_tables_of_kinds_of_layers_are_as_transformers_5_writes_them(tmp_path):
     assert "rope_theta" not in json.loads((tmp_path / "config.json").read_text())
 
 
-def test_the_tokenizer_of_a_saved_model_is_what_both_versions_read(tmp_path):
+def test_a_saved_tokenizer_is_what_both_versions_read(tmp_path):
     """Transformers 4 raises for a list of extra tokens, and a note of how a file was loaded is true once."""
     from tokenizers import Tokenizer, models
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -281,7 +281,7 @@ def test_the_tokenizer_of_a_saved_model_is_what_both_versions_read(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["table", "keys", "both kinds"])
-def test_named_special_tokens_are_a_table_which_both_versions_read(tmp_path, form):
+def test_named_special_tokens_are_a_table_for_both_versions(tmp_path, form):
     """Transformers 5 writes each as a key, which 4 ignores, so that it takes the image token for a word."""
     from tokenizers import Tokenizer, models
     from transformers import AutoTokenizer

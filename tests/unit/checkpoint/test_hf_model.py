@@ -343,7 +343,7 @@ def test_rank_0_alone_reads_what_is_compared(tmp_path, run_ranks):
 # ---- expert_bias ----
 
 
-def test_expert_bias_has_the_name_of_the_family_and_stays_float32(tmp_path):
+def test_expert_bias_has_the_familys_name_and_stays_float32(tmp_path):
     weights = weights_of(DOTS1)
     stored = split_experts(weights, "e_score_correction_bias")
     assert "model.layers.1.mlp.gate.e_score_correction_bias" in stored
@@ -363,7 +363,7 @@ def test_expert_bias_may_be_absent_if_that_is_allowed(tmp_path):
     assert all(isinstance(entry.source, Init) and not entry.tensor.any() for entry in biases)
 
 
-def test_expert_bias_of_an_architecture_without_one_comes_from_the_sidecar(tmp_path):
+def test_expert_bias_without_a_name_comes_from_the_sidecar(tmp_path):
     weights = weights_of(QWEN3_MOE)
     save(tmp_path, split_experts(weights))
     save(

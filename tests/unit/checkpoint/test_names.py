@@ -73,7 +73,7 @@ def test_names_that_differ_in_several_ways_are_listed(models, tmp_path):
 
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("how", ["base model", "without", "doubled"])
-def test_the_base_models_prefix_is_added_and_removed_as_in_from_pretrained(models, tmp_path, name, how):
+def test_the_base_models_prefix_is_as_in_from_pretrained(models, tmp_path, name, how):
     model = models[name]
     model.save_pretrained(tmp_path)
     prefix = f"{model.base_model_prefix}."

@@ -62,7 +62,7 @@ def test_of_a_model_on_one_rank_fsdp_has_what_it_casts(param_dtype: str) -> None
         assert {isinstance(param, DTensor) for param in model.parameters()} == {param_dtype == "bfloat16"}
 
 
-def test_copies_of_experts_are_made_once_per_step_and_their_gradients_added_in_float32() -> None:
+def test_copies_of_experts_add_gradients_in_float32() -> None:
     """As FSDP over one rank would: products see bfloat16, sums of micro-batches are float32."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(3, 5, 4))

@@ -21,7 +21,7 @@ def _rank(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
 
 
-def test_a_wrong_interface_is_final_and_a_rank_out_of_reach_is_not():
+def test_a_wrong_interface_is_final_an_unreached_rank_is_not():
     error = parallel_dims._explain(RuntimeError("ifa != nullptr. Unable to find address for: eth7"))
     assert isinstance(error, ConfigError) and error.exit_code in NEVER_RESTARTED
     assert "by the interface eth7 and port 29500: ifa != nullptr. Unable to find address" in str(error)
@@ -33,7 +33,7 @@ def test_a_wrong_interface_is_final_and_a_rank_out_of_reach_is_not():
     assert parallel_dims._explain(error) is error
 
 
-def test_a_port_that_is_taken_may_be_another_one_at_the_next_start(monkeypatch):
+def test_a_port_that_is_taken_may_be_free_at_the_next_start(monkeypatch):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
@@ -44,7 +44,7 @@ def test_a_port_that_is_taken_may_be_another_one_at_the_next_start(monkeypatch):
     assert f" and port {port}: " in str(error) and "MASTER_PORT to a free port." in str(error)
 
 
-def test_the_interface_is_chosen_for_several_machines_only_and_not_against_the_user(monkeypatch):
+def test_the_interface_is_chosen_unless_the_user_names_one(monkeypatch):
     monkeypatch.setattr(parallel_dims, "find_interface", lambda host: f"towards-{host}")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     parallel_dims._choose_interfaces()
@@ -59,9 +59,7 @@ def test_the_interface_is_chosen_for_several_machines_only_and_not_against_the_u
     ("world_size", "on_this_machine", "expected"),
     [("4", "4", "lo"), ("1", None, "lo"), (None, None, "lo"), ("4", None, None)],
 )
-def test_ranks_that_are_all_on_one_machine_listen_on_the_loopback_interface(
-    monkeypatch, world_size, on_this_machine, expected
-):
+def test_ranks_of_one_machine_listen_on_the_loopback_interface(monkeypatch, world_size, on_this_machine, expected):
     """Also those of torchrun, and one process alone; not where nobody knows how many ranks are here."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     environment = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": on_this_machine}
@@ -73,7 +71,7 @@ def test_ranks_that_are_all_on_one_machine_listen_on_the_loopback_interface(
         assert [variables.get(name) for name in names] == [after, after]
 
 
-def test_gpus_that_torch_cannot_use_are_an_error_and_not_a_run_on_the_cpu(monkeypatch):
+def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TITANLITE_GPUS", "8")
     monkeypatch.setattr(torch.version, "cuda", None)

@@ -153,7 +153,7 @@ def test_part_of_a_tensor_that_is_not_filled_is_counted():
         materialize(meta_linear(bias=False), "cpu", [Checkpoint(reader)])
 
 
-def test_infinite_parameter_is_refused_and_infinite_buffer_is_a_mask():
+def test_infinite_parameters_are_refused_infinite_buffers_not():
     model = Holder(mask=lambda: torch.full((2,), float("-inf")))
     materialize(model, "cpu")
     assert model.mask.isneginf().all()

@@ -128,7 +128,7 @@ DECLARED_TWICE = "two sources, 'init constant(value=1)' from"
         (Part(), [{"w": Alias("b")}], "w"),
     ],
 )
-def test_no_source_or_two_is_refused_before_anything_is_allocated(model, sources, text):
+def test_no_source_or_two_is_refused_before_allocation(model, sources, text):
     before = [tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]]
     with pytest.raises(PlanError) as error:
         materialize(model, "cpu", sources)
@@ -145,7 +145,7 @@ def test_all_problems_are_in_one_error():
     assert "k.w" not in str(error.value)
 
 
-def test_may_be_absent_and_non_persistent_need_not_be_in_a_checkpoint():
+def test_tensors_that_a_checkpoint_need_not_have():
     model = Part({"w": ZEROS, "b": Init(Ones(), may_be_absent=True)})
     model.register_buffer("table", torch.empty(2, device="meta"), persistent=False)
     model._sources["table"] = Compute(lambda: torch.arange(2.0))

@@ -230,7 +230,7 @@ def test_tensors_that_share_memory_are_refused(register: Callable[[nn.Module], N
     assert str(error.value).startswith(f"materialize: {text}")
 
 
-def test_parts_of_one_tensor_without_common_elements_are_independent() -> None:
+def test_parts_without_common_elements_are_independent() -> None:
     class Halves(nn.Module):
         positions: torch.Tensor
 

@@ -35,7 +35,7 @@ def from_hf(hf: dict[str, Any]) -> ModelConfig:
     return families()[hf["model_type"]].from_hf(hf, "config.json")
 
 
-def test_hub_config_and_what_transformers_5_writes_equal_the_preset():
+def test_hub_config_in_both_forms_equals_the_preset():
     for flavor, hf in HUB.items():
         preset = families()[hf["model_type"]].presets[flavor]
         assert from_hf(hf) == preset
@@ -81,7 +81,7 @@ def test_where_the_rotated_part_of_a_head_may_stand():
     assert from_hf({**hf, "rope_parameters": table}) == replace(air, partial_rotary_factor=0.25)
 
 
-def test_no_layer_for_multi_token_prediction_is_promised_without_weights():
+def test_no_multi_token_layer_is_promised_without_weights():
     assert family_of(from_hf(GLM)).to_hf(from_hf(GLM))["num_nextn_predict_layers"] == 0
 
 

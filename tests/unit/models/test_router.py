@@ -82,7 +82,7 @@ def test_choices_of_real_tokens_are_counted_in_training_alone():
     assert torch.equal(router.tokens_per_expert, expected)
 
 
-def test_counts_are_overwritten_so_that_recomputation_does_not_double_them():
+def test_recomputation_does_not_double_the_counts():
     moe = build(MoE)
     x = make_tokens().requires_grad_()
     moe(x)

@@ -192,7 +192,7 @@ def test_arguments_that_do_not_fit_are_refused(x, weight, offsets):
         ((9, 0), "3.6.0", True),
     ],
 )
-def test_blackwell_is_not_served_by_a_triton_that_leaves_out_fences(capability, triton, sound, monkeypatch):
+def test_blackwell_gets_no_triton_that_leaves_out_fences(capability, triton, sound, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr("triton.__version__", triton)

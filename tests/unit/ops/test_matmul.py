@@ -119,7 +119,7 @@ print(get(), [name for name, value in os.environ.items() if "_TF32_" in name and
 
 
 @pytest.mark.parametrize("values", [("1", "1"), ("0", "0")])
-def test_ranks_multiply_float32_as_float32_whatever_an_image_sets(values: tuple[str | None, str | None]) -> None:
+def test_ranks_multiply_float32_whatever_an_image_sets(values: tuple[str | None, str | None]) -> None:
     """torch begins with TF32 in cuDNN, and in cuBLAS where the first variable is 1; cuBLAS obeys the second alone."""
     names = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
     given = {name: value for name, value in zip(names, values, strict=True) if value is not None}

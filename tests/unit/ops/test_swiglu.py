@@ -44,7 +44,7 @@ def test_value_and_gradients(dtype, weighted, shape):
         assert_close(weight.grad, exact_weight.grad, BOUNDS[dtype])
 
 
-def test_arguments_are_not_changed_and_constant_weight_gets_no_gradient():
+def test_arguments_stay_and_constant_weight_has_no_gradient():
     gate_up, weight = torch.randn(3, 6, requires_grad=True), torch.rand(3)
     before = gate_up.detach().clone(), weight.clone()
     swiglu(gate_up, weight).sum().backward()
