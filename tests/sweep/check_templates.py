@@ -106,64 +106,49 @@ class Chat:
 def make_chats() -> dict[str, Chat]:
     """The conversations, by name."""
     chats: dict[str, Chat] = {}
-    tool = [make_word() for _ in range(40)]
+    tool = [make_word() for _ in range(8)]
 
-    def new(name: str) -> Chat:
+    def new(name: str, turns: int = 1, **more: Any) -> Chat:
+        """Begin with `turns` of a user and, but for the last one, of the assistant."""
         chats[name] = Chat()
+        for turn in range(turns):
+            chats[name].say("user")
+            if turn < turns - 1:
+                chats[name].say("assistant", **more)
         return chats[name]
 
-    new("one turn").say("user").say("assistant")
-    three = new("three turns")
-    for _ in range(3):
-        three.say("user").say("assistant")
-    new("system").say("system").say("user").say("assistant")
-    new("system, several turns").say("system").say("user").say("assistant").say("user").say("assistant")
-    new("thought").say("user").say("assistant", thought="{} {}")
-    new("thoughts in all turns").say("user").say("assistant", thought="{}").say("user").say("assistant", thought="{}")
-    new("thought in the last turn").say("user").say("assistant").say("user").say("assistant", thought="{}")
-    new("thought, switched on").say("user").say("assistant", thought="{}").row["chat_template_kwargs"] = {
-        "enable_thinking": True,
-        "thinking": True,
-    }
-    new("no thought, switched off").say("user").say("assistant").row["chat_template_kwargs"] = {
-        "enable_thinking": False,
-        "thinking": False,
-    }
-    new("tools without a call").tools(tool[0], tool[1]).say("user").say("assistant")
+    def result(chat: Chat, name: str, k: int = 0) -> Chat:
+        place = max(i for i, message in enumerate(chat.row["messages"]) if message["role"] == "assistant")
+        return chat.say("tool", name=name, tool_call_id=f"call{place}{k}abcde"[:9])
 
-    def call(name: str, n: int, text: str | None, **more: Any) -> Chat:
-        chat = new(name).tools(tool[n]).say("user").say("assistant", text, calls=[(tool[n], {})], **more)
-        return chat.say("tool", name=tool[n], tool_call_id="call10abcde"[:9]).say("assistant")
-
-    call("call, content null", 2, None)
-    call("call, content empty", 3, "")
-    new("call as last message").tools(tool[4]).say("user").say("assistant", None, calls=[(tool[4], {})])
-    chat = new("arguments as JSON text").tools(tool[5]).say("user")
-    chat.say("assistant", None, calls=[(tool[5], {"as_text": True})])
-    chat.say("tool", name=tool[5], tool_call_id="call10abcde"[:9]).say("assistant")
-    for name, names in (("two parallel calls", (tool[6], tool[7])), ("the same tool twice", (tool[8], tool[8]))):
-        chat = new(name).tools(*dict.fromkeys(names)).say("user").say("assistant", None, calls=[(n, {}) for n in names])
-        for k, tool_name in enumerate(names):
-            chat.say("tool", name=tool_name, tool_call_id=f"call1{k}abcde"[:9])
-        chat.say("assistant")
-    call("content beside a call", 9, "{}")
-    call("thoughts beside calls", 10, "", thought="{}")
-    call("tools, thought after the result", 11, "").row["messages"][-1]["reasoning_content"] = (word := make_word())
-    chats["tools, thought after the result"].thoughts[3] = [word]
-    new("an empty answer").say("user").say("assistant", "")
-    new("developer").say("developer").say("user").say("assistant")
-    new("unicode").say("user", "\u4f60\u597d {} \U0001f642").say("assistant", "\u00e9t\u00e9 {} \u4e16\u754c")
-    new("white space").say("user", "\n {} \n").say("assistant", "\n\n  {}  \n")
-    new("assistant first").say("assistant").say("user").say("assistant")
-    new("two users").say("user").say("user").say("assistant")
-    new("two assistants").say("user").say("assistant").say("assistant")
-    new("weight 0").say("user").say("assistant", train=False, weight=0).say("user").say("assistant")
-    chat = new("content as parts").say("user").say("assistant")
+    new("three turns", 3).say("assistant")
+    chats["system"] = Chat().say("system").say("user").say("assistant").say("user").say("assistant")
+    chats["developer"] = Chat().say("developer").say("user").say("assistant")
+    new("thoughts in all turns", 2, thought="{} {}").say("assistant", thought="{}")
+    new("thought in the last turn", 2).say("assistant", thought="{}")
+    for name, switch in (("thought, switched on", True), ("no thought, switched off", False)):
+        chat = new(name).say("assistant", **({"thought": "{}"} if switch else {}))
+        chat.row["chat_template_kwargs"] = {"enable_thinking": switch, "thinking": switch}
+    new("tools without a call").tools(tool[0], tool[1]).say("assistant")
+    for name, n, text, more in (
+        ("call, content null", 2, None, {}),
+        ("content beside a call", 3, "{}", {}),
+        ("thoughts beside calls", 4, "", {"thought": "{}"}),
+    ):
+        chat = new(name, 2).tools(tool[n]).say("assistant", text, calls=[(tool[n], {})], **more)
+        result(chat, tool[n]).say("assistant", **more)
+    new("call as last message").tools(tool[5]).say("assistant", None, calls=[(tool[5], {"as_text": True})])
+    chat = new("two parallel calls").tools(tool[6], tool[7]).say("assistant", None, calls=[(n, {}) for n in tool[6:]])
+    result(result(chat, tool[6]), tool[7], 1).say("assistant")
+    new("an empty answer").say("assistant", "")
+    new("unicode and white space").say("assistant", "\n\n \u00e9t\u00e9 {} \u4e16\u754c\U0001f642  \n")
+    chats["assistant first"] = Chat().say("assistant").say("user").say("assistant")
+    new("two users").say("user").say("assistant")
+    new("two assistants").say("assistant").say("assistant")
+    new("weight 0").say("assistant", train=False, weight=0).say("user").say("assistant")
+    chat = new("content as parts").say("assistant")
     for message in chat.row["messages"]:
         message["content"] = [{"type": "text", "text": message["content"]}]
-    new("call, three turns").say("user").say("assistant").tools(tool[12]).say("user")
-    chats["call, three turns"].say("assistant", None, calls=[(tool[12], {})])
-    chats["call, three turns"].say("tool", name=tool[12], tool_call_id="call30abcde"[:9]).say("assistant")
     return chats
 
 
