@@ -32,7 +32,6 @@ from titanlite.data.loader import (
     build_loader,
     build_text,
     check_form,
-    describe_sources,
     resolve_steps,
     resolve_tokenizer_path,
 )
@@ -126,7 +125,6 @@ def assemble(checked: Checked) -> Trainer:
     samples, taken = (0, None) if start is None else (start.samples, start.taken)
     loader.start_from(step, samples, job.data.skip_to_sample, taken)
     check_data_order(start, loader)
-    describe_sources(job, loader, step)
     total, trained = count_parameters(model)
     logger.info(
         "model: %s, %.1f M parameters%s, %s of weights",

@@ -72,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # On the first rank of this machine that has this error; without a launcher to agree through, on all.
         if protocol.claim(hashlib.sha256(str(refusal).encode()).hexdigest()):
             print(f"titanlite: error: {refusal}", file=sys.stderr, flush=True)
-        protocol.note_error(str(refusal))
         _record_error(str(refusal))
         code = refusal.exit_code
     # Not after an error: it would wait until collectives of other ranks time out.
@@ -96,7 +95,6 @@ def _fail(error: Exception) -> NoReturn:
         close(1)
         time.sleep(_LAUNCHER_WAIT_S)
     if protocol.claim("traceback"):
-        protocol.note_error(f"{type(error).__name__}: {error}")
         beat = protocol.current_beat()
         where = f"in step {beat.step} ({beat.phase})" if beat.step else f"while {beat.phase}"
         text = "".join(traceback.format_exception(error))
@@ -107,7 +105,7 @@ def _fail(error: Exception) -> NoReturn:
 
 def _record_error(text: str) -> None:
     """Record the error in the run's events. Rank 0 writes; errors of other ranks are on the console only."""
-    record_event("error", protocol.first_sentence(text), protocol.steps_done())
+    record_event("error", text, protocol.steps_done())
 
 
 class _Callable(ModuleType):

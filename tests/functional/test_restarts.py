@@ -146,10 +146,7 @@ def test_exception_on_one_rank_is_one_traceback_and_a_new_start_goes_on_from_the
         "titanlite: rank 2 ended with exit code 1; all ranks were stopped. The same command resumes from the newest "
         f"checkpoint in {tmp_path / 'run'}, or begins anew without one.",
     ]
-    assert (
-        "1 of 1, because rank 2 ended with exit code 1 (ValueError: a bug in the model); training goes on from step 2"
-        in out
-    )
+    assert "1 of 1, because rank 2 ended with exit code 1; training goes on from step 2" in out
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     # Rank 0 has time to record that rank 2 is gone, or not.
     kinds = [(event["kind"], event["step"]) for event in events if event["kind"] != "error"]

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,15 +12,12 @@ from titanlite.base.errors import ConfigError, DataError
 from titanlite.base.log import logger
 from titanlite.base.text import format_count
 from titanlite.config import JobConfig
-from titanlite.data.dataset import PackedDataset
-from titanlite.data.loader import TrainLoader, describe_sources, resolve_steps
+from titanlite.data.loader import TrainLoader, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary
-from titanlite.data.tokens import TokenizedCorpus
 from titanlite.distributed.parallelize import check_device, choose_attention
 from titanlite.features.dpo import turn_off_dropout
 from titanlite.features.sft import chat_template
 from titanlite.features.sft.chat_template import with_chat_date
-from titanlite.features.streams.mixture import MixtureDataset
 from titanlite.models.families import families, resolve_model_config
 from titanlite.optim.expert_bias import warn_of_ignored_balancing
 
@@ -147,28 +143,6 @@ def test_epochs_are_steps(said):
         line = said.pop()
         assert f"{format_count(steps, 'step')} of 8 sequences, {steps * 8000:,} tokens with padding, " in line
         assert line.endswith(f" {steps * 0.08:.3g} epochs")
-
-
-def test_sources_of_a_mixture_are_counted_to_the_end_of_the_run(said):
-    corpora = {
-        name: TokenizedCorpus(np.ones(10 * size + 1, np.uint16), 0, 2, 1) for name, size in (("a", 30), ("b", 90))
-    }
-    parts = {name: PackedDataset(corpus, 10, 0.0) for name, corpus in corpora.items()}
-    mixture = MixtureDataset(parts, {"a": 3.0, "b": 1.0})
-    loader = TrainLoader(mixture, seed=1, global_batch_size=8, local_batch_size=8, dp_rank=0, dp_degree=1)
-    loader.start_from(2048, 16384, taken={"a": 100, "b": 20})  # 16384 samples, of which the run took other sources
-    job = JobConfig()
-    job.training.steps = 4096
-    describe_sources(job, loader)
-    assert said == [
-        "training: of a 12,388 sequences, 413 epochs",
-        "training: of b 4,116 sequences, 45.7 epochs",
-    ]
-    job.training.steps = 2
-    describe_sources(job, loader, 4096)  # a run that is past training.steps
-    assert said[2:] == said[:2]
-    describe_sources(job, loader_of(100))
-    assert len(said) == 4
 
 
 def test_a_model_without_experts_has_nothing_to_balance(warnings, monkeypatch):

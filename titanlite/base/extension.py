@@ -51,10 +51,9 @@ def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
         else:  # it is there, and its code fails
             remedy = f"{_describe_line(error)}. {f'Install {missing}, or correct' if missing else 'Correct'} it there."
         raise ConfigError(f"{where}: cannot import {module_name}: {describe_error(error)}. {remedy}") from None
-    file = getattr(module, "__file__", None) or "built in"
     if not hasattr(module, attribute):
         hint = suggest(attribute, vars(module)) or " Correct the name."
-        raise ConfigError(f"{where}: {module_name} ({file}) has no '{attribute}'.{hint}")
+        raise ConfigError(f"{where}: {module_name} has no '{attribute}'.{hint}")
     found = getattr(module, attribute)
     if calls and not callable(found):
         raise ConfigError(f"{where}: it is {type(found).__name__}, not a function. Name a function of {module_name}.")

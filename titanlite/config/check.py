@@ -17,9 +17,23 @@ from titanlite.config.schema import JobConfig, OptimizerSection
 from titanlite.config.settings import format_value, get_value, get_values
 
 _OF_EXAMPLES = (
-    *("split", "subset", "validation_path", "validation_split", "format", "text_field", "fields", "train_on"),
-    *("too_long", "bad_rows", "chat_template", "chat_template_kwargs", "chat_date", "dropped_parts"),
-    *("streaming", "streaming_block_rows", "converter"),
+    "split",
+    "subset",
+    "validation_path",
+    "validation_split",
+    "format",
+    "text_field",
+    "fields",
+    "train_on",
+    "too_long",
+    "bad_rows",
+    "chat_template",
+    "chat_template_kwargs",
+    "chat_date",
+    "dropped_parts",
+    "streaming",
+    "streaming_block_rows",
+    "converter",
 )
 
 # Every test is written so that nan fails it.

@@ -15,8 +15,22 @@ BadRows = Literal["error", "skip"]
 DroppedParts = Literal["error", "warn"]
 # Fields that a column can be mapped to with `data.fields`.
 FIELDS = (
-    *("messages", "conversations", "question", "answer", "instruction", "input", "output", "response", "context"),
-    *("system", "tools", "prompt", "completion", "text", "chosen", "rejected"),
+    "messages",
+    "conversations",
+    "question",
+    "answer",
+    "instruction",
+    "input",
+    "output",
+    "response",
+    "context",
+    "system",
+    "tools",
+    "prompt",
+    "completion",
+    "text",
+    "chosen",
+    "rejected",
 )
 
 
@@ -104,8 +118,20 @@ class _OneSource:
 
 
 _PER_SOURCE = (
-    *("pattern", "split", "subset", "validation_path", "validation_share", "validation_split", "format", "text_field"),
-    *("fields", "converter", "train_on", "too_long", "bad_rows", "streaming"),
+    "pattern",
+    "split",
+    "subset",
+    "validation_path",
+    "validation_share",
+    "validation_split",
+    "format",
+    "text_field",
+    "fields",
+    "converter",
+    "train_on",
+    "too_long",
+    "bad_rows",
+    "streaming",
 )
 SourceSection: Any = make_dataclass(
     "SourceSection",
@@ -171,9 +197,7 @@ def get_fields(data: DataSection, key: str = "data.fields") -> dict[str, str]:
     for name, column in own.items():
         if name not in FIELDS or not isinstance(column, str) or not column:
             hint = suggest(name, FIELDS) or f" Fields are {', '.join(FIELDS)}."
-            hint = hint if column not in FIELDS else f' Write it the other way round: {column} = "{name}".'
-            hint = hint if name not in FIELDS else " Write the name of a column as text."
-            raise ConfigError(f"{key}.{name} = {json.dumps(column)} cannot be used.{hint}")
+            raise ConfigError(f'{key}.{name} = {json.dumps(column)} is not FIELD = "column".{hint}')
     return ({} if data.text_field == DataSection.text_field else {"text": data.text_field}) | own
 
 

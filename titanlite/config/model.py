@@ -21,7 +21,7 @@ def setting(default: Any, doc: str, **metadata: Any) -> Any:
 
 def size(doc: str, default: Any = None, *, override: bool = True) -> Any:
     """Return a ModelConfig field with its documentation; `override=False` keeps it out of `[model.overrides]`."""
-    return field(default=default, metadata={"doc": doc, "override": override})
+    return setting(default, doc, override=override)
 
 
 @dataclass(frozen=True)

@@ -166,14 +166,14 @@ def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
     """
     root = Path(path)
     if root.is_dir():
-        files = find_files(root, pattern or "*.txt")
+        wanted = pattern or "*.txt"
+        files = find_files(root, wanted)
         kinds = [_find_split(Path(name)) for name, _ in files]
         if not pattern and all(kinds) and "train" in kinds:
             chosen = choose_split([path for _, path in files], root, "train")
             files = tuple(pair for pair in files if pair[1] in chosen)
         if not files:
-            text = f'data: no file in {root} matches pattern "{pattern or "*.txt"}". '
-            raise DataError(f"{text}Change data.pattern or data.path.")
+            raise DataError(f'data: no file in {root} matches pattern "{wanted}". Change data.pattern or data.path.')
     elif root.exists():
         files = ((root.name, root),)
     else:

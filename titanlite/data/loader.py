@@ -257,7 +257,7 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
         format_count(training.steps, "step"),
         format_count(batch, "sequence"),
         f"{seen * training.seq_len:,}",
-        "" if sequences is None else f", {format_count(float(f'{seen / sequences:.3g}'), 'epoch')}",
+        "" if sequences is None else f", {seen / sequences:.3g} epochs",
     )
     if job.lr_scheduler.warmup_steps >= training.steps > 0 and get_rank() == 0:
         logger.warning(
@@ -277,12 +277,3 @@ def check_form(job: JobConfig, form: str) -> None:
         f"model: the run would begin with random weights, and its data are rows of form '{form}', for "
         'fine-tuning. Set model.path to the model to fine-tune; or model.init = "random", if random weights are meant.'
     )
-
-
-def describe_sources(job: JobConfig, loader: TrainLoader, step: int = 0) -> None:
-    """Log how many sequences of each source the whole run takes, including those before `step`, where it began."""
-    sizes = {source.name: source.dataset.num_train_sequences for source in get_sources(loader.dataset)}
-    for name, count in loader.get_taken(max(step, job.training.steps)).items():
-        size = sizes[name]
-        epochs = "" if size is None else f", {count / size:.3g} epochs"
-        logger.info("training: of %s %s sequences%s", name, f"{count:,}", epochs)

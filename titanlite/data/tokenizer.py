@@ -8,7 +8,7 @@ thread pool has started (seen with tokenizers 0.23); false makes first use up to
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -212,12 +212,12 @@ def _take_as_it_is(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> "PreTr
     if table.get("tokenizer_class") not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
         return tokenizer
     plain = load_from_folder("PreTrainedTokenizerFast", folder)
-    if not (found := describe_other_ids(plain, tokenizer, ())):
+    if plain(_PROBE)["input_ids"] == tokenizer(_PROBE)["input_ids"]:
         return tokenizer
     logger.warning(
-        "data: %s: transformers' AutoTokenizer builds %s, which reads texts otherwise than tokenizer.json: %s. Here "
+        "data: %s: transformers' AutoTokenizer builds %s, which reads texts otherwise than tokenizer.json. Here "
         "tokenizer.json counts; load it elsewhere with PreTrainedTokenizerFast.from_pretrained.",
-        *(folder, type(tokenizer).__name__, found),
+        *(folder, type(tokenizer).__name__),
     )
     return plain
 
@@ -228,21 +228,6 @@ _PROBE = (
     "\u4f60\u597d\u4e16\u754c \ud55c\uad6d\uc5b4 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 "
     "\U0001f469\u200d\U0001f680!!! --== don't_do-this  \n"
 )
-
-
-def describe_other_ids(ours: "PreTrainedTokenizerFast", theirs: "PreTrainedTokenizerFast", texts: Iterable[str]) -> str:
-    """Return the first difference of `theirs` on `texts` and on a few hard words; empty: the same ids."""
-    if json.loads(serialize(ours)) == json.loads(serialize(theirs)):
-        return ""
-    if count_ids(theirs) != count_ids(ours):
-        return f"it has {count_ids(theirs)} ids instead of {count_ids(ours)}"
-    for text in (_PROBE, *_PROBE.split(" "), *texts):
-        first, second = (t(text, add_special_tokens=False)["input_ids"] for t in (ours, theirs))
-        if first != second:
-            start = next(i for i, (a, b) in enumerate(zip([*first, None], [*second, None], strict=False)) if a != b)
-            shown = [t.convert_ids_to_tokens(ids[start : start + 3]) for t, ids in ((ours, first), (theirs, second))]
-            return f"{shown[1]} instead of {shown[0]}"
-    return ""
 
 
 def follow_tokenizer(
@@ -279,8 +264,9 @@ def describe_resizing(job: JobConfig, vocab_size: int, model_config: AnyModelCon
     """Return how the embedding gets `vocab_size` rows: by a setting, or in the files that its weights come from."""
     folder = job.checkpoint.initial_load_path
     if not folder and isinstance(model_config, ModelConfig):
-        others = "lower data.bpe_vocab_size" if not job.data.tokenizer_path else "use the model's own tokenizer"
-        return f"Set model.overrides.vocab_size = {vocab_size}, or {others}."
+        return (
+            f"Set model.overrides.vocab_size = {vocab_size}, lower data.bpe_vocab_size, or use the model's tokenizer."
+        )
     if not folder:
         return f"Set vocab_size = {vocab_size} in its config.json, or use the model's own tokenizer."
     return (

@@ -28,7 +28,6 @@ from titanlite.launch.protocol import (
     lost_peers,
     note_restart,
     read_beats,
-    read_error,
     say,
     stack_path,
     was_asked_to_stop,
@@ -99,8 +98,8 @@ class Guard:
             return False
         text = "" if failure.said else f"{failure.text}; all ranks were stopped. "
         say(f"{text}Starting all ranks again: restart {restarts + 1} of {most}.")
-        why, cause = failure.text.partition("\n")[0].rstrip("."), read_error(self._folder)
-        note_restart(self._folder, Restart(f"{why} ({cause})" if cause else why, restarts + 1, most))
+        why = failure.text.partition("\n")[0].rstrip(".")
+        note_restart(self._folder, Restart(why, restarts + 1, most))
         return True
 
     def _end_after_failure(self, pids: Mapping[int, int], failed: Mapping[int, int]) -> None:

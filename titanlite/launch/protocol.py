@@ -31,8 +31,7 @@ from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.base.process import read_rank
 
 ENDING = "ending"  # the launcher ends all ranks: nobody waits any more
-_RESTART, _ERROR, _STOP, _ABORT = "restart", "error", "stop", "abort"
-_SHOWN_CHARS = 200
+_RESTART, _STOP, _ABORT = "restart", "stop", "abort"
 TORCH_LOGS = "torchelastic"  # folder for what torchrun writes about each start
 _LAUNCHER = "launcher"  # locked as long as the launcher lives
 _KEPT = (_STOP, _ABORT, _RESTART, _LAUNCHER, TORCH_LOGS)  # the others are about one start of the ranks
@@ -148,28 +147,6 @@ def claim(name: str) -> bool:
     except OSError:
         pass  # better printed twice than never
     return True
-
-
-def note_error(text: str) -> None:
-    """Note the error that ended this rank, to be shown at a restart. The first rank of this machine counts."""
-    folder = os.environ.get(NOTICE_FOLDER)
-    if folder is not None:
-        with suppress(FileExistsError), Path(folder, _ERROR).open("x") as file:
-            file.write(text)
-
-
-def read_error(folder: str | Path) -> str:
-    """Return the first sentence of the error that `note_error` noted, in the launcher; empty without one."""
-    try:
-        text = Path(folder, _ERROR).read_text()
-    except OSError:
-        return ""
-    return first_sentence(text)
-
-
-def first_sentence(text: str) -> str:
-    """Return the first sentence of `text` in one line, at most 200 characters, without its full stop."""
-    return " ".join(text.split()).partition(". ")[0][:_SHOWN_CHARS].rstrip(".")
 
 
 def lost_path(folder: str | Path, rank: int) -> Path:

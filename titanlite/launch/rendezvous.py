@@ -57,8 +57,8 @@ def find_local_address(host: str) -> str:
             return source
     if host == "localhost" or _is_loopback(host):
         return source or host
-    candidates = [_source_towards(_SOMEWHERE), *(address for _, address in _addresses())]
-    return next((address for address in candidates if address and not _is_loopback(address)), "127.0.0.1")
+    found = [_source_towards(_SOMEWHERE), *(address for _, address in _addresses())]
+    return next((address for address in found if address and not _is_loopback(address)), "127.0.0.1")
 
 
 def find_interface(host: str) -> str:

@@ -48,7 +48,8 @@ class IdleExperts:
             return
         shares = counts * counts.shape[1] / counts.sum(dim=1, keepdim=True)
         num_idle = (shares < _IDLE_SHARE).sum(dim=1).tolist()
-        if sum(num_idle) > self._most:
+        total = sum(num_idle)
+        if total > self._most:
             found = [
                 f"{count} of {counts.shape[1]} in layer {self._layers[row] if self._layers else row}"
                 for row, count in enumerate(num_idle)
@@ -58,7 +59,7 @@ class IdleExperts:
                 "moe: experts got no token, or less than %g of an even share, in steps %d to %d: %s. %s",
                 *(_IDLE_SHARE, step - self._log_freq + 1, step, list_names(found, most=_MOST_LAYERS), self._if_idle),
             )
-        self._most = max(self._most, sum(num_idle)) if sum(num_idle) else 0
+        self._most = max(self._most, total) if total else 0
 
 
 class MetricsLogger:

@@ -180,11 +180,10 @@ def describe_ranks(ranks: Mapping[str, Sequence[float]], steps: int) -> tuple[di
     if not 1 < len(ranks["data_s"]) <= _MOST_LISTED:  # a line of a large run stays readable
         return values, {}
     memory = "memory/max_reserved_gib" if "memory/max_reserved_gib" in ranks else "memory/host_peak_rss_gib"
-    by_rank: dict[str, object] = {
+    return values, {
         "ranks/data_s": [round(value / steps, 6) for value in ranks["data_s"]],
         "ranks/memory_gib": [round(value, 4) for value in ranks[memory]],
     }
-    return values, by_rank
 
 
 @dataclass(frozen=True)

@@ -133,10 +133,9 @@ def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> None
     Of a mixture the sources may change. `before` is the identity in the checkpoint of `step`. Raises ConfigError: on
     all ranks; what differs, or there are fewer steps than were trained. Collective: every rank must call.
     """
-    folder, asked = job.job.dump_folder, job.training.steps
+    folder, asked, now = job.job.dump_folder, job.training.steps, get_identity(job)
 
     def find() -> str:
-        now = get_identity(job)
         others = {key: (before[key], now[key]) for key in _IDENTITY if before[key] != now[key]}
         return format_changes({key: tuple(map(get_settings()[key].kind, pair)) for key, pair in others.items()})
 

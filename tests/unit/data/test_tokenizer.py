@@ -24,7 +24,6 @@ from titanlite.data.tokenizer import (
     END_OF_TEXT,
     build_tokenizer,
     count_ids,
-    describe_other_ids,
     load_tokenizer,
     train_bpe,
 )
@@ -161,7 +160,6 @@ def test_a_bpe_is_trained_in_the_form_that_the_model_s_class_reads(
     save_tokenizer(tokenizer, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    assert describe_other_ids(tokenizer, theirs, [TEXT]) == ""
     assert theirs.encode(TEXT) == tokenizer.encode(TEXT) and len(theirs) == len(tokenizer) == 300
     splits_digits = model_type.startswith("qwen")
     assert (len(tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("123")) == 3) == splits_digits
@@ -174,7 +172,7 @@ def test_a_bpe_of_another_form_is_found_and_read_as_it_was_trained(
     save_tokenizer(built, tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    assert " instead of " in describe_other_ids(built, theirs, [])
+    assert theirs.encode(TEXT) != built.encode(TEXT)
     assert load_tokenizer(tmp_path).encode(TEXT) == built.encode(TEXT)
     assert f"data: {tmp_path}: transformers' AutoTokenizer builds Qwen2Tokenizer" in caplog.text
 
@@ -184,22 +182,7 @@ def test_a_class_that_is_named_is_built(built: PreTrainedTokenizerFast, tmp_path
     table = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(table | {"tokenizer_class": "Qwen2Tokenizer"}))
     loaded = load_tokenizer(tmp_path)
-    assert type(loaded).__name__ == "Qwen2Tokenizer" and describe_other_ids(built, loaded, [])
-
-
-@pytest.mark.parametrize("change", ["an id more", "one word of the corpus"])
-def test_tokenizers_that_differ_on_little_are_found(built: PreTrainedTokenizerFast, change: str) -> None:
-    serialized = json.loads(built.backend_tokenizer.to_str())
-    if change == "an id more":
-        serialized["model"]["vocab"]["unused"] = 300
-    else:
-        serialized["normalizer"] = {"type": "Replace", "pattern": {"String": "zyx"}, "content": "xyz"}
-    theirs = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(serialized)))
-    found = describe_other_ids(built, theirs, ["a b", "see:zyx"])
-    word = "['x', 'y', 'z'] instead of ['z', 'y', 'x']"
-    expected = {"an id more": "it has 301 ids instead of 300", "one word of the corpus": word}
-    assert found == (expected[change])
-    assert change == "an id more" or describe_other_ids(built, theirs, ["a b"]) == ""
+    assert type(loaded).__name__ == "Qwen2Tokenizer"
 
 
 def test_load_folder_file_and_folder_without_config(built: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from titanlite.launch.protocol import (
     claim,
     configure_heartbeat,
     forget_last_start,
-    note_error,
     note_restart,
     read_beats,
     read_restart,
@@ -204,17 +203,6 @@ def test_restarts_only_where_they_may_help(tmp_path, monkeypatch, failure, resta
         request_stop(str(tmp_path))
     assert guard.wants_restart(restarts, 3) == expected
     assert read_restart() == (Restart(failure.text, restarts + 1, 3) if expected else None)
-
-
-def test_reason_of_a_restart_is_the_first_sentence_of_the_first_error(tmp_path, monkeypatch):
-    monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))
-    note_error("training: the loss of step 3 is\n  not finite. Lower optimizer.lr.")
-    note_error("another rank's")
-    guard = Guard(str(tmp_path))
-    guard.failure = Failure("rank 0 ended with exit code 3", 3)
-    assert guard.wants_restart(0, 1)
-    why = "rank 0 ended with exit code 3 (training: the loss of step 3 is not finite)"
-    assert read_restart() == Restart(why, 1, 1)
 
 
 def test_notes_of_the_last_start_go_but_not_those_of_the_user(tmp_path, monkeypatch):

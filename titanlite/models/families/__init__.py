@@ -94,8 +94,7 @@ def resolve_model_config(section: ModelSection, where: str = "model.hf_assets_pa
 def get_model_type(section: ModelSection) -> str:
     """Return Hugging Face's name of the family of the model that `[model]` describes."""
     folder = Path(section.hf_assets_path)
-    has_config = not section.flavor and section.hf_assets_path and _config_file(folder).is_file()
-    if has_config:
+    if not section.flavor and section.hf_assets_path and _config_file(folder).is_file():
         return str(_read_config(folder)["model_type"])
     return _preset(section).family if section.flavor else section.name
 
@@ -237,11 +236,7 @@ def _read_config(folder: Path, where: str = "model.hf_assets_path") -> dict[str,
                 f"{where}: {folder} holds adapters (LoRA) without their model. Give the model, or merge them first: "
                 f"python -m titanlite export {folder} OUT --merge."
             ) from None
-        if not folder.exists():
-            raise ConfigError(f"{where}: {folder} does not exist. {suggest_path(where)}") from None
-        raise ConfigError(f"{where}: there is no {path}. Give a folder with a config.json.") from None
-    except NotADirectoryError:
-        raise ConfigError(f"{where}: {folder} is a file. Give the folder of the model, with config.json.") from None
+        raise ConfigError(f"{where}: {path} does not exist. {suggest_path(where)}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
     return hf if isinstance(hf, dict) else {}
