@@ -105,7 +105,7 @@ def _fail(error: Exception) -> NoReturn:
 
 def _record_error(text: str) -> None:
     """Record the error in the run's events. Rank 0 writes; errors of other ranks are on the console only."""
-    record_event("error", text, protocol.steps_done())
+    record_event("error", text.partition(". ")[0], protocol.steps_done())
 
 
 class _Callable(ModuleType):

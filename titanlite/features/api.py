@@ -46,7 +46,7 @@ def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any])
             FolderLock.remove_unused()
             refusal = error if isinstance(error, TitanliteError) else explain(error, job)
             text = f"{type(error).__name__}: {error}" if refusal is None else str(refusal)
-            record_event("error", text, protocol.steps_done())
+            record_event("error", text.partition(". ")[0], protocol.steps_done())
             if refusal is None or refusal is error:
                 raise
             raise refusal from error

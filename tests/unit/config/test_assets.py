@@ -283,7 +283,9 @@ def test_check_lists_a_model_that_is_not_there_with_other_problems(cache, tmp_pa
 
 
 def test_check_of_a_path_that_is_not_there_says_so(cache, tmp_path):
-    with pytest.raises(ConfigError, match=r"checkpoint\.initial_load_path: models/nowhere does not exist\. Give"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.initial_load_path: models/nowhere/config\.json does not exist\. Give"
+    ):
         check(load(tmp_path, "--checkpoint.initial_load_path=./models/nowhere"), 1)
 
 

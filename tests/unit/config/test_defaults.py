@@ -172,7 +172,7 @@ def test_columns_are_named_in_the_file_and_on_the_command_line() -> None:
     assert json.loads(job.data.chat_template_kwargs) == {"enable_thinking": False}
     save_resolved(job, "saved.toml")
     assert load_config(["--config", "saved.toml"]).data == job.data
-    with pytest.raises(ConfigError, match=r"data\.fields\.qestion = .q. cannot be used\. Did you mean 'question'\?"):
+    with pytest.raises(ConfigError, match=r"qestion = .q. is not FIELD = .column.\. Did you mean .question.\?"):
         load(text, "--data.fields.qestion=q")
     for name in ("a", "b"):
         text += f'[data.sources.{name}]\npath = "rows.csv"\nfields.answer = "{name}"\n'

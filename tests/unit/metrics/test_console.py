@@ -23,7 +23,7 @@ LAYERS = {"moe/load_max_over_mean": [1.2, 1.42]}
 def test_line_of_an_moe_model():
     assert format_line(50, 300, VALUES, LAYERS) == (
         "step    50/300  loss  4.8123  grad norm  0.91  lr 1.0e-03     12,345 tok/s  4.1 TFLOP/s"
-        "  mem 0.61 GiB  expert load max/mean 1.42"
+        "  host mem 0.61 GiB  expert load max/mean 1.42"
     )
 
 
@@ -42,7 +42,7 @@ def test_line_leaves_out_what_is_unknown_and_shows_mfu_when_known():
 def test_line_shows_padding_where_there_is_much_of_it():
     full = format_line(1, 10, VALUES)
     assert format_line(1, 10, {**VALUES, "data/padding": 0.099}) == full
-    assert "4.1 TFLOP/s  padding 63%  mem" in format_line(1, 10, {**VALUES, "data/padding": 0.634})
+    assert "4.1 TFLOP/s  padding 63%  host mem" in format_line(1, 10, {**VALUES, "data/padding": 0.634})
 
 
 def test_bar_begins_at_the_resumed_step_and_shows_the_latest_values() -> None:

@@ -220,7 +220,7 @@ def test_everything_that_is_wrong_is_said_at_once():
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no .*config\.json\. Give a folder"):
+    with pytest.raises(ConfigError, match=r"config\.json does not exist\. Give a path"):
         model_config_from_hf(tmp_path)
     path = tmp_path / "config.json"
     for content, text in [

@@ -234,7 +234,7 @@ REFUSED = {
     "documents of files alone": (data("book.txt", "packing = false"), ["documents of files are packed", "'text'"]),
     "a variable": (data("$HOME/rows.jsonl"), ["$HOME/rows.jsonl does not exist"]),
     "a template's name": (data("chats.jsonl", 'chat_template = "chatml"'), ["chatml does not exist"]),
-    "fields the other way": (data("gsm.jsonl", 'fields = {q = "question"}'), ['question = "q"']),
+    "fields the other way": (data("gsm.jsonl", 'fields = {q = "question"}'), ['is not FIELD = "column"']),
     "Latin-1": (
         data("latin.csv"),
         ["line 2 and 29 more: not UTF-8. Convert it: iconv -f ISO-8859-1 -t UTF-8 latin.csv > "],
