@@ -182,12 +182,17 @@ def test_indexers_are_named_once_and_are_not_counted_as_trained(
     if name != "glm_moe_dsa":
         return
 
-    frozen = tmp_path / "frozen"
-    shutil.copytree(folder / "checkpoint/step-2", frozen / "checkpoint/step-2")
+    resumed, frozen = tmp_path / "resumed", tmp_path / "frozen"
+    for other in (resumed, frozen):
+        shutil.copytree(folder / "checkpoint/step-2", other / "checkpoint/step-2")
+    again = check(load_config([*shared, f"--job.dump_folder={resumed}", "--training.steps=4"]), 1)
+    run_ranks(1, lambda: train_to_the_end(again))
+    found = load_file(resumed / "checkpoint/step-4/model.safetensors")
+    assert all(torch.allclose(found[key], tensors[key], atol=1e-6) for key in tensors)
     freeze = "--optimizer.freeze=*.indexer.*"
     quiet = check(load_config([*shared, f"--job.dump_folder={frozen}", "--training.steps=4", freeze]), 2)
     run_ranks(2, lambda: train_to_the_end(quiet))
-    assert warnings_in(frozen) == []
+    assert warnings_in(frozen) == [] and len(warnings_in(resumed)) == 1
     assert json.loads((frozen / "environment.json").read_text())["trained"] == facts["trained"]
     found = load_file(frozen / "checkpoint/step-4/model.safetensors")
     assert [key for key in tensors if not torch.equal(found[key], tensors[key])] == []
