@@ -173,7 +173,7 @@ def _find_unused(data: DataSection) -> list[str]:
 
     unused, used = dict[str, str](), set[str]()
     for name, source in get_sources(data).items():
-        is_read = dict.fromkeys(_OF_EXAMPLES, source.dataset == "examples")
+        is_read: dict[str, object] = dict.fromkeys(_OF_EXAMPLES, source.dataset == "examples")
         is_read["validation_share"] = not source.validation_path and not source.streaming
         if source.dataset == "examples":
             is_read |= {
