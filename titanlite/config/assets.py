@@ -87,14 +87,17 @@ def assets_key(job: JobConfig) -> str:
 
 def list_model_paths(job: JobConfig) -> dict[str, str]:
     """Return the paths that a run's model, adapters and tokenizer are read from, by the settings that name them."""
-    paths = {
-        weights_key(job): job.checkpoint.initial_load_path,
-        assets_key(job): job.model.hf_assets_path,
-        "lora.init_from": job.lora.init_from,
-        "data.tokenizer_path": job.data.tokenizer_path,
-        "data.chat_template": job.data.chat_template,
-    }
-    return {key: path for key, path in paths.items() if path}
+    paths = [
+        (weights_key(job), job.checkpoint.initial_load_path),
+        (
+            assets_key(job),
+            job.model.hf_assets_path,
+        ),  # the same key, and one of both empty, for model.path with a flavor
+        ("lora.init_from", job.lora.init_from),
+        ("data.tokenizer_path", job.data.tokenizer_path),
+        ("data.chat_template", job.data.chat_template),
+    ]
+    return {key: path for key, path in paths if path}
 
 
 def assets_folder(model: ModelSection, checkpoint: CheckpointSection) -> Path | None:
