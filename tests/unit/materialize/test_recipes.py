@@ -122,6 +122,7 @@ def test_zero_row_in_the_shard_that_holds_it(recipe):
     assert whole[2].count_nonzero() == 0
     assert (whole[[0, 1, 3, 4]] != 0).all()
     assert fill(recipe, (5, 4), Region((2, 1), (3, 2)))[0].count_nonzero() == 0
+    assert fill(recipe, (5, 4), Region((1, 0), (2, 4)))[1].count_nonzero() == 0, "its last row"
     assert (fill(recipe, (5, 4), Region((3, 0), (2, 4))) != 0).all()
     assert (fill(recipe, (5, 4), Region((0, 0), (2, 4))) != 0).all()
 
