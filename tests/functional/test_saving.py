@@ -55,17 +55,17 @@ def test_save_that_fails_on_one_rank_keeps_the_one_before(
     assert "(rank 1)" in said and [path.name for path in folder.iterdir()] == ["step-1"]
 
 
-@pytest.mark.parametrize(("rank", "own"), [(0, True), (4, True), (0, False)])
+@pytest.mark.parametrize("rank", [0, 4])
 def test_what_cannot_be_saved_is_refused_on_all_ranks_before_the_first_step(
-    run_ranks, checked, pretrained, tmp_path, rank, own
+    run_ranks, checked, pretrained, tmp_path, rank
 ):
-    """With LoRA too, whose adapters are merged into it later; and the tokenizer of the folder is not blamed."""
+    """With LoRA too, whose adapters are merged into it later."""
     base = pretrained("base", 0.1, *SMALL)
     folder = shutil.copytree(base, tmp_path / "base")
     table = json.loads((folder / "config.json").read_text())
     overrides = [*SMALL, f"--checkpoint.initial_load_path={folder}", f"--lora.rank={rank}"]
     overrides += ["--moe.expert_bias_update_rate=0"] if rank else []
-    overrides += [f"--data.tokenizer_path={base if own else folder}"]
+    overrides += [f"--data.tokenizer_path={base}"]
     job = checked(FSDP2, *overrides)
     (folder / "config.json").write_text(json.dumps({**table, "use_cache": "yes"}))  # after what the launcher checks
 
@@ -75,6 +75,6 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks_before_the_first_step(
         return str(raised.value)
 
     first, second = run_ranks(2, rank_main)
-    assert first == second and "use_cache" in first and f"{folder}/config.json" in first and "tokenizer" not in first
-    assert ("refuses the config.json to be saved" in first) == own
+    assert first == second and "use_cache" in first and f"{folder}/config.json" in first
+    assert "refuses the config.json to be saved" in first and "tokenizer" not in first
     assert not (tmp_path / "run/checkpoint").exists()

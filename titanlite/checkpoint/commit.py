@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.base.agree import gather_objects, on_first_rank, raise_together
+from titanlite.base.agree import gather_objects, is_lost_peer, on_first_rank, raise_together
 from titanlite.base.errors import CheckpointError, TitanliteError, TransientError, raise_problems
 from titanlite.base.files import check_regular, is_full, open_regular, sync
 from titanlite.base.log import logger
@@ -99,7 +99,10 @@ def hidden_folder(folder: Path) -> Generator[Path]:
 
 @contextmanager
 def saving_together(folder: Path, group: dist.ProcessGroup | None) -> Generator[None]:
-    """Raise an exception of the body, of any kind and on any rank, as a CheckpointError on all ranks."""
+    """Raise an exception of the body, of any kind and on any rank, as a CheckpointError on all ranks.
+
+    Where only this rank fails and the others wait in a collective of the body, they lose it, and the run ends.
+    """
     problems = []
     try:
         yield
@@ -110,7 +113,9 @@ def saving_together(folder: Path, group: dist.ProcessGroup | None) -> Generator[
         problems.append(f"{error}. {remedy}, or set another job.dump_folder.")
     except TitanliteError as error:
         problems.append(str(error))
-    except Exception as error:  # noqa: BLE001 - a bug; its traceback is for the log
+    except Exception as error:  # a bug; its traceback is for the log
+        if is_lost_peer(error):
+            raise
         logger.error("%s", traceback.format_exc())
         problems.append(f"{type(error).__name__}: {error}. This is an error of titanlite, see its traceback above.")
     raise_together(CheckpointError, f"checkpoint: cannot save to {folder}", problems, group)
