@@ -306,7 +306,7 @@ def test_ladder_packs_several_documents_into_a_sequence(checked):
     _, loader = build_data(checked(Degrees()).job, 0, 1)
     batches = [batch for step in range(STEPS) for batch in loader.micro_batches(step)]
     several = torch.stack([batch.document_ids.max() > 0 for batch in batches])
-    assert several.float().mean() > 0.3
+    assert several.float().mean() > 0.2
     assert any((batch.labels == -100).any() for batch in batches)
 
 
