@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Is titanlite still compact? Prints the tokens of each part and fails where one is above its limit.
+"""Is titanlite still compact? Prints the tokens of each part and fails where one is above its
+limit.
 
     python scripts/check_size.py
 
-A token is a name, a number, an operator or a string; docstrings and comments are free, and so is layout: packing code
-into fewer lines wins nothing. Lower a limit with the code, and never raise one to make room; a new feature brings its
-own tokens to those of features, and none to the other parts.
+A token is a name, a number, an operator or a string; docstrings and comments are free, and so is
+layout: packing code into fewer lines wins nothing. Lower a limit with the code, and never raise one
+to make room; a new feature brings its own tokens to those of features, and none to the other parts.
 """
 
 import ast

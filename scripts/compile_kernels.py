@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Compile every Triton kernel of titanlite in every configuration of its table, for real GPUs, without one.
+"""Compile every Triton kernel of titanlite in every configuration of its table, for real GPUs,
+without one.
 
     python scripts/compile_kernels.py [--arch 80,90,100] [-k SUBSTRING] [--jobs 2]
 
-Prints registers, stack, shared memory and the instructions that matter, and ends with exit code 1 if a kernel does not
-compile, spills registers to the stack, needs more shared memory than the target has, or does not use the tensor cores
-as it should (wgmma on sm_90, after a fence; tcgen05 on sm_100). Triton's wheel brings ptxas and cuobjdump; no driver is
-touched.
+Prints registers, stack, shared memory and the instructions that matter, and ends with exit code 1
+if a kernel does not compile, spills registers to the stack, needs more shared memory than the
+target has, or does not use the tensor cores as it should (wgmma on sm_90, after a fence; tcgen05 on
+sm_100). Triton's wheel brings ptxas and cuobjdump; no driver is touched.
 """
 
 import argparse
@@ -35,12 +36,15 @@ from titanlite.ops import launchers as launch
 from titanlite.ops.matmul import has_fences
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Shared memory that one block can have, in bytes: sm_80 is A100's; the `small` tiles must also fit sm_86 and sm_89.
+# Shared memory that one block can have, in bytes: sm_80 is A100's; the `small` tiles must also fit
+# sm_86 and sm_89.
 _SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
 class Case(NamedTuple):
-    """A kernel as the launcher would specialize it: types of run-time arguments, values of compile-time ones."""
+    """A kernel as the launcher would specialize it: types of run-time arguments, values of
+    compile-time ones.
+    """
 
     name: str
     kernel: Any
@@ -73,27 +77,46 @@ def cases(arch: int) -> Iterator[Case]:
         # float16 differs from bfloat16 in the type of the instruction only.
         names = ("gemm", "wgrad") if dtype == "fp16" else tuple(tiles)
         for name in names:
-            for tma in (False, True) if arch >= 90 and dtype != "fp32" and name != "wgrad_gather" else (False,):
+            for tma in (
+                (False, True)
+                if arch >= 90 and dtype != "fp32" and name != "wgrad_gather"
+                else (False,)
+            ):
                 if name.startswith("wgrad"):
                     for gather in ("x", "dy") if name == "wgrad_gather" else (None,):
                         yield _wgrad(f"{name} {dtype}", dtype, tiles[name], gather, tma=tma)
                     continue
-                epilogue = {"swiglu": kernels.SWIGLU, "swiglu_backward": kernels.SWIGLU_BACKWARD}.get(
-                    name, kernels.PLAIN
-                )
+                epilogue = {
+                    "swiglu": kernels.SWIGLU,
+                    "swiglu_backward": kernels.SWIGLU_BACKWARD,
+                }.get(name, kernels.PLAIN)
                 gathers = (False, True) if epilogue else (name == "gemm_gather",)
                 tile = tiles[name] if tma else launch.without_tma(name, tiles[name])
                 for gather in gathers:
-                    # Forward reads a weight whose reduction dim is contiguous, the input's gradient the other one.
-                    for k_major in (True, False) if name == "gemm" else (epilogue != kernels.SWIGLU_BACKWARD,):
+                    # Forward reads a weight whose reduction dim is contiguous, the input's gradient
+                    # the other one.
+                    for k_major in (
+                        (True, False) if name == "gemm" else (epilogue != kernels.SWIGLU_BACKWARD,)
+                    ):
                         yield _rows(f"{name} {dtype}", dtype, tile, epilogue, gather, k_major, tma)
-    yield _rows("gemm bf16 ones", "bf16", table["gemm"], kernels.PLAIN, False, True, False, ones=("N", "K", "E"))
+    yield _rows(
+        "gemm bf16 ones",
+        "bf16",
+        table["gemm"],
+        kernels.PLAIN,
+        False,
+        True,
+        False,
+        ones=("N", "K", "E"),
+    )
     sizes = ("N", "stride_ym", "stride_om")
     for index in ("i32", "i64"):  # of experts, and of tokens on their way to other ranks
         types = {"y_ptr": "*bf16", "rows_ptr": f"*{index}", "out_ptr": "*bf16", "M": "i32"}
         types |= dict.fromkeys(sizes, "i32")
         tile, constants = launch.Tile(1, 1024, 1, 4, 3, 1), {"TOP_K": 8, "BN": 1024}
-        yield Case(f"gather_sum bf16 {index}", kernels.gather_sum_kernel, types, constants, tile, sizes)
+        yield Case(
+            f"gather_sum bf16 {index}", kernels.gather_sum_kernel, types, constants, tile, sizes
+        )
     for dtype in ("bf16", "fp32"):
         yield from _softmax(dtype)
         yield from _decode(dtype)
@@ -101,13 +124,25 @@ def cases(arch: int) -> Iterator[Case]:
 
 def _decode(dtype: str) -> Iterator[Case]:
     sizes = ("num_records", "records_per_row", "width")
-    types = {"codes_ptr": "*u8", "factors_ptr": "*fp32", "table_ptr": "*fp32", "out_ptr": f"*{dtype}"}
+    types = {
+        "codes_ptr": "*u8",
+        "factors_ptr": "*fp32",
+        "table_ptr": "*fp32",
+        "out_ptr": f"*{dtype}",
+    }
     for layout in BLOCK_FORMATS.values():
         records = blocks.VALUES // layout.block
         constants = {"BLOCK": layout.block, "CODE_BYTES": layout.code_bytes, "RECORDS": records}
         tile = launch.Tile(1, blocks.VALUES, 1, blocks.WARPS, 3, 1)
         kernel = blocks.decode_blocks_kernel
-        yield Case(f"decode {layout.name} {dtype}", kernel, types | dict.fromkeys(sizes, "i32"), constants, tile, sizes)
+        yield Case(
+            f"decode {layout.name} {dtype}",
+            kernel,
+            types | dict.fromkeys(sizes, "i32"),
+            constants,
+            tile,
+            sizes,
+        )
 
 
 def _softmax(dtype: str) -> Iterator[Case]:
@@ -120,7 +155,9 @@ def _softmax(dtype: str) -> Iterator[Case]:
         name = kernel.__name__.removesuffix("_kernel")
         types = pointers | dict.fromkeys(floats, "*fp32") | sizes
         tile = launch.Tile(1, launch.SOFTMAX_BLOCK, 1, launch.SOFTMAX_WARPS, 3, 1)
-        yield Case(f"{name} {dtype}", kernel, types, {"BLOCK": launch.SOFTMAX_BLOCK}, tile, tuple(sizes))
+        yield Case(
+            f"{name} {dtype}", kernel, types, {"BLOCK": launch.SOFTMAX_BLOCK}, tile, tuple(sizes)
+        )
 
 
 def _rows(
@@ -163,9 +200,17 @@ def _rows(
         "PRECISION": "ieee" if dtype == "fp32" else "tf32",
     }
     types = {name: kind for name, kind in pointers.items() if kind is not None}
-    integers = ("M", "N", "K", "E", *(f"stride_{s}" for s in ("xm", "we", "wn", "wk", "ym", "zm", "hm")))
+    integers = (
+        "M",
+        "N",
+        "K",
+        "E",
+        *(f"stride_{s}" for s in ("xm", "we", "wn", "wk", "ym", "zm", "hm")),
+    )
     types |= {name: "i32" for name in integers if name not in constants}
-    full = f"{name}{' tma' if tma else ''}{' gather' if gather else ''}{'' if k_major else ' n-major'}"
+    full = (
+        f"{name}{' tma' if tma else ''}{' gather' if gather else ''}{'' if k_major else ' n-major'}"
+    )
     return Case(full, kernels.row_gemm_kernel, types, constants, tile, integers[1:3] + integers[4:])
 
 
@@ -195,7 +240,9 @@ def _wgrad(name: str, dtype: str, tile: launch.Tile, gather: str | None, *, tma:
 
 
 def _launched(arch: int) -> Iterator[Case]:
-    """`cases`, without fences as the launchers start them: rows are copied before, and no TMA means one stage."""
+    """`cases`, without fences as the launchers start them: rows are copied before, and no TMA means
+    one stage.
+    """
     for case in cases(arch):
         if arch != 90 or has_fences(triton.__version__) or case.tile.depth == 1:
             yield case
@@ -219,7 +266,11 @@ def compile_case(arch: int, case: Case) -> Result:
         compiled = triton.compile(
             ASTSource(case.kernel, signature, constants, attributes),
             target=GPUTarget("cuda", arch, 32),
-            options={"num_warps": case.tile.warps, "num_stages": case.tile.stages, "enable_fp_fusion": True},
+            options={
+                "num_warps": case.tile.warps,
+                "num_stages": case.tile.stages,
+                "enable_fp_fusion": True,
+            },
         )
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the result
         return Result(arch, case.name, error=f"{type(error).__name__}: {str(error)[:300]}")
@@ -227,11 +278,17 @@ def compile_case(arch: int, case: Case) -> Result:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = subprocess.run(
-            [_TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+            [_TOOLS / "cuobjdump", "-res-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
     registers, stack = (int(_first(rf"{key}:(\d+)", usage)) for key in ("REG", "STACK"))
     ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
-    counts = [len(re.findall(what, ptx)) for what in (r"wgmma\.mma_async", r"tcgen05\.mma", r"cp\.async\.bulk\.tensor")]
+    counts = [
+        len(re.findall(what, ptx))
+        for what in (r"wgmma\.mma_async", r"tcgen05\.mma", r"cp\.async\.bulk\.tensor")
+    ]
     problems = []
     if stack:
         problems.append(f"spills, {stack} bytes of stack")
@@ -244,7 +301,9 @@ def compile_case(arch: int, case: Case) -> Result:
         problems.append("no fence between cp.async and wgmma")
     if "tma" in case.name.split() and not counts[2]:
         problems.append("no TMA loads")
-    return Result(arch, case.name, registers, stack, shared, *counts, error="; ".join(problems) or None)
+    return Result(
+        arch, case.name, registers, stack, shared, *counts, error="; ".join(problems) or None
+    )
 
 
 def _first(pattern: str, text: str) -> str:
@@ -261,7 +320,9 @@ def _compile_named(job: tuple[int, str]) -> Result:
 
 def main() -> int:
     """Compile what was asked for; 1 if something failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", default="80,90,100", help="compute capabilities")
     parser.add_argument("-k", default="", help="only names that contain this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -277,7 +338,9 @@ def main() -> int:
     with ProcessPoolExecutor(known.jobs) as pool:
         for r in pool.map(_compile_named, jobs):
             failed += r.error is not None
-            facts = f"{r.registers:3d} registers {r.stack:4d} B stack {r.shared >> 10:3d} KiB shared"
+            facts = (
+                f"{r.registers:3d} registers {r.stack:4d} B stack {r.shared >> 10:3d} KiB shared"
+            )
             facts += f"  wgmma {r.wgmma:3d}  tcgen05 {r.tcgen05:2d}  tma {r.tma:2d}"
             print(f"sm_{r.arch:<4} {r.name:40s} {facts}  {r.error or ''}".rstrip(), flush=True)
     print(f"{len(jobs)} kernels, {failed} failed")

@@ -30,13 +30,15 @@ from titanlite.base.process import environment_kept
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Before any parallel region: forked ranks must not inherit a pool of OpenMP threads that are not there any more.
+# Before any parallel region: forked ranks must not inherit a pool of OpenMP threads that are not
+# there any more.
 torch.set_num_threads(1)
 
 # Processes that tests start leave bytecode for the next ones: half a second less for each of them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Where pytest finds them, it works out and prints the whole difference of what an assertion compares, however long.
+# Where pytest finds them, it works out and prints the whole difference of what an assertion
+# compares, however long.
 for _name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(_name, None)
 
@@ -49,32 +51,48 @@ FAST_CASES = 3  # of each test under --fast
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = f"of each test at most {FAST_CASES} cases, spread over its parameters, and none that is marked slow"
+    text = (
+        f"of each test at most {FAST_CASES} cases, spread over its parameters, and none that "
+        "is "
+        "marked slow"
+    )
     parser.addoption("--fast", action="store_true", help=text)
-    parser.addoption("--full", action="store_true", help="also cases that no other run needs: for a weekly run")
+    parser.addoption(
+        "--full", action="store_true", help="also cases that no other run needs: for a weekly run"
+    )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = {item for item in items if config.getoption("--full") or item.get_closest_marker("full") is None}
+    kept = {
+        item
+        for item in items
+        if config.getoption("--full") or item.get_closest_marker("full") is None
+    }
     if config.getoption("--fast"):
         cases: dict[str, list[pytest.Item]] = {}
         for item in items:
             if item in kept and item.get_closest_marker("slow") is None:
                 cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-        kept = {group[i * (len(group) - 1) // (FAST_CASES - 1)] for group in cases.values() for i in range(FAST_CASES)}
+        kept = {
+            group[i * (len(group) - 1) // (FAST_CASES - 1)]
+            for group in cases.values()
+            for i in range(FAST_CASES)
+        }
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
 
 def pytest_configure() -> None:
-    with torch.device("meta"):  # torch remembers what makes tensors; if torch.compile is the first to ask, wrongly
+    # torch remembers what makes tensors; if torch.compile is the first to ask, wrongly
+    with torch.device("meta"):
         torch.empty(0)
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is looked at by the collector no more: not here, and not in forked ranks, whose memory stays
-    this process's until they write to it. An eighth of the time of tests with ranks.
+    """What was imported is looked at by the collector no more: not here, and not in forked ranks,
+    whose memory stays this process's until they write to it. An eighth of the time of tests with
+    ranks.
     """
     gc.collect()
     gc.freeze()
@@ -88,7 +106,9 @@ def same_random_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """Undo what a test does to the environment. The server of ranks serves no process that would import otherwise."""
+    """Undo what a test does to the environment. The server of ranks serves no process that would
+    import otherwise.
+    """
     with environment_kept():
         yield
 
@@ -97,8 +117,8 @@ def own_environment() -> Iterator[None]:
 def own_logger() -> Iterator[None]:
     """What a test does to the package's logger is undone after it.
 
-    Handlers write to streams that are closed then. And pytest puts its own handlers on a logger that does not
-    propagate, upon which `setup_logger` of the next test would do nothing.
+    Handlers write to streams that are closed then. And pytest puts its own handlers on a logger
+    that does not propagate, upon which `setup_logger` of the next test would do nothing.
     """
     logger = logging.getLogger("titanlite")
     before = (list(logger.handlers), logger.level, logger.propagate, logger.disabled)
@@ -111,15 +131,21 @@ def own_logger() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., list[Any]]:
-    """`run_ranks(world_size, function, *args, timeout_s=300)` -> what `function(*args)` returned on each rank."""
+    """`run_ranks(world_size, function, *args, timeout_s=300)` -> what `function(*args)` returned on
+    each rank.
+    """
     return _run_ranks
 
 
-def _run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 300) -> list[Any]:
-    """Fork `world_size` ranks that join one gloo group, call `function(*args)` on each, and collect the results.
+def _run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 300
+) -> list[Any]:
+    """Fork `world_size` ranks that join one gloo group, call `function(*args)` on each, and collect
+    the results.
 
-    Forking takes milliseconds where a fresh interpreter takes seconds to import torch; closures need no pickling, only
-    results do. If a rank raises, the others are killed and its traceback becomes this test's failure.
+    Forking takes milliseconds where a fresh interpreter takes seconds to import torch; closures
+    need no pickling, only results do. If a rank raises, the others are killed and its traceback
+    becomes this test's failure.
     """
     ranks = Ranks(world_size, partial(function, *args))
     try:
@@ -129,7 +155,8 @@ def _run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeou
 
 
 class Ranks:
-    """Forked processes of one gloo group in which `function` can be called again and again, until one raises.
+    """Forked processes of one gloo group in which `function` can be called again and again, until
+    one raises.
 
     What a call imports and caches is there for the next one, which takes half the time.
     """
@@ -149,7 +176,9 @@ class Ranks:
             self._pipes.append(pipe)
 
     def call(self, *args: Any, timeout_s: float = 300) -> list[Any]:
-        """What `function(*args)` returns on each rank; `args` are pickled. After an error there is no other call."""
+        """What `function(*args)` returns on each rank; `args` are pickled. After an error there is
+        no other call.
+        """
         self.is_usable = False
         for pipe in self._pipes:
             with suppress(OSError):  # it died, and reading says so
@@ -182,14 +211,22 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _rank_main(rank: int, world_size: int, folder: Path, pipe: Any, function: Callable[..., Any]) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a test session that is killed leaves no ranks
+def _rank_main(
+    rank: int, world_size: int, folder: Path, pipe: Any, function: Callable[..., Any]
+) -> None:
+    # PR_SET_PDEATHSIG: a test session that is killed leaves no ranks
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
     )
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
+        )
         while True:
             message = ("result", function(*pipe.recv()))
             dist.barrier()

@@ -23,9 +23,9 @@ A mark is an HTML comment in the line before a fenced block, so the rendered pag
 
 `<!-- file: NAME -->` before a block of any language writes it to NAME before the next run block.
 
-Every line of a block marked `output` must be in what the last run block wrote, but for numbers and the white space
-between words; a line of only `...` stands for any others.
-"""
+Every line of a block marked `output` must be in what the last run block wrote, but for numbers and
+the white space between words; a line of only `...` stands for any others.
+"""  # noqa: E501
 
 import re
 import shlex
@@ -67,20 +67,30 @@ class Block:
             text = text.replace(old, new)
         if append := self.options.get("append"):
             lines = text.splitlines()
-            assert any(map(_TAKES_MORE.search, lines)), f"{self.where}: append: nothing calls run_train.sh or plan"
-            text = "\n".join(f"{line.rstrip()} {append}" if _TAKES_MORE.search(line) else line for line in lines)
-        files = [f"cat > {shlex.quote(name)} <<'END'\n{text}\nEND" for name, text in self.files.items()]
+            assert any(map(_TAKES_MORE.search, lines)), (
+                f"{self.where}: append: nothing calls run_train.sh or plan"
+            )
+            text = "\n".join(
+                f"{line.rstrip()} {append}" if _TAKES_MORE.search(line) else line for line in lines
+            )
+        files = [
+            f"cat > {shlex.quote(name)} <<'END'\n{text}\nEND" for name, text in self.files.items()
+        ]
         return "\n".join(filter(None, [*files, self.options.get("prepare"), text]))
 
     def missing_lines(self, output: str) -> list[str]:
         """Lines that the document shows and `output` lacks."""
         there = {_normal(line) for line in output.splitlines()}
         shown = [line for text in self.outputs for line in text.splitlines()]
-        return [line for line in shown if line.strip() not in ("", "...") and _normal(line) not in there]
+        return [
+            line for line in shown if line.strip() not in ("", "...") and _normal(line) not in there
+        ]
 
 
 def read_blocks(document: Path) -> list[Block]:
-    """The marked blocks of `document`, in order. Fails on marks that mean nothing: they would skip a test."""
+    """The marked blocks of `document`, in order. Fails on marks that mean nothing: they would skip
+    a test.
+    """
     lines = document.read_text(encoding="utf-8").splitlines()
     blocks: list[Block] = []
     files: dict[str, str] = {}
@@ -92,8 +102,12 @@ def read_blocks(document: Path) -> list[Block]:
         assert mark, f"{where}: '{line}' is not a mark"
         words = shlex.split("" if mark[1] == "file" else mark[2] or "")
         options = {key: value for key, _, value in (word.partition("=") for word in words)}
-        assert set(options) <= _OPTIONS and all(options.values()), f"{where}: options are {sorted(_OPTIONS)}"
-        assert lines[number + 1].startswith("```"), f"{where}: a fenced block must follow in the next line"
+        assert set(options) <= _OPTIONS and all(options.values()), (
+            f"{where}: options are {sorted(_OPTIONS)}"
+        )
+        assert lines[number + 1].startswith("```"), (
+            f"{where}: a fenced block must follow in the next line"
+        )
         end = next(i for i in range(number + 2, len(lines)) if lines[i].startswith("```"))
         text = "\n".join(lines[number + 2 : end])
         if mark[1] == "file":
@@ -110,5 +124,7 @@ def read_blocks(document: Path) -> list[Block]:
 
 
 def _normal(line: str) -> str:
-    """Without what differs from run to run: numbers, spaces, and which rank had less of a busy machine."""
+    """Without what differs from run to run: numbers, spaces, and which rank had less of a busy
+    machine.
+    """
     return " ".join(_SLOW_RANK.sub("", _NUMBER.sub("#", line)).split())

@@ -1,4 +1,6 @@
-"""Inputs of `moe_experts` for tests, and what it must make of them: a loop over experts in float64."""
+"""Inputs of `moe_experts` for tests, and what it must make of them: a loop over experts in
+float64.
+"""
 
 import torch
 
@@ -34,7 +36,9 @@ class ExpertLayer:
         generator = torch.Generator().manual_seed(sum(sizes) + top_k)
         rows, num_experts = sum(sizes), len(sizes)
         tokens = -(-rows // top_k) + spare_tokens
-        ids = torch.cat([torch.full((size,), e) for e, size in enumerate([*sizes, tokens * top_k - rows])])
+        ids = torch.cat(
+            [torch.full((size,), e) for e, size in enumerate([*sizes, tokens * top_k - rows])]
+        )
         self.ids = ids[torch.randperm(len(ids), generator=generator)].view(tokens, top_k).to(device)
 
         def draw(*shape: int) -> torch.Tensor:
@@ -63,7 +67,9 @@ class ExpertLayer:
 
     def expected(self) -> list[torch.Tensor]:
         """`results` as they should be, float64."""
-        tensors = [tensor.detach().double().requires_grad_() for tensor in (*self.inputs, self.weight)]
+        tensors = [
+            tensor.detach().double().requires_grad_() for tensor in (*self.inputs, self.weight)
+        ]
         x, gate_up, down, weight = tensors
         out = torch.zeros_like(x)
         for e in range(gate_up.shape[0]):

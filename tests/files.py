@@ -15,21 +15,34 @@ from titanlite.base.errors import CheckpointError
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of the content. Two contents as operands of an assertion would have pytest work out all differences when
-    they differ, with `-v` or CI in the environment: a minute for 20 KB, no end for the weights of a model."""
+    """SHA-256 of the content. Two contents as operands of an assertion would have pytest work out
+    all differences when they differ, with `-v` or CI in the environment: a minute for 20 KB, no end
+    for the weights of a model.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def folder_digests(folder: Path) -> dict[str, str]:
     """Of every file below `folder`, by its path there."""
-    return {str(path.relative_to(folder)): file_digest(path) for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): file_digest(path)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def write_manifest(folder: Path) -> None:
     """Make a checkpoint of what lies in `folder`, without the code under test."""
-    contents = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    files = {name: {"bytes": len(data), "adler32": f"{zlib.adler32(data):08x}"} for name, data in contents.items()}
+    contents = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    files = {
+        name: {"bytes": len(data), "adler32": f"{zlib.adler32(data):08x}"}
+        for name, data in contents.items()
+    }
     (folder / "titanlite").mkdir(exist_ok=True)
     (folder / "titanlite/manifest.json").write_text(json.dumps({"format": 1, "files": files}))
 
@@ -39,7 +52,8 @@ def at_most(seconds: float) -> Iterator[None]:
     """Fail the test if what is inside takes longer."""
 
     def fail(*_: object) -> None:
-        pytest.fail(f"still waiting after {seconds} s")  # no OSError, which the code under test might catch
+        # no OSError, which the code under test might catch
+        pytest.fail(f"still waiting after {seconds} s")
 
     before = signal.signal(signal.SIGALRM, fail)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -51,12 +65,15 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def assert_refused(read: Callable[[Path], object], path: Path, *words: str) -> str:
-    """Return why `read` refuses `path`: it says all of `words`, names the checkpoint, and holds nothing that a terminal
-    would obey.
+    """Return why `read` refuses `path`: it says all of `words`, names the checkpoint, and holds
+    nothing that a terminal would obey.
     """
     with pytest.raises(CheckpointError) as caught:
         read(path)
     text = str(caught.value)
-    assert text.startswith(f"checkpoint {path}: ") and [word for word in words if word not in text] == [], text
+    assert (
+        text.startswith(f"checkpoint {path}: ")
+        and [word for word in words if word not in text] == []
+    ), text
     assert set(text) <= set(string.printable) - set("\t\r\v\f")
     return text

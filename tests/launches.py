@@ -40,10 +40,22 @@ class Launch:
     ) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        arguments = [sys.executable, "-m", "titanlite.launch", "--standalone", "--nproc-per-node=2", *options]
+        arguments = [
+            sys.executable,
+            "-m",
+            "titanlite.launch",
+            "--standalone",
+            "--nproc-per-node=2",
+            *options,
+        ]
         arguments += ["-m", "titanlite.train", "--config", str(config), "--training.steps=100000"]
         arguments += [f"--job.dump_folder={folder / 'run'}", *overrides]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONUNBUFFERED": "1",
+        }
         environment |= variables or {}
         with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
             self.process = subprocess.Popen(

@@ -16,7 +16,10 @@ class Checkpoint:
         self.name, self.complete, self._reader = f"checkpoint {reader.name}", True, reader
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source]]:
-        return [(name, Read(self._reader, name, tuple(x.shape))) for name, x in self._reader.state_dict.items()]
+        return [
+            (name, Read(self._reader, name, tuple(x.shape)))
+            for name, x in self._reader.state_dict.items()
+        ]
 
 
 class StateDictReader:
@@ -31,4 +34,6 @@ class StateDictReader:
             if request.encoding is None:
                 request.destination.copy_(values)
             else:
-                write_rows(request.encoding, values.to(request.destination.device), request.destination)
+                write_rows(
+                    request.encoding, values.to(request.destination.device), request.destination
+                )

@@ -1,4 +1,6 @@
-"""Preference pairs packed by hand, and DPO written down directly on a transformers model, one document at a time."""
+"""Preference pairs packed by hand, and DPO written down directly on a transformers model, one
+document at a time.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

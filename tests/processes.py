@@ -1,4 +1,6 @@
-"""Processes that tests start: with an end in every case, for themselves and for all that they have started."""
+"""Processes that tests start: with an end in every case, for themselves and for all that they have
+started.
+"""
 
 import os
 import re
@@ -10,14 +12,18 @@ from pathlib import Path
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is no page of a file. To read smaps_rollup takes up to 0.1 s: it walks all pages."""
+    """Memory of this process that is no page of a file. To read smaps_rollup takes up to 0.1 s: it
+    walks all pages.
+    """
     match = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert match is not None
     return int(match[1]) * 1024
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below `pid`, parents first; ranks are in sessions of their own, so a process group has not all."""
+    """All processes below `pid`, parents first; ranks are in sessions of their own, so a process
+    group has not all.
+    """
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # its thread has ended since
@@ -27,7 +33,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL to `pid` and all below it. First those above, so that none of them can start others."""
+    """SIGKILL to `pid` and all below it. First those above, so that none of them can start
+    others.
+    """
     for each in [pid, *descendants(pid)]:
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
@@ -41,9 +49,11 @@ def run_to_end(
     timeout_s: float,
     join_outputs: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` with captured output; one that lasts longer fails, with what it has written so far.
+    """As `subprocess.run` with captured output; one that lasts longer fails, with what it has
+    written so far.
 
-    `subprocess.run` itself would go on waiting: it ends the command alone, and ranks that hang keep its output open.
+    `subprocess.run` itself would go on waiting: it ends the command alone, and ranks that hang keep
+    its output open.
     """
     stderr = subprocess.STDOUT if join_outputs else subprocess.PIPE
     process = subprocess.Popen(
@@ -62,6 +72,8 @@ def run_to_end(
         kill_tree(process.pid)
         out, err = process.communicate(timeout=60)
         if isinstance(error, subprocess.TimeoutExpired):
-            raise AssertionError(f"{command} did not end within {timeout_s} s:\n{out}\n{err or ''}") from None
+            raise AssertionError(
+                f"{command} did not end within {timeout_s} s:\n{out}\n{err or ''}"
+            ) from None
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err or "")

@@ -1,4 +1,6 @@
-"""Checkpoints as they are published in FP8 and MXFP4, from the definitions of both formats in float64."""
+"""Checkpoints as they are published in FP8 and MXFP4, from the definitions of both formats in
+float64.
+"""
 
 import json
 from collections.abc import Callable
@@ -17,7 +19,8 @@ def write_fp8(
     suffix: str = "_scale_inv",
     edit: Callable[[torch.Tensor], torch.Tensor] = lambda scale: scale,
 ) -> dict[str, torch.Tensor]:
-    """Rewrite the checkpoint in FP8, as DeepSeek-V3's is; return what it must be read as, in float32.
+    """Rewrite the checkpoint in FP8, as DeepSeek-V3's is; return what it must be read as, in
+    float32.
 
     Args:
         folder: of a model in one file.
@@ -36,33 +39,51 @@ def write_fp8(
         grid = (*tensor.shape[:-2], -(-rows // size[0]), -(-cols // size[1]))
         scale = torch.rand(grid, generator=torch.Generator().manual_seed(len(stored))) + 0.01
         scale = scale if edit(scale) is scale else 2.0 ** scale.log2().round()
-        spread = scale.repeat_interleave(size[0], -2).repeat_interleave(size[1], -1)[..., :rows, :cols]
+        spread = scale.repeat_interleave(size[0], -2).repeat_interleave(size[1], -1)[
+            ..., :rows, :cols
+        ]
         stored[key] = (tensor.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
         expected[key] = (stored[key].double() * spread.double()).float()
-        stored[key + suffix] = edit(scale.reshape(()) if block is None and len(grid) == 2 else scale)
+        stored[key + suffix] = edit(
+            scale.reshape(()) if block is None and len(grid) == 2 else scale
+        )
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block and list(block)}
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": block and list(block),
+    }
     _edit_config(folder, quantization)
     return expected
 
 
 def write_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
-    """Rewrite a gpt-oss with random experts in MXFP4; return what they must be read as, in float32, by key."""
+    """Rewrite a gpt-oss with random experts in MXFP4; return what they must be read as, in float32,
+    by key.
+    """
     tensors, expected = load_file(folder / "model.safetensors"), {}
     generator = torch.Generator().manual_seed(0)
-    for key in [key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+    for key in [
+        key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
         experts, cols, rows = tensors.pop(key).shape
         codes = torch.randint(0, 16, (experts, rows, cols), generator=generator)
         scales = torch.randint(90, 140, (experts, rows, cols // 32), generator=generator)
-        values = torch.tensor(_E2M1, dtype=torch.float64)[codes] * 2.0 ** (scales.double() - 127).repeat_interleave(
-            32, -1
-        )
+        values = torch.tensor(_E2M1, dtype=torch.float64)[codes] * 2.0 ** (
+            scales.double() - 127
+        ).repeat_interleave(32, -1)
         packed = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
         tensors[f"{key}_blocks"] = packed.view(experts, rows, cols // 32, 16)
         tensors[f"{key}_scales"] = scales.to(torch.uint8)
         expected[key] = values.mT.float().contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _edit_config(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]})
+    _edit_config(
+        folder,
+        {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+        },
+    )
     return expected
 
 

@@ -1,11 +1,13 @@
-"""Processes of titanlite forked from one that has imported everything: a start costs milliseconds, not seconds.
+"""Processes of titanlite forked from one that has imported everything: a start costs milliseconds,
+not seconds.
 
-`RankServer` runs it, and makes stand-ins for Python: `python -m titanlite...`, and a file of `scripts/`, hands its
-arguments, folder, environment and standard streams over a socket, and ends as the forked process does. That process
-goes when the stand-in is killed, or whoever started it. torchrun starts ranks by the same stand-in (PYTHON_EXEC).
-Everything else is Python itself, and so is what the fork would see with other eyes: another copy of titanlite, or
-another value of a variable that is read when torch, transformers or Python are imported.
-This file is a script, too: `python rank_server.py SOCKET STAND_IN`.
+`RankServer` runs it, and makes stand-ins for Python: `python -m titanlite...`, and a file of
+`scripts/`, hands its arguments, folder, environment and standard streams over a socket, and ends as
+the forked process does. That process goes when the stand-in is killed, or whoever started it.
+torchrun starts ranks by the same stand-in (PYTHON_EXEC). Everything else is Python itself, and so
+is what the fork would see with other eyes: another copy of titanlite, or another value of a
+variable that is read when torch, transformers or Python are imported. This file is a script, too:
+`python rank_server.py SOCKET STAND_IN`.
 """
 
 import array
@@ -29,13 +31,29 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FOLDER = "TEST_FOLDER"  # environment variable: where processes leave their pids and find what they shall do wrong
-COPY = "TEST_COPY"  # environment variable: a copy of the checkout, for which the server's titanlite may stand
-# Variables that are read while something is imported, by their beginnings; of these, some are read later.
-READ_AT_IMPORT = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
+# environment variable: where processes leave their pids and find what they shall do wrong
+FOLDER = "TEST_FOLDER"
+# environment variable: a copy of the checkout, for which the server's titanlite may stand
+COPY = "TEST_COPY"
+# Variables that are read while something is imported, by their beginnings; of these, some are read
+# later.
+READ_AT_IMPORT = (
+    "PYTHON",
+    "LD_",
+    "LC_",
+    "LANG",
+    "MALLOC_",
+    "GLIBC_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+)
 READ_AT_IMPORT += ("TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")
 READ_LATER = ("PYTHON_EXEC", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED")
-READ_LATER += ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # from the launcher to ranks
+# from the launcher to ranks
+READ_LATER += ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 NAMESPACE = "/proc/self/ns/net"
 STUB = """#!{python} -IS
 import array, ctypes, json, os, signal, socket, sys
@@ -78,11 +96,13 @@ if code < 0:
     signal.signal(-code, signal.SIG_DFL) if code != -9 else None
     os.kill(os.getpid(), -code)
 os._exit(code)
-"""
+"""  # noqa: E501
 
 
 class Launched:
-    """A launcher with its ranks, and what they have written so far to the one output that they share."""
+    """A launcher with its ranks, and what they have written so far to the one output that they
+    share.
+    """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -114,7 +134,9 @@ class Launched:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"no end within {timeout_s} s:\n{self.out[-6000:]}") from None
         self._reader.join(timeout_s)
-        assert not self._reader.is_alive(), f"ended with {code}, but a rank is left:\n{self.out[-6000:]}"
+        assert not self._reader.is_alive(), (
+            f"ended with {code}, but a rank is left:\n{self.out[-6000:]}"
+        )
         return code
 
 
@@ -129,9 +151,18 @@ class RankServer:
     def __init__(self, folder: Path, **variables: str) -> None:
         self.address, self._bin = str(folder / "socket"), folder / "bin"
         self._bin.mkdir(parents=True)
-        self._variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", **variables}
+        self._variables = {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            **variables,
+        }
         environment = self.environment()
-        read = {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT) and k not in READ_LATER}
+        read = {
+            k: v
+            for k, v in environment.items()
+            if k.startswith(READ_AT_IMPORT) and k not in READ_LATER
+        }
         self.python = str(self._bin / "python3")
         text = STUB.format(
             python=sys.executable,
@@ -147,26 +178,45 @@ class RankServer:
             (self._bin / name).write_text(text)
             (self._bin / name).chmod(0o755)
         command = [sys.executable, str(Path(__file__)), self.address, self.python]
-        self.process = subprocess.Popen(command, env={**environment, "PYTHONPATH": str(ROOT)}, cwd=ROOT)
+        self.process = subprocess.Popen(
+            command, env={**environment, "PYTHONPATH": str(ROOT)}, cwd=ROOT
+        )
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Variables for a process that the server shall start, or for a script whose `python3` it shall be."""
-        left_out = ("PYTHONPATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TRITON_INTERPRET")
-        inherited = {k: v for k, v in os.environ.items() if k not in left_out and not k.startswith("PYTEST_")}
-        path = f"{self._bin}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{inherited.get('PATH', '')}"
+        """Variables for a process that the server shall start, or for a script whose `python3` it
+        shall be.
+        """
+        left_out = (
+            "PYTHONPATH",
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "TRITON_INTERPRET",
+        )
+        inherited = {
+            k: v for k, v in os.environ.items() if k not in left_out and not k.startswith("PYTEST_")
+        }
+        path = os.pathsep.join(
+            [str(self._bin), str(Path(sys.executable).parent), inherited.get("PATH", "")]
+        )
         return {**inherited, "PATH": path, **self._variables, **more}
 
     def wait_until_it_serves(self) -> None:
         deadline = time.monotonic() + 300
         while not Path(self.address).exists():
-            assert self.process.poll() is None and time.monotonic() < deadline, "the server does not start"
+            assert self.process.poll() is None and time.monotonic() < deadline, (
+                "the server does not start"
+            )
             time.sleep(0.05)
 
     def launch(self, *arguments: str, folder: Path, **variables: str) -> Launched:
-        """`python -m titanlite.launch ARGUMENTS`, with its output and that of its ranks in one pipe.
+        """`python -m titanlite.launch ARGUMENTS`, with its output and that of its ranks in one
+        pipe.
 
-        `folder` gets `launcher.pid` and a file `rank-N.pid` for each running rank; all run what they find there in
-        `misbehave.py`, and where a file `nan-N` appears the next forward of rank N gives NaN, once.
+        `folder` gets `launcher.pid` and a file `rank-N.pid` for each running rank; all run what
+        they find there in `misbehave.py`, and where a file `nan-N` appears the next forward of rank
+        N gives NaN, once.
         """
         self.wait_until_it_serves()
         process = subprocess.Popen(
@@ -224,7 +274,9 @@ def _receive(link: socket.socket, fds: list[int]) -> tuple[list[str], dict[str, 
     return tuple(json.loads(data))
 
 
-def _become(request: tuple[list[str], dict[str, str], str, int], fds: list[int], python: str) -> None:
+def _become(
+    request: tuple[list[str], dict[str, str], str, int], fds: list[int], python: str
+) -> None:
     """In the fork: all that a new process has of its parent, and no trace of the server's."""
     arguments, environment, cwd, umask = request
     os.setsid()
@@ -232,7 +284,9 @@ def _become(request: tuple[list[str], dict[str, str], str, int], fds: list[int],
         signal.signal(number, signal.SIG_DFL)
     for number, fd in enumerate(fds[:3]):
         os.dup2(fd, number)
-    if os.fstat(fds[3]).st_ino != os.stat(NAMESPACE).st_ino and ctypes.CDLL(None, use_errno=True).setns(fds[3], 0):
+    if os.fstat(fds[3]).st_ino != os.stat(NAMESPACE).st_ino and ctypes.CDLL(
+        None, use_errno=True
+    ).setns(fds[3], 0):
         raise OSError(ctypes.get_errno(), "setns")
     for fd in fds:
         os.close(fd)
@@ -244,7 +298,9 @@ def _become(request: tuple[list[str], dict[str, str], str, int], fds: list[int],
     os.umask(umask)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         old = getattr(sys, f"__{name}__")
-        stream = open(number, "w" if number else "r", closefd=False, encoding=old.encoding, errors=old.errors)  # noqa: SIM115
+        mode = "w" if number else "r"
+        like = {"encoding": old.encoding, "errors": old.errors}
+        stream = open(number, mode, closefd=False, **like)  # noqa: SIM115
         at_once = number > 0 and bool(environment.get("PYTHONUNBUFFERED"))
         by_line = not at_once and (number == 2 or stream.isatty())
         stream.reconfigure(line_buffering=by_line, write_through=at_once)
@@ -253,7 +309,10 @@ def _become(request: tuple[list[str], dict[str, str], str, int], fds: list[int],
     sys.executable = python
     is_script = arguments[0] != "-m"
     sys.path[0] = str(Path(arguments[0]).absolute().parent) if is_script else cwd
-    sys.argv, sys.orig_argv = arguments if is_script else ["-m", *arguments[2:]], [sys.executable, *arguments]
+    sys.argv, sys.orig_argv = (
+        arguments if is_script else ["-m", *arguments[2:]],
+        [sys.executable, *arguments],
+    )
     tempfile.tempdir = None  # the server's own
     import numpy
     import torch
@@ -275,7 +334,9 @@ def _run(arguments: list[str]) -> None:
         if rank is not None:
             _let_nan_in(folder / f"nan-{rank}")
         if (folder / "misbehave.py").exists():
-            exec((folder / "misbehave.py").read_text(), {"rank": rank if rank is None else int(rank)})
+            exec(
+                (folder / "misbehave.py").read_text(), {"rank": rank if rank is None else int(rank)}
+            )
     for name in (module, f"{module}.__main__"):  # a new process has it once, as `__main__`
         if not hasattr(sys.modules.get(name), "__path__"):
             sys.modules.pop(name, None)
@@ -325,7 +386,8 @@ def _let_nan_in(path: Path) -> None:
 
 
 def _import_everything() -> None:
-    """All that a command may import; afterwards there is this thread alone, or a fork would lack the others.
+    """All that a command may import; afterwards there is this thread alone, or a fork would lack
+    the others.
 
     Raises:
         RuntimeError: there are more.
@@ -383,7 +445,8 @@ def _serve(address: str, python: str, parent: int) -> None:
                         os._exit(code)
                 for fd in fds:
                     os.close(fd)
-                with suppress(ConnectionError):  # its stub is gone; reading from the link says so, too
+                # its stub is gone; reading from the link says so, too
+                with suppress(ConnectionError):
                     link.sendall(pid.to_bytes(4, "big"))
                 children[pid] = link
                 selector.register(link, selectors.EVENT_READ, pid)

@@ -27,13 +27,15 @@ def save_hf_model(
     dtype: torch.dtype,
     assets: Path | None = None,
 ) -> None:
-    """Write weights, config.json, generation_config.json and tokenizer into `folder`, as `save_pretrained` would.
+    """Write weights, config.json, generation_config.json and tokenizer into `folder`, as
+    `save_pretrained` would.
 
-    `folder` appears, or is replaced, in one step. Parameters are cast to `dtype`; buffers keep theirs. `tokenizer` is
-    of transformers, or None to leave it out. What config.json and generation_config.json in `assets` say beyond the
-    architecture is kept.
+    `folder` appears, or is replaced, in one step. Parameters are cast to `dtype`; buffers keep
+    theirs. `tokenizer` is of transformers, or None to leave it out. What config.json and
+    generation_config.json in `assets` say beyond the architecture is kept.
 
-    Raises CheckpointError on all ranks: transformers refuses the configuration, or a rank could not write.
+    Raises CheckpointError on all ranks: transformers refuses the configuration, or a rank could not
+    write.
 
     Collectives: five small ones; every rank must call, and all ranks must see the same file system.
     """

@@ -1,4 +1,6 @@
-"""Tiny random models of transformers, made on the spot: one per architecture that the tests go through."""
+"""Tiny random models of transformers, made on the spot: one per architecture that the tests go
+through.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -41,10 +43,24 @@ def _make(kind: str, **changes: Any) -> Any:
 def _qwen2_5_vl() -> Any:
     from transformers import Qwen2_5_VLConfig
 
-    text = {**TEXT_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32}
+    text = {
+        **TEXT_SIZES,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+    }
     vision |= {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
-    ids = {"image_token_id": 10, "video_token_id": 11, "vision_start_token_id": 12, "vision_end_token_id": 13}
+    ids = {
+        "image_token_id": 10,
+        "video_token_id": 11,
+        "vision_start_token_id": 12,
+        "vision_end_token_id": 13,
+    }
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids, tie_word_embeddings=True)
 
 
@@ -85,9 +101,11 @@ ALL_MODELS: Mapping[str, Callable[[], Any]] = {**TEXT_MODELS, "qwen2_5_vl": _qwe
 
 
 def save_tiny(name: str, folder: Path) -> Any:
-    """A random model of architecture `name`, saved to `folder` as transformers does; returned in evaluation mode.
+    """A random model of architecture `name`, saved to `folder` as transformers does; returned in
+    evaluation mode.
 
-    Every tensor of the checkpoint, norms and biases too, is random, so that a mistaken default shows.
+    Every tensor of the checkpoint, norms and biases too, is random, so that a mistaken default
+    shows.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
@@ -109,7 +127,9 @@ def save_tiny(name: str, folder: Path) -> Any:
 
 
 def mapping_of(kind: str) -> list[Any]:
-    """How transformers would read a Llama whose feed-forward is stored transposed, or whose q, k and v are fused."""
+    """How transformers would read a Llama whose feed-forward is stored transposed, or whose q, k
+    and v are fused.
+    """
     from transformers import core_model_loading
     from transformers.core_model_loading import Transpose, WeightConverter
 
@@ -124,8 +144,10 @@ def mapping_of(kind: str) -> list[Any]:
 
 
 _CHAT_TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}> {% if m['content'] is string %}{{ m['content'] }} {% else %}"
-    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<image> {% else %}{{ c['text'] }} {% endif %}{% endfor %}"
+    "{% for m in messages %}<{{ m['role'] }}> {% if m['content'] is string %}{{ m['content'] }} {% "
+    "else %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<image> {% else %}{{ c['text'] }} {% "
+    "endif %}{% endfor %}"
     "{% endif %}<eos> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 
@@ -151,13 +173,17 @@ def word_tokenizer(special: list[str], **options: Any) -> Any:
 
 
 def save_tiny_processor(folder: Path) -> None:
-    """A processor of LLaVA: 8 x 8 pixels in patches of 4, words for tokens. It needs Pillow and no torchvision."""
+    """A processor of LLaVA: 8 x 8 pixels in patches of 4, words for tokens. It needs Pillow and no
+    torchvision.
+    """
     from transformers import LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     tokenizer = word_tokenizer(["<image>", "<user>", "<assistant>"])
     LlavaProcessor(
-        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
+        image_processor=CLIPImageProcessorPil(
+            size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}
+        ),
         tokenizer=tokenizer,
         patch_size=4,
         vision_feature_select_strategy="default",
@@ -179,7 +205,9 @@ def save_tiny_llava(folder: Path) -> None:
         patch_size=4,
         projection_dim=32,
     )
-    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**TEXT_SIZES), image_token_id=3)
+    config = LlavaConfig(
+        vision_config=vision, text_config=LlamaConfig(**TEXT_SIZES), image_token_id=3
+    )
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     save_tiny_processor(folder)

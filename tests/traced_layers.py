@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-# torch 2.13 warns about its own doing: it reads .grad of gathered parameters and instantiates autograd functions.
+# torch 2.13 warns about its own doing: it reads .grad of gathered parameters and instantiates
+# autograd functions.
 TORCH_COMPILE_WARNINGS = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 

@@ -1,10 +1,12 @@
-"""Make bfloat16 right in Triton's interpreter, which keeps it as raw 16-bit integers and multiplies the bit patterns.
+"""Make bfloat16 right in Triton's interpreter, which keeps it as raw 16-bit integers and multiplies
+the bit patterns.
 
-`tl.dot` gets float32 operands, and float32 is rounded to the nearest bfloat16 (ties to even) instead of cut off. See
-triton #11584. Imported before kernels run; needs TRITON_INTERPRET=1, which is read when they are decorated.
+`tl.dot` gets float32 operands, and float32 is rounded to the nearest bfloat16 (ties to even)
+instead of cut off. See triton #11584. Imported before kernels run; needs TRITON_INTERPRET=1, which
+is read when they are decorated.
 
-And make it faster by a quarter: it looks through all of triton.language at each call of a function by a kernel, and
-makes a table of dtypes at each operation.
+And make it faster by a quarter: it looks through all of triton.language at each call of a function
+by a kernel, and makes a table of dtypes at each operation.
 """
 
 from functools import cache
@@ -24,7 +26,9 @@ def _values(handle: Any) -> np.ndarray:
     return (handle.data.astype(np.uint32) << 16).view(np.float32)
 
 
-def _dot(self: Any, a: Any, b: Any, accumulator: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+def _dot(
+    self: Any, a: Any, b: Any, accumulator: Any, input_precision: Any, max_num_imprecise_acc: Any
+) -> Any:
     product = np.matmul(_values(a), _values(b), dtype=accumulator.data.dtype)
     return interpreter.TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
 
@@ -34,7 +38,9 @@ def _cast(self: Any, source: Any, to: Any) -> Any:
         return _cast_impl(self, source, to)
     bits = np.ascontiguousarray(source.data, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return interpreter.TensorHandle(np.where(np.isnan(source.data), 0x7FC0, rounded).astype(np.uint16), to.scalar)
+    return interpreter.TensorHandle(
+        np.where(np.isnan(source.data), 0x7FC0, rounded).astype(np.uint16), to.scalar
+    )
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,8 @@
-"""torch's FlashAttention over documents has a kernel for CUDA alone: here it gets one for the CPU, which is a loop.
+"""torch's FlashAttention over documents has a kernel for CUDA alone: here it gets one for the CPU,
+which is a loop.
 
-What is tested with it is torch's own operator, with its signature, its derivative and what torch.compile knows of it.
+What is tested with it is torch's own operator, with its signature, its derivative and what
+torch.compile knows of it.
 """
 
 from collections.abc import Iterator
@@ -12,11 +14,21 @@ from torch.nn.attention import varlen
 forwards: list[int] = []  # tokens of each call
 
 
-def _documents(starts_N1: torch.Tensor, group: int, q_THK: torch.Tensor, *rest: torch.Tensor) -> Iterator[Any]:
-    """Where each document is, and its (H, S, K) queries, keys, values and whatever else there is."""
+def _documents(
+    starts_N1: torch.Tensor, group: int, q_THK: torch.Tensor, *rest: torch.Tensor
+) -> Iterator[Any]:
+    """Where each document is, and its (H, S, K) queries, keys, values and whatever else there
+    is.
+    """
     for start, stop in zip(starts_N1[:-1].tolist(), starts_N1[1:].tolist(), strict=True):
         q, k, v, *others = (x[start:stop].transpose(0, 1) for x in (q_THK, *rest))
-        yield slice(start, stop), q, k.repeat_interleave(group, 0), v.repeat_interleave(group, 0), *others
+        yield (
+            slice(start, stop),
+            q,
+            k.repeat_interleave(group, 0),
+            v.repeat_interleave(group, 0),
+            *others,
+        )
 
 
 def _weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
@@ -24,7 +36,12 @@ def _weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     return (q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf")).softmax(-1)
 
 
-def _check(starts: torch.Tensor, others: torch.Tensor | None, longest: tuple[int, int], rest: tuple[Any, ...]) -> None:
+def _check(
+    starts: torch.Tensor,
+    others: torch.Tensor | None,
+    longest: tuple[int, int],
+    rest: tuple[Any, ...],
+) -> None:
     """What the kernel on CUDA needs, or would do otherwise."""
     assert others is not None and torch.equal(starts, others) and starts.dtype == torch.int32
     assert longest[0] == longest[1] >= int(starts.diff().max()) and int(starts.diff().min()) > 0
@@ -75,8 +92,14 @@ def _backward(
     for place, q_HSK, k_HSK, v_HSK, grad_HSK in _documents(starts, group, q, k, v, grad):
         weights_HSS = _weights(q_HSK, k_HSK, scale)
         wanted_HSS = grad_HSK @ v_HSK.transpose(1, 2)
-        scores_HSS = weights_HSS * (wanted_HSS - (weights_HSS * wanted_HSS).sum(-1, keepdim=True)) * scale
-        products = scores_HSS @ k_HSK, scores_HSS.transpose(1, 2) @ q_HSK, weights_HSS.transpose(1, 2) @ grad_HSK
+        scores_HSS = (
+            weights_HSS * (wanted_HSS - (weights_HSS * wanted_HSS).sum(-1, keepdim=True)) * scale
+        )
+        products = (
+            scores_HSS @ k_HSK,
+            scores_HSS.transpose(1, 2) @ q_HSK,
+            weights_HSS.transpose(1, 2) @ grad_HSK,
+        )
         for result, product in zip(grads, products, strict=True):
             result[place] = product.unflatten(0, (result.shape[1], -1)).sum(1).transpose(0, 1)
     return grads

@@ -1,7 +1,7 @@
 """titanlite: a compact trainer for large language models, meta-device first.
 
-A model is described and sharded on the meta device; then every tensor is written exactly once, into its final
-shard, from one declared source. Start reading at `titanlite/assemble.py`.
+A model is described and sharded on the meta device; then every tensor is written exactly once, into
+its final shard, from one declared source. Start reading at `titanlite/assemble.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,12 @@ class TrainResult(NamedTuple):
 def train(config: Any, overrides: Sequence[str] = (), **sections: Mapping[str, Any]) -> TrainResult:
     """Train in this process, alone or as a rank; docs/extending.md has examples.
 
-    `config` is a TOML file, a dictionary of sections, or a parsed configuration. `sections` (training={"steps": 5})
-    override it, and `overrides` ("--training.steps=5") override both. Collective: every rank of a launcher must call.
+    `config` is a TOML file, a dictionary of sections, or a parsed configuration. `sections`
+    (training={"steps": 5}) override it, and `overrides` ("--training.steps=5") override both.
+    Collective: every rank of a launcher must call.
 
     Raises:
         TitanliteError: what is wrong, and what to do; on all ranks.
     """
-    return import_module("titanlite.features.api").train(config, overrides, sections)  # torch is imported here
+    # torch is imported here
+    return import_module("titanlite.features.api").train(config, overrides, sections)

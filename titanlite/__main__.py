@@ -22,16 +22,20 @@ _MODULES = {
     "export": "titanlite.features.tools.export",
     "generate": "titanlite.features.tools.generate",
 }
-# Packages that every command imports. If one is missing, titanlite was not installed for this Python.
+# Packages that every command imports. If one is missing, titanlite was not installed for this
+# Python.
 _PACKAGES = ("omegaconf", "torch", "numpy", "safetensors", "transformers")
 _USAGE = """usage: python -m titanlite COMMAND [arguments]
 
   train      train on one process: --config FILE [--section.key=value ...] (several: ./run_train.sh)
   check      check a configuration without starting anything: --config FILE --world-size N
-  plan       what a run will take, without a GPU: --config FILE --world-size N [--gpu NAME] [--sweep] [...]
-  data       show what a run would train on: --config FILE [--samples N] [--world-size N] [--section.key=value ...]
+  plan       what a run will take, without a GPU: --config FILE
+             --world-size N [--gpu NAME] [--sweep] [...]
+  data       show what a run would train on: --config FILE [--samples N] [--world-size N]
+             [--section.key=value ...]
   inspect    show what is in a checkpoint: MODEL [--checksums] [--all]
-  export     write a checkpoint as a plain Hugging Face model: MODEL OUT --dtype bfloat16 [--merge --base MODEL]
+  export     write a checkpoint as a plain Hugging Face model: MODEL OUT --dtype bfloat16
+             [--merge --base MODEL]
   generate   continue prompts with a model: MODEL [--prompt TEXT] [--max-new-tokens N ...]"""
 
 
@@ -41,10 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run_command(argv)
         sys.stdout.flush()
     except OSError as error:  # a pipe is broken after `| head`
-        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT):
+        if error.filename is not None or error.errno not in (
+            errno.EPIPE,
+            errno.ENOSPC,
+            errno.EIO,
+            errno.EDQUOT,
+        ):
             raise
         if error.errno != errno.EPIPE:
-            print(f"titanlite: error: cannot write to standard output: {error.strerror}.", file=sys.stderr)
+            print(
+                f"titanlite: error: cannot write to standard output: {error.strerror}.",
+                file=sys.stderr,
+            )
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
@@ -60,7 +72,10 @@ def _run_command(argv: Sequence[str] | None) -> int:
         asked_for_help = name in ("-h", "--help")
         stream = sys.stdout if asked_for_help else sys.stderr
         if name and not asked_for_help:
-            print(f"titanlite: error: there is no command '{name}'.{suggest(name, _MODULES)}", file=stream)
+            print(
+                f"titanlite: error: there is no command '{name}'.{suggest(name, _MODULES)}",
+                file=stream,
+            )
         print(_USAGE, file=stream)
         return 0 if asked_for_help else 2
     try:
@@ -71,8 +86,10 @@ def _run_command(argv: Sequence[str] | None) -> int:
     except ModuleNotFoundError as error:
         if (package := error.name) in _PACKAGES:  # not a part of one, which is another version
             print(
-                f"titanlite: error: {sys.executable} has no package '{package}'. Activate the environment that "
-                "run_train.sh made, `source .venv/bin/activate`, or install: `pip install -c constraints.txt -e .`",
+                f"titanlite: error: {sys.executable} has no package '{package}'. Activate the "
+                "environment that "
+                "run_train.sh made, `source .venv/bin/activate`, or install: `pip install -c "
+                "constraints.txt -e .`",
                 file=sys.stderr,
             )
             return 2

@@ -1,7 +1,8 @@
-"""The build order, and the only file that knows all features: from a checked configuration to a trainer.
+"""The build order, and the only file that knows all features: from a checked configuration to a
+trainer.
 
-config -> mesh -> data -> model (meta) -> transforms (meta) -> parallelize (meta) -> plan -> allocate -> fill -> verify
--> optimizer -> state -> trainer
+config -> mesh -> data -> model (meta) -> transforms (meta) -> parallelize (meta) -> plan ->
+allocate -> fill -> verify -> optimizer -> state -> trainer
 """
 
 from dataclasses import replace
@@ -54,8 +55,19 @@ from titanlite.features.lora.peft_format import PeftFormat
 from titanlite.features.muon import build_muon, muon_matrices
 from titanlite.features.passengers import carry_passengers
 from titanlite.features.pipeline import apply_pipeline_parallel, describe_pipeline
-from titanlite.features.record.publish import configure_wandb, finish_wandb, open_wandb, push_to_hub, render_model_card
-from titanlite.features.record.run_files import check_space, log_held, record_trained, save_environment
+from titanlite.features.record.publish import (
+    configure_wandb,
+    finish_wandb,
+    open_wandb,
+    push_to_hub,
+    render_model_card,
+)
+from titanlite.features.record.run_files import (
+    check_space,
+    log_held,
+    record_trained,
+    save_environment,
+)
 from titanlite.features.sft.build import build_sft
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.streams.mixture import build_mixture
@@ -73,7 +85,11 @@ from titanlite.models.families import resolve_model_config
 from titanlite.models.interface import Model
 from titanlite.objective import NextToken, Objective
 from titanlite.ops.kernels import use_triton
-from titanlite.optim.expert_bias import advise_balancing, complete_balancing, warn_of_ignored_balancing
+from titanlite.optim.expert_bias import (
+    advise_balancing,
+    complete_balancing,
+    warn_of_ignored_balancing,
+)
 from titanlite.optim.optimizer import build_optimizer, count_parameters, freeze_parameters
 from titanlite.preflight import Checked
 from titanlite.train_step import TrainStep
@@ -81,9 +97,11 @@ from titanlite.trainer import Trainer
 
 
 def assemble(checked: Checked) -> Trainer:
-    """Build everything that training needs, and load what it resumes from. Collective: every rank must call.
+    """Build everything that training needs, and load what it resumes from. Collective: every rank
+    must call.
 
-    Raises TitanliteError on all ranks: something cannot be built, read or saved as the configuration says.
+    Raises TitanliteError on all ranks: something cannot be built, read or saved as the
+    configuration says.
     """
     job, model_config, degrees = checked.job, checked.model_config, checked.degrees
     folder = Path(job.job.dump_folder)
@@ -103,17 +121,26 @@ def assemble(checked: Checked) -> Trainer:
     run_folder.check_shared_folder(folder)
 
     checkpointer = Checkpointer(job.checkpoint, build_format(job), folder, record_event)
-    step = 0 if (start := checkpointer.start) is None else start.step  # `start`: progress to resume from
+    # `start`: progress to resume from
+    step = 0 if (start := checkpointer.start) is None else start.step
     if start is not None:
         run_folder.check_same_run(job, step, start.identity)
     model_config = _fit_to_weights(job, model_config, checkpointer)
     beat("loading", step)
 
     model = build_on_meta(job, model_config, dims, device)
-    ends_of_turn = [] if loader.dataset.form == "text" else get_end_of_turn_ids(tokenizer, loader.dataset)
+    ends_of_turn = (
+        [] if loader.dataset.form == "text" else get_end_of_turn_ids(tokenizer, loader.dataset)
+    )
     checkpointer.prepare(model, tokenizer, ends_of_turn)
     home = torch.device("cpu") if job.training.enable_cpu_offload else device
-    fill = partial(materialize, device=home, buffer_device=device, seed=job.training.seed, waiting=checkpointer.group)
+    fill = partial(
+        materialize,
+        device=home,
+        buffer_device=device,
+        seed=job.training.seed,
+        waiting=checkpointer.group,
+    )
     plan = fill(model, sources=(sources := checkpointer.weight_sources(model)))
     carry_passengers(job, model.config, sources, checkpointer)
     if job.checkpoint.enable and not job.lora.rank:
@@ -128,7 +155,11 @@ def assemble(checked: Checked) -> Trainer:
     total, trained = count_parameters(model)
     logger.info(
         "model: %s, %.1f M parameters%s, %s of weights",
-        *(model_config.family, total / 1e6, "" if trained == total else f", {trained / 1e6:.3f} M of them trained"),
+        *(
+            model_config.family,
+            total / 1e6,
+            "" if trained == total else f", {trained / 1e6:.3f} M of them trained",
+        ),
         format_size(sum(entry.tensor.numel() * entry.dtype.itemsize for entry in plan.entries)),
     )
     trainer = Trainer(
@@ -144,14 +175,21 @@ def assemble(checked: Checked) -> Trainer:
         evaluator=build_evaluator(job, loader.dataset, tokenizer, model_config, dims, device),
         diagnose=partial(diagnose, model, whole_layers=job.compile.enable, stage=dims.stage),
         metrics=build_metrics(job, folder, model, loader, dims, device, step),
-        render_card=partial(render_model_card, job, family=model_config.family, num_parameters=total),
+        render_card=partial(
+            render_model_card, job, family=model_config.family, num_parameters=total
+        ),
         record_trained=partial(record_trained, folder),
         push_to_hub=push_to_hub,
     )
     matrices = muon_matrices(model, job.optimizer) if job.optimizer.name == "Muon" else {}
     log_held(plan, matrices)
     check_space(job, plan, matrices, checkpointer.folder, step, checkpointer.carried_bytes)
-    facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
+    facts = {
+        "model": model_config.family,
+        "parameters": total,
+        "trained": trained,
+        "mesh": str(degrees),
+    }
     configure_wandb(save_environment(folder, device, facts))
     run_folder.record_start(folder, step, where, resumed=bool(start), changes=changes)
 
@@ -168,7 +206,9 @@ def assemble(checked: Checked) -> Trainer:
 
 
 def _join(job: JobConfig, folder: Path) -> torch.device:
-    """Join the other ranks, which must have the same settings and models; return the device of this one."""
+    """Join the other ranks, which must have the same settings and models; return the device of this
+    one.
+    """
     beat("loading", 0)
     prepare_process(job, folder)
     device = init_distributed(job.comm.timeout_seconds)
@@ -179,15 +219,20 @@ def _join(job: JobConfig, folder: Path) -> torch.device:
     return device
 
 
-def _fit_to_weights(job: JobConfig, model_config: AnyModelConfig, checkpointer: Checkpointer) -> AnyModelConfig:
-    """Return the configuration with the ties of the weights that the run resumes or begins with; see `untie`.
+def _fit_to_weights(
+    job: JobConfig, model_config: AnyModelConfig, checkpointer: Checkpointer
+) -> AnyModelConfig:
+    """Return the configuration with the ties of the weights that the run resumes or begins with;
+    see `untie`.
 
-    Raises ConfigError: the resumed model is another one. The same on all ranks. Collective: every rank must call.
+    Raises ConfigError: the resumed model is another one. The same on all ranks. Collective: every
+    rank must call.
     """
     base, start = job.checkpoint.initial_load_path, checkpointer.start
     resumed = None if start is None else step_folder(checkpointer.folder, start.step)
     weights = Path(base) if base and (resumed is None or job.lora.rank) else resumed
-    is_asked_for = job.model.overrides.tie_word_embeddings  # then one of two stored tensors is a mistake
+    # then one of two stored tensors is a mistake
+    is_asked_for = job.model.overrides.tie_word_embeddings
     if weights is not None and not is_asked_for:
         model_config = untie(model_config, weights, build_model)
     if resumed is not None:
@@ -205,30 +250,44 @@ _DATASETS = {
 
 
 def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple[Any, TrainLoader]:
-    """Build the tokenizer and the batches of one data-parallel rank, of all kinds of data: see `build_loader`."""
+    """Build the tokenizer and the batches of one data-parallel rank, of all kinds of data: see
+    `build_loader`.
+    """
     job, start = resolve_start(job)
     return build_loader(job, dp_rank, dp_degree, _DATASETS, start and start.batch_size)
 
 
 def resolve_start(job: JobConfig) -> tuple[JobConfig, Progress | None]:
-    """Return `job` with the held-out share of the run to resume, or of a new one, and that run's progress, if any."""
+    """Return `job` with the held-out share of the run to resume, or of a new one, and that run's
+    progress, if any.
+    """
     start = find_start(job.checkpoint, folder := job.job.dump_folder)
-    return replace(job, data=resolve_held_out(job.data, start, folder, wanted=wants_held_out(job))), start
+    return replace(
+        job, data=resolve_held_out(job.data, start, folder, wanted=wants_held_out(job))
+    ), start
 
 
 def _read_data(
     job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims
 ) -> tuple[JobConfig, AnyModelConfig, Any, TrainLoader]:
-    """Return the job with its steps and balance of experts, the model's sizes, the tokenizer, this rank's batches."""
+    """Return the job with its steps and balance of experts, the model's sizes, the tokenizer, this
+    rank's batches.
+    """
     job, start = resolve_start(job)
     start_batch = start and start.batch_size
     tokenizer, loader = build_loader(job, dims.dp_rank, dims.degrees.dp, _DATASETS, start_batch)
     job = resolve_steps(job, loader, start)
-    job, model_config = fit_vocabulary(job, model_config, count_ids(tokenizer), dims.degrees.tp, start)
-    check_data(job, model_config, loader.dataset.form, loader.dataset.vocab_size, count_ids(tokenizer))
+    job, model_config = fit_vocabulary(
+        job, model_config, count_ids(tokenizer), dims.degrees.tp, start
+    )
+    check_data(
+        job, model_config, loader.dataset.form, loader.dataset.vocab_size, count_ids(tokenizer)
+    )
     identity = start and start.identity
     has_weights = bool(job.checkpoint.initial_load_path)
-    job = replace(job, moe=complete_balancing(job.moe, model_config, identity, has_weights=has_weights))
+    job = replace(
+        job, moe=complete_balancing(job.moe, model_config, identity, has_weights=has_weights)
+    )
     describe_pipeline(loader, model_config, dims.degrees)
     return job, model_config, tokenizer, loader
 
@@ -236,7 +295,8 @@ def _read_data(
 def fit_vocabulary(
     job: JobConfig, model_config: AnyModelConfig, num_ids: int, tp: int, start: Progress | None
 ) -> tuple[JobConfig, AnyModelConfig]:
-    """Return `job` and the model's sizes, with the vocabulary of a new model as `follow_tokenizer` says.
+    """Return `job` and the model's sizes, with the vocabulary of a new model as `follow_tokenizer`
+    says.
 
     A run that resumes keeps the vocabulary of its checkpoint. No collective.
     """
@@ -247,8 +307,11 @@ def fit_vocabulary(
     return followed, model_config if followed is job else resolve_model_config(followed.model)
 
 
-def check_data(job: JobConfig, model_config: AnyModelConfig, form: str, vocab_size: int, num_ids: int) -> None:
-    """Check that a run can train on rows of `form`, with tokens below `vocab_size`, of a tokenizer of `num_ids` ids.
+def check_data(
+    job: JobConfig, model_config: AnyModelConfig, form: str, vocab_size: int, num_ids: int
+) -> None:
+    """Check that a run can train on rows of `form`, with tokens below `vocab_size`, of a tokenizer
+    of `num_ids` ids.
 
     Raises ConfigError or DataError: it cannot. The same on all ranks; no collective.
     """
@@ -275,17 +338,23 @@ def check_model(checked: Checked) -> None:
 
 
 def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> Model:
-    """Build the model on meta: the native decoder, or the class of transformers that stands in for it."""
+    """Build the model on meta: the native decoder, or the class of transformers that stands in for
+    it.
+    """
     if isinstance(config, TransformersConfig):
         logger.info("model: transformers' %s, because: %s", config.architecture, config.why)
         return build_transformers(config, dtype)
     return build_decoder(config, dtype)
 
 
-def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims, device: torch.device) -> Model:
-    """Build the model on meta, configured and sharded for training on devices like `device`. No collective.
+def build_on_meta(
+    job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims, device: torch.device
+) -> Model:
+    """Build the model on meta, configured and sharded for training on devices like `device`. No
+    collective.
 
-    Raises ConfigError, the same on all ranks: a pattern matches nothing, or transformers cannot build the model.
+    Raises ConfigError, the same on all ranks: a pattern matches nothing, or transformers cannot
+    build the model.
     """
     use_triton(job.training.triton_kernels)
     model = build_unsharded(job, model_config, device.type)
@@ -296,7 +365,9 @@ def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDi
 
 
 def build_unsharded(job: JobConfig, model_config: AnyModelConfig, device_type: str) -> Model:
-    """Build the unsharded model on meta, with adapters and frozen parameters; raises as `build_on_meta`."""
+    """Build the unsharded model on meta, with adapters and frozen parameters; raises as
+    `build_on_meta`.
+    """
     model = build_model(model_config, base_dtype(job.training, job.lora, device_type))
     apply_lora(model, job.lora, getattr(torch, job.training.dtype))
     if job.lora.base_dtype in BLOCK_SIZES:
@@ -316,15 +387,25 @@ def shard(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) ->
 
 
 def build_format(job: JobConfig) -> HFFormat:
-    """Build the format of the model's files in checkpoints: of all weights or, with LoRA, of the adapters alone."""
+    """Build the format of the model's files in checkpoints: of all weights or, with LoRA, of the
+    adapters alone.
+    """
     sections = job.checkpoint, job.model
     return PeftFormat(*sections, job.lora) if job.lora.rank else HFFormat(*sections)
 
 
 def build_metrics(
-    job: JobConfig, folder: Path, model: Model, loader: TrainLoader, dims: ParallelDims, device: torch.device, step: int
+    job: JobConfig,
+    folder: Path,
+    model: Model,
+    loader: TrainLoader,
+    dims: ParallelDims,
+    device: torch.device,
+    step: int,
 ) -> MetricsLogger:
-    """Build the metrics logger of a run that begins after `step`; rank 0 writes, also to W&B if that is on."""
+    """Build the metrics logger of a run that begins after `step`; rank 0 writes, also to W&B if
+    that is on.
+    """
     return MetricsLogger(
         job,
         folder,
@@ -341,7 +422,9 @@ def build_metrics(
 
 
 def make_optimizer(job: JobConfig, model: Model, dims: ParallelDims) -> torch.optim.Optimizer:
-    """Build the optimizer that `job` names, for the sharded `model`; raises as `build_optimizer`."""
+    """Build the optimizer that `job` names, for the sharded `model`; raises as
+    `build_optimizer`.
+    """
     muon = partial(build_muon, group=dims.stage_group)
     return build_optimizer(model, job.optimizer, {"Muon": muon, FORM: build_custom_optimizer})
 
@@ -354,7 +437,9 @@ def build_objective(job: JobConfig, vocab_size: int) -> Objective:
 
 
 def explain(error: BaseException, job: JobConfig | None) -> TitanliteError | None:
-    """Turn an error of torch that a setting or full memory caused into one that names it; None for other errors."""
+    """Turn an error of torch that a setting or full memory caused into one that names it; None for
+    other errors.
+    """
     return explain_failure(error, job)
 
 

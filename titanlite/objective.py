@@ -12,8 +12,10 @@ from titanlite.models.interface import Model
 class ObjectiveSums(NamedTuple):
     """Sums over one batch of this rank."""
 
-    loss: torch.Tensor  # of units (tokens or pairs), differentiable float32; divide by the global number of units
-    aux: torch.Tensor  # balance losses of tokens; divide by the global number of tokens without padding
+    # of units (tokens or pairs), differentiable float32; divide by the global number of units
+    loss: torch.Tensor
+    # balance losses of tokens; divide by the global number of tokens without padding
+    aux: torch.Tensor
     metrics: torch.Tensor  # (number of `metric_names`,) float32, no gradient; divide like `loss`
 
 
@@ -22,9 +24,11 @@ class Objective(Protocol):
 
     metric_names: Sequence[str]  # names in metrics.jsonl and TensorBoard
 
-    def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
-        """Prepare for the run: called once before the first step, with all coming batches (on the host, lazy)
-        and the model with the run's initial weights. Collective: every rank must call.
+    def prepare(
+        self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device
+    ) -> None:
+        """Prepare for the run: called once before the first step, with all coming batches (on the
+        host, lazy) and the model with the run's initial weights. Collective: every rank must call.
         """
 
     def count(self, batch: Batch) -> torch.Tensor:
@@ -32,7 +36,9 @@ class Objective(Protocol):
         ...
 
     def __call__(self, model: Model, batch: Batch) -> ObjectiveSums:
-        """Return the sums over `batch`. Collective: runs the sharded model; every rank must call."""
+        """Return the sums over `batch`. Collective: runs the sharded model; every rank must
+        call.
+        """
         ...
 
 
@@ -41,12 +47,16 @@ class NextToken:
 
     metric_names: Sequence[str] = ()
 
-    def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
+    def prepare(
+        self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device
+    ) -> None:
         """Do nothing."""
 
     def count(self, batch: Batch) -> torch.Tensor:
         return (batch.labels != IGNORE_INDEX).sum()
 
     def __call__(self, model: Model, batch: Batch) -> ObjectiveSums:
-        losses = model(batch.tokens, batch.labels, batch.positions, batch.document_ids, **batch.inputs)
+        losses = model(
+            batch.tokens, batch.labels, batch.positions, batch.document_ids, **batch.inputs
+        )
         return ObjectiveSums(losses.cross_entropy, losses.aux, losses.cross_entropy.new_zeros(0))

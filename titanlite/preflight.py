@@ -1,7 +1,7 @@
 """Preflight: every check that needs neither torch nor ranks, in a fraction of a second.
 
-`run_train.sh` runs it once before it starts ranks, so that a mistake is reported once and at once; every rank runs it
-again, so that a launch without the script says the same.
+`run_train.sh` runs it once before it starts ranks, so that a mistake is reported once and at once;
+every rank runs it again, so that a launch without the script says the same.
 """
 
 import sys
@@ -13,7 +13,12 @@ from titanlite.base.process import begin_process
 from titanlite.base.text import Parser, command
 from titanlite.config import AnyModelConfig, JobConfig, load_config
 from titanlite.config.assets import assets_key, find_missing_files, resolve_assets, weights_key
-from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees, resolve_seq_len
+from titanlite.config.parallelism import (
+    Degrees,
+    check_parallelism,
+    resolve_degrees,
+    resolve_seq_len,
+)
 from titanlite.config.settings import find_extension_problems
 from titanlite.models.families import find_other_model, resolve_model_config
 
@@ -30,15 +35,17 @@ class Checked:
 def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
     """Resolve the model and the degrees, and check them against one another.
 
-    Downloads a model of the hub on first use, without `weights` only its description and tokenizer. Raises ConfigError:
-    every contradiction.
+    Downloads a model of the hub on first use, without `weights` only its description and tokenizer.
+    Raises ConfigError: every contradiction.
     """
     problems = find_extension_problems(job)
     model_config, degrees = None, None
     try:
         job = resolve_assets(job, weights=weights)
         model_config = resolve_model_config(job.model, assets_key(job))
-        problems += find_other_model(job.model, model_config, job.checkpoint.initial_load_path, weights_key(job))
+        problems += find_other_model(
+            job.model, model_config, job.checkpoint.initial_load_path, weights_key(job)
+        )
         job = resolve_seq_len(job, model_config)
     except ConfigError as error:
         problems.append(str(error))
@@ -59,23 +66,30 @@ def _world_sizes(text: str) -> tuple[int, ...]:
 
 def check_all(job: JobConfig, world_sizes: tuple[int, ...], *, weights: bool) -> Checked:
     """Look for files, then `check` for each of these world sizes: see `check_arguments`."""
-    raise_problems(ConfigError, "configuration", find_missing_files(job))  # before anything large is downloaded
+    # before anything large is downloaded
+    raise_problems(ConfigError, "configuration", find_missing_files(job))
     checked = []
     for world_size in world_sizes:
         try:
             checked.append(check(job, world_size, weights=weights))
         except ConfigError as error:
             if world_size in (world_sizes[0], world_sizes[-1]):
-                raise ConfigError(f"with {world_size} ranks: {error}" if world_sizes[1:] else str(error)) from None
-            print(f"titanlite: warning: with {world_size} ranks this run would end: {error}", file=sys.stderr)
+                raise ConfigError(
+                    f"with {world_size} ranks: {error}" if world_sizes[1:] else str(error)
+                ) from None
+            print(
+                f"titanlite: warning: with {world_size} ranks this run would end: {error}",
+                file=sys.stderr,
+            )
     return checked[0]
 
 
 def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:
     """Parse and check `--world-size N --config FILE ...`.
 
-    `--world-size 16,8,4` is for machines that may be lost: the first and the last size must fit, others only warn.
-    With `weights` a model of the hub is downloaded. Raises ConfigError: every contradiction.
+    `--world-size 16,8,4` is for machines that may be lost: the first and the last size must fit,
+    others only warn. With `weights` a model of the hub is downloaded. Raises ConfigError: every
+    contradiction.
     """
     parser = Parser("check", add_help=False)  # load_config has help
     parser.add_argument("--world-size", type=_world_sizes, default=(1,))
@@ -86,7 +100,8 @@ def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    """`python -m titanlite.preflight --world-size N --config FILE ...`: exit code 0, or 2 after one clear error.
+    """`python -m titanlite.preflight --world-size N --config FILE ...`: exit code 0, or 2 after one
+    clear error.
 
     A model of the hub is downloaded, here once for all ranks of this machine.
     """

@@ -1,4 +1,6 @@
-"""Entry point of a rank: `torchrun ... -m titanlite.train --config FILE [--section.key=value ...]`."""
+"""Entry point of a rank: `torchrun ... -m titanlite.train --config FILE [--section.key=value
+...]`.
+"""
 
 import hashlib
 import signal
@@ -11,13 +13,23 @@ from typing import NoReturn
 
 import titanlite
 from titanlite.base.log import logger, setup_logger
-from titanlite.base.process import begin_process, lean_imports, leave, read_variable, read_world_size, set_defaults
+from titanlite.base.process import (
+    begin_process,
+    lean_imports,
+    leave,
+    read_variable,
+    read_world_size,
+    set_defaults,
+)
 from titanlite.launch import protocol
 
 
 def set_gpu_defaults() -> None:
-    """Set the variables that torch and CUDA read once, at their start, unless the user has set them."""
-    # With expert parallelism, tensor sizes change in every step, which would fragment the GPU's memory.
+    """Set the variables that torch and CUDA read once, at their start, unless the user has set
+    them.
+    """
+    # With expert parallelism, tensor sizes change in every step, which would fragment the GPU's
+    # memory.
     if read_variable("PYTORCH_CUDA_ALLOC_CONF") is None:
         set_defaults({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     # Collectives of several mesh axes overlap; with the default of 8 queues, some would share one.
@@ -45,7 +57,8 @@ _LAUNCHER_WAIT_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the configuration and train; 0, also if asked to stop and saved, 2 or 3 for a `TitanliteError`, else 1.
+    """Check the configuration and train; 0, also if asked to stop and saved, 2 or 3 for a
+    `TitanliteError`, else 1.
 
     Collective: every rank must call.
     """
@@ -57,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = load_config(sys.argv[1:] if argv is None else argv)
         checked = check(job, read_world_size())
         job = checked.job
-        protocol.configure_heartbeat(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
+        protocol.configure_heartbeat(
+            job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder
+        )
         if job.job.description:
             logger.info("job: %s", job.job.description)
         trainer = assemble(checked)
@@ -69,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         refusal = error if isinstance(error, TitanliteError) else explain(error, job)
         if refusal is None:
             _fail(error)
-        # On the first rank of this machine that has this error; without a launcher to agree through, on all.
+        # On the first rank of this machine that has this error; without a launcher to agree
+        # through, on all.
         if protocol.claim(hashlib.sha256(str(refusal).encode()).hexdigest()):
             print(f"titanlite: error: {refusal}", file=sys.stderr, flush=True)
         _record_error(str(refusal))
@@ -82,15 +98,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception) -> NoReturn:
-    """End this rank; print the traceback on the first rank that fails, because the others fail for the same cause."""
+    """End this rank; print the traceback on the first rank that fails, because the others fail for
+    the same cause.
+    """
     lost_peer = is_lost_peer(error)
-    _record_error("lost another rank; the console says why" if lost_peer else f"{type(error).__name__}: {error}")
+    _record_error(
+        "lost another rank; the console says why"
+        if lost_peer
+        else f"{type(error).__name__}: {error}"
+    )
     if read_variable(NOTICE_FOLDER) is None:
         close(1)
         raise error
     if lost_peer:
-        # Another rank is gone or hangs. The launcher names it and ends this one, before the traceback of a waiting
-        # collective can bury that line.
+        # Another rank is gone or hangs. The launcher names it and ends this one, before the
+        # traceback of a waiting collective can bury that line.
         protocol.note_lost_peer(error)
         close(1)
         time.sleep(_LAUNCHER_WAIT_S)
@@ -98,13 +120,20 @@ def _fail(error: Exception) -> NoReturn:
         beat = protocol.current_beat()
         where = f"in step {beat.step} ({beat.phase})" if beat.step else f"while {beat.phase}"
         text = "".join(traceback.format_exception(error))
-        print(f"titanlite: rank {beat.rank} failed {where}:\n{text}", file=sys.stderr, end="", flush=True)
+        print(
+            f"titanlite: rank {beat.rank} failed {where}:\n{text}",
+            file=sys.stderr,
+            end="",
+            flush=True,
+        )
     close(1)
     leave(1, at_once=True)
 
 
 def _record_error(text: str) -> None:
-    """Record the error in the run's events. Rank 0 writes; errors of other ranks are on the console only."""
+    """Record the error in the run's events. Rank 0 writes; errors of other ranks are on the console
+    only.
+    """
     record_event("error", text.partition(". ")[0], protocol.steps_done())
 
 

@@ -1,4 +1,6 @@
-"""One optimizer step on any mesh: forward, backward, reduction, clipping, update, and the point that is logged."""
+"""One optimizer step on any mesh: forward, backward, reduction, clipping, update, and the point
+that is logged.
+"""
 
 import math
 import time
@@ -16,7 +18,14 @@ from titanlite.distributed.fsdp import prepare_backward
 from titanlite.distributed.grads import clip_grad_norms, find_unreached, reduce_replicated_grads
 from titanlite.launch.protocol import beat
 from titanlite.metrics.flops import group_parameters
-from titanlite.metrics.point import MoEState, StepPoint, StepResult, Window, find_largest, gather_ranks
+from titanlite.metrics.point import (
+    MoEState,
+    StepPoint,
+    StepResult,
+    Window,
+    find_largest,
+    gather_ranks,
+)
 from titanlite.models.interface import Model
 from titanlite.objective import Objective, ObjectiveSums
 from titanlite.optim import FiniteGuard, build_lr_scheduler
@@ -40,7 +49,9 @@ def order_turns(count: int, ahead: int) -> Iterator[tuple[Literal["forward", "ba
 
 
 class TrainStep:
-    """Optimizer steps of a model that is sharded over `dims`, after `step` earlier ones; batches are on `device`."""
+    """Optimizer steps of a model that is sharded over `dims`, after `step` earlier ones; batches
+    are on `device`.
+    """
 
     def __init__(
         self,
@@ -54,25 +65,32 @@ class TrainStep:
     ) -> None:
         self.job, self.dims, self.device = job, dims, device
         self.model, self.optimizer, self.objective, self.step = model, optimizer, objective, step
-        self.lr_scheduler = build_lr_scheduler(optimizer, job.lr_scheduler, job.training.steps, step)
+        self.lr_scheduler = build_lr_scheduler(
+            optimizer, job.lr_scheduler, job.training.steps, step
+        )
         stage_size = dims.degrees.stage_size if dims.degrees.pp > 1 else None
         rate = get_bias_update_rate(job.moe, model)
         self.balancer = ExpertBiasBalancer(model, rate, dist.all_reduce, stage_size)
         self.grad_groups = group_parameters(model, whole=not job.metrics.grad_norm_groups)
-        max_nonfinite = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
+        max_nonfinite = (
+            job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
+        )
         self.finite_guard = FiniteGuard(device, max_nonfinite)
         self.timer = StepTimer(device)
-        self.unreached: list[str] | None = None  # trained parameters without a gradient; known after the first step
+        # trained parameters without a gradient; known after the first step
+        self.unreached: list[str] | None = None
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
         """Make one optimizer step over this rank's micro-batches. Collective: every rank must call.
 
-        The loss of every micro-batch is divided by the number of units (tokens with a label, or pairs) in the *global*
-        batch, so gradients are sums over ranks and micro-batches, whatever the mesh and however unevenly the units are
-        spread. Each backward follows its forward, except that a pipeline stage runs some forwards ahead.
+        The loss of every micro-batch is divided by the number of units (tokens with a label, or
+        pairs) in the *global* batch, so gradients are sums over ranks and micro-batches, whatever
+        the mesh and however unevenly the units are spread. Each backward follows its forward,
+        except that a pipeline stage runs some forwards ahead.
         """
         self.dims.seed_generators(self.job.training.seed, self.step, self.device)
-        self.timer.start("other")  # ranks that wait below for one whose data is late are not slow themselves
+        # ranks that wait below for one whose data is late are not slow themselves
+        self.timer.start("other")
         objective, count = self.objective, len(micro_batches)
         units, num_tokens = self.count_units(micro_batches)
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
@@ -87,17 +105,22 @@ class TrainStep:
                 continue
             if count > 1 and number in (0, count - 1):  # between steps, each backward is a last one
                 is_last = number == count - 1
-                prepare_backward(self.model, self.dims, is_last=is_last, once_per_step=once_per_step)
+                prepare_backward(
+                    self.model, self.dims, is_last=is_last, once_per_step=once_per_step
+                )
             self.scaled_loss(losses_in_flight.pop(number), units, num_tokens).backward()
 
         self.enter("optimizer")
         sums = self.sum_over_data(sums, in_stages=True)
-        if self.unreached is None:  # once: what has no part in the loss of one step has none in others
+        # once: what has no part in the loss of one step has none in others
+        if self.unreached is None:
             self.unreached = find_unreached(self.model, self.device)
         reduce_replicated_grads(self.model.parameters(), self.dims)
         norm_device = torch.device("cpu") if self.job.training.enable_cpu_offload else self.device
         max_norm = self.job.training.max_norm
-        grad_norm, group_norms = clip_grad_norms(self.grad_groups, max_norm, self.dims.stage_group, norm_device)
+        grad_norm, group_norms = clip_grad_norms(
+            self.grad_groups, max_norm, self.dims.stage_group, norm_device
+        )
         self.step += 1
         finite = grad_norm.to(self.device).isfinite() & sums[:2].isfinite().all()  # both are global
         apply = self.finite_guard.admit(self.step, finite).to(grad_norm.device)
@@ -113,7 +136,8 @@ class TrainStep:
         return StepResult(means[0], aux_loss, *norms, *counts, means[2:])
 
     def enter(self, phase: str, micro_batch: int | None = None) -> None:
-        """Start `phase` in the step's timer and in the heartbeat, which shows the launcher hung ranks.
+        """Start `phase` in the step's timer and in the heartbeat, which shows the launcher hung
+        ranks.
 
         `micro_batch` is for observers that replace this method (`estimate`, tests).
         """
@@ -121,24 +145,32 @@ class TrainStep:
         beat(phase, self.step + 1)
 
     def count_units(self, micro_batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count the units, and the tokens without padding, of the global batch. Collective: every rank must call."""
-        counts = [torch.stack([self.objective.count(batch), batch.count_tokens()]) for batch in micro_batches]
+        """Count the units, and the tokens without padding, of the global batch. Collective: every
+        rank must call.
+        """
+        counts = [
+            torch.stack([self.objective.count(batch), batch.count_tokens()])
+            for batch in micro_batches
+        ]
         units, num_tokens = self.sum_over_data(torch.stack(counts).sum(dim=0)).unbind()
         return units, num_tokens
 
-    def scaled_loss(self, losses: ObjectiveSums, units: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call backward on: the share of one micro-batch in the mean over the global batch.
+    def scaled_loss(
+        self, losses: ObjectiveSums, units: torch.Tensor, num_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the loss to call backward on: the share of one micro-batch in the mean over the
+        global batch.
 
-        Balance losses are divided by all tokens, because routers balance prompts too. Divided by labels, they would
-        weigh more, the fewer tokens of a chat are trained.
+        Balance losses are divided by all tokens, because routers balance prompts too. Divided by
+        labels, they would weigh more, the fewer tokens of a chat are trained.
         """
         return losses.loss / units + losses.aux / num_tokens
 
     def local_sums(self, losses: ObjectiveSums) -> torch.Tensor:
         """Return this rank's summands of loss, balance losses and metrics, on the device.
 
-        cp and tp ranks hold equal losses, but balance losses of their own positions. Each pipeline stage has the
-        balance losses of its own layers; only the last one has losses.
+        cp and tp ranks hold equal losses, but balance losses of their own positions. Each pipeline
+        stage has the balance losses of its own layers; only the last one has losses.
         """
         aux_sum = losses.aux * self.dims.degrees.ranks_per_sequence
         loss, metrics = losses.loss, losses.metrics
@@ -147,7 +179,8 @@ class TrainStep:
         return torch.cat([torch.stack([loss, aux_sum]), metrics]).detach()
 
     def sum_over_data(self, value: torch.Tensor, *, in_stages: bool = False) -> torch.Tensor:
-        """Sum `value` over the data-parallel ranks; ranks that share sequences hold the same value and count once.
+        """Sum `value` over the data-parallel ranks; ranks that share sequences hold the same value
+        and count once.
 
         So do other pipeline stages, unless each has a summand of the value (`in_stages`).
         """
@@ -157,9 +190,12 @@ class TrainStep:
         copies = degrees.ranks_per_sequence * (1 if in_stages else degrees.pp)
         return value // copies if value.dtype == torch.int64 else value / copies
 
-    def build_point(self, window: Window, losses: Sequence[float], learning_rate: float) -> StepPoint:
-        """Build the point of a log step from the measurements of all ranks since the last one. `losses` are of the
-        steps in `window`, `learning_rate` of the latest. Collective: every rank must call. Synchronizes.
+    def build_point(
+        self, window: Window, losses: Sequence[float], learning_rate: float
+    ) -> StepPoint:
+        """Build the point of a log step from the measurements of all ranks since the last one.
+        `losses` are of the steps in `window`, `learning_rate` of the latest. Collective: every rank
+        must call. Synchronizes.
         """
         result = window.results[-1]
         self.timer.start(None)
@@ -169,7 +205,11 @@ class TrainStep:
         applied = [loss for loss in losses if math.isfinite(loss)]
         moe = None
         if result.tokens_per_expert is not None:
-            counts = [step.tokens_per_expert for step in window.results if step.tokens_per_expert is not None]
+            counts = [
+                step.tokens_per_expert
+                for step in window.results
+                if step.tokens_per_expert is not None
+            ]
             moe = MoEState(
                 result.tokens_per_expert,
                 self.balancer.bias_range(),

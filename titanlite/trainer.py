@@ -41,7 +41,9 @@ class Evaluator(Protocol):
 
 @dataclass
 class Trainer:
-    """Training loop of one rank, built by `assemble`. `evaluator` and the fields after it are optional."""
+    """Training loop of one rank, built by `assemble`. `evaluator` and the fields after it are
+    optional.
+    """
 
     job: JobConfig
     device: torch.device
@@ -55,12 +57,15 @@ class Trainer:
     results: Results
     evaluator: Evaluator | None = None
     # Called with (micro-batches, scaled loss of one). Collective.
-    diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor]], Diagnosis] = lambda *_: Diagnosis(
-        "Its origin was not searched.", repeats=True
+    diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor]], Diagnosis] = lambda *_: (
+        Diagnosis("Its origin was not searched.", repeats=True)
     )
-    render_card: Callable[..., str] = lambda **_: ""  # renders a README.md from `progress` and `results`
-    record_trained: Callable[[int], None] = lambda *_: None  # corrects the number of trained parameters, on rank 0
-    push_to_hub: Callable[[Path, str], None] = lambda *_: None  # called with (folder, repository) on rank 0
+    # renders a README.md from `progress` and `results`
+    render_card: Callable[..., str] = lambda **_: ""
+    # corrects the number of trained parameters, on rank 0
+    record_trained: Callable[[int], None] = lambda *_: None
+    # called with (folder, repository) on rank 0
+    push_to_hub: Callable[[Path, str], None] = lambda *_: None
     stopping: bool = False  # the run was asked to end early
     loss: float | None = None  # of the last step that was logged
 
@@ -76,18 +81,29 @@ class Trainer:
     def train(self) -> None:
         """Run the configured steps, and save on the way and at the end.
 
-        Collective: every rank must call. SIGTERM or SIGINT end it early, after a step, with a checkpoint.
+        Collective: every rank must call. SIGTERM or SIGINT end it early, after a step, with a
+        checkpoint.
         """
         job = self.job
-        with self.checkpointer, self.metrics, profiling(job.profiling, self.dump_folder) as end_step:
+        with (
+            self.checkpointer,
+            self.metrics,
+            profiling(job.profiling, self.dump_folder) as end_step,
+        ):
             self.stopping = self.checkpointer.agree(is_stop_requested())  # asked while loading
             if self.step == 0 and not self.stopping:
                 self.assess(last=False)  # the model before training
             window = Window()
-            while self.step < job.training.steps and not (self.stopping or self.results.out_of_patience):
+            while self.step < job.training.steps and not (
+                self.stopping or self.results.out_of_patience
+            ):
                 self.stepper.enter("data")
-                micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
-                logged_lr = job.optimizer.lr * lr_factor(self.step, job.training.steps, job.lr_scheduler)
+                micro_batches = [
+                    batch.to(self.device) for batch in self.loader.micro_batches(self.step)
+                ]
+                logged_lr = job.optimizer.lr * lr_factor(
+                    self.step, job.training.steps, job.lr_scheduler
+                )
                 is_first = self.stepper.unreached is None
                 window.results.append(self.stepper.train_step(micro_batches))
                 if is_first and self.stepper.unreached:
@@ -113,7 +129,9 @@ class Trainer:
         self.finish()
 
     def report_unreached(self, names: Sequence[str]) -> None:
-        """Warn of the parameters `names`, which have no gradient, and do not count them as trained any more."""
+        """Warn of the parameters `names`, which have no gradient, and do not count them as trained
+        any more.
+        """
         if dist.get_rank() == 0:
             text, trained = describe_unreached(self.model, names)
             logger.warning("%s", text)
@@ -122,9 +140,11 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> tuple[float, dict[str, float]]:
-        """Return the mean held-out loss, with sources weighted by their shares, and the loss of each source.
+        """Return the mean held-out loss, with sources weighted by their shares, and the loss of
+        each source.
 
-        Raises DataError: on all ranks; a source has nothing to predict. Collective: every rank must call.
+        Raises DataError: on all ranks; a source has nothing to predict. Collective: every rank must
+        call.
         """
         self.model.eval()
         objective, losses = self.stepper.objective, dict[str, float]()
@@ -137,10 +157,14 @@ class Trainer:
                 beat("validation")
                 loss_sum += self.stepper.local_sums(losses_of_batch)[0]
                 units += objective.count(batch)
-            loss_sum, units = self.stepper.sum_over_data(loss_sum, in_stages=True), self.stepper.sum_over_data(units)
+            loss_sum, units = (
+                self.stepper.sum_over_data(loss_sum, in_stages=True),
+                self.stepper.sum_over_data(units),
+            )
             if not units.item():
                 raise DataError(
-                    f"validation: the held-out sequences{f' of {source}' if source else ''} have no label. Hold out "
+                    f"validation: the held-out sequences{f' of {source}' if source else ''} have "
+                    "no label. Hold out "
                     "other data, or set validation.enable = false."
                 )
             losses[source] = (loss_sum / units).item()
@@ -158,22 +182,33 @@ class Trainer:
         if validation.enable and (self.step % validation.freq == 0 or last):
             self.check_finite()
             loss, losses = self.validate()
-            loss = on_first_rank(lambda: loss)  # bit-identical on all ranks: it decides when to stop and what to keep
+            # bit-identical on all ranks: it decides when to stop and what to keep
+            loss = on_first_rank(lambda: loss)
             self.metrics.log_validation(self.step, loss, losses if len(losses) > 1 else {})
             is_best = self.results.add_validation(self.step, loss, self.loader.mixture)
-        if self.evaluator is not None and self.evaluator.is_due(self.step, last or self.results.out_of_patience):
+        if self.evaluator is not None and self.evaluator.is_due(
+            self.step, last or self.results.out_of_patience
+        ):
             self.check_finite()
             beat("evaluation")
             result = self.evaluator.run(self.model)
-            values = {f"eval/{result.name}": result.score, "eval/ended": result.ended, "eval/seconds": result.seconds}
-            self.metrics.log_evaluation(self.step, values, [asdict(example) for example in result.examples])
+            values = {
+                f"eval/{result.name}": result.score,
+                "eval/ended": result.ended,
+                "eval/seconds": result.seconds,
+            }
+            self.metrics.log_evaluation(
+                self.step, values, [asdict(example) for example in result.examples]
+            )
             is_best |= self.results.add_evaluation(self.step, result.name, result.score)
         return is_best
 
     def check_finite(self) -> None:
-        """Diagnose a non-finite loss or gradient since the last check; end the run unless it may be skipped.
+        """Diagnose a non-finite loss or gradient since the last check; end the run unless it may be
+        skipped.
 
-        Before the end, save the state before the first such step. Synchronizes; collective: every rank must call.
+        Before the end, save the state before the first such step. Synchronizes; collective: every
+        rank must call.
         """
         if (found := self.stepper.finite_guard.look()) is None:
             return
@@ -183,7 +218,8 @@ class Trainer:
         stepper = self.stepper
         units = stepper.count_units(batches)
         diagnosis = self.diagnose(
-            batches, lambda batch: stepper.scaled_loss(stepper.objective(stepper.model, batch), *units)
+            batches,
+            lambda batch: stepper.scaled_loss(stepper.objective(stepper.model, batch), *units),
         )
         if not found.fatal:
             if dist.get_rank() == 0:
@@ -200,7 +236,9 @@ class Trainer:
         raise diagnosis.to_error(found, saved, self.loader.samples_before(self.step))
 
     def save(self) -> None:
-        """Save a checkpoint of this step, unless it was saved already. Collective: every rank must call."""
+        """Save a checkpoint of this step, unless it was saved already. Collective: every rank must
+        call.
+        """
         self.check_finite()
         beat("saving")
         progress = Progress(
@@ -231,16 +269,24 @@ class Trainer:
             resume = f"saved; the same command resumes from {self.checkpointer.folder}"
             saved = resume if job.checkpoint.enable else "lost"
             logger.info("stopped after step %d of %d, %s", self.step, job.training.steps, saved)
-            record_event("stop", f"stopped after step {self.step} of {job.training.steps}, {saved}", self.step)
+            record_event(
+                "stop",
+                f"stopped after step {self.step} of {job.training.steps}, {saved}",
+                self.step,
+            )
             return
         record_event("end", f"ended after step {self.step} of {job.training.steps}", self.step)
         if self.results.out_of_patience:
             logger.info(
-                "early stopping after step %d of %d: %s", self.step, job.training.steps, self.results.describe()
+                "early stopping after step %d of %d: %s",
+                self.step,
+                job.training.steps,
+                self.results.describe(),
             )
         elif self.checkpointer.start is not None and self.step == self.checkpointer.start.step:
             logger.info(
-                "nothing left to train: the checkpoint is of step %d of %d. Raise training.%s to train on, or set "
+                "nothing left to train: the checkpoint is of step %d of %d. Raise training.%s to "
+                "train on, or set "
                 "another job.dump_folder to start a new run.",
                 *(self.step, job.training.steps, "epochs" if job.training.epochs else "steps"),
             )

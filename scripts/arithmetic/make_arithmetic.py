@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Make what configs/recipes/sft_arithmetic.toml trains with: a tiny random Qwen3-MoE and a chat set of additions.
+"""Make what configs/recipes/sft_arithmetic.toml trains with: a tiny random Qwen3-MoE and a chat set
+of additions.
 
     python scripts/arithmetic/make_arithmetic.py [--folder outputs/sft_arithmetic/made]
 
@@ -7,8 +8,9 @@ FOLDER/model            a Qwen3-MoE with random weights in Hugging Face format, 
 FOLDER/train.jsonl      9,500 of the 10,000 additions of two numbers below 100, as conversations
 FOLDER/heldout.jsonl    the other 500
 
-Everything follows from a seed. What is there already, made by this version of the script, is left alone.
-"""
+Everything follows from a seed. What is there already, made by this version of the script, is left
+alone.
+"""  # noqa: E501
 
 import argparse
 import json
@@ -57,7 +59,9 @@ def make_tokenizer() -> Any:
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
     vocabulary = {piece: number for number, piece in enumerate([*special, *_PIECES])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"system|user|assistant|[\s\S]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(
+        Regex(r"system|user|assistant|[\s\S]"), "isolated"
+    )
     tokenizer.decoder = decoders.Fuse()
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -77,7 +81,11 @@ def make_model(folder: Path) -> None:
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tokenizer = make_tokenizer()
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    ids = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
     torch.manual_seed(_SEED)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, vocab_size=32, **ids))
     model.generation_config = GenerationConfig(**ids)
@@ -90,7 +98,12 @@ def make_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(_SEED).shuffle(pairs)
     rows = [
-        {"messages": [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": str(a + b)}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"{a}+{b}"},
+                {"role": "assistant", "content": str(a + b)},
+            ]
+        }
         for a, b in pairs
     ]
     return rows[_HELD_OUT:], rows[:_HELD_OUT]
@@ -103,8 +116,12 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     """Make what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("outputs/sft_arithmetic/made"), help="(%(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("outputs/sft_arithmetic/made"), help="(%(default)s)"
+    )
     folder: Path = parser.parse_args().folder
     done = folder / "version"
     if done.is_file() and done.read_text() == str(_VERSION):
@@ -115,7 +132,10 @@ def main() -> int:
     write_rows(folder / "heldout.jsonl", held_out)
     make_model(folder / "model")
     done.write_text(str(_VERSION))
-    print(f"made a random Qwen3-MoE, {len(train)} additions to train on and {len(held_out)} held out in {folder}")
+    print(
+        f"made a random Qwen3-MoE, {len(train)} additions to train on and {len(held_out)} held out "
+        f"in {folder}"
+    )
     return 0
 
 

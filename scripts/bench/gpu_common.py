@@ -1,4 +1,5 @@
-"""What the GPU benchmarks share: the device and its measured ceilings, timing, a time budget, failures, reports.
+"""What the GPU benchmarks share: the device and its measured ceilings, timing, a time budget,
+failures, reports.
 
 Without a GPU the same code runs with a stand-in for `CudaTimer`, so that tests find its errors.
 """
@@ -42,8 +43,8 @@ class Timer(Protocol):
 class CudaTimer:
     """Device time between two events around each call, after warm-up.
 
-    The device sleeps for 10 ms first, so that the host gets ahead: the time of launches counts only where the host
-    cannot keep up.
+    The device sleeps for 10 ms first, so that the host gets ahead: the time of launches counts only
+    where the host cannot keep up.
 
     Args:
         seconds: about as long as the timed runs take together.
@@ -94,9 +95,11 @@ class Budget:
         return False
 
 
-# As the driver says it, whoever passes it on: torch's "CUDA error: ...", Triton's "Triton Error [CUDA]: ...".
+# As the driver says it, whoever passes it on: torch's "CUDA error: ...", Triton's "Triton Error
+# [CUDA]: ...".
 _LOSES_THE_DEVICE = re.compile(
-    "illegal memory access|misaligned address|device-side assert|unspecified launch failure|illegal instruction|"
+    "illegal memory access|misaligned address|device-side assert|unspecified launch "
+    "failure|illegal instruction|"
     "invalid program counter|invalid address space|hardware stack error|ECC error"
 )
 
@@ -117,7 +120,15 @@ def attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
         return call(), None
     except torch.OutOfMemoryError:
         problem = "out of memory"
-    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, TritonError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        ImportError,
+        TritonError,
+    ) as error:
         problem = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if _LOSES_THE_DEVICE.search(str(error)):
             raise DeviceLostError(problem) from error
@@ -133,14 +144,20 @@ def free_memory() -> None:
 
 
 class Memory(NamedTuple):
-    """Bytes above those held at the start: `kept` after the forward, `peak` over forward and backward."""
+    """Bytes above those held at the start: `kept` after the forward, `peak` over forward and
+    backward.
+    """
 
     kept: int
     peak: int
 
 
-def measure_memory(forward: Callable[[], torch.Tensor], backward: Callable[[torch.Tensor], object]) -> Memory:
-    """Memory of one forward and backward; without a GPU, zeros. The output is not counted as kept."""
+def measure_memory(
+    forward: Callable[[], torch.Tensor], backward: Callable[[torch.Tensor], object]
+) -> Memory:
+    """Memory of one forward and backward; without a GPU, zeros. The output is not counted as
+    kept.
+    """
     free_memory()
     if not torch.cuda.is_available():
         backward(forward())
@@ -179,8 +196,10 @@ class Machine:
         """One line."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return (
-            f"{self.device}, {self.memory_bytes / 2**30:.0f} GiB, L2 {self.l2_bytes / 2**20:.0f} MiB, driver "
-            f"{self.driver}; {versions}; {self.date}; measured ceilings: {self.flops / 1e12:.0f} TFLOP/s (cuBLAS "
+            f"{self.device}, {self.memory_bytes / 2**30:.0f} GiB, L2 {self.l2_bytes / 2**20:.0f} "
+            "MiB, driver "
+            f"{self.driver}; {versions}; {self.date}; measured ceilings: {self.flops / 1e12:.0f} "
+            "TFLOP/s (cuBLAS "
             f"bfloat16 8192^3), {self.bandwidth / 1e12:.2f} TB/s (copy)"
         )
 
@@ -211,7 +230,11 @@ def inspect_machine(timer: Timer) -> Machine:
 
 def versions() -> dict[str, str]:
     """Versions of what decides the speed."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "CUDA": str(torch.version.cuda)}
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+    }
     for name in ("triton", "transformers"):
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
@@ -221,12 +244,16 @@ def versions() -> dict[str, str]:
 def _driver() -> str:
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+        lines = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.split()
         return lines[0] if lines else "?"
     return "?"
 
 
-def measure_flops(timer: Timer, size: int = 8192, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> float:
+def measure_flops(
+    timer: Timer, size: int = 8192, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> float:
     """FLOP/s of a dense matmul on random numbers (zeros would be faster: they take less power)."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -241,7 +268,9 @@ def measure_bandwidth(timer: Timer, nbytes: int = 4 << 30, device: str = "cuda")
 
 
 def num_copies(nbytes: int, l2_bytes: int, free_bytes: int, most: int = 8) -> int:
-    """Sets of inputs to rotate so that none is in the L2 cache when its turn comes; 1 if memory allows no more."""
+    """Sets of inputs to rotate so that none is in the L2 cache when its turn comes; 1 if memory
+    allows no more.
+    """
     wanted = min(max(2, -(-4 * l2_bytes // max(nbytes, 1))), most)
     return max(1, min(wanted, int(free_bytes // 4 // max(nbytes, 1))))
 
@@ -252,7 +281,11 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     texts = [
-        [t.ljust(w) if i == 0 else t.rjust(w) for i, (t, w) in enumerate(zip(ln, widths, strict=True))] for ln in lines
+        [
+            t.ljust(w) if i == 0 else t.rjust(w)
+            for i, (t, w) in enumerate(zip(ln, widths, strict=True))
+        ]
+        for ln in lines
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in texts)
 

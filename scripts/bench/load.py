@@ -1,20 +1,21 @@
 #!/usr/bin/env python
-"""Compare ways to load (and, with --save, to save) a Hugging Face checkpoint sharded over several CPU ranks.
+"""Compare ways to load (and, with --save, to save) a Hugging Face checkpoint sharded over several
+CPU ranks.
 
     python scripts/bench/load.py --size-gb 1.0 --ranks 4 --rounds 3 --save
 
-Makes a random Qwen3-MoE checkpoint once, then runs every way in every round, in rotating order, each time in freshly
-forked processes, model build included, with the files in the page cache and after all free memory that a run may get
-was touched. After each run, outside the clock, every parameter is compared with the checkpoint bit for bit, so that a
-way that loads garbage fails.
+Makes a random Qwen3-MoE checkpoint once, then runs every way in every round, in rotating order,
+each time in freshly forked processes, model build included, with the files in the page cache and
+after all free memory that a run may get was touched. After each run, outside the clock, every
+parameter is compared with the checkpoint bit for bit, so that a way that loads garbage fails.
 
 wall s     from the first rank's start to the last rank's end: median over the rounds, then lowest and highest
 CPU s      user and system time of all threads of all ranks
 above MB   highest memory that no file backs (anonymous, not RSS, for mapped files count there), above the start and the
            rank's shards, which it has to hold; on a save they are there before the start
-MB are 1e6 bytes; "a / b" is rank 0 / the worst other rank. The `floor` only copies each rank's share of the files from
-the page cache into fresh memory. titanlite alone flushes what it saved.
-"""
+MB are 1e6 bytes; "a / b" is rank 0 / the worst other rank. The `floor` only copies each rank's
+share of the files from the page cache into fresh memory. titanlite alone flushes what it saved.
+"""  # noqa: E501
 
 import argparse
 import importlib
@@ -32,9 +33,13 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-# Before torch is imported: one thread per rank, and nothing that talks to the network or draws progress bars.
+# Before torch is imported: one thread per rank, and nothing that talks to the network or draws
+# progress bars.
 os.environ.update(
-    OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1"
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_VERBOSITY="error",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
 )
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -62,7 +67,8 @@ def main() -> int:
     """Run what the command line asks for; 0 unless every way failed."""
     arguments = parse_arguments()
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)  # before any parallel region: forked ranks must not inherit a pool without its threads
+    # before any parallel region: forked ranks must not inherit a pool without its threads
+    torch.set_num_threads(1)
     for name in _MODULES:
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
@@ -103,12 +109,18 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     known = list(load_ways(Path()))
-    parser.add_argument("--size-gb", type=float, default=1.0, help="about this size, in 1e9 bytes (default 1.0)")
+    parser.add_argument(
+        "--size-gb", type=float, default=1.0, help="about this size, in 1e9 bytes (default 1.0)"
+    )
     parser.add_argument("--ranks", type=int, default=4, help="processes to shard over (default 4)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of every way (default 3)")
-    parser.add_argument("--ways", help=f"comma-separated, in both parts (default all: {','.join(known)})")
+    parser.add_argument(
+        "--ways", help=f"comma-separated, in both parts (default all: {','.join(known)})"
+    )
     parser.add_argument(
         "--folder",
         type=Path,
@@ -120,14 +132,18 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     arguments.ways = arguments.ways.split(",") if arguments.ways else known
     if unknown := set(arguments.ways) - set(known):
-        parser.error(f"--ways: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        parser.error(
+            f"--ways: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}"
+        )
     if arguments.size_gb <= 0 or arguments.ranks < 2 or arguments.rounds < 1:
         parser.error("--size-gb must be above 0, --ranks at least 2, --rounds at least 1")
     return arguments
 
 
 def warm_up(ways: Mapping[str, Way], arguments: argparse.Namespace, output: Path) -> None:
-    """Run every way once on a tiny checkpoint and import here what it imports late: no run is to pay for imports."""
+    """Run every way once on a tiny checkpoint and import here what it imports late: no run is to
+    pay for imports.
+    """
     for name, way in ways.items():
         if name not in arguments.ways:
             continue
@@ -145,7 +161,9 @@ def warm_up(ways: Mapping[str, Way], arguments: argparse.Namespace, output: Path
 def run_rounds(
     part: str, ways: Mapping[str, Way], arguments: argparse.Namespace, output: Path
 ) -> dict[str, list[Measurement]]:
-    """Every way once per round; each round begins with another one. A way that failed is not run again."""
+    """Every way once per round; each round begins with another one. A way that failed is not run
+    again.
+    """
     results: _Results = {name: [] for name in ways if name in arguments.ways}
     names, failed = list(results), set()
     for number in range(arguments.rounds):
@@ -157,14 +175,20 @@ def run_rounds(
                 touch_memory()
                 measured = run_way(ways[name], arguments.ranks)
             except WayFailed as error:
-                say(f"{part} round {number + 1}: {name} failed: {' '.join(str(error).split())[:300]}")
+                say(
+                    f"{part} round {number + 1}: {name} failed: "
+                    f"{' '.join(str(error).split())[:300]}"
+                )
                 failed.add(name)
                 results[name].clear()
                 continue
             finally:
                 shutil.rmtree(output, ignore_errors=True)
             late = f", late imports: {', '.join(measured.imported)}" if measured.imported else ""
-            say(f"{part} round {number + 1}: {name} {measured.wall_s:.2f} s, {measured.cpu_s:.2f} CPU s{late}")
+            say(
+                f"{part} round {number + 1}: {name} {measured.wall_s:.2f} s, {measured.cpu_s:.2f} "
+                f"CPU s{late}"
+            )
             results[name].append(measured)
     return results
 
@@ -183,9 +207,16 @@ def table(part: str, results: Mapping[str, Sequence[Measurement]]) -> str:
             middle = statistics.median(values)
             row.append(f"{middle:.2f}")
             row += [f"{min(values):.2f} - {max(values):.2f}"] if key == "wall_s" else []
-            row.append(f"{middle / statistics.median(getattr(run, key) for run in ours):.2f}" if ours else "")
+            row.append(
+                f"{middle / statistics.median(getattr(run, key) for run in ours):.2f}"
+                if ours
+                else ""
+            )
         held = part == "load"
-        above = [[p - h * held for p, h in zip(run.peak_bytes, run.held_bytes, strict=True)] for run in runs]
+        above = [
+            [p - h * held for p, h in zip(run.peak_bytes, run.held_bytes, strict=True)]
+            for run in runs
+        ]
         rows.append([*row, worst(above)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     rows.insert(1, ["-" * width for width in widths])
@@ -202,7 +233,14 @@ def worst(runs: Sequence[Sequence[int]]) -> str:
 def describe(size: int, files: int, arguments: argparse.Namespace) -> str:
     """Machine, versions, and what was run, in one line."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = next((line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in info.splitlines()
+            if line.startswith("model name")
+        ),
+        "?",
+    )
     versions = [f"python {platform.python_version()}"]
     for name in ("torch", "transformers", "safetensors"):
         with suppress(metadata.PackageNotFoundError):

@@ -1,4 +1,6 @@
-"""The checkpoint that load.py loads: made as `save_pretrained` writes it, kept between runs, and read back to check."""
+"""The checkpoint that load.py loads: made as `save_pretrained` writes it, kept between runs, and
+read back to check.
+"""
 
 import json
 import shutil
@@ -14,8 +16,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 # Several files, and so an index, whatever the size.
 _FILES, _MAX_FILE_BYTES = 3, 400_000_000
-# (from this many GB on, hidden size, expert width, experts, vocabulary): the number of layers follows from the size.
-# Qwen3-30B-A3B's own, and half as wide with as many experts.
+# (from this many GB on, hidden size, expert width, experts, vocabulary): the number of layers
+# follows from the size. Qwen3-30B-A3B's own, and half as wide with as many experts.
 _SHAPES = (
     (8.0, 2048, 768, 128, 65536),
     (0.5, 1024, 384, 128, 32768),
@@ -25,7 +27,9 @@ _SHAPES = (
 
 
 def model_settings(size_gb: float) -> dict[str, Any]:
-    """Settings of a Qwen3-MoE whose bf16 checkpoint has about `size_gb` * 1e9 bytes, at least one layer."""
+    """Settings of a Qwen3-MoE whose bf16 checkpoint has about `size_gb` * 1e9 bytes, at least one
+    layer.
+    """
     hidden, width, experts, vocab = next(shape[1:] for shape in _SHAPES if size_gb >= shape[0])
     heads, kv_heads, head_dim = hidden // 64, hidden // 256 or 1, 64
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
@@ -58,17 +62,24 @@ def checkpoint_path(root: Path, size_gb: float) -> Path:
 
 
 def is_made(root: Path, size_gb: float) -> bool:
-    """Whether the checkpoint is there and complete, with the settings that this version of the script would use."""
+    """Whether the checkpoint is there and complete, with the settings that this version of the
+    script would use.
+    """
     folder = checkpoint_path(root, size_gb)
-    marker = folder.with_suffix(folder.suffix + ".json")  # beside the folder: a checkpoint has no such file
+    # beside the folder: a checkpoint has no such file
+    marker = folder.with_suffix(folder.suffix + ".json")
     try:
-        return json.loads(marker.read_text()) == model_settings(size_gb) and bool(weight_files(folder))
+        return json.loads(marker.read_text()) == model_settings(size_gb) and bool(
+            weight_files(folder)
+        )
     except (OSError, ValueError):
         return False
 
 
 def make_checkpoint(root: Path, size_gb: float) -> None:
-    """Write it with random bf16 weights. Needs about twice its size in memory: call it in a process of its own."""
+    """Write it with random bf16 weights. Needs about twice its size in memory: call it in a process
+    of its own.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     settings = model_settings(size_gb)
@@ -96,7 +107,9 @@ def weight_bytes(folder: Path) -> int:
 
 
 class Reference:
-    """Reads any part of a model's parameter from a checkpoint, whether its experts are stored singly or fused."""
+    """Reads any part of a model's parameter from a checkpoint, whether its experts are stored
+    singly or fused.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._files = [safe_open(path, framework="pt") for path in weight_files(folder)]
@@ -118,7 +131,9 @@ class Reference:
         Raises:
             ValueError: it differs.
         """
-        index = tuple(slice(start, start + length) for start, length in zip(starts, local.shape, strict=True))
+        index = tuple(
+            slice(start, start + length) for start, length in zip(starts, local.shape, strict=True)
+        )
         if fqn in self._file_of:
             pairs = [(fqn, self._read(fqn, index), local)]
         else:
@@ -131,8 +146,12 @@ class Reference:
                 raise ValueError(f"{key} differs from the checkpoint")
 
 
-def expert_views(fqn: str, expert: torch.Tensor, number: int) -> list[tuple[str, int, torch.Tensor]]:
-    """(key on disk, rows, view) of the parts of one expert of a fused parameter; `expert` has whole rows."""
+def expert_views(
+    fqn: str, expert: torch.Tensor, number: int
+) -> list[tuple[str, int, torch.Tensor]]:
+    """(key on disk, rows, view) of the parts of one expert of a fused parameter; `expert` has whole
+    rows.
+    """
     prefix, _, leaf = fqn.rpartition(".")
     if leaf == "gate_up_proj":
         half = expert.shape[0] // 2
@@ -148,7 +167,9 @@ def local_region(param: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     if not isinstance(param, DTensor):
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not sharded")
     local = param.to_local()
-    shape, starts = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    shape, starts = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
     assert tuple(shape) == tuple(local.shape)
     return local, tuple(starts)
 
@@ -160,7 +181,8 @@ def shard_bytes(model: nn.Module) -> int:
 
 @torch.no_grad()
 def check_model(model: nn.Module, folder: Path) -> None:
-    """Compare every parameter of the sharded bf16 model with the checkpoint, this rank's part, bit for bit.
+    """Compare every parameter of the sharded bf16 model with the checkpoint, this rank's part, bit
+    for bit.
 
     Raises:
         ValueError: one differs, is not sharded, or a buffer holds no numbers.

@@ -24,11 +24,13 @@ import torch
 import torch.distributed as dist
 
 _SAMPLE_EVERY_S = 0.005
-# Free memory that is not touched, in huge pages and then in small ones: the page cache must not have to give way.
+# Free memory that is not touched, in huge pages and then in small ones: the page cache must not
+# have to give way.
 _LEFT_BYTES = {True: 1_500_000_000, False: 400_000_000}
-# RssAnon of /proc/<pid>/status is the counter behind "Anonymous:" of smaps_rollup (equal to the byte), read in 0.02 ms.
-# smaps_rollup took 3 ms for 0.7 GB, and holds up the page faults of the measured process, whose tables it walks.
-# The other two count memory that no file backs either: a way could hide shards in them.
+# RssAnon of /proc/<pid>/status is the counter behind "Anonymous:" of smaps_rollup (equal to the
+# byte), read in 0.02 ms. smaps_rollup took 3 ms for 0.7 GB, and holds up the page faults of the
+# measured process, whose tables it walks. The other two count memory that no file backs either: a
+# way could hide shards in them.
 _MEMORY = re.compile(r"^(?:RssAnon|RssShmem|HugetlbPages):\s+(\d+) kB", re.MULTILINE)
 
 
@@ -38,7 +40,8 @@ class Way:
 
     Attributes:
         act: what is timed; gets what `prepare` returned.
-        check: raises ValueError if the result of `act` is wrong, and returns the bytes that the rank has to hold.
+        check: raises ValueError if the result of `act` is wrong, and returns the bytes that the
+            rank has to hold.
         prepare: runs before the clock starts.
     """
 
@@ -49,7 +52,9 @@ class Way:
 
 @dataclass
 class RankResult:
-    """What one rank measured of itself. Times in seconds of the monotonic clock, which all processes share."""
+    """What one rank measured of itself. Times in seconds of the monotonic clock, which all
+    processes share.
+    """
 
     start: float = 0.0
     end: float = 0.0
@@ -117,7 +122,8 @@ def run_way(way: Way, ranks: int, timeout_s: float = 600) -> Measurement:
             process.join()
         shutil.rmtree(folder, ignore_errors=True)
     peaks = [
-        max([result.end_bytes, *(used for at, used in seen if result.start <= at <= result.end)]) - result.base_bytes
+        max([result.end_bytes, *(used for at, used in seen if result.start <= at <= result.end)])
+        - result.base_bytes
         for result, seen in zip(results, samples, strict=True)
     ]
     return Measurement(
@@ -143,13 +149,15 @@ def run_alone(function: Callable[[], None]) -> None:
 
 
 def touch_memory(most: int = sys.maxsize) -> None:
-    """Touch and free `most` bytes of the free memory, but nearly all at most, in a process of its own.
+    """Touch and free `most` bytes of the free memory, but nearly all at most, in a process of its
+    own.
 
-    In a virtual machine, memory that lay idle may have to come from the host first: each run would be charged for what
-    it happens to get. Plain copying took 1.2 CPU s instead of 0.57 so, and where the guest reports free memory to the
-    host, huge pages, which come out of the largest free blocks, took 2.4 s per 0.75 GB instead of 0.5. So it touches
-    huge pages first, and small ones in what they cannot use: with huge pages alone, small ones, which come out of the
-    smallest free blocks, took 1.7 to 4.5 s per GB instead of 0.6 to 1.0.
+    In a virtual machine, memory that lay idle may have to come from the host first: each run would
+    be charged for what it happens to get. Plain copying took 1.2 CPU s instead of 0.57 so, and
+    where the guest reports free memory to the host, huge pages, which come out of the largest free
+    blocks, took 2.4 s per 0.75 GB instead of 0.5. So it touches huge pages first, and small ones in
+    what they cannot use: with huge pages alone, small ones, which come out of the smallest free
+    blocks, took 1.7 to 4.5 s per GB instead of 0.6 to 1.0.
     """
 
     def touch() -> None:
@@ -168,7 +176,9 @@ def touch_memory(most: int = sys.maxsize) -> None:
 
 
 def fresh_memory(length: int, *, huge: bool) -> mmap.mmap:
-    """Private memory that nobody has touched, of huge pages, where the system has them, or of small ones."""
+    """Private memory that nobody has touched, of huge pages, where the system has them, or of small
+    ones.
+    """
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
@@ -178,7 +188,9 @@ def fresh_memory(length: int, *, huge: bool) -> mmap.mmap:
 def _left_in_group() -> int:
     """What the control group of this process may still take, in bytes."""
     with suppress(OSError, ValueError):
-        folder = Path("/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip())
+        folder = Path(
+            "/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
+        )
         used = int((folder / "memory.current").read_text())
         return int((folder / "memory.max").read_text()) - used  # "max" is no number
     return sys.maxsize
@@ -192,7 +204,10 @@ def _collect(
     samples: list[list[tuple[float, int]]] = [[] for _ in pipes]
     deadline = time.monotonic() + timeout_s
     while len(results) < len(pipes):
-        for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout=_SAMPLE_EVERY_S):
+        for pipe in wait(
+            [pipe for rank, pipe in enumerate(pipes) if rank not in results],
+            timeout=_SAMPLE_EVERY_S,
+        ):
             assert isinstance(pipe, Connection)
             rank = pipes.index(pipe)
             try:
@@ -210,11 +225,15 @@ def _collect(
 
 
 def _rank_main(rank: int, ranks: int, folder: Path, sender: Connection, way: Way) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
+    )
     torch.set_num_threads(1)
     message: RankResult | str
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
+        )
         message = _measure(way)
         dist.barrier()  # the rendezvous must outlive the slowest check
     except BaseException as error:  # noqa: BLE001 - everything goes to the parent, which reports it
@@ -230,7 +249,8 @@ def _measure(way: Way) -> RankResult:
     result = RankResult()
     state = way.prepare()
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # or the way would fill free memory of the heap, its own or the parent's, unseen
+    # or the way would fill free memory of the heap, its own or the parent's, unseen
+    ctypes.CDLL(None).malloc_trim(0)
     dist.all_reduce(torch.zeros(1))  # opens the connections
     modules = set(sys.modules)
     dist.barrier()

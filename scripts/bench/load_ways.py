@@ -26,7 +26,9 @@ _FLOOR_CALL_BYTES = 8 * 2**20
 
 
 def load_ways(folder: Path) -> dict[str, Way]:
-    """Ways to load the checkpoint in `folder` into bf16 parameters sharded over all ranks, by name."""
+    """Ways to load the checkpoint in `folder` into bf16 parameters sharded over all ranks, by
+    name.
+    """
 
     def check(model: nn.Module) -> int:
         check_model(model, folder)
@@ -43,7 +45,9 @@ def load_ways(folder: Path) -> dict[str, Way]:
 
 
 def save_ways(folder: Path, output: Path) -> dict[str, Way]:
-    """Ways to save a sharded model, loaded from `folder` before the clock starts, into `output`, by name."""
+    """Ways to save a sharded model, loaded from `folder` before the clock starts, into `output`, by
+    name.
+    """
 
     def prepare(load: Callable[[Path], nn.Module]) -> nn.Module:
         model = load(folder)
@@ -61,7 +65,8 @@ def save_ways(folder: Path, output: Path) -> dict[str, Way]:
         "dcp": (load_dcp, save_dcp),
     }
     return {
-        name: Way(partial(save, output=output), check, partial(prepare, load)) for name, (load, save) in pairs.items()
+        name: Way(partial(save, output=output), check, partial(prepare, load))
+        for name, (load, save) in pairs.items()
     }
 
 
@@ -79,7 +84,9 @@ def load_titanlite(folder: Path) -> nn.Module:
     config, job = model_config_from_hf(folder), JobConfig()
     job.training.dtype = "bfloat16"
     model = build_decoder(config, torch.bfloat16)
-    parallelize(model, job, ParallelDims.build(Degrees(dp_shard=dist.get_world_size()), "cpu"), "cpu")
+    parallelize(
+        model, job, ParallelDims.build(Degrees(dp_shard=dist.get_world_size()), "cpu"), "cpu"
+    )
     plan = materialize(model, "cpu", [hf_checkpoint(folder, config)])
     object.__setattr__(model, "_bench_plan", plan)  # save_titanlite needs it
     return model
@@ -91,7 +98,9 @@ def load_transformers_sharded(folder: Path) -> nn.Module:
     from transformers.distributed import DistributedConfig
 
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, distributed_config=DistributedConfig(fsdp_size=dist.get_world_size())
+        folder,
+        dtype=torch.bfloat16,
+        distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()),
     )
 
 
@@ -101,12 +110,15 @@ def load_dcp(folder: Path) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
+        )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in (*model.model.layers, model):
         fully_shard(layer, mesh=mesh)
     model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are in no checkpoint
+    # its buffers are in no checkpoint
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     entries: dict[str, Any] = {}
     for fqn, param in model.named_parameters():
         param = param.detach()
@@ -115,13 +127,17 @@ def load_dcp(folder: Path) -> nn.Module:
             continue
         local, starts = local_region(param)
         for row in range(local.shape[0]):
-            entries.update((key, view) for key, _, view in expert_views(fqn, local[row], starts[0] + row))
+            entries.update(
+                (key, view) for key, _, view in expert_views(fqn, local[row], starts[0] + row)
+            )
     dcp.load(entries, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     return model
 
 
 def read_share(folder: Path) -> torch.Tensor:
-    """Copy this rank's contiguous share of all weight files into fresh memory. No way can do with less."""
+    """Copy this rank's contiguous share of all weight files into fresh memory. No way can do with
+    less.
+    """
     total, rank, ranks = weight_bytes(folder), dist.get_rank(), dist.get_world_size()
     first, last = total * rank // ranks, total * (rank + 1) // ranks
     memory = torch.empty(last - first, dtype=torch.uint8)
@@ -157,18 +173,23 @@ def save_transformers(model: Any, output: Path) -> nn.Module:
 
 
 def save_dcp(model: nn.Module, output: Path) -> nn.Module:
-    """Every rank writes its shards into a file, then rank 0 makes whole tensors of them. Keys are the fused ones."""
+    """Every rank writes its shards into a file, then rank 0 makes whole tensors of them. Keys are
+    the fused ones.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    writer = dcp.HuggingFaceStorageWriter(str(output), save_distributed=True, enable_consolidation=True)
+    writer = dcp.HuggingFaceStorageWriter(
+        str(output), save_distributed=True, enable_consolidation=True
+    )
     dcp.save(get_model_state_dict(model), storage_writer=writer)
     return model
 
 
 @torch.no_grad()
 def check_saved(folder: Path, output: Path) -> None:
-    """Compare what was saved with the checkpoint that the model came from, each rank some of the tensors.
+    """Compare what was saved with the checkpoint that the model came from, each rank some of the
+    tensors.
 
     Raises:
         ValueError: a tensor differs or is missing.
@@ -177,7 +198,9 @@ def check_saved(folder: Path, output: Path) -> None:
     same = sorted(before.keys & after.keys)
     fused = sorted(after.keys - before.keys)
     missing = (
-        before.keys - after.keys if not fused else {key for key in before.keys - after.keys if "expert" not in key}
+        before.keys - after.keys
+        if not fused
+        else {key for key in before.keys - after.keys if "expert" not in key}
     )
     if missing:
         raise ValueError(f"{len(missing)} tensors were not saved, among them {min(missing)}")

@@ -5,9 +5,9 @@
     python scripts/bench/moe_gpu.py --quick        # Qwen3-30B-A3B at 4k and 16k tokens, about 2 minutes
     python scripts/bench/moe_gpu.py --sweep        # instead: the best tiles, as lines to paste into TILES
 
-Rows: every grouped matmul of the experts alone, ours also with what is fused into it, then all experts of a layer,
-forward as in training and forward + backward. Models of which one GPU cannot hold a whole layer with its gradients are
-measured as one of 8 expert-parallel ranks holds them.
+Rows: every grouped matmul of the experts alone, ours also with what is fused into it, then all
+experts of a layer, forward as in training and forward + backward. Models of which one GPU cannot
+hold a whole layer with its gradients are measured as one of 8 expert-parallel ranks holds them.
 
 TFLOP/s    matmul FLOPs over the median device time; in parentheses, the share of the dense matmul's rate that was
            measured in the same run (cuBLAS bfloat16 8192^3)
@@ -15,9 +15,10 @@ floor      least time of the layer: each kernel takes the longer of its FLOPs an
 kept       MB that stay allocated from forward to backward, without the output (1e6 bytes)
 peak       MB above inputs and weights during forward + backward, gradients of the weights included
 balanced   all experts get the same number of rows; zipf: the e-th gets a share of about e^-0.8
-Inputs are random, and several sets of them take turns, so that none is in the L2 cache when its turn comes.
-`pytest -m gpu` shows that they are right. Exit code 1: nothing could be measured. 2: there is no GPU.
-"""
+Inputs are random, and several sets of them take turns, so that none is in the L2 cache when its
+turn comes. `pytest -m gpu` shows that they are right. Exit code 1: nothing could be measured. 2:
+there is no GPU.
+"""  # noqa: E501
 
 import argparse
 import sys
@@ -72,22 +73,38 @@ _Row = dict[str, Any]
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Qwen3-30B-A3B at 4096 and 16384 tokens only")
-    parser.add_argument("--sweep", action="store_true", help="look for the best tiles instead of measuring all rows")
-    parser.add_argument("--budget-s", type=float, default=450, help="seconds; the rest is skipped (default 450)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="Qwen3-30B-A3B at 4096 and 16384 tokens only"
+    )
+    parser.add_argument(
+        "--sweep", action="store_true", help="look for the best tiles instead of measuring all rows"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=450, help="seconds; the rest is skipped (default 450)"
+    )
     parser.add_argument("--shapes", default="", help="only models whose name contains this")
     parser.add_argument("--tokens", help=f"comma-separated (default {','.join(map(str, TOKENS))})")
-    parser.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder of the report (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/bench"), help="folder of the report (%(default)s)"
+    )
     arguments = parser.parse_args(argv)
     default = TOKENS[:2] if arguments.quick else TOKENS
     try:
-        arguments.tokens = [int(t) for t in arguments.tokens.split(",")] if arguments.tokens else list(default)
+        arguments.tokens = (
+            [int(t) for t in arguments.tokens.split(",")] if arguments.tokens else list(default)
+        )
     except ValueError:
         parser.error(f"--tokens: '{arguments.tokens}' is no comma-separated list of whole numbers")
-    arguments.shapes = [s for s in SHAPES[: 1 if arguments.quick else None] if arguments.shapes in s.name]
+    arguments.shapes = [
+        s for s in SHAPES[: 1 if arguments.quick else None] if arguments.shapes in s.name
+    ]
     if not arguments.shapes or min(arguments.tokens) < 16:
-        parser.error(f"--shapes: there are {', '.join(s.name for s in SHAPES)}; --tokens: 16 or more each")
+        parser.error(
+            f"--shapes: there are {', '.join(s.name for s in SHAPES)}; --tokens: 16 or more each"
+        )
     return arguments
 
 
@@ -102,7 +119,18 @@ def main() -> int:
     say(machine.describe())
     if arguments.sweep:
         lines = sweep(SHAPES[0], budget, timer, machine.flops, "cuda", torch.bfloat16)
-        text = "\n".join(["# Tiles", "", machine.describe(), "", "```python", *lines, "```", *skipped_lines(budget)])
+        text = "\n".join(
+            [
+                "# Tiles",
+                "",
+                machine.describe(),
+                "",
+                "```python",
+                *lines,
+                "```",
+                *skipped_lines(budget),
+            ]
+        )
         data = {"machine": machine_data(machine), "lines": lines, "skipped": budget.skipped}
         report = write_report(arguments.out, "moe_gpu_sweep", text, data)
         say("\n".join([*lines, f"wrote {report[0]} and {report[1]}"]))
@@ -114,7 +142,11 @@ def main() -> int:
         for shape in arguments.shapes:
             for tokens in arguments.tokens:
                 for skew in SKEWS:
-                    rows.extend(measure_case(shape, tokens, skew, machine, budget, timer, "cuda", torch.bfloat16))
+                    rows.extend(
+                        measure_case(
+                            shape, tokens, skew, machine, budget, timer, "cuda", torch.bfloat16
+                        )
+                    )
                     save(arguments.out, machine, rows, budget, None)
         end_flops = measure_flops(timer)
     except DeviceLostError as error:
@@ -142,7 +174,9 @@ def measure_case(
     held, held_tokens = fitting(shape, tokens, machine.memory_bytes)
     free = machine.memory_bytes - held.needed_bytes(held_tokens)
     copies = num_copies(copy_bytes(held, held_tokens), machine.l2_bytes, free)
-    inputs, problem = attempt(lambda: build_inputs(held, held_tokens, SKEWS[skew], device, dtype, copies))
+    inputs, problem = attempt(
+        lambda: build_inputs(held, held_tokens, SKEWS[skew], device, dtype, copies)
+    )
     case = {"shape": held.name, "tokens": tokens, "skew": skew}
     if inputs is None:
         yield {**case, "kind": "inputs", "way": OURS, "ms": None, "problem": problem}
@@ -153,7 +187,10 @@ def measure_case(
         if row["ms"] is not None:
             row["tflops"] = row["flops"] / row["ms"] / 1e9
             row["of_dense"] = row["tflops"] * 1e12 / machine.flops
-        result = row["problem"] or f"{row['ms']:.3f} ms, {row['tflops']:.0f} TFLOP/s ({row['of_dense']:.0%})"
+        result = (
+            row["problem"]
+            or f"{row['ms']:.3f} ms, {row['tflops']:.0f} TFLOP/s ({row['of_dense']:.0%})"
+        )
         say(f"{name}: {row['kind']}, {row['way']}: {result}")
         yield case | row
     del inputs
@@ -166,7 +203,10 @@ def timed(call: Any, timer: Timer) -> _Row:
     if sample is None:
         return {"ms": None, "problem": problem}
     milliseconds = {"ms": sample.seconds, "lowest_ms": sample.lowest, "highest_ms": sample.highest}
-    return {key: value * 1e3 for key, value in milliseconds.items()} | {"runs": sample.runs, "problem": None}
+    return {key: value * 1e3 for key, value in milliseconds.items()} | {
+        "runs": sample.runs,
+        "problem": None,
+    }
 
 
 def measure_gemms(inputs: Inputs, name: str, budget: Budget, timer: Timer) -> Iterator[_Row]:
@@ -179,7 +219,9 @@ def measure_gemms(inputs: Inputs, name: str, budget: Budget, timer: Timer) -> It
     inputs.drop_rows()
 
 
-def measure_layers(inputs: Inputs, name: str, machine: Machine, budget: Budget, timer: Timer) -> Iterator[_Row]:
+def measure_layers(
+    inputs: Inputs, name: str, machine: Machine, budget: Budget, timer: Timer
+) -> Iterator[_Row]:
     """Forward, and forward + backward with its memory, in each way."""
     shape, tokens = inputs.shape, inputs.tokens
     for c in inputs.copies:
@@ -187,7 +229,10 @@ def measure_layers(inputs: Inputs, name: str, machine: Machine, budget: Budget, 
             tensor.requires_grad_()
     floors = {
         f"floor_{'fused' if fused else 'unfused'}_ms": [
-            1e3 * floor_s(shape, tokens, machine.flops, machine.bandwidth, fused=fused, backward=backward)
+            1e3
+            * floor_s(
+                shape, tokens, machine.flops, machine.bandwidth, fused=fused, backward=backward
+            )
             for backward in (False, True)
         ]
         for fused in (True, False)
@@ -203,13 +248,29 @@ def measure_layers(inputs: Inputs, name: str, machine: Machine, budget: Budget, 
             c = inputs.copy(i)
             return differentiate(experts(c), c)
 
-        for kind, call, backward in (("layer forward", forward, False), ("layer forward + backward", both, True)):
-            row = {"kind": kind, "way": way, "flops": experts_flops(shape, tokens, backward), **timed(call, timer)}
+        for kind, call, backward in (
+            ("layer forward", forward, False),
+            ("layer forward + backward", both, True),
+        ):
+            row = {
+                "kind": kind,
+                "way": way,
+                "flops": experts_flops(shape, tokens, backward),
+                **timed(call, timer),
+            }
             row |= {key: values[backward] for key, values in floors.items()}
             if backward and row["ms"] is not None:
                 c = inputs.copy(0)
-                memory, _ = attempt(lambda: measure_memory(lambda: experts(c), lambda out: differentiate(out, c)))  # noqa: B023
-                row |= {} if memory is None else {"kept_mb": memory.kept / 1e6, "peak_mb": memory.peak / 1e6}
+                memory, _ = attempt(
+                    lambda experts=experts, c=c: measure_memory(
+                        lambda: experts(c), lambda out: differentiate(out, c)
+                    )
+                )
+                row |= (
+                    {}
+                    if memory is None
+                    else {"kept_mb": memory.kept / 1e6, "peak_mb": memory.peak / 1e6}
+                )
             yield row
 
 
@@ -251,7 +312,9 @@ def matmul_table(rows: list[_Row]) -> str:
         if not row["kind"].startswith("layer"):
             cells.setdefault(row["kind"], {})[row["way"]] = rate(row)
     ways = (OURS, TORCH, LOOP)
-    return markdown_table(["TFLOP/s", *ways], [[kind, *(of.get(w, "") for w in ways)] for kind, of in cells.items()])
+    return markdown_table(
+        ["TFLOP/s", *ways], [[kind, *(of.get(w, "") for w in ways)] for kind, of in cells.items()]
+    )
 
 
 def layer_table(rows: list[_Row]) -> str:
@@ -263,7 +326,13 @@ def layer_table(rows: list[_Row]) -> str:
             memory = [f"{row[key]:.0f}" if key in row else "" for key in ("kept_mb", "peak_mb")]
             floor = row["floor_fused_ms" if row["way"] == "titanlite fused" else "floor_unfused_ms"]
             table.append(
-                [f"{row['kind'].removeprefix('layer ')}: {row['way']}", time, f"{floor:.3f}", rate(row), *memory]
+                [
+                    f"{row['kind'].removeprefix('layer ')}: {row['way']}",
+                    time,
+                    f"{floor:.3f}",
+                    rate(row),
+                    *memory,
+                ]
             )
     return markdown_table(["all experts", "ms", "floor ms", "TFLOP/s", "kept MB", "peak MB"], table)
 
@@ -275,7 +344,11 @@ def rate(row: _Row) -> str:
 
 def skipped_lines(budget: Budget) -> list[str]:
     """What the budget did not allow."""
-    return ["", "Skipped, no time left:", *(f"- {what}" for what in budget.skipped)] if budget.skipped else []
+    return (
+        ["", "Skipped, no time left:", *(f"- {what}" for what in budget.skipped)]
+        if budget.skipped
+        else []
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The grouped matmuls and expert layers that moe_gpu.py measures: sizes, FLOPs, bytes, inputs, and the ways to do them.
+"""The grouped matmuls and expert layers that moe_gpu.py measures: sizes, FLOPs, bytes, inputs, and
+the ways to do them.
 
-Shapes: T tokens, k experts per token, R = T * k rows grouped by expert, E experts, D hidden, I expert width.
+Shapes: T tokens, k experts per token, R = T * k rows grouped by expert, E experts, D hidden, I
+expert width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +38,9 @@ class MoEShape:
         return 3 * self.num_experts * self.hidden * self.width * _BYTES
 
     def needed_bytes(self, tokens: int) -> int:
-        """About what forward and backward of the unfused layer need: weights, their gradients, activations."""
+        """About what forward and backward of the unfused layer need: weights, their gradients,
+        activations.
+        """
         rows = tokens * self.top_k
         return 2 * self.weight_bytes + rows * (4 * self.hidden + 8 * self.width) * _BYTES
 
@@ -47,41 +51,53 @@ SHAPES = (
     MoEShape("DeepSeek-V3", 7168, 2048, 256, 8),
 )
 TOKENS = (4096, 16384, 65536)
-SKEWS = {"balanced": 0.0, "zipf": 0.8}  # 0.8: the most loaded of 128 experts gets 11 % of the rows, 15 times the mean
+# 0.8: the most loaded of 128 experts gets 11 % of the rows, 15 times the mean
+SKEWS = {"balanced": 0.0, "zipf": 0.8}
 
 
 def fitting(shape: MoEShape, tokens: int, memory_bytes: int) -> tuple[MoEShape, int]:
-    """(shape, tokens), or what one of 8 expert-parallel ranks with as many tokens each holds, if the whole is too much.
+    """(shape, tokens), or what one of 8 expert-parallel ranks with as many tokens each holds, if
+    the whole is too much.
 
-    Such a rank gets tokens * top_k rows for an eighth of the experts; each row is a token of its own with one expert.
+    Such a rank gets tokens * top_k rows for an eighth of the experts; each row is a token of its
+    own with one expert.
     """
     if shape.needed_bytes(tokens) <= 0.8 * memory_bytes:
         return shape, tokens
-    rank = replace(shape, name=f"{shape.name} (a rank of EP8)", num_experts=shape.num_experts // 8, top_k=1)
+    rank = replace(
+        shape, name=f"{shape.name} (a rank of EP8)", num_experts=shape.num_experts // 8, top_k=1
+    )
     return rank, tokens * shape.top_k
 
 
 def group_sizes(rows: int, num_experts: int, exponent: float, most: int) -> list[int]:
-    """Rows of each expert, falling as 1 / rank^exponent (Zipf; 0: all alike), none above `most`; they sum to `rows`.
+    """Rows of each expert, falling as 1 / rank^exponent (Zipf; 0: all alike), none above `most`;
+    they sum to `rows`.
 
     Raises:
         ValueError: `num_experts * most` is below `rows`.
     """
     if num_experts * most < rows:
-        raise ValueError(f"group_sizes: {num_experts} experts with at most {most} rows cannot hold {rows}.")
+        raise ValueError(
+            f"group_sizes: {num_experts} experts with at most {most} rows cannot hold {rows}."
+        )
     weights = [(e + 1) ** -exponent for e in range(num_experts)]
     sizes, ends = [], [0]
     for e, weight in enumerate(weights):
         # What those before left, in proportion; a capped expert's surplus goes to the others.
         left, share = rows - ends[-1], weight / sum(weights[e:])
         fewest = -(-left // (num_experts - e))  # at least the mean of the rest, so that sizes fall
-        sizes.append(min(max(round(left * share), fewest), most, left, sizes[-1] if sizes else most))
+        sizes.append(
+            min(max(round(left * share), fewest), most, left, sizes[-1] if sizes else most)
+        )
         ends.append(ends[-1] + sizes[-1])
     return sizes
 
 
 def route(sizes: Sequence[int], tokens: int, top_k: int, seed: int, device: str) -> torch.Tensor:
-    """Expert ids (T, k) that give these group sizes, no token with an expert twice, all in random order."""
+    """Expert ids (T, k) that give these group sizes, no token with an expert twice, all in random
+    order.
+    """
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randperm(len(sizes), generator=generator)
     expert_R = labels.repeat_interleave(torch.tensor(sizes))
@@ -111,7 +127,9 @@ def kept_bytes(shape: MoEShape, tokens: int) -> int:
 
 
 class Operation(NamedTuple):
-    """One kernel of the experts. Bytes are for everything moved once; `fused` is 0 where fusion removes the kernel."""
+    """One kernel of the experts. Bytes are for everything moved once; `fused` is 0 where fusion
+    removes the kernel.
+    """
 
     name: str
     flops: int
@@ -121,11 +139,19 @@ class Operation(NamedTuple):
 
 
 def operations(shape: MoEShape, tokens: int) -> list[Operation]:
-    """The experts as kernels: with a gather, SwiGLU and their backward in kernels of their own, or inside the GEMMs."""
+    """The experts as kernels: with a gather, SwiGLU and their backward in kernels of their own, or
+    inside the GEMMs.
+    """
     rows = tokens * shape.top_k
     up = gemm_flops(rows, shape.hidden, 2 * shape.width)
-    x, xp, h = (_BYTES * size for size in (tokens * shape.hidden, rows * shape.hidden, rows * shape.width))
-    w_up, w_down, z = (_BYTES * 2 * shape.num_experts * shape.hidden * shape.width, shape.weight_bytes // 3, 2 * h)
+    x, xp, h = (
+        _BYTES * size for size in (tokens * shape.hidden, rows * shape.hidden, rows * shape.width)
+    )
+    w_up, w_down, z = (
+        _BYTES * 2 * shape.num_experts * shape.hidden * shape.width,
+        shape.weight_bytes // 3,
+        2 * h,
+    )
     return [
         Operation("gather x", 0, x + xp, 0, False),
         Operation("gate_up", up, xp + w_up + z, x + w_up + z + h, False),
@@ -142,7 +168,9 @@ def operations(shape: MoEShape, tokens: int) -> list[Operation]:
     ]
 
 
-def floor_s(shape: MoEShape, tokens: int, flops: float, bandwidth: float, *, fused: bool, backward: bool) -> float:
+def floor_s(
+    shape: MoEShape, tokens: int, flops: float, bandwidth: float, *, fused: bool, backward: bool
+) -> float:
     """Least seconds: each kernel takes the longer of its FLOPs and its bytes at the given rates."""
     return sum(
         max(op.flops / flops, (op.fused if fused else op.unfused) / bandwidth)
@@ -153,7 +181,9 @@ def floor_s(shape: MoEShape, tokens: int, flops: float, bandwidth: float, *, fus
 
 @dataclass
 class Copy:
-    """One set of inputs. x, dout (T, D); rows_x, z, h (R, D), (R, 2 I), (R, I); weights as in `Experts`."""
+    """One set of inputs. x, dout (T, D); rows_x, z, h (R, D), (R, 2 I), (R, I); weights as in
+    `Experts`.
+    """
 
     x: torch.Tensor
     dout: torch.Tensor
@@ -202,7 +232,13 @@ class Inputs:
 
 
 def build_inputs(
-    shape: MoEShape, tokens: int, exponent: float, device: str, dtype: torch.dtype, copies: int, seed: int = 0
+    shape: MoEShape,
+    tokens: int,
+    exponent: float,
+    device: str,
+    dtype: torch.dtype,
+    copies: int,
+    seed: int = 0,
 ) -> Inputs:
     """Random inputs; every expert's rows come from tokens all over the batch."""
     rows = tokens * shape.top_k
@@ -270,7 +306,9 @@ def loop_wgrad(x: torch.Tensor, dy: torch.Tensor, slices: Sequence[slice]) -> to
 
 
 class Gemm(NamedTuple):
-    """A grouped matmul with K and N of the reduction and the result; `ways` by name, each from a copy to a tensor."""
+    """A grouped matmul with K and N of the reduction and the result; `ways` by name, each from a
+    copy to a tensor.
+    """
 
     name: str
     flops: int
@@ -279,7 +317,9 @@ class Gemm(NamedTuple):
 
 @contextmanager
 def trying(kernel: str, tile: launch.Tile) -> Iterator[None]:
-    """Launch `kernel` of the table with `tile` inside; rows that it gathers are not copied for TMA."""
+    """Launch `kernel` of the table with `tile` inside; rows that it gathers are not copied for
+    TMA.
+    """
     names = ("gemm", "gemm_few_rows") if kernel in ("gemm", "gemm_few_rows") else (kernel,)
     with ExitStack() as stack:
         stack.enter_context(patch.dict(launch.TILES["large"], dict.fromkeys(names, tile)))
@@ -296,7 +336,9 @@ def gemms(inputs: Inputs) -> dict[str, Gemm]:
     shape, offsets, slices, token = inputs.shape, inputs.offsets, inputs.slices, inputs.token32
     up = gemm_flops(inputs.num_rows, shape.hidden, 2 * shape.width)
 
-    def rows(name: str, flops: int, x: Callable[[Copy], Any], weight: Callable[[Copy], Any]) -> Gemm:
+    def rows(
+        name: str, flops: int, x: Callable[[Copy], Any], weight: Callable[[Copy], Any]
+    ) -> Gemm:
         ways = {
             OURS: lambda c: launch.row_grouped_gemm(x(c), weight(c), offsets),
             TORCH: lambda c: grouped_mm(x(c), weight(c), offsets),
@@ -336,7 +378,11 @@ def gemms(inputs: Inputs) -> dict[str, Gemm]:
         ),
         fused("gather + wgrad gate_up", up, lambda c: reduce(c.x, c.z, offsets, token)),
         fused("gather + wgrad down", up // 2, lambda c: reduce(c.h, c.dout, offsets, None, token)),
-        fused("gather + gate_up", up, lambda c: launch.row_grouped_gemm(c.x, c.gate_up.mT, offsets, token)),
+        fused(
+            "gather + gate_up",
+            up,
+            lambda c: launch.row_grouped_gemm(c.x, c.gate_up.mT, offsets, token),
+        ),
     ]
     return {gemm.name: gemm for gemm in listed}
 
@@ -357,7 +403,9 @@ def experts_loop(c: Copy, inputs: Inputs) -> torch.Tensor:
     """One expert after the other; the host knows the sizes already."""
     out = torch.zeros_like(c.x)
     weight = c.row_weight.to(c.x.dtype).unsqueeze(-1)
-    for where, gate_up, down in zip(inputs.slices, c.gate_up.unbind(), c.down.unbind(), strict=True):
+    for where, gate_up, down in zip(
+        inputs.slices, c.gate_up.unbind(), c.down.unbind(), strict=True
+    ):
         token = inputs.token[where]
         gate, up = F.linear(c.x[token], gate_up).chunk(2, dim=-1)
         out = out.index_add_(0, token, F.linear(F.silu(gate) * up * weight[where], down))
@@ -368,7 +416,15 @@ def layers(inputs: Inputs) -> dict[str, Callable[[Copy], torch.Tensor]]:
     """The ways to compute all experts of a layer, differentiable."""
 
     def ours(c: Copy, backend: Any) -> torch.Tensor:
-        arguments = (c.x, c.gate_up, c.down, c.row_weight, inputs.token, inputs.rows, inputs.offsets)
+        arguments = (
+            c.x,
+            c.gate_up,
+            c.down,
+            c.row_weight,
+            inputs.token,
+            inputs.rows,
+            inputs.offsets,
+        )
         return moe_experts(*arguments, backend)
 
     return {

@@ -1,4 +1,5 @@
-"""Look for the best tile of each kernel: compile all candidates side by side, time them, time the best again.
+"""Look for the best tile of each kernel: compile all candidates side by side, time them, time the
+best again.
 
 The kernels are timed as the fused experts use them: what is computed with one tile is added up.
 """
@@ -22,9 +23,11 @@ from titanlite.ops.launchers import TILES, Tile
 _SHARED_BYTES = 227 << 10  # of a block on Hopper
 _REGISTERS = 65536  # of a multiprocessor
 _FEW_TOKENS, _TOKENS = 512, (16384, 65536)
-_COMPILING_SHAPE = MoEShape("small", 256, 128, 128, 8)  # the kernels are the same for all multiples of 128
+# the kernels are the same for all multiples of 128
+_COMPILING_SHAPE = MoEShape("small", 256, 128, 128, 8)
 
-# Kernel of the table -> the matmuls (of moe_gpu_cases.gemms) that it does, in the order in which they are swept.
+# Kernel of the table -> the matmuls (of moe_gpu_cases.gemms) that it does, in the order in which
+# they are swept.
 USES = {
     "swiglu": ("gather + gate_up + SwiGLU",),
     "swiglu_backward": ("gather + dgrad down + dSwiGLU",),
@@ -37,19 +40,28 @@ USES = {
 
 
 def candidates(kernel: str) -> list[Tile]:
-    """Tiles worth a try, the table's own first: shared memory and registers suffice, and each thread has work."""
+    """Tiles worth a try, the table's own first: shared memory and registers suffice, and each
+    thread has work.
+    """
     operands = 2 if kernel == "swiglu" else 1  # gate and up
     found = [TILES["large"][kernel]]
-    rows, cols = ((64, 128), (64, 128, 256)) if kernel == "gemm_few_rows" else ((64, 128, 256), (64, 128, 256))
+    rows, cols = (
+        ((64, 128), (64, 128, 256))
+        if kernel == "gemm_few_rows"
+        else ((64, 128, 256), (64, 128, 256))
+    )
     # 64 elements are the 128 bytes that Hopper's shared memory swizzles.
     for m, n, k, warps, stages, per_sm in product(rows, cols, (64, 128), (4, 8), (3, 4, 5), (1, 2)):
         shared = (m + operands * n) * k * 2 * stages
         accumulators = operands * m * n // (warps * 32)  # registers of a thread
-        # 64 more for addresses and operands, and twice as many where an epilogue loads z beside the accumulator.
+        # 64 more for addresses and operands, and twice as many where an epilogue loads z beside the
+        # accumulator.
         registers = min(accumulators + (128 if kernel == "swiglu_backward" else 64), 255)
         fits = shared <= _SHARED_BYTES // per_sm and registers * warps * 32 * per_sm <= _REGISTERS
         # Two programs that fill half a multiprocessor each; a lone one should fill most of it.
-        useful = 32 <= accumulators <= 128 and m * n >= 64 * 128 and (per_sm == 2 or shared > 96 << 10)
+        useful = (
+            32 <= accumulators <= 128 and m * n >= 64 * 128 and (per_sm == 2 or shared > 96 << 10)
+        )
         if fits and useful and (m > 64 or warps == 4):
             found.append(Tile(m, n, k, warps, stages, per_sm))
     return list(dict.fromkeys(found))
@@ -75,14 +87,18 @@ def sweep(
     bad: set[tuple[str, Tile]] = set()
     jobs = min(os.cpu_count() or 1, 14) if jobs is None else jobs
     if jobs:
-        bad = compile_all([(k, tile) for k, tiles in of_kernel.items() for tile in tiles], jobs, budget.left() / 2)
+        bad = compile_all(
+            [(k, tile) for k, tiles in of_kernel.items() for tile in tiles], jobs, budget.left() / 2
+        )
     lines = []
     for kernel, tiles in of_kernel.items():
         if not budget.allows(f"sweep of {kernel}"):
             continue
         good = [tile for tile in tiles if (kernel, tile._replace(per_sm=1)) not in bad]
         try:
-            line = sweep_kernel(kernel, good, shape, budget, timer, dense_flops, device, dtype, tokens)
+            line = sweep_kernel(
+                kernel, good, shape, budget, timer, dense_flops, device, dtype, tokens
+            )
         except DeviceLostError as error:
             budget.skipped.append(f"everything from {kernel} on: {error}")
             break
@@ -102,7 +118,9 @@ def sweep_kernel(
     dtype: torch.dtype,
     tokens: Sequence[int],
 ) -> str:
-    """The best tile: all are timed briefly for the first number of tokens, the best few then for all numbers."""
+    """The best tile: all are timed briefly for the first number of tokens, the best few then for
+    all numbers.
+    """
     numbers = (min(_FEW_TOKENS, *tokens),) if kernel == "gemm_few_rows" else tuple(tokens)
     own, chosen, flops = TILES["large"][kernel], tiles, []
     times: dict[Tile, list[float]] = {}
@@ -110,7 +128,9 @@ def sweep_kernel(
         free_memory()
         # Mixed sizes, as a router gives them: tiles at the ends of groups are partly empty.
         inputs = build_inputs(shape, number, 0.3, device, dtype, copies=2)
-        flops.append(sum(gemm.flops for name, gemm in gemms(inputs).items() if name in USES[kernel]))
+        flops.append(
+            sum(gemm.flops for name, gemm in gemms(inputs).items() if name in USES[kernel])
+        )
         if not times:
             brief = {
                 tile: time_tile(kernel, inputs, tile, timer, 0.02)
@@ -126,11 +146,16 @@ def sweep_kernel(
     if not complete:
         return f"# {kernel}: no tile ran"
     least = [min(column) for column in zip(*complete.values(), strict=True)]
-    winner = min(complete, key=lambda tile: sum(t / b for t, b in zip(complete[tile], least, strict=True)))
+    winner = min(
+        complete, key=lambda tile: sum(t / b for t, b in zip(complete[tile], least, strict=True))
+    )
 
     def rates(tile: Tile) -> str:
         found = [f / t for f, t in zip(flops, complete[tile], strict=True)]
-        return ", ".join(f"{r / 1e12:.0f} ({r / dense_flops:.0%}) at {n}" for n, r in zip(numbers, found, strict=True))
+        return ", ".join(
+            f"{r / 1e12:.0f} ({r / dense_flops:.0%}) at {n}"
+            for n, r in zip(numbers, found, strict=True)
+        )
 
     was = f"; {tuple(own)} has {rates(own)}" if own in complete and own != winner else ""
     return f'"{kernel}": Tile{tuple(winner)},  # TFLOP/s: {rates(winner)} tokens{was}'
@@ -143,7 +168,9 @@ def time_tile(kernel: str, inputs: Inputs, tile: Tile, timer: Timer, seconds: fl
     for name in USES[kernel]:
         way = of_kernel[name].ways[OURS]
         with trying(kernel, tile):
-            sample, problem = attempt(lambda way=way: timer.measure(lambda i: way(inputs.copy(i)), seconds))
+            sample, problem = attempt(
+                lambda way=way: timer.measure(lambda i: way(inputs.copy(i)), seconds)
+            )
         if sample is None:
             say(f"{kernel} {tuple(tile)}: {problem}")
             return inf
@@ -155,8 +182,11 @@ def time_tile(kernel: str, inputs: Inputs, tile: Tile, timer: Timer, seconds: fl
 
 
 def compile_all(work: list[tuple[str, Tile]], jobs: int, seconds: float) -> set[tuple[str, Tile]]:
-    """Compile every (kernel, tile) with `jobs` processes, for at most `seconds`; what failed or was not done."""
-    work = list({(kernel, tile._replace(per_sm=1)): None for kernel, tile in work})  # the grid is not compiled
+    """Compile every (kernel, tile) with `jobs` processes, for at most `seconds`; what failed or was
+    not done.
+    """
+    # the grid is not compiled
+    work = list({(kernel, tile._replace(per_sm=1)): None for kernel, tile in work})
     say(f"compiling {len(work)} kernels with {jobs} processes, at most {seconds:.0f} s")
     bad, end = set(work), time.monotonic() + seconds
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:  # leaving it ends the processes
@@ -180,7 +210,9 @@ def compile_tile(job: tuple[str, Tile]) -> tuple[tuple[str, Tile], str | None]:
     for name in USES[kernel]:
         try:
             with trying(kernel, tile):
-                _, problem = attempt(lambda name=name: run_to_the_end(of_kernel[name].ways[OURS], inputs))
+                _, problem = attempt(
+                    lambda name=name: run_to_the_end(of_kernel[name].ways[OURS], inputs)
+                )
         except DeviceLostError as error:  # of this process only
             problem = str(error)
         if problem:

@@ -1,22 +1,24 @@
 #!/usr/bin/env python
-"""Compare the CPU seconds of a training step with the usual loop on transformers' model, in float32.
+"""Compare the CPU seconds of a training step with the usual loop on transformers' model, in
+float32.
 
     python scripts/bench/step_cpu.py
 
-Two comparisons, on a Qwen3-MoE with 16 experts, 4 per token, whose weights both ways read from one checkpoint:
+Two comparisons, on a Qwen3-MoE with 16 experts, 4 per token, whose weights both ways read from one
+checkpoint:
 
 one process   4 layers, hidden size 128 with 4 x 256 tokens and 384 with 2 x 256; the usual loop
 four ranks    8 layers, hidden size 256, 1 x 512 tokens per rank; the loop's model is sharded by FSDP2
 
-The loop is forward, backward, `clip_grad_norm_` and fused AdamW, with grouped_mm experts. titanlite's
-step is the trainer's, on four ranks with the experts split over the ranks. Both have one document per
-row, no router loss and no recomputation. Each way has processes of its own, with one thread each; the
-ways take turns, step by step, so that a machine that becomes slower does so for both. Every step's
-losses are compared.
+The loop is forward, backward, `clip_grad_norm_` and fused AdamW, with grouped_mm experts.
+titanlite's step is the trainer's, on four ranks with the experts split over the ranks. Both have
+one document per row, no router loss and no recomputation. Each way has processes of its own, with
+one thread each; the ways take turns, step by step, so that a machine that becomes slower does so
+for both. Every step's losses are compared.
 
 CPU s   user and system time of all threads of all ranks, per step: median after two steps of warm-up
 ratio   the loop's CPU s over titanlite's in the same turn: median, and the middle half
-"""
+"""  # noqa: E501
 
 import argparse
 import multiprocessing
@@ -107,17 +109,45 @@ class Case:
         )
 
     def make_tokens(self, step: int, rank: int) -> torch.Tensor:
-        """Make a rank's tokens of a step, (B, S): a token occurs as 1 / its id, so that there is something to learn."""
+        """Make a rank's tokens of a step, (B, S): a token occurs as 1 / its id, so that there is
+        something to learn.
+        """
         generator = torch.Generator().manual_seed(1000 * step + rank)
         weights = 1.0 / torch.arange(1, self.vocab_size + 1)
-        tokens = torch.multinomial(weights, self.sequences * self.seq_len, True, generator=generator)
+        tokens = torch.multinomial(
+            weights, self.sequences * self.seq_len, True, generator=generator
+        )
         return tokens.view(self.sequences, self.seq_len)
 
 
 CASES = (
-    Case(ranks=1, vocab_size=1024, hidden_size=128, expert_size=64, layers=4, sequences=4, seq_len=256),
-    Case(ranks=1, vocab_size=1024, hidden_size=384, expert_size=192, layers=4, sequences=2, seq_len=256),
-    Case(ranks=4, vocab_size=8192, hidden_size=256, expert_size=256, layers=8, sequences=1, seq_len=512),
+    Case(
+        ranks=1,
+        vocab_size=1024,
+        hidden_size=128,
+        expert_size=64,
+        layers=4,
+        sequences=4,
+        seq_len=256,
+    ),
+    Case(
+        ranks=1,
+        vocab_size=1024,
+        hidden_size=384,
+        expert_size=192,
+        layers=4,
+        sequences=2,
+        seq_len=256,
+    ),
+    Case(
+        ranks=4,
+        vocab_size=8192,
+        hidden_size=256,
+        expert_size=256,
+        layers=8,
+        sequences=1,
+        seq_len=512,
+    ),
 )
 
 
@@ -149,7 +179,9 @@ def build_titanlite(folder: Path, ranks: int) -> Step:
 
 
 def build_loop(folder: Path, ranks: int) -> Step:
-    """Build the usual loop on transformers' model; on several ranks FSDP2 shards each layer and the rest."""
+    """Build the usual loop on transformers' model; on several ranks FSDP2 shards each layer and the
+    rest.
+    """
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="grouped_mm"
     )
@@ -160,7 +192,10 @@ def build_loop(folder: Path, ranks: int) -> Step:
     model.train()
     matrices = [param for param in model.parameters() if param.dim() >= 2]
     vectors = [param for param in model.parameters() if param.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": _WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=_LEARNING_RATE, betas=_BETAS, fused=True)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
@@ -174,7 +209,10 @@ def build_loop(folder: Path, ranks: int) -> Step:
     return step
 
 
-WAYS: dict[str, Callable[[Path, int], Step]] = {"titanlite": build_titanlite, "transformers": build_loop}
+WAYS: dict[str, Callable[[Path, int], Step]] = {
+    "titanlite": build_titanlite,
+    "transformers": build_loop,
+}
 
 
 class Team:
@@ -183,7 +221,9 @@ class Team:
     Raises RuntimeError: a rank failed. The ranks end with the context.
     """
 
-    def __init__(self, case: Case, build: Callable[[Path, int], Step], folder: Path, name: str) -> None:
+    def __init__(
+        self, case: Case, build: Callable[[Path, int], Step], folder: Path, name: str
+    ) -> None:
         context = multiprocessing.get_context("fork")
         sys.stdout.flush()
         self._pipes, self._processes = [], []
@@ -215,13 +255,17 @@ class Team:
         return sum(cpu_s for cpu_s, _ in answers), statistics.fmean(loss for _, loss in answers)
 
 
-def _serve(case: Case, build: Callable[[Path, int], Step], folder: Path, store: Path, rank: int, pipe: Any) -> None:
+def _serve(
+    case: Case, build: Callable[[Path, int], Step], folder: Path, store: Path, rank: int, pipe: Any
+) -> None:
     """Run one rank of a team until nobody gives orders any more."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(case.ranks), LOCAL_WORLD_SIZE=str(case.ranks))
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=case.ranks)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=case.ranks
+        )
         step = build(folder, case.ranks)
         while True:
             number = pipe.recv()
@@ -248,7 +292,10 @@ def compare(case: Case, steps: int) -> str:
         folder = Path(path)
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(case.to_config()).to(torch.float32).save_pretrained(folder)
-        teams = {name: stack.enter_context(Team(case, build, folder, name)) for name, build in WAYS.items()}
+        teams = {
+            name: stack.enter_context(Team(case, build, folder, name))
+            for name, build in WAYS.items()
+        }
         for number in range(_WARM_UP + steps):
             names = list(WAYS) if number % 2 else list(WAYS)[::-1]
             losses = {}
@@ -259,9 +306,13 @@ def compare(case: Case, steps: int) -> str:
             ours, theirs = losses["titanlite"], losses["transformers"]
             if abs(ours - theirs) > _LOSS_TOLERANCE * theirs:
                 raise ValueError(
-                    f"{case}: in step {number} titanlite's loss is {ours:.7f}, transformers' {theirs:.7f}."
+                    f"{case}: in step {number} titanlite's loss is {ours:.7f}, transformers' "
+                    f"{theirs:.7f}."
                 )
-    ratios = [theirs / ours for ours, theirs in zip(seconds["titanlite"], seconds["transformers"], strict=True)]
+    ratios = [
+        theirs / ours
+        for ours, theirs in zip(seconds["titanlite"], seconds["transformers"], strict=True)
+    ]
     low, middle, high = statistics.quantiles(ratios, n=4)
     ours, theirs = (statistics.median(seconds[name]) for name in WAYS)
     return f"| {case} | {ours:.3f} | {theirs:.3f} | {middle:.2f} | {low:.2f} - {high:.2f} |"
@@ -270,22 +321,37 @@ def compare(case: Case, steps: int) -> str:
 def describe() -> str:
     """Describe the machine and the versions in one line."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = next((line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in info.splitlines()
+            if line.startswith("model name")
+        ),
+        "?",
+    )
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {capability}; python {platform.python_version()}, {versions}"
+    return (
+        f"{cpu}, {len(os.sched_getaffinity(0))} cores, {capability}; python "
+        f"{platform.python_version()}, {versions}"
+    )
 
 
 def main() -> None:
     """Print a table of what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20, help="of each way and case (default 20)")
     parser.add_argument("--ranks", type=int, choices=(1, 4), help="only the cases of so many ranks")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     disable_progress_bar()
-    torch.set_num_threads(1)  # before any parallel region: forked processes inherit no pool of threads
-    print("| | titanlite, CPU s | transformers, CPU s | ratio | middle half |\n|---|---|---|---|---|")
+    # before any parallel region: forked processes inherit no pool of threads
+    torch.set_num_threads(1)
+    print(
+        "| | titanlite, CPU s | transformers, CPU s | ratio | middle half |\n|---|---|---|---|---|"
+    )
     for case in CASES:
         if arguments.ranks in (None, case.ranks):
             print(compare(case, arguments.steps), flush=True)

@@ -1,20 +1,22 @@
 #!/usr/bin/env python
-"""Measure a training step on one GPU operator by operator, beside what `step_traffic.py` and `plan` expect of it.
+"""Measure a training step on one GPU operator by operator, beside what `step_traffic.py` and `plan`
+expect of it.
 
     python scripts/bench/step_gpu.py               # Qwen3-30B-A3B and Qwen3-8B, cut to few layers, about a minute
 
-Each operator of a step is timed between two events, behind a sleep in which the host gets ahead: the device's time
-alone. The first table has the parts of the step, the second the rates of `features.estimate.estimate.RATES`: what the
-calls of each reached, as a share of the data sheet's peak. Full width, one document per row, attention by `varlen`,
-titanlite's kernels. An operator with several products has one time, which is shared out as expected. The third table
-has the operators that take longest, with the bytes that they read and write, counted once, over their time.
+Each operator of a step is timed between two events, behind a sleep in which the host gets ahead:
+the device's time alone. The first table has the parts of the step, the second the rates of
+`features.estimate.estimate.RATES`: what the calls of each reached, as a share of the data sheet's
+peak. Full width, one document per row, attention by `varlen`, titanlite's kernels. An operator with
+several products has one time, which is shared out as expected. The third table has the operators
+that take longest, with the bytes that they read and write, counted once, over their time.
 
 whole      the median step without the timing, with gaps between kernels
 launches   kernels of the step
 host us    of a kernel: a step of a model so small that the host is the slower, over its kernels; compiled: the same
            step with `compile.enable`, over the same number
 Exit code 2: there is no GPU.
-"""
+"""  # noqa: E501
 
 import argparse
 import sys
@@ -70,7 +72,10 @@ class Case:
 def cases() -> list[Case]:
     """What is measured: experts of 768, and a dense model."""
     return [
-        Case("Qwen3-30B-A3B, 4 layers", replace(families()["qwen3_moe"].presets["30B-A3B"], num_layers=4)),
+        Case(
+            "Qwen3-30B-A3B, 4 layers",
+            replace(families()["qwen3_moe"].presets["30B-A3B"], num_layers=4),
+        ),
         Case("Qwen3-8B, 4 layers", replace(families()["qwen3"].presets["8B"], num_layers=4)),
     ]
 
@@ -133,7 +138,9 @@ def make_rows(case: Case, device: torch.device) -> list[Batch]:
 
 
 def expect(case: Case, hardware: Hardware) -> dict[str, float]:
-    """Expected milliseconds of each part, by a trace without data; there must be no process group."""
+    """Expected milliseconds of each part, by a trace without data; there must be no process
+    group.
+    """
     job = plan_job(VARIANT, case.seq_len, case.sequences)
     trace = trace_step(job, case.config, Degrees(), every_layer=True)
     parts = step_time(trace, Degrees(), hardware).parts
@@ -148,7 +155,12 @@ def measure(
     batches = make_rows(case, device)
     trainer.choose(variant)
     whole = measure_steps(lambda i: trainer.run(batches[i % len(batches)]), steps, device)
-    states = [v for state in trainer.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    states = [
+        v
+        for state in trainer.optimizer.state.values()
+        for v in state.values()
+        if isinstance(v, torch.Tensor)
+    ]
     recorder = TimedRecorder([*trainer.model.parameters(), *states])
     with observed(trainer, recorder):
         trainer.run(batches[0])
@@ -160,7 +172,11 @@ def measure(
     for name, kind, work, seconds in recorder.seconds(hardware):
         if kind.part:  # one rank exchanges nothing
             of = operators[kind.part, name]
-            operators[kind.part, name] = [of[0] + 1, of[1] + seconds * 1e3, of[2] + work.nbytes / 1e9]
+            operators[kind.part, name] = [
+                of[0] + 1,
+                of[1] + seconds * 1e3,
+                of[2] + work.nbytes / 1e9,
+            ]
             parts[kind.part] += seconds * 1e3
             rates[kind.call.rate] += work
             times[kind.call.rate] += seconds
@@ -176,7 +192,9 @@ def measure(
         "parts_ms": dict(parts),
         "shares": shares,
         "rates_ms": {rate: seconds * 1e3 for rate, seconds in times.items()},
-        "operators": [(*key, *of) for key, of in sorted(operators.items(), key=lambda item: -item[1][1])],
+        "operators": [
+            (*key, *of) for key, of in sorted(operators.items(), key=lambda item: -item[1][1])
+        ],
         "launches": launches,
     }
 
@@ -184,13 +202,21 @@ def measure(
 def render(found: dict[str, Any], expected: dict[str, float]) -> str:
     """Three tables in Markdown."""
     names = [*(part for part in PARTS if part in found["parts_ms"] or part in expected)]
-    parts = [[name, f"{expected.get(name, 0):.2f}", f"{found['parts_ms'].get(name, 0):.2f}"] for name in names]
+    parts = [
+        [name, f"{expected.get(name, 0):.2f}", f"{found['parts_ms'].get(name, 0):.2f}"]
+        for name in names
+    ]
     sums = sum(expected.get(name, 0) for name in names), sum(found["parts_ms"].values())
     others = sum(expected.values()) - sums[0]
     parts.append(["all of these", *(f"{value:.2f}" for value in sums)])
     parts.append(["whole", f"{sums[0] + others:.2f}", f"{found['whole_ms']:.2f}"])
     rates = [
-        [rate, f"{RATES[rate][1]:.1%}", "" if share is None else f"{share:.1%}", f"{found['rates_ms'][rate]:.2f}"]
+        [
+            rate,
+            f"{RATES[rate][1]:.1%}",
+            "" if share is None else f"{share:.1%}",
+            f"{found['rates_ms'][rate]:.2f}",
+        ]
         for rate, share in found["shares"].items()
     ]
     head = f"## {found['case']}: {found['launches']} launches"
@@ -210,10 +236,18 @@ def render(found: dict[str, Any], expected: dict[str, float]) -> str:
 
 def main() -> int:
     """Expect, measure, and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", default="h200", help="GPU that is expected, as `plan --gpu` takes it")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps, after 3 more (default 8)")
-    parser.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder of the report (%(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rates", default="h200", help="GPU that is expected, as `plan --gpu` takes it"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=8, help="timed steps, after 3 more (default 8)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/bench"), help="folder of the report (%(default)s)"
+    )
     arguments = parser.parse_args()
     if problem := missing_gpu():
         print(f"step_gpu.py: {problem}", file=sys.stderr)
@@ -231,8 +265,12 @@ def main() -> int:
         say(texts[-1])
         free_memory()
     host = measure(small, 20, hardware, device)
-    host["compiled_ms"] = measure(small, 20, hardware, device, replace(VARIANT, compiled=True))["whole_ms"]
-    eager, compiled = (f"{host[name] * 1e3 / host['launches']:.1f}" for name in ("whole_ms", "compiled_ms"))
+    host["compiled_ms"] = measure(small, 20, hardware, device, replace(VARIANT, compiled=True))[
+        "whole_ms"
+    ]
+    eager, compiled = (
+        f"{host[name] * 1e3 / host['launches']:.1f}" for name in ("whole_ms", "compiled_ms")
+    )
     texts.append(f"host us: {eager} per kernel of {host['launches']}; compiled: {compiled}")
     data = {"machine": machine_data(machine), "cases": found, "host": host}
     paths = write_report(arguments.out, "step_gpu", "\n\n".join(texts), data)

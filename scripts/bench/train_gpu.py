@@ -1,14 +1,16 @@
 #!/usr/bin/env python
-"""Measure real training steps of Qwen3-30B-A3B on one GPU: titanlite in all its variants, and transformers.
+"""Measure real training steps of Qwen3-30B-A3B on one GPU: titanlite in all its variants, and
+transformers.
 
     python scripts/bench/train_gpu.py                  # under 8 minutes on an H200
     python scripts/bench/train_gpu.py --quick          # four variants, about 2 minutes
 
-Full width, full vocabulary, fewer layers, random tokens, real routing. A step is `TrainStep.train_step`: forward,
-backward, gradient norm and clipping, AdamW; weights, gradients and states in float32, computation in bfloat16.
-transformers runs the same batch with grouped_mm experts and sdpa: once all in bfloat16, weights and AdamW's states
-too (so its optimizer moves half the bytes), once under FSDP2 with float32 states as titanlite does, and once with
-titanlite's experts in the first of these.
+Full width, full vocabulary, fewer layers, random tokens, real routing. A step is
+`TrainStep.train_step`: forward, backward, gradient norm and clipping, AdamW; weights, gradients and
+states in float32, computation in bfloat16. transformers runs the same batch with grouped_mm experts
+and sdpa: once all in bfloat16, weights and AdamW's states too (so its optimizer moves half the
+bytes), once under FSDP2 with float32 states as titanlite does, and once with titanlite's experts in
+the first of these.
 
 step ms    median over the timed steps, between events that the device reaches
 TFLOP/s    FLOPs of the model (`train_flops_per_token`, causal attention, no recomputation) over that time
@@ -18,10 +20,11 @@ floor      over the step: matmuls at the measured rate, or the experts' bytes wh
 peak GiB   of the device's memory during the timed steps
 plan       that peak over the one that `features.estimate` traced for the variant without a GPU; not for compiled ones
 load       rows of the most loaded expert over the mean, in the worst layer
-causal: one document per row, plain causal attention. documents: packed, as the trainer's own data, with a mask, or
-           with model.attention_backend = varlen.
-Exit code 1: nothing could be measured, or a peak is more than 10 % off the planned one. 2: there is no GPU.
-"""
+causal: one document per row, plain causal attention. documents: packed, as the trainer's own data,
+           with a mask, or with model.attention_backend = varlen.
+Exit code 1: nothing could be measured, or a peak is more than 10 % off the planned one. 2: there is
+no GPU.
+"""  # noqa: E501
 
 import argparse
 import statistics
@@ -72,7 +75,8 @@ from titanlite.ops.attention import AttentionBackend, leave_out_cudnn
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.train_step import TrainStep
 
-STATE_BYTES = 44  # per parameter: cast 4 + 2, gradient 2 + 4, norm 4, AdamW reads 4 x 4 and writes 3 x 4
+# per parameter: cast 4 + 2, gradient 2 + 4, norm 4, AdamW reads 4 x 4 and writes 3 x 4
+STATE_BYTES = 44
 PLAN_TOLERANCE = 0.1  # of the planned peak, by which the measured one may differ
 _Row = dict[str, Any]
 _Step = Callable[[int], tuple[torch.Tensor, torch.Tensor | None]]
@@ -80,7 +84,9 @@ _Step = Callable[[int], tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train. `backend` is moe.grouped_gemm, `attention` causal, documents or "documents, varlen"."""
+    """A way to train. `backend` is moe.grouped_gemm, `attention` causal, documents or "documents,
+    varlen".
+    """
 
     backend: str
     checkpointing: str = "none"
@@ -99,12 +105,25 @@ class Variant:
 
 
 VARIANTS = (
-    *(Variant(backend, mode) for mode in ("none", "selective", "full") for backend in ("triton", "torch")),
+    *(
+        Variant(backend, mode)
+        for mode in ("none", "selective", "full")
+        for backend in ("triton", "torch")
+    ),
     Variant("triton", attention="documents"),
     Variant("triton", attention="documents, varlen"),
-    *(Variant(backend, mode, True) for mode in ("none", "selective", "full") for backend in ("triton", "torch")),
+    *(
+        Variant(backend, mode, True)
+        for mode in ("none", "selective", "full")
+        for backend in ("triton", "torch")
+    ),
 )
-QUICK = (Variant("triton"), Variant("torch"), Variant("triton", "full"), Variant("triton", compiled=True))
+QUICK = (
+    Variant("triton"),
+    Variant("torch"),
+    Variant("triton", "full"),
+    Variant("triton", compiled=True),
+)
 HF_VARIANTS = (
     "transformers, bfloat16 states",
     "transformers, FSDP2, float32 states",
@@ -114,15 +133,31 @@ HF_VARIANTS = (
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4, help="decoder layers; 4 take about 50 GiB (default 4)")
-    parser.add_argument("--seq-len", type=int, default=4096, help="tokens per sequence (default %(default)s)")
-    parser.add_argument("--sequences", type=int, default=4, help="sequences per step (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of each variant, after 3 more (default 8)")
-    parser.add_argument("--quick", action="store_true", help="four of titanlite's variants, one of transformers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layers", type=int, default=4, help="decoder layers; 4 take about 50 GiB (default 4)"
+    )
+    parser.add_argument(
+        "--seq-len", type=int, default=4096, help="tokens per sequence (default %(default)s)"
+    )
+    parser.add_argument(
+        "--sequences", type=int, default=4, help="sequences per step (default %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=8, help="timed steps of each variant, after 3 more (default 8)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="four of titanlite's variants, one of transformers"
+    )
     parser.add_argument("--only", default="", help="only variants whose name contains this")
-    parser.add_argument("--budget-s", type=float, default=450, help="seconds; the rest is skipped (default 450)")
-    parser.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder of the report (%(default)s)")
+    parser.add_argument(
+        "--budget-s", type=float, default=450, help="seconds; the rest is skipped (default 450)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/bench"), help="folder of the report (%(default)s)"
+    )
     arguments = parser.parse_args(argv)
     if min(arguments.layers, arguments.seq_len, arguments.sequences, arguments.steps) < 1:
         parser.error("--layers, --seq-len, --sequences and --steps must be at least 1")
@@ -142,7 +177,8 @@ def main() -> int:
     hf_variants, variants = (HF_VARIANTS[:1], QUICK) if arguments.quick else (HF_VARIANTS, VARIANTS)
     rows: list[_Row] = []
     variants = tuple(variant for variant in variants if arguments.only in str(variant))
-    planned = plan_peaks(variants, config, arguments.seq_len, arguments.sequences)  # before there is a process group
+    # before there is a process group
+    planned = plan_peaks(variants, config, arguments.seq_len, arguments.sequences)
     device = init_distributed(300)
 
     def add(row: _Row) -> None:
@@ -152,7 +188,9 @@ def main() -> int:
         save(arguments, config, machine, rows, budget)
 
     try:
-        measure_transformers([v for v in hf_variants if arguments.only in v], config, arguments, device, budget, add)
+        measure_transformers(
+            [v for v in hf_variants if arguments.only in v], config, arguments, device, budget, add
+        )
         measure_titanlite(list(variants), config, arguments, device, budget, add)
     except DeviceLostError as error:
         budget.skipped.append(f"everything after this: {error}")
@@ -168,9 +206,16 @@ def main() -> int:
 
 
 def make_batches(
-    config: ModelConfig, seq_len: int, sequences: int, device: torch.device, documents: bool, count: int = 2
+    config: ModelConfig,
+    seq_len: int,
+    sequences: int,
+    device: torch.device,
+    documents: bool,
+    count: int = 2,
 ) -> list[Batch]:
-    """Random tokens; with `documents`, packed ones of random lengths, a quarter of a row on average."""
+    """Random tokens; with `documents`, packed ones of random lengths, a quarter of a row on
+    average.
+    """
     generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(count):
@@ -208,30 +253,45 @@ def plan_job(variant: Variant, seq_len: int, sequences: int) -> JobConfig:
     return job
 
 
-def plan_peaks(variants: Sequence[Variant], config: ModelConfig, seq_len: int, sequences: int) -> dict[str, int]:
-    """Peak bytes of each variant that is not compiled, as planned without a GPU; there must be no process group."""
+def plan_peaks(
+    variants: Sequence[Variant], config: ModelConfig, seq_len: int, sequences: int
+) -> dict[str, int]:
+    """Peak bytes of each variant that is not compiled, as planned without a GPU; there must be no
+    process group.
+    """
     found = {}
     for variant in variants:
         if not variant.compiled:
             job = plan_job(variant, seq_len, sequences)
             documents = variant.attention != "causal"
-            found[str(variant)] = get_memory(trace_step(job, config, Degrees(), documents=documents)).total
+            found[str(variant)] = get_memory(
+                trace_step(job, config, Degrees(), documents=documents)
+            ).total
     return found
 
 
 class BenchTrainer(TrainStep):
     """The trainer's steps, without its data, files and checkpoints."""
 
-    def __init__(self, config: ModelConfig, seq_len: int, sequences: int, device: torch.device) -> None:
-        job, dims = build_job(seq_len, sequences, device.type), ParallelDims.build(Degrees(), device.type)
+    def __init__(
+        self, config: ModelConfig, seq_len: int, sequences: int, device: torch.device
+    ) -> None:
+        job, dims = (
+            build_job(seq_len, sequences, device.type),
+            ParallelDims.build(Degrees(), device.type),
+        )
         model = build_decoder(config, getattr(torch, job.training.dtype))
         model.configure("sdpa", job.moe, job.training.loss_chunk_tokens, device)
         parallelize(model, job, dims, device.type)
         self.plan = materialize(model, device, seed=job.training.seed, buffer_device=device)
-        super().__init__(job, dims, device, model, build_optimizer(model, job.optimizer), NextToken())
+        super().__init__(
+            job, dims, device, model, build_optimizer(model, job.optimizer), NextToken()
+        )
 
     def choose(self, variant: Variant) -> None:
-        """Switch to `variant`; FSDP's hooks are outside of `forward`, so the model need not be built again."""
+        """Switch to `variant`; FSDP's hooks are outside of `forward`, so the model need not be
+        built again.
+        """
         for module in self.model.modules():
             for wrapped in ("forward", "recompute"):
                 vars(module).pop(wrapped, None)
@@ -271,9 +331,15 @@ def measure_titanlite(
                 return
         batches = of_kind[variant.attention != "causal"]
 
-        def run(variant: Variant = variant, trainer: BenchTrainer = trainer, batches: list[Batch] = batches) -> Any:
+        def run(
+            variant: Variant = variant,
+            trainer: BenchTrainer = trainer,
+            batches: list[Batch] = batches,
+        ) -> Any:
             trainer.choose(variant)
-            return measure_steps(lambda i: trainer.run(batches[i % len(batches)]), arguments.steps, device)
+            return measure_steps(
+                lambda i: trainer.run(batches[i % len(batches)]), arguments.steps, device
+            )
 
         found, problem = attempt(run)
         add({"name": str(variant), "problem": problem, **(found or {})})
@@ -292,18 +358,23 @@ def measure_transformers(
 ) -> None:
     """The Hugging Face model; each variant builds its own."""
     batches = make_batches(config, arguments.seq_len, arguments.sequences, device, documents=False)
-    torch.backends.cuda.enable_cudnn_sdp(True)  # torch's own choice of a kernel, which titanlite restricts
+    # torch's own choice of a kernel, which titanlite restricts
+    torch.backends.cuda.enable_cudnn_sdp(True)
     for name in variants:
         if budget.allows(name):
             found, problem = attempt(
-                lambda name=name: measure_steps(build_hf_step(name, config, batches, device), arguments.steps, device)
+                lambda name=name: measure_steps(
+                    build_hf_step(name, config, batches, device), arguments.steps, device
+                )
             )
             add({"name": name, "problem": problem, **(found or {})})
             free_memory()
     leave_out_cudnn()
 
 
-def build_hf_step(name: str, config: ModelConfig, batches: list[Batch], device: torch.device) -> _Step:
+def build_hf_step(
+    name: str, config: ModelConfig, batches: list[Batch], device: torch.device
+) -> _Step:
     """A training step of transformers' model with the sizes of `config`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -326,7 +397,9 @@ def build_hf_step(name: str, config: ModelConfig, batches: list[Batch], device: 
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-7, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
 
     def step(i: int) -> tuple[torch.Tensor, None]:
         tokens = batches[i % len(batches)].tokens
@@ -350,7 +423,11 @@ def measure_steps(step: _Step, steps: int, device: torch.device, warm_up: int = 
         torch.cuda.reset_peak_memory_stats()
 
     def mark() -> Any:
-        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)) if cuda else time.time()
+        return (
+            torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+            if cuda
+            else time.time()
+        )
 
     marks = [mark()]
     for i in range(steps):
@@ -380,13 +457,17 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(param.numel() for param in build_decoder(config).parameters())
 
 
-def floors(config: ModelConfig, seq_len: int, tokens: int, flops: float, bandwidth: float) -> dict[str, float]:
+def floors(
+    config: ModelConfig, seq_len: int, tokens: int, flops: float, bandwidth: float
+) -> dict[str, float]:
     """Seconds that a step takes at least: the experts, all other matmuls, and the states' bytes."""
-    shape = MoEShape("", config.hidden_size, config.moe_intermediate_size, config.num_experts, config.top_k)
-    layers = config.num_layers - config.num_dense_layers
-    others = train_flops_per_token(build_decoder(config), seq_len) * tokens - layers * experts_flops(
-        shape, tokens, backward=True
+    shape = MoEShape(
+        "", config.hidden_size, config.moe_intermediate_size, config.num_experts, config.top_k
     )
+    layers = config.num_layers - config.num_dense_layers
+    others = train_flops_per_token(
+        build_decoder(config), seq_len
+    ) * tokens - layers * experts_flops(shape, tokens, backward=True)
     found = {
         "experts_s": layers * floor_s(shape, tokens, flops, bandwidth, fused=True, backward=True),
         "others_s": others / flops,
@@ -395,24 +476,43 @@ def floors(config: ModelConfig, seq_len: int, tokens: int, flops: float, bandwid
     return found | {"floor_s": sum(found.values())}
 
 
-def complete(row: _Row, config: ModelConfig, arguments: argparse.Namespace, machine: Machine) -> _Row:
+def complete(
+    row: _Row, config: ModelConfig, arguments: argparse.Namespace, machine: Machine
+) -> _Row:
     """Add what follows from the measured time, in place; returns the row."""
     tokens = arguments.sequences * arguments.seq_len
     if row["problem"] is None:
-        rate = train_flops_per_token(build_decoder(config), arguments.seq_len) * tokens / row["step_s"]
+        rate = (
+            train_flops_per_token(build_decoder(config), arguments.seq_len) * tokens / row["step_s"]
+        )
         peak = peak_flops(machine.device, torch.bfloat16)
-        floor = floors(config, arguments.seq_len, tokens, machine.flops, machine.bandwidth)["floor_s"]
-        row |= {"tokens_per_s": tokens / row["step_s"], "flops": rate, "mfu": rate / peak if peak else None}
+        floor = floors(config, arguments.seq_len, tokens, machine.flops, machine.bandwidth)[
+            "floor_s"
+        ]
+        row |= {
+            "tokens_per_s": tokens / row["step_s"],
+            "flops": rate,
+            "mfu": rate / peak if peak else None,
+        }
         row |= {"of_dense": rate / machine.flops, "of_floor": floor / row["step_s"]}
-        row["of_plan"] = row["peak_bytes"] / row["planned_bytes"] if row.get("planned_bytes") else None
+        row["of_plan"] = (
+            row["peak_bytes"] / row["planned_bytes"] if row.get("planned_bytes") else None
+        )
     return row
 
 
 def misplanned(rows: Sequence[_Row]) -> list[str]:
-    """Variants whose peak is further from the planned one than `PLAN_TOLERANCE`; only on CUDA has a row a peak."""
-    compared = [row for row in rows if row["problem"] is None and row["peak_bytes"] and row["of_plan"] is not None]
+    """Variants whose peak is further from the planned one than `PLAN_TOLERANCE`; only on CUDA has a
+    row a peak.
+    """
+    compared = [
+        row
+        for row in rows
+        if row["problem"] is None and row["peak_bytes"] and row["of_plan"] is not None
+    ]
     return [
-        f"{row['name']}: measured {row['peak_bytes'] / 2**30:.2f} GiB, planned {row['planned_bytes'] / 2**30:.2f} GiB"
+        f"{row['name']}: measured {row['peak_bytes'] / 2**30:.2f} GiB, planned "
+        f"{row['planned_bytes'] / 2**30:.2f} GiB"
         for row in compared
         if abs(row["of_plan"] - 1) > PLAN_TOLERANCE
     ]
@@ -438,26 +538,50 @@ def cells(row: _Row) -> list[str]:
 
 
 def save(
-    arguments: argparse.Namespace, config: ModelConfig, machine: Machine, rows: list[_Row], budget: Budget
+    arguments: argparse.Namespace,
+    config: ModelConfig,
+    machine: Machine,
+    rows: list[_Row],
+    budget: Budget,
 ) -> tuple[list[Path], str]:
     """Write the report as far as it goes; (paths, Markdown)."""
     tokens = arguments.sequences * arguments.seq_len
     floor = floors(config, arguments.seq_len, tokens, machine.flops, machine.bandwidth)
-    head = ["", "step ms", "tokens/s", "TFLOP/s", "MFU", "dense", "floor", "peak GiB", "plan", "loss", "load"]
-    parts = ", ".join(f"{key.removesuffix('_s')} {value * 1e3:.1f} ms" for key, value in floor.items())
+    head = [
+        "",
+        "step ms",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+        "dense",
+        "floor",
+        "peak GiB",
+        "plan",
+        "loss",
+        "load",
+    ]
+    parts = ", ".join(
+        f"{key.removesuffix('_s')} {value * 1e3:.1f} ms" for key, value in floor.items()
+    )
     lines = [
         f"# Training steps of Qwen3-30B-A3B, {config.num_layers} layers",
         "",
         machine.describe(),
-        f"{num_parameters(config) / 1e9:.2f} B parameters, {arguments.sequences} x {arguments.seq_len} tokens a "
-        f"step; least time of a step: {parts}. Columns are explained at the top of scripts/bench/train_gpu.py.",
+        f"{num_parameters(config) / 1e9:.2f} B parameters, {arguments.sequences} x "
+        f"{arguments.seq_len} tokens a "
+        f"step; least time of a step: {parts}. Columns are explained at the top of "
+        "scripts/bench/train_gpu.py.",
         "",
         markdown_table(head, [cells(row) for row in rows]),
     ]
     if budget.skipped:
         lines += ["", "Skipped, no time left:", *(f"- {what}" for what in budget.skipped)]
     text = "\n".join(lines)
-    data = {"machine": machine_data(machine), "layers": config.num_layers, "sequences": arguments.sequences}
+    data = {
+        "machine": machine_data(machine),
+        "layers": config.num_layers,
+        "sequences": arguments.sequences,
+    }
     data |= {"seq_len": arguments.seq_len, "floors": floor, "rows": rows, "skipped": budget.skipped}
     return write_report(arguments.out, "train_gpu", text, data), text
 

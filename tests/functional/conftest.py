@@ -1,4 +1,6 @@
-"""Fixtures of the functional tests: small text, checked configurations, and real trainers on gloo ranks."""
+"""Fixtures of the functional tests: small text, checked configurations, and real trainers on gloo
+ranks.
+"""
 
 import json
 import os
@@ -23,7 +25,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.tensor import DTensor
 from traced_layers import Graphs
 
-# Steps and saves import these; here it costs 2 s once, in every forked rank it would cost them again.
+# Steps and saves import these; here it costs 2 s once, in every forked rank it would cost them
+# again.
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
 from tests.conftest import Ranks
@@ -50,7 +53,11 @@ def _build(reader: Reader) -> JobConfig:
     job.data.sources.update({name: SourceSection() for name in reader.source_names})
     for key, value in reader.values.items():
         *sections, name = key.split(".")
-        place = reduce(lambda here, part: here[part] if isinstance(here, dict) else getattr(here, part), sections, job)
+        place = reduce(
+            lambda here, part: here[part] if isinstance(here, dict) else getattr(here, part),
+            sections,
+            job,
+        )
         setattr(place, name, value)
     return job
 
@@ -62,7 +69,16 @@ VOCAB_SIZE = 310  # of tokenizer and model: 310 / 4 = 77.5, so that vocabulary s
 SEQ_LEN = 32
 GLOBAL_BATCH_SIZE = 8
 CALLS_OF_RANKS = 10
-LONGEST = ("parity_ladder", "docs_commands", "plan", "training", "fault_drill", "many_nodes", "block_weights", "lora")
+LONGEST = (
+    "parity_ladder",
+    "docs_commands",
+    "plan",
+    "training",
+    "fault_drill",
+    "many_nodes",
+    "block_weights",
+    "lora",
+)
 
 _CONFIG = """
 [model]
@@ -130,9 +146,13 @@ MESHES: Mapping[str, Degrees] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files come first: the last ones to end, on workers that take a file at a time, are then short."""
+    """Long files come first: the last ones to end, on workers that take a file at a time, are then
+    short.
+    """
     here = Path(__file__).parent  # of all items, those of this folder
-    order = Counter(item.path for item in items if item.path.parent == here and item.get_closest_marker("slow"))
+    order = Counter(
+        item.path for item in items if item.path.parent == here and item.get_closest_marker("slow")
+    )
     order |= Counter({here / f"test_{name}.py": 100 - at for at, name in enumerate(LONGEST)})
     items.sort(key=lambda item: -order[item.path])
 
@@ -155,7 +175,9 @@ def meshes() -> Mapping[str, Degrees]:
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """120 short documents of random words, so that most sequences of 32 tokens hold a document's end."""
+    """120 short documents of random words, so that most sequences of 32 tokens hold a document's
+    end.
+    """
     folder = tmp_path_factory.mktemp("text")
     rng = random.Random(0)
     words = [
@@ -185,7 +207,9 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def config_file(tmp_path_factory: pytest.TempPathFactory, text_folder: Path, cache_folder: Path) -> Path:
+def config_file(
+    tmp_path_factory: pytest.TempPathFactory, text_folder: Path, cache_folder: Path
+) -> Path:
     """A tiny Qwen3-MoE on `text_folder`; its tokenizer and tokens are in the cache already."""
     path = tmp_path_factory.mktemp("config") / "tiny.toml"
     text = _CONFIG.format(
@@ -203,7 +227,9 @@ def config_file(tmp_path_factory: pytest.TempPathFactory, text_folder: Path, cac
 
 @pytest.fixture(scope="session")
 def examples(tmp_path_factory: pytest.TempPathFactory, cache_folder: Path) -> list[str]:
-    """Overrides for 60 chats of one to three turns, with a tokenizer that fits the model's vocabulary."""
+    """Overrides for 60 chats of one to three turns, with a tokenizer that fits the model's
+    vocabulary.
+    """
     folder = tmp_path_factory.mktemp("examples")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -222,20 +248,31 @@ def examples(tmp_path_factory: pytest.TempPathFactory, cache_folder: Path) -> li
     rng = random.Random(0)
     lines = []
     for i in range(60):
-        turns = [["what", "one", "and", "two", "is"][: rng.randint(1, 5)] for _ in range(2 * rng.randint(1, 3))]
+        turns = [
+            ["what", "one", "and", "two", "is"][: rng.randint(1, 5)]
+            for _ in range(2 * rng.randint(1, 3))
+        ]
         roles = ["user", "assistant"] * 3
-        messages = [{"role": r, "content": f"{i} {' '.join(t)}"} for r, t in zip(roles, turns, strict=False)]
+        messages = [
+            {"role": r, "content": f"{i} {' '.join(t)}"} for r, t in zip(roles, turns, strict=False)
+        ]
         lines.append(json.dumps({"messages": messages}) + "\n")
     (folder / "chats.jsonl").write_text("".join(lines))
     return [
-        *("--data.dataset=examples", f"--data.path={folder / 'chats.jsonl'}", f"--data.tokenizer_path={folder}"),
+        *(
+            "--data.dataset=examples",
+            f"--data.path={folder / 'chats.jsonl'}",
+            f"--data.tokenizer_path={folder}",
+        ),
         *("--model.init=random", "--training.seq_len=128", f"--data.cache_folder={cache_folder}"),
     ]
 
 
 @pytest.fixture
 def launch(config_file: Path, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    """`launch(folder name, *overrides, options=, variables=)` -> a `Launch`, killed at the end if it is left."""
+    """`launch(folder name, *overrides, options=, variables=)` -> a `Launch`, killed at the end if
+    it is left.
+    """
     started: list[Launch] = []
 
     def start(name: str, *overrides: str, **more: Any) -> Launch:
@@ -249,7 +286,9 @@ def launch(config_file: Path, tmp_path: Path) -> Iterator[Callable[..., Launch]]
 
 @pytest.fixture
 def checked(config_file: Path, tmp_path: Path) -> Callable[..., Checked]:
-    """`checked(degrees, *overrides)` -> the tiny configuration, checked as `titanlite.train` does it."""
+    """`checked(degrees, *overrides)` -> the tiny configuration, checked as `titanlite.train` does
+    it.
+    """
 
     def build(degrees: Degrees, *overrides: str) -> Checked:
         dump = f"--job.dump_folder={tmp_path / 'run'}"
@@ -265,9 +304,12 @@ def base_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def pretrained(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], base_folders: Path):
-    """`pretrained(name, std, *overrides)`: the folder of a native model in Hugging Face's format, with its tokenizer,
-    made once for each test file. `std` is that of the projections."""
+def pretrained(
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], base_folders: Path
+):
+    """`pretrained(name, std, *overrides)`: the folder of a native model in Hugging Face's format,
+    with its tokenizer, made once for each test file. `std` is that of the projections.
+    """
 
     def get(name: str, std: float, *overrides: str) -> Path:
         folder = base_folders / name
@@ -277,7 +319,9 @@ def pretrained(run_ranks: Callable[..., list[Any]], checked: Callable[..., Check
             def rank_main() -> None:
                 tokenizer, _ = build_data(job.job, 0, 1)
                 model = build_decoder(job.model_config)
-                plan = materialize(model, "cpu", [{"model.layers.*_proj*": Init(Normal(std=std))}], seed=3)
+                plan = materialize(
+                    model, "cpu", [{"model.layers.*_proj*": Init(Normal(std=std))}], seed=3
+                )
                 save_hf_model(model, plan, tokenizer, folder, torch.float32)
 
             run_ranks(1, rank_main)
@@ -301,7 +345,9 @@ class Run:
 
 
 def full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer under each of its names, gathered. Collective: every rank must call."""
+    """Every parameter and buffer under each of its names, gathered. Collective: every rank must
+    call.
+    """
     found, elsewhere = {}, []
     for name, tensor, _ in named_tensors(model):
         if is_elsewhere(tensor):
@@ -310,7 +356,9 @@ def full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         tensor = tensor.detach()
         found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
     if any(gather_objects(bool(elsewhere))):  # in a pipeline, a name is here or elsewhere
-        everything = {name: tensor for of_rank in gather_objects(found) for name, tensor in of_rank.items()}
+        everything = {
+            name: tensor for of_rank in gather_objects(found) for name, tensor in of_rank.items()
+        }
         assert everything.keys() == {*found, *elsewhere}
         found = {name: found.get(name, everything[name]) for name, _, _ in named_tensors(model)}
     return found
@@ -323,8 +371,12 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def train_steps(trainer: Trainer, steps: int) -> Run:
-    """`steps` steps on the trainer's own data through `TrainStep.train_step`. Collective: every rank must call."""
-    run = Run(digests={name: digest(tensor) for name, tensor in full_tensors(trainer.model).items()})
+    """`steps` steps on the trainer's own data through `TrainStep.train_step`. Collective: every
+    rank must call.
+    """
+    run = Run(
+        digests={name: digest(tensor) for name, tensor in full_tensors(trainer.model).items()}
+    )
     for _ in range(steps):
         result = trainer.stepper.train_step(trainer.loader.micro_batches(trainer.step))
         run.losses.append(result.loss.item())
@@ -348,8 +400,12 @@ def run_on_this_rank(job: Checked, steps: int) -> Run:
 
 
 @pytest.fixture
-def train_run(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]) -> Callable[..., list[Run]]:
-    """`train_run(degrees, *overrides, steps=5)` -> one `Run` per rank, from real trainers on forked gloo ranks."""
+def train_run(
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]
+) -> Callable[..., list[Run]]:
+    """`train_run(degrees, *overrides, steps=5)` -> one `Run` per rank, from real trainers on forked
+    gloo ranks.
+    """
 
     def train(degrees: Degrees, *overrides: str, steps: int = 5) -> list[Run]:
         return run_ranks(degrees.world_size, run_on_this_rank, checked(degrees, *overrides), steps)
@@ -364,8 +420,10 @@ def call_anew(function: Callable[..., Any], *args: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def run_warm() -> Iterator[Callable[..., list[Any]]]:
-    """`run_ranks` on ranks that the tests of a file share: nothing that a test has patched is seen there, and the
-    function is one of a module. They have trained before, but not too often: each run makes groups of ranks."""
+    """`run_ranks` on ranks that the tests of a file share: nothing that a test has patched is seen
+    there, and the function is one of a module. They have trained before, but not too often: each
+    run makes groups of ranks.
+    """
     made: dict[int, tuple[Ranks, int]] = {}
 
     def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -382,7 +440,9 @@ def run_warm() -> Iterator[Callable[..., list[Any]]]:
 
 
 @pytest.fixture
-def warm_run(run_warm: Callable[..., list[Any]], checked: Callable[..., Checked]) -> Callable[..., list[Run]]:
+def warm_run(
+    run_warm: Callable[..., list[Any]], checked: Callable[..., Checked]
+) -> Callable[..., list[Run]]:
     """`train_run` on the ranks of `run_warm`."""
 
     def train(degrees: Degrees, *overrides: str, steps: int = 5) -> list[Run]:
@@ -397,9 +457,13 @@ def train_to_the_end(job: Checked) -> None:
 
 @pytest.fixture
 def traced_run(
-    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], monkeypatch: pytest.MonkeyPatch
+    run_ranks: Callable[..., list[Any]],
+    checked: Callable[..., Checked],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., tuple[list[Run], Graphs]]:
-    """`train_run` with layers that are traced as torch.compile does it; with the graphs of the first rank."""
+    """`train_run` with layers that are traced as torch.compile does it; with the graphs of the
+    first rank.
+    """
 
     def train(degrees: Degrees, *overrides: str, steps: int) -> tuple[list[Run], Graphs]:
         job, graphs = checked(degrees, *overrides, "--compile.enable=true"), Graphs()
@@ -439,19 +503,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
 def run_process(server: RankServer) -> Callable[..., Finished]:
     """`run_process(arguments, timeout_s)` in the checkout; a hang fails.
 
-    `sys.executable` in `arguments`, and the `python3` that a script finds, start titanlite from the server unless
-    `served` is off.
+    `sys.executable` in `arguments`, and the `python3` that a script finds, start titanlite from the
+    server unless `served` is off.
     """
 
     def run(
-        arguments: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None, *, served: bool = True
+        arguments: Sequence[str],
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+        *,
+        served: bool = True,
     ) -> Finished:
         environment = server.environment(**(env or {}))
         if served:
             server.wait_until_it_serves()
-            arguments = [server.python if argument == sys.executable else argument for argument in arguments]
+            arguments = [
+                server.python if argument == sys.executable else argument for argument in arguments
+            ]
         else:
-            environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+            environment["PATH"] = (
+                f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+            )
         done = run_to_end(arguments, cwd=ROOT, env=environment, timeout_s=timeout_s)
         return Finished(done.returncode, done.stdout, done.stderr)
 

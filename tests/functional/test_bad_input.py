@@ -1,4 +1,6 @@
-"""Bad input, some of it through real processes: one clear error, exit code 2, within seconds, no rank left waiting."""
+"""Bad input, some of it through real processes: one clear error, exit code 2, within seconds, no
+rank left waiting.
+"""
 
 import sys
 import time
@@ -10,13 +12,15 @@ from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.preflight import main as preflight_main
 from titanlite.train import main
 
-PREFLIGHT_TIMEOUT_S = 20  # takes a fraction of a second; the rest is for a machine that is busy otherwise
+# takes a fraction of a second; the rest is for a machine that is busy otherwise
+PREFLIGHT_TIMEOUT_S = 20
 LAUNCH_TIMEOUT_S = 90  # takes about 10 s on 2 cores, most of it the import of torch
 
 
 def preflight(run_process, *arguments: str, world_size: int = 4):
     return run_process(
-        [sys.executable, "-m", "titanlite.preflight", "--world-size", str(world_size), *arguments], PREFLIGHT_TIMEOUT_S
+        [sys.executable, "-m", "titanlite.preflight", "--world-size", str(world_size), *arguments],
+        PREFLIGHT_TIMEOUT_S,
     )
 
 
@@ -42,18 +46,26 @@ def assert_one_error(done, *words: str) -> None:
 
 
 def test_good_configuration_passes(run_process, config_file):
-    done = preflight(run_process, "--config", str(config_file), "--parallelism.tensor_parallel_degree=2")
+    done = preflight(
+        run_process, "--config", str(config_file), "--parallelism.tensor_parallel_degree=2"
+    )
     assert (done.returncode, done.output) == (0, "")
 
 
 def test_all_problems_are_reported_at_once(run_process, config_file):
     arguments = ["--training.step=5", "--optimizer.lr=fast", "--nonsense.key=1"]
     done = preflight(run_process, "--config", str(config_file), *arguments)
-    assert_one_error(done, "3 problems:", "'training.step'", "optimizer.lr = fast", "'nonsense.key'")
+    assert_one_error(
+        done, "3 problems:", "'training.step'", "optimizer.lr = fast", "'nonsense.key'"
+    )
 
 
 def test_contradictions_of_model_and_mesh_are_reported_at_once(preflight_here, config_file):
-    arguments = ["--parallelism.tensor_parallel_degree=4", "--training.seq_len=30", "--model.overrides.num_heads=6"]
+    arguments = [
+        "--parallelism.tensor_parallel_degree=4",
+        "--training.seq_len=30",
+        "--model.overrides.num_heads=6",
+    ]
     done = preflight_here("--config", str(config_file), *arguments)
     assert_one_error(done, "num_heads (6)", "num_kv_heads (2)", "training.seq_len (30)")
 
@@ -62,7 +74,9 @@ def test_run_train_refuses_before_it_starts_ranks(run_process, config_file):
     start = time.monotonic()
     arguments = ["--config", str(config_file), "--parallelism.expert_parallel_degree=3"]
     done = run_process(
-        ["./run_train.sh", *arguments], PREFLIGHT_TIMEOUT_S, env={"NGPU": "4", "CUDA_VISIBLE_DEVICES": ""}
+        ["./run_train.sh", *arguments],
+        PREFLIGHT_TIMEOUT_S,
+        env={"NGPU": "4", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert_one_error(done, "ep (3) does not divide")
     assert time.monotonic() - start < PREFLIGHT_TIMEOUT_S
@@ -71,7 +85,9 @@ def test_run_train_refuses_before_it_starts_ranks(run_process, config_file):
 def launch(run_process, *arguments: str):
     command = [sys.executable, "-m", "titanlite.launch", "--standalone", "--nproc-per-node=2"]
     return run_process(
-        [*command, "-m", "titanlite.train", *arguments], LAUNCH_TIMEOUT_S, env={"CUDA_VISIBLE_DEVICES": ""}
+        [*command, "-m", "titanlite.train", *arguments],
+        LAUNCH_TIMEOUT_S,
+        env={"CUDA_VISIBLE_DEVICES": ""},
     )
 
 
@@ -84,15 +100,27 @@ def assert_one_error_of_all_ranks(done, message: str) -> None:
 
 def test_ranks_refuse_a_wrong_configuration_with_one_voice(run_process, config_file):
     arguments = ["--config", str(config_file), "--parallelism.tensor_parallel_degree=4"]
-    message = "configuration: parallelism: dp_replicate (1) * tp (4) = 4 does not divide the world size (2)."
+    message = (
+        "configuration: parallelism: dp_replicate (1) * tp (4) = 4 does not divide the "
+        "world "
+        "size (2)."
+    )
     assert_one_error_of_all_ranks(launch(run_process, *arguments), message)
 
 
-def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(run_process, config_file, tmp_path):
+def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(
+    run_process, config_file, tmp_path
+):
     dump = tmp_path / "run"
-    arguments = ["--config", str(config_file), "--model.overrides.vocab_size=300", f"--job.dump_folder={dump}"]
+    arguments = [
+        "--config",
+        str(config_file),
+        "--model.overrides.vocab_size=300",
+        f"--job.dump_folder={dump}",
+    ]
     message = (
-        "data: the tokenizer has 310 tokens, but the model's vocab_size is 300. Set model.overrides.vocab_size = 310"
+        "data: the tokenizer has 310 tokens, but the model's vocab_size is 300. Set "
+        "model.overrides.vocab_size = 310"
     )
     assert_one_error_of_all_ranks(launch(run_process, *arguments), message)
     assert not dump.exists(), "nothing is left of a run that never began"
@@ -101,12 +129,18 @@ def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(run_proce
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["--data.path=/nowhere/text"], "data: /nowhere/text does not exist. Give a path that exists."),
+        (
+            ["--data.path=/nowhere/text"],
+            "data: /nowhere/text does not exist. Give a path that exists.",
+        ),
         (
             ["--data.pattern=*.md"],
             'matches pattern "*.md". Change data.pattern or data.path.',
         ),
-        (["--data.tokenizer_path=/nowhere"], "data: tokenizer_path /nowhere: /nowhere does not exist."),
+        (
+            ["--data.tokenizer_path=/nowhere"],
+            "data: tokenizer_path /nowhere: /nowhere does not exist.",
+        ),
         (
             ["--training.seq_len=11000", "--model.overrides.max_position_embeddings=11000"],
             "10707 tokens give 0 sequence(s) of training.seq_len (11000), but 1 is needed",
@@ -124,7 +158,8 @@ def test_data_and_folders_are_the_same_titanlite_error_on_all_ranks(
     argv = ["--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}"]
     argv += [override.format(file=file) for override in overrides]
     monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))  # as the launcher does
-    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)  # run_ranks ends with a barrier
+    # run_ranks ends with a barrier
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
     codes = run_ranks(2, lambda: main(argv), timeout_s=60)
     output = "".join(capfd.readouterr())
     assert codes == [2, 2], output

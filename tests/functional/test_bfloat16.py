@@ -1,4 +1,6 @@
-"""bf16 mixed precision on several ranks: what must stay float32 does, and gradients have the size of float32's."""
+"""bf16 mixed precision on several ranks: what must stay float32 does, and gradients have the size
+of float32's.
+"""
 
 import pytest
 import torch
@@ -10,17 +12,22 @@ from titanlite.distributed.grads import reduce_replicated_grads
 from titanlite.models.moe import Experts
 
 BF16 = "--training.mixed_precision_param=bfloat16"
-LONG = "--training.seq_len=128"  # 1,024 tokens: one that goes to another expert because of rounding weighs little
+# 1,024 tokens: one that goes to another expert because of rounding weighs little
+LONG = "--training.seq_len=128"
 
 
 def gradients(checked, degrees, *overrides):
-    """(full gradients of one micro-batch by name, dtypes that entered the experts), as every rank sees them."""
+    """(full gradients of one micro-batch by name, dtypes that entered the experts), as every rank
+    sees them.
+    """
     job = checked(degrees, f"--training.local_batch_size={8 // degrees.dp}", *overrides)
     trainer = assemble(job)
     entered = set()
     for module in trainer.model.modules():
         if isinstance(module, Experts):
-            module.register_forward_pre_hook(lambda _, args: entered.add((args[0].dtype, args[1].dtype)))
+            module.register_forward_pre_hook(
+                lambda _, args: entered.add((args[0].dtype, args[1].dtype))
+            )
     (batch,) = trainer.loader.micro_batches(0)
     losses = trainer.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
     (losses.cross_entropy / 997).backward()  # a factor that bfloat16 cannot hold
@@ -36,13 +43,17 @@ def gradients(checked, degrees, *overrides):
 def test_gradients_have_the_size_of_float32_gradients(run_ranks, checked, meshes, mesh):
     ((exact, _),) = run_ranks(1, lambda: gradients(checked, Degrees(), LONG))
     for rounded, entered in run_ranks(4, lambda: gradients(checked, meshes[mesh], LONG, BF16)):
-        assert entered == {(torch.bfloat16, torch.float32)}, "rows in bfloat16, the router's weights in float32"
+        assert entered == {(torch.bfloat16, torch.float32)}, (
+            "rows in bfloat16, the router's weights in float32"
+        )
         assert rounded.keys() == exact.keys()
         for name, grad in rounded.items():
-            # bfloat16 rounds each product and activation to 0.4 %, in both directions; along the exact gradient that
-            # averages out, where a wrong factor (a missing rank: 2) would not. Of a small tensor less does, where a
-            # token near a tie goes to another expert.
+            # bfloat16 rounds each product and activation to 0.4 %, in both directions; along the
+            # exact gradient that averages out, where a wrong factor (a missing rank: 2) would not.
+            # Of a small tensor less does, where a token near a tie goes to another expert.
             along = (grad * exact[name]).sum() / exact[name].square().sum()
             assert along.item() == pytest.approx(1, abs=0.02), name
         products = sum((grad * exact[name]).sum() for name, grad in rounded.items())
-        assert (products / sum(grad.square().sum() for grad in exact.values())).item() == pytest.approx(1, abs=0.005)
+        assert (
+            products / sum(grad.square().sum() for grad in exact.values())
+        ).item() == pytest.approx(1, abs=0.005)

@@ -1,4 +1,6 @@
-"""Frozen weights in few bits, on real trainers: the same bits and the same steps on every mesh, as of plain weights."""
+"""Frozen weights in few bits, on real trainers: the same bits and the same steps on every mesh, as
+of plain weights.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -60,8 +62,17 @@ def base_of(pretrained) -> Callable[[str], Path]:
 
 
 def settings(folder: Path, model_name: str, form: str, *overrides: str) -> list[str]:
-    cleared = ["--model.flavor=", "--model.overrides.vocab_size=none", "--model.overrides.num_layers=none"]
-    lora = ["--lora.rank=4", "--lora.alpha=8", "--moe.expert_bias_update_rate=none", f"--lora.base_dtype={form}"]
+    cleared = [
+        "--model.flavor=",
+        "--model.overrides.vocab_size=none",
+        "--model.overrides.num_layers=none",
+    ]
+    lora = [
+        "--lora.rank=4",
+        "--lora.alpha=8",
+        "--moe.expert_bias_update_rate=none",
+        f"--lora.base_dtype={form}",
+    ]
     model = f"--model.name={MODELS[model_name][0]}"
     batch = "--training.local_batch_size=2"
     return [*cleared, model, *lora, batch, f"--checkpoint.initial_load_path={folder}", *overrides]
@@ -97,11 +108,14 @@ def run_alone(warm_run, base_of, single_runs):
         ("CP2xTP2", "qwen3_moe", "nf4", []),
         ("PP2xTP2xEP2", "qwen3_moe", "fp8", []),
         ("PP2xFSDP2", "deepseek_v3", "nf4", ["--parallelism.fsdp_once_per_step=true"]),
-        ("FSDP4", "qwen3_moe", "nf4", ["--lora.targets=q_proj, v_proj"]),  # frozen experts without adapters
+        # frozen experts without adapters
+        ("FSDP4", "qwen3_moe", "nf4", ["--lora.targets=q_proj, v_proj"]),
         ("TP2xEP2", "qwen3_moe", "nf4", ["--lora.targets=gate_up_proj", SELECTIVE]),
     ],
 )
-def test_mesh_trains_as_one_process_does(warm_run, run_alone, base_of, meshes, mesh, model_name, form, overrides):
+def test_mesh_trains_as_one_process_does(
+    warm_run, run_alone, base_of, meshes, mesh, model_name, form, overrides
+):
     targets = [option for option in overrides if option.startswith("--lora.targets")]
     one = run_alone(model_name, form, *targets)
     degrees = meshes[mesh]
@@ -114,7 +128,9 @@ def test_mesh_trains_as_one_process_does(warm_run, run_alone, base_of, meshes, m
         for name, weight in many.weights.items():
             tolerance = WEIGHT_TOLERANCE if is_adapter(name) else 0.0
             if not name.endswith(".tokens_per_expert"):
-                torch.testing.assert_close(weight, one.weights[name], rtol=0, atol=tolerance, equal_nan=True)
+                torch.testing.assert_close(
+                    weight, one.weights[name], rtol=0, atol=tolerance, equal_nan=True
+                )
     adapters = [name for name in one.weights if name.endswith("lora_B")]
     assert adapters and all(one.weights[name].any() for name in adapters), "nothing was learned"
 
@@ -124,13 +140,21 @@ def rounded_to(form: str, weight: torch.Tensor) -> torch.Tensor:
     return decode_blocks(encode_blocks(weight, layout), layout, weight.shape[-1], torch.float32)
 
 
-@pytest.mark.parametrize(("model_name", "form"), [("qwen3_moe", "nf4"), ("qwen3_moe", "fp8"), ("deepseek_v3", "nf4")])
-def test_training_is_that_of_the_rounded_weights(warm_run, run_alone, base_of, tmp_path, model_name, form):
-    """What is trained on is the rounded model, exactly, and all of it: written in float32, it takes the same steps."""
+@pytest.mark.parametrize(
+    ("model_name", "form"), [("qwen3_moe", "nf4"), ("qwen3_moe", "fp8"), ("deepseek_v3", "nf4")]
+)
+def test_training_is_that_of_the_rounded_weights(
+    warm_run, run_alone, base_of, tmp_path, model_name, form
+):
+    """What is trained on is the rounded model, exactly, and all of it: written in float32, it takes
+    the same steps.
+    """
     folder = tmp_path / "rounded"
     shutil.copytree(base_of(model_name), folder)
     stored = load_file(folder / "model.safetensors")
-    matrices = [name for name in stored if name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))]
+    matrices = [
+        name for name in stored if name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
+    ]
     assert len(matrices) > 40
     for name in matrices:
         stored[name] = rounded_to(form, stored[name])
@@ -153,14 +177,23 @@ def test_published_fp8_is_kept_as_it_is(warm_run, base_of, meshes, tmp_path):
     for mesh in ("FSDP4", "TP2xEP2"):
         kept = warm_run(meshes[mesh], *given, steps=STEPS)[0]
         assert kept.losses == pytest.approx(dequantized.losses, rel=RELATIVE_TOLERANCE), mesh
-        for name in ("model.layers.1.mlp.experts.down_proj", "model.layers.0.self_attn.q_proj.weight"):
+        for name in (
+            "model.layers.1.mlp.experts.down_proj",
+            "model.layers.0.self_attn.q_proj.weight",
+        ):
             plain = dequantized.weights[name]
-            assert torch.equal(decode_blocks(kept.weights[name], fp8, plain.shape[-1], torch.float32), plain), name
+            assert torch.equal(
+                decode_blocks(kept.weights[name], fp8, plain.shape[-1], torch.float32), plain
+            ), name
 
 
 def test_bfloat16_matmuls_and_memory(run_ranks, checked, base_of, meshes):
-    """Records are gathered as they are, whatever dtype counts them, and take the bytes that they should."""
-    given = settings(base_of("qwen3_moe"), "qwen3_moe", "nf4", "--training.mixed_precision_param=bfloat16")
+    """Records are gathered as they are, whatever dtype counts them, and take the bytes that they
+    should.
+    """
+    given = settings(
+        base_of("qwen3_moe"), "qwen3_moe", "nf4", "--training.mixed_precision_param=bfloat16"
+    )
     job = checked(meshes["TP2xEP2"], *given)
 
     def rank_main() -> None:
@@ -180,7 +213,9 @@ def test_bfloat16_matmuls_and_memory(run_ranks, checked, base_of, meshes):
     run_ranks(4, rank_main)
 
 
-def test_what_is_not_finite_in_the_model_is_found_when_it_is_loaded(run_ranks, checked, base_of, tmp_path):
+def test_what_is_not_finite_in_the_model_is_found_when_it_is_loaded(
+    run_ranks, checked, base_of, tmp_path
+):
     folder = base_of("qwen3_moe")
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
@@ -195,7 +230,10 @@ def test_what_is_not_finite_in_the_model_is_found_when_it_is_loaded(run_ranks, c
         return str(error.value)
 
     for text in run_ranks(2, rank_main):
-        assert "model.layers.1.mlp.experts.gate_up_proj: NaN or infinite, in 1 of its blocks (nf4)" in text
+        assert (
+            "model.layers.1.mlp.experts.gate_up_proj: NaN or infinite, in 1 of its blocks (nf4)"
+            in text
+        )
 
 
 @pytest.mark.parametrize(
@@ -204,13 +242,16 @@ def test_what_is_not_finite_in_the_model_is_found_when_it_is_loaded(run_ranks, c
         (
             Degrees(tp=2),
             ["--lora.base_dtype=fp8", "--model.overrides.head_dim=32"],
-            "lora.base_dtype = 'fp8' keeps blocks of 128 values, but num_heads * head width (128) is not so many for "
-            "each of tensor_parallel_degree (2) ranks, or a multiple. Lower tensor_parallel_degree.",
+            "lora.base_dtype = 'fp8' keeps blocks of 128 values, but num_heads * head width (128) "
+            "is not so many for "
+            "each of tensor_parallel_degree (2) ranks, or a multiple. Lower "
+            "tensor_parallel_degree.",
         ),
         (
             Degrees(),
             ["--model.implementation=transformers"],
-            'lora.base_dtype = "nf4": Qwen3MoeForCausalLM is transformers\' implementation, whose layers multiply with '
+            'lora.base_dtype = "nf4": Qwen3MoeForCausalLM is transformers\' implementation, whose '
+            "layers multiply with "
             "plain weights here. Leave it out, or use a native family.",
         ),
     ],

@@ -1,4 +1,6 @@
-"""Checkpoints when things go wrong: killed ranks, full disks, damaged files. What was complete stays, and loads."""
+"""Checkpoints when things go wrong: killed ranks, full disks, damaged files. What was complete
+stays, and loads.
+"""
 
 import errno
 import json
@@ -73,7 +75,11 @@ def build_trainer(job: Checked) -> Trainer:
 def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
     """This rank's part of everything that a checkpoint has."""
     found = [local_of(entry.tensor) for entry in trainer.plan.entries if entry.info.persistent]
-    return found + [local_of(value) for state in trainer.stepper.optimizer.state.values() for value in state.values()]
+    return found + [
+        local_of(value)
+        for state in trainer.stepper.optimizer.state.values()
+        for value in state.values()
+    ]
 
 
 @torch.no_grad()
@@ -91,7 +97,9 @@ def wrong_values(trainer: Trainer, step: int) -> int:
 
 
 def assert_holds(folder: Path, step: int) -> None:
-    """The checkpoint in `folder` is complete, its checksums fit, and every byte is what was saved at `step`."""
+    """The checkpoint in `folder` is complete, its checksums fit, and every byte is what was saved
+    at `step`.
+    """
     assert check_folder(folder, checksums=True) == []
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     listed = json.loads((folder / commit.MANIFEST_FILE).read_text())["files"].keys()
@@ -101,7 +109,9 @@ def assert_holds(folder: Path, step: int) -> None:
         if not name.endswith(".safetensors"):
             continue
         for key, tensor in load_file(folder / name).items():
-            assert torch.equal(tensor, torch.full_like(tensor, step)), f"{folder.name}/{name}: {key}"
+            assert torch.equal(tensor, torch.full_like(tensor, step)), (
+                f"{folder.name}/{name}: {key}"
+            )
 
 
 def hidden(folder: Path) -> list[str]:
@@ -129,12 +139,18 @@ class Ranks:
 
     def _main(self, rank: int, world_size: int, sender: Any, function: Callable[..., None]) -> None:
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
         )
         torch.set_num_threads(1)
         try:
             dist.init_process_group(
-                "gloo", init_method=f"file://{self._rendezvous}/rendezvous", rank=rank, world_size=world_size
+                "gloo",
+                init_method=f"file://{self._rendezvous}/rendezvous",
+                rank=rank,
+                world_size=world_size,
             )
             function(sender.send)
         except (CheckpointError, RuntimeError) as error:  # a peer was killed
@@ -189,7 +205,13 @@ def save_forever(job: Checked, send: Callable[[Any], None]) -> None:
     """Resume, say what was found, and save step after step, saying so after each."""
     trainer = build_trainer(job)
     start = trainer.step
-    send((start, wrong_values(trainer, start) if start else 0, hidden(trainer.checkpointer.folder) if start else []))
+    send(
+        (
+            start,
+            wrong_values(trainer, start) if start else 0,
+            hidden(trainer.checkpointer.folder) if start else [],
+        )
+    )
     dist.barrier()
     for step in range(start + 1, 1_000):
         save_step(trainer, step)
@@ -198,14 +220,18 @@ def save_forever(job: Checked, send: Callable[[Any], None]) -> None:
 
 
 def is_late(path: Path) -> bool:
-    """True for a hidden folder of a save that is about to be renamed, or of a checkpoint that is being removed."""
+    """True for a hidden folder of a save that is about to be renamed, or of a checkpoint that is
+    being removed.
+    """
     return not path.name.endswith("tmp") or (path / commit.MANIFEST_FILE).exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_random_kills_leave_complete_checkpoints(checked, tmp_path, monkeypatch, mode):
-    """Kill one of 2 to 4 ranks, or all, that do nothing but save; look; start again; until kills were inside a save."""
+    """Kill one of 2 to 4 ranks, or all, that do nothing but save; look; start again; until kills
+    were inside a save.
+    """
     keep, rng = 2, random.Random(mode)
     folder = tmp_path / "run/checkpoint"
     overrides = [*SMALL, f"--checkpoint.async_mode={mode}", f"--checkpoint.keep_latest_k={keep}"]
@@ -219,7 +245,9 @@ def test_random_kills_leave_complete_checkpoints(checked, tmp_path, monkeypatch,
         world_size = rng.choice((2, 2, 3, 4))
         ranks = Ranks(world_size, partial(save_forever, jobs[world_size]))
         try:
-            assert ranks.receive() == [(newest, 0, [])] * world_size, "what was resumed, and what the start left there"
+            assert ranks.receive() == [(newest, 0, [])] * world_size, (
+                "what was resumed, and what the start left there"
+            )
             if not newest:
                 wait_until(lambda: list_steps(folder), 60)  # for the first one
             time.sleep(rng.uniform(0, 0.5))
@@ -231,7 +259,8 @@ def test_random_kills_leave_complete_checkpoints(checked, tmp_path, monkeypatch,
         finally:
             ranks.end()
         reported = [message for message in ranks.rest() if isinstance(message, int)]
-        # `save` has returned for these: on the disk, or with 'async' being written while the one before is there.
+        # `save` has returned for these: on the disk, or with 'async' being written while the one
+        # before is there.
         promised = max(reported, default=newest) - (mode == "async" and bool(reported))
         steps = list_steps(folder)
         for step in steps:  # none is half there, also the older ones
@@ -239,7 +268,9 @@ def test_random_kills_leave_complete_checkpoints(checked, tmp_path, monkeypatch,
         assert steps and steps[-1] >= max(promised, newest)
         newest = steps[-1]
         assert steps == list(range(steps[0], newest + 1)), "no gap"
-        assert min(keep, newest) <= len(steps) <= max(keep, before) + 1, "none lost; the kill may precede a removal"
+        assert min(keep, newest) <= len(steps) <= max(keep, before) + 1, (
+            "none lost; the kill may precede a removal"
+        )
         before = len(steps)
         hits += bool(hidden(folder))
 
@@ -272,16 +303,21 @@ KILL_POINTS = [
     Point("rename", 2, False, newest=3),  # before step-1 is hidden
     Point("rename", 2, True, newest=3),  # step-1 is hidden
     Point("unlink", 1, True, newest=3),  # and partly removed
-    Point("rename", 1, True, newest=2, replace=True),  # the old step-2 is hidden, the new one not there
+    # the old step-2 is hidden, the new one not there
+    Point("rename", 1, True, newest=2, replace=True),
     Point("rename", 2, True, newest=2, replace=True),  # it is
     Point("unlink", 3, True, newest=2, replace=True),  # the old one is partly removed
 ]
 
 
 @pytest.mark.parametrize("point", KILL_POINTS, ids=str)
-def test_a_kill_around_each_rename_leaves_a_checkpoint_to_resume(checked, saved, monkeypatch, point):
+def test_a_kill_around_each_rename_leaves_a_checkpoint_to_resume(
+    checked, saved, monkeypatch, point
+):
     folder = saved("run")
-    job = checked(FSDP2, *SMALL, "--checkpoint.keep_latest_k=2", "--checkpoint.verify_checksums=true")
+    job = checked(
+        FSDP2, *SMALL, "--checkpoint.keep_latest_k=2", "--checkpoint.verify_checksums=true"
+    )
 
     def killed(send: Callable[[Any], None]) -> None:
         trainer = build_trainer(job)
@@ -301,7 +337,9 @@ def test_a_kill_around_each_rename_leaves_a_checkpoint_to_resume(checked, saved,
         assert ranks.processes[0].exitcode == -signal.SIGKILL, "rank 0 never came there"
     finally:
         ranks.end()
-    assert hidden(folder) or (point.after, point.call) in [(True, 1), (False, 2)], "the kill was in the middle"
+    assert hidden(folder) or (point.after, point.call) in [(True, 1), (False, 2)], (
+        "the kill was in the middle"
+    )
 
     def resumed(send: Callable[[Any], None]) -> None:
         trainer = build_trainer(job)
@@ -359,7 +397,9 @@ def template(run_ranks, config_file, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def saved(template: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """`saved(dump)` -> the folder `tmp_path / dump / checkpoint` with the checkpoints of steps 1 and 2."""
+    """`saved(dump)` -> the folder `tmp_path / dump / checkpoint` with the checkpoints of steps 1
+    and 2.
+    """
     return lambda dump: Path(shutil.copytree(template, tmp_path / dump / "checkpoint"))
 
 
@@ -367,8 +407,12 @@ Sabotage = Callable[[], Any]
 
 
 @contextmanager
-def broken(rank: int, owner: Any, name: str, number: int, first_call: int = 1, last_call: float = math.inf) -> Any:
-    """On `rank`, let `owner.name` raise `OSError(number)`, from its first to its last of these calls."""
+def broken(
+    rank: int, owner: Any, name: str, number: int, first_call: int = 1, last_call: float = math.inf
+) -> Any:
+    """On `rank`, let `owner.name` raise `OSError(number)`, from its first to its last of these
+    calls.
+    """
     original, calls = getattr(owner, name), []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -394,18 +438,37 @@ def file_limit(rank: int, nbytes: int) -> Any:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-FAILING_SAVES: Mapping[str, tuple[Callable[[], Any], str, int]] = {  # what happens, what is said, by which rank
+# what happens, what is said, by which rank
+FAILING_SAVES: Mapping[str, tuple[Callable[[], Any], str, int]] = {
     "files may not grow on rank 1": (partial(file_limit, 1, 20_000), "File too large", 1),
-    "disk full while rank 1 writes": (partial(broken, 1, os, "pwritev", errno.ENOSPC, 3), "No space left on device", 1),
-    "disk full at the manifest": (partial(broken, 0, Path, "write_text", errno.ENOSPC), "No space left on device", 0),
-    "read-only on rank 1": (partial(broken, 1, os, "open", errno.EROFS), "Read-only file system", 1),
-    "disk does not flush on rank 1": (partial(broken, 1, os, "fsync", errno.EIO), "Input/output error", 1),
+    "disk full while rank 1 writes": (
+        partial(broken, 1, os, "pwritev", errno.ENOSPC, 3),
+        "No space left on device",
+        1,
+    ),
+    "disk full at the manifest": (
+        partial(broken, 0, Path, "write_text", errno.ENOSPC),
+        "No space left on device",
+        0,
+    ),
+    "read-only on rank 1": (
+        partial(broken, 1, os, "open", errno.EROFS),
+        "Read-only file system",
+        1,
+    ),
+    "disk does not flush on rank 1": (
+        partial(broken, 1, os, "fsync", errno.EIO),
+        "Input/output error",
+        1,
+    ),
     "cannot rename": (partial(broken, 0, Path, "rename", errno.EACCES), "Permission denied", 0),
 }
 
 
 def failing_save(trainer: Trainer, step: int, how: str) -> tuple[str, str]:
-    """Save `step`, and with 'async' come to its error by the method `how`: (type of the error, its text)."""
+    """Save `step`, and with 'async' come to its error by the method `how`: (type of the error, its
+    text).
+    """
     try:
         save_step(trainer, step)
         if how == "agree":
@@ -440,7 +503,16 @@ def test_failed_save_is_one_error_on_all_ranks(run_ranks, checked, saved, mode):
                 kind, text = failing_save(trainer, 10 + i, hows[i % len(hows)])
             elapsed = time.monotonic() - start
             dist.barrier()  # all ranks come here
-            outcomes.append((kind, text, elapsed, hidden(folder), list_steps(folder), folder_digests(folder) == before))
+            outcomes.append(
+                (
+                    kind,
+                    text,
+                    elapsed,
+                    hidden(folder),
+                    list_steps(folder),
+                    folder_digests(folder) == before,
+                )
+            )
             dist.barrier()
         save_step(trainer, 3)
         trainer.checkpointer.wait()
@@ -452,12 +524,17 @@ def test_failed_save_is_one_error_on_all_ranks(run_ranks, checked, saved, mode):
         kind, text, _, _, _, _ = outcomes[0]
         assert kind == "CheckpointError", (fault, outcomes)
         assert text.startswith(f"checkpoint: cannot save to {folder / f'step-{10 + i}'}: "), text
-        assert ("Free space there" in text) == ("space" in words or "too large" in words), (fault, text)
+        assert ("Free space there" in text) == ("space" in words or "too large" in words), (
+            fault,
+            text,
+        )
         assert words in text and f"(rank {rank})" in text, (fault, text)
         for other_kind, other_text, elapsed, left, steps, same in outcomes:
             assert (other_kind, other_text) == (kind, text), f"{fault}: the same on all ranks"
             assert elapsed < SECONDS, fault
-            assert (left, steps, same) == ([], [1, 2], True), f"{fault}: the earlier ones as they were, nothing else"
+            assert (left, steps, same) == ([], [1, 2], True), (
+                f"{fault}: the earlier ones as they were, nothing else"
+            )
     assert list_steps(folder) == [1, 2, 3]
     assert_holds(folder / "step-3", 3)
 
@@ -465,7 +542,13 @@ def test_failed_save_is_one_error_on_all_ranks(run_ranks, checked, saved, mode):
 def test_failed_background_save_ends_all_ranks_at_one_step(run_ranks, checked, saved):
     """Through `Trainer.train`, with the disk full from the second save on."""
     folder = saved("run")
-    job = checked(FSDP2, *SMALL, "--checkpoint.async_mode=async", "--checkpoint.interval=2", "--training.steps=40")
+    job = checked(
+        FSDP2,
+        *SMALL,
+        "--checkpoint.async_mode=async",
+        "--checkpoint.interval=2",
+        "--training.steps=40",
+    )
     before = folder_digests(folder)
 
     def rank_main() -> tuple[int, str]:
@@ -480,7 +563,9 @@ def test_failed_background_save_ends_all_ranks_at_one_step(run_ranks, checked, s
     assert folder_digests(folder) == before and hidden(folder) == []
 
 
-def test_background_save_is_finished_when_training_fails(checked, config_file, tmp_path, monkeypatch):
+def test_background_save_is_finished_when_training_fails(
+    checked, config_file, tmp_path, monkeypatch
+):
     """The loss is not finite at step 2, while step 1, which is good, is still being written."""
     arguments = ["--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}", *SMALL]
     arguments += ["--parallelism.data_parallel_shard_degree=2", "--checkpoint.async_mode=async"]
@@ -538,7 +623,9 @@ def test_removal_that_fails_is_the_same_on_all_ranks(run_ranks, checked, saved, 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What one rank found when it started: the step, or the error; warnings; values that are not of that step."""
+    """What one rank found when it started: the step, or the error; warnings; values that are not of
+    that step.
+    """
 
     step: int
     error: str
@@ -561,12 +648,20 @@ def start(job: Checked) -> Loaded:
     except CheckpointError as raised:
         error = str(raised)
     logger.removeHandler(handler)
-    return Loaded(step, error, [text for text in warnings if "passed over" in text], wrong, time.monotonic() - began)
+    return Loaded(
+        step,
+        error,
+        [text for text in warnings if "passed over" in text],
+        wrong,
+        time.monotonic() - began,
+    )
 
 
 @pytest.fixture
 def start_all(run_ranks, checked) -> Callable[..., list[Loaded]]:
-    """`start_all(overrides, sabotage)` -> what each of 2 ranks found; `sabotage()` runs on each before."""
+    """`start_all(overrides, sabotage)` -> what each of 2 ranks found; `sabotage()` runs on each
+    before.
+    """
 
     def run(overrides: Sequence[str], sabotage: Sabotage = lambda: None) -> list[Loaded]:
         job = checked(FSDP2, *SMALL, *overrides)
@@ -577,7 +672,9 @@ def start_all(run_ranks, checked) -> Callable[..., list[Loaded]]:
 
         found = run_ranks(2, rank_main, timeout_s=60)
         for loaded in found:
-            assert (loaded.step, loaded.error) == (found[0].step, found[0].error), "the same on all ranks"
+            assert (loaded.step, loaded.error) == (found[0].step, found[0].error), (
+                "the same on all ranks"
+            )
             assert loaded.elapsed_s < SECONDS
             assert loaded.wrong == 0
         return found
@@ -603,7 +700,10 @@ def test_damaged_byte_is_found_by_its_checksum(start_all, saved):
     assert first.step == 1, "the one before"
     (warning,) = first.warnings
     assert second.warnings == [], "said once"
-    assert f"{folder / 'step-2'} is passed over: {OPTIMIZER}: its bytes are not those that were saved" in warning
+    assert (
+        f"{folder / 'step-2'} is passed over: {OPTIMIZER}: its bytes are not those that were saved"
+        in warning
+    )
     assert folder_digests(folder) == before
 
 
@@ -652,7 +752,9 @@ def after_reading_headers(monkeypatch: pytest.MonkeyPatch, action: Callable[[], 
 
 
 @pytest.mark.parametrize(("name", "fault"), [(MODEL, "is cut off"), (OPTIMIZER, "vanishes")])
-def test_file_that_changes_between_header_and_read_is_an_error(start_all, saved, monkeypatch, name, fault):
+def test_file_that_changes_between_header_and_read_is_an_error(
+    start_all, saved, monkeypatch, name, fault
+):
     folder = saved("run")
     path = folder / "step-2" / name
     calls: list[None] = []
@@ -728,7 +830,9 @@ def test_damaged_later_checkpoint_does_not_count_as_one_to_keep(run_ranks, check
     folder = saved("run")
     (folder / "step-2").rename(folder / "step-9")
     flip_bit(folder / "step-9" / MODEL)
-    job = checked(FSDP2, *SMALL, "--checkpoint.keep_latest_k=1", "--checkpoint.verify_checksums=true")
+    job = checked(
+        FSDP2, *SMALL, "--checkpoint.keep_latest_k=1", "--checkpoint.verify_checksums=true"
+    )
 
     def rank_main() -> tuple[int, int]:
         trainer = build_trainer(job)

@@ -37,12 +37,27 @@ FAMILIES = {
 UNEVEN_MOE = ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"]
 FEW_EXPERTS = ["--model.overrides.num_experts=2", "--model.overrides.top_k=1"]
 # The ladder, one process included.
-LADDER = ["1", "FSDP4", "HSDP2x2", "TP2xFSDP2", "EP4", "EP2xFSDP2", "TP2xEP2", "TP2xEP4", "DDP4", "HSDP2xTP2xEP2"]
+LADDER = [
+    "1",
+    "FSDP4",
+    "HSDP2x2",
+    "TP2xFSDP2",
+    "EP4",
+    "EP2xFSDP2",
+    "TP2xEP2",
+    "TP2xEP4",
+    "DDP4",
+    "HSDP2xTP2xEP2",
+]
 
 
-def save_transformers_model(job: Checked, folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+def save_transformers_model(
+    job: Checked, folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Any:
     """A transformers model with random weights of every tensor, saved by transformers itself."""
-    config = AutoConfig.for_model(job.model_config.family, **family_of(job.model_config).to_hf(job.model_config))
+    config = AutoConfig.for_model(
+        job.model_config.family, **family_of(job.model_config).to_hf(job.model_config)
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -72,7 +87,9 @@ def _meshes_of(family: list[str], meshes: Any) -> dict[str, Degrees]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip_is_bit_identical_on_every_mesh(run_ranks, checked, meshes, tmp_path, family):
-    """transformers -> titanlite on the mesh -> step-N -> transformers, without a missing or unexpected key."""
+    """transformers -> titanlite on the mesh -> step-N -> transformers, without a missing or
+    unexpected key.
+    """
     overrides = FAMILIES[family]
     source = tmp_path / "transformers"
     theirs = save_transformers_model(checked(Degrees(), *overrides), source, max_shard_size="50KB")
@@ -80,22 +97,31 @@ def test_round_trip_is_bit_identical_on_every_mesh(run_ranks, checked, meshes, t
     # From 5.24 on transformers keeps the routers of some families in float32.
     kept = any(param.dtype == torch.float32 for param in theirs.parameters())
     dtype = torch.float32 if kept else torch.bfloat16
-    one, *others = jobs = {name: checked(of, *overrides) for name, of in _meshes_of(overrides, meshes).items()}
+    one, *others = jobs = {
+        name: checked(of, *overrides) for name, of in _meshes_of(overrides, meshes).items()
+    }
 
     def rank_main(names: list[str]) -> dict[str, int]:
         drawn = {}
         for name in names:
             model, plan = load(jobs[name], source, dtype)
             save_hf_model(model, plan, None, tmp_path / name, torch.bfloat16)
-            drawn[name] = sum(isinstance(entry.source, Init) and entry.info.persistent for entry in plan.entries)
+            drawn[name] = sum(
+                isinstance(entry.source, Init) and entry.info.persistent for entry in plan.entries
+            )
         return drawn
 
-    # The one thing that a Qwen3-MoE checkpoint may lack is the bias that its architecture does not have.
+    # The one thing that a Qwen3-MoE checkpoint may lack is the bias that its architecture does not
+    # have.
     allowed = jobs[one].model_config.num_layers if family == "qwen3_moe" else 0
     for names, world_size in (([one], 1), (others, 4)):
         for drawn in run_ranks(world_size, rank_main, names):
-            assert drawn == dict.fromkeys(names, allowed), "nothing is drawn that the checkpoint covers"
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / one, dtype=torch.bfloat16, output_loading_info=True)
+            assert drawn == dict.fromkeys(names, allowed), (
+                "nothing is drawn that the checkpoint covers"
+            )
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / one, dtype=torch.bfloat16, output_loading_info=True
+    )
     assert {key: value for key, value in info.items() if value} == {}
     ours = loaded.state_dict()
     assert ours.keys() == expected.keys()
@@ -105,7 +131,10 @@ def test_round_trip_is_bit_identical_on_every_mesh(run_ranks, checked, meshes, t
     assert load_file(tmp_path / one / files[-1]).keys() == _stored_keys(source)
     for name in jobs:
         assert {path.name for path in (tmp_path / name).iterdir()} == {*files, "titanlite"}, name
-        same = [(tmp_path / name / file).read_bytes() == (tmp_path / one / file).read_bytes() for file in files]
+        same = [
+            (tmp_path / name / file).read_bytes() == (tmp_path / one / file).read_bytes()
+            for file in files
+        ]
         assert all(same), f"{name}: other files than on one process"
 
 
@@ -115,9 +144,16 @@ def _stored_keys(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("overrides", "mesh"),
-    [(UNEVEN_MOE, "EP2xFSDP2"), (UNEVEN_MOE, "TP2xFSDP2"), (FEW_EXPERTS, "FSDP4"), (FEW_EXPERTS, "TP2xEP2")],
+    [
+        (UNEVEN_MOE, "EP2xFSDP2"),
+        (UNEVEN_MOE, "TP2xFSDP2"),
+        (FEW_EXPERTS, "FSDP4"),
+        (FEW_EXPERTS, "TP2xEP2"),
+    ],
 )
-def test_uneven_shards_and_casts(run_ranks, checked, meshes, gather_full, tmp_path, overrides, mesh):
+def test_uneven_shards_and_casts(
+    run_ranks, checked, meshes, gather_full, tmp_path, overrides, mesh
+):
     dtypes = [torch.float32, torch.bfloat16]
     theirs = save_transformers_model(checked(Degrees(), *overrides), tmp_path / "hf").state_dict()
     job = checked(meshes[mesh], *overrides)
@@ -136,7 +172,9 @@ def test_uneven_shards_and_casts(run_ranks, checked, meshes, gather_full, tmp_pa
 
 @pytest.mark.parametrize("mesh", ["DDP4", "TP2xEP2", "HSDP2xTP2xEP2", "PP2xHSDP2"])
 def test_every_byte_is_read_once_in_the_job(run_ranks, checked, meshes, tmp_path, mesh):
-    """Also where every rank holds all of it: one rank reads, the others receive, and the work is shared."""
+    """Also where every rank holds all of it: one rank reads, the others receive, and the work is
+    shared.
+    """
     four_layers = "--model.overrides.num_layers=4"
     save_transformers_model(checked(Degrees(), four_layers), tmp_path / "hf")
     size = (tmp_path / "hf/model.safetensors").stat().st_size
@@ -162,7 +200,11 @@ def test_every_byte_is_read_once_in_the_job(run_ranks, checked, meshes, tmp_path
 
 # About 200 MB in bfloat16: whoever holds the whole model, even once, is far above the bound.
 WIDE = ["--model.overrides.hidden_size=512", "--model.overrides.moe_intermediate_size=4096"]
-WIDE_TIED = ["--model.name=qwen3", "--model.overrides.hidden_size=2048", "--model.overrides.intermediate_size=8192"]
+WIDE_TIED = [
+    "--model.name=qwen3",
+    "--model.overrides.hidden_size=2048",
+    "--model.overrides.intermediate_size=8192",
+]
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +221,16 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["TP2xEP4", "cast", "tied"],
 )
-def test_no_rank_ever_holds_more_than_its_shards(run_ranks, checked, meshes, wide, mesh, overrides, dtype):
-    """Anonymous memory, watched by the parent's clock: the shards and 32 MiB, far from the model."""
-    job, folder = checked(meshes[mesh], *overrides), wide / ("experts" if overrides == WIDE else "tied")
+def test_no_rank_ever_holds_more_than_its_shards(
+    run_ranks, checked, meshes, wide, mesh, overrides, dtype
+):
+    """Anonymous memory, watched by the parent's clock: the shards and 32 MiB, far from the
+    model.
+    """
+    job, folder = (
+        checked(meshes[mesh], *overrides),
+        wide / ("experts" if overrides == WIDE else "tied"),
+    )
     if not folder.exists():
         save_transformers_model(job, folder)
     whole = (folder / "model.safetensors").stat().st_size // 2 * dtype.itemsize  # of bfloat16
@@ -208,7 +257,9 @@ def test_no_rank_ever_holds_more_than_its_shards(run_ranks, checked, meshes, wid
 
     for grown, shards in run_ranks(4, rank_main):
         assert whole > 2 * (shards + 32 * 2**20)
-        assert grown <= shards + 32 * 2**20, f"{grown / 2**20:.1f} MiB grown, {shards / 2**20:.1f} MiB of shards"
+        assert grown <= shards + 32 * 2**20, (
+            f"{grown / 2**20:.1f} MiB grown, {shards / 2**20:.1f} MiB of shards"
+        )
 
 
 # --- FP8
@@ -218,7 +269,9 @@ def test_no_rank_ever_holds_more_than_its_shards(run_ranks, checked, meshes, wid
     ("mesh", "family"),
     [("FSDP4", "qwen3_moe"), ("HSDP2xTP2xEP2", "qwen3_moe"), ("TP2xEP4", "deepseek_v3")],
 )
-def test_block_scaled_fp8_is_dequantized_on_the_way_in(run_ranks, checked, meshes, tmp_path, mesh, family):
+def test_block_scaled_fp8_is_dequantized_on_the_way_in(
+    run_ranks, checked, meshes, tmp_path, mesh, family
+):
     """Shards cut blocks of 16 x 16 in the middle: widths of 66 and 40."""
     overrides = ["--model.overrides.hidden_size=66", "--model.overrides.moe_intermediate_size=40"]
     job = checked(meshes[mesh], f"--model.name={family}", *overrides)
@@ -285,26 +338,41 @@ def test_damaged_file_is_one_error_on_all_ranks(run_ranks, checked, meshes, tmp_
 
 
 def test_settings_of_the_original_model_survive(run_ranks, checked, tmp_path):
-    """Token ids, generation settings and keys that titanlite has no use for; the chat template with the tokenizer."""
+    """Token ids, generation settings and keys that titanlite has no use for; the chat template with
+    the tokenizer.
+    """
     job = checked(Degrees())
     save_transformers_model(job, tmp_path / "hf")
-    config = json.loads((tmp_path / "hf/config.json").read_text()) | {"bos_token_id": 7, "max_window_layers": 28}
+    config = json.loads((tmp_path / "hf/config.json").read_text()) | {
+        "bos_token_id": 7,
+        "max_window_layers": 28,
+    }
     (tmp_path / "hf/config.json").write_text(json.dumps(config))
-    (tmp_path / "hf/generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "do_sample": true}')
+    (tmp_path / "hf/generation_config.json").write_text(
+        '{"temperature": 0.6, "top_k": 20, "do_sample": true}'
+    )
 
     def rank_main() -> None:
         tokenizer, _ = build_data(job.job, 0, 1)
         tokenizer.chat_template = "{{ messages[0].content }}"
         model, plan = load(job, tmp_path / "hf")
-        save_hf_model(model, plan, tokenizer, tmp_path / "out", torch.bfloat16, assets=tmp_path / "hf")
+        save_hf_model(
+            model, plan, tokenizer, tmp_path / "out", torch.bfloat16, assets=tmp_path / "hf"
+        )
 
     run_ranks(1, rank_main)
     saved = json.loads((tmp_path / "out/config.json").read_text())
-    assert (saved["bos_token_id"], saved["max_window_layers"], saved["dtype"]) == (7, 28, "bfloat16")
+    assert (saved["bos_token_id"], saved["max_window_layers"], saved["dtype"]) == (
+        7,
+        28,
+        "bfloat16",
+    )
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.6
     assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages[0].content }}"
     tokenizer_config = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
-    assert tokenizer_config["tokenizer_class"] == "PreTrainedTokenizerFast", "transformers 4 knows this one"
+    assert tokenizer_config["tokenizer_class"] == "PreTrainedTokenizerFast", (
+        "transformers 4 knows this one"
+    )
 
 
 def test_a_tied_model_is_loaded_from_either_name(run_ranks, checked, meshes, gather_full, tmp_path):
@@ -316,7 +384,9 @@ def test_a_tied_model_is_loaded_from_either_name(run_ranks, checked, meshes, gat
         "both": {"lm_head.weight": expected.clone()},
         "head": {"lm_head.weight": expected.clone(), "model.embed_tokens.weight": None},
     }.items():
-        changed = {key: tensor for key, tensor in {**tensors, **change}.items() if tensor is not None}
+        changed = {
+            key: tensor for key, tensor in {**tensors, **change}.items() if tensor is not None
+        }
         (tmp_path / name).mkdir()
         save_file(changed, tmp_path / name / "model.safetensors")
 

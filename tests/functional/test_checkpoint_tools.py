@@ -1,4 +1,6 @@
-"""`python -m titanlite inspect` and `export`: every tensor, damage that is found, copies that are the source."""
+"""`python -m titanlite inspect` and `export`: every tensor, damage that is found, copies that are
+the source.
+"""
 
 import json
 import os
@@ -27,11 +29,20 @@ from titanlite.features.tools import models as inspect_checkpoint
 from titanlite.models.families import family_of
 from titanlite.preflight import check
 
-MODEL, SIDECAR, MASTERS = "model.safetensors", "titanlite/expert_bias.safetensors", "titanlite/weights.safetensors"
+MODEL, SIDECAR, MASTERS = (
+    "model.safetensors",
+    "titanlite/expert_bias.safetensors",
+    "titanlite/weights.safetensors",
+)
 OPTIMIZER, STATE = "titanlite/optimizer.safetensors", "titanlite/train_state.json"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-BESIDE = {"chat_template.jinja": "{{ 1 }}", "tokenizer.json": "{}", "LICENSE": "x", "generation_config.json": "{}"}
+BESIDE = {
+    "chat_template.jinja": "{{ 1 }}",
+    "tokenizer.json": "{}",
+    "LICENSE": "x",
+    "generation_config.json": "{}",
+}
 
 
 class Done(NamedTuple):
@@ -43,34 +54,49 @@ class Done(NamedTuple):
         """The table whose first column is called `first`, row by row."""
         lines = [re.split(" {2,}", line.strip()) for line in self.out.splitlines()]
         start = next(i for i, cells in enumerate(lines) if cells[0] == first and len(cells) > 1)
-        end = next((i for i in range(start, len(lines)) if len(lines[i]) != len(lines[start])), len(lines))
+        end = next(
+            (i for i in range(start, len(lines)) if len(lines[i]) != len(lines[start])), len(lines)
+        )
         return [dict(zip(lines[start], cells, strict=True)) for cells in lines[start + 1 : end]]
 
     def assert_refused(self, *words: str, lines: int = 1) -> None:
-        """Exit code 2 after one error of `lines` lines with all `words`; a traceback would be more."""
+        """Exit code 2 after one error of `lines` lines with all `words`; a traceback would be
+        more.
+        """
         assert (self.code, self.err[:18], self.err.count("\n")) == (2, "titanlite: error: ", lines)
         assert [word for word in words if word not in self.err] == []
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
-    """`python -m titanlite` in this process; sizes to the byte, copies in pieces of 1000 elements, cut anywhere."""
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Done]:
+    """`python -m titanlite` in this process; sizes to the byte, copies in pieces of 1000 elements,
+    cut anywhere.
+    """
     monkeypatch.setattr(inspect_checkpoint, "format_size", lambda nbytes: f"{nbytes} B")
     monkeypatch.setattr(export_checkpoint, "_CHUNK_ELEMENTS", 1000)
-    monkeypatch.setattr(export_checkpoint, "setup_logger", lambda: None)  # would keep this test's standard output
+    # would keep this test's standard output
+    monkeypatch.setattr(export_checkpoint, "setup_logger", lambda: None)
 
     def run(*argv: object) -> Done:
         capsys.readouterr()
         code = __main__.main(list(map(str, argv)))
-        assert not dist.is_initialized(), "the next call would find a group of ranks that are not there"
+        assert not dist.is_initialized(), (
+            "the next call would find a group of ranks that are not there"
+        )
         return Done(code, *capsys.readouterr())
 
     return run
 
 
 @pytest.fixture(scope="module")
-def step(run_ranks: Callable[..., list[Any]], config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint after 2 steps of 2 ranks: bfloat16, float32 masters, and biases that Qwen3-MoE has no key for."""
+def step(
+    run_ranks: Callable[..., list[Any]], config_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A checkpoint after 2 steps of 2 ranks: bfloat16, float32 masters, and biases that Qwen3-MoE
+    has no key for.
+    """
     folder = tmp_path_factory.mktemp("run")
     settings = [
         f"--job.dump_folder={folder}",
@@ -78,14 +104,21 @@ def step(run_ranks: Callable[..., list[Any]], config_file: Path, tmp_path_factor
         "--lr_scheduler.warmup_steps=1",
         "--training.seed=1",
     ]
-    job = check(load_config(["--config", str(config_file), *settings, "--checkpoint.export_dtype=bfloat16"]), 2)
+    job = check(
+        load_config(
+            ["--config", str(config_file), *settings, "--checkpoint.export_dtype=bfloat16"]
+        ),
+        2,
+    )
     run_ranks(2, lambda: assemble(job).train())
     return folder / "checkpoint/step-2"
 
 
 @pytest.fixture(scope="module")
 def hf_model(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`hf_model(*overrides)` -> folder of a float32 model of random tensors, saved by transformers, made once."""
+    """`hf_model(*overrides)` -> folder of a float32 model of random tensors, saved by transformers,
+    made once.
+    """
 
     @cache
     def save(*overrides: str, max_shard_size: str = "1GB") -> Path:
@@ -114,7 +147,11 @@ def total_bytes(*files: Path) -> int:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -124,10 +161,14 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 def test_report_names_model_training_and_manifest(command, step):
     done = command("inspect", step)
-    count, size = AutoModelForCausalLM.from_pretrained(step).num_parameters(), total_bytes(step / MODEL)
+    count, size = (
+        AutoModelForCausalLM.from_pretrained(step).num_parameters(),
+        total_bytes(step / MODEL),
+    )
     for line in (
         f"  model      qwen3_moe, {count / 1e6:.1f} M parameters, BF16, {size} B in 1 file",
-        f"  training   step 2, 16 samples, 2 ranks, titanlite {__version__}, torch {torch.__version__}",
+        f"  training   step 2, 16 samples, 2 ranks, titanlite {__version__}, torch "
+        f"{torch.__version__}",
         f"  data       {json.loads((step / STATE).read_text())['data']}",
         "  manifest   whole (sizes match)",
     ):
@@ -138,14 +179,19 @@ def test_report_names_model_training_and_manifest(command, step):
 
 @pytest.mark.parametrize("block", [0, 2], ids=["tied", "tied FP8"])
 def test_parameters_are_counted_as_transformers_does(command, hf_model, tmp_path, block):
-    """2.0 M: a tied head once, and the factors of FP8 (here a quarter as many again) not at all. No manifest."""
+    """2.0 M: a tied head once, and the factors of FP8 (here a quarter as many again) not at all. No
+    manifest.
+    """
     wide = hf_model("--model.name=qwen3", "--model.overrides.intermediate_size=5000")
     folder = shutil.copytree(wide, tmp_path / "hf")
     count = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
     if block:
         write_fp8(folder, (block, block))
     done = command("inspect", folder)
-    assert f"qwen3, {count / 1e6:.1f} M parameters, {'BF16, F8_E4M3' if block else 'F32'}, " in done.out
+    assert (
+        f"qwen3, {count / 1e6:.1f} M parameters, {'BF16, F8_E4M3' if block else 'F32'}, "
+        in done.out
+    )
     assert done.code == 0 and "  manifest   none; " in done.out and "training" not in done.out
 
 
@@ -155,7 +201,12 @@ def test_rows_cover_every_tensor(command, step, hf_model, saved_by):
     folder = step if saved_by == "titanlite" else hf_model(max_shard_size="100KB")
     files = list(folder.rglob("*.safetensors"))
     expected = {
-        key: (DTYPES[tensor.dtype], str(tuple(tensor.shape)), f"{tensor.nbytes} B", str(file.relative_to(folder)))
+        key: (
+            DTYPES[tensor.dtype],
+            str(tuple(tensor.shape)),
+            f"{tensor.nbytes} B",
+            str(file.relative_to(folder)),
+        )
         for file in files
         for key, tensor in load_file(file).items()
     }
@@ -164,7 +215,9 @@ def test_rows_cover_every_tensor(command, step, hf_model, saved_by):
     assert len(every) == len(expected) and "down_proj" not in command("inspect", folder).out
 
 
-@pytest.mark.parametrize("names", [["a.*.w", "a.1.w"], [f"a.{'1' * 5000}"], ["\x1b.0\n"]], ids=["*", "digits", "ESC"])
+@pytest.mark.parametrize(
+    "names", [["a.*.w", "a.1.w"], [f"a.{'1' * 5000}"], ["\x1b.0\n"]], ids=["*", "digits", "ESC"]
+)
 def test_any_name_can_be_shown(command, tmp_path, names):
     save_file({name: torch.zeros(2) for name in names}, tmp_path / MODEL)  # allows every text
     done = command("inspect", tmp_path, "--all")
@@ -190,13 +243,17 @@ def test_a_flipped_bit_is_found_by_checksums(command, step, tmp_path):
     (copy / SIDECAR).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert command("inspect", copy).code == 0
     done = command("inspect", copy, "--checksums")
-    named = [line.split(":")[0].strip() for line in done.out.splitlines() if "checksum differs" in line]
+    named = [
+        line.split(":")[0].strip() for line in done.out.splitlines() if "checksum differs" in line
+    ]
     assert (done.code, named) == (1, [SIDECAR])
 
 
 def test_a_manifest_of_other_things_is_refused(command, step, tmp_path):
     copy, name = shutil.copytree(step, tmp_path / "copy"), "../" * 30 + "dev/zero"
-    (copy / commit.MANIFEST_FILE).write_text(json.dumps({"format": 1, "files": {name: {"bytes": 0, "adler32": "0"}}}))
+    (copy / commit.MANIFEST_FILE).write_text(
+        json.dumps({"format": 1, "files": {name: {"bytes": 0, "adler32": "0"}}})
+    )
     with at_most(30):  # that device never ends
         command("inspect", copy, "--checksums").assert_refused("it is a device, not a regular file")
 
@@ -212,13 +269,19 @@ def test_what_is_no_model_is_one_line(command, tmp_path):
 
 
 def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert {key: tensor.dtype for key, tensor in ours.items()} == {key: t.dtype for key, t in expected.items()}
+    assert {key: tensor.dtype for key, tensor in ours.items()} == {
+        key: t.dtype for key, t in expected.items()
+    }
     assert [key for key in ours if not torch.equal(ours[key], expected[key])] == []
 
 
 def load_strictly(folder: Path) -> dict[str, torch.Tensor]:
-    """What transformers makes of it, in the dtype of its config.json, with nothing missing or left over."""
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    """What transformers makes of it, in the dtype of its config.json, with nothing missing or left
+    over.
+    """
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", output_loading_info=True
+    )
     assert {key: value for key, value in info.items() if value} == {}
     return model.state_dict()
 
@@ -240,21 +303,32 @@ def test_an_export_is_the_source_cast(command, hf_model, tmp_path, monkeypatch, 
     done = command("export", folder, out, "--dtype", NAMES[dtype])
     assert (done.code, done.err) == (0, "") and str(out) in done.out
     before = load_files(*folder.glob("*.safetensors"))
-    cast = {key: tensor if "correction_bias" in key else tensor.to(dtype) for key, tensor in before.items()}
+    cast = {
+        key: tensor if "correction_bias" in key else tensor.to(dtype)
+        for key, tensor in before.items()
+    }
     assert_same(load_files(*out.rglob("*.safetensors")), cast)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
-    # From 5.24 on transformers keeps the routers of some families in float32, with bits that the copy does not have.
-    is_kept = {key: "correction_bias" in key or tensor.dtype == dtype for key, tensor in theirs.items()}
-    assert_same(load_strictly(out), {k: t if is_kept[k] else t.to(dtype).to(t.dtype) for k, t in theirs.items()})
-    beside = {name: data.decode() for name, data in contents(out).items() if not name.startswith("model")}
+    # From 5.24 on transformers keeps the routers of some families in float32, with bits that the
+    # copy does not have.
+    is_kept = {
+        key: "correction_bias" in key or tensor.dtype == dtype for key, tensor in theirs.items()
+    }
+    assert_same(
+        load_strictly(out),
+        {k: t if is_kept[k] else t.to(dtype).to(t.dtype) for k, t in theirs.items()},
+    )
+    beside = {
+        name: data.decode() for name, data in contents(out).items() if not name.startswith("model")
+    }
     assert beside == BESIDE | {"config.json": beside["config.json"]}
     assert (out / f"{MODEL}.index.json").exists() == split == (not (out / MODEL).exists())
     config = json.loads((folder / "config.json").read_text())
     exported = json.loads((out / "config.json").read_text())
     older = {"rope_theta", "rope_scaling", "partial_rotary_factor", "num_experts"}
-    assert {key: value for key, value in exported.items() if key in config or key not in older} == config | {
-        "dtype": NAMES[dtype]
-    }
+    assert {
+        key: value for key, value in exported.items() if key in config or key not in older
+    } == config | {"dtype": NAMES[dtype]}
     assert [path.name for path in out.parent.iterdir()] == ["out"], "nothing temporary is left"
 
 
@@ -267,15 +341,21 @@ def test_an_export_of_a_run_has_its_weights_and_no_state(command, step, tmp_path
     for key, master in load_file(step / MASTERS).items():
         name = key.removeprefix("master.")
         part = "(gate|up)" if name.endswith("gate_up_proj") else "down"
-        pattern = re.sub(r"experts\.(gate_up|down)_proj$", rf"experts.\\d+.{part}_proj.weight", name)
+        pattern = re.sub(
+            r"experts\.(gate_up|down)_proj$", rf"experts.\\d+.{part}_proj.weight", name
+        )
         got = [tensor for k, tensor in ours.items() if re.fullmatch(pattern, k)]
         assert torch.equal(torch.cat(got).view_as(master), master.to(dtype)), name
     assert not torch.equal(master, master.bfloat16().float()), "the run's own copy has fewer bits"
     assert_same(load_file(out / SIDECAR), load_file(step / SIDECAR))
     assert [tensor.any().item() for tensor in load_file(out / SIDECAR).values()] == [True, True]
     before, after = contents(step), contents(out)
-    assert after.keys() == {name for name in before if not name.startswith("titanlite/")} | {SIDECAR}
-    assert [name for name in after if name.startswith(("token", "gen")) and after[name] != before[name]] == []
+    assert after.keys() == {name for name in before if not name.startswith("titanlite/")} | {
+        SIDECAR
+    }
+    assert [
+        name for name in after if name.startswith(("token", "gen")) and after[name] != before[name]
+    ] == []
     assert len(AutoTokenizer.from_pretrained(out)) == 310 and load_strictly(out)
 
 
@@ -285,7 +365,9 @@ def test_block_scaled_fp8_is_dequantized(command, hf_model, tmp_path):
     expected = {key: tensor.to(dtype) for key, tensor in write_fp8(source, (24, 24)).items()}
     assert command("export", source, tmp_path / "out", "--dtype", NAMES[dtype]).code == 0
     assert_same(load_file(tmp_path / "out" / MODEL), expected)
-    assert "quantization_config" not in (tmp_path / "out/config.json").read_text() and load_strictly(tmp_path / "out")
+    assert "quantization_config" not in (
+        tmp_path / "out/config.json"
+    ).read_text() and load_strictly(tmp_path / "out")
 
 
 def test_everything_but_other_weights_is_copied(command, hf_model, tmp_path):
@@ -300,7 +382,11 @@ def test_everything_but_other_weights_is_copied(command, hf_model, tmp_path):
 
 def test_what_is_at_out_stays(command, hf_model, tmp_path):
     out = tmp_path / "out"
-    for make, remove in ((out.mkdir, out.rmdir), (out.touch, out.unlink), (partial(out.symlink_to, "no"), out.unlink)):
+    for make, remove in (
+        (out.mkdir, out.rmdir),
+        (out.touch, out.unlink),
+        (partial(out.symlink_to, "no"), out.unlink),
+    ):
         make()
         before = out.lstat()
         command("export", hf_model(), out).assert_refused(str(out))
@@ -312,9 +398,21 @@ def test_what_is_at_out_stays(command, hf_model, tmp_path):
     ("damage", "word", "lines"),
     [
         (shutil.rmtree, "is no folder", 1),
-        (lambda folder: os.truncate(folder / MODEL, (folder / MODEL).stat().st_size - 1), "cut off", 1),
-        (lambda folder: edit_config(folder, model_type="gpt99"), "'gpt99' has neither a native decoder nor", 1),
-        (lambda folder: edit_config(folder, num_hidden_layers=3), "layers.2.mlp.gate.weight: missing", 12),
+        (
+            lambda folder: os.truncate(folder / MODEL, (folder / MODEL).stat().st_size - 1),
+            "cut off",
+            1,
+        ),
+        (
+            lambda folder: edit_config(folder, model_type="gpt99"),
+            "'gpt99' has neither a native decoder nor",
+            1,
+        ),
+        (
+            lambda folder: edit_config(folder, num_hidden_layers=3),
+            "layers.2.mlp.gate.weight: missing",
+            12,
+        ),
         (lambda folder: edit_config(folder, eos_token_id="</s>"), "eos_token_id", 1),
     ],
 )
@@ -327,9 +425,14 @@ def test_what_cannot_be_exported_leaves_nothing(command, hf_model, tmp_path, dam
 
 def test_what_cannot_be_written_leaves_nothing(command, hf_model, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    command("export", hf_model(), tmp_path / "file/out").assert_refused(str(tmp_path / "file/out"), "Not a directory")
-    monkeypatch.setattr(export_checkpoint, "bytes_of", lambda flat: os.pread(-1, 1, 0))  # fails when files are there
-    command("export", hf_model(), tmp_path / "out").assert_refused(str(tmp_path / "out"), "Bad file descriptor")
+    command("export", hf_model(), tmp_path / "file/out").assert_refused(
+        str(tmp_path / "file/out"), "Not a directory"
+    )
+    # fails when files are there
+    monkeypatch.setattr(export_checkpoint, "bytes_of", lambda flat: os.pread(-1, 1, 0))
+    command("export", hf_model(), tmp_path / "out").assert_refused(
+        str(tmp_path / "out"), "Bad file descriptor"
+    )
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
     command("export", hf_model(), tmp_path / ("x" * 300)).assert_refused("xxx")
 
@@ -337,8 +440,14 @@ def test_what_cannot_be_written_leaves_nothing(command, hf_model, tmp_path, monk
 def test_both_in_processes_of_their_own(run_process, step, tmp_path):
     titanlite, out = [sys.executable, "-m", "titanlite"], tmp_path / "out"
     done = run_process([*titanlite, "inspect", str(step)], 60)
-    assert (done.returncode, done.stderr) == (0, "") and "  manifest   whole (sizes match)\n" in done.stdout
+    assert (done.returncode, done.stderr) == (
+        0,
+        "",
+    ) and "  manifest   whole (sizes match)\n" in done.stdout
     done = run_process([*titanlite, "export", str(step), str(out)], 60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "kept in titanlite/expert_bias.safetensors" in done.stdout and "from_pretrained loads it" in done.stdout
+    assert (
+        "kept in titanlite/expert_bias.safetensors" in done.stdout
+        and "from_pretrained loads it" in done.stdout
+    )
     assert file_digest(out / MODEL) == file_digest(step / MODEL)

@@ -26,15 +26,22 @@ def of_rank(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)], ids=["singles", "pairs", "all"])
 def test_gathering_and_reducing(run_ranks, shape, dtype):
     def check() -> None:
-        group = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))["inner"].get_group()
-        name, members, place = register_group(group), dist.get_process_group_ranks(group), group.rank()
+        group = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))[
+            "inner"
+        ].get_group()
+        name, members, place = (
+            register_group(group),
+            dist.get_process_group_ranks(group),
+            group.rank(),
+        )
         mine = of_rank(dist.get_rank(), LENGTH, dtype)
         pieces = [of_rank(rank, LENGTH, dtype) for rank in members]
         for dim in (0, 1):
             assert torch.equal(all_gather(mine, dim, name), torch.cat(pieces, dim))
 
         wholes = torch.stack([of_rank(rank, len(members) * LENGTH, dtype) for rank in members])
-        # Three additions, each off by half a unit of a sum that is no larger than that of the magnitudes.
+        # Three additions, each off by half a unit of a sum that is no larger than that of the
+        # magnitudes.
         bound = 1.5 * torch.finfo(dtype).eps * wholes.double().abs().sum(0)
         rows, expected = slice(place * LENGTH, (place + 1) * LENGTH), wholes.double().sum(0)
         reduced, summed = reduce_scatter(wholes[place], 0, name), all_reduce(wholes[place], name)
@@ -61,7 +68,9 @@ def test_rows_of_any_number_are_exchanged(run_ranks):
             start = sum(10 * peer + other for other in range(rank) if other != 2)
             length = sum(10 * peer + other for other in range(RANKS) if other != 2)
             expected.append(of_rank(peer, length, torch.float32)[start : start + count])
-        assert torch.equal(out, torch.cat(expected)) and torch.equal(all_to_all(x, received, sent, name), out)
+        assert torch.equal(out, torch.cat(expected)) and torch.equal(
+            all_to_all(x, received, sent, name), out
+        )
 
     run_ranks(RANKS, check)
 

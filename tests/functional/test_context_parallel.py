@@ -1,6 +1,7 @@
 """Context parallelism: what a rank holds, and that whole sequences go in and come out.
 
-That training on such meshes is training of one process is in test_parity_ladder.py and the tests of each feature.
+That training on such meshes is training of one process is in test_parity_ladder.py and the tests of
+each feature.
 """
 
 from collections import Counter
@@ -67,7 +68,9 @@ def gradients(model: Decoder, loss: torch.Tensor, *, over_ranks: bool) -> dict[s
 
 @pytest.mark.parametrize(("ranks", "num_kv_heads"), [(2, 2), (4, 4), (4, 1)])
 def test_logits_losses_and_gradients_are_those_of_whole_sequences(run_ranks, ranks, num_kv_heads):
-    """Also with a loss that weighs tokens: the gradient of a token's loss reaches the rank that has the token."""
+    """Also with a loss that weighs tokens: the gradient of a token's loss reaches the rank that has
+    the token.
+    """
 
     def rank_main() -> tuple[torch.Tensor, torch.Tensor, float]:
         whole, split = build(num_kv_heads), build(num_kv_heads)
@@ -76,22 +79,35 @@ def test_logits_losses_and_gradients_are_those_of_whole_sequences(run_ranks, ran
         with torch.no_grad():
             logits = split(tokens, None, positions, documents)
             torch.testing.assert_close(logits, whole(tokens, None, positions, documents))
-            torch.testing.assert_close(split(tokens), whole(tokens), msg="positions 0, 1, 2, ... and no documents")
+            torch.testing.assert_close(
+                split(tokens), whole(tokens), msg="positions 0, 1, 2, ... and no documents"
+            )
         inputs = (tokens, labels, positions, documents)
         weights = torch.rand(BATCH, SEQ_LEN, generator=torch.Generator().manual_seed(2))
-        of_tokens, expected = (model(*inputs, reduction="none").cross_entropy for model in (split, whole))
+        of_tokens, expected = (
+            model(*inputs, reduction="none").cross_entropy for model in (split, whole)
+        )
         torch.testing.assert_close(of_tokens, expected)
         summed, expected_sum = (model(*inputs).cross_entropy for model in (split, whole))
         torch.testing.assert_close(summed, expected_sum)
-        for ours, theirs in (((of_tokens * weights).sum(), (expected * weights).sum()), (summed, expected_sum)):
-            found, wanted = gradients(split, ours, over_ranks=True), gradients(whole, theirs, over_ranks=False)
+        for ours, theirs in (
+            ((of_tokens * weights).sum(), (expected * weights).sum()),
+            (summed, expected_sum),
+        ):
+            found, wanted = (
+                gradients(split, ours, over_ranks=True),
+                gradients(whole, theirs, over_ranks=False),
+            )
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
             assert all(grad.abs().max() > 1e-3 for grad in wanted.values()), "nothing was compared"
         return logits, of_tokens.detach(), summed.item()
 
     first, *others = run_ranks(ranks, rank_main)
     for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first[:2], other[:2], strict=True)) and first[2] == other[2]
+        assert (
+            all(torch.equal(a, b) for a, b in zip(first[:2], other[:2], strict=True))
+            and first[2] == other[2]
+        )
 
 
 class Called(TorchDispatchMode):
@@ -113,12 +129,16 @@ def test_a_rank_holds_its_piece_but_for_attention(run_ranks, ranks, num_kv_heads
 
         def record(kind: str) -> Callable[..., None]:
             def before(_: Any, args: Any) -> None:
-                shapes.setdefault(kind, set()).update(tuple(x.shape) for x in args[:3] if isinstance(x, torch.Tensor))
+                shapes.setdefault(kind, set()).update(
+                    tuple(x.shape) for x in args[:3] if isinstance(x, torch.Tensor)
+                )
 
             return before
 
         for layer in model.decoder_layers():
-            layer.register_forward_pre_hook(lambda _, args: shapes.setdefault("layer", set()).add(tuple(args[0].shape)))
+            layer.register_forward_pre_hook(
+                lambda _, args: shapes.setdefault("layer", set()).add(tuple(args[0].shape))
+            )
             layer.mlp.register_forward_pre_hook(record("moe"))
             layer.self_attn.core_attention.register_forward_pre_hook(record("attention"))
         with Called() as forward:

@@ -1,4 +1,6 @@
-"""`training.deterministic`: two runs, and a resumed one, have the same bits; on another number of ranks nearly."""
+"""`training.deterministic`: two runs, and a resumed one, have the same bits; on another number of
+ranks nearly.
+"""
 
 import json
 import shutil
@@ -19,7 +21,11 @@ STEPS, HALF = 4, 2
 def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit(
     run_ranks: Callable[..., list[Any]], checked: Callable[..., Any], meshes, tmp_path: Path
 ):
-    overrides = ["--training.deterministic=true", f"--training.steps={STEPS}", f"--checkpoint.interval={HALF}"]
+    overrides = [
+        "--training.deterministic=true",
+        f"--training.steps={STEPS}",
+        f"--checkpoint.interval={HALF}",
+    ]
     overrides += ["--training.local_batch_size=4"]
 
     def train(name: str, degrees: Degrees) -> dict[int, float]:
@@ -34,7 +40,9 @@ def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit(
         return {point["step"]: point["loss/train"] for point in points}
 
     def resume(name: str, degrees: Degrees) -> dict[int, float]:
-        shutil.copytree(tmp_path / f"one/checkpoint/step-{HALF}", tmp_path / name / f"checkpoint/step-{HALF}")
+        shutil.copytree(
+            tmp_path / f"one/checkpoint/step-{HALF}", tmp_path / name / f"checkpoint/step-{HALF}"
+        )
         return train(name, degrees)
 
     mesh = meshes["TP2xEP2"]
@@ -44,9 +52,15 @@ def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit(
     again = {step: loss for step, loss in one.items() if step > HALF}
     assert resume("resumed", mesh) == again
     folders = [tmp_path / name / f"checkpoint/step-{STEPS}" for name in ("one", "two", "resumed")]
-    for name in ("model.safetensors", "titanlite/optimizer.safetensors", "titanlite/expert_bias.safetensors"):
+    for name in (
+        "model.safetensors",
+        "titanlite/optimizer.safetensors",
+        "titanlite/expert_bias.safetensors",
+    ):
         first, *others = [load_file(folder / name) for folder in folders]
-        assert all(torch.equal(tensor, other[key]) for other in others for key, tensor in first.items()), name
+        assert all(
+            torch.equal(tensor, other[key]) for other in others for key, tensor in first.items()
+        ), name
 
     fewer = resume("fewer", Degrees(dp_shard=2))
     assert fewer.keys() == again.keys()

@@ -1,4 +1,6 @@
-"""Every marked command of the README and the documents runs, and shows what the document says: document_blocks.py."""
+"""Every marked command of the README and the documents runs, and shows what the document says:
+document_blocks.py.
+"""
 
 import os
 import shlex
@@ -14,7 +16,11 @@ from processes import run_to_end
 from rank_server import COPY, RankServer
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [path for path in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]) if read_blocks(path)]
+DOCUMENTS = [
+    path
+    for path in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    if read_blocks(path)
+]
 RANKS = "2"  # the documents speak of 4
 
 
@@ -37,14 +43,19 @@ def tree(tmp_path: Path) -> Path:
 
 
 def run_block(block: Block, tree: Path, server: RankServer, *, fresh: bool = False) -> str:
-    """Standard output and error of the block, whose titanlite starts from the server; the first command as for a reader
-    if `fresh`."""
+    """Standard output and error of the block, whose titanlite starts from the server; the first
+    command as for a reader if `fresh`.
+    """
     server.wait_until_it_serves()
     env, script = server.environment(NGPU=RANKS, **{COPY: str(tree)}), block.script
     if fresh:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         script = script.replace("./run_train.sh", f"PATH={shlex.quote(path)} ./run_train.sh", 1)
-    env |= {f"GIT_{who}_{what}": f"{what}@test" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    env |= {
+        f"GIT_{who}_{what}": f"{what}@test"
+        for who in ("AUTHOR", "COMMITTER")
+        for what in ("NAME", "EMAIL")
+    }
     done = run_to_end(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=tree,
@@ -59,7 +70,9 @@ def run_block(block: Block, tree: Path, server: RankServer, *, fresh: bool = Fal
 
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_marked_commands_run_and_show_what_the_document_says(document: Path, tree: Path, server: RankServer):
+def test_marked_commands_run_and_show_what_the_document_says(
+    document: Path, tree: Path, server: RankServer
+):
     for number, block in enumerate(read_blocks(document)):
         output = run_block(block, tree, server, fresh=(document.name, number) == ("README.md", 0))
         missing = block.missing_lines(output)
@@ -70,7 +83,14 @@ def test_marked_commands_run_and_show_what_the_document_says(document: Path, tre
 def test_enough_is_marked():
     """A mark that is lost with an edit would not fail anything else."""
     counts = {path.name: len(read_blocks(path)) for path in DOCUMENTS}
-    expected = {"README.md", "checkpoints.md", "debugging.md", "fine_tuning.md", "generate.md", "lora_dpo.md"}
+    expected = {
+        "README.md",
+        "checkpoints.md",
+        "debugging.md",
+        "fine_tuning.md",
+        "generate.md",
+        "lora_dpo.md",
+    }
     expected |= {"faults.md", "plan.md"}
     assert expected <= set(counts)
     assert sum(counts.values()) >= 19, counts

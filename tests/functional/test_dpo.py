@@ -1,4 +1,6 @@
-"""DPO through real trainers, on one rank and on four: the loss and every gradient of a direct implementation."""
+"""DPO through real trainers, on one rank and on four: the loss and every gradient of a direct
+implementation.
+"""
 
 import copy
 import json
@@ -63,8 +65,13 @@ class PairLoader:
 
     def __init__(self, dp_rank: int, dp_degree: int, local_batch_size: int) -> None:
         self._dp_rank, self._dp_degree, self._local = dp_rank, dp_degree, local_batch_size
-        self.local_batch_size, self.num_micro_batches = local_batch_size, ROWS // (local_batch_size * dp_degree)
-        self.dataset = SimpleNamespace(vocab_size=VOCAB_SIZE, form="preference", num_train_sequences=None)
+        self.local_batch_size, self.num_micro_batches = (
+            local_batch_size,
+            ROWS // (local_batch_size * dp_degree),
+        )
+        self.dataset = SimpleNamespace(
+            vocab_size=VOCAB_SIZE, form="preference", num_train_sequences=None
+        )
 
     def micro_batches(self, step: int) -> list[Batch]:
         rows = rows_of(step)
@@ -121,14 +128,20 @@ def expected_step(job: Any, step: int) -> tuple[float, dict[str, float], dict[st
     materialize(ours, "cpu", seed=job.job.training.seed)
     hf_config = AutoConfig.for_model(config.family, **family_of(config).to_hf(config))
     hf_config._experts_implementation = "eager"
-    initial = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32)
-    state = {name: value for name, value in ours.state_dict().items() if not name.endswith("expert_bias")}
+    initial = AutoModelForCausalLM.from_config(
+        hf_config, attn_implementation="eager", dtype=torch.float32
+    )
+    state = {
+        name: value for name, value in ours.state_dict().items() if not name.endswith("expert_bias")
+    }
     initial.load_state_dict(state, strict=True)
     policy = copy.deepcopy(initial)
     move(policy)
     pairs = [pair for row in rows_of(step) for pair in row]
     with torch.no_grad():
-        reference = {id(document): log_prob(initial, document) for pair in pairs for document in pair}
+        reference = {
+            id(document): log_prob(initial, document) for pair in pairs for document in pair
+        }
     loss, metrics = direct_dpo(policy, lambda document: reference[id(document)], pairs, BETA)
     loss.backward()
     return loss.item(), metrics, {name: param.grad for name, param in policy.named_parameters()}
@@ -156,7 +169,9 @@ def expected_step(job: Any, step: int) -> tuple[float, dict[str, float], dict[st
 def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, family):
     degrees = meshes[mesh] if isinstance(mesh, str) else mesh
     local = ROWS // degrees.dp // 2  # two micro-batches
-    job = checked(degrees, *DPO, *family, f"--training.local_batch_size={local}", "--training.steps=2")
+    job = checked(
+        degrees, *DPO, *family, f"--training.local_batch_size={local}", "--training.steps=2"
+    )
     gradients: dict[str, torch.Tensor] = {}
     step = titanlite.train_step.step_if_finite
 
@@ -174,10 +189,18 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
 
         titanlite.train_step.step_if_finite = look
         result = trainer.stepper.train_step(trainer.loader.micro_batches(0))
-        metrics = dict(zip(trainer.stepper.objective.metric_names, result.metrics.tolist(), strict=True))
-        return result.loss.item(), metrics, gradients if torch.distributed.get_rank() % degrees.stage_size == 0 else {}
+        metrics = dict(
+            zip(trainer.stepper.objective.metric_names, result.metrics.tolist(), strict=True)
+        )
+        return (
+            result.loss.item(),
+            metrics,
+            gradients if torch.distributed.get_rank() % degrees.stage_size == 0 else {},
+        )
 
-    native = checked(degrees, *DPO, *(family if family is not TRANSFORMERS else []), "--training.steps=2")
+    native = checked(
+        degrees, *DPO, *(family if family is not TRANSFORMERS else []), "--training.steps=2"
+    )
     loss, metrics, wanted = expected_step(native, 0)
     assert abs(metrics["rewards/margin"]) > 1e-3, "policy and reference are too near"
     ranks = run_ranks(degrees.world_size, rank_main)
@@ -197,7 +220,9 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
 def train(run_warm, checked) -> Callable[..., list[Any]]:
     def run(degrees: Degrees, folder: Path, *overrides: str) -> list[Any]:
         local = f"--training.local_batch_size={ROWS // degrees.dp}"
-        job = checked(degrees, *DPO, local, f"--job.dump_folder={folder}", "--training.steps=4", *overrides)
+        job = checked(
+            degrees, *DPO, local, f"--job.dump_folder={folder}", "--training.steps=4", *overrides
+        )
 
         return run_warm(degrees.world_size, train_to_the_end, job)
 
@@ -206,7 +231,12 @@ def train(run_warm, checked) -> Callable[..., list[Any]]:
 
 def test_resumed_run_has_the_same_reference(train, meshes, tmp_path):
     """The reference is the initial model, not the one that is resumed: it is built anew."""
-    overrides = ["--checkpoint.interval=2", "--validation.enable=true", "--validation.freq=2", "--optimizer.lr=1e-2"]
+    overrides = [
+        "--checkpoint.interval=2",
+        "--validation.enable=true",
+        "--validation.freq=2",
+        "--optimizer.lr=1e-2",
+    ]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train(meshes["TP2xFSDP2"], whole, *QWEN3, *overrides)
     shutil.copytree(whole, resumed)
@@ -239,21 +269,50 @@ def test_training_prefers_what_was_chosen(run_ranks, checked, meshes):
         assert losses[-1] < 0.5 and accuracy > 0.9
 
 
-def test_stages_of_a_pipeline_have_the_reference_of_one_process(run_warm, checked, pretrained, tmp_path):
-    """With adapters off, each forward of training holds one without gradients, which goes through the stages too."""
+def test_stages_of_a_pipeline_have_the_reference_of_one_process(
+    run_warm, checked, pretrained, tmp_path
+):
+    """With adapters off, each forward of training holds one without gradients, which goes through
+    the stages too.
+    """
     base = pretrained("base", 0.1, "--model.overrides.num_layers=4")
-    lora = ["--lora.rank=4", "--lora.alpha=8", "--optimizer.lr=1e-2", f"--model.path={base}", "--model.init=auto"]
+    lora = [
+        "--lora.rank=4",
+        "--lora.alpha=8",
+        "--optimizer.lr=1e-2",
+        f"--model.path={base}",
+        "--model.init=auto",
+    ]
     validation = ["--validation.enable=true", "--validation.freq=1", "--checkpoint.enable=false"]
     found = []
     for degrees in (Degrees(), Degrees(pp=2)):
         folder = tmp_path / str(degrees.pp)
-        sizes = ["--model.overrides.num_layers=4", "--training.local_batch_size=2", "--training.steps=2"]
+        sizes = [
+            "--model.overrides.num_layers=4",
+            "--training.local_batch_size=2",
+            "--training.steps=2",
+        ]
         job = checked(degrees, *DPO, *lora, *validation, *sizes, f"--job.dump_folder={folder}")
         run_warm(degrees.world_size, train_to_the_end, job)
-        found.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+        found.append(
+            [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        )
     one, many = found
-    assert len(one) == len(many) and {"loss/validation", "rewards/margin"} <= {name for point in many for name in point}
+    assert len(one) == len(many) and {"loss/validation", "rewards/margin"} <= {
+        name for point in many for name in point
+    }
     for point, other in zip(one, many, strict=True):
-        for name in point.keys() & {"loss/train", "loss/validation", "rewards/margin", "rewards/accuracy", "grad_norm"}:
-            assert other[name] == pytest.approx(point[name], rel=1e-4, abs=1e-6), (name, point["step"])
-    assert any(abs(point.get("rewards/margin", 0.0)) > 1e-3 for point in many), "policy and reference are too near"
+        for name in point.keys() & {
+            "loss/train",
+            "loss/validation",
+            "rewards/margin",
+            "rewards/accuracy",
+            "grad_norm",
+        }:
+            assert other[name] == pytest.approx(point[name], rel=1e-4, abs=1e-6), (
+                name,
+                point["step"],
+            )
+    assert any(abs(point.get("rewards/margin", 0.0)) > 1e-3 for point in many), (
+        "policy and reference are too near"
+    )

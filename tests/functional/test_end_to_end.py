@@ -1,4 +1,6 @@
-"""The quick start's command with smaller numbers: everything that a run leaves behind is there and can be used."""
+"""The quick start's command with smaller numbers: everything that a run leaves behind is there and
+can be used.
+"""
 
 import json
 import math
@@ -42,12 +44,17 @@ OVERRIDES = {
 
 @pytest.fixture(scope="module")
 def run(run_process, tmp_path_factory):
-    """One run of `NGPU=4 ./run_train.sh --config configs/qwen3_moe.toml`: (its output, its dump folder)."""
+    """One run of `NGPU=4 ./run_train.sh --config configs/qwen3_moe.toml`: (its output, its dump
+    folder).
+    """
     if shutil.which("bash") is None:
         pytest.skip("run_train.sh needs bash")
     dump, cache = tmp_path_factory.mktemp("runs") / "first", tmp_path_factory.mktemp("stdlib-cache")
     command = ["./run_train.sh", "--config", "configs/qwen3_moe.toml", f"--job.dump_folder={dump}"]
-    command += [f"--data.cache_folder={cache}", *(f"--{key}={value}" for key, value in OVERRIDES.items())]
+    command += [
+        f"--data.cache_folder={cache}",
+        *(f"--{key}={value}" for key, value in OVERRIDES.items()),
+    ]
     done = run_process(command, TIMEOUT_S, env={"NGPU": "4", "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.output[-4000:]
     return done, dump
@@ -62,13 +69,18 @@ def test_log_is_one_plain_line_per_step_from_one_rank(run):
     lines = re.findall(rf"step +(\d+)/{STEPS}  +loss +([\d.]+)", done.stdout)
     trained = [(int(step), float(loss)) for step, loss in lines]
     assert [step for step, _ in trained] == [1, 2, 3, 4]
-    # Random logits cost half of their variance more than equal ones: 0.10 to 0.14 here, by the text of this Python.
-    assert trained[0][1] == pytest.approx(math.log(512) + 0.12, abs=0.1), "an untrained model knows nothing"
+    # Random logits cost half of their variance more than equal ones: 0.10 to 0.14 here, by the text
+    # of this Python.
+    assert trained[0][1] == pytest.approx(math.log(512) + 0.12, abs=0.1), (
+        "an untrained model knows nothing"
+    )
     assert done.stdout.count("validation loss") == 3
     assert "dp_replicate 1 x dp_shard 2 x tp 2, ep 2, 4 ranks on cpu" in done.stdout
     for noise in ("Warning", "warning", "Traceback", "[rank"):
         assert noise not in done.output, done.output
-    assert "\r" not in done.output and "\x1b" not in done.output, "no progress bar outside a terminal"
+    assert "\r" not in done.output and "\x1b" not in done.output, (
+        "no progress bar outside a terminal"
+    )
 
 
 def test_metrics_file_has_every_step(run):
@@ -77,11 +89,17 @@ def test_metrics_file_has_every_step(run):
     assert [point["step"] for point in training] == [1, 2, 3, 4]
     for point in training:
         assert point["grad_norm"] > 0 and point["lr"] > 0 and point["throughput/tokens_per_s"] > 0
-        assert len(point["moe/load_max_over_mean"]) == 2 and min(point["moe/load_max_over_mean"]) >= 1
+        assert (
+            len(point["moe/load_max_over_mean"]) == 2 and min(point["moe/load_max_over_mean"]) >= 1
+        )
     assert training[-1]["loss/train"] < training[0]["loss/train"] - 0.1
     validation = [point for point in points if "loss/validation" in point]
     assert [point["step"] for point in validation] == [0, 2, 4]
-    assert validation[2]["loss/validation"] < validation[1]["loss/validation"] < validation[0]["loss/validation"]
+    assert (
+        validation[2]["loss/validation"]
+        < validation[1]["loss/validation"]
+        < validation[0]["loss/validation"]
+    )
 
 
 def test_tensorboard_shows_the_same_numbers(run):
@@ -90,8 +108,12 @@ def test_tensorboard_shows_the_same_numbers(run):
     events.Reload()
     expected = [point["loss/train"] for point in read_metrics(dump) if "loss/train" in point]
     # TensorBoard stores float32.
-    assert [event.value for event in events.Scalars("loss/train")] == pytest.approx(expected, rel=1e-6)
-    assert {"grad_norm", "lr", "loss/validation", "throughput/tokens_per_s"} <= set(events.Tags()["scalars"])
+    assert [event.value for event in events.Scalars("loss/train")] == pytest.approx(
+        expected, rel=1e-6
+    )
+    assert {"grad_norm", "lr", "loss/validation", "throughput/tokens_per_s"} <= set(
+        events.Tags()["scalars"]
+    )
 
 
 def test_resolved_configuration_is_the_one_that_ran(run):
@@ -111,7 +133,9 @@ def test_resolved_configuration_is_the_one_that_ran(run):
 def test_checkpoint_loads_in_transformers_and_has_learned(run):
     _, dump = run
     folder = dump / "checkpoint" / f"step-{STEPS}"
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert {key: value for key, value in info.items() if value} == {}
     assert type(model).__name__ == "Qwen3MoeForCausalLM"
@@ -120,34 +144,53 @@ def test_checkpoint_loads_in_transformers_and_has_learned(run):
     with torch.no_grad():
         loss = model(ids, labels=ids).loss.item()
     assert loss < math.log(512) - 0.1, "better than a guess"
-    assert not (folder / "titanlite/expert_bias.safetensors").exists(), "transformers routes as this run did"
+    assert not (folder / "titanlite/expert_bias.safetensors").exists(), (
+        "transformers routes as this run did"
+    )
 
 
 def test_run_ends_with_its_checkpoint_and_the_log_has_all_lines(run):
     done, dump = run
-    assert f"checkpoint: writing {dump / 'checkpoint' / f'step-{STEPS}'}: " in done.stdout.splitlines()[-1]
-    assert [line[20:] for line in (dump / "log.txt").read_text().splitlines() if "step " in line] == [
-        line[9:] for line in done.stdout.splitlines() if "step " in line and line[2] == ":"
-    ]
+    assert (
+        f"checkpoint: writing {dump / 'checkpoint' / f'step-{STEPS}'}: "
+        in done.stdout.splitlines()[-1]
+    )
+    assert [
+        line[20:] for line in (dump / "log.txt").read_text().splitlines() if "step " in line
+    ] == [line[9:] for line in done.stdout.splitlines() if "step " in line and line[2] == ":"]
 
 
 def test_run_leaves_nothing_else_behind(run):
     _, dump = run
     logs = ["environment.json", "events.jsonl", "log.txt", "metrics.jsonl"]
-    assert sorted(path.name for path in dump.iterdir()) == [".run.lock", "checkpoint", "config.toml", *logs, "tb"]
+    assert sorted(path.name for path in dump.iterdir()) == [
+        ".run.lock",
+        "checkpoint",
+        "config.toml",
+        *logs,
+        "tb",
+    ]
     assert [path.name for path in (dump / "checkpoint").iterdir()] == [f"step-{STEPS}"]
 
 
 def finishing(number: signal.Signals) -> str:
-    return f"titanlite: {number.name}: finishing this step and saving; send it again to end at once."
+    return (
+        f"titanlite: {number.name}: finishing this step and saving; send it again to end at once."
+    )
 
 
 @pytest.mark.slow
 def test_signals_end_a_run_with_a_checkpoint_from_which_the_same_command_goes_on(launch, tmp_path):
-    """SIGINT to the launcher's process group as a terminal sends it, and SIGKILL to one rank. SIGTERM to the launcher
-    is in the fault drill."""
+    """SIGINT to the launcher's process group as a terminal sends it, and SIGKILL to one rank.
+    SIGTERM to the launcher is in the fault drill.
+    """
     folder = tmp_path / "a/run/checkpoint"
-    command = ("a", "--checkpoint.async_mode=async", "--checkpoint.interval=100000", "--checkpoint.keep_latest_k=0")
+    command = (
+        "a",
+        "--checkpoint.async_mode=async",
+        "--checkpoint.interval=100000",
+        "--checkpoint.keep_latest_k=0",
+    )
     run = launch(*command)
     run.wait_for(lambda: 2 in run.steps())
     os.killpg(run.process.pid, signal.SIGINT)
@@ -155,7 +198,10 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_the_same_command_goes_on
     assert run.errors == [finishing(signal.SIGINT)] and "resuming from" not in run.out
     saved = run.steps()[-1]
     assert run.steps() == list(range(1, saved + 1))
-    assert f"stopped after step {saved} of 100000, saved; the same command resumes from {folder}" in run.out
+    assert (
+        f"stopped after step {saved} of 100000, saved; the same command resumes from {folder}"
+        in run.out
+    )
     assert check_folder(folder / f"step-{saved}", checksums=True) == []
     assert list_steps(folder) == [saved]
 
@@ -169,7 +215,8 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_the_same_command_goes_on
     os.kill(run.rank_pids()[1], signal.SIGKILL)
     assert run.end(15) != 0
     assert run.errors == [
-        "titanlite: rank 1 was ended by SIGKILL (often: out of memory); all ranks were stopped. The same command "
+        "titanlite: rank 1 was ended by SIGKILL (often: out of memory); all ranks were stopped. "
+        "The same command "
         f"resumes from the newest checkpoint in {folder.parent}, or begins anew without one."
     ]
     assert sorted(path.name for path in folder.iterdir()) == before
@@ -190,8 +237,12 @@ def test_second_signal_and_a_run_that_cannot_save(launch, tmp_path):
     slow.process.terminate()
     assert slow.end(15) == 128 + signal.SIGTERM
     assert slow.errors[0] == finishing(signal.SIGTERM)
-    assert slow.errors[1].startswith("titanlite: stopped by SIGTERM, with all ranks. The same command resumes from ")
-    assert not (tmp_path / "slow/run/checkpoint").exists() and "before the first step" not in slow.out
+    assert slow.errors[1].startswith(
+        "titanlite: stopped by SIGTERM, with all ranks. The same command resumes from "
+    )
+    assert (
+        not (tmp_path / "slow/run/checkpoint").exists() and "before the first step" not in slow.out
+    )
 
     lost.wait_for(lambda: 2 in lost.steps())
     lost.process.terminate()

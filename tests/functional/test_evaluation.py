@@ -1,4 +1,6 @@
-"""Evaluation by generation, early stopping, the best checkpoint, the model card and the upload, in real runs."""
+"""Evaluation by generation, early stopping, the best checkpoint, the model card and the upload, in
+real runs.
+"""
 
 import json
 import math
@@ -33,10 +35,14 @@ class Prompt:
 
 
 # Of different lengths, and 9 of them: on 4 data-parallel ranks one has 3, the others 2.
-PROMPTS = [Prompt(list(range(2 + i, 5 + 3 * i)), f" answer {i}\n", f"rows.jsonl, line {i + 1}") for i in range(9)]
+PROMPTS = [
+    Prompt(list(range(2 + i, 5 + 3 * i)), f" answer {i}\n", f"rows.jsonl, line {i + 1}")
+    for i in range(9)
+]
 EVALUATION = ["--evaluation.enable=true", "--evaluation.freq=2", "--evaluation.max_new_tokens=4"]
 VALIDATION = ["--validation.enable=true", "--validation.freq=1", "--validation.steps=1"]
-BEFORE = 0.5  # of the first validation, before the first step: better than what follows, and no candidate
+# of the first validation, before the first step: better than what follows, and no candidate
+BEFORE = 0.5
 BASE = ["--training.steps=4", "--lr_scheduler.warmup_steps=1", "--checkpoint.interval=0"]
 BASE += ["--training.local_batch_size=2"]
 
@@ -44,7 +50,9 @@ BASE += ["--training.local_batch_size=2"]
 @pytest.fixture(autouse=True)
 def prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the ranks are forked."""
-    monkeypatch.setattr(titanlite.features.generate.evaluate, "build_evaluation_prompts", lambda *_: PROMPTS)
+    monkeypatch.setattr(
+        titanlite.features.generate.evaluate, "build_evaluation_prompts", lambda *_: PROMPTS
+    )
 
 
 def train_with_losses(job: Checked, losses: list[float] | None) -> None:
@@ -56,11 +64,17 @@ def train_with_losses(job: Checked, losses: list[float] | None) -> None:
 
 @pytest.fixture
 def train(
-    run_ranks: Callable[..., list[Any]], run_warm: Callable[..., list[Any]], checked: Callable[..., Checked]
+    run_ranks: Callable[..., list[Any]],
+    run_warm: Callable[..., list[Any]],
+    checked: Callable[..., Checked],
 ) -> Callable[..., Path]:
-    """`train(degrees, *overrides)` -> folder of a run that `Trainer.train` has finished; `patched` by the test."""
+    """`train(degrees, *overrides)` -> folder of a run that `Trainer.train` has finished; `patched`
+    by the test.
+    """
 
-    def run(degrees: Degrees, *overrides: str, losses: list[float] | None = None, patched: bool = False) -> Path:
+    def run(
+        degrees: Degrees, *overrides: str, losses: list[float] | None = None, patched: bool = False
+    ) -> Path:
         job = checked(degrees, *BASE, *overrides)
         (run_ranks if patched else run_warm)(degrees.world_size, train_with_losses, job, losses)
         return Path(job.job.job.dump_folder)
@@ -91,17 +105,28 @@ def test_it_takes_place_before_at_intervals_and_at_the_end(train, meshes, mesh, 
     assert "| exact_match | 0.0000 | 0.0000 (step 3) | 0.0000 (step 2) |" in card
 
 
-def test_scores_are_the_same_on_every_mesh_and_counted_once(run_ranks, checked, meshes, monkeypatch):
-    """The score of a prompt is a number of its own, so that one left out or counted twice changes the mean."""
+def test_scores_are_the_same_on_every_mesh_and_counted_once(
+    run_ranks, checked, meshes, monkeypatch
+):
+    """The score of a prompt is a number of its own, so that one left out or counted twice changes
+    the mean.
+    """
     monkeypatch.setitem(
-        vars(titanlite.features.generate.evaluate), "exact_match", lambda p, r: len(p) + 100.0 * int(r.split()[1])
+        vars(titanlite.features.generate.evaluate),
+        "exact_match",
+        lambda p, r: len(p) + 100.0 * int(r.split()[1]),
     )
 
     def rank_main(degrees: Degrees) -> tuple[float, float, int, list[str]]:
         job = checked(degrees, *EVALUATION)
         trainer = assemble(job)
         result = trainer.evaluator.run(trainer.model)
-        return result.score, result.ended, result.num_prompts, [example.prediction for example in result.examples]
+        return (
+            result.score,
+            result.ended,
+            result.num_prompts,
+            [example.prediction for example in result.examples],
+        )
 
     (one,) = run_ranks(1, rank_main, Degrees())
     assert one[2] == 9 and 400 <= one[0] < 400 + 4 * 12, "the references alone give 400 on average"
@@ -112,7 +137,9 @@ def test_scores_are_the_same_on_every_mesh_and_counted_once(run_ranks, checked, 
 
 def test_training_is_the_same_with_evaluation(train, tmp_path):
     share = "--data.validation_share=0.2"  # not set, rows that nobody looks at are trained
-    with_it = points(train(Degrees(), share, *EVALUATION, f"--job.dump_folder={tmp_path / 'a'}"), "loss/train")
+    with_it = points(
+        train(Degrees(), share, *EVALUATION, f"--job.dump_folder={tmp_path / 'a'}"), "loss/train"
+    )
     without = points(train(Degrees(), share, f"--job.dump_folder={tmp_path / 'b'}"), "loss/train")
     assert with_it == without and len(without) == 4
 
@@ -127,9 +154,13 @@ def bad_scorer(prediction: str, reference: str) -> Any:
     return {4: np.float32(0.5), 5: math.nan, 7: 10**400, 8: "1"}.get(number, True)
 
 
-def test_a_scorer_that_fails_ends_all_ranks_with_one_error(run_ranks, config_file, monkeypatch, tmp_path):
+def test_a_scorer_that_fails_ends_all_ranks_with_one_error(
+    run_ranks, config_file, monkeypatch, tmp_path
+):
     arguments = ["--config", str(config_file), f"--job.dump_folder={tmp_path}", *BASE, *EVALUATION]
-    monkeypatch.setattr(titanlite.features.generate.evaluate, "get_scorer", lambda name: ("bad", bad_scorer))
+    monkeypatch.setattr(
+        titanlite.features.generate.evaluate, "get_scorer", lambda name: ("bad", bad_scorer)
+    )
 
     def rank_main() -> tuple[int, str]:
         with redirect_stderr(StringIO()) as errors:
@@ -156,15 +187,24 @@ def test_a_scorer_that_fails_ends_all_ranks_with_one_error(run_ranks, config_fil
 
 def test_early_stopping_ends_the_run_and_a_resume_does_not_go_on(train, tmp_path):
     losses = [3.0, 2.0, 2.1, 2.2, 2.3, 2.4, 1.0, 1.0, 1.0]
-    arguments = [*VALIDATION, *EVALUATION, "--training.steps=9", "--validation.early_stopping_patience=3"]
+    arguments = [
+        *VALIDATION,
+        *EVALUATION,
+        "--training.steps=9",
+        "--validation.early_stopping_patience=3",
+    ]
     folder = train(Degrees(), *arguments, losses=losses)
     assert points(folder, "loss/validation") == dict(enumerate([BEFORE, *losses[:5]]))
     assert list_steps(folder / "checkpoint") == [5]
-    assert points(folder, "eval/exact_match").keys() == {0, 2, 4, 5}, "and it ends with an evaluation"
+    assert points(folder, "eval/exact_match").keys() == {0, 2, 4, 5}, (
+        "and it ends with an evaluation"
+    )
     train(Degrees(), *arguments, losses=losses)
     assert len(points(folder, "loss/train")) == 5, "the patience is used up"
     train(Degrees(), *arguments, "--validation.early_stopping_patience=4", losses=losses)
-    assert points(folder, "loss/train").keys() == set(range(1, 7)), "one more is allowed, and it is no better"
+    assert points(folder, "loss/train").keys() == set(range(1, 7)), (
+        "one more is allowed, and it is no better"
+    )
 
 
 def test_patience_is_counted_across_a_resume(train):
@@ -183,7 +223,11 @@ def test_the_best_checkpoint_stays_beside_the_latest(train, mode):
     losses = [3.0, 2.0, 2.5, 2.6, 1.5, 1.9]
     arguments = [
         *VALIDATION,
-        *("--checkpoint.save_best=validation", "--checkpoint.keep_latest_k=1", "--checkpoint.interval=3"),
+        *(
+            "--checkpoint.save_best=validation",
+            "--checkpoint.keep_latest_k=1",
+            "--checkpoint.interval=3",
+        ),
         f"--checkpoint.async_mode={mode}",
     ]
     folder = train(Degrees(dp_shard=2), *arguments, losses=losses) / "checkpoint"
@@ -193,10 +237,13 @@ def test_the_best_checkpoint_stays_beside_the_latest(train, mode):
     # The resumed run knows what 2.6 has to beat, and what was the best goes when it is no more.
     train(Degrees(dp_shard=2), *arguments, "--training.steps=6", losses=losses)
     assert list_steps(folder) == [5, 6] and read_best(folder) == 5
-    state = json.loads((folder / "step-6/titanlite/train_state.json").read_text())["results"]["validation"]
+    state = json.loads((folder / "step-6/titanlite/train_state.json").read_text())["results"][
+        "validation"
+    ]
     assert (state["best"], state["best_step"], state["last"]) == (1.5, 5, 1.9)
     assert (
-        "| validation loss | 0.5000 | 1.9000 (step 6) | 1.5000 (step 5) |" in (folder / "step-6/README.md").read_text()
+        "| validation loss | 0.5000 | 1.9000 (step 6) | 1.5000 (step 5) |"
+        in (folder / "step-6/README.md").read_text()
     )
 
 
@@ -207,7 +254,9 @@ def test_the_best_by_score(train, monkeypatch):
         calls.append(None)
         return [0.9, 0.1, 0.5, 0.2, 0.5][(len(calls) - 1) // len(PROMPTS)]
 
-    monkeypatch.setattr(titanlite.features.generate.evaluate, "get_scorer", lambda name: ("made_up", score))
+    monkeypatch.setattr(
+        titanlite.features.generate.evaluate, "get_scorer", lambda name: ("made_up", score)
+    )
     arguments = [
         *EVALUATION,
         "--evaluation.freq=1",
@@ -225,7 +274,9 @@ def test_the_best_by_score(train, monkeypatch):
 @pytest.mark.parametrize("save_best", [False, True])
 def test_upload_of_the_final_or_the_best_model(run_ranks, checked, monkeypatch, save_best):
     sent: list[tuple[Path, str]] = []
-    monkeypatch.setattr(titanlite.assemble, "push_to_hub", lambda folder, name: sent.append((folder, name)))
+    monkeypatch.setattr(
+        titanlite.assemble, "push_to_hub", lambda folder, name: sent.append((folder, name))
+    )
     losses = [3.0, 2.0, 2.5, 2.6]
     best = [*VALIDATION, "--checkpoint.save_best=validation"] if save_best else []
     job = checked(Degrees(dp_shard=2), *BASE, *best, "--checkpoint.push_to_hub=me/model")
@@ -248,15 +299,27 @@ def test_upload_of_the_final_or_the_best_model(run_ranks, checked, monkeypatch, 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["--validation.early_stopping_patience=2"], "patience is given, but validation.enable is not"),
-        (["--checkpoint.save_best=evaluation"], 'checkpoint.save_best = "evaluation" needs evaluations.'),
+        (
+            ["--validation.early_stopping_patience=2"],
+            "patience is given, but validation.enable is not",
+        ),
+        (
+            ["--checkpoint.save_best=evaluation"],
+            'checkpoint.save_best = "evaluation" needs evaluations.',
+        ),
         (
             [*VALIDATION, "--checkpoint.save_best=validation", "--checkpoint.enable=false"],
             'checkpoint.save_best = "validation" needs checkpoints.',
         ),
-        (["--checkpoint.push_to_hub=model"], 'checkpoint.push_to_hub = "model" is no name of a repository.'),
+        (
+            ["--checkpoint.push_to_hub=model"],
+            'checkpoint.push_to_hub = "model" is no name of a repository.',
+        ),
         (["--evaluation.scorer=bleu"], 'evaluation.scorer = "bleu" is not one of'),
-        (["--evaluation.enable=true", "--evaluation.freq=0"], "evaluation.freq = 0 is out of range"),
+        (
+            ["--evaluation.enable=true", "--evaluation.freq=0"],
+            "evaluation.freq = 0 is out of range",
+        ),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(checked, overrides, words):
@@ -268,8 +331,12 @@ def test_settings_that_would_be_ignored_are_refused(checked, overrides, words):
 def test_scorers():
     get_scorer = titanlite.features.generate.evaluate.get_scorer
     scorers = {name: get_scorer(name)[1] for name in ("exact_match", "contains")}
-    assert [scorers["exact_match"](*pair) for pair in ((" 42\n", "42"), ("42.", "42"), ("", ""))] == [1.0, 0.0, 1.0]
-    assert [scorers["contains"](*pair) for pair in (("It is 42.", " 42 "), ("It is 24.", "42"))] == [1.0, 0.0]
+    assert [
+        scorers["exact_match"](*pair) for pair in ((" 42\n", "42"), ("42.", "42"), ("", ""))
+    ] == [1.0, 0.0, 1.0]
+    assert [
+        scorers["contains"](*pair) for pair in (("It is 42.", " 42 "), ("It is 24.", "42"))
+    ] == [1.0, 0.0]
     name, function = get_scorer("math:pow")
     assert name == "pow" and function is math.pow
     with pytest.raises(ConfigError, match=r"math \(.*\) has no 'bleu'"):

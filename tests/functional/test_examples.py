@@ -1,4 +1,6 @@
-"""Fine-tuning data in a real trainer: packing changes nothing but speed, and order does not depend on the mesh."""
+"""Fine-tuning data in a real trainer: packing changes nothing but speed, and order does not depend
+on the mesh.
+"""
 
 import json
 import shutil
@@ -20,12 +22,22 @@ Rows = list[list[int]]
 
 
 @pytest.fixture
-def train(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]) -> Callable[..., list[list[Rows]]]:
-    """`train(degrees, folder, *overrides)`: 4 steps, saved after the second; per rank the token rows of each step."""
+def train(
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]
+) -> Callable[..., list[list[Rows]]]:
+    """`train(degrees, folder, *overrides)`: 4 steps, saved after the second; per rank the token
+    rows of each step.
+    """
 
     def run(degrees: Degrees, folder: Path, *overrides: str) -> list[list[Rows]]:
         job = checked(
-            *(degrees, *overrides, f"--job.dump_folder={folder}", "--training.steps=4", "--checkpoint.interval=2")
+            *(
+                degrees,
+                *overrides,
+                f"--job.dump_folder={folder}",
+                "--training.steps=4",
+                "--checkpoint.interval=2",
+            )
         )
 
         def rank_main() -> list[Rows]:
@@ -56,7 +68,9 @@ def global_batches(ranks: list[list[Rows]]) -> list[Rows]:
 
 
 def get_path(examples: list[str]) -> str:
-    return next(setting for setting in examples if setting.startswith("--data.path=")).partition("=")[2]
+    return next(setting for setting in examples if setting.startswith("--data.path=")).partition(
+        "="
+    )[2]
 
 
 @pytest.mark.parametrize("sources", [False, True])
@@ -66,11 +80,21 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(
     if sources:
         path = get_path(examples)
         lines = Path(path).read_text().splitlines(keepends=True)
-        (tmp_path / "more.jsonl").write_text("".join(line.replace("what", "is it not") for line in lines[:30]))
+        (tmp_path / "more.jsonl").write_text(
+            "".join(line.replace("what", "is it not") for line in lines[:30])
+        )
         examples = [
-            *(*examples, "--data.path=", f"--data.sources.chats.path={path}", "--data.sources.chats.weight=2"),
+            *(
+                *examples,
+                "--data.path=",
+                f"--data.sources.chats.path={path}",
+                "--data.sources.chats.weight=2",
+            ),
             *(f"--data.sources.more.path={tmp_path}/more.jsonl", "--data.sources.more.weight=3"),
-            *("--data.sources.more.streaming=true", f"--data.sources.more.validation_path={tmp_path}/more.jsonl"),
+            *(
+                "--data.sources.more.streaming=true",
+                f"--data.sources.more.validation_path={tmp_path}/more.jsonl",
+            ),
             *("--data.streaming_block_rows=8", "--validation.enable=true", "--validation.freq=4"),
         ]
     whole = train(Degrees(dp_shard=4, ep=2), tmp_path / "whole", *examples)
@@ -80,21 +104,29 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(
     assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "whole")[2:], rel=1e-4)
     if sources:
         names = [f"loss/validation{name}" for name in ("", "/chats", "/more")]
-        found = [[losses(tmp_path / folder, name)[-1] for name in names] for folder in ("whole", "resumed")]
+        found = [
+            [losses(tmp_path / folder, name)[-1] for name in names]
+            for folder in ("whole", "resumed")
+        ]
         of_all, of_chats, of_more = found[0]
         assert found[1] == pytest.approx(np.array(found[0]), rel=1e-4)
         assert of_chats != pytest.approx(of_more, rel=1e-3)
         assert min(of_chats, of_more) < of_all < max(of_chats, of_more)
     saved = AutoTokenizer.from_pretrained(tmp_path / "resumed/checkpoint/step-4")
     assert saved.chat_template == load_tokenizer(examples[2].partition("=")[2]).chat_template
-    generation = json.loads((tmp_path / "resumed/checkpoint/step-4/generation_config.json").read_text())
+    generation = json.loads(
+        (tmp_path / "resumed/checkpoint/step-4/generation_config.json").read_text()
+    )
     end_of_turn = saved.convert_tokens_to_ids("<|im_end|>")
     eos = generation["eos_token_id"]
-    assert eos[-1] == end_of_turn and eos.count(end_of_turn) == 1  # plain transformers stops where the training did
+    # plain transformers stops where the training did
+    assert eos[-1] == end_of_turn and eos.count(end_of_turn) == 1
 
 
 def write_sources(folder: Path, kind: str, sizes: dict[str, int]) -> list[str]:
-    """Write sources with so many documents or chats, each of about a sequence of 32 tokens; return their overrides."""
+    """Write sources with so many documents or chats, each of about a sequence of 32 tokens; return
+    their overrides.
+    """
     overrides = []
     for name, count in sizes.items():
         if kind == "text":
@@ -102,12 +134,18 @@ def write_sources(folder: Path, kind: str, sizes: dict[str, int]) -> list[str]:
             path.mkdir()
             repeats = 5 if count == 1 else 2  # one document must be a sequence
             for number in range(count):
-                (path / f"{number}.txt").write_text(" ".join([f"{name} {number} what is one and two"] * repeats))
+                (path / f"{number}.txt").write_text(
+                    " ".join([f"{name} {number} what is one and two"] * repeats)
+                )
         else:
             path = folder / f"{name}.jsonl"
             ask = {"role": "user", "content": "what is one"}
-            answers = ({"role": "assistant", "content": f"{name} {number}"} for number in range(count))
-            path.write_text("".join(json.dumps({"messages": [ask, answer]}) + "\n" for answer in answers))
+            answers = (
+                {"role": "assistant", "content": f"{name} {number}"} for number in range(count)
+            )
+            path.write_text(
+                "".join(json.dumps({"messages": [ask, answer]}) + "\n" for answer in answers)
+            )
         overrides.append(f"--data.sources.{name}.path={path}")
     return overrides
 
@@ -130,8 +168,14 @@ def test_sources_without_weights_train_each_sequence_once_an_epoch(
     batch: int,
     held_out: bool,
 ) -> None:
-    """Whatever their sizes; resumed on another mesh in the midst of an epoch, the run goes on where it was."""
-    options = [option for option in examples if not option.startswith(("--data.dataset=", "--training.seq_len="))]
+    """Whatever their sizes; resumed on another mesh in the midst of an epoch, the run goes on where
+    it was.
+    """
+    options = [
+        option
+        for option in examples
+        if not option.startswith(("--data.dataset=", "--training.seq_len="))
+    ]
     options += [f"--data.dataset={kind}", "--data.path=", "--training.seq_len=32"]
     options += write_sources(tmp_path, kind, sizes)
     options += [f"--validation.enable={str(held_out).lower()}", "--validation.freq=2"]
@@ -148,5 +192,8 @@ def test_sources_without_weights_train_each_sequence_once_an_epoch(
     assert set(counts.values()) == {1, 2}, "an epoch and a part of the next"
     if held_out:
         names = [f"loss/validation{name}" for name in ("", *(f"/{name}" for name in sizes))]
-        found = [[losses(tmp_path / folder, name)[-1] for name in names] for folder in ("whole", "resumed")]
+        found = [
+            [losses(tmp_path / folder, name)[-1] for name in names]
+            for folder in ("whole", "resumed")
+        ]
         assert found[1] == pytest.approx(np.array(found[0]), rel=1e-4)

@@ -73,15 +73,21 @@ def save(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> Callable[..., P
             save_hf_model(model, plan, tokenizer, folder, dtype)
 
         run_ranks(checked.degrees.world_size, rank_main)
-        assert [path.name for path in folder.parent.iterdir()] == ["step-1"], "nothing temporary is left"
+        assert [path.name for path in folder.parent.iterdir()] == ["step-1"], (
+            "nothing temporary is left"
+        )
         return folder
 
     return run
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    assert {key: value for key, value in info.items() if value} == {}, "missing, unexpected or mismatched keys"
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True
+    )
+    assert {key: value for key, value in info.items() if value} == {}, (
+        "missing, unexpected or mismatched keys"
+    )
     return model
 
 
@@ -92,11 +98,15 @@ def hf_name(name: str) -> str:
 def assert_same_tensors(hf: Any, plan: Plan, dtype: torch.dtype = torch.float32) -> None:
     """Every tensor of transformers' model is ours, and all of ours are there."""
     theirs = {**dict(hf.named_parameters(remove_duplicate=False)), **dict(hf.named_buffers())}
-    theirs = {name: tensor.detach() for name, tensor in theirs.items() if not name.endswith("inv_freq")}
+    theirs = {
+        name: tensor.detach() for name, tensor in theirs.items() if not name.endswith("inv_freq")
+    }
     names = set()
     for entry in plan.entries:
         for name in map(hf_name, entry.names):
-            if not entry.info.persistent or (name.endswith("correction_bias") and name not in theirs):
+            if not entry.info.persistent or (
+                name.endswith("correction_bias") and name not in theirs
+            ):
                 continue
             names.add(name)
             expected = entry.tensor.detach()
@@ -131,24 +141,36 @@ def test_transformers_loads_what_a_mesh_saved_bit_for_bit(checked, meshes, save,
 
 
 @pytest.mark.parametrize("family", EVERY.values(), ids=EVERY)
-def test_files_are_those_that_transformers_writes_and_its_logits_those_of_titanlite(checked, save, tmp_path, family):
+def test_files_are_those_that_transformers_writes_and_its_logits_those_of_titanlite(
+    checked, save, tmp_path, family
+):
     """Same keys, same bits: experts one by one, a tied head not at all."""
     job = checked(Degrees(), *family)
     folder = save(job)
     hf, (model, _) = load(folder), build(job, shard=False)
     hf.save_pretrained(tmp_path / "theirs")
-    ours, theirs = load_file(folder / "model.safetensors"), load_file(tmp_path / "theirs/model.safetensors")
+    ours, theirs = (
+        load_file(folder / "model.safetensors"),
+        load_file(tmp_path / "theirs/model.safetensors"),
+    )
     assert ours.keys() == theirs.keys()
     assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
     assert ("lm_head.weight" in ours) == (family is not QWEN3)
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}, "transformers asks for it"
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):
         assert (folder / name).is_file()
     for moe in model.moe_layers().values():
         if job.model_config.family == "qwen3_moe":
             moe.gate.expert_bias.zero_()  # transformers has no such buffer
-    tokens = torch.randint(0, job.model_config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, job.model_config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
         logits, expected = model.eval()(tokens), hf.eval()(tokens).logits
     # Float32 sums in another order, through 3 layers: 1e-5 of the largest logit.
@@ -162,11 +184,16 @@ def test_bfloat16_export_casts_parameters_once_and_keeps_buffers(checked, meshes
     _, plan = build(job, shard=False)
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     stored = load_file(folder / "model.safetensors")
-    expected = {"model.norm.weight": torch.bfloat16, "model.layers.1.mlp.gate.e_score_correction_bias": torch.float32}
+    expected = {
+        "model.norm.weight": torch.bfloat16,
+        "model.layers.1.mlp.gate.e_score_correction_bias": torch.float32,
+    }
     assert {key: stored[key].dtype for key in expected} == expected
     for entry in plan.entries:
         if entry.fqn in stored:
-            assert torch.equal(stored[entry.fqn], entry.tensor.detach().to(torch.bfloat16)), entry.fqn
+            assert torch.equal(stored[entry.fqn], entry.tensor.detach().to(torch.bfloat16)), (
+                entry.fqn
+            )
     load(folder, torch.bfloat16)
 
 
@@ -177,7 +204,9 @@ def test_large_model_is_split_into_files_with_an_index(checked, meshes, save, mo
     folder = save(job)
     files = sorted(path.name for path in folder.glob("model*.safetensors"))
     assert len(files) > 5
-    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert files == [
+        f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))
+    ]
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     found, total = {}, 0
     for name in files:
@@ -207,5 +236,8 @@ def test_saving_again_replaces_the_whole_folder(checked, meshes, save):
     (folder / "stale.txt").write_text("of an older run")
     job = checked(meshes["FSDP4"], *LLAMA)
     assert save(job) == folder
-    assert not (folder / "stale.txt").exists() and not (folder / "titanlite/expert_bias.safetensors").exists()
+    assert (
+        not (folder / "stale.txt").exists()
+        and not (folder / "titanlite/expert_bias.safetensors").exists()
+    )
     assert_same_tensors(load(folder), build(job, shard=False)[1])

@@ -1,4 +1,6 @@
-"""What docs/extending.md shows: each block runs, and is what is built in, on one rank and on others."""
+"""What docs/extending.md shows: each block runs, and is what is built in, on one rank and on
+others.
+"""
 
 import json
 import logging
@@ -84,44 +86,69 @@ def built_in(warm_run: Callable[..., Any], built_in_runs: dict[str, Any]) -> Cal
         ("my_losses:likelihood", "TP2xEP2"),
     ],
 )
-def test_a_loss_of_ones_own_is_the_built_in(warm_run: Callable[..., Any], built_in: Any, name: str, mesh: str):
+def test_a_loss_of_ones_own_is_the_built_in(
+    warm_run: Callable[..., Any], built_in: Any, name: str, mesh: str
+):
     got = warm_run(MESHES[mesh], FOUR, f"--training.objective={name}", steps=3)[0]
     assert got.losses == pytest.approx(built_in(mesh).losses[:3], rel=1e-6)
     assert got.grad_norms == pytest.approx(built_in(mesh).grad_norms[:3], rel=1e-5)
 
 
 def test_a_whole_objective_has_its_own_unit(warm_run: Callable[..., Any], built_in: Any):
-    """Each of the 4 sequences of a step counts the same: so it is next-token prediction where none has padding."""
+    """Each of the 4 sequences of a step counts the same: so it is next-token prediction where none
+    has padding.
+    """
     expected = built_in("FSDP2").losses[:2]
     got = warm_run(MESHES["FSDP2"], "--training.objective=my_losses:PerSequence", steps=2)[0]
     assert got.losses[0] == pytest.approx(expected[0], rel=0.05) and got.losses != expected
 
 
 @pytest.mark.parametrize("mesh", ["1", "TP2xEP2"])
-def test_an_optimizer_of_ones_own_is_the_built_in(warm_run: Callable[..., Any], built_in: Any, mesh: str):
+def test_an_optimizer_of_ones_own_is_the_built_in(
+    warm_run: Callable[..., Any], built_in: Any, mesh: str
+):
     got = warm_run(MESHES[mesh], FOUR, "--optimizer.name=my_optimizers:adamw", steps=4)[0]
     assert got.losses == pytest.approx(built_in(mesh).losses, rel=1e-6)
 
 
-def test_its_state_is_saved_and_metrics_are_logged(config_file: Path, tmp_path: Path, run_ranks: Callable[..., Any]):
-    """Two steps and two more are four, in one process; so are those of an objective and of a metric."""
+def test_its_state_is_saved_and_metrics_are_logged(
+    config_file: Path, tmp_path: Path, run_ranks: Callable[..., Any]
+):
+    """Two steps and two more are four, in one process; so are those of an objective and of a
+    metric.
+    """
     own = {
         "optimizer": {"name": "my_optimizers:sign_sgd", "momentum": 0.9},
         "training": {"objective": "my_losses:cross_entropy"},
         "lr_scheduler": {"warmup_steps": 0, "min_lr_factor": 1.0},
-        "metrics": {"log_freq": 1, "enable_tensorboard": False, "function": "my_metrics:perplexity"},
+        "metrics": {
+            "log_freq": 1,
+            "enable_tensorboard": False,
+            "function": "my_metrics:perplexity",
+        },
     }
 
     def run(steps: int, name: str) -> tuple[Any, list[dict[str, Any]]]:
-        sections = {**own, "training": {**own["training"], "steps": steps}, "job": {"dump_folder": tmp_path / name}}
+        sections = {
+            **own,
+            "training": {**own["training"], "steps": steps},
+            "job": {"dump_folder": tmp_path / name},
+        }
         result = titanlite.train(config_file, **sections)
-        return result, [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return result, [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def rank_main() -> None:
         whole, points = run(4, "whole")
         run(2, "parts")
         parts, _ = run(4, "parts")
-        assert whole.loss == parts.loss and whole.step == 4 and whole.checkpoint == tmp_path / "whole/checkpoint/step-4"
+        assert (
+            whole.loss == parts.loss
+            and whole.step == 4
+            and whole.checkpoint == tmp_path / "whole/checkpoint/step-4"
+        )
         assert points[-1]["metric/perplexity"] == pytest.approx(math.exp(points[-1]["loss/train"]))
         assert 0 <= points[-1]["objective/accuracy"] <= 1
         assert (
@@ -129,27 +156,45 @@ def test_its_state_is_saved_and_metrics_are_logged(config_file: Path, tmp_path: 
             in read_headers([whole.checkpoint / "titanlite/optimizer.safetensors"], "test").tensors
         )
         with pytest.raises(titanlite.TitanliteError, match=r"another run.*training.objective"):
-            titanlite.train(config_file, training={"steps": 6}, job={"dump_folder": tmp_path / "whole"})
-        with pytest.raises(titanlite.TitanliteError, match=r"unknown key 'training\.step'; did you mean"):
+            titanlite.train(
+                config_file, training={"steps": 6}, job={"dump_folder": tmp_path / "whole"}
+            )
+        with pytest.raises(
+            titanlite.TitanliteError, match=r"unknown key 'training\.step'; did you mean"
+        ):
             titanlite.train(config_file, training={"step": 6})
 
     run_ranks(1, rank_main)
 
 
-def test_a_converter_makes_the_rows_that_it_says(examples: list[str], tmp_path: Path, config_file: Path, modules: Path):
-    """The tokens are those of the rows as they could be written; another function makes them anew."""
+def test_a_converter_makes_the_rows_that_it_says(
+    examples: list[str], tmp_path: Path, config_file: Path, modules: Path
+):
+    """The tokens are those of the rows as they could be written; another function makes them
+    anew.
+    """
     asked = [{"ask": f"what {i}", "say": f"one {i}", "score": 0.2 + i / 10} for i in range(9)]
-    plain = [{"prompt": row["ask"], "completion": row["say"]} for row in asked if row["score"] >= 0.5]
+    plain = [
+        {"prompt": row["ask"], "completion": row["say"]} for row in asked if row["score"] >= 0.5
+    ]
     tokens = {}
     for name, rows in (("asked", asked), ("plain", plain)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = [*examples, "--data.bad_rows=skip", "--validation.enable=false"]
     for name, more in (("asked", ["--data.converter=my_rows:convert"]), ("plain", [])):
-        argv = ["--config", str(config_file), *settings, f"--data.path={tmp_path / name}.jsonl", *more]
+        argv = [
+            "--config",
+            str(config_file),
+            *settings,
+            f"--data.path={tmp_path / name}.jsonl",
+            *more,
+        ]
         tokens[name] = build_data(load_config(argv), 0, 1)[1].dataset.train.examples
     assert tokens["asked"].tokens.tolist() == tokens["plain"].tokens.tolist()
     assert tokens["asked"].header.skipped["converter failed"].count == 3
-    assert "raised ValueError: bad answer" in tokens["asked"].header.skipped["converter failed"].first
+    assert (
+        "raised ValueError: bad answer" in tokens["asked"].header.skipped["converter failed"].first
+    )
     before = _digest_code("my_rows:convert")
     (modules / "my_rows.py").write_text(BLOCKS["my_rows"] + "\n# changed\n")
     assert _digest_code("my_rows:convert") != before
@@ -164,7 +209,9 @@ def test_a_family_of_ones_own(modules: Path):
 
 
 def test_a_family_of_ones_own_trains_saves_and_loads(tmp_path: Path, run_ranks: Callable[..., Any]):
-    """With default settings, as the page says: in titanlite, in its class of transformers, and by the class's name."""
+    """With default settings, as the page says: in titanlite, in its class of transformers, and by
+    the class's name.
+    """
     (tmp_path / "poem.txt").write_text("To train is to repeat what is not known. " * 300)
     config = {
         "model": {"name": "my_models:FAMILY", "flavor": "small"},
@@ -188,8 +235,13 @@ def test_a_family_of_ones_own_trains_saves_and_loads(tmp_path: Path, run_ranks: 
         saved["model_type"] = "llama"
         (first.checkpoint / "config.json").write_text(json.dumps(saved))
         by_name = AutoModelForCausalLM.from_pretrained(first.checkpoint).eval()
-        assert any_model_config_from_hf(first.checkpoint, "test").family == "llama", "for `generate` and `export`"
-        assert type(by_name) is LlamaForCausalLM and AutoTokenizer.from_pretrained(first.checkpoint)("train").input_ids
+        assert any_model_config_from_hf(first.checkpoint, "test").family == "llama", (
+            "for `generate` and `export`"
+        )
+        assert (
+            type(by_name) is LlamaForCausalLM
+            and AutoTokenizer.from_pretrained(first.checkpoint)("train").input_ids
+        )
         with torch.no_grad():
             assert theirs(tokens).logits.equal(by_name(tokens).logits)
 
@@ -208,7 +260,9 @@ def test_runs_in_one_process_leave_its_hooks(config_file: Path, tmp_path: Path):
         """Without a process group, which a run would use."""
         before = hooks()
         for number in range(2):
-            titanlite.train(config_file, training={"steps": 1}, job={"dump_folder": tmp_path / str(number)})
+            titanlite.train(
+                config_file, training={"steps": 1}, job={"dump_folder": tmp_path / str(number)}
+            )
             assert hooks() == before
         with pytest.raises(titanlite.TitanliteError):
             titanlite.train(config_file, training={"step": 1})
@@ -227,12 +281,20 @@ def test_runs_in_one_process_leave_its_hooks(config_file: Path, tmp_path: Path):
             "import nothing_here",
             "ModuleNotFoundError: No module named 'nothing_here'.*line 1: import nothing_here. In",
         ),
-        ("x = 1\nx.y", "AttributeError: 'int' object has no attribute 'y'.*line 2: x.y. Correct it there"),
+        (
+            "x = 1\nx.y",
+            "AttributeError: 'int' object has no attribute 'y'.*line 2: x.y. Correct it there",
+        ),
         ("import sys\nsys.exit(3)", "SystemExit: 3.*line 2: sys.exit"),
-        ("import my_losses_gone.part", "No module named 'my_losses_gone'.*line 1: import my_losses_gone.part. Install"),
+        (
+            "import my_losses_gone.part",
+            "No module named 'my_losses_gone'.*line 1: import my_losses_gone.part. Install",
+        ),
     ],
 )
-def test_a_module_that_is_there_and_fails_is_not_called_missing(modules: Path, text: str, message: str):
+def test_a_module_that_is_there_and_fails_is_not_called_missing(
+    modules: Path, text: str, message: str
+):
     (modules / "failing.py").write_text(text + "\n")
     for name in ("failing:f", "inside.failing:f"):
         (modules / "inside").mkdir(exist_ok=True)
@@ -259,9 +321,15 @@ def load_config_of(*overrides: str) -> JobConfig:
             "--training.objective=my_rows:convert",
             r"called as convert\(logits, labels\) or .*, but it is convert\(row\)",
         ),
-        ("--optimizer.name=my_optimizers:SignSGD", r"it is called as SignSGD\(named_parameters, section\)"),
+        (
+            "--optimizer.name=my_optimizers:SignSGD",
+            r"it is called as SignSGD\(named_parameters, section\)",
+        ),
         ("--metrics.function=my_losses:smoothed", r"it is called as smoothed\(point\)"),
-        ("--evaluation.enable=true --evaluation.scorer=my_rows:convert", r"called as convert\(prediction, reference\)"),
+        (
+            "--evaluation.enable=true --evaluation.scorer=my_rows:convert",
+            r"called as convert\(prediction, reference\)",
+        ),
         ("--model.name=my_rows:convert", "it is of type function. Name a Family"),
     ],
 )
@@ -295,7 +363,11 @@ def fails(log_probs, batch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("rows", r"(?s)step changes k of a group.*'rows' of a parameter .* is torch.float32.*'n' .* is int"),
+        (
+            "rows",
+            r"(?s)step changes k of a group.*'rows' of a parameter .* is torch.float32.*'n' .* is "
+            r"int",
+        ),
         ("some", "leaves out"),
         ("nothing", "returned NoneType. Return a torch.optim.Optimizer"),
         ("scalar", r"the loss is shape \(\), not a tensor of shape \(4,\)"),
@@ -309,18 +381,26 @@ def test_what_a_trial_finds_wrong(modules: Path, name: str, message: str):
         if name in ("rows", "some", "nothing"):
             build_custom_optimizer(torch.nn.Linear(2, 3), OptimizerSection(name=f"bad:{name}"))
         else:
-            settings = ("--model.flavor=debug", "--training.seq_len=8", f"--training.objective=bad:{name}")
+            settings = (
+                "--model.flavor=debug",
+                "--training.seq_len=8",
+                f"--training.objective=bad:{name}",
+            )
             build_custom_objective(load_config_of(*settings), 9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "launch"])
-def test_the_script_trains_twice(ranks: int, tmp_path: Path, run_process: Callable[..., Any], modules: Path):
+def test_the_script_trains_twice(
+    ranks: int, tmp_path: Path, run_process: Callable[..., Any], modules: Path
+):
     (tmp_path / "poem.txt").write_text("To train is to repeat what is not known. " * 300)
     shutil.copy(modules / "experiment.py", tmp_path)
 
     def alone() -> None:
-        """As `python experiment.py`, without a process group; forked, which costs less than its imports."""
+        """As `python experiment.py`, without a process group; forked, which costs less than its
+        imports.
+        """
         os.chdir(tmp_path)
         with open("printed", "w") as out, redirect_stdout(out):
             runpy.run_path("experiment.py", run_name="__main__")
@@ -332,12 +412,17 @@ def test_the_script_trains_twice(ranks: int, tmp_path: Path, run_process: Callab
         assert process.exitcode == 0
         said = (tmp_path / "printed").read_text()
     else:
-        words = shlex.join([sys.executable, "-m", "titanlite.launch", "--nproc-per-node=2", "experiment.py"])
-        done = run_process(["bash", "-c", f"cd {tmp_path} && {words}"], 200, {"PYTHONPATH": str(PAGE.parents[1])})
+        words = shlex.join(
+            [sys.executable, "-m", "titanlite.launch", "--nproc-per-node=2", "experiment.py"]
+        )
+        done = run_process(
+            ["bash", "-c", f"cd {tmp_path} && {words}"], 200, {"PYTHONPATH": str(PAGE.parents[1])}
+        )
         assert done.returncode == 0, done.output
         said = done.stdout
     for rate in (0.001, 0.003):
         folder = f"outputs/lr-{rate}/checkpoint/step-3"
         assert (tmp_path / folder / "config.json").exists()
-        # Ranks print at the same time, and Python's print is several writes: their lines can be mixed.
+        # Ranks print at the same time, and Python's print is several writes: their lines can be
+        # mixed.
         assert len(re.findall(rf"{re.escape(folder)}(?!:| \()", said)) == ranks, said

@@ -1,7 +1,8 @@
-"""Fault drill: every few steps something goes wrong on a 4-rank run, and it ends with the weights of a quiet one.
+"""Fault drill: every few steps something goes wrong on a 4-rank run, and it ends with the weights
+of a quiet one.
 
-Nobody helps: the only thing done from outside is what a scheduler does, starting the same command again after it was
-asked to stop and ended with 0.
+Nobody helps: the only thing done from outside is what a scheduler does, starting the same command
+again after it was asked to stop and ended with 0.
 """
 
 import json
@@ -28,14 +29,16 @@ ROUNDS = ["kill"] * 2 + ["nan"] * 2 + ["corrupt", "disk", "stop", "term"]
 STEPS = EVERY * len(ROUNDS) + 6
 TIMEOUT_S = 5
 WAIT_S = 300  # for what takes 5 s on idle cores, or, of the quiet run, a minute
-FILE_LIMIT = 4 << 10  # bytes; more than the notes for the launcher, which are elsewhere, less than any file of the run
+# bytes; more than the notes for the launcher, which are elsewhere, less than any file of the run
+FILE_LIMIT = 4 << 10
 
 # What the run itself must say of each kind of fault.
 SAID = {
     "kill": r"titanlite: rank \d was ended by SIGKILL .*Starting all ranks again",
     "stop": r"titanlite: ranks? \d.* not moved for \d+ s since step \d+, \w+",
     "corrupt": r"step-\d+ is passed over: .*",
-    "nan": r"the loss or gradient of step \d+ is not finite\. .*Computed again, the step is finite on all ranks",
+    "nan": r"the loss or gradient of step \d+ is not finite\. .*Computed again, the step is finite "
+    r"on all ranks",
     "disk": r"cannot save to .*Training goes on, and the next save tries again",
     "term": r"stopped after step \d+ of \d+, saved",
 }
@@ -50,7 +53,13 @@ class Drill:
         self.folder = dump.with_name(f"{dump.name}-pids")
         self.folder.mkdir()
         self.command = [
-            *("--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=100", "-m", "titanlite.train"),
+            *(
+                "--standalone",
+                f"--nproc-per-node={RANKS}",
+                "--max-restarts=100",
+                "-m",
+                "titanlite.train",
+            ),
             *("--config", str(config), f"--job.dump_folder={dump}", f"--training.steps={STEPS}"),
             *("--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=2"),
             *("--checkpoint.interval=2", "--checkpoint.on_save_error=continue"),
@@ -92,7 +101,8 @@ class Drill:
             os.kill(rank_pid(self.folder, rank), signal.SIGSTOP)
         elif kind == "corrupt":
             self.wait_for("two complete checkpoints", lambda: len(self.complete()) >= 2)
-            for each in range(RANKS):  # or a newer one than the damaged one could be complete before the kill
+            # or a newer one than the damaged one could be complete before the kill
+            for each in range(RANKS):
                 os.kill(rank_pid(self.folder, each), signal.SIGSTOP)
             self.corrupt(rng)
             os.kill(rank_pid(self.folder, rank), signal.SIGKILL)
@@ -119,23 +129,34 @@ class Drill:
             file.write(bytes([byte ^ 1 << rng.randrange(8)]))
 
     def complete(self) -> list[int]:
-        return [s for s in list_steps(self.checkpoints) if not check_folder(step_folder(self.checkpoints, s))]
+        return [
+            s
+            for s in list_steps(self.checkpoints)
+            if not check_folder(step_folder(self.checkpoints, s))
+        ]
 
     def fill_disk(self) -> None:
-        """Let no file of rank 0, which writes almost all, grow until a save and metrics have failed."""
+        """Let no file of rank 0, which writes almost all, grow until a save and metrics have
+        failed.
+        """
         before, waited = self.said("disk"), self.out.count(POINTS_WAIT)
         pid = rank_pid(self.folder, 0)
         _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, hard))
         try:
-            self.wait_for("failed save", lambda: self.said("disk") > before and self.out.count(POINTS_WAIT) > waited)
+            self.wait_for(
+                "failed save",
+                lambda: self.said("disk") > before and self.out.count(POINTS_WAIT) > waited,
+            )
         finally:
             with suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
 
 
 @pytest.mark.slow
-def test_a_run_with_eight_faults_ends_with_the_weights_of_a_quiet_one(server, config_file, tmp_path):
+def test_a_run_with_eight_faults_ends_with_the_weights_of_a_quiet_one(
+    server, config_file, tmp_path
+):
     quiet = Drill(server, config_file, tmp_path / "quiet")
     assert quiet.launched.end(WAIT_S) == 0, quiet.out[-6000:]
 
@@ -159,16 +180,22 @@ def test_a_run_with_eight_faults_ends_with_the_weights_of_a_quiet_one(server, co
     assert "Traceback" not in drill.out
     assert POINTS_WAIT in drill.out
     assert "File too large" in drill.out
-    last, expected = (step_folder(folder, STEPS) for folder in (drill.checkpoints, quiet.checkpoints))
+    last, expected = (
+        step_folder(folder, STEPS) for folder in (drill.checkpoints, quiet.checkpoints)
+    )
     names = sorted(str(path.relative_to(expected)) for path in expected.rglob("*.safetensors"))
     assert "model.safetensors" in names and "titanlite/expert_bias.safetensors" in names
     for name in names:
         one, other = load_file(expected / name), load_file(last / name)
         assert one.keys() == other.keys()
         assert [key for key in one if not torch.equal(one[key], other[key])] == [], name
-    assert events_of(drill.dump, "save failed") >= ROUNDS.count("disk"), "also these come once there is space"
+    assert events_of(drill.dump, "save failed") >= ROUNDS.count("disk"), (
+        "also these come once there is space"
+    )
     losses = [{p["step"]: p["loss/train"] for p in read_points(d.dump)} for d in (quiet, drill)]
-    assert losses[0] == losses[1] and sorted(losses[0]) == list(range(1, STEPS + 1)), "to the last bit, every step"
+    assert losses[0] == losses[1] and sorted(losses[0]) == list(range(1, STEPS + 1)), (
+        "to the last bit, every step"
+    )
 
 
 def read_points(dump: Path) -> list[dict]:
@@ -176,4 +203,6 @@ def read_points(dump: Path) -> list[dict]:
 
 
 def events_of(dump: Path, kind: str) -> int:
-    return [json.loads(line)["kind"] for line in (dump / "events.jsonl").read_text().splitlines()].count(kind)
+    return [
+        json.loads(line)["kind"] for line in (dump / "events.jsonl").read_text().splitlines()
+    ].count(kind)

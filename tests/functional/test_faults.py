@@ -21,7 +21,12 @@ from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
 from titanlite.trainer import Trainer
 
-QUIET = ["--metrics.log_freq=4", "--training.steps=8", "--lr_scheduler.warmup_steps=2", "--checkpoint.keep_latest_k=0"]
+QUIET = [
+    "--metrics.log_freq=4",
+    "--training.steps=8",
+    "--lr_scheduler.warmup_steps=2",
+    "--checkpoint.keep_latest_k=0",
+]
 QUIET += ["--training.local_batch_size=2"]  # two micro-batches on 2 data-parallel ranks
 STEPS = "--training.steps=5"
 # (name of the error's class, its exit code, its text), what `after` returned
@@ -29,8 +34,11 @@ Outcome = tuple[tuple[str, int, str] | None, Any]
 
 
 @pytest.fixture
-def train(run_ranks: Callable[..., list[Any]], checked: Callable[..., Any], tmp_path: Path) -> Callable[..., Outcome]:
-    """`train(degrees, folder name, *overrides, before=, after=)`: a whole training; the same outcome on all ranks.
+def train(
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Any], tmp_path: Path
+) -> Callable[..., Outcome]:
+    """`train(degrees, folder name, *overrides, before=, after=)`: a whole training; the same
+    outcome on all ranks.
 
     `before(trainer)` may put a fault in.
     """
@@ -62,7 +70,10 @@ def train(run_ranks: Callable[..., list[Any]], checked: Callable[..., Any], tmp_
 
 def events(folder: Path) -> list[tuple[str, int]]:
     """Kind and step of those that a run without faults has not."""
-    found = [(e["kind"], e["step"]) for e in map(json.loads, (folder / "events.jsonl").read_text().splitlines())]
+    found = [
+        (e["kind"], e["step"])
+        for e in map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    ]
     return [event for event in found if event[0] not in ("start", "resume", "save", "stop", "end")]
 
 
@@ -71,7 +82,9 @@ def points(folder: Path) -> list[dict[str, Any]]:
 
 
 def poison_output(name: str, step: int, rank: int, *, once: bool) -> Callable[[Trainer], None]:
-    """Let module `name` give NaN on `rank` in micro-batch 1 of `step`: the first time only, or whenever it is run."""
+    """Let module `name` give NaN on `rank` in micro-batch 1 of `step`: the first time only, or
+    whenever it is run.
+    """
 
     def put_in(trainer: Trainer) -> None:
         bad, latest, done = trainer.loader.micro_batches(step - 1)[1].tokens, [], []
@@ -80,9 +93,15 @@ def poison_output(name: str, step: int, rank: int, *, once: bool) -> Callable[[T
             if dist.get_rank() != rank or not torch.equal(latest[-1], bad) or (once and done):
                 return output
             done.append(True)
-            return (output[0] * math.nan, *output[1:]) if isinstance(output, tuple) else output * math.nan
+            return (
+                (output[0] * math.nan, *output[1:])
+                if isinstance(output, tuple)
+                else output * math.nan
+            )
 
-        trainer.model.register_forward_pre_hook(lambda module, arguments: latest.append(arguments[0]))
+        trainer.model.register_forward_pre_hook(
+            lambda module, arguments: latest.append(arguments[0])
+        )
         trainer.model.get_submodule(name).register_forward_hook(hook)
 
     return put_in
@@ -101,17 +120,30 @@ def assert_same_state(one: Path, other: Path) -> None:
 # --- values that are not finite
 
 
-def test_nan_is_named_the_state_of_before_is_saved_and_a_transient_one_changes_nothing(train, tmp_path):
+def test_nan_is_named_the_state_of_before_is_saved_and_a_transient_one_changes_nothing(
+    train, tmp_path
+):
     mesh = Degrees(dp_shard=2, ep=2)
     assert train(mesh, "whole", "--checkpoint.interval=2", STEPS) == (None, 5)
 
     put_in = poison_output("model.layers.1.mlp", step=3, rank=1, once=False)
-    (kind, code, text), step = train(mesh, "repeats", "--checkpoint.interval=0", STEPS, before=put_in)
+    (kind, code, text), step = train(
+        mesh, "repeats", "--checkpoint.interval=0", STEPS, before=put_in
+    )
     assert (kind, code, step) == ("TrainingError", 2, 2), "a new start would meet it again"
     assert text.startswith("training: the loss or gradient of step 3 is not finite. ")
-    assert "first output that is not finite is that of model.layers.1.mlp (micro-batch 1, rank 1)" in text
-    assert "Gradients that are not finite, from micro-batch 1 on: lm_head.weight, model.norm.weight" in text
-    assert f"those of step 2, saved in {tmp_path / 'repeats/checkpoint'}" in text and "Lower optimizer.lr" in text
+    assert (
+        "first output that is not finite is that of model.layers.1.mlp (micro-batch 1, rank 1)"
+        in text
+    )
+    assert (
+        "Gradients that are not finite, from micro-batch 1 on: lm_head.weight, model.norm.weight"
+        in text
+    )
+    assert (
+        f"those of step 2, saved in {tmp_path / 'repeats/checkpoint'}" in text
+        and "Lower optimizer.lr" in text
+    )
     assert list_steps(tmp_path / "repeats/checkpoint") == [2]
     assert_same_state(tmp_path / "whole/checkpoint/step-2", tmp_path / "repeats/checkpoint/step-2")
 
@@ -125,20 +157,33 @@ def test_nan_is_named_the_state_of_before_is_saved_and_a_transient_one_changes_n
 
 def test_nan_is_named_where_it_came_from_though_attention_gave_it_to_all_ranks(train):
     put_in = poison_output("model.layers.0.mlp", step=2, rank=1, once=False)
-    (kind, _, text), _ = train(Degrees(cp=2), "spread", "--checkpoint.enable=false", STEPS, before=put_in)
+    (kind, _, text), _ = train(
+        Degrees(cp=2), "spread", "--checkpoint.enable=false", STEPS, before=put_in
+    )
     assert kind == "TrainingError"
-    assert "first output that is not finite is that of model.layers.0.mlp (micro-batch 1, rank 1), that of " in text
+    assert (
+        "first output that is not finite is that of model.layers.0.mlp (micro-batch 1, rank 1), "
+        "that of " in text
+    )
 
 
 def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run(train, meshes, tmp_path):
-    overrides = ["--training.on_nonfinite=skip", "--training.max_nonfinite_steps=2", "--checkpoint.interval=0"]
+    overrides = [
+        "--training.on_nonfinite=skip",
+        "--training.max_nonfinite_steps=2",
+        "--checkpoint.interval=0",
+    ]
 
     def put_in(trainer: Trainer) -> None:
         for step in (2, 4):
             poison_output("model.layers.1.mlp", step, rank=1, once=False)(trainer)
 
     assert train(Degrees(dp_shard=2), "skips", *overrides, before=put_in) == (None, 8)
-    assert [(p["step"], p["nonfinite_steps"]) for p in points(tmp_path / "skips")] == [(1, 0), (4, 2), (8, 2)]
+    assert [(p["step"], p["nonfinite_steps"]) for p in points(tmp_path / "skips")] == [
+        (1, 0),
+        (4, 2),
+        (8, 2),
+    ]
     assert all(math.isfinite(p["loss/train"]) for p in points(tmp_path / "skips"))
     assert events(tmp_path / "skips") == [("skip", 4)]
 
@@ -156,7 +201,9 @@ def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run(train, mesh
 
 
 def failing_saves(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full on rank 1 while the checkpoint of one of `steps` is written; each number fails once."""
+    """The disk is full on rank 1 while the checkpoint of one of `steps` is written; each number
+    fails once.
+    """
     original = os.pwritev
     left = list(steps)
 
@@ -180,16 +227,26 @@ def test_failed_saves_do_not_end_a_run_that_shall_go_on(train, tmp_path, monkeyp
     folder = tmp_path / "goes-on/checkpoint"
     assert list_steps(folder) == [2, 6, 8]
     assert check_folder(folder / "step-8", checksums=True) == []
-    assert all(path.name.startswith("step-") for path in folder.iterdir()), "nothing is left of those that failed"
+    assert all(path.name.startswith("step-") for path in folder.iterdir()), (
+        "nothing is left of those that failed"
+    )
     assert {kind for kind, _ in events(tmp_path / "goes-on")} == {"save failed"}
-    lines = [json.loads(line) for line in (tmp_path / "goes-on/events.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["kind"] == "save"] == list_steps(folder), "those that are there"
+    lines = [
+        json.loads(line) for line in (tmp_path / "goes-on/events.jsonl").read_text().splitlines()
+    ]
+    assert [line["step"] for line in lines if line["kind"] == "save"] == list_steps(folder), (
+        "those that are there"
+    )
     failed = [line["step"] for line in lines if line["kind"] == "save failed"]
     assert failed == [4]
 
-    (kind, code, text), _ = train(degrees, "full", *go_on, before=lambda t: failing_saves([8, 8], monkeypatch))
+    (kind, code, text), _ = train(
+        degrees, "full", *go_on, before=lambda t: failing_saves([8, 8], monkeypatch)
+    )
     assert (kind, code) == ("TransientError", 3) and "the last one could not be written" in text
-    (kind, code, text), _ = train(degrees, "stops", *overrides, before=lambda t: failing_saves([4], monkeypatch))
+    (kind, code, text), _ = train(
+        degrees, "stops", *overrides, before=lambda t: failing_saves([4], monkeypatch)
+    )
     assert (kind, code) == ("CheckpointError", 2) and "No space left" in text
 
 
@@ -205,7 +262,9 @@ def test_a_disk_that_cannot_hold_the_first_checkpoint_ends_the_run_before_it_tra
         return train(Degrees(dp_shard=2), "full", *overrides)
 
     def refused(free: int) -> str:
-        with pytest.raises(AssertionError, match="CheckpointError: checkpoint: the first one takes ") as raised:
+        with pytest.raises(
+            AssertionError, match="CheckpointError: checkpoint: the first one takes "
+        ) as raised:
             run(free)
         return str(raised.value)
 

@@ -1,4 +1,6 @@
-"""The first configuration that a newcomer writes trains what its author meant, or is refused with one message."""
+"""The first configuration that a newcomer writes trains what its author meant, or is refused with
+one message.
+"""
 
 import json
 import shutil
@@ -13,7 +15,12 @@ from safetensors.torch import load_file
 from titanlite.checkpoint.train_state import STATE_FILE
 
 CHATS = [
-    {"messages": [{"role": "user", "content": f"what is {a} and {b}"}, {"role": "assistant", "content": f"{a + b}"}]}
+    {
+        "messages": [
+            {"role": "user", "content": f"what is {a} and {b}"},
+            {"role": "assistant", "content": f"{a + b}"},
+        ]
+    }
     for a in range(10)
     for b in range(10)
 ]
@@ -42,12 +49,16 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretrained, examples: 
 @pytest.fixture
 def train(home: Path, server: RankServer):
     def run(text: str, *overrides: str, code: int = 0) -> str:
-        (home / "mine.toml").write_text(f"{text}\n[metrics]\nlog_freq = 1\nenable_tensorboard = false\n")
+        (home / "mine.toml").write_text(
+            f"{text}\n[metrics]\nlog_freq = 1\nenable_tensorboard = false\n"
+        )
         arguments = [server.python, "-m", "titanlite.train", "--config", "mine.toml"]
         overrides = ("--training.seq_len=64", f"--data.cache_folder={home}/cache", *overrides)
         server.wait_until_it_serves()
         env = server.environment()
-        done = run_to_end([*arguments, *overrides], cwd=home, env=env, timeout_s=120, join_outputs=True)
+        done = run_to_end(
+            [*arguments, *overrides], cwd=home, env=env, timeout_s=120, join_outputs=True
+        )
         assert done.returncode == code, done.stdout
         return done.stdout
 
@@ -70,7 +81,9 @@ def resolved(home: Path) -> dict:
         ("book.txt", "", "text", 2e-5),
     ],
 )
-def test_a_model_and_a_file_are_a_configuration(train, home: Path, data: str, more: str, kind: str, lr: float) -> None:
+def test_a_model_and_a_file_are_a_configuration(
+    train, home: Path, data: str, more: str, kind: str, lr: float
+) -> None:
     train(f'{MODEL}[data]\npath = "{data}"\n{more}', "--training.steps=2")
     settings = resolved(home)
     assert (settings["data"]["dataset"], settings["optimizer"]["lr"]) == (kind, lr)
@@ -78,7 +91,10 @@ def test_a_model_and_a_file_are_a_configuration(train, home: Path, data: str, mo
     saved = home / "outputs/mine/checkpoint/step-2"
     before, after = load_file(home / "model/model.safetensors"), saved / "model.safetensors"
     if after.exists():  # of adapters the model is not written
-        moved = {name: (tensor.float() - before[name].float()).abs().max() for name, tensor in load_file(after).items()}
+        moved = {
+            name: (tensor.float() - before[name].float()).abs().max()
+            for name, tensor in load_file(after).items()
+        }
         assert 0 < max(moved.values()) < 10 * lr, "it began with these weights"
 
 
@@ -89,11 +105,19 @@ def test_a_folder_is_of_one_run(train, home: Path) -> None:
     for path in ("more.jsonl", "other/chats.jsonl"):
         shutil.copy(home / "chats.jsonl", home / path)
         said = train(text.format(path), "--training.steps=4", code=2)
-        assert f'outputs/mine holds another run, at step 2: data.path "chats.jsonl" -> "{path}"' in said
+        assert (
+            f'outputs/mine holds another run, at step 2: data.path "chats.jsonl" -> "{path}"'
+            in said
+        )
         assert "there with model.path = outputs/mine/checkpoint/step-2" in said
     (home / "outputs/mine/config.toml").unlink()  # the checkpoint knows it, too
-    said = train(text.format("more.jsonl"), "--training.steps=2", "--checkpoint.resume=force", code=2)
-    assert "holds another run" in said and "train more than 2 steps in all with --checkpoint.resume=force" in said
+    said = train(
+        text.format("more.jsonl"), "--training.steps=2", "--checkpoint.resume=force", code=2
+    )
+    assert (
+        "holds another run" in said
+        and "train more than 2 steps in all with --checkpoint.resume=force" in said
+    )
     said = train(text.format("chats.jsonl"), "--training.steps=1", code=2)
     assert "ask for 1 steps, but the checkpoint in outputs/mine is of step 2" in said
     train(text.format("more.jsonl"), "--training.steps=4", "--checkpoint.resume=force")
@@ -105,7 +129,8 @@ def test_a_batch_that_is_not_set_is_that_of_the_run(train, home: Path) -> None:
     text, seen = f'{MODEL}[data]\npath = "chats.jsonl"\n', 0
     apart = "--data.packing=false"
     for step, (override, batch) in enumerate(
-        [(apart, 3), ("--data.packing=true", 3), ("--training.global_batch_size=2", 2), (apart, 2)], 1
+        [(apart, 3), ("--data.packing=true", 3), ("--training.global_batch_size=2", 2), (apart, 2)],
+        1,
     ):
         said = train(text, override, f"--training.steps={step}")
         state = home / f"outputs/mine/checkpoint/step-{step}" / STATE_FILE

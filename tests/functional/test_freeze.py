@@ -21,15 +21,22 @@ STEPS = 3
 RELATIVE_TOLERANCE = 1e-5  # as in test_parity_ladder.py
 WEIGHT_TOLERANCE = 1.25e-5
 PATTERNS = [
-    # Of an FSDP unit some are frozen, of another all; experts on their own mesh in part; norms, which tp replicates.
-    "--optimizer.freeze=model.embed_tokens*, *.mlp.gate.*, *.0.mlp.experts.down_proj, model.layers.1.*norm*",
+    # Of an FSDP unit some are frozen, of another all; experts on their own mesh in part; norms,
+    # which tp replicates.
+    "--optimizer.freeze=model.embed_tokens*, *.mlp.gate.*, *.0.mlp.experts.down_proj, "
+    "model.layers.1.*norm*",
     "--optimizer.lr_multipliers=lm_head*=0.5, *.experts.*=2",
 ]
 
 
 def is_frozen(name: str) -> bool:
     norm = name.startswith("model.layers.1.") and "norm" in name
-    return norm or "embed_tokens" in name or ".mlp.gate." in name or name.endswith(".0.mlp.experts.down_proj")
+    return (
+        norm
+        or "embed_tokens" in name
+        or ".mlp.gate." in name
+        or name.endswith(".0.mlp.experts.down_proj")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -109,4 +116,7 @@ def test_pattern_that_matches_nothing_is_one_error_on_all_ranks(run_ranks, check
             assemble(job)
         return str(error.value)
 
-    assert all("optimizer.freeze: '*.gate.weigth' matches no parameter" in text for text in run_ranks(4, rank_main))
+    assert all(
+        "optimizer.freeze: '*.gate.weigth' matches no parameter" in text
+        for text in run_ranks(4, rank_main)
+    )

@@ -1,4 +1,6 @@
-"""Generation on any mesh gives transformers' tokens: greedy, batched, prompts of different lengths."""
+"""Generation on any mesh gives transformers' tokens: greedy, batched, prompts of different
+lengths.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,7 +47,8 @@ ON_MESH = {
     "PP2xCP2": {"llama", "dots1", "deepseek_v3"},
 }
 NEW = 9
-# 7 prompts: on 4 data-parallel ranks one rank has only one, and in batches of 1 it joins a forward without any.
+# 7 prompts: on 4 data-parallel ranks one rank has only one, and in batches of 1 it joins a forward
+# without any.
 _LENGTHS = (3, 9, 1, 14, 6, 2, 5)
 _GENERATOR = torch.Generator().manual_seed(3)
 PROMPTS = [torch.randint(310, (n,), generator=_GENERATOR).tolist() for n in _LENGTHS]
@@ -60,14 +63,21 @@ class Reference:
 
 
 def save_random_model(job: Checked, folder: Path) -> Any:
-    """A transformers model whose logits are far apart, so that rounding does not change the best one."""
-    config = AutoConfig.for_model(job.model_config.family, **family_of(job.model_config).to_hf(job.model_config))
+    """A transformers model whose logits are far apart, so that rounding does not change the best
+    one.
+    """
+    config = AutoConfig.for_model(
+        job.model_config.family, **family_of(job.model_config).to_hf(job.model_config)
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if not name.endswith("inv_freq"):
-                tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.3 if tensor.dim() < 2 else 0.1))
+                tensor.copy_(
+                    torch.randn(tensor.shape, generator=generator)
+                    * (0.3 if tensor.dim() < 2 else 0.1)
+                )
             if name.endswith("norm.weight"):
                 tensor.add_(1.0)
     model.save_pretrained(folder)
@@ -84,7 +94,9 @@ def continue_with_transformers(model: Any, prompts: list[list[int]]) -> list[lis
 
 
 @pytest.fixture(scope="module")
-def references(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Reference]:
+def references(
+    config_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Reference]:
     found = {}
     for family, overrides in FAMILIES.items():
         job = check(load_config(["--config", str(config_file), *overrides]), 1)
@@ -95,7 +107,9 @@ def references(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> M
 
 
 @pytest.fixture
-def load(checked: Callable[..., Checked], references: Mapping[str, Reference]) -> Callable[..., Any]:
+def load(
+    checked: Callable[..., Checked], references: Mapping[str, Reference]
+) -> Callable[..., Any]:
     """`load(family, degrees, *overrides)` on every rank -> (model, dims)."""
 
     def build(family: str, degrees: Degrees, *overrides: str) -> tuple[Decoder, ParallelDims]:
@@ -116,7 +130,9 @@ def tokens_of(continuations: list[Continuation]) -> list[list[int]]:
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("mesh", ["one", "FSDP4", "TP2xFSDP2", "TP2xEP2", "CP2xTP2", "PP2xTP2xEP2", "PP2xCP2"])
+@pytest.mark.parametrize(
+    "mesh", ["one", "FSDP4", "TP2xFSDP2", "TP2xEP2", "CP2xTP2", "PP2xTP2xEP2", "PP2xCP2"]
+)
 def test_tokens_are_those_of_transformers(run_ranks, references, load, meshes, mesh):
     """All prompts together; and one by one, which is alike for all families."""
     degrees = Degrees() if mesh == "one" else meshes[mesh]
@@ -129,7 +145,9 @@ def test_tokens_are_those_of_transformers(run_ranks, references, load, meshes, m
             model.train()
             options = {"max_new_tokens": NEW, "device": CPU, "dims": dims}
             batches = [{}, {"batch_size": 1}] if family == "qwen3_moe" else [{}]
-            found[family] = [tokens_of(generate(model, PROMPTS, **options, **batch)) for batch in batches]
+            found[family] = [
+                tokens_of(generate(model, PROMPTS, **options, **batch)) for batch in batches
+            ]
             assert model.training, "generation must leave the model as it was"
         return found
 
@@ -160,7 +178,9 @@ def test_draws_are_those_of_one_process(run_ranks, load, meshes, mesh):
     (one,) = run_ranks(1, rank_main, Degrees(), 16)
     for found in run_ranks(4, rank_main, meshes[mesh], 3):
         assert found == one
-    (other,) = run_ranks(1, rank_main, Degrees(), 16, Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=6))
+    (other,) = run_ranks(
+        1, rank_main, Degrees(), 16, Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=6)
+    )
     assert sum(a != b for a, b in zip(one, other, strict=True)) > 3
 
 
@@ -176,7 +196,13 @@ def test_a_text_ends_at_each_of_the_eos_tokens(run_ranks, references, load, mesh
     def rank_main() -> list[Continuation]:
         model, dims = load("llama", degrees)
         return generate(
-            model, PROMPTS, max_new_tokens=NEW, device=CPU, dims=dims, eos_token_ids=sorted(ends), batch_size=2
+            model,
+            PROMPTS,
+            max_new_tokens=NEW,
+            device=CPU,
+            dims=dims,
+            eos_token_ids=sorted(ends),
+            batch_size=2,
         )
 
     for found in run_ranks(degrees.world_size, rank_main):
@@ -198,14 +224,18 @@ def test_a_model_without_a_cache_gives_the_same_tokens(run_ranks, references, lo
 
     def rank_main() -> list[list[int]]:
         model, dims = load("qwen3_moe", degrees)
-        return tokens_of(generate(Plain(model), PROMPTS, max_new_tokens=NEW, device=CPU, dims=dims, batch_size=3))
+        return tokens_of(
+            generate(Plain(model), PROMPTS, max_new_tokens=NEW, device=CPU, dims=dims, batch_size=3)
+        )
 
     for found in run_ranks(degrees.world_size, rank_main):
         assert found == references["qwen3_moe"].tokens
 
 
 def test_one_forward_of_one_token_per_row_and_step(run_ranks, load, meshes):
-    """What the cache is for. Under tp the rows of a step share one sequence; 3 rows are padded to 4."""
+    """What the cache is for. Under tp the rows of a step share one sequence; 3 rows are padded to
+    4.
+    """
 
     def rank_main(degrees: Degrees) -> list[tuple[int, ...]]:
         model, dims = load("qwen3_moe", degrees)

@@ -1,4 +1,6 @@
-"""`python -m titanlite generate`: transformers' text, on one process and many, and one clear error otherwise."""
+"""`python -m titanlite generate`: transformers' text, on one process and many, and one clear error
+otherwise.
+"""
 
 import json
 import re
@@ -45,13 +47,20 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
 @pytest.fixture(scope="module")
 def folder(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3-MoE with the tokenizer of the tests, logits far apart, and a chat template."""
-    job = check(load_config(["--config", str(config_file), "--model.overrides.max_position_embeddings=64"]), 1)
-    config = AutoConfig.for_model(job.model_config.family, **family_of(job.model_config).to_hf(job.model_config))
+    job = check(
+        load_config(["--config", str(config_file), "--model.overrides.max_position_embeddings=64"]),
+        1,
+    )
+    config = AutoConfig.for_model(
+        job.model_config.family, **family_of(job.model_config).to_hf(job.model_config)
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(torch.randn(param.shape, generator=generator) * (0.3 if param.dim() < 2 else 0.1))
+            param.copy_(
+                torch.randn(param.shape, generator=generator) * (0.3 if param.dim() < 2 else 0.1)
+            )
             if name.endswith("norm.weight"):
                 param.add_(1.0)
     path = tmp_path_factory.mktemp("model")
@@ -65,11 +74,16 @@ def folder(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expect(folder: Path) -> Callable[..., str]:
     """`expect(text)` -> the text that transformers continues it with, greedily."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
 
     def continue_text(text: str, **options: Any) -> str:
         ids = tokenizer(text, return_tensors="pt", **options)["input_ids"]
-        out = model.generate(ids, do_sample=False, max_new_tokens=NEW, attention_mask=torch.ones_like(ids))
+        out = model.generate(
+            ids, do_sample=False, max_new_tokens=NEW, attention_mask=torch.ones_like(ids)
+        )
         return tokenizer.decode(out[0, ids.shape[1] :])
 
     return continue_text
@@ -78,7 +92,9 @@ def expect(folder: Path) -> Callable[..., str]:
 def test_one_prompt(command, folder, expect):
     done = command(folder, "--prompt", "def f", "--max-new-tokens", NEW)
     assert (done.code, done.out) == (0, "def f" + expect("def f") + "\n")
-    assert re.fullmatch(rf"generate: 1 prompt, {NEW} new tokens in [\d.]+ s, [\d.]+ tokens/s\n", done.err)
+    assert re.fullmatch(
+        rf"generate: 1 prompt, {NEW} new tokens in [\d.]+ s, [\d.]+ tokens/s\n", done.err
+    )
     assert not dist.is_initialized(), "one process needs no group"
 
 
@@ -86,7 +102,10 @@ def test_prompts_of_a_file(command, folder, expect, tmp_path):
     (tmp_path / "p.txt").write_text("return x\n\nself.\n", encoding="utf-8")
     arguments = ["--prompt", "def", "--prompts-file", tmp_path / "p.txt", "--max-new-tokens", NEW]
     done = command(folder, *arguments)
-    expected = [f"--- {i}: {p}\n{p}{expect(p)}\n" for i, p in enumerate(["def", "return x", "self."], start=1)]
+    expected = [
+        f"--- {i}: {p}\n{p}{expect(p)}\n"
+        for i, p in enumerate(["def", "return x", "self."], start=1)
+    ]
     assert (done.code, done.out) == (0, "".join(expected))
 
 
@@ -104,7 +123,9 @@ def test_chat(command, folder, expect, tmp_path):
     second = expect(text, add_special_tokens=False)
     done = command(folder, "--chat", "--prompt", "x", "--max-new-tokens", NEW)
     assert (done.code, done.out) == (0, first + "\n")
-    done = command(folder, "--chat", "--prompts-file", tmp_path / "p.jsonl", "--max-new-tokens", NEW)
+    done = command(
+        folder, "--chat", "--prompts-file", tmp_path / "p.jsonl", "--max-new-tokens", NEW
+    )
     assert done.code == 0 and done.out.splitlines()[0].startswith("--- 1: [{")
     assert second in done.out and done.out.endswith(f"--- 2: x\n{first}\n")
 
@@ -135,7 +156,15 @@ def test_a_checkpoint_of_a_run_and_its_folder(command, run_ranks, checked):
 def test_several_ranks_print_once_what_one_prints(command, folder, run_process, options):
     arguments = [str(folder), "--prompt", "def f", "--prompt", "x yy", "--max-new-tokens", str(NEW)]
     one = command(*arguments)
-    launch = ["-m", "titanlite.launch", "--standalone", "--nproc-per-node=2", "-m", "titanlite", "generate"]
+    launch = [
+        "-m",
+        "titanlite.launch",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "titanlite",
+        "generate",
+    ]
     done = run_process([sys.executable, *launch, *arguments, *options], timeout_s=240)
     assert (done.returncode, done.stdout) == (0, one.out), done.output
     assert done.stderr.count("tokens/s") == 1
@@ -159,12 +188,25 @@ BAD_ARGUMENTS: Mapping[str, tuple[list[object], str]] = {
     "empty prompt": (["--prompt", ""], "generate: prompt 1 has no tokens."),
     "too long": (
         ["--prompt", "x " * 60, "--max-new-tokens", 8],
-        "more than the model's max_position_embeddings (64). Shorten it, or lower --max-new-tokens.",
+        "more than the model's max_position_embeddings (64). Shorten it, or lower "
+        "--max-new-tokens.",
     ),
-    "temperature": (["--prompt", "x", "--temperature", -1], "generate: temperature = -1.0 is out of range."),
-    "tp": (["--prompt", "x", "--tp", 2, "--max-new-tokens", 3], "dp_replicate (1) * tp (2) = 2 does not divide"),
-    "no file": (["--prompts-file", "/no/such/file"], "--prompts-file /no/such/file: cannot be read: No such file"),
-    "no tokenizer": (["--prompt", "x", "--tokenizer", "/no/such"], "generate: /no/such has no tokenizer.json."),
+    "temperature": (
+        ["--prompt", "x", "--temperature", -1],
+        "generate: temperature = -1.0 is out of range.",
+    ),
+    "tp": (
+        ["--prompt", "x", "--tp", 2, "--max-new-tokens", 3],
+        "dp_replicate (1) * tp (2) = 2 does not divide",
+    ),
+    "no file": (
+        ["--prompts-file", "/no/such/file"],
+        "--prompts-file /no/such/file: cannot be read: No such file",
+    ),
+    "no tokenizer": (
+        ["--prompt", "x", "--tokenizer", "/no/such"],
+        "generate: /no/such has no tokenizer.json.",
+    ),
 }
 
 
@@ -180,13 +222,23 @@ def test_bad_models(command, folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     cases = {
         tmp_path / "nothing": "nothing is no folder. Give a run's folder (its newest",
-        _changed(folder, tmp_path / "a", tokenizer__json=None): "has no tokenizer.json. Give a folder that has one",
+        _changed(
+            folder, tmp_path / "a", tokenizer__json=None
+        ): "has no tokenizer.json. Give a folder that has one",
         _changed(folder, tmp_path / "b", config__json=None): "there is no",
-        _changed(folder, tmp_path / "c", config__json=json.dumps(config | {"model_type": "bloom99"})): "'bloom99'",
-        _changed(folder, tmp_path / "d", model__safetensors=None): "has neither model.safetensors nor",
+        _changed(
+            folder, tmp_path / "c", config__json=json.dumps(config | {"model_type": "bloom99"})
+        ): "'bloom99'",
+        _changed(
+            folder, tmp_path / "d", model__safetensors=None
+        ): "has neither model.safetensors nor",
         _changed(folder, tmp_path / "e", model__safetensors="cut"): "model.safetensors",
-        _changed(folder, tmp_path / "f", generation_config__json='{"eos_token_id": "x"}'): "eos_token_id = 'x'",
-        _changed(folder, tmp_path / "g", config__json=json.dumps(config | {"vocab_size": 20})): "vocab_size is 20",
+        _changed(
+            folder, tmp_path / "f", generation_config__json='{"eos_token_id": "x"}'
+        ): "eos_token_id = 'x'",
+        _changed(
+            folder, tmp_path / "g", config__json=json.dumps(config | {"vocab_size": 20})
+        ): "vocab_size is 20",
     }
     for model, words in cases.items():
         done = command(model, "--prompt", "def return self.", "--max-new-tokens", 2)
@@ -205,6 +257,12 @@ def test_bad_models(command, folder, tmp_path):
 )
 def test_bad_prompts_are_named(command, folder, tmp_path, content, chat, problem):
     (tmp_path / "rows.jsonl").write_bytes(content)
-    arguments = ["--prompts-file", tmp_path / "rows.jsonl", *["--chat"] * chat, "--max-new-tokens", 2]
+    arguments = [
+        "--prompts-file",
+        tmp_path / "rows.jsonl",
+        *["--chat"] * chat,
+        "--max-new-tokens",
+        2,
+    ]
     done = command(folder, *arguments)
     assert (done.code, done.out) == (2, "") and problem in done.err

@@ -21,13 +21,15 @@ from titanlite.ops.attention import build_attention_mask
 from titanlite.ops.matmul import keep_float32, sum_over_rows, wide_linear
 from titanlite.ops.moe_experts import gather_sum
 
-# torch looks at it once in a process, at the first product, which is that of a test without determinism.
+# torch looks at it once in a process, at the first product, which is that of a test without
+# determinism.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("default"),  # those of compilers and drivers are no reason to lose a result
+    # those of compilers and drivers are no reason to lose a result
+    pytest.mark.filterwarnings("default"),
 ]
 
 
@@ -51,7 +53,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.fixture
 def losses_of(checked):
-    """`losses_of(*overrides)`: the losses of 5 steps on one GPU, in this process (forked ranks cannot use CUDA)."""
+    """`losses_of(*overrides)`: the losses of 5 steps on one GPU, in this process (forked ranks
+    cannot use CUDA).
+    """
 
     def run(*overrides: str) -> list[float]:
         configuration = checked(Degrees(), *overrides)
@@ -69,13 +73,16 @@ def losses_of(checked):
 
 def test_bfloat16_follows_float32(losses_of):
     exact = losses_of("--training.mixed_precision_param=float32")
-    # bfloat16 rounds activations and weights to 8 bits: 0.4 % each, averaged over thousands of tokens.
+    # bfloat16 rounds activations and weights to 8 bits: 0.4 % each, averaged over thousands of
+    # tokens.
     assert losses_of("--training.mixed_precision_param=bfloat16") == pytest.approx(exact, rel=1e-2)
 
 
 def test_cpu_offload_changes_nothing(losses_of):
     kept = losses_of("--training.mixed_precision_param=float32")
-    offloaded = losses_of("--training.mixed_precision_param=float32", "--training.enable_cpu_offload=true")
+    offloaded = losses_of(
+        "--training.mixed_precision_param=float32", "--training.enable_cpu_offload=true"
+    )
     assert offloaded == pytest.approx(kept, rel=1e-5)  # AdamW on the CPU rounds in another order
 
 
@@ -87,8 +94,12 @@ def test_varlen_attention_equals_sdpa(losses_of):
 
 
 def test_varlen_attention_takes_no_float32(checked):
-    configuration = checked(Degrees(), "--training.mixed_precision_param=float32", "--model.attention_backend=varlen")
-    with pytest.raises(ConfigError, match=r"activations are float32 on cuda\. Set it to 'sdpa', or training\.mixed"):
+    configuration = checked(
+        Degrees(), "--training.mixed_precision_param=float32", "--model.attention_backend=varlen"
+    )
+    with pytest.raises(
+        ConfigError, match=r"activations are float32 on cuda\. Set it to 'sdpa', or training\.mixed"
+    ):
         assemble(configuration)
 
 
@@ -99,7 +110,10 @@ def test_deterministic_runs_have_the_same_bits(losses_of, attention):
     first = losses_of(*settings)
     assert all(math.isfinite(loss) for loss in first)
     assert losses_of(*settings) == first
-    assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
+    assert (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.backends.cuda.mem_efficient_sdp_enabled()
+    )
 
 
 def test_attention_never_takes_cudnn(checked):
@@ -114,7 +128,8 @@ def test_sums_of_two_byte_products_are_float32():
     """The head's weight gradient and the router's logits, added up inside the product."""
     dy, x, total = randn(3000, 96), randn(3000, 64), randn(96, 64).float()
     expected = total.double() + dy.double().T @ x.double()
-    assert relative_error(sum_over_rows(dy, x, total, accumulate=True), expected) < 5e-6  # H200: 1.5e-6
+    # H200: 1.5e-6
+    assert relative_error(sum_over_rows(dy, x, total, accumulate=True), expected) < 5e-6
     weight = randn(128, 64).requires_grad_()
     logits = wide_linear(x.requires_grad_(), weight)
     assert logits.dtype == torch.float32
@@ -161,17 +176,26 @@ def test_draws_are_possible_with_deterministic_algorithms():
     logits, uniform = torch.randn(3, 50, device="cuda"), torch.rand(3, device="cuda")
     torch.use_deterministic_algorithms(True)
     drawn = choose_tokens(logits, uniform, temperature=0.7)
-    assert drawn.is_cuda and torch.equal(drawn.cpu(), choose_tokens(logits.cpu(), uniform.cpu(), temperature=0.7))
+    assert drawn.is_cuda and torch.equal(
+        drawn.cpu(), choose_tokens(logits.cpu(), uniform.cpu(), temperature=0.7)
+    )
 
 
 def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run(monkeypatch):
-    """Pointers and `cp.async` against TMA, at a real size: a missing barrier would show as other bits now and then."""
+    """Pointers and `cp.async` against TMA, at a real size: a missing barrier would show as other
+    bits now and then.
+    """
     torch.manual_seed(0)
     tokens, top_k, num_experts, hidden, inner = 16384, 8, 128, 2048, 768
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     dout = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
-    gate_up = torch.randn(num_experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
-    down = torch.randn(num_experts, hidden, inner, device="cuda", dtype=torch.bfloat16) * inner**-0.5
+    gate_up = (
+        torch.randn(num_experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16)
+        * hidden**-0.5
+    )
+    down = (
+        torch.randn(num_experts, hidden, inner, device="cuda", dtype=torch.bfloat16) * inner**-0.5
+    )
     chosen = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
     _, token, rows, offsets = group_by_expert(chosen, num_experts)
     weight = torch.rand(tokens * top_k, device="cuda")
@@ -181,7 +205,9 @@ def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run(monkeypatch):
     for table in ("large", "blackwell"):
         monkeypatch.setitem(kernels.TILES[table], "wgrad_gather", kernels.TILES[table]["wgrad"])
 
-    def products(x: torch.Tensor, dout: torch.Tensor, token: torch.Tensor | None) -> list[torch.Tensor]:
+    def products(
+        x: torch.Tensor, dout: torch.Tensor, token: torch.Tensor | None
+    ) -> list[torch.Tensor]:
         h, kept = kernels.row_grouped_swiglu(x, gate_up.mT, offsets, token, weight, keep=True)
         assert kept is not None
         dz, *others = kernels.row_grouped_swiglu_backward(dout, down, offsets, token, weight, z)
@@ -194,18 +220,26 @@ def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run(monkeypatch):
     expected = products(copied_x, copied_dout, None)
     for run in range(100):
         gathered = products(x, dout, token)
-        different = [i for i, (a, b) in enumerate(zip(gathered, expected, strict=True)) if not torch.equal(a, b)]
+        different = [
+            i
+            for i, (a, b) in enumerate(zip(gathered, expected, strict=True))
+            if not torch.equal(a, b)
+        ]
         assert different == [], f"run {run}"
 
 
 def test_tensors_of_more_than_two_to_the_31_elements():
-    """The last group of x, of dx and of z, each of 2.2e9 elements, against float64. It takes 20 GB."""
+    """The last group of x, of dx and of z, each of 2.2e9 elements, against float64. It takes 20
+    GB.
+    """
     rows, hidden, inner, last = 1_100_000, 2048, 1024, 1000
     x = torch.empty(rows, hidden, device="cuda", dtype=torch.bfloat16)
     for part in x.split(65536):
         part.normal_()
     dy, weight, gate_up = randn(rows, 128), randn(4, 128, hidden), randn(4, 2 * inner, hidden)
-    offsets = torch.tensor([rows // 3, rows // 2, rows - last, rows], dtype=torch.int32, device="cuda")
+    offsets = torch.tensor(
+        [rows // 3, rows // 2, rows - last, rows], dtype=torch.int32, device="cuda"
+    )
     tail, dy_tail, end = x[-last:].double(), dy[-last:].double(), weight[3].double()
     bound = 5e-3  # rounding to bfloat16 alone gives 1.7e-3
     y = kernels.row_grouped_gemm(x, weight.mT, offsets)
@@ -215,7 +249,9 @@ def test_tensors_of_more_than_two_to_the_31_elements():
     dx = kernels.row_grouped_gemm(dy, weight, offsets)
     assert relative_error(dx[-last:], dy_tail @ end) < bound
     del dx
-    _, z = kernels.row_grouped_swiglu(x, gate_up.mT, offsets, None, torch.ones(rows, device="cuda"), keep=True)
+    _, z = kernels.row_grouped_swiglu(
+        x, gate_up.mT, offsets, None, torch.ones(rows, device="cuda"), keep=True
+    )
     assert z is not None and relative_error(z[-last:], tail @ gate_up[3].double().T) < bound
 
 
@@ -225,7 +261,9 @@ def test_a_kernel_can_be_the_first_of_its_thread():
     offsets = torch.tensor([100, 256], dtype=torch.int32, device="cuda")
     expected = torch.cat([x[:100] @ weight[0].T, x[100:] @ weight[1].T])
     found = []
-    thread = threading.Thread(target=lambda: found.append(kernels.row_grouped_gemm(x, weight.mT, offsets)))
+    thread = threading.Thread(
+        target=lambda: found.append(kernels.row_grouped_gemm(x, weight.mT, offsets))
+    )
     thread.start()
     thread.join()
     torch.testing.assert_close(found[0], expected)
@@ -250,7 +288,9 @@ def test_cross_entropy_over_a_large_vocabulary(dtype, reduction):
 
 
 def test_products_of_float32_are_no_tf32(monkeypatch):
-    """Angles of positions beyond 2,048, as classes of transformers compute them; and a convolution."""
+    """Angles of positions beyond 2,048, as classes of transformers compute them; and a
+    convolution.
+    """
     torch.set_float32_matmul_precision("high")  # as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE leaves it
     monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
     keep_float32()

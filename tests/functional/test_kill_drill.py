@@ -1,4 +1,5 @@
-"""One machine: where its processes listen, and what is left when the launcher alone is killed in the middle of saves.
+"""One machine: where its processes listen, and what is left when the launcher alone is killed in
+the middle of saves.
 
 Ranks are forked from a server, so that a start takes a second. With more kills, by hand:
 `TITANLITE_KILLS=25 python -m pytest tests/functional/test_kill_drill.py`
@@ -29,12 +30,26 @@ pytestmark = pytest.mark.timeout(900 if KILLS <= 2 else 0)
 class Run:
     """One launcher with its ranks; `pids` are theirs once they run."""
 
-    def __init__(self, server: RankServer, config: Path, dump: Path, folder: Path, *settings: str) -> None:
+    def __init__(
+        self, server: RankServer, config: Path, dump: Path, folder: Path, *settings: str
+    ) -> None:
         folder.mkdir()
         self.folder = folder
         self.launched = server.launch(
-            *("--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=1", "-m", "titanlite.train"),
-            *("--config", str(config), f"--job.dump_folder={dump}", "--training.steps=100000", *settings),
+            *(
+                "--standalone",
+                f"--nproc-per-node={RANKS}",
+                "--max-restarts=1",
+                "-m",
+                "titanlite.train",
+            ),
+            *(
+                "--config",
+                str(config),
+                f"--job.dump_folder={dump}",
+                "--training.steps=100000",
+                *settings,
+            ),
             folder=folder,
             TMPDIR=str(folder.parent),
         )
@@ -60,8 +75,15 @@ class Run:
 
 def listening(pids: list[int]) -> set[str]:
     """Addresses, in the kernel's spelling, on which these processes accept connections."""
-    links = [os.readlink(path) for pid in pids for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
-    inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
+    links = [
+        os.readlink(path)
+        for pid in pids
+        for path in Path(f"/proc/{pid}/fd").iterdir()
+        if path.is_symlink()
+    ]
+    inodes = {
+        link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")
+    }
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -72,10 +94,14 @@ def listening(pids: list[int]) -> set[str]:
 
 
 @pytest.mark.slow
-def test_nothing_listens_but_on_the_loopback_interface_before_and_after_a_restart(server, config_file, tmp_path):
+def test_nothing_listens_but_on_the_loopback_interface_before_and_after_a_restart(
+    server, config_file, tmp_path
+):
     run = Run(server, config_file, tmp_path / "run", tmp_path / "pids")
     for start in (1, 2):
-        run.wait_for("steps", lambda start=start: run.steps().count(1) == start and run.steps()[-1] > 1)
+        run.wait_for(
+            "steps", lambda start=start: run.steps().count(1) == start and run.steps()[-1] > 1
+        )
         assert listening(run.pids()) == {"0100007F"}
         if start == 1:
             os.kill(run.pids()[2], signal.SIGKILL)
@@ -84,11 +110,17 @@ def test_nothing_listens_but_on_the_loopback_interface_before_and_after_a_restar
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_launcher_that_is_killed_takes_its_ranks_along_and_the_next_one_goes_on(server, config_file, tmp_path, mode):
+def test_a_launcher_that_is_killed_takes_its_ranks_along_and_the_next_one_goes_on(
+    server, config_file, tmp_path, mode
+):
     """Of two that start at once, one goes on and the other is refused."""
     rng, dump = random.Random(KILLS), tmp_path / "run"
     checkpoints = dump / "checkpoint"
-    settings = [f"--checkpoint.async_mode={mode}", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=3"]
+    settings = [
+        f"--checkpoint.async_mode={mode}",
+        "--checkpoint.interval=1",
+        "--checkpoint.keep_latest_k=3",
+    ]
 
     def start(name: str) -> Run:
         return Run(server, config_file, dump, tmp_path / name, *settings)
@@ -98,15 +130,19 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along_and_the_next_one_goes_o
         first = max(list_steps(checkpoints), default=0)
         if other is not None:
             both = [run, other]
-            run.wait_for("end of one", lambda both=both: any(map(Run.is_over, both))) if not run.is_over() else None
+            run.wait_for(
+                "end of one", lambda both=both: any(map(Run.is_over, both))
+            ) if not run.is_over() else None
             run, loser = sorted(both, key=Run.is_over)
-            assert loser.launched.end(WAIT_S) == 2 and "another run writes into" in loser.launched.out, (
-                loser.launched.out
-            )
+            assert (
+                loser.launched.end(WAIT_S) == 2 and "another run writes into" in loser.launched.out
+            ), loser.launched.out
             refused += 1
         run.wait_for("steps", run.steps)
         assert run.steps()[0] == first + 1, (first, run.launched.out)
-        assert (f"resuming from {step_folder(checkpoints, first)}" in run.launched.out) == (first > 0)
+        assert (f"resuming from {step_folder(checkpoints, first)}" in run.launched.out) == (
+            first > 0
+        )
         target = run.steps()[-1] + rng.randint(1, 6)
         run.wait_for(f"step {target}", lambda run=run, target=target: run.steps()[-1] >= target)
         if kill == KILLS:
@@ -123,10 +159,19 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along_and_the_next_one_goes_o
         if saved := list_steps(checkpoints):
             assert check_folder(step_folder(checkpoints, saved[-1]), checksums=True) == []
         assert len(list(checkpoints.iterdir())) <= 5
-        left = [path.name for path in tmp_path.iterdir() if path.name.startswith(("titanlite-", "torchelastic_"))]
+        left = [
+            path.name
+            for path in tmp_path.iterdir()
+            if path.name.startswith(("titanlite-", "torchelastic_"))
+        ]
         assert len(left) == 1, "each start removes what the one before left"
         run, other = start(f"a{kill}"), start(f"b{kill}") if kill % TWO_STARTS_EVERY == 0 else None
     run.stop()
     assert not list(tmp_path.glob("titanlite-*"))
-    assert {path.name for path in checkpoints.iterdir()} == {f"step-{step}" for step in list_steps(checkpoints)}
-    print(f"{mode}: {KILLS} kills, {refused} second starts refused, all ranks were gone after {max(gone_s)} s at most")
+    assert {path.name for path in checkpoints.iterdir()} == {
+        f"step-{step}" for step in list_steps(checkpoints)
+    }
+    print(
+        f"{mode}: {KILLS} kills, {refused} second starts refused, all ranks were gone after "
+        f"{max(gone_s)} s at most"
+    )

@@ -1,4 +1,6 @@
-"""LoRA through real trainers: every mesh trains the same adapters, resuming is exact, the base model never moves."""
+"""LoRA through real trainers: every mesh trains the same adapters, resuming is exact, the base
+model never moves.
+"""
 
 import json
 import shutil
@@ -24,7 +26,12 @@ STEPS = 4
 RELATIVE_TOLERANCE = 1e-5  # as in test_parity_ladder.py
 WEIGHT_TOLERANCE = 1.25e-5
 STRONG = "--lora.alpha=32"  # so that four steps learn something
-LORA = ["--lora.rank=4", "--lora.alpha=8", "--moe.expert_bias_update_rate=none", "--training.local_batch_size=2"]
+LORA = [
+    "--lora.rank=4",
+    "--lora.alpha=8",
+    "--moe.expert_bias_update_rate=none",
+    "--training.local_batch_size=2",
+]
 FAMILIES = {
     "qwen3_moe": [],
     "qwen3": ["--model.name=qwen3"],
@@ -36,14 +43,20 @@ FULL_AC = "--activation_checkpoint.mode=full"
 
 @pytest.fixture
 def base_of(pretrained) -> Callable[[str], Path]:
-    """`base_of(family)`: a pretrained model, wide enough that experts differ and the loss has something to unlearn."""
+    """`base_of(family)`: a pretrained model, wide enough that experts differ and the loss has
+    something to unlearn.
+    """
     return lambda family: pretrained(family, 0.1, *FAMILIES[family])
 
 
 @pytest.fixture
 def overrides_of(base_of) -> Callable[..., list[str]]:
     def get(family: str, *overrides: str) -> list[str]:
-        cleared = ["--model.flavor=", "--model.overrides.vocab_size=none", "--model.overrides.num_layers=none"]
+        cleared = [
+            "--model.flavor=",
+            "--model.overrides.vocab_size=none",
+            "--model.overrides.num_layers=none",
+        ]
         return [*cleared, *LORA, f"--checkpoint.initial_load_path={base_of(family)}", *overrides]
 
     return get
@@ -58,7 +71,9 @@ def reference_runs() -> dict[str, Any]:
 def compare(warm_run, overrides_of, meshes, reference_runs):
     def run(mesh: str, family: str, *overrides: str) -> Any:
         if family not in reference_runs:
-            reference_runs[family] = warm_run(Degrees(), *overrides_of(family, STRONG), steps=STEPS)[0]
+            reference_runs[family] = warm_run(
+                Degrees(), *overrides_of(family, STRONG), steps=STEPS
+            )[0]
         one = reference_runs[family]
         degrees = meshes[mesh]
         local = f"--training.local_batch_size={8 // degrees.dp // 2}"
@@ -93,7 +108,11 @@ def compare(warm_run, overrides_of, meshes, reference_runs):
 def test_mesh_trains_the_adapters_of_one_process(compare, base_of, mesh, family, overrides):
     one = compare(mesh, family, *overrides)
     stored = load_file(base_of(family) / "model.safetensors")
-    moved = [name for name, weight in one.weights.items() if is_adapter(name) and name.endswith("B") and weight.any()]
+    moved = [
+        name
+        for name, weight in one.weights.items()
+        if is_adapter(name) and name.endswith("B") and weight.any()
+    ]
     assert len(moved) == sum(is_adapter(name) and name.endswith("B") for name in one.weights) > 0
     assert one.losses[-1] < one.losses[0] - 0.02, f"nothing was learned: {one.losses}"
     for name in stored.keys() & one.weights.keys():
@@ -101,7 +120,9 @@ def test_mesh_trains_the_adapters_of_one_process(compare, base_of, mesh, family,
 
 
 @pytest.mark.parametrize(("mesh", "family"), [("EP2xFSDP2", "qwen3_moe"), ("FSDP4", "qwen3")])
-def test_transformers_own_class_trains_the_same_adapters(warm_run, overrides_of, meshes, reference_runs, mesh, family):
+def test_transformers_own_class_trains_the_same_adapters(
+    warm_run, overrides_of, meshes, reference_runs, mesh, family
+):
     """As the native decoder does in one process: another implementation of the model."""
     if family not in reference_runs:
         reference_runs[family] = warm_run(Degrees(), *overrides_of(family, STRONG), steps=STEPS)[0]
@@ -115,16 +136,23 @@ def test_transformers_own_class_trains_the_same_adapters(warm_run, overrides_of,
     assert adapters == {name for name in many.weights if is_adapter(name)}
     for name in adapters:
         assert many.digests[name] == one.digests[name], name
-        torch.testing.assert_close(many.weights[name], one.weights[name], rtol=0, atol=WEIGHT_TOLERANCE)
+        torch.testing.assert_close(
+            many.weights[name], one.weights[name], rtol=0, atol=WEIGHT_TOLERANCE
+        )
 
 
-def test_base_is_frozen_in_two_bytes_and_adapters_are_trained_in_four(run_ranks, checked, overrides_of, meshes):
+def test_base_is_frozen_in_two_bytes_and_adapters_are_trained_in_four(
+    run_ranks, checked, overrides_of, meshes
+):
     """Also in one FSDP unit; the optimizer has memory for adapters alone."""
     job = checked(meshes["TP2xEP2"], *overrides_of("qwen3_moe", "--lora.base_dtype=bfloat16"))
 
     def rank_main() -> None:
         trainer = assemble(job)
-        losses = [trainer.stepper.train_step(trainer.loader.micro_batches(0)).loss.item() for _ in range(4)]
+        losses = [
+            trainer.stepper.train_step(trainer.loader.micro_batches(0)).loss.item()
+            for _ in range(4)
+        ]
         assert losses[-1] < losses[0]
         for name, param in trainer.model.named_parameters():
             assert param.requires_grad == is_adapter(name), name
@@ -142,7 +170,9 @@ def test_dropout_is_the_same_when_layers_are_recomputed(warm_run, overrides_of):
     overrides = overrides_of("qwen3_moe", "--lora.dropout=0.3")
     plain = warm_run(Degrees(), *overrides, steps=3)[0]
     for mode in ("full", "selective"):
-        recomputed = warm_run(Degrees(), *overrides, f"--activation_checkpoint.mode={mode}", steps=3)[0]
+        recomputed = warm_run(
+            Degrees(), *overrides, f"--activation_checkpoint.mode={mode}", steps=3
+        )[0]
         assert recomputed.losses == plain.losses and recomputed.grad_norms == plain.grad_norms, mode
     without = warm_run(Degrees(), *overrides_of("qwen3_moe"), steps=3)[0]
     assert without.losses[1:] != plain.losses[1:], "nothing was dropped"
@@ -159,7 +189,9 @@ def train(run_warm, checked) -> Callable[..., None]:
 
 
 def test_resume(train, overrides_of, meshes, tmp_path):
-    """A step holds the adapters only; resumed on the same mesh bit for bit, on another one to rounding."""
+    """A step holds the adapters only; resumed on the same mesh bit for bit, on another one to
+    rounding.
+    """
     overrides = overrides_of(
         "qwen3_moe",
         "--training.steps=2",
@@ -170,7 +202,9 @@ def test_resume(train, overrides_of, meshes, tmp_path):
     whole = tmp_path / "whole"
     train(meshes["TP2xEP2"], whole, *overrides)
     step = whole / "checkpoint/step-2"
-    assert {path.name for path in step.iterdir() if path.suffix == ".safetensors"} == {"adapter_model.safetensors"}
+    assert {path.name for path in step.iterdir() if path.suffix == ".safetensors"} == {
+        "adapter_model.safetensors"
+    }
     config = json.loads((step / "adapter_config.json").read_text())
     assert config["r"] == 4 and config["lora_alpha"] == 8 and config["target_modules"] == ["o_proj"]
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
@@ -203,12 +237,16 @@ def test_resume_on_another_mesh(train, overrides_of, meshes, tmp_path):
 
 
 def test_adapters_belong_to_the_model_that_they_were_trained_on(train, overrides_of, tmp_path):
-    """What a run overrides is in no file of peft's: resuming with another is refused, merging writes the run's."""
+    """What a run overrides is in no file of peft's: resuming with another is refused, merging
+    writes the run's.
+    """
     overrides = overrides_of("qwen3", "--training.steps=2", "--checkpoint.interval=1")
     train(Degrees(), tmp_path / "run", *overrides, "--model.overrides.rope_theta=777")
     step = tmp_path / "run/checkpoint/step-2"
     shutil.copytree(step.with_name("step-1"), tmp_path / "resumed/checkpoint/step-1")
-    with pytest.raises(AssertionError, match=r"whose model is another one: rope_theta is .*, there 777"):
+    with pytest.raises(
+        AssertionError, match=r"whose model is another one: rope_theta is .*, there 777"
+    ):
         train(Degrees(), tmp_path / "resumed", *overrides)
     train(Degrees(), tmp_path / "resumed", *overrides, "--model.overrides.rope_theta=777")
     export_merged(step, tmp_path / "merged", torch.float32)
@@ -217,13 +255,20 @@ def test_adapters_belong_to_the_model_that_they_were_trained_on(train, overrides
 
 
 def test_a_run_begins_with_trained_adapters(train, run_ranks, checked, overrides_of, tmp_path):
-    """Those of another run, or of peft; what does not fit is said, and a resumed run takes its own."""
-    overrides = overrides_of("qwen3_moe", "--training.steps=2", "--checkpoint.interval=1", "--lora.targets=experts")
+    """Those of another run, or of peft; what does not fit is said, and a resumed run takes its
+    own.
+    """
+    overrides = overrides_of(
+        "qwen3_moe", "--training.steps=2", "--checkpoint.interval=1", "--lora.targets=experts"
+    )
     train(Degrees(), tmp_path / "first", *overrides)
     start = tmp_path / "first/checkpoint/step-2"
     begin = [*overrides, f"--lora.init_from={start}"]
     train(Degrees(), tmp_path / "second", *begin)
-    first, second = (load_file(tmp_path / run / "checkpoint/step-2" / ADAPTER_FILE) for run in ("first", "second"))
+    first, second = (
+        load_file(tmp_path / run / "checkpoint/step-2" / ADAPTER_FILE)
+        for run in ("first", "second")
+    )
     assert all(not torch.equal(first[name], second[name]) for name in first)
     shutil.copytree(tmp_path / "second/checkpoint/step-1", tmp_path / "resumed/checkpoint/step-1")
     train(Degrees(), tmp_path / "resumed", *begin)
@@ -232,9 +277,16 @@ def test_a_run_begins_with_trained_adapters(train, run_ranks, checked, overrides
 
     def rank_main() -> None:
         trainer = assemble(checked(Degrees(), f"--job.dump_folder={tmp_path / 'none'}", *begin))
-        found = whole(dict(trainer.model.named_parameters())["model.layers.0.mlp.experts.down_lora_A"]).flatten(0, 1)
-        assert torch.equal(found, first["base_model.model.model.layers.0.mlp.experts.lora_A.weight"])
+        found = whole(
+            dict(trainer.model.named_parameters())["model.layers.0.mlp.experts.down_lora_A"]
+        ).flatten(0, 1)
+        assert torch.equal(
+            found, first["base_model.model.model.layers.0.mlp.experts.lora_A.weight"]
+        )
 
     run_ranks(1, rank_main)
-    with pytest.raises(AssertionError, match=r"lora\.init_from: the adapters in .* have rank 4, but lora\.rank is 8"):
+    with pytest.raises(
+        AssertionError,
+        match=r"lora\.init_from: the adapters in .* have rank 4, but lora\.rank is 8",
+    ):
         train(Degrees(), tmp_path / "none", *begin, "--lora.rank=8")

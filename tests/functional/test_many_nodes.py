@@ -1,4 +1,6 @@
-"""Several machines: launchers that meet, agree to stop, lose one another and go on; over addresses of their own."""
+"""Several machines: launchers that meet, agree to stop, lose one another and go on; over addresses
+of their own.
+"""
 
 import json
 import os
@@ -35,12 +37,17 @@ from titanlite.features.copies import check_same_copies
 from titanlite.launch.rendezvous import find_free_port
 from titanlite.materialize import materialize
 from titanlite.metrics import run_folder
-from titanlite.metrics.run_folder import check_same_settings, check_shared_folder, waiting_for_machines
+from titanlite.metrics.run_folder import (
+    check_same_settings,
+    check_shared_folder,
+    waiting_for_machines,
+)
 from titanlite.models.decoder import build_decoder
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240  # 40 s on 2 idle cores
-# A lost launcher is noticed after 6 s and not after 15; so that tests do not wait, not so that they pass.
+# A lost launcher is noticed after 6 s and not after 15; so that tests do not wait, not so that they
+# pass.
 QUICK = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=3,join_timeout=120"
 FILES = ("model.safetensors", "titanlite/optimizer.safetensors")
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="run_train.sh needs bash")
@@ -50,12 +57,18 @@ class Machine:
     """`run_train.sh` with 2 ranks, as it runs on one machine; `prefix` puts it into a namespace."""
 
     def __init__(
-        self, folder: Path, arguments: Sequence[str], env: Mapping[str, str], prefix: Sequence[str] = ()
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        prefix: Sequence[str] = (),
     ) -> None:
         self.out_path, self.err_path = folder.with_suffix(".out"), folder.with_suffix(".err")
         with open(self.out_path, "a") as out, open(self.err_path, "a") as err:
             command = [*prefix, "./run_train.sh", *arguments]
-            self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, process_group=0)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=out, stderr=err, process_group=0
+            )
 
     @property
     def out(self) -> str:
@@ -66,7 +79,9 @@ class Machine:
         return self.err_path.read_text()
 
     def kill(self) -> None:
-        """What a loss of power does: the launcher and its ranks end at the same moment, without a word."""
+        """What a loss of power does: the launcher and its ranks end at the same moment, without a
+        word.
+        """
         kill_tree(self.process.pid)
         self.process.wait()
 
@@ -74,14 +89,22 @@ class Machine:
 class Cluster:
     """Machines on which one run trains, with one output folder."""
 
-    def __init__(self, config: Path, folder: Path, num_steps: int, *overrides: str, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: Path, folder: Path, num_steps: int, *overrides: str, env: Mapping[str, str]
+    ) -> None:
         self.folder, self.num_steps, self.env = folder, num_steps, env
-        self.arguments = [f"--config={config}", f"--training.steps={num_steps}", f"--job.dump_folder={folder / 'run'}"]
+        self.arguments = [
+            f"--config={config}",
+            f"--training.steps={num_steps}",
+            f"--job.dump_folder={folder / 'run'}",
+        ]
         self.arguments += overrides
         self.machines: list[Machine] = []
 
     def start(self, name: str, variables: Mapping[str, str], prefix: Sequence[str] = ()) -> Machine:
-        self.machines.append(Machine(self.folder / name, self.arguments, {**self.env, **variables}, prefix))
+        self.machines.append(
+            Machine(self.folder / name, self.arguments, {**self.env, **variables}, prefix)
+        )
         return self.machines[-1]
 
     @property
@@ -109,7 +132,9 @@ class Cluster:
             time.sleep(0.02)
 
     def report(self) -> str:
-        return "\n".join(f"=== {m.out_path}\n{m.out[-3000:]}\n{m.err[-3000:]}" for m in self.machines)
+        return "\n".join(
+            f"=== {m.out_path}\n{m.out[-3000:]}\n{m.err[-3000:]}" for m in self.machines
+        )
 
     def end(self, *ending: Machine) -> None:
         """They end by themselves with exit code 0."""
@@ -134,7 +159,9 @@ def environment(server_of_many: RankServer) -> dict[str, str]:
 
 
 @pytest.fixture
-def cluster(config_file: Path, tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[..., Cluster]]:
+def cluster(
+    config_file: Path, tmp_path: Path, environment: dict[str, str]
+) -> Iterator[Callable[..., Cluster]]:
     made: list[Cluster] = []
 
     def make(num_steps: int, *overrides: str) -> Cluster:
@@ -171,7 +198,9 @@ def namespaces() -> Iterator[Namespaces]:
         for command in setup:
             done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
             if done.returncode:
-                pytest.skip(f"no rights to make network namespaces: ip {command}: {done.stderr.strip()}")
+                pytest.skip(
+                    f"no rights to make network namespaces: ip {command}: {done.stderr.strip()}"
+                )
         first, second = (["ip", "netns", "exec", name] for name in names)
         yield Namespaces((first, second), addresses)
     finally:
@@ -181,7 +210,9 @@ def namespaces() -> Iterator[Namespaces]:
 
 @pytest.fixture
 def places(request) -> Namespaces | None:
-    """Two namespaces where the test may make them, else None: both launchers share this machine's network."""
+    """Two namespaces where the test may make them, else None: both launchers share this machine's
+    network.
+    """
     try:
         return request.getfixturevalue("namespaces")
     except pytest.skip.Exception:
@@ -189,23 +220,34 @@ def places(request) -> Namespaces | None:
 
 
 def elastic(nnodes: str, places: Namespaces | None = None) -> tuple[dict[str, str], dict[str, str]]:
-    """Variables of the machine that the rendezvous is on, and of the others. On one machine both have one host name and
-    must be told who is who; in namespaces they find out by the address, as real machines do."""
+    """Variables of the machine that the rendezvous is on, and of the others. On one machine both
+    have one host name and must be told who is who; in namespaces they find out by the address, as
+    real machines do.
+    """
     port = find_free_port()
     common = {"NNODES": nnodes, "RDZV_ID": f"test-{port}", "MAX_RESTARTS": "3"}
     if places is not None:
         common |= {"RDZV_ENDPOINT": f"{places.addresses[0]}:{port}", "RDZV_CONF": QUICK}
         return common, common
     common |= {"RDZV_ENDPOINT": f"localhost:{port}"}
-    return common | {"RDZV_CONF": f"{QUICK},is_host=1"}, common | {"RDZV_CONF": f"{QUICK},is_host=0"}
+    return common | {"RDZV_CONF": f"{QUICK},is_host=1"}, common | {
+        "RDZV_CONF": f"{QUICK},is_host=0"
+    }
 
 
 @pytest.fixture
 def undisturbed(run_ranks, checked, tmp_path) -> Callable[..., dict[int, float]]:
-    """`undisturbed(num_steps, *overrides)` trains on 4 ranks of one machine into `tmp_path / "run"`; losses by step."""
+    """`undisturbed(num_steps, *overrides)` trains on 4 ranks of one machine into `tmp_path /
+    "run"`; losses by step.
+    """
 
     def train(num_steps: int, *overrides: str) -> dict[int, float]:
-        job = checked(Degrees(dp_shard=4), f"--training.steps={num_steps}", "--checkpoint.interval=0", *overrides)
+        job = checked(
+            Degrees(dp_shard=4),
+            f"--training.steps={num_steps}",
+            "--checkpoint.interval=0",
+            *overrides,
+        )
 
         def rank_main() -> None:
             assemble(job).train()
@@ -220,9 +262,10 @@ def undisturbed(run_ranks, checked, tmp_path) -> Callable[..., dict[int, float]]
 def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed_run(
     cluster, undisturbed, places, tmp_path
 ):
-    """2 launchers x 2 ranks, in two network namespaces where the test may make them. First SIGTERM to one: all save and
-    end with 0. Then, in the run that goes on from there, SIGKILL to all processes of one: it comes back, and the ranks
-    of both resume from the newest checkpoint."""
+    """2 launchers x 2 ranks, in two network namespaces where the test may make them. First SIGTERM
+    to one: all save and end with 0. Then, in the run that goes on from there, SIGKILL to all
+    processes of one: it comes back, and the ranks of both resume from the newest checkpoint.
+    """
     run: Cluster = cluster(36, "--checkpoint.interval=6", "--checkpoint.keep_latest_k=0")
     run.folder = tmp_path / "cluster"
     run.folder.mkdir()
@@ -237,8 +280,10 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
     assert f"stopped after step {stopped} of 36, saved" in run.out
     assert "Traceback" not in first.err + second.err
     assert second.err.count("SIGTERM: finishing this step and saving") == 1
-    assert first.err == f"titanlite: waiting for 2 machines at {host['RDZV_ENDPOINT']}, rendezvous " + (
-        f"'{host['RDZV_ID']}' ...\n"
+    assert (
+        first.err
+        == f"titanlite: waiting for 2 machines at {host['RDZV_ENDPOINT']}, rendezvous "
+        + (f"'{host['RDZV_ID']}' ...\n")
     )
 
     newest = (stopped // 6 + 1) * 6
@@ -260,7 +305,9 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_machines_that_are_left(cluster, undisturbed, tmp_path):
-    """NNODES=1:2, one rank each: after the loss of one machine for good, the other trains on, with the same batches."""
+    """NNODES=1:2, one rank each: after the loss of one machine for good, the other trains on, with
+    the same batches.
+    """
     run: Cluster = cluster(16, "--checkpoint.interval=4")
     run.folder = tmp_path / "cluster"
     run.folder.mkdir()
@@ -280,7 +327,9 @@ def test_a_run_goes_on_with_the_machines_that_are_left(cluster, undisturbed, tmp
 
 
 def test_sigterm_ends_a_machine_that_waits_for_others_at_once(cluster):
-    """There is nothing to save yet; in a queue's grace period a wait of 10 minutes would be too long."""
+    """There is nothing to save yet; in a queue's grace period a wait of 10 minutes would be too
+    long.
+    """
     run: Cluster = cluster(5)
     host, _ = elastic("2")
     alone = run.start("a", host)
@@ -292,12 +341,16 @@ def test_sigterm_ends_a_machine_that_waits_for_others_at_once(cluster):
 
 @pytest.mark.slow
 def test_two_network_namespaces_with_fixed_numbers(cluster, namespaces):
-    """The host name resolves to a loopback address in both: the interface has to be found by the route."""
+    """The host name resolves to a loopback address in both: the interface has to be found by the
+    route.
+    """
     run: Cluster = cluster(2, "--checkpoint.enable=false")
     started = []
     for number, prefix in enumerate(namespaces.prefixes):
         static = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": namespaces.addresses[0]}
-        started.append(run.start(f"node{number}", {**static, "MASTER_PORT": "29533", "NGPU": "1"}, prefix))
+        started.append(
+            run.start(f"node{number}", {**static, "MASTER_PORT": "29533", "NGPU": "1"}, prefix)
+        )
     run.end(*started)
     assert run.steps() == {1, 2} and "2 ranks on cpu" in started[0].out
     assert started[1].out == "", "rank 0 is on machine 0"
@@ -320,7 +373,7 @@ for pid in "${pids[@]}"; do
     [ "${last:-0}" -le 128 ] && [ "${last:-0}" -gt "$code" ] && code=$last
 done
 exit $code
-"""
+"""  # noqa: E501
 FAKE_SCONTROL = """#!/usr/bin/env bash
 if [ "$1 $2" = "show hostnames" ]; then
     echo "$3" | tr ',' '\\n'
@@ -332,18 +385,27 @@ fi
 
 @pytest.mark.slow
 def test_slurm_script(cluster, places, tmp_path, environment):
-    """The batch script with stand-ins for `srun` and `scontrol` trains on 2 x 2 ranks, in two namespaces with addresses
-    of their own where the test may make them. The signal before the time limit saves, and the job is put back."""
+    """The batch script with stand-ins for `srun` and `scontrol` trains on 2 x 2 ranks, in two
+    namespaces with addresses of their own where the test may make them. The signal before the time
+    limit saves, and the job is put back.
+    """
     nodes, lines = "localhost,localhost", ""
     if places is not None:
-        nodes, lines = ",".join(places.addresses), "\n".join(shlex.join(prefix) for prefix in places.prefixes)
+        nodes, lines = (
+            ",".join(places.addresses),
+            "\n".join(shlex.join(prefix) for prefix in places.prefixes),
+        )
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     run: Cluster = cluster(100000)
-    slurm = {"SLURM_JOB_ID": str(find_free_port()), "SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NUM_NODES": "2"}
+    slurm = {
+        "SLURM_JOB_ID": str(find_free_port()),
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_JOB_NUM_NODES": "2",
+    }
     slurm |= {"SLURM_SUBMIT_DIR": str(ROOT), "NODE_RANK": "7", "RDZV_PORT": str(find_free_port())}
     variables = {"FAKE_FOLDER": str(tmp_path), "FAKE_NAMESPACES": lines, "RDZV_CONF": QUICK}
     variables["PATH"] = f"{tools}:{environment['PATH']}"
@@ -358,7 +420,9 @@ def test_slurm_script(cluster, places, tmp_path, environment):
     try:
         end = time.monotonic() + TIMEOUT_S
         while not {2} <= run.steps():
-            assert job.poll() is None and time.monotonic() < end, [p.read_text() for p in tmp_path.glob("*.err")]
+            assert job.poll() is None and time.monotonic() < end, [
+                p.read_text() for p in tmp_path.glob("*.err")
+            ]
             time.sleep(0.05)
         job.send_signal(signal.SIGUSR1)
         assert job.wait(TIMEOUT_S) == 0, [p.read_text() for p in tmp_path.glob("*.err")]
@@ -371,15 +435,22 @@ def test_slurm_script(cluster, places, tmp_path, environment):
     assert (tmp_path / "scontrol.log").read_text() == f"scontrol requeue {slurm['SLURM_JOB_ID']}\n"
     assert "--nodes=2" in (tmp_path / "srun.log").read_text().split()
     errors = [(tmp_path / f"node{node}.err").read_text() for node in range(2)]
-    assert all("SIGTERM: finishing this step and saving" in text and "Traceback" not in text for text in errors)
+    assert all(
+        "SIGTERM: finishing this step and saving" in text and "Traceback" not in text
+        for text in errors
+    )
 
 
 # --- what must be alike on all machines
 
 
-def test_folders_and_settings_that_differ_are_one_error_on_all_ranks(run_ranks, checked, tmp_path, monkeypatch):
+def test_folders_and_settings_that_differ_are_one_error_on_all_ranks(
+    run_ranks, checked, tmp_path, monkeypatch
+):
     monkeypatch.setattr(run_folder, "_VISIBLE_WITHIN_S", 0.2)
-    base, other = (checked(Degrees(dp_shard=4), f"--optimizer.lr={rate}").job for rate in ("1e-3", "2e-3"))
+    base, other = (
+        checked(Degrees(dp_shard=4), f"--optimizer.lr={rate}").job for rate in ("1e-3", "2e-3")
+    )
     for name in "ab":
         (tmp_path / name).mkdir()
 
@@ -397,7 +468,8 @@ def test_folders_and_settings_that_differ_are_one_error_on_all_ranks(run_ranks, 
                 check()
             messages.append(str(caught.value))
         os.environ["LOCAL_WORLD_SIZE"] = "4"
-        check_shared_folder(tmp_path / ("a" if rank < 2 else "b"))  # one machine: nothing to find out
+        # one machine: nothing to find out
+        check_shared_folder(tmp_path / ("a" if rank < 2 else "b"))
         assert torch.ones(1).sum() == 1
         return messages
 
@@ -406,24 +478,36 @@ def test_folders_and_settings_that_differ_are_one_error_on_all_ranks(run_ranks, 
     shared, settings = results[0]
     host = socket.gethostname()
     assert shared == (
-        f"job.dump_folder: {tmp_path}/b on {host} is not the folder that rank 0 has, or cannot be written to. Put the "
+        f"job.dump_folder: {tmp_path}/b on {host} is not the folder that rank 0 has, or cannot be "
+        "written to. Put the "
         "folder on a file system that all machines share, with the same user. (ranks 2, 3)"
     )
     assert settings == (
-        f"configuration: optimizer.lr = 0.002 on {host}, 0.001 on rank 0. Start every machine with the same files and "
+        f"configuration: optimizer.lr = 0.002 on {host}, 0.001 on rank 0. Start every machine with "
+        "the same files and "
         "arguments. (ranks 2, 3)"
     )
-    assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []], "nothing is left behind"
+    assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []], (
+        "nothing is left behind"
+    )
 
 
-def write_model(folder: Path, change: Callable[[str, bytes], bytes | None] = lambda name, content: content) -> Path:
-    """Write a model of two files of 200 KB of data, and its tokenizer; `change` returns the content of each file."""
+def write_model(
+    folder: Path, change: Callable[[str, bytes], bytes | None] = lambda name, content: content
+) -> Path:
+    """Write a model of two files of 200 KB of data, and its tokenizer; `change` returns the content
+    of each file.
+    """
     folder.mkdir(parents=True)
     for number in (1, 2):
         generator = torch.Generator().manual_seed(number)
         tensors = {f"w{number}.{i}": torch.randn(100, 100, generator=generator) for i in range(5)}
         save_file(tensors, folder / f"model-0000{number}-of-00002.safetensors")
-    weight_map = {f"w{number}.{i}": f"model-0000{number}-of-00002.safetensors" for number in (1, 2) for i in range(5)}
+    weight_map = {
+        f"w{number}.{i}": f"model-0000{number}-of-00002.safetensors"
+        for number in (1, 2)
+        for i in range(5)
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
@@ -456,15 +540,25 @@ COPIES = {
         lambda name, content: None if name == "tokenizer.json" else content,
         "tokenizer.json (missing) differs",
     ),
-    "a size": (lambda name, content: content + b"\0" * (name == SECOND), f"the data of {SECOND} differs"),
+    "a size": (
+        lambda name, content: content + b"\0" * (name == SECOND),
+        f"the data of {SECOND} differs",
+    ),
 }
 
 
-def test_machines_with_other_copies_of_a_model_are_one_error_that_names_them(run_ranks, tmp_path, monkeypatch):
-    """Three machines of two ranks: the last one has another copy; in each case of a file, with the same sizes."""
+def test_machines_with_other_copies_of_a_model_are_one_error_that_names_them(
+    run_ranks, tmp_path, monkeypatch
+):
+    """Three machines of two ranks: the last one has another copy; in each case of a file, with the
+    same sizes.
+    """
     usual = write_model(tmp_path / "usual")
     same = write_model(tmp_path / "same")
-    others = {name: write_model(tmp_path / f"other{i}", change) for i, (name, (change, _)) in enumerate(COPIES.items())}
+    others = {
+        name: write_model(tmp_path / f"other{i}", change)
+        for i, (name, (change, _)) in enumerate(COPIES.items())
+    }
     snapshots = [tmp_path / f"{i}/models--acme--tiny/snapshots/{i}{'a' * 39}" for i in range(2)]
     for snapshot in snapshots:
         write_model(snapshot)
@@ -499,12 +593,15 @@ def test_machines_with_other_copies_of_a_model_are_one_error_that_names_them(run
     for name, text in expected.items():
         mine, other = (usual, others[name]) if name != "hub" else snapshots
         assert found[name] == (
-            f"configuration: model.path: {other} on {host} (rank 4) is another copy than {mine} on {host} (rank 0): "
+            f"configuration: model.path: {other} on {host} (rank 4) is another copy than {mine} on "
+            f"{host} (rank 0): "
             f"{text}. Copy it there again, or put it on a file system that all machines share."
         )
 
 
-def test_a_run_over_machines_with_other_copies_ends_before_a_tensor_is_read(run_ranks, checked, tmp_path, monkeypatch):
+def test_a_run_over_machines_with_other_copies_ends_before_a_tensor_is_read(
+    run_ranks, checked, tmp_path, monkeypatch
+):
     """Of the same sizes; and each machine reads its own copy, wherever it is."""
     source = checked(Degrees(dp_shard=4))
 
@@ -521,7 +618,10 @@ def test_a_run_over_machines_with_other_copies_ends_before_a_tensor_is_read(run_
         job = replace(source.job, checkpoint=replace(source.job.checkpoint, initial_load_path=path))
         with pytest.raises(ConfigError) as raised:
             assemble(replace(source, job=job))
-        folders = {str(file.parent) for file in [*read.file_bytes, *(t.file for t in read.tensors.values())]}
+        folders = {
+            str(file.parent)
+            for file in [*read.file_bytes, *(t.file for t in read.tensors.values())]
+        }
         return folders, str(raised.value)
 
     for rank, (folders, message) in enumerate(run_ranks(4, rank_main)):
@@ -544,8 +644,12 @@ def test_what_one_rank_alone_cannot_read_is_raised_on_all(run_ranks, monkeypatch
     assert run_ranks(2, rank_main, timeout_s=20) == ["data: rank 1 cannot read rows.jsonl."] * 2
 
 
-def test_machines_wait_for_one_that_prepares_its_data_longer_than_collectives_may_take(run_ranks, monkeypatch):
-    """The limit of this test's group is 300 s; that it does not count is seen from the group that is waited for."""
+def test_machines_wait_for_one_that_prepares_its_data_longer_than_collectives_may_take(
+    run_ranks, monkeypatch
+):
+    """The limit of this test's group is 300 s; that it does not count is seen from the group that
+    is waited for.
+    """
     limits, real = [], dist.new_group
 
     def new_group(**options):

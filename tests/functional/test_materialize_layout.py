@@ -1,4 +1,6 @@
-"""Initialization does not depend on the layout, costs O(shard), and `verify` sees what goes wrong on one rank."""
+"""Initialization does not depend on the layout, costs O(shard), and `verify` sees what goes wrong
+on one rank.
+"""
 
 import math
 
@@ -15,7 +17,16 @@ from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallel_dims import fake_ranks
 from titanlite.distributed.parallelize import parallelize
-from titanlite.materialize import Init, Normal, Ones, allocate, build_plan, fill, materialize, verify
+from titanlite.materialize import (
+    Init,
+    Normal,
+    Ones,
+    allocate,
+    build_plan,
+    fill,
+    materialize,
+    verify,
+)
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.preflight import Checked
 
@@ -36,27 +47,45 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 # 1027 rows of the vocabulary per tp rank; 66 / 4 is not whole; experts of odd width.
 UNEVEN = {"vocab_size": 2054, "hidden_size": 66, "num_experts": 8, "moe_intermediate_size": 11}
-# Fewer rows of the router than ranks, so that some hold nothing of it; each expert is split on dim 1.
-FEW_EXPERTS = {"vocab_size": 514, "hidden_size": 36, "num_experts": 2, "top_k": 1, "moe_intermediate_size": 6}
+# Fewer rows of the router than ranks, so that some hold nothing of it; each expert is split on dim
+# 1.
+FEW_EXPERTS = {
+    "vocab_size": 514,
+    "hidden_size": 36,
+    "num_experts": 2,
+    "top_k": 1,
+    "moe_intermediate_size": 6,
+}
 LADDER = ["FSDP4", "HSDP2x2", "TP2xFSDP2", "EP2xFSDP2", "TP2xEP2", "EP4", "TP2xEP4"]
 
 
 @pytest.mark.parametrize(
     ("mesh", "sizes"),
-    [(mesh, UNEVEN) for mesh in LADDER] + [(mesh, FEW_EXPERTS) for mesh in LADDER if "EP4" not in mesh],
+    [(mesh, UNEVEN) for mesh in LADDER]
+    + [(mesh, FEW_EXPERTS) for mesh in LADDER if "EP4" not in mesh],
     ids=lambda value: value if isinstance(value, str) else f"vocabulary {value['vocab_size']}",
 )
-def test_uneven_shards_are_bit_identical_with_one_process(run_ranks, checked, meshes, gather_full, mesh, sizes):
+def test_uneven_shards_are_bit_identical_with_one_process(
+    run_ranks, checked, meshes, gather_full, mesh, sizes
+):
     if meshes[mesh].tp == 1:  # tp must divide the vocabulary; FSDP alone need not
         sizes = {**sizes, "vocab_size": sizes["vocab_size"] - 1}
-    job = checked(meshes[mesh], *(f"--model.overrides.{name}={value}" for name, value in sizes.items()))
+    job = checked(
+        meshes[mesh], *(f"--model.overrides.{name}={value}" for name, value in sizes.items())
+    )
     one = materialize(build_decoder(job.model_config), "cpu", seed=SEED)
 
     def rank_main():
         plan = materialize(build_sharded(job), "cpu", seed=SEED)
         gathered = gather_full(plan.model)  # by torch, which has its own idea of who holds what
-        wrong = [entry.fqn for entry in one.entries if not torch.equal(gathered[entry.fqn], entry.tensor.detach())]
-        return wrong, {entry.fqn: (entry.region.slices, local_of(entry.tensor)) for entry in plan.entries}
+        wrong = [
+            entry.fqn
+            for entry in one.entries
+            if not torch.equal(gathered[entry.fqn], entry.tensor.detach())
+        ]
+        return wrong, {
+            entry.fqn: (entry.region.slices, local_of(entry.tensor)) for entry in plan.entries
+        }
 
     results = run_ranks(4, rank_main)
     assert [wrong for wrong, _ in results] == [[]] * 4
@@ -76,7 +105,8 @@ def test_uneven_shards_are_bit_identical_with_one_process(run_ranks, checked, me
 
 
 @pytest.mark.parametrize(
-    ("mesh", "ep_dim", "fsdp_dim"), [("FSDP4", None, 1), ("EP2xFSDP2", 0, 1), ("TP2xEP2", 0, 1), ("TP2xFSDP2", None, 1)]
+    ("mesh", "ep_dim", "fsdp_dim"),
+    [("FSDP4", None, 1), ("EP2xFSDP2", 0, 1), ("TP2xEP2", 0, 1), ("TP2xFSDP2", None, 1)],
 )
 def test_experts_are_sharded_on_dim_1_where_there_are_more_ranks_than_experts(
     run_ranks, checked, meshes, mesh, ep_dim, fsdp_dim
@@ -88,7 +118,10 @@ def test_experts_are_sharded_on_dim_1_where_there_are_more_ranks_than_experts(
         materialize(model, "cpu", seed=SEED)
         experts = model.model.layers[0].mlp.experts
         return {
-            name: (param.device_mesh.mesh_dim_names, [(type(p).__name__, p.dim) for p in param.placements])
+            name: (
+                param.device_mesh.mesh_dim_names,
+                [(type(p).__name__, p.dim) for p in param.placements],
+            )
             for name, param in experts.named_parameters()
         }
 
@@ -97,11 +130,15 @@ def test_experts_are_sharded_on_dim_1_where_there_are_more_ranks_than_experts(
             found = dict(zip(names, dims, strict=True))
             fsdp = [dim for name, dim in found.items() if name in ("dp_shard", "efsdp")]
             assert fsdp == [("Shard", fsdp_dim)], found
-            assert [dim for name, dim in found.items() if name == "ep"] == ([("Shard", ep_dim)] if ep_dim == 0 else [])
+            assert [dim for name, dim in found.items() if name == "ep"] == (
+                [("Shard", ep_dim)] if ep_dim == 0 else []
+            )
 
 
 def test_a_rank_draws_only_what_its_shard_needs(run_ranks, checked, meshes):
-    """O(shard): tiles of 256 x 256 that a shard touches are drawn whole, so a rank may draw up to 3 times its shard."""
+    """O(shard): tiles of 256 x 256 that a shard touches are drawn whole, so a rank may draw up to 3
+    times its shard.
+    """
     sizes = {
         "vocab_size": 4100,
         "hidden_size": 512,
@@ -124,7 +161,11 @@ def test_a_rank_draws_only_what_its_shard_needs(run_ranks, checked, meshes):
         Normal.tile = tile
         plan = materialize(build_sharded(checked(meshes[mesh], *overrides)), "cpu", seed=SEED)
         randoms = [e for e in plan.entries if isinstance(getattr(e.source, "recipe", None), Normal)]
-        return drawn, sum(e.region.numel for e in randoms), sum(math.prod(e.info.shape) for e in randoms)
+        return (
+            drawn,
+            sum(e.region.numel for e in randoms),
+            sum(math.prod(e.info.shape) for e in randoms),
+        )
 
     for mesh in ("FSDP4", "TP2xEP2", "EP2xFSDP2"):
         for drawn, shard, whole in run_ranks(4, rank_main, mesh):
@@ -133,7 +174,11 @@ def test_a_rank_draws_only_what_its_shard_needs(run_ranks, checked, meshes):
             assert drawn < 0.6 * whole, mesh
 
 
-DRAWN = {"embedding.weight": Init(Normal(zero_row=50)), "linear.*": Init(Normal()), "norm.*": Init(Normal())}
+DRAWN = {
+    "embedding.weight": Init(Normal(zero_row=50)),
+    "linear.*": Init(Normal()),
+    "norm.*": Init(Normal()),
+}
 
 
 class Plain(nn.Module):
@@ -147,7 +192,9 @@ class Plain(nn.Module):
 
 
 def test_padding_idx_embedding_of_any_module_initializes_on_shards(run_ranks):
-    """An embedding with padding_idx once skipped the whole initialization: five months of an all-zero model."""
+    """An embedding with padding_idx once skipped the whole initialization: five months of an
+    all-zero model.
+    """
 
     def build() -> Plain:
         with torch.device("meta"):
@@ -171,7 +218,9 @@ def test_padding_idx_embedding_of_any_module_initializes_on_shards(run_ranks):
 
 
 def broken_after_fill(run_ranks, checked: Checked, fqn: str, rank: int, value: float) -> list[str]:
-    """Materialize step by step, change one element of `fqn` on one rank before `verify`; the error of each rank."""
+    """Materialize step by step, change one element of `fqn` on one rank before `verify`; the error
+    of each rank.
+    """
 
     def rank_main() -> str:
         plan = build_plan(build_sharded(checked))
@@ -197,13 +246,17 @@ def broken_after_fill(run_ranks, checked: Checked, fqn: str, rank: int, value: f
         ("TP2xEP2", "model.layers.0.mlp.gate.expert_bias", 2, "ranks 0, 1, 3 and 2"),
     ],
 )
-def test_replica_that_differs_on_one_rank_fails_on_all_ranks(run_ranks, checked, meshes, mesh, fqn, rank, holders):
+def test_replica_that_differs_on_one_rank_fails_on_all_ranks(
+    run_ranks, checked, meshes, mesh, fqn, rank, holders
+):
     (message,) = set(broken_after_fill(run_ranks, checked(meshes[mesh]), fqn, rank, 0.123))
     assert message == f"materialize: {fqn}: replicas differ, between {holders}."
 
 
 @pytest.mark.parametrize(("mesh", "rank"), [("FSDP4", 3), ("TP2xEP2", 0)])
-def test_nan_on_one_rank_fails_on_all_ranks_with_tensor_and_rank(run_ranks, checked, meshes, mesh, rank):
+def test_nan_on_one_rank_fails_on_all_ranks_with_tensor_and_rank(
+    run_ranks, checked, meshes, mesh, rank
+):
     fqn = "model.layers.1.mlp.experts.down_proj"
     (message,) = set(broken_after_fill(run_ranks, checked(meshes[mesh]), fqn, rank, float("nan")))
     assert message.startswith(f"materialize: {fqn}: not filled, or NaN, in 1 of ")
@@ -227,22 +280,41 @@ def test_tensor_that_one_rank_did_not_fill_fails_on_all_ranks(run_ranks, checked
     assert "(rank 1)" in message and "(ranks 0" not in message
 
 
-def test_a_layout_looked_at_with_fake_ranks_is_not_taken_for_that_of_a_real_rank(run_ranks, checked, meshes):
-    """DTensor keeps results of operations with the mesh they were computed on; equal meshes have other coordinates."""
-    job = checked(meshes["FSDP4"], *(f"--model.overrides.{name}={value}" for name, value in UNEVEN.items()))
+def test_a_layout_looked_at_with_fake_ranks_is_not_taken_for_that_of_a_real_rank(
+    run_ranks, checked, meshes
+):
+    """DTensor keeps results of operations with the mesh they were computed on; equal meshes have
+    other coordinates.
+    """
+    job = checked(
+        meshes["FSDP4"], *(f"--model.overrides.{name}={value}" for name, value in UNEVEN.items())
+    )
     with fake_ranks(4):
         build_plan(build_sharded(job), [])
 
     def rank_main():
-        return [entry.region.starts for entry in build_plan(build_sharded(job), []).entries if entry.region.starts]
+        return [
+            entry.region.starts
+            for entry in build_plan(build_sharded(job), []).entries
+            if entry.region.starts
+        ]
 
     ranks = run_ranks(4, rank_main)
     assert len({str(starts) for starts in ranks}) == 4
 
 
 def test_dtypes_of_all_sizes_are_compared_between_ranks(run_ranks):
-    """A digest of 16 bytes per element, of float8, and of nothing; a difference is found in each."""
-    dtypes = (torch.complex128, torch.complex64, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint64, torch.bool)
+    """A digest of 16 bytes per element, of float8, and of nothing; a difference is found in
+    each.
+    """
+    dtypes = (
+        torch.complex128,
+        torch.complex64,
+        torch.float8_e4m3fn,
+        torch.float8_e8m0fnu,
+        torch.uint64,
+        torch.bool,
+    )
 
     def rank_main() -> tuple[str, str]:
         said = []
@@ -251,7 +323,9 @@ def test_dtypes_of_all_sizes_are_compared_between_ranks(run_ranks):
             for dtype in dtypes:
                 name = str(dtype).removeprefix("torch.")
                 model.register_buffer(name, torch.empty(3, dtype=dtype, device="meta"))
-                model.register_buffer(f"{name}_empty", torch.empty(0, 2, dtype=dtype, device="meta"))
+                model.register_buffer(
+                    f"{name}_empty", torch.empty(0, 2, dtype=dtype, device="meta")
+                )
             plan = build_plan(model, [{"*": Init(Ones())}])
             allocate(plan, torch.device("cpu"))
             fill(plan, 0)
@@ -268,5 +342,7 @@ def test_dtypes_of_all_sizes_are_compared_between_ranks(run_ranks):
     for equal, different in run_ranks(2, rank_main):
         assert equal == ""
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-        assert all(f"{name}: replicas differ, between ranks 0 and 1." in different for name in names)
+        assert all(
+            f"{name}: replicas differ, between ranks 0 and 1." in different for name in names
+        )
         assert "_empty" not in different

@@ -1,4 +1,6 @@
-"""Seed regressions of materialization that need ranks: what a shard on 4 ranks must have in common with one process."""
+"""Seed regressions of materialization that need ranks: what a shard on 4 ranks must have in common
+with one process.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +25,12 @@ SEED = 7
 TIED = ["--model.name=qwen3"]
 
 
-def build_sharded(checked: Checked, prepare: Callable[[Decoder], object] = lambda model: None) -> Decoder:
-    """Build on meta, call `prepare(model)`, shard; nothing is materialized yet. Collective: every rank must call."""
+def build_sharded(
+    checked: Checked, prepare: Callable[[Decoder], object] = lambda model: None
+) -> Decoder:
+    """Build on meta, call `prepare(model)`, shard; nothing is materialized yet. Collective: every
+    rank must call.
+    """
     dims = ParallelDims.build(checked.degrees, "cpu")
     model = build_decoder(checked.model_config)
     prepare(model)
@@ -80,7 +86,8 @@ def test_tied_embedding_stays_tied_and_is_never_compared_on_meta(run_ranks, chec
     one = build_decoder(job.model_config)
     materialize(one, "cpu", seed=SEED)
     one(tokens, tokens).cross_entropy.backward()
-    # All 4 ranks had the same rows, and gradients are sums; over tp the rows are shared, so only dp ranks add up.
+    # All 4 ranks had the same rows, and gradients are sums; over tp the rows are shared, so only dp
+    # ranks add up.
     expected_grad = one.lm_head.weight.grad * job.degrees.dp
     for tied, names, num_params, weight, grad in run_ranks(4, rank_main):
         assert tied == [True, True, True], "after sharding, materialization, backward"
@@ -88,7 +95,9 @@ def test_tied_embedding_stays_tied_and_is_never_compared_on_meta(run_ranks, chec
         assert num_params == len(list(one.parameters()))
         assert torch.equal(weight, expected["model.embed_tokens.weight"])
         # Float32 sums in another order: a few units of the last place of the largest element.
-        torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-6 * expected_grad.abs().max().item())
+        torch.testing.assert_close(
+            grad, expected_grad, rtol=1e-5, atol=1e-6 * expected_grad.abs().max().item()
+        )
 
 
 def test_alias_that_sharding_split_is_an_error_on_all_ranks(run_ranks, checked, meshes):
@@ -100,7 +109,10 @@ def test_alias_that_sharding_split_is_an_error_on_all_ranks(run_ranks, checked, 
         return str(raised.value)
 
     (message,) = set(run_ranks(4, rank_main))
-    assert "lm_head.weight: declared tied to 'model.embed_tokens.weight', but they are two tensors" in message
+    assert (
+        "lm_head.weight: declared tied to 'model.embed_tokens.weight', but they are two tensors"
+        in message
+    )
 
 
 @pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2"])
@@ -117,7 +129,11 @@ def test_parameter_identity_attributes_and_maps_made_before_materialization_stay
     def rank_main():
         model = build_sharded(job, tag)
         params = dict(model.named_parameters())
-        lost = [name for name, param in params.items() if getattr(param, "before_sharding", None) != name]
+        lost = [
+            name
+            for name, param in params.items()
+            if getattr(param, "before_sharding", None) != name
+        ]
         names_by_param = {param: name for name, param in params.items()}
         for name, param in params.items():
             param.before_materialization = name
@@ -137,22 +153,33 @@ def test_parameter_identity_attributes_and_maps_made_before_materialization_stay
             or not isinstance(param, torch.nn.Parameter)
             or not param.requires_grad
         ]
-        losses, before = [], {name: param.detach().to_local().clone() for name, param in params.items()}
+        losses, before = (
+            [],
+            {name: param.detach().to_local().clone() for name, param in params.items()},
+        )
         for _ in range(3):
             loss = model(tokens, tokens).cross_entropy / tokens.numel()
             (loss / job.degrees.dp).backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        moved = [name for name, param in params.items() if not torch.equal(param.detach().to_local(), before[name])]
-        still = [name for name, param in params.items() if name not in moved and param.to_local().numel()]
+        moved = [
+            name
+            for name, param in params.items()
+            if not torch.equal(param.detach().to_local(), before[name])
+        ]
+        still = [
+            name for name, param in params.items() if name not in moved and param.to_local().numel()
+        ]
         states = {names_by_param[param] for param in optimizer.state}
         return lost, wrong, losses, still, states == set(params)
 
     for lost, wrong, losses, still, has_all_states in run_ranks(4, rank_main):
         assert lost == [], "attributes set before sharding are gone"
         assert wrong == []
-        assert losses[2] < losses[0] - 0.1, "the optimizer made before materialization does not train"
+        assert losses[2] < losses[0] - 0.1, (
+            "the optimizer made before materialization does not train"
+        )
         # Experts that got no token have a zero gradient; everything else must move.
         assert [name for name in still if "experts" not in name] == []
         assert has_all_states
@@ -184,7 +211,13 @@ def test_buffer_with_an_explicit_device_survives_bit_for_bit_and_expert_bias_is_
         same = [objects[0] is first.history, objects[1] is first.expert_bias]
         unmoved = [buffer.data_ptr() for buffer in objects] == pointers
         kept = {entry.fqn for entry in plan.entries if isinstance(entry.source, Keep)}
-        return [*same, unmoved], kept, first.history.clone(), first.expert_bias.clone(), second.expert_bias.clone()
+        return (
+            [*same, unmoved],
+            kept,
+            first.history.clone(),
+            first.expert_bias.clone(),
+            second.expert_bias.clone(),
+        )
 
     for same, kept, got_history, got_bias, other_bias in run_ranks(4, rank_main):
         assert same == [True, True, True]
@@ -195,10 +228,17 @@ def test_buffer_with_an_explicit_device_survives_bit_for_bit_and_expert_bias_is_
 
 
 @pytest.mark.parametrize("mesh", ["TP2xFSDP2", "TP2xEP2", "EP4"])
-def test_spec_dtype_is_local_dtype_with_bfloat16_mixed_precision_on_an_moe(run_ranks, checked, meshes, mesh):
-    """torchtitan #1355: the spec said float32, the data was bfloat16, and the grouped GEMM failed."""
-    job = checked(meshes[mesh], "--training.mixed_precision_param=bfloat16", "--training.local_batch_size=1")
-    spec_follows = torch.__version__ >= "2.13"  # before, the unsharded spec kept float32 (pytorch#183805)
+def test_spec_dtype_is_local_dtype_with_bfloat16_mixed_precision_on_an_moe(
+    run_ranks, checked, meshes, mesh
+):
+    """torchtitan #1355: the spec said float32, the data was bfloat16, and the grouped GEMM
+    failed.
+    """
+    job = checked(
+        meshes[mesh], "--training.mixed_precision_param=bfloat16", "--training.local_batch_size=1"
+    )
+    # before, the unsharded spec kept float32 (pytorch#183805)
+    spec_follows = torch.__version__ >= "2.13"
 
     def rank_main():
         trainer = assemble(job)
@@ -209,7 +249,11 @@ def test_spec_dtype_is_local_dtype_with_bfloat16_mixed_precision_on_an_moe(run_r
                 for leaf, param in module.named_parameters(recurse=False):
                     local = param.to_local() if isinstance(param, DTensor) else param
                     read = module.read if isinstance(module, Experts) else None
-                    dtypes = (read(param).dtype,) * 2 if isinstance(read, ExpertCopies) else (param.dtype, local.dtype)
+                    dtypes = (
+                        (read(param).dtype,) * 2
+                        if isinstance(read, ExpertCopies)
+                        else (param.dtype, local.dtype)
+                    )
                     seen.setdefault(f"{name}.{leaf}", []).append(dtypes)
 
             return hook
@@ -219,7 +263,13 @@ def test_spec_dtype_is_local_dtype_with_bfloat16_mixed_precision_on_an_moe(run_r
         result = trainer.stepper.train_step(trainer.loader.micro_batches(0))
         params = list(trainer.model.named_parameters())
         sharded = [(p.dtype, p.to_local().dtype) for _, p in params]
-        return result.loss.item(), result.grad_norm.item(), seen, sharded, {name for name, _ in params}
+        return (
+            result.loss.item(),
+            result.grad_norm.item(),
+            seen,
+            sharded,
+            {name for name, _ in params},
+        )
 
     for loss, grad_norm, seen, sharded, names in run_ranks(4, rank_main):
         assert 4 < loss < 7 and 0 < grad_norm < 100  # ln(310) = 5.7
@@ -238,7 +288,9 @@ def test_inv_freq_stays_float32_under_a_bfloat16_model(run_ranks, checked, meshe
 
     def rank_main():
         dims = ParallelDims.build(job.degrees, "cpu")
-        model = build_decoder(job.model_config, torch.bfloat16 if cast == "training.dtype" else torch.float32)
+        model = build_decoder(
+            job.model_config, torch.bfloat16 if cast == "training.dtype" else torch.float32
+        )
         if cast == "model.to":
             model = model.to(torch.bfloat16)
         parallelize(model, job.job, dims, "cpu")
@@ -246,13 +298,17 @@ def test_inv_freq_stays_float32_under_a_bfloat16_model(run_ranks, checked, meshe
         dtypes = {name: p.dtype for name, p in model.named_parameters()}
         buffers = dict(model.named_buffers())
         regions = {entry.fqn: entry.region.slices for entry in plan.entries}
-        weights = {name: (p.detach().to_local(), regions[name]) for name, p in model.named_parameters()}
+        weights = {
+            name: (p.detach().to_local(), regions[name]) for name, p in model.named_parameters()
+        }
         return dtypes, buffers, weights
 
     for dtypes, buffers, weights in run_ranks(4, rank_main):
         assert set(dtypes.values()) == {torch.bfloat16}
         assert buffers["model.rotary_emb.inv_freq"].dtype == torch.float32
-        assert torch.equal(buffers["model.rotary_emb.inv_freq"], expected["model.rotary_emb.inv_freq"])
+        assert torch.equal(
+            buffers["model.rotary_emb.inv_freq"], expected["model.rotary_emb.inv_freq"]
+        )
         assert buffers["model.layers.0.mlp.gate.expert_bias"].dtype == torch.float32
         assert buffers["model.layers.0.mlp.gate.tokens_per_expert"].dtype == torch.int64
         for name, (local, region) in weights.items():  # the same draws, rounded once
@@ -284,19 +340,34 @@ def _two_claims(model: Decoder) -> list[dict]:
         (_forget_buffer, ["model.layers.1.scale: buffer (3,) of ", "DecoderLayer has no source"]),
         (
             _forget_parameter,
-            ["model.layers.0.mlp.experts.down_proj: parameter (8, 64, 32) of ", "Experts has no source"],
+            [
+                "model.layers.0.mlp.experts.down_proj: parameter (8, 64, 32) of ",
+                "Experts has no source",
+            ],
         ),
-        (_two_declarations, ["model.norm.weight: two sources", "Decoder and 'init", "RMSNorm 'model.norm'"]),
-        (_two_claims, ["lm_head.weight: two sources, 'init constant()'", "'init constant(value=1)'"]),
+        (
+            _two_declarations,
+            ["model.norm.weight: two sources", "Decoder and 'init", "RMSNorm 'model.norm'"],
+        ),
+        (
+            _two_claims,
+            ["lm_head.weight: two sources, 'init constant()'", "'init constant(value=1)'"],
+        ),
     ],
 )
-def test_forgotten_tensor_or_second_source_is_the_same_one_error_on_all_ranks(run_ranks, checked, meshes, spoil, words):
+def test_forgotten_tensor_or_second_source_is_the_same_one_error_on_all_ranks(
+    run_ranks, checked, meshes, spoil, words
+):
     def rank_main() -> str:
         sources: list[list[dict]] = []
-        model = build_sharded(checked(meshes["TP2xEP2"]), lambda model: sources.append(spoil(model)))
+        model = build_sharded(
+            checked(meshes["TP2xEP2"]), lambda model: sources.append(spoil(model))
+        )
         with pytest.raises(PlanError) as raised:
             materialize(model, "cpu", sources[0])
-        assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]), "nothing was allocated"
+        assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]), (
+            "nothing was allocated"
+        )
         return str(raised.value)
 
     (message,) = set(run_ranks(4, rank_main))

@@ -1,4 +1,6 @@
-"""What a run tells about itself is true: time, slow ranks, norms, memory, and files beside the metrics."""
+"""What a run tells about itself is true: time, slow ranks, norms, memory, and files beside the
+metrics.
+"""
 
 import json
 import time
@@ -50,16 +52,23 @@ def test_metrics_show_who_waits_for_data(run_ranks, checked, meshes, tmp_path):
     points = {point["step"]: point for point in read(folder, "metrics.jsonl")}
 
     for step, point in points.items():
-        phases = [point[f"time/{name}_s"] for name in ("data", "forward", "backward", "optimizer", "other")]
+        phases = [
+            point[f"time/{name}_s"]
+            for name in ("data", "forward", "backward", "optimizer", "other")
+        ]
         assert all(seconds >= 0 for seconds in phases) and point["time/other_s"] > 0
         # What no phase covers is a few lines of Python between steps.
         assert sum(phases) == pytest.approx(point["time/step_s"], abs=0.02, rel=0.02)
         norms = [point[name] for name in point if name.startswith("grad_norm/")]
-        assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(point["grad_norm"], rel=1e-6), step
-        assert {name.removeprefix("grad_norm/") for name in point if name.startswith("grad_norm/")} == {
-            *("embedding", "attention", "experts", "router", "norm", "head")
-        }
-        assert point["memory/host_peak_rss_gib"] == pytest.approx(max(point["ranks/memory_gib"]), abs=1e-4)
+        assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(
+            point["grad_norm"], rel=1e-6
+        ), step
+        assert {
+            name.removeprefix("grad_norm/") for name in point if name.startswith("grad_norm/")
+        } == {*("embedding", "attention", "experts", "router", "norm", "head")}
+        assert point["memory/host_peak_rss_gib"] == pytest.approx(
+            max(point["ranks/memory_gib"]), abs=1e-4
+        )
         assert 0 < point["memory/host_rss_gib"] <= point["memory/host_peak_rss_gib"]
         assert all(0 < value <= 1 for value in point["moe/load_entropy"])
 
@@ -75,7 +84,9 @@ def test_metrics_show_who_waits_for_data(run_ranks, checked, meshes, tmp_path):
 
 
 @pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2"])
-def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(run_ranks, checked, meshes, tmp_path, mesh):
+def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(
+    run_ranks, checked, meshes, tmp_path, mesh
+):
     options = ("--checkpoint.enable=false", "--training.steps=4", "--metrics.log_freq=2")
     job = checked(meshes[mesh], *options)
     rows, length = job.job.training.global_batch_size, job.job.training.seq_len
@@ -88,7 +99,11 @@ def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(run_ranks, c
             """Row r of a batch ends 2 r tokens early, in the first step 8 more."""
             batches = []
             for number, batch in enumerate(load(step)):
-                end = length - 2 * (number * job.degrees.dp + trainer.loader.dp_rank) - 8 * (step == 0)
+                end = (
+                    length
+                    - 2 * (number * job.degrees.dp + trainer.loader.dp_rank)
+                    - 8 * (step == 0)
+                )
                 documents, labels = batch.document_ids.clone(), batch.labels.clone()
                 documents[:, end:], labels[:, end:] = -1, -100
                 batches.append(Batch(batch.tokens, labels, batch.positions, documents))
@@ -100,7 +115,11 @@ def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(run_ranks, c
     run_ranks(4, rank_main)
     points = {point["step"]: point for point in read(tmp_path / "run", "metrics.jsonl")}
     assert set(points) == {1, 2, 4}
-    shares = {1: (56 + 64) / (rows * length), 2: 56 / (rows * length), 4: 2 * 56 / (2 * rows * length)}
+    shares = {
+        1: (56 + 64) / (rows * length),
+        2: 56 / (rows * length),
+        4: 2 * 56 / (2 * rows * length),
+    }
     for step, point in points.items():
         assert point["data/padding"] == pytest.approx(shares[step], rel=1e-12)
         tokens = point["throughput/tokens_per_s"] * point["time/step_s"]
@@ -109,8 +128,12 @@ def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(run_ranks, c
     assert flops == pytest.approx([flops[0]] * 3, rel=1e-9), "padding is computed, too"
 
 
-def test_a_spike_between_log_steps_leaves_its_value_and_its_step(run_ranks, checked, tmp_path, monkeypatch):
-    """One step of four has a large loss, another one a large gradient, a third is slow, and later one is not finite."""
+def test_a_spike_between_log_steps_leaves_its_value_and_its_step(
+    run_ranks, checked, tmp_path, monkeypatch
+):
+    """One step of four has a large loss, another one a large gradient, a third is slow, and later
+    one is not finite.
+    """
     overrides = ["--checkpoint.enable=false", "--training.steps=12", "--metrics.log_freq=4"]
     job = checked(Degrees(dp_shard=2), *overrides, "--training.on_nonfinite=skip")
     original = TrainStep.train_step
@@ -143,7 +166,9 @@ def test_a_spike_between_log_steps_leaves_its_value_and_its_step(run_ranks, chec
         point, window = points[step], slice(first - 1, step)
         assert point["loss/train_max"] == pytest.approx(max(losses[window]))
         assert point["grad_norm_max"] == pytest.approx(max(norms[window]))
-        assert point["grad_norm"] == pytest.approx(norms[step - 1]), "that of the step itself, as before"
+        assert point["grad_norm"] == pytest.approx(norms[step - 1]), (
+            "that of the step itself, as before"
+        )
         assert point["loss/train"] == pytest.approx(sum(losses[window]) / len(losses[window]))
         # What no phase covers, the mean has and the longest step has not: a few lines of Python.
         assert point["time/step_max_s"] > 0.9 * point["time/step_s"]
@@ -151,7 +176,9 @@ def test_a_spike_between_log_steps_leaves_its_value_and_its_step(run_ranks, chec
     slow, mean = points[8]["time/step_max_s"], points[8]["time/step_s"]
     assert slow > SLEEP_S and slow > mean + SLEEP_S / 2
     for name in ("loss/train_max", "grad_norm_max"):
-        assert (points[12][name], points[12][f"{name}_step"]) == (None, 10), "null: a value that is not finite"
+        assert (points[12][name], points[12][f"{name}_step"]) == (None, 10), (
+            "null: a value that is not finite"
+        )
     assert points[12]["loss/train"] == pytest.approx((losses[8] + losses[10] + losses[11]) / 3)
 
 
@@ -160,12 +187,17 @@ def test_traces_of_a_resumed_run_have_its_steps(run_ranks, checked, tmp_path):
     for steps in (3, 5):
         job = checked(Degrees(dp_shard=2), f"--training.steps={steps}", *profiling)
         run_ranks(2, lambda job=job: assemble(job).train())
-    traces = {str(path.relative_to(tmp_path / "run/profile_traces")) for path in tmp_path.glob("run/*/*/rank-*")}
+    traces = {
+        str(path.relative_to(tmp_path / "run/profile_traces"))
+        for path in tmp_path.glob("run/*/*/rank-*")
+    }
     assert traces == {f"step-{step}/rank-{rank}.json" for step in (2, 5) for rank in (0, 1)}
 
 
 def test_experts_that_get_no_token_are_warned_of_once(run_ranks, checked, tmp_path):
-    """Whatever its input, the router of layer 1 chooses one of two experts: its logits are those of opposite rows."""
+    """Whatever its input, the router of layer 1 chooses one of two experts: its logits are those of
+    opposite rows.
+    """
     overrides = [
         "--model.overrides.num_experts=4",
         "--model.overrides.top_k=1",
@@ -179,12 +211,22 @@ def test_experts_that_get_no_token_are_warned_of_once(run_ranks, checked, tmp_pa
         said: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
             for level in ("info", "warning"):
-                patch.setattr(logger, level, lambda text, *values: said.append(text % values if values else text))
+                patch.setattr(
+                    logger,
+                    level,
+                    lambda text, *values: said.append(text % values if values else text),
+                )
             trainer = assemble(job)
-            (weight,) = (p for name, p in trainer.model.named_parameters() if name.endswith("layers.1.mlp.gate.weight"))
+            (weight,) = (
+                p
+                for name, p in trainer.model.named_parameters()
+                if name.endswith("layers.1.mlp.gate.weight")
+            )
             row = torch.randn(weight.shape[1])
             with torch.no_grad():
-                local_of(weight).copy_(torch.stack([row, -row, torch.zeros_like(row), torch.zeros_like(row)]))
+                local_of(weight).copy_(
+                    torch.stack([row, -row, torch.zeros_like(row), torch.zeros_like(row)])
+                )
             trainer.train()
         return said
 

@@ -1,11 +1,13 @@
-"""The parity ladder: whatever the mesh, 5 steps give the loss, the gradient norm and the weights of one process.
+"""The parity ladder: whatever the mesh, 5 steps give the loss, the gradient norm and the weights of
+one process.
 
-Those are the steps of the meshes; for each option and family it is 2, of which the second has the momentum of the first
-and experts chosen with a bias that moved, and where kernels are interpreted 1, whose gradients show in the weights.
+Those are the steps of the meshes; for each option and family it is 2, of which the second has the
+momentum of the first and experts chosen with a bias that moved, and where kernels are interpreted
+1, whose gradients show in the weights.
 
-Everything runs in float32 through `TrainStep.train_step`, on packed documents. What may differ between two meshes is
-the order of float32 sums, 2**-24 = 6e-8 relative each: differences of up to 3e-7 were measured in loss and gradient
-norm, and of up to 2e-6 in the weights.
+Everything runs in float32 through `TrainStep.train_step`, on packed documents. What may differ
+between two meshes is the order of float32 sums, 2**-24 = 6e-8 relative each: differences of up to
+3e-7 were measured in loss and gradient norm, and of up to 2e-6 in the weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +25,8 @@ from titanlite.config.parallelism import Degrees
 
 STEPS, FEW = 5, 2
 RELATIVE_TOLERANCE = 1e-5  # 30 times what was measured
-# AdamW moves a weight by up to lr = 5e-3 a step. With eps = 1e-5 a gradient's rounding error of about 5e-9 changes that
-# by at most 5e-9 / 1e-5 of it: 5 steps * 5e-3 * 5e-4 = 1.25e-5.
+# AdamW moves a weight by up to lr = 5e-3 a step. With eps = 1e-5 a gradient's rounding error of
+# about 5e-9 changes that by at most 5e-9 / 1e-5 of it: 5 steps * 5e-3 * 5e-4 = 1.25e-5.
 WEIGHT_TOLERANCE = 1.25e-5
 
 MUON = "--optimizer.name=Muon"
@@ -47,9 +49,11 @@ FAMILIES = {
     "flat": ["--moe.expert_bias_update_rate=0.01", "--model.overrides.num_layers=1"],
     "deep": ["--moe.expert_bias_update_rate=0.01", "--model.overrides.num_layers=5"],
     "no_balance": ["--moe.expert_bias_update_rate=none", "--moe.aux_loss_coeff=0"],
-    "default_balance": ["--moe.expert_bias_update_rate=none"],  # a balance loss, from random weights
+    # a balance loss, from random weights
+    "default_balance": ["--moe.expert_bias_update_rate=none"],
     "balance_losses": ["--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"],
-    # Shards of unequal size on dense and sparse mesh (66 rows, 6 experts, 310 tokens), some of them empty.
+    # Shards of unequal size on dense and sparse mesh (66 rows, 6 experts, 310 tokens), some of them
+    # empty.
     "uneven": ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"],
     # Fewer experts than ranks: FSDP splits each of them.
     "few_experts": ["--model.overrides.num_experts=2", "--model.overrides.top_k=1"],
@@ -64,7 +68,8 @@ FAMILIES |= {
     f"muon_{name}": [*FAMILIES[name], MUON]
     for name in ("qwen3_moe", "uneven", "few_experts", "dots1", "qwen3_tied", "deepseek_v3")
 }
-# A weight of 1 whatever the scores leaves the router a gradient of rounding errors, and Muon makes them a full step.
+# A weight of 1 whatever the scores leaves the router a gradient of rounding errors, and Muon makes
+# them a full step.
 FAMILIES["muon_few_experts"] += ["--model.overrides.norm_topk_prob=false"]
 OPTIONS = {
     "full_ac": "--activation_checkpoint.mode=full",
@@ -87,8 +92,12 @@ def reference_runs() -> dict[tuple[str, int], Any]:
 
 
 @pytest.fixture
-def reference(warm_run: Callable[..., Any], reference_runs: dict[tuple[str, int], Any]) -> Callable[..., Any]:
-    """`reference(family, steps)`: the run of one process, without checkpointing and accumulation; made only once."""
+def reference(
+    warm_run: Callable[..., Any], reference_runs: dict[tuple[str, int], Any]
+) -> Callable[..., Any]:
+    """`reference(family, steps)`: the run of one process, without checkpointing and accumulation;
+    made only once.
+    """
 
     def get(family: str, steps: int = FEW) -> Any:
         if (family, steps) not in reference_runs:
@@ -100,19 +109,34 @@ def reference(warm_run: Callable[..., Any], reference_runs: dict[tuple[str, int]
 
 
 @pytest.fixture
-def compare(warm_run: Callable[..., Any], meshes: Mapping[str, Degrees], reference: Callable[..., Any]):
-    """`compare(mesh, family, *overrides, micro_batches, steps)`: train on the mesh and hold it against one process."""
+def compare(
+    warm_run: Callable[..., Any], meshes: Mapping[str, Degrees], reference: Callable[..., Any]
+):
+    """`compare(mesh, family, *overrides, micro_batches, steps)`: train on the mesh and hold it
+    against one process.
+    """
 
     def run(
-        mesh: str, family: str, *overrides: str, micro_batches: int = 1, steps: int = FEW, train_run: Any = warm_run
+        mesh: str,
+        family: str,
+        *overrides: str,
+        micro_batches: int = 1,
+        steps: int = FEW,
+        train_run: Any = warm_run,
     ) -> None:
         one, degrees = reference(family, steps), meshes[mesh]
         micro_batches *= max(1, degrees.pp // 2)
-        ranks = train_run(degrees, *FAMILIES[family], batch_sizes(degrees, micro_batches), *overrides, steps=steps)
+        ranks = train_run(
+            degrees, *FAMILIES[family], batch_sizes(degrees, micro_batches), *overrides, steps=steps
+        )
         for rank, many in enumerate(ranks):
             assert_same_initial_weights(one, many)
-            assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE), f"loss on rank {rank}"
-            assert many.grad_norms == pytest.approx(one.grad_norms, rel=RELATIVE_TOLERANCE), f"norm on rank {rank}"
+            assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE), (
+                f"loss on rank {rank}"
+            )
+            assert many.grad_norms == pytest.approx(one.grad_norms, rel=RELATIVE_TOLERANCE), (
+                f"norm on rank {rank}"
+            )
             assert many.tokens_per_expert == one.tokens_per_expert, f"counts on rank {rank}"
         assert_same_final_weights(one, ranks[0])
 
@@ -128,17 +152,20 @@ def assert_same_initial_weights(one: Any, many: Any) -> None:
 def assert_same_final_weights(one: Any, many: Any) -> None:
     assert many.weights.keys() == one.weights.keys()
     for name, expected in one.weights.items():
-        exact = name.endswith((".expert_bias", ".inv_freq"))  # moved by signs of integers; never moved
+        # moved by signs of integers; never moved
+        exact = name.endswith((".expert_bias", ".inv_freq"))
         if name.endswith(".tokens_per_expert"):
-            continue  # of this rank's latest micro-batch; the global counts are compared step by step
+            # of this rank's latest micro-batch; the global counts are compared step by step
+            continue
         tolerance = 0.0 if exact else WEIGHT_TOLERANCE
         torch.testing.assert_close(
             many.weights[name], expected, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
-# A mesh, a family, the micro-batches, and options by name or as they are written. The mesh of a `weekly` row, and each
-# pair of its axes and features, stand in other rows, too: it runs with --full.
+# A mesh, a family, the micro-batches, and options by name or as they are written. The mesh of a
+# `weekly` row, and each pair of its axes and features, stand in other rows, too: it runs with
+# --full.
 CASES = """
 FSDP4          qwen3_moe               1 long
 HSDP2x2        qwen3_moe               1 long weekly
@@ -227,10 +254,14 @@ def parse_cases() -> Iterator[Any]:
         mesh, family, micro_batches, *options = (word for word in words if word != "weekly")
         steps = STEPS if "long" in options else FEW
         overrides = [OPTIONS.get(word, word) for word in options if word != "long"]
-        yield pytest.param(mesh, family, int(micro_batches), overrides, steps, marks=marks, id="-".join(words))
+        yield pytest.param(
+            mesh, family, int(micro_batches), overrides, steps, marks=marks, id="-".join(words)
+        )
 
 
-@pytest.mark.parametrize(("mesh", "family", "micro_batches", "overrides", "steps"), [*parse_cases()])
+@pytest.mark.parametrize(
+    ("mesh", "family", "micro_batches", "overrides", "steps"), [*parse_cases()]
+)
 def test_trains_like_one_process(compare, mesh, family, micro_batches, overrides, steps):
     compare(mesh, family, *overrides, micro_batches=micro_batches, steps=steps)
 
@@ -239,11 +270,14 @@ def test_the_default_balance_loss_trains_like_one_process(compare, reference, ch
     one, without = reference("default_balance"), checked(Degrees(), *FAMILIES["default_balance"])
     assert without.job.moe.aux_loss_coeff is None, "it is completed when the run is assembled"
     compare("TP2xEP2", "default_balance")
-    assert one.grad_norms != pytest.approx(reference("no_balance").grad_norms, rel=RELATIVE_TOLERANCE)
+    assert one.grad_norms != pytest.approx(
+        reference("no_balance").grad_norms, rel=RELATIVE_TOLERANCE
+    )
 
 
 def test_muon_takes_a_few_matrices_at_a_time(compare, train_run, monkeypatch):
-    monkeypatch.setattr(titanlite.features.muon, "_ELEMENTS_AT_ONCE", 1000)  # before the ranks are forked
+    # before the ranks are forked
+    monkeypatch.setattr(titanlite.features.muon, "_ELEMENTS_AT_ONCE", 1000)
     compare("TP2xEP2", "muon_qwen3_moe", micro_batches=2, train_run=train_run)
 
 
@@ -259,27 +293,43 @@ def test_families_have_what_they_are_in_the_table_for(reference):
     for family in ("qwen2", "glm4_moe"):
         biases = moved(family, "_proj.bias")
         assert {name.split(".")[-2] for name in biases} == {"q_proj", "k_proj", "v_proj"}
-        # That of the keys shifts all scores of a query alike, but for the rotation, and moves little.
+        # That of the keys shifts all scores of a query alike, but for the rotation, and moves
+        # little.
         assert all(found for name, found in biases.items() if "k_proj" not in name)
     for family in ("deepseek_v3", "deepseek_v3_no_q_latent", "muon_deepseek_v3"):
         names = {name.split(".")[-2] for name in moved(family, "self_attn")}
         assert {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"} <= names
-        assert ("q_a_proj" in names) == (family != "deepseek_v3_no_q_latent") == ("q_proj" not in names)
-    assert moved("dots1", "shared_experts") and moved("dots1", "layers.0.mlp.gate_proj.weight"), "the first is dense"
+        assert (
+            ("q_a_proj" in names)
+            == (family != "deepseek_v3_no_q_latent")
+            == ("q_proj" not in names)
+        )
+    assert moved("dots1", "shared_experts") and moved("dots1", "layers.0.mlp.gate_proj.weight"), (
+        "the first is dense"
+    )
     for family, plain in (("balance_losses", "qwen3_moe"), ("dots1_balance_losses", "dots1")):
         # The loss is reported without them; that they are trained shows in the gradient.
-        assert reference(family).grad_norms[1] != pytest.approx(reference(plain).grad_norms[1], rel=1e-4)
+        assert reference(family).grad_norms[1] != pytest.approx(
+            reference(plain).grad_norms[1], rel=1e-4
+        )
 
 
 def test_the_row_of_the_padding_is_trained_on_no_mesh(checked, run_ranks, meshes):
-    """`pad_token_id` of a frequent token, in the second half of the rows: its embedding begins and stays at 0."""
+    """`pad_token_id` of a frequent token, in the second half of the rows: its embedding begins and
+    stays at 0.
+    """
     for degrees in (Degrees(), meshes["TP2xFSDP2"]):
-        job = checked(degrees, *FAMILIES["qwen3_bias"], "--model.overrides.tie_word_embeddings=false")
+        job = checked(
+            degrees, *FAMILIES["qwen3_bias"], "--model.overrides.tie_word_embeddings=false"
+        )
         _, loader = build_data(job.job, 0, 1)
         tokens = torch.cat([batch.tokens.flatten() for batch in loader.micro_batches(0)])
         padding = int(tokens[tokens >= job.model_config.vocab_size // 2].mode().values)
         config = replace(job.model_config, pad_token_id=padding)
-        weight = run_ranks(degrees.world_size, partial(embedding_after_two_steps, replace(job, model_config=config)))[0]
+        weight = run_ranks(
+            degrees.world_size,
+            partial(embedding_after_two_steps, replace(job, model_config=config)),
+        )[0]
         assert not weight[padding].any() and weight[padding - 1].any()
 
 

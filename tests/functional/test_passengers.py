@@ -1,4 +1,6 @@
-"""Tensors of a folder that its model does not compute: in every checkpoint of a run and in every export, streamed."""
+"""Tensors of a folder that its model does not compute: in every checkpoint of a run and in every
+export, streamed.
+"""
 
 import json
 import shutil
@@ -26,13 +28,19 @@ GLM = ("--model.name=glm4_moe", "--model.overrides.num_layers=3")
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of the model in `folder`, whatever its files."""
-    return {key: tensor for path in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(path).items()}
+    return {
+        key: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for key, tensor in load_file(path).items()
+    }
 
 
 def prediction_layer(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
-    """A layer for multi-token prediction after the last of `tensors`, with copies of embedding and head."""
+    """A layer for multi-token prediction after the last of `tensors`, with copies of embedding and
+    head.
+    """
     width = tensors["model.embed_tokens.weight"].shape[1]
     layer = {
         f"{LAYER}eh_proj.weight": torch.randn(width, 2 * width, dtype=torch.bfloat16),
@@ -41,7 +49,10 @@ def prediction_layer(
         f"{LAYER}empty": torch.empty(0, 3),
         f"{LAYER}scalar": torch.tensor(7, dtype=torch.int64),
     }
-    return layer | {EMBEDDING: tensors["model.embed_tokens.weight"].clone(), HEAD: tensors["lm_head.weight"].clone()}
+    return layer | {
+        EMBEDDING: tensors["model.embed_tokens.weight"].clone(),
+        HEAD: tensors["lm_head.weight"].clone(),
+    }
 
 
 def is_same(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
@@ -63,7 +74,10 @@ def train(run_warm: Callable[..., list[Any]], checked: Callable[..., Checked], t
     def run(degrees: Degrees, *overrides: str) -> Path:
         job = checked(degrees, *overrides)
         run_warm(degrees.world_size, train_to_the_end, job)
-        return max((tmp_path / "run/checkpoint").glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
+        return max(
+            (tmp_path / "run/checkpoint").glob("step-*"),
+            key=lambda path: int(path.name.partition("-")[2]),
+        )
 
     return run
 
@@ -71,7 +85,9 @@ def train(run_warm: Callable[..., list[Any]], checked: Callable[..., Checked], t
 def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
     train, pretrained, tmp_path: Path
 ) -> None:
-    base = shutil.copytree(pretrained("glm", 0.1, *GLM), tmp_path / "base", ignore=shutil.ignore_patterns("titanlite"))
+    base = shutil.copytree(
+        pretrained("glm", 0.1, *GLM), tmp_path / "base", ignore=shutil.ignore_patterns("titanlite")
+    )
     tensors = load_file(base / "model.safetensors")
     layer = prediction_layer(tensors)
     save_file(tensors | layer, base / "model.safetensors", {"format": "pt"})
@@ -83,17 +99,30 @@ def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
     assert json.loads((first / "config.json").read_text())["num_nextn_predict_layers"] == 1
     assert check_folder(first, checksums=True) == []
 
-    # From here on the checkpoint is the source, and the next one of the one after it: the oldest go at once.
+    # From here on the checkpoint is the source, and the next one of the one after it: the oldest go
+    # at once.
     (base / "model.safetensors").unlink()
-    keeping_one = ("--checkpoint.interval=1", "--checkpoint.keep_latest_k=1", "--checkpoint.async_mode=async")
+    keeping_one = (
+        "--checkpoint.interval=1",
+        "--checkpoint.keep_latest_k=1",
+        "--checkpoint.async_mode=async",
+    )
     last = train(Degrees(tp=2, dp_shard=2, ep=2), *GLM, weights, *keeping_one, "--training.steps=5")
-    assert last.name == "step-5" and [path.name for path in last.parent.glob("step-*")] == ["step-5"]
+    assert last.name == "step-5" and [path.name for path in last.parent.glob("step-*")] == [
+        "step-5"
+    ]
     again = stored(last)
     assert is_same(again, layer) and follows(again, got)
     assert check_folder(last, checksums=True) == []
 
     # Pipeline stages share the files, too.
-    last = train(Degrees(dp_shard=1, pp=2), *GLM, weights, "--training.steps=6", "--training.local_batch_size=2")
+    last = train(
+        Degrees(dp_shard=1, pp=2),
+        *GLM,
+        weights,
+        "--training.steps=6",
+        "--training.local_batch_size=2",
+    )
     again, before = stored(last), again
     assert last.name == "step-6" and is_same(again, layer) and follows(again, before)
 
@@ -101,7 +130,9 @@ def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
     model, info = load(last, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and info["unexpected_keys"] == set(layer)
     own = {key: tensor for key, tensor in again.items() if key not in layer}
-    shutil.copytree(last, tmp_path / "alone", ignore=shutil.ignore_patterns("*.safetensors*", "titanlite"))
+    shutil.copytree(
+        last, tmp_path / "alone", ignore=shutil.ignore_patterns("*.safetensors*", "titanlite")
+    )
     save_file(own, tmp_path / "alone/model.safetensors", {"format": "pt"})
     alone = load(tmp_path / "alone", dtype=torch.float32)
     tokens = torch.arange(24).view(2, 12)
@@ -119,7 +150,9 @@ def test_through_transformers_class_and_from_the_base_of_adapters(
     run_ranks: Callable[..., list[Any]], pretrained, text_folder: Path, tmp_path: Path
 ) -> None:
     """2 ranks; adapters do not carry the passengers, and merging takes them from the base."""
-    base = shutil.copytree(pretrained("glm", 0.1, *GLM), tmp_path / "base", ignore=shutil.ignore_patterns("titanlite"))
+    base = shutil.copytree(
+        pretrained("glm", 0.1, *GLM), tmp_path / "base", ignore=shutil.ignore_patterns("titanlite")
+    )
     tensors = load_file(base / "model.safetensors")
     more = prediction_layer(tensors) | {
         "mtp.table": torch.arange(9),
@@ -128,12 +161,19 @@ def test_through_transformers_class_and_from_the_base_of_adapters(
     save_file(tensors | more, base / "model.safetensors", {"format": "pt"})
     config = tmp_path / "job.toml"
     config.write_text(
-        f'[model]\npath = "{base}"\nimplementation = "transformers"\n[data]\ndataset = "text"\npath = "{text_folder}"\n'
-        "[training]\nsteps = 2\nseq_len = 32\nlocal_batch_size = 1\n[metrics]\nenable_tensorboard = false\n"
+        f'[model]\npath = "{base}"\nimplementation = "transformers"\n[data]\ndataset = '
+        f'"text"\npath = "{text_folder}"\n'
+        "[training]\nsteps = 2\nseq_len = 32\nlocal_batch_size = 1\n[metrics]\nenable_tensorboard "
+        "= false\n"
     )
 
     def train(name: str, *overrides: str) -> Path:
-        job = check(load_config(["--config", str(config), f"--job.dump_folder={tmp_path / name}", *overrides]), 2)
+        job = check(
+            load_config(
+                ["--config", str(config), f"--job.dump_folder={tmp_path / name}", *overrides]
+            ),
+            2,
+        )
         run_ranks(2, lambda: assemble(job).train())
         return tmp_path / name / "checkpoint/step-2"
 
@@ -144,7 +184,10 @@ def test_through_transformers_class_and_from_the_base_of_adapters(
 
     adapters = train("lora", "--lora.rank=2", "--model.implementation=native")
     assert not [key for key in stored(adapters) if "lora_" not in key]
-    assert export([str(adapters), str(tmp_path / "out"), "--merge", "--dtype", "float32"]) in (0, None)
+    assert export([str(adapters), str(tmp_path / "out"), "--merge", "--dtype", "float32"]) in (
+        0,
+        None,
+    )
     out = stored(tmp_path / "out")
     assert out.keys() == {*tensors, *more} and is_same(out, more)
     assert torch.equal(out[EMBEDDING], tensors["model.embed_tokens.weight"])

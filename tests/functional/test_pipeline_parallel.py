@@ -1,6 +1,8 @@
-"""Pipeline parallelism: what a stage holds and runs, and that whole micro-batches go in and come out.
+"""Pipeline parallelism: what a stage holds and runs, and that whole micro-batches go in and come
+out.
 
-That training on such meshes is training of one process is in test_parity_ladder.py and the tests of each feature.
+That training on such meshes is training of one process is in test_parity_ladder.py and the tests of
+each feature.
 """
 
 import json
@@ -39,9 +41,13 @@ def inputs(rows: int = 2, length: int = 32) -> tuple[torch.Tensor, torch.Tensor]
     return tuple(torch.randint(0, 300, (rows, length), generator=generator) for _ in range(2))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("degrees", [Degrees(pp=4), Degrees(pp=2, dp_shard=2), Degrees(pp=2, tp=2, ep=2)], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [Degrees(pp=4), Degrees(pp=2, dp_shard=2), Degrees(pp=2, tp=2, ep=2)], ids=str
+)
 def test_a_stage_has_memory_for_its_own_layers_alone(run_ranks, checked, degrees):
-    """Every rank plans the whole model; each tensor has memory in one stage, and none is anywhere but on meta else."""
+    """Every rank plans the whole model; each tensor has memory in one stage, and none is anywhere
+    but on meta else.
+    """
     job = checked(degrees, FIVE)
 
     def rank_main() -> tuple[dict[str, bool], int, int, str]:
@@ -50,8 +56,17 @@ def test_a_stage_has_memory_for_its_own_layers_alone(run_ranks, checked, degrees
         assert all(entry.tensor.is_meta == entry.is_elsewhere for entry in plan.entries)
         assert all(local_of(entry.tensor).numel() == entry.region.numel for entry in plan.entries)
         assert "elsewhere" in str(plan) and get_sharing_group(model) is plan.group
-        nbytes = sum(local_of(entry.tensor).nbytes for entry in plan.entries if entry.info.kind == "parameter")
-        return here, nbytes, sum(param.numel() for param in model.parameters()), plan.entries[0].info.fqn
+        nbytes = sum(
+            local_of(entry.tensor).nbytes
+            for entry in plan.entries
+            if entry.info.kind == "parameter"
+        )
+        return (
+            here,
+            nbytes,
+            sum(param.numel() for param in model.parameters()),
+            plan.entries[0].info.fqn,
+        )
 
     ranks = run_ranks(4, rank_main)
     whole = build_decoder(job.model_config)
@@ -89,7 +104,9 @@ def test_what_is_elsewhere_may_not_be_here_too(run_ranks, checked):
     assert "model.embed_tokens.weight: has a value here, but other ranks hold it. (rank 1)" in first
 
 
-@pytest.mark.parametrize("degrees", [Degrees(pp=4), Degrees(pp=2, tp=2, ep=2), Degrees(pp=2, cp=2)], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [Degrees(pp=4), Degrees(pp=2, tp=2, ep=2), Degrees(pp=2, cp=2)], ids=str
+)
 def test_results_without_gradients_are_those_of_the_whole_model(run_ranks, checked, degrees):
     """Logits on all ranks, losses in the last stage; in the others those are zeros."""
     job = checked(degrees, FIVE)
@@ -98,7 +115,11 @@ def test_results_without_gradients_are_those_of_the_whole_model(run_ranks, check
     def rank_main() -> list[torch.Tensor]:
         model, _ = build(job)
         with torch.no_grad():
-            found = [model(tokens), model(tokens, labels).cross_entropy, model(tokens, labels, reduction="none")[0]]
+            found = [
+                model(tokens),
+                model(tokens, labels).cross_entropy,
+                model(tokens, labels, reduction="none")[0],
+            ]
             for _ in range(9):  # more than a stage keeps of what it sent
                 again = model(tokens, labels).cross_entropy
             assert torch.equal(again, found[1])
@@ -108,7 +129,11 @@ def test_results_without_gradients_are_those_of_the_whole_model(run_ranks, check
     whole = build_decoder(job.model_config)
     materialize(whole, "cpu", seed=3)
     with torch.no_grad():
-        expected = [whole(tokens), whole(tokens, labels)[0], whole(tokens, labels, reduction="none")[0]]
+        expected = [
+            whole(tokens),
+            whole(tokens, labels)[0],
+            whole(tokens, labels, reduction="none")[0],
+        ]
     for rank, (logits, *losses) in enumerate(run_ranks(degrees.world_size, rank_main)):
         torch.testing.assert_close(logits, expected[0])
         is_last = degrees.stage_of(rank) == degrees.pp - 1
@@ -119,7 +144,9 @@ def test_results_without_gradients_are_those_of_the_whole_model(run_ranks, check
 def train(run_ranks, checked) -> Callable[..., list[Any]]:
     """Train on forked ranks; (kind, text) of the error that each ended with, or None."""
 
-    def run(degrees: Degrees, *overrides: str, before: Callable[[Trainer], None] = lambda trainer: None) -> list[Any]:
+    def run(
+        degrees: Degrees, *overrides: str, before: Callable[[Trainer], None] = lambda trainer: None
+    ) -> list[Any]:
         job = checked(degrees, FIVE, *overrides)
 
         def rank_main() -> tuple[str, str] | None:
@@ -137,7 +164,9 @@ def train(run_ranks, checked) -> Callable[..., list[Any]]:
 
 
 def test_nan_is_named_in_the_stage_that_it_came_from(train):
-    """Everything behind it is not finite either: layers of later stages, though each is the first one there."""
+    """Everything behind it is not finite either: layers of later stages, though each is the first
+    one there.
+    """
 
     def put_in(trainer: Trainer) -> None:
         layer = trainer.model.model.layers[1]
@@ -147,7 +176,8 @@ def test_nan_is_named_in_the_stage_that_it_came_from(train):
 
         def spoiled(*args: Any) -> Any:
             out, aux = forward(*args)
-            return (out * torch.nan if trainer.step >= 1 else out), aux  # in step 2, and when it is looked into
+            # in step 2, and when it is looked into
+            return (out * torch.nan if trainer.step >= 1 else out), aux
 
         layer.mlp.forward = spoiled
 
@@ -155,9 +185,17 @@ def test_nan_is_named_in_the_stage_that_it_came_from(train):
     first, *others = train(Degrees(pp=4), *overrides, before=put_in)
     assert others == [first] * 3 and first is not None and first[0] == "TrainingError"
     assert "of step 2 is not finite. " in first[1]
-    assert "first output that is not finite is that of model.layers.1.mlp (micro-batch 0, rank 1), that of " in first[1]
-    assert "(micro-batch 1, rank 1)" in first[1] and "embed_tokens" not in first[1], "what others got is not named"
-    assert "radients that are not finite, from micro-batch 0 on: lm_head.weight, model.norm.weight" in first[1]
+    assert (
+        "first output that is not finite is that of model.layers.1.mlp (micro-batch 0, rank 1), "
+        "that of " in first[1]
+    )
+    assert "(micro-batch 1, rank 1)" in first[1] and "embed_tokens" not in first[1], (
+        "what others got is not named"
+    )
+    assert (
+        "radients that are not finite, from micro-batch 0 on: lm_head.weight, model.norm.weight"
+        in first[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,12 +206,19 @@ def test_nan_is_named_in_the_stage_that_it_came_from(train):
     ],
     ids=["replicas", "once"],
 )
-def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(run_ranks, checked, degrees, options):
-    """Looking runs backwards, whose gradients are dropped, not left for the next step in FSDP's buffers.
+def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(
+    run_ranks, checked, degrees, options
+):
+    """Looking runs backwards, whose gradients are dropped, not left for the next step in FSDP's
+    buffers.
 
     In bfloat16, for FSDP uses buffers of its own where gradients are reduced in another dtype.
     """
-    options = [*options, "--training.mixed_precision_param=bfloat16", "--training.on_nonfinite=skip"]
+    options = [
+        *options,
+        "--training.mixed_precision_param=bfloat16",
+        "--training.on_nonfinite=skip",
+    ]
     found = []
     for mesh in (Degrees(), degrees):
         job = checked(mesh, FIVE, ONE, *options, "--checkpoint.enable=false")
@@ -190,7 +235,9 @@ def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(run_rank
 
                 layer.mlp.forward = spoiled
             for step in range(4):
-                norms.append(trainer.stepper.train_step(trainer.loader.micro_batches(step)).grad_norm.item())
+                norms.append(
+                    trainer.stepper.train_step(trainer.loader.micro_batches(step)).grad_norm.item()
+                )
                 trainer.check_finite()
             return norms
 
@@ -201,24 +248,34 @@ def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(run_rank
 
 
 def test_load_of_all_experts_is_logged_by_a_stage_that_has_none(train, tmp_path):
-    """dots1's leading dense layers are all of the first stage; its rank 0 writes the metrics of the others."""
+    """dots1's leading dense layers are all of the first stage; its rank 0 writes the metrics of the
+    others.
+    """
     overrides = [
         "--model.name=dots1",
         "--model.overrides.num_dense_layers=2",
         "--parallelism.pipeline_parallel_layers=2,3",
     ]
     rate = "--moe.expert_bias_update_rate=1e-3"
-    assert train(Degrees(pp=2, dp_shard=2), *overrides, ONE, rate, "--training.steps=3") == [None] * 4
-    points = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert (
+        train(Degrees(pp=2, dp_shard=2), *overrides, ONE, rate, "--training.steps=3") == [None] * 4
+    )
+    points = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     for point in (point for point in points if "moe/load_entropy" in point):
         assert len(point["moe/load_entropy"]) == len(point["moe/expert_bias_max"]) == 3
         assert all(0 < value <= 1 for value in point["moe/load_entropy"])
-    assert 0 < max(points[0]["moe/expert_bias_max"]) <= 2e-3, "as the stage has it, however many ranks it has"
+    assert 0 < max(points[0]["moe/expert_bias_max"]) <= 2e-3, (
+        "as the stage has it, however many ranks it has"
+    )
     assert {"grad_norm/embedding", "grad_norm/head", "grad_norm/experts"} <= points[-1].keys()
 
 
 def test_a_stage_in_which_nothing_is_trained(warm_run):
-    """At the end, where gradients pass through; at the beginning, where none are wanted, one is saved and resumed."""
+    """At the end, where gradients pass through; at the beginning, where none are wanted, one is
+    saved and resumed.
+    """
     overrides = [FIVE, "--optimizer.freeze=model.layers.[34]*,model.norm*,lm_head*"]
     (one,) = warm_run(Degrees(), *overrides, steps=3)
     for many in warm_run(Degrees(pp=2), *overrides, steps=3):
@@ -230,12 +287,17 @@ def test_a_stage_in_which_nothing_is_trained_is_saved_and_resumed(train, tmp_pat
     frozen = ["--optimizer.freeze=model.embed*,model.layers.[012]*", ONE, "--checkpoint.interval=2"]
     assert train(Degrees(pp=2), *frozen, "--training.steps=2") == [None] * 2
     assert train(Degrees(pp=2, dp_shard=2), *frozen, "--training.steps=4") == [None] * 4
-    points = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    points = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert [point["step"] for point in points if "loss/train" in point] == [1, 2, 3, 4]
 
 
 def test_every_second_layer_is_counted_over_all_stages(run_ranks, checked):
-    selective = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
+    selective = [
+        "--activation_checkpoint.mode=selective",
+        "--activation_checkpoint.selective_ac_option=2",
+    ]
     job = checked(Degrees(pp=4), FIVE, *selective)
 
     def rank_main() -> list[int]:

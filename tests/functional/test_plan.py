@@ -1,4 +1,6 @@
-"""Plans against real runs on 4 gloo ranks: bytes, collectives, FLOPs and live memory, on every rank."""
+"""Plans against real runs on 4 gloo ranks: bytes, collectives, FLOPs and live memory, on every
+rank.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,7 +38,9 @@ _NAMES = {"output": 0, "output_tensor": 0, "input": 1, "input_tensor": 1}
 
 @contextmanager
 def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
-    """Counts of (kind, axis, "count" or "bytes") of the functions of `torch.distributed` that are called inside."""
+    """Counts of (kind, axis, "count" or "bytes") of the functions of `torch.distributed` that are
+    called inside.
+    """
     found: Counter[tuple[str, str, str]] = Counter()
     axes, depth = axis_names(trainer.stepper.dims), 0
 
@@ -65,7 +69,9 @@ def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
             if hasattr(dist, name):
                 patch.setattr(dist, name, counting(name, getattr(dist, name)))
         for name in ("all_gather_single", "reduce_scatter_single"):
-            patch.setattr(collectives, name, getattr(dist, name, counting(name, getattr(collectives, name))))
+            patch.setattr(
+                collectives, name, getattr(dist, name, counting(name, getattr(collectives, name)))
+            )
         patch.setattr(trainer.stepper.balancer, "_sum_over_ranks", dist.all_reduce)
         yield found
 
@@ -78,14 +84,18 @@ def measure(checked: Checked) -> dict[str, Any]:
     zero_grad = trainer.stepper.optimizer.zero_grad
 
     def look_then_zero() -> None:
-        gradients.append(sum(local_of(p.grad).nbytes for p in trainer.model.parameters() if p.grad is not None))
+        gradients.append(
+            sum(local_of(p.grad).nbytes for p in trainer.model.parameters() if p.grad is not None)
+        )
         zero_grad()
 
     trainer.stepper.unreached = []  # otherwise the first step asks all ranks, once in a run
     trainer.stepper.optimizer.zero_grad = look_then_zero  # type: ignore[method-assign]
     with calls_of(trainer) as calls, FlopCounterMode(display=False) as flops:
         trainer.stepper.train_step(trainer.loader.micro_batches(0))
-    states = [value for state in trainer.stepper.optimizer.state.values() for value in state.values()]
+    states = [
+        value for state in trainer.stepper.optimizer.state.values() for value in state.values()
+    ]
     params = [param for param in trainer.model.parameters() if not is_elsewhere(param)]
     buffers = [buffer for buffer in trainer.model.buffers() if not is_elsewhere(buffer)]
 
@@ -111,14 +121,24 @@ def measure(checked: Checked) -> dict[str, Any]:
 
 
 def compare(checked: Checked, ranks: list[dict[str, Any]], *, balanced: bool) -> list[StepTrace]:
-    """Compare every rank's figures with those logged, and two ranks' with their plans; return the traces of these."""
+    """Compare every rank's figures with those logged, and two ranks' with their plans; return the
+    traces of these.
+    """
     traces = []
     for rank, real in enumerate(ranks):
-        assert real["logged"] == (real["weights"], real["gradients"], real["optimizer"]), f"rank {rank}"
+        assert real["logged"] == (real["weights"], real["gradients"], real["optimizer"]), (
+            f"rank {rank}"
+        )
         if rank not in (0, len(ranks) - 1):
             continue
-        trace = trace_step(checked.job, checked.model_config, checked.degrees, rank=rank, device_type="cpu")
-        assert (trace.weights, trace.optimizer, trace.buffers) == (real["weights"], real["optimizer"], real["buffers"])
+        trace = trace_step(
+            checked.job, checked.model_config, checked.degrees, rank=rank, device_type="cpu"
+        )
+        assert (trace.weights, trace.optimizer, trace.buffers) == (
+            real["weights"],
+            real["optimizer"],
+            real["buffers"],
+        )
         assert trace.weights + trace.padding == real["storages"]
         called: Counter[tuple[str, str, str]] = Counter()
         for kind, work in trace.step_work():
@@ -130,19 +150,28 @@ def compare(checked: Checked, ranks: list[dict[str, Any]], *, balanced: bool) ->
         if balanced:
             assert called == real["calls"]
             assert trace.total.flops == real["flops"]
-            # The same operators on tensors with and without data; real routing changes nothing but values.
+            # The same operators on tensors with and without data; real routing changes nothing but
+            # values.
             peak = max(trace.peaks.values(), key=lambda peak: sum(peak.values()))
             # Of each micro-batch there is one byte, whether its loss is finite.
             assert peak == pytest.approx(real["peak"], rel=0.02, abs=16)
         else:
-            exact = {key: value for key, value in called.items() if key[0] != "all_to_all" or key[2] == "count"}
+            exact = {
+                key: value
+                for key, value in called.items()
+                if key[0] != "all_to_all" or key[2] == "count"
+            }
             assert exact == {key: value for key, value in real["calls"].items() if key in exact}
         traces.append(trace)
     return traces
 
 
 def test_plan_of_tensor_and_expert_parallel_with_uneven_shards(checked, run_ranks):
-    job = checked(Degrees(dp_shard=2, tp=2, ep=2), "--training.local_batch_size=2", "--moe.aux_loss_coeff=1e-3")
+    job = checked(
+        Degrees(dp_shard=2, tp=2, ep=2),
+        "--training.local_batch_size=2",
+        "--moe.aux_loss_coeff=1e-3",
+    )
     ranks = run_ranks(4, lambda: measure(job))
     traces = compare(job, ranks, balanced=False)
     assert traces[0].padding != traces[-1].padding  # 155 rows of vocabulary over two ranks
@@ -166,9 +195,16 @@ def test_plan_of_pieces_of_sequences(checked, run_ranks):
     ids=str,
 )
 def test_plan_of_several_micro_batches(checked, run_ranks, degrees, overrides):
-    """Of 4 or 8 sequences one by one; what the last of them does for all, and what pipeline stages hold open."""
+    """Of 4 or 8 sequences one by one; what the last of them does for all, and what pipeline stages
+    hold open.
+    """
     layers = 4 if degrees.pp > 1 else 2
-    job = checked(degrees, f"--model.overrides.num_layers={layers}", "--training.local_batch_size=1", *overrides)
+    job = checked(
+        degrees,
+        f"--model.overrides.num_layers={layers}",
+        "--training.local_batch_size=1",
+        *overrides,
+    )
     assert job.job.training.global_batch_size // degrees.dp > 3 or degrees.dp == 4
     ranks = run_ranks(4, lambda: measure(job))
     compare(job, ranks, balanced=degrees.ep == 1)
@@ -176,14 +212,18 @@ def test_plan_of_several_micro_batches(checked, run_ranks, degrees, overrides):
 
 def test_plan_of_bfloat16_states_with_a_frozen_tied_embedding(checked, run_ranks):
     overrides = (
-        *("--model.name=qwen3", "--model.overrides.tie_word_embeddings=true", "--training.dtype=bfloat16"),
+        *(
+            "--model.name=qwen3",
+            "--model.overrides.tie_word_embeddings=true",
+            "--training.dtype=bfloat16",
+        ),
         *("--optimizer.freeze=model.embed_tokens.weight", "--activation_checkpoint.mode=full"),
     )
     job = checked(Degrees(dp_shard=4), *overrides)
     ranks = run_ranks(4, lambda: measure(job))
     traces = compare(job, ranks, balanced=True)
-    # No operator of titanlite's own multiplies here, so torch's counter sees all but the CPU's attention: two products
-    # in forward, again when it is recomputed, five in backward.
+    # No operator of titanlite's own multiplies here, so torch's counter sees all but the CPU's
+    # attention: two products in forward, again when it is recomputed, five in backward.
     sizes = job.model_config
     scores = sizes.num_heads * sizes.head_dim * job.job.training.seq_len**2
     attention = 2 * (2 + 2 + 5) * scores * sizes.num_layers * traces[0].micro_batches
@@ -193,9 +233,15 @@ def test_plan_of_bfloat16_states_with_a_frozen_tied_embedding(checked, run_ranks
 
 def test_plan_of_adapters_on_a_checkpoint(checked, run_ranks, pretrained):
     """What few bits replace is read and encoded; the rest is read as it is."""
-    cleared = ("--model.flavor=", "--model.overrides.vocab_size=none", "--model.overrides.num_layers=none")
+    cleared = (
+        "--model.flavor=",
+        "--model.overrides.vocab_size=none",
+        "--model.overrides.num_layers=none",
+    )
     path = f"--checkpoint.initial_load_path={pretrained('base', 0.1)}"
     lora = ("--lora.rank=4", "--moe.expert_bias_update_rate=none", "--lora.base_dtype=nf4", path)
-    job = checked(Degrees(dp_replicate=2, dp_shard=2), *cleared, *lora, "--training.global_batch_size=4")
+    job = checked(
+        Degrees(dp_replicate=2, dp_shard=2), *cleared, *lora, "--training.global_batch_size=4"
+    )
     ranks = run_ranks(4, lambda: measure(job))
     compare(job, ranks, balanced=True)

@@ -1,4 +1,6 @@
-"""The recipe that runs anywhere: a short run of it learns, and plain transformers scores the saved model the same."""
+"""The recipe that runs anywhere: a short run of it learns, and plain transformers scores the saved
+model the same.
+"""
 
 import json
 import runpy
@@ -22,14 +24,21 @@ def test_the_saved_model_scores_the_same_in_transformers(
     run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    overrides = [f"--evaluation.samples={SAMPLES}", "--training.steps=200", "--evaluation.freq=1000"]
-    overrides += ["--training.local_batch_size=8", "--parallelism.expert_parallel_degree=1"]  # the same on one rank
+    overrides = [
+        f"--evaluation.samples={SAMPLES}",
+        "--training.steps=200",
+        "--evaluation.freq=1000",
+    ]
+    # the same on one rank
+    overrides += ["--training.local_batch_size=8", "--parallelism.expert_parallel_degree=1"]
     recipe = ROOT / "configs" / "recipes" / "sft_arithmetic.toml"
     make = str(ROOT / "scripts/arithmetic/make_arithmetic.py")
     monkeypatch.setattr(sys, "argv", [make])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(make, run_name="__main__")
-    job = load_config(["--config", str(recipe), f"--data.cache_folder={tmp_path / 'cache'}", *overrides])
+    job = load_config(
+        ["--config", str(recipe), f"--data.cache_folder={tmp_path / 'cache'}", *overrides]
+    )
     checked = check(job, 1)
     run_ranks(1, lambda: assemble(checked).train())
 
@@ -40,6 +49,7 @@ def test_the_saved_model_scores_the_same_in_transformers(
 
     folder = run / "checkpoint" / "step-200"
     rows = [json.loads(line) for line in (run / "made" / "heldout.jsonl").read_text().splitlines()]
-    rows = [rows[i * len(rows) // SAMPLES] for i in range(SAMPLES)]  # those that the evaluation took
+    # those that the evaluation took
+    rows = [rows[i * len(rows) // SAMPLES] for i in range(SAMPLES)]
     score = runpy.run_path(str(ROOT / "scripts/arithmetic" / "score_arithmetic.py"))["score"]
     assert score(folder, rows) == pytest.approx(scores[-1], abs=1e-9)

@@ -1,4 +1,6 @@
-"""What the launcher does about ranks that fail or hang: one message that says what happened, and whether it goes on."""
+"""What the launcher does about ranks that fail or hang: one message that says what happened, and
+whether it goes on.
+"""
 
 import json
 import os
@@ -99,8 +101,11 @@ Trainer.train = train
 
 
 @pytest.fixture
-def run(server: RankServer, config_file: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[int, str, float]]]:
-    """`run(misbehaviour, *overrides, restarts=, signal_after=)` -> (exit code, output, seconds after the signal).
+def run(
+    server: RankServer, config_file: Path, tmp_path: Path
+) -> Iterator[Callable[..., tuple[int, str, float]]]:
+    """`run(misbehaviour, *overrides, restarts=, signal_after=)` -> (exit code, output, seconds
+    after the signal).
 
     `signal_after` is a text in the output upon which the launcher gets SIGTERM.
     """
@@ -111,10 +116,23 @@ def run(server: RankServer, config_file: Path, tmp_path: Path) -> Iterator[Calla
     ) -> tuple[int, str, float]:
         folder = tmp_path / f"start-{len(started)}"
         folder.mkdir()
-        (folder / "misbehave.py").write_text(f"if rank is not None:\n{indent(misbehaviour, '    ')}\n    pass")
+        (folder / "misbehave.py").write_text(
+            f"if rank is not None:\n{indent(misbehaviour, '    ')}\n    pass"
+        )
         launched = server.launch(
-            *("--standalone", "--nproc-per-node=4", f"--max-restarts={restarts}", "-m", "titanlite.train"),
-            *("--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}", "--training.steps=6"),
+            *(
+                "--standalone",
+                "--nproc-per-node=4",
+                f"--max-restarts={restarts}",
+                "-m",
+                "titanlite.train",
+            ),
+            *(
+                "--config",
+                str(config_file),
+                f"--job.dump_folder={tmp_path / 'run'}",
+                "--training.steps=6",
+            ),
             *("--parallelism.tensor_parallel_degree=2", "--checkpoint.interval=2", *overrides),
             folder=folder,
         )
@@ -132,18 +150,26 @@ def run(server: RankServer, config_file: Path, tmp_path: Path) -> Iterator[Calla
 
 
 def said_by_launcher(out: str) -> list[str]:
-    return [line for line in out.splitlines() if line.startswith(("titanlite: ", "  The others", "  Stacks", "  All"))]
+    return [
+        line
+        for line in out.splitlines()
+        if line.startswith(("titanlite: ", "  The others", "  Stacks", "  All"))
+    ]
 
 
-def test_exception_on_one_rank_is_one_traceback_and_a_new_start_goes_on_from_the_checkpoint(run, tmp_path):
+def test_exception_on_one_rank_is_one_traceback_and_a_new_start_goes_on_from_the_checkpoint(
+    run, tmp_path
+):
     code, out, _ = run(RAISE_ON_2, restarts=1)
     assert code == 1
     assert out.count("Traceback") == 2, "one for each start"
     assert out.count("\nValueError: a bug in the model\n") == 2
     assert out.count("titanlite: rank 2 failed in step 4 (data):\nTraceback") == 2
     assert [line for line in said_by_launcher(out) if "failed in" not in line] == [
-        "titanlite: rank 2 ended with exit code 1; all ranks were stopped. Starting all ranks again: restart 1 of 1.",
-        "titanlite: rank 2 ended with exit code 1; all ranks were stopped. The same command resumes from the newest "
+        "titanlite: rank 2 ended with exit code 1; all ranks were stopped. Starting all ranks "
+        "again: restart 1 of 1.",
+        "titanlite: rank 2 ended with exit code 1; all ranks were stopped. The same command "
+        "resumes from the newest "
         f"checkpoint in {tmp_path / 'run'}, or begins anew without one.",
     ]
     assert "1 of 1, because rank 2 ended with exit code 1; training goes on from step 2" in out
@@ -158,12 +184,19 @@ def test_a_rank_that_misses_a_gather_while_saving_ends_the_run_with_its_error(ru
     transformers.append("--parallelism.tensor_parallel_degree=1")
     code, out, _ = run(GATHER_FAILS_ON_1, "--comm.timeout_seconds=4", *transformers)
     assert code == 124 and list_steps(tmp_path / "run/checkpoint") == [2], out
-    assert "[rank 1] ERROR Traceback" in out and "ValueError: a bug in saving" in out and out.count("Traceback") == 1
+    assert (
+        "[rank 1] ERROR Traceback" in out
+        and "ValueError: a bug in saving" in out
+        and out.count("Traceback") == 1
+    )
 
 
 def test_out_of_memory_on_one_rank_ends_the_run_with_one_message(run):
     code, out, _ = run(NO_MEMORY_ON_1, restarts=3)
-    assert code == 2 and out.count("titanlite: error: memory: rank 1 ran out of memory of the host") == 1, out
+    assert (
+        code == 2
+        and out.count("titanlite: error: memory: rank 1 ran out of memory of the host") == 1
+    ), out
     assert "Starting all ranks again" not in out and "Traceback" not in out
 
 
@@ -174,11 +207,23 @@ def test_errors_that_would_come_again_are_not_restarted(run, kind, tmp_path):
         assert "/nowhere" in out
     else:
         code, out, _ = run(NAN_ALWAYS, "--metrics.log_freq=3", restarts=3)
-        assert "the loss or gradient of step 4 is not finite" in out and "those of step 3, saved in" in out
+        assert (
+            "the loss or gradient of step 4 is not finite" in out
+            and "those of step 3, saved in" in out
+        )
         assert list_steps(tmp_path / "run/checkpoint") == [2, 3]
-        events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-        assert [(e["kind"], e["step"]) for e in events] == [("start", 0), ("save", 2), ("save", 3), ("error", 4)]
-        assert events[-1]["text"].startswith("training: the loss or gradient of step 4 is not finite")
+        events = [
+            json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()
+        ]
+        assert [(e["kind"], e["step"]) for e in events] == [
+            ("start", 0),
+            ("save", 2),
+            ("save", 3),
+            ("error", 4),
+        ]
+        assert events[-1]["text"].startswith(
+            "training: the loss or gradient of step 4 is not finite"
+        )
     assert code == 2 and out.count("titanlite: error: ") == 1
     assert "Starting all ranks again" not in out and "Traceback" not in out
 
@@ -187,7 +232,9 @@ def test_a_rank_that_sleeps_ends_the_run_with_the_stacks_of_all(run, tmp_path):
     code, out, _ = run(SLEEP_ON_1, "--comm.timeout_seconds=3")
     assert code == 124 and "Traceback" not in out
     message = said_by_launcher(out)
-    stood = r"titanlite: ranks 0, 1, 2, 3 have not moved for \d+ s since step 4, backward\. Stacks: "
+    stood = (
+        r"titanlite: ranks 0, 1, 2, 3 have not moved for \d+ s since step 4, backward\. Stacks: "
+    )
     assert re.fullmatch(stood + re.escape(str(tmp_path / "run/stacks")), message[0]), out
     assert message[1:] == [
         "  All 4 ranks of this machine were ended.",
@@ -195,22 +242,36 @@ def test_a_rank_that_sleeps_ends_the_run_with_the_stacks_of_all(run, tmp_path):
         f"{tmp_path / 'run'}, or begins anew without one.",
     ]
     stacks = {path.name: path.read_text() for path in (tmp_path / "run/stacks").iterdir()}
-    assert sorted(stacks) == [f"rank-{rank}.txt" for rank in range(4)] and "scaled_loss" in stacks["rank-1.txt"]
+    assert (
+        sorted(stacks) == [f"rank-{rank}.txt" for rank in range(4)]
+        and "scaled_loss" in stacks["rank-1.txt"]
+    )
 
 
 def test_ranks_that_all_loop_end_too(run):
     code, out, _ = run(LOOP_ON_ALL, "--comm.timeout_seconds=3")
     assert code == 124 and "Traceback" not in out
-    assert re.search(r"ranks 0, 1, 2, 3 have not moved for \d+ s since step 4, data\. Stacks: ", out), out
+    assert re.search(
+        r"ranks 0, 1, 2, 3 have not moved for \d+ s since step 4, data\. Stacks: ", out
+    ), out
 
 
 def test_sigterm_while_loading_and_in_a_step_longer_than_the_grace(run, tmp_path):
     code, out, seconds = run(SLOW_START, restarts=3, signal_after="loaded")
-    assert code == 128 + signal.SIGTERM and seconds < 15 and "stopped by SIGTERM, with all ranks." in out, out
+    assert (
+        code == 128 + signal.SIGTERM
+        and seconds < 15
+        and "stopped by SIGTERM, with all ranks." in out
+    ), out
     assert not list_steps(tmp_path / "run/checkpoint") and "Starting all ranks again" not in out
 
-    code, out, seconds = run(LONG_STEP, "--job.stop_grace_seconds=2", restarts=3, signal_after="long step")
+    code, out, seconds = run(
+        LONG_STEP, "--job.stop_grace_seconds=2", restarts=3, signal_after="long step"
+    )
     assert code == 128 + signal.SIGTERM and 2 <= seconds < 15, (seconds, out)
-    assert "titanlite: job.stop_grace_seconds (2 s) are over and the ranks are still in step 4 (data)" in out
+    assert (
+        "titanlite: job.stop_grace_seconds (2 s) are over and the ranks are still in step 4 (data)"
+        in out
+    )
     assert list_steps(tmp_path / "run/checkpoint") == [2] and "Starting all ranks again" not in out
     assert os.path.isdir(tmp_path / "run")

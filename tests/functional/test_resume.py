@@ -1,4 +1,6 @@
-"""A resumed run is the uninterrupted run: bit for bit on the same mesh, to float32's rounding on another."""
+"""A resumed run is the uninterrupted run: bit for bit on the same mesh, to float32's rounding on
+another.
+"""
 
 import json
 import shutil
@@ -25,17 +27,25 @@ from titanlite.optim.expert_bias import AUX_LOSS_COEFF
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 
-HALF, ALL = 3, 5  # after an even number of steps the biases of experts may be zero again, and are not saved
+# after an even number of steps the biases of experts may be zero again, and are not saved
+HALF, ALL = 3, 5
 TWO = Degrees(dp_shard=2)  # where the mesh does not matter
 DOTS1 = ["--model.name=dots1"]
 MUON = ["--optimizer.name=Muon"]
-SCHEDULE = [f"--training.steps={ALL}", "--lr_scheduler.warmup_steps=4", f"--checkpoint.interval={HALF}"]
+SCHEDULE = [
+    f"--training.steps={ALL}",
+    "--lr_scheduler.warmup_steps=4",
+    f"--checkpoint.interval={HALF}",
+]
 SCHEDULE += ["--training.local_batch_size=2"]
 
 
 @pytest.fixture
-def train(run_warm: Callable[..., list[Any]], checked: Callable[..., Checked]) -> Callable[..., None]:
-    """`train(degrees, folder, *overrides)`: a whole `Trainer.train` on ranks of the file, resuming what is in `folder`.
+def train(
+    run_warm: Callable[..., list[Any]], checked: Callable[..., Checked]
+) -> Callable[..., None]:
+    """`train(degrees, folder, *overrides)`: a whole `Trainer.train` on ranks of the file, resuming
+    what is in `folder`.
 
     New processes resume in test_determinism.py, and a new launch in test_end_to_end.py.
     """
@@ -54,8 +64,12 @@ def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any
 
 
 @pytest.fixture
-def halfway(train, whole_runs: tuple[Path, dict[Any, Path]], tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
-    """`halfway(degrees, *overrides)` -> (folder of the uninterrupted run, folder with its checkpoint of the middle)."""
+def halfway(
+    train, whole_runs: tuple[Path, dict[Any, Path]], tmp_path: Path
+) -> Callable[..., tuple[Path, Path]]:
+    """`halfway(degrees, *overrides)` -> (folder of the uninterrupted run, folder with its
+    checkpoint of the middle).
+    """
 
     def run(degrees: Degrees, *overrides: str) -> tuple[Path, Path]:
         base, made = whole_runs
@@ -72,11 +86,15 @@ def halfway(train, whole_runs: tuple[Path, dict[Any, Path]], tmp_path: Path) -> 
 
 def losses(folder: Path, first: int) -> list[float]:
     points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [point["loss/train"] for point in points if point["step"] >= first and "loss/train" in point]
+    return [
+        point["loss/train"] for point in points if point["step"] >= first and "loss/train" in point
+    ]
 
 
 def contents(folder: Path, step: int) -> dict[str, str]:
-    """Digest of every file of a checkpoint but those that name the machine or the number of ranks."""
+    """Digest of every file of a checkpoint but those that name the machine or the number of
+    ranks.
+    """
     base = folder / f"checkpoint/step-{step}"
     names = [path.relative_to(base) for path in base.rglob("*") if path.is_file()]
     return {str(name): file_digest(base / name) for name in names}
@@ -106,7 +124,9 @@ def contents(folder: Path, step: int) -> dict[str, str]:
     ],
 )
 def test_resumed_run_is_the_uninterrupted_run_bit_for_bit(train, halfway, meshes, mesh, overrides):
-    """Weights, optimizer states, expert biases and data order: the last checkpoints are the same bytes."""
+    """Weights, optimizer states, expert biases and data order: the last checkpoints are the same
+    bytes.
+    """
     whole, resumed = halfway(meshes[mesh], *overrides)
     train(meshes[mesh], resumed, *overrides)
     expected, got = contents(whole, ALL), contents(resumed, ALL)
@@ -120,13 +140,20 @@ def test_the_middle_is_not_the_end(halfway, meshes):
     """The comparison above can fail: three steps change every file that holds numbers."""
     whole, _ = halfway(meshes["FSDP4"])
     middle, end = contents(whole, HALF), contents(whole, ALL)
-    for name in ("model.safetensors", "titanlite/optimizer.safetensors", "titanlite/expert_bias.safetensors"):
+    for name in (
+        "model.safetensors",
+        "titanlite/optimizer.safetensors",
+        "titanlite/expert_bias.safetensors",
+    ):
         assert middle[name] != end[name], name
 
 
 def test_resumed_with_another_optimizer_its_states_are_refused(train, halfway):
     _, resumed = halfway(TWO)
-    with pytest.raises(AssertionError, match=r"exp_avg\.\S+: the optimizer trains no .* state\. Set optimizer\.name"):
+    with pytest.raises(
+        AssertionError,
+        match=r"exp_avg\.\S+: the optimizer trains no .* state\. Set optimizer\.name",
+    ):
         train(TWO, resumed, "--optimizer.name=Muon")
 
 
@@ -148,7 +175,9 @@ def test_momentum_of_muon_moves_to_another_mesh(train, halfway, meshes):
     ],
     ids=str,
 )
-def test_resumed_on_another_mesh_or_world_size_the_loss_is_the_same(train, halfway, meshes, before, after):
+def test_resumed_on_another_mesh_or_world_size_the_loss_is_the_same(
+    train, halfway, meshes, before, after
+):
     whole, resumed = halfway(meshes[before])
     train(meshes[after] if isinstance(after, str) else after, resumed)
     # Float32 sums in another order; see test_parity_ladder.py.
@@ -168,12 +197,16 @@ def test_another_global_batch_size_goes_on_behind_the_samples_that_were_seen(
     _, resumed = halfway(Degrees())
 
     def rank_main() -> None:
-        job = checked(Degrees(), *SCHEDULE, f"--job.dump_folder={resumed}", "--training.global_batch_size=4")
+        job = checked(
+            Degrees(), *SCHEDULE, f"--job.dump_folder={resumed}", "--training.global_batch_size=4"
+        )
         trainer = assemble(job)
         assert trainer.step == HALF
         seen = HALF * 8  # of the batch size before
         dataset = trainer.loader.dataset
-        expected = dataset.batch(dataset.get_train_indices(job.job.training.seed, seen, seen + 4)[:2])
+        expected = dataset.batch(
+            dataset.get_train_indices(job.job.training.seed, seen, seen + 4)[:2]
+        )
         assert torch.equal(trainer.loader.micro_batches(trainer.step)[0].tokens, expected.tokens)
 
     run_ranks(1, rank_main)
@@ -182,7 +215,10 @@ def test_another_global_batch_size_goes_on_behind_the_samples_that_were_seen(
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("--model.overrides.rope_theta=5e4", r"rope_theta is 50000\.0, there 1000000\.0\. Undo the change, or begin a"),
+        (
+            "--model.overrides.rope_theta=5e4",
+            r"rope_theta is 50000\.0, there 1000000\.0\. Undo the change, or begin a",
+        ),
         ("--model.overrides.top_k=1", r"top_k is 1, there 2\."),
         ("--model.overrides.num_layers=3", r"num_layers is 3, there 2\."),
     ],
@@ -191,13 +227,16 @@ def test_resumed_with_another_model_it_is_refused(train, halfway, override, text
     """Also where its tensors would fit."""
     _, resumed = halfway(Degrees(dp_shard=2))
     with pytest.raises(
-        AssertionError, match=rf"this run is to resume from .*step-\d+, whose model is another one: {text}"
+        AssertionError,
+        match=rf"this run is to resume from .*step-\d+, whose model is another one: {text}",
     ):
         train(Degrees(dp_shard=2), resumed, override)
 
 
 def test_optimizer_states_are_those_of_the_run(halfway, meshes):
-    """The files hold AdamW's moments under the parameters' own names, experts fused, and none is zero."""
+    """The files hold AdamW's moments under the parameters' own names, experts fused, and none is
+    zero.
+    """
     whole, _ = halfway(meshes["HSDP2xTP2xEP2"])
     states = load_file(whole / f"checkpoint/step-{ALL}/titanlite/optimizer.safetensors")
     kinds: dict[str, set[str]] = {}
@@ -214,7 +253,9 @@ def test_optimizer_states_are_those_of_the_run(halfway, meshes):
     assert "model.layers.1.mlp.experts.gate_up_proj" in kinds["step"]
 
 
-def _resume(run_ranks, job: Checked, action: Callable[[Trainer], Any] = lambda trainer: trainer.step) -> Sequence[Any]:
+def _resume(
+    run_ranks, job: Checked, action: Callable[[Trainer], Any] = lambda trainer: trainer.step
+) -> Sequence[Any]:
     return run_ranks(job.degrees.world_size, lambda: action(assemble(job)))
 
 
@@ -223,8 +264,11 @@ def test_nothing_is_drawn_when_a_run_resumes(run_ranks, halfway, checked, meshes
 
     _, resumed = halfway(meshes["HSDP2xTP2xEP2"])
     job = checked(meshes["HSDP2xTP2xEP2"], *SCHEDULE, f"--job.dump_folder={resumed}")
-    found = _resume(run_ranks, job, lambda t: [e.fqn for e in t.plan.entries if isinstance(e.source, Init)])
-    # Counts of the running step begin anew; the biases of Qwen3-MoE come from the file beside the model.
+    found = _resume(
+        run_ranks, job, lambda t: [e.fqn for e in t.plan.entries if isinstance(e.source, Init)]
+    )
+    # Counts of the running step begin anew; the biases of Qwen3-MoE come from the file beside the
+    # model.
     assert [n for names in found for n in names if not n.endswith("tokens_per_expert")] == []
 
 
@@ -234,19 +278,26 @@ def test_a_finished_run_says_so_and_saves_nothing(train, halfway, tmp_path):
     shutil.copytree(whole, copy)
     train(TWO, copy)
     assert contents(copy, ALL) == contents(whole, ALL)
-    assert sorted(path.name for path in (copy / "checkpoint").iterdir()) == [f"step-{HALF}", f"step-{ALL}"]
+    assert sorted(path.name for path in (copy / "checkpoint").iterdir()) == [
+        f"step-{HALF}",
+        f"step-{ALL}",
+    ]
 
 
 def test_longer_training_goes_on_from_the_last_checkpoint(train, halfway, tmp_path):
     whole, _ = halfway(TWO)
     shutil.copytree(whole, tmp_path / "run")
     train(TWO, tmp_path / "run", f"--training.steps={ALL + 2}")
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == list(range(1, ALL + 3))
 
 
 def test_settings_that_changed_are_said_when_a_run_resumes(train, halfway, tmp_path):
-    """Since the last start, not since the first; the folder that is copied tells nothing of its settings.
+    """Since the last start, not since the first; the folder that is copied tells nothing of its
+    settings.
 
     One that ended before it trained is none.
     """
@@ -262,7 +313,9 @@ def test_settings_that_changed_are_said_when_a_run_resumes(train, halfway, tmp_p
     assert told == ["", f"settings changed since the last start: {changes}", ""]
 
 
-def test_initial_load_path_begins_at_step_0_with_those_weights(run_ranks, halfway, checked, meshes, tmp_path):
+def test_initial_load_path_begins_at_step_0_with_those_weights(
+    run_ranks, halfway, checked, meshes, tmp_path
+):
     """Weights and expert biases of another run, but a fresh optimizer."""
     whole, _ = halfway(meshes["FSDP4"])
     source = whole / f"checkpoint/step-{ALL}"
@@ -281,7 +334,9 @@ def test_initial_load_path_begins_at_step_0_with_those_weights(run_ranks, halfwa
         for name, expected in bias.items():
             assert torch.equal(trainer.model.get_buffer(name), expected)
         norm = trainer.model.model.norm.weight
-        assert torch.equal(all_values(norm), load_file(source / "model.safetensors")["model.norm.weight"])
+        assert torch.equal(
+            all_values(norm), load_file(source / "model.safetensors")["model.norm.weight"]
+        )
 
     _resume(run_ranks, job, look)
 
@@ -298,11 +353,15 @@ def test_initial_load_path_begins_at_step_0_with_those_weights(run_ranks, halfwa
     ids=["float32", "bfloat16 export", "frozen experts", "bfloat16", "Muon"],
 )
 def test_checkpoints_are_as_large_as_was_said(run_ranks, checked, overrides):
-    job = checked(Degrees(dp_shard=2), *overrides, "--training.steps=1", "--lr_scheduler.warmup_steps=1")
+    job = checked(
+        Degrees(dp_shard=2), *overrides, "--training.steps=1", "--lr_scheduler.warmup_steps=1"
+    )
 
     def rank_main() -> int:
         trainer = assemble(job)
-        said = count_bytes(trainer.plan, trainer.job, muon_matrices(trainer.model, trainer.job.optimizer))
+        said = count_bytes(
+            trainer.plan, trainer.job, muon_matrices(trainer.model, trainer.job.optimizer)
+        )
         trainer.train()
         return said
 
@@ -311,12 +370,22 @@ def test_checkpoints_are_as_large_as_was_said(run_ranks, checked, overrides):
     files = list(folder.rglob("*.safetensors"))
     headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
     # A few bytes more: AdamW counts its steps for each parameter.
-    assert said[0] == said[1] == pytest.approx(sum(file.stat().st_size for file in files) - headers, rel=1e-3)
+    assert (
+        said[0]
+        == said[1]
+        == pytest.approx(sum(file.stat().st_size for file in files) - headers, rel=1e-3)
+    )
 
 
-def test_the_default_balance_loss_is_of_new_models_and_stays_that_of_a_run(run_ranks, checked, tmp_path):
+def test_the_default_balance_loss_is_of_new_models_and_stays_that_of_a_run(
+    run_ranks, checked, tmp_path
+):
     """Older checkpoints had none; a model that is trained on has none; what is set wins."""
-    unset = ["--moe.expert_bias_update_rate=none", "--training.steps=2", "--lr_scheduler.warmup_steps=0"]
+    unset = [
+        "--moe.expert_bias_update_rate=none",
+        "--training.steps=2",
+        "--lr_scheduler.warmup_steps=0",
+    ]
 
     def run(folder: str, *overrides: str, train: bool = False) -> float | None:
         job = checked(Degrees(), *unset, f"--job.dump_folder={tmp_path / folder}", *overrides)
@@ -324,11 +393,17 @@ def test_the_default_balance_loss_is_of_new_models_and_stays_that_of_a_run(run_r
         def rank_main() -> tuple[float | None, list[str]]:
             said: list[str] = []
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(logger, "info", lambda text, *values: said.append(text % values if values else text))
+                patch.setattr(
+                    logger,
+                    "info",
+                    lambda text, *values: said.append(text % values if values else text),
+                )
                 trainer = assemble(job)
             if train:
                 trainer.train()
-            return trainer.job.moe.aux_loss_coeff, [line for line in said if line.startswith("moe: experts")]
+            return trainer.job.moe.aux_loss_coeff, [
+                line for line in said if line.startswith("moe: experts")
+            ]
 
         ((found, said),) = run_ranks(1, rank_main)
         logged.extend(said)
@@ -337,14 +412,24 @@ def test_the_default_balance_loss_is_of_new_models_and_stays_that_of_a_run(run_r
     logged: list[str] = []
     assert run("new", train=True) == AUX_LOSS_COEFF
     step = tmp_path / "new/checkpoint/step-2"
-    assert tomllib.loads((tmp_path / "new/config.toml").read_text())["moe"]["aux_loss_coeff"] == AUX_LOSS_COEFF
+    assert (
+        tomllib.loads((tmp_path / "new/config.toml").read_text())["moe"]["aux_loss_coeff"]
+        == AUX_LOSS_COEFF
+    )
     assert run("new") == AUX_LOSS_COEFF
     balanced = f"moe: experts are balanced with moe.aux_loss_coeff = {AUX_LOSS_COEFF:g}, "
-    assert logged == [f"{balanced}the default from random weights", f"{balanced}as when the run began"]
+    assert logged == [
+        f"{balanced}the default from random weights",
+        f"{balanced}as when the run began",
+    ]
     assert "settings changed" not in (tmp_path / "new/events.jsonl").read_text()
     assert run("new", "--moe.aux_loss_coeff=0") == 0
     assert run("off", "--moe.aux_loss_coeff=0") == 0
-    tuned = [f"--checkpoint.initial_load_path={step}", "--model.flavor=", "--model.overrides.vocab_size=none"]
+    tuned = [
+        f"--checkpoint.initial_load_path={step}",
+        "--model.flavor=",
+        "--model.overrides.vocab_size=none",
+    ]
     assert run("tuned", *tuned, "--model.overrides.num_layers=none") is None
     assert run("set", "--moe.aux_loss_coeff=0.05", train=True) == 0.05 and run("set") == 0.05
     state = step / STATE_FILE

@@ -1,4 +1,6 @@
-"""What cannot be saved is known before the first step; a save that fails leaves the checkpoint before it."""
+"""What cannot be saved is known before the first step; a save that fails leaves the checkpoint
+before it.
+"""
 
 import json
 import shutil
@@ -51,7 +53,9 @@ def test_save_that_fails_on_one_rank_keeps_the_one_before(
 
     said, same = run_ranks(2, rank_main)
     folder = tmp_path / "run/checkpoint"
-    assert said == same and said.startswith(f"checkpoint: cannot save to {folder / 'step-2'}: RuntimeError: no memory")
+    assert said == same and said.startswith(
+        f"checkpoint: cannot save to {folder / 'step-2'}: RuntimeError: no memory"
+    )
     assert "(rank 1)" in said and [path.name for path in folder.iterdir()] == ["step-1"]
 
 
@@ -67,7 +71,8 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks_before_the_first_step(
     overrides += ["--moe.expert_bias_update_rate=0"] if rank else []
     overrides += [f"--data.tokenizer_path={base}"]
     job = checked(FSDP2, *overrides)
-    (folder / "config.json").write_text(json.dumps({**table, "use_cache": "yes"}))  # after what the launcher checks
+    # after what the launcher checks
+    (folder / "config.json").write_text(json.dumps({**table, "use_cache": "yes"}))
 
     def rank_main() -> str:
         with pytest.raises((CheckpointError, ConfigError)) as raised:

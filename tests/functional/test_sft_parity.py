@@ -1,4 +1,6 @@
-"""Fine-tuning against the loop that everybody knows: a transformers model, document by document, and torch's AdamW."""
+"""Fine-tuning against the loop that everybody knows: a transformers model, document by document,
+and torch's AdamW.
+"""
 
 import json
 import random
@@ -23,14 +25,26 @@ STEPS, ROWS, LR, BETAS, DECAY, MAX_NORM = 20, 8, 2e-3, (0.9, 0.95), 0.1, 1.0
 
 @pytest.fixture(scope="module")
 def model_and_rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A tiny random Qwen3-MoE in Hugging Face format, and 400 chats about numbers for its tokenizer."""
+    """A tiny random Qwen3-MoE in Hugging Face format, and 400 chats about numbers for its
+    tokenizer.
+    """
     folder = tmp_path_factory.mktemp("sft")
     arithmetic = runpy.run_path(str(ROOT / "scripts" / "arithmetic" / "make_arithmetic.py"))
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     sizes |= {"head_dim": 8, "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 8}
     config = Qwen3MoeConfig(
-        **sizes, num_experts_per_tok=2, norm_topk_prob=True, vocab_size=32, initializer_range=0.1, bos_token_id=None
+        **sizes,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        vocab_size=32,
+        initializer_range=0.1,
+        bos_token_id=None,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
     arithmetic["make_tokenizer"]().save_pretrained(folder / "model")
@@ -40,7 +54,10 @@ def model_and_rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
         messages = []
         for _ in range(rng.randint(1, 3)):
             a, b = rng.randint(0, 999), rng.randint(0, 99)
-            messages += [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": str(a + b)}]
+            messages += [
+                {"role": "user", "content": f"{a}+{b}"},
+                {"role": "assistant", "content": str(a + b)},
+            ]
         rows.append(json.dumps({"messages": messages}) + "\n")
     (folder / "chats.jsonl").write_text("".join(rows))
     return folder / "model", folder / "chats.jsonl"
@@ -56,7 +73,9 @@ def documents_of(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def reference_losses(model_folder: Path, batches: list[Batch]) -> list[float]:
     """Loss of every step of a plain loop over the documents of `batches`, unpacked."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder, dtype=torch.float32, experts_implementation="eager"
+    )
     matrices = [param for param in model.parameters() if param.dim() >= 2]
     vectors = [param for param in model.parameters() if param.dim() < 2]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -67,7 +86,12 @@ def reference_losses(model_folder: Path, batches: list[Batch]) -> list[float]:
         total = 0.0
         for tokens, labels in documents_of(batch):
             logits = model(input_ids=tokens.unsqueeze(0)).logits[0]
-            loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum") / count
+            loss = (
+                torch.nn.functional.cross_entropy(
+                    logits, labels, ignore_index=IGNORE_INDEX, reduction="sum"
+                )
+                / count
+            )
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -83,7 +107,9 @@ def plain_losses() -> dict[str, list[float]]:
     return {}
 
 
-@pytest.mark.parametrize(("mesh", "packing"), [("one", "true"), ("one", "false"), ("TP2xEP2", "true")])
+@pytest.mark.parametrize(
+    ("mesh", "packing"), [("one", "true"), ("one", "false"), ("TP2xEP2", "true")]
+)
 def test_twenty_steps_are_those_of_a_plain_loop(
     run_ranks: Callable[..., list[Any]],
     checked: Callable[..., Checked],
@@ -98,26 +124,52 @@ def test_twenty_steps_are_those_of_a_plain_loop(
     degrees = Degrees() if mesh == "one" else meshes[mesh]
     job = checked(
         degrees,
-        *("--model.flavor=", "--model.overrides.vocab_size=none", "--model.overrides.num_layers=none"),
-        *(f"--checkpoint.initial_load_path={model_folder}", "--data.dataset=examples", f"--data.path={rows}"),
-        *(f"--data.packing={packing}", f"--data.cache_folder={cache_folder}", "--training.seq_len=96"),
-        *(f"--training.steps={STEPS}", f"--training.global_batch_size={ROWS}", f"--training.max_norm={MAX_NORM}"),
+        *(
+            "--model.flavor=",
+            "--model.overrides.vocab_size=none",
+            "--model.overrides.num_layers=none",
+        ),
+        *(
+            f"--checkpoint.initial_load_path={model_folder}",
+            "--data.dataset=examples",
+            f"--data.path={rows}",
+        ),
+        *(
+            f"--data.packing={packing}",
+            f"--data.cache_folder={cache_folder}",
+            "--training.seq_len=96",
+        ),
+        *(
+            f"--training.steps={STEPS}",
+            f"--training.global_batch_size={ROWS}",
+            f"--training.max_norm={MAX_NORM}",
+        ),
         f"--training.local_batch_size={ROWS // 2}",
         *(f"--optimizer.lr={LR}", "--optimizer.eps=1e-8", f"--optimizer.weight_decay={DECAY}"),
         f"--optimizer.beta2={BETAS[1]}",
-        *("--lr_scheduler.warmup_steps=0", "--lr_scheduler.min_lr_factor=1", "--moe.expert_bias_update_rate=none"),
+        *(
+            "--lr_scheduler.warmup_steps=0",
+            "--lr_scheduler.min_lr_factor=1",
+            "--moe.expert_bias_update_rate=none",
+        ),
     )
 
     def rank_main() -> list[float]:
         trainer = assemble(job)
-        return [trainer.stepper.train_step(trainer.loader.micro_batches(step)).loss.item() for step in range(STEPS)]
+        return [
+            trainer.stepper.train_step(trainer.loader.micro_batches(step)).loss.item()
+            for step in range(STEPS)
+        ]
 
     def global_batches() -> list[Batch]:
-        loader = assemble(replace(job, degrees=Degrees())).loader  # one process reads what all ranks read together
+        # one process reads what all ranks read together
+        loader = assemble(replace(job, degrees=Degrees())).loader
         found = []
         for step in range(STEPS):
             parts = loader.micro_batches(step)
-            columns = zip(*((b.tokens, b.labels, b.positions, b.document_ids) for b in parts), strict=True)
+            columns = zip(
+                *((b.tokens, b.labels, b.positions, b.document_ids) for b in parts), strict=True
+            )
             found.append(Batch(*(torch.cat(column) for column in columns)))
         return found
 

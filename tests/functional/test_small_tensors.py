@@ -1,4 +1,6 @@
-"""Tensors with nothing in them, and shards that are empty on some ranks, are saved and read on another mesh."""
+"""Tensors with nothing in them, and shards that are empty on some ranks, are saved and read on
+another mesh.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -19,7 +21,9 @@ from titanlite.preflight import Checked
 
 
 class Extra(nn.Module):
-    """A parameter and a buffer without elements, and a parameter that leaves ranks of FSDP empty."""
+    """A parameter and a buffer without elements, and a parameter that leaves ranks of FSDP
+    empty.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +58,10 @@ def test_a_run_with_such_tensors_resumes_on_another_mesh(
     shutil.copytree(tmp_path / "whole/checkpoint/step-2", tmp_path / "resumed/checkpoint/step-2")
     resumed = checked(Degrees(dp_shard=2), *shared, f"--job.dump_folder={tmp_path / 'resumed'}")
     run_ranks(2, lambda: train_to_the_end(resumed))
-    first, second = (load_file(tmp_path / run / "checkpoint/step-4/model.safetensors") for run in ("whole", "resumed"))
+    first, second = (
+        load_file(tmp_path / run / "checkpoint/step-4/model.safetensors")
+        for run in ("whole", "resumed")
+    )
     assert first["extra.nothing"].shape == (5, 0) and first["extra.none"].shape == (0, 2)
     assert not torch.equal(first["extra.three"], torch.zeros(3, 8))
     for key, value in first.items():

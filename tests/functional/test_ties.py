@@ -1,4 +1,6 @@
-"""Ties of heads and embeddings, as `from_pretrained` reads them from config.json and the stored tensors."""
+"""Ties of heads and embeddings, as `from_pretrained` reads them from config.json and the stored
+tensors.
+"""
 
 import itertools
 import json
@@ -30,7 +32,8 @@ from titanlite.preflight import Checked, check
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import sweep_transformers
 
-# Where the top-level flag wins, where either does, where the class's default is True, and models without text_config.
+# Where the top-level flag wins, where either does, where the class's default is True, and models
+# without text_config.
 TYPES = ("qwen2_5_vl", "gemma3", "mistral3", "qwen3_vl_moe", "kimi_k25", "qwen3", "gemma3_text")
 FLAGS = (True, False, None)
 
@@ -38,7 +41,9 @@ FLAGS = (True, False, None)
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with sweep_transformers.quiet():
-        found = {case.model_type: case for case in sweep_transformers.cases() if case.model_type in TYPES}
+        found = {
+            case.model_type: case for case in sweep_transformers.cases() if case.model_type in TYPES
+        }
         for name, case in found.items():
             case.folder = tmp_path_factory.mktemp(name)
             assert case.saved
@@ -46,7 +51,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def write(case: Any, folder: Path, top: bool | None, text: bool | None, stored: str) -> Path:
-    """Write the case with other flags, and a head that is not stored, is the embedding, or is another."""
+    """Write the case with other flags, and a head that is not stored, is the embedding, or is
+    another.
+    """
     folder.mkdir()
     table = json.loads((case.saved / "config.json").read_text())
     for section, flag in ((table, top), (table.get("text_config", {}), text)):
@@ -56,7 +63,9 @@ def write(case: Any, folder: Path, top: bool | None, text: bool | None, stored: 
     tensors = load_file(case.saved / "model.safetensors")
     (embedding,) = (key for key in tensors if key.endswith("embed_tokens.weight"))
     head = (
-        embedding.replace("model.embed_tokens.weight", "lm_head.weight") if "language_model.model" in embedding else ""
+        embedding.replace("model.embed_tokens.weight", "lm_head.weight")
+        if "language_model.model" in embedding
+        else ""
     )
     tensors.pop("lm_head.weight", None)
     if stored != "none":
@@ -71,13 +80,19 @@ def outer(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
-def test_ties_and_values_are_those_of_from_pretrained(cases: dict[str, Any], tmp_path: Path, name: str) -> None:
-    """For each flag at the top and in text_config; only a head that is nowhere is refused, which transformers draws."""
+def test_ties_and_values_are_those_of_from_pretrained(
+    cases: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    """For each flag at the top and in text_config; only a head that is nowhere is refused, which
+    transformers draws.
+    """
     case, tied = cases[name], 0
     for top, text, stored in itertools.product(FLAGS, FLAGS, ("none", "equal", "other")):
         folder = write(case, tmp_path / f"{top}-{text}-{stored}", top, text, stored)
         with sweep_transformers.quiet():
-            theirs, info = case.cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+            theirs, info = case.cls.from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True
+            )
             config = resolve_model_config(ModelSection(hf_assets_path=str(folder)))
             config = untie(config, folder, build_model)
             ours: Any = build_model(config)
@@ -89,10 +104,16 @@ def test_ties_and_values_are_those_of_from_pretrained(cases: dict[str, Any], tmp
             continue
         materialize(ours, "cpu", [sources])
         is_theirs = isinstance(config, TransformersConfig)
-        mine = outer(ours.transformers_model) if is_theirs else (ours.model.embed_tokens.weight, ours.lm_head.weight)
+        mine = (
+            outer(ours.transformers_model)
+            if is_theirs
+            else (ours.model.embed_tokens.weight, ours.lm_head.weight)
+        )
         expected = outer(theirs)
         assert (mine[0] is mine[1]) == (expected[0] is expected[1]), where
-        assert all(torch.equal(one, other) for one, other in zip(mine, expected, strict=True)), where
+        assert all(torch.equal(one, other) for one, other in zip(mine, expected, strict=True)), (
+            where
+        )
         tied += mine[0] is mine[1]
     assert 0 < tied < 27
 
@@ -117,9 +138,14 @@ def warnings_of(job: Checked) -> list[str]:
 
 @pytest.mark.slow
 def test_a_run_keeps_a_head_of_its_own_and_says_so_in_what_it_saves(
-    run_ranks: Callable[..., list[Any]], pretrained: Callable[..., Path], config_file: Path, tmp_path: Path
+    run_ranks: Callable[..., list[Any]],
+    pretrained: Callable[..., Path],
+    config_file: Path,
+    tmp_path: Path,
 ) -> None:
-    """A native model and one of transformers: begun, resumed, saved untied, and read by transformers."""
+    """A native model and one of transformers: begun, resumed, saved untied, and read by
+    transformers.
+    """
     untied = ["--model.name=qwen3", "--model.overrides.tie_word_embeddings=false"]
     base = tmp_path / "base"
     shutil.copytree(pretrained("untied", 0.1, *untied), base)
@@ -130,12 +156,20 @@ def test_a_run_keeps_a_head_of_its_own_and_says_so_in_what_it_saves(
     for kind in ("auto", "transformers"):
         file = tmp_path / f"{kind}.toml"
         file.write_text(
-            f'[model]\npath = "{base}"\nimplementation = "{kind}"\n{settings[settings.index("[training]") :]}'
+            f'[model]\npath = "{base}"\nimplementation = '
+            f'"{kind}"\n{settings[settings.index("[training]") :]}'
         )
         folder = tmp_path / kind
         for steps in (1, 2):
-            argv = ["--config", str(file), f"--training.steps={steps}", f"--job.dump_folder={folder}"]
-            job = check(load_config([*argv, "--optimizer.lr=1e-6", "--moe.expert_bias_update_rate=none"]), 2)
+            argv = [
+                "--config",
+                str(file),
+                f"--training.steps={steps}",
+                f"--job.dump_folder={folder}",
+            ]
+            job = check(
+                load_config([*argv, "--optimizer.lr=1e-6", "--moe.expert_bias_update_rate=none"]), 2
+            )
             warnings = run_ranks(2, lambda job=job: warnings_of(job))
             text = "lm_head.weight with other values than the tensor that config.json ties it to"
             assert [sum(text in warning for warning in of_rank) for of_rank in warnings] == [1, 0]

@@ -35,7 +35,11 @@ def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:
     found = dict([*trainer.model.named_parameters(), *trainer.model.named_buffers()])
     for i, state in enumerate(trainer.stepper.optimizer.state.values()):
         found |= {f"state {i}.{key}": value for key, value in state.items()}
-    return {name: local_of(tensor).clone() for name, tensor in found.items() if "tokens_per_expert" not in name}
+    return {
+        name: local_of(tensor).clone()
+        for name, tensor in found.items()
+        if "tokens_per_expert" not in name
+    }
 
 
 def differing(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
@@ -47,12 +51,17 @@ def differing(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.parametrize("mesh", ["HSDP2x2xEP2", "DDP4"])
-def test_replicas_are_summed_once_a_step_however_many_micro_batches(run_ranks, checked, meshes, monkeypatch, mesh):
+def test_replicas_are_summed_once_a_step_however_many_micro_batches(
+    run_ranks, checked, meshes, monkeypatch, mesh
+):
     degrees, real = meshes[mesh], torch.distributed.all_reduce
 
     def rank_main(local_batch_size: int) -> tuple[int, int, list[str]]:
         elements: list[int] = []
-        overrides = [f"--training.local_batch_size={local_batch_size}", "--training.global_batch_size=16"]
+        overrides = [
+            f"--training.local_batch_size={local_batch_size}",
+            "--training.global_batch_size=16",
+        ]
         configuration = checked(degrees, *overrides)
         trainer = assemble(configuration)
 
@@ -94,13 +103,15 @@ def test_balance_losses_weigh_the_same_whatever_part_of_the_tokens_has_labels(ru
         return found
 
     for whole, part in run_ranks(2, rank_main):
-        # Each of the two layers has a loss of at least its coefficient for every token, and 8 experts of which 2 are
-        # chosen: at most 4 times that.
+        # Each of the two layers has a loss of at least its coefficient for every token, and 8
+        # experts of which 2 are chosen: at most 4 times that.
         assert part == whole and 2 * 0.01 <= whole <= 4 * 2 * 0.01
 
 
 def build_with_gradients(checked: Checked, shard: bool) -> Decoder:
-    """A model with the gradients of the sum of losses over TOKENS, each data-parallel rank on its own rows."""
+    """A model with the gradients of the sum of losses over TOKENS, each data-parallel rank on its
+    own rows.
+    """
     model, rows = build_decoder(checked.model_config), TOKENS
     if shard:
         dims = ParallelDims.build(checked.degrees, "cpu")
@@ -114,7 +125,9 @@ def build_with_gradients(checked: Checked, shard: bool) -> Decoder:
 
 
 @pytest.mark.parametrize("mesh", ["HSDP2xTP2xEP2", "CP2xTP2xEP4"])
-def test_clip_grad_norm_scales_all_shards_to_the_norm_of_one_process(run_ranks, checked, meshes, mesh):
+def test_clip_grad_norm_scales_all_shards_to_the_norm_of_one_process(
+    run_ranks, checked, meshes, mesh
+):
     job = checked(meshes[mesh])
     one = build_with_gradients(job, shard=False)
     expected = torch.nn.utils.get_total_norm([param.grad for param in one.parameters()])
@@ -124,7 +137,9 @@ def test_clip_grad_norm_scales_all_shards_to_the_norm_of_one_process(run_ranks, 
         before = [local_of(param.grad).clone() for param in params]
         only_computed = clip_grad_norms({"": params}, 0.0)[0]
         unclipped = clip_grad_norms({"": params}, 2 * expected.item())[0]
-        untouched = all(torch.equal(local_of(p.grad), grad) for p, grad in zip(params, before, strict=True))
+        untouched = all(
+            torch.equal(local_of(p.grad), grad) for p, grad in zip(params, before, strict=True)
+        )
         norm = clip_grad_norms({"": params}, 0.5)[0]
         factor = 0.5 / (norm + 1e-6)
         for param, grad in zip(params, before, strict=True):
@@ -140,14 +155,22 @@ def test_clip_grad_norm_scales_all_shards_to_the_norm_of_one_process(run_ranks, 
 
 
 def test_clipping_reaches_the_optimizer(warm_run):
-    """With eps = 1 far above the gradients, AdamW is momentum: clipped to norm 1e-4, weights hardly move."""
-    overrides = ["--training.local_batch_size=8", "--optimizer.eps=1.0", "--optimizer.weight_decay=0"]
+    """With eps = 1 far above the gradients, AdamW is momentum: clipped to norm 1e-4, weights hardly
+    move.
+    """
+    overrides = [
+        "--training.local_batch_size=8",
+        "--optimizer.eps=1.0",
+        "--optimizer.weight_decay=0",
+    ]
     start = warm_run(Degrees(), *overrides, steps=0)[0].weights
     moved, norms = [], []
     for max_norm in ("1e-4", "0"):
         (run,) = warm_run(Degrees(), f"--training.max_norm={max_norm}", *overrides, steps=2)
         names = [name for name in start if name.endswith("weight")]
-        moved.append(sum((run.weights[name] - start[name]).square().sum() for name in names).sqrt().item())
+        moved.append(
+            sum((run.weights[name] - start[name]).square().sum() for name in names).sqrt().item()
+        )
         norms.append(run.grad_norms[0])
     assert norms[0] == norms[1] > 0.1, "the reported norm is the one before clipping"
     assert 0 < moved[0] < 0.01 * moved[1]
@@ -163,7 +186,9 @@ def poison_step(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> Non
     def poisoned(groups: Any, max_norm: float, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         params = [param for group in groups.values() for param in group]
         calls.append(None)
-        if len(calls) == step and torch.distributed.get_rank() == min(1, torch.distributed.get_world_size() - 1):
+        if len(calls) == step and torch.distributed.get_rank() == min(
+            1, torch.distributed.get_world_size() - 1
+        ):
             local_of(params[3].grad).view(-1)[0] = value
         return original(groups, max_norm, *rest)
 
@@ -183,7 +208,12 @@ def test_step_with_a_non_finite_gradient_changes_nothing_on_any_rank(
     run_ranks, checked, meshes, monkeypatch, mesh, implementation, value, name
 ):
     skip = ["--training.on_nonfinite=skip", "--training.max_nonfinite_steps=1000"]
-    job = checked(meshes[mesh], f"--optimizer.name={name}", f"--optimizer.implementation={implementation}", *skip)
+    job = checked(
+        meshes[mesh],
+        f"--optimizer.name={name}",
+        f"--optimizer.implementation={implementation}",
+        *skip,
+    )
     poison_step(monkeypatch, 2, value)
 
     def rank_main():
@@ -196,17 +226,30 @@ def test_step_with_a_non_finite_gradient_changes_nothing_on_any_rank(
         trainer.stepper.train_step(trainer.loader.micro_batches(2))
         moved = differing(before, snapshot(trainer))
         found = trainer.stepper.finite_guard.look()
-        return bad.grad_norm.isfinite().item(), changed, len(moved), len(before), (found.first_new, found.total)
+        return (
+            bad.grad_norm.isfinite().item(),
+            changed,
+            len(moved),
+            len(before),
+            (found.first_new, found.total),
+        )
 
     for finite, changed, num_moved, num_tensors, found in run_ranks(4, rank_main):
         assert not finite
-        assert changed == [], "weights, biases and optimizer states must stay as they are, bit for bit"
+        assert changed == [], (
+            "weights, biases and optimizer states must stay as they are, bit for bit"
+        )
         assert num_moved > 0.9 * num_tensors - 2, "and the next step must change them again"
         assert found == (2, 1)
 
 
 def test_training_stops_at_the_next_log_step_and_names_the_step(run_ranks, checked, monkeypatch):
-    job = checked(Degrees(dp_shard=2, ep=2), "--training.steps=9", "--metrics.log_freq=4", "--checkpoint.enable=false")
+    job = checked(
+        Degrees(dp_shard=2, ep=2),
+        "--training.steps=9",
+        "--metrics.log_freq=4",
+        "--checkpoint.enable=false",
+    )
     poison_step(monkeypatch, 3, math.nan)
 
     def rank_main() -> tuple[int, str]:
@@ -230,7 +273,12 @@ def test_validation_touches_neither_counts_nor_weights(run_ranks, checked, meshe
     def rank_main():
         trainer = assemble(job)
         batches = trainer.loader.micro_batches(0)
-        trainer.model(*(getattr(batches[0], name) for name in ("tokens", "labels", "positions", "document_ids")))
+        trainer.model(
+            *(
+                getattr(batches[0], name)
+                for name in ("tokens", "labels", "positions", "document_ids")
+            )
+        )
         trainer.stepper.balancer.accumulate()
         before, counts = snapshot(trainer), trainer.stepper.balancer.counts.clone()
         gates = [moe.gate.tokens_per_expert.clone() for moe in trainer.model.moe_layers().values()]
@@ -238,7 +286,13 @@ def test_validation_touches_neither_counts_nor_weights(run_ranks, checked, meshe
         gates_after = [moe.gate.tokens_per_expert for moe in trainer.model.moe_layers().values()]
         same_gates = all(torch.equal(a, b) for a, b in zip(gates, gates_after, strict=True))
         same = same_gates and torch.equal(trainer.stepper.balancer.counts, counts)
-        return losses, counts.sum().item(), same, differing(before, snapshot(trainer)), trainer.model.training
+        return (
+            losses,
+            counts.sum().item(),
+            same,
+            differing(before, snapshot(trainer)),
+            trainer.model.training,
+        )
 
     results = run_ranks(4, rank_main)
     assert len({result[0][0] for result in results}) == 1, "all ranks report one loss"
@@ -266,22 +320,35 @@ def test_padding_is_neither_counted_nor_trained(run_ranks, checked, meshes, mesh
         return result.loss.item(), result.grad_norm.item(), result.tokens_per_expert.tolist()
 
     first, second = (run_ranks(degrees.world_size, rank_main, filler) for filler in (0, 200))
-    for (loss, norm, counts), (other_loss, other_norm, other_counts) in zip(first, second, strict=True):
+    for (loss, norm, counts), (other_loss, other_norm, other_counts) in zip(
+        first, second, strict=True
+    ):
         # Rows are grouped by expert with the padding, so float32 sums may be blocked otherwise.
         assert loss == pytest.approx(other_loss, rel=1e-6)
         assert norm == pytest.approx(other_norm, rel=1e-6)
         assert counts == other_counts
-        assert [sum(layer) for layer in counts] == [(13 + 27) * 2 * degrees.dp] * 2, "2 experts per real token"
+        assert [sum(layer) for layer in counts] == [(13 + 27) * 2 * degrees.dp] * 2, (
+            "2 experts per real token"
+        )
 
 
 # --- the same again
 
 
 def test_two_runs_are_bit_identical(warm_run, meshes):
-    first, second = (warm_run(meshes["TP2xEP4"], FULL_AC, "--training.local_batch_size=2", steps=3) for _ in range(2))
+    first, second = (
+        warm_run(meshes["TP2xEP4"], FULL_AC, "--training.local_batch_size=2", steps=3)
+        for _ in range(2)
+    )
     for a, b in zip(first, second, strict=True):
-        assert (a.losses, a.grad_norms, a.tokens_per_expert) == (b.losses, b.grad_norms, b.tokens_per_expert)
-    assert [name for name, w in first[0].weights.items() if not torch.equal(w, second[0].weights[name])] == []
+        assert (a.losses, a.grad_norms, a.tokens_per_expert) == (
+            b.losses,
+            b.grad_norms,
+            b.tokens_per_expert,
+        )
+    assert [
+        name for name, w in first[0].weights.items() if not torch.equal(w, second[0].weights[name])
+    ] == []
 
 
 class TestCompile:
@@ -304,11 +371,13 @@ class TestCompile:
         ],
         ids=str,
     )
-    def test_traced_moe_layers_give_the_same_loss(self, checked, warm_run, traced_run, degrees, checkpointing):
+    def test_traced_moe_layers_give_the_same_loss(
+        self, checked, warm_run, traced_run, degrees, checkpointing
+    ):
         """Tracing alone, without code generation: the same operations, up to their order.
 
-        Every layer of every forward runs compiled, and all layers share their graphs: one, or those before and after
-        experts that are a unit of FSDP, or to which tokens travel.
+        Every layer of every forward runs compiled, and all layers share their graphs: one, or those
+        before and after experts that are a unit of FSDP, or to which tokens travel.
         """
         settings = [
             *("--training.local_batch_size=2", f"--activation_checkpoint.mode={checkpointing}"),
@@ -329,14 +398,19 @@ class TestCompile:
         if degrees.experts_on_own_mesh:
             assert graphs.made >= 2 and graphs.called >= graphs.made * forwards
         else:
-            assert graphs.made == 1 and graphs.called == forwards * (2 if checkpointing == "full" else 1)
+            assert graphs.made == 1 and graphs.called == forwards * (
+                2 if checkpointing == "full" else 1
+            )
 
-    @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="the inductor needs a C++ compiler")
+    @pytest.mark.skipif(
+        not (shutil.which("g++") or shutil.which("c++")), reason="the inductor needs a C++ compiler"
+    )
     @pytest.mark.slow
     def test_compiled_layers_give_the_same_loss(self, train_run, monkeypatch, tmp_path):
         """The inductor fuses and reorders float32 arithmetic: 1e-5 relative."""
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a forked rank cannot start a pool of compilers
+        # a forked rank cannot start a pool of compilers
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
         small = ["--training.local_batch_size=8", "--model.overrides.num_layers=1"]
         (plain,) = train_run(Degrees(), *small, steps=2)
         (compiled,) = train_run(Degrees(), *small, "--compile.enable=true", steps=2)

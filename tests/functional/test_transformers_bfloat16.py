@@ -30,8 +30,12 @@ DOCUMENTS = torch.tensor([[0] * 7 + [1] * 5])
 
 
 @pytest.mark.slow
-def test_every_model_trains_in_bfloat16(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    """The loss is that of float32 to bfloat16's 8 bits, and gradients arrive in float32, experts split or not."""
+def test_every_model_trains_in_bfloat16(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """The loss is that of float32 to bfloat16's 8 bits, and gradients arrive in float32, experts
+    split or not.
+    """
     config = tmp_path / "job.toml"
     config.write_text(
         'model.name = "qwen3_moe"\nmodel.flavor = "debug"\n[training]\nseq_len = 16\n'
@@ -43,16 +47,25 @@ def test_every_model_trains_in_bfloat16(run_ranks: Callable[..., list[Any]], tmp
     for name in ALL_MODELS:
         reference = save_tiny(name, tmp_path / name)
         with torch.no_grad():
-            logits = [reference(input_ids=part).logits[0] for part in (tokens[:, :7], tokens[:, 7:])]
+            logits = [
+                reference(input_ids=part).logits[0] for part in (tokens[:, :7], tokens[:, 7:])
+            ]
         loss = torch.nn.functional.cross_entropy(torch.cat(logits), labels[0], reduction="sum")
         expected[name] = loss.item()
 
     def rank_main() -> dict[str, tuple[float, set[torch.dtype], bool]]:
         seen = {}
         for name in ALL_MODELS:
-            hf = transformers_config(json.loads((tmp_path / name / "config.json").read_text()), "test")
+            hf = transformers_config(
+                json.loads((tmp_path / name / "config.json").read_text()), "test"
+            )
             ep = 2 if hf.num_experts else 1
-            checked = check(load_config(["--config", str(config), f"--parallelism.expert_parallel_degree={ep}"]), 2)
+            checked = check(
+                load_config(
+                    ["--config", str(config), f"--parallelism.expert_parallel_degree={ep}"]
+                ),
+                2,
+            )
             model = build_transformers(hf)
             parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
             materialize(model, "cpu", [weights_of(tmp_path / name, model)])
@@ -70,13 +83,20 @@ def test_every_model_trains_in_bfloat16(run_ranks: Callable[..., list[Any]], tmp
             assert finite, name
 
 
-KEPT = ("deepseek_v3", "flint", "hy_v4", "kimi_linear")  # a router; layers' and a head's own; beside a Linear
+# a router; layers' and a head's own; beside a Linear
+KEPT = ("deepseek_v3", "flint", "hy_v4", "kimi_linear")
 
 
-def test_bfloat16_with_parameters_kept_in_float32(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    """Dtypes and loss are those of `from_pretrained`, wherever in it the class keeps float32; all are trained."""
+def test_bfloat16_with_parameters_kept_in_float32(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """Dtypes and loss are those of `from_pretrained`, wherever in it the class keeps float32; all
+    are trained.
+    """
     with sweep_transformers.quiet():
-        cases = {case.model_type: case for case in sweep_transformers.cases() if case.model_type in KEPT}
+        cases = {
+            case.model_type: case for case in sweep_transformers.cases() if case.model_type in KEPT
+        }
         expected = {}
         batch = sweep_training.rows_of(packed=False)
         for name, case in cases.items():
@@ -85,9 +105,16 @@ def test_bfloat16_with_parameters_kept_in_float32(run_ranks: Callable[..., list[
             assert case.config.family == name and case.saved
             reference = case.cls.from_pretrained(case.saved, dtype=torch.bfloat16).train()
             with torch.no_grad():
-                logits = torch.cat([reference(input_ids=row).logits for row in batch.tokens.split(1)])
-            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
-            expected[name] = loss.item(), {key: param.dtype for key, param in reference.named_parameters()}
+                logits = torch.cat(
+                    [reference(input_ids=row).logits for row in batch.tokens.split(1)]
+                )
+            loss = torch.nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), batch.labels.flatten()
+            )
+            expected[name] = (
+                loss.item(),
+                {key: param.dtype for key, param in reference.named_parameters()},
+            )
         job = JobConfig()
         job.training.dtype = "bfloat16"
 
@@ -101,10 +128,16 @@ def test_bfloat16_with_parameters_kept_in_float32(run_ranks: Callable[..., list[
                 optimizer = build_optimizer(model, job.optimizer)
                 params = {clean_name(key): param for key, param in model.named_parameters()}
                 before = {key: param.detach().clone() for key, param in params.items()}
-                loss = model(batch.tokens, batch.labels, batch.positions, batch.document_ids).cross_entropy
+                loss = model(
+                    batch.tokens, batch.labels, batch.positions, batch.document_ids
+                ).cross_entropy
                 loss.backward()
                 optimizer.step()
-                wide = [key for key, param in params.items() if param.dtype == torch.float32 and param.grad is not None]
+                wide = [
+                    key
+                    for key, param in params.items()
+                    if param.dtype == torch.float32 and param.grad is not None
+                ]
                 still = [key for key in wide if torch.equal(whole(params[key]), whole(before[key]))]
                 mean = loss.item() / int((batch.labels != IGNORE_INDEX).sum())
                 seen[name] = mean, {key: param.dtype for key, param in params.items()}, still
@@ -112,6 +145,7 @@ def test_bfloat16_with_parameters_kept_in_float32(run_ranks: Callable[..., list[
 
         for seen in run_ranks(2, rank_main, timeout_s=200):
             for name, (loss, dtypes, still) in seen.items():
-                assert loss == pytest.approx(expected[name][0], rel=1e-6), name  # rows are summed in another order
+                # rows are summed in another order
+                assert loss == pytest.approx(expected[name][0], rel=1e-6), name
                 assert dtypes == expected[name][1], name
                 assert not still, name

@@ -59,8 +59,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory, tokens: torch.Tensor) -> dic
 
 def check_folder(folder: Path, world_size: int, *overrides: str) -> Checked:
     config = folder / "job.toml"
-    config.write_text(f'checkpoint.initial_load_path = "{folder}"\nmodel.implementation = "transformers"\n')
-    return check(load_config(["--config", str(config), "--training.seq_len=16", *overrides]), world_size)
+    config.write_text(
+        f'checkpoint.initial_load_path = "{folder}"\nmodel.implementation = "transformers"\n'
+    )
+    return check(
+        load_config(["--config", str(config), "--training.seq_len=16", *overrides]), world_size
+    )
 
 
 def load(job: Checked, folder: Path) -> tuple[TransformersModel, Plan]:
@@ -77,9 +81,14 @@ def stored_keys(folder: Path) -> set[str]:
 
 @pytest.mark.slow
 def test_sharded_loading_equals_from_pretrained_bit_for_bit(
-    run_ranks: Callable[..., list[Any]], cases: dict[str, Case], tokens: torch.Tensor, tmp_path: Path
+    run_ranks: Callable[..., list[Any]],
+    cases: dict[str, Case],
+    tokens: torch.Tensor,
+    tmp_path: Path,
 ) -> None:
-    """Logits of FSDP4 equal those of one process, every tensor has a source, and what is saved is what was loaded."""
+    """Logits of FSDP4 equal those of one process, every tensor has a source, and what is saved is
+    what was loaded.
+    """
     jobs = {name: check_folder(case.folder, 4) for name, case in cases.items()}
 
     def rank_main() -> dict[str, tuple[bool, set[str], float]]:
@@ -87,14 +96,23 @@ def test_sharded_loading_equals_from_pretrained_bit_for_bit(
         for name, case in cases.items():
             model, plan = load(jobs[name], case.folder)
             # The counters' buffers are titanlite's own.
-            kinds = {type(entry.source) for entry in plan.entries if not entry.names[0].startswith("counters.")}
-            kinds |= {Read for entry in plan.entries if entry.info.persistent and not isinstance(entry.source, Read)}
+            kinds = {
+                type(entry.source)
+                for entry in plan.entries
+                if not entry.names[0].startswith("counters.")
+            }
+            kinds |= {
+                Read
+                for entry in plan.entries
+                if entry.info.persistent and not isinstance(entry.source, Read)
+            }
             model.eval()
             with torch.no_grad():
                 logits = model(tokens)
             expected_buffers = dict(case.reference.named_buffers())
             same_buffers = all(
-                buffer.dtype == expected_buffers[key].dtype and torch.equal(buffer, expected_buffers[key])
+                buffer.dtype == expected_buffers[key].dtype
+                and torch.equal(buffer, expected_buffers[key])
                 for key, buffer in model.transformers_model.named_buffers()
             )
             error = (logits - case.logits).abs().max().item()
@@ -113,24 +131,38 @@ def test_sharded_loading_equals_from_pretrained_bit_for_bit(
         )
         assert {key: value for key, value in info.items() if value} == {}, name
         expected = case.reference.state_dict()
-        assert [key for key, value in loaded.state_dict().items() if not torch.equal(value, expected[key])] == [], name
+        assert [
+            key
+            for key, value in loaded.state_dict().items()
+            if not torch.equal(value, expected[key])
+        ] == [], name
         assert stored_keys(tmp_path / name) == stored_keys(case.folder), name
-        assert {"config.json", "generation_config.json"} <= {path.name for path in (tmp_path / name).iterdir()}
+        assert {"config.json", "generation_config.json"} <= {
+            path.name for path in (tmp_path / name).iterdir()
+        }
 
 
-# Both compute in float32 (6e-8), in other orders of summation over ranks and experts, through 2 layers.
+# Both compute in float32 (6e-8), in other orders of summation over ranks and experts, through 2
+# layers.
 BOUND = 1e-5
-# Of AdamW. With a smaller one a step takes gradients that are all rounding for as large as the others.
+# Of AdamW. With a smaller one a step takes gradients that are all rounding for as large as the
+# others.
 EPS = 1e-3
 MESHES = {
     "FSDP4": ("qwen3", ["--parallelism.data_parallel_shard_degree=4"]),
     "FSDP4, recomputed": ("gemma3_text", ["--activation_checkpoint.mode=full"]),
     "HSDP2x2": ("phi", ["--parallelism.data_parallel_replicate_degree=2"]),
     "EP2xFSDP2": ("mixtral", ["--parallelism.expert_parallel_degree=2"]),
-    "EP4, recomputed": ("deepseek_v3", ["--parallelism.expert_parallel_degree=4", "--activation_checkpoint.mode=full"]),
+    "EP4, recomputed": (
+        "deepseek_v3",
+        ["--parallelism.expert_parallel_degree=4", "--activation_checkpoint.mode=full"],
+    ),
     "HSDP2xEP2": (
         "glm4_moe",
-        ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.expert_parallel_degree=2"],
+        [
+            "--parallelism.data_parallel_replicate_degree=2",
+            "--parallelism.expert_parallel_degree=2",
+        ],
     ),
 }
 DOCUMENTS = [[0] * 7 + [1] * 5, [0] * 3 + [1] * 6 + [-1] * 3, [0] * 12, [0] * 1 + [1] * 11]
@@ -148,7 +180,11 @@ class Rows:
     def documents_of(self, row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tokens and labels of each document by itself."""
         ids = self.documents[row]
-        return [(self.tokens[row, ids == i], self.labels[row, ids == i]) for i in ids.unique().tolist() if i >= 0]
+        return [
+            (self.tokens[row, ids == i], self.labels[row, ids == i])
+            for i in ids.unique().tolist()
+            if i >= 0
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +197,12 @@ def rows() -> Rows:
     return Rows(tokens, labels, documents)
 
 
-def plain_steps(model: Any, rows: Rows, steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of a loop without titanlite, every document a forward of its own, and the last step's gradients."""
+def plain_steps(
+    model: Any, rows: Rows, steps: int = STEPS
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of a loop without titanlite, every document a forward of its own, and the last step's
+    gradients.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
     valid, losses = (rows.labels != -100).sum(), []
     for _ in range(steps):
@@ -175,14 +215,24 @@ def plain_steps(model: Any, rows: Rows, steps: int = STEPS) -> tuple[list[float]
                 loss.backward()
                 total += loss.detach()
         losses.append(total.item())
-        gradients = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+        gradients = {
+            name: param.grad.clone()
+            for name, param in model.named_parameters()
+            if param.grad is not None
+        }
         optimizer.step()
     return losses, gradients
 
 
 def plain_load(model: Any, rows: Rows) -> list[list[int]]:
-    """Rows that each layer's experts are given, one document after the other; no padding, no titanlite."""
-    experts = [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
+    """Rows that each layer's experts are given, one document after the other; no padding, no
+    titanlite.
+    """
+    experts = [
+        module
+        for module in model.modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+    ]
     counts = [torch.zeros(module.num_experts, dtype=torch.int64) for module in experts]
 
     def add(module: Any, args: tuple[torch.Tensor, ...]) -> None:
@@ -202,10 +252,17 @@ def plain_load(model: Any, rows: Rows) -> list[list[int]]:
 def test_training_equals_a_plain_loop_over_single_documents(
     run_ranks: Callable[..., list[Any]], cases: dict[str, Case], rows: Rows
 ) -> None:
-    """Losses, gradients and expert load of packed rows on every mesh equal transformers' own, document by document."""
-    jobs = {mesh: check_folder(cases[name].folder, 4, *overrides) for mesh, (name, overrides) in MESHES.items()}
+    """Losses, gradients and expert load of packed rows on every mesh equal transformers' own,
+    document by document.
+    """
+    jobs = {
+        mesh: check_folder(cases[name].folder, 4, *overrides)
+        for mesh, (name, overrides) in MESHES.items()
+    }
 
-    def rank_main() -> tuple[dict[str, tuple[list[float], float, dict[str, torch.Tensor]]], dict[str, Any]]:
+    def rank_main() -> tuple[
+        dict[str, tuple[list[float], float, dict[str, torch.Tensor]]], dict[str, Any]
+    ]:
         seen, loads = {}, {}
         for mesh, job in jobs.items():
             model, _ = load(job, cases[MESHES[mesh][0]].folder)
@@ -239,15 +296,20 @@ def test_training_equals_a_plain_loop_over_single_documents(
 
     seen, all_loads = zip(*run_ranks(4, rank_main, timeout_s=300), strict=True)
     for loads in all_loads:
-        assert set(loads) == {mesh for mesh, (name, _) in MESHES.items() if jobs[mesh].model_config.num_experts}
+        assert set(loads) == {
+            mesh for mesh, (name, _) in MESHES.items() if jobs[mesh].model_config.num_experts
+        }
         for mesh, counts in loads.items():
             assert counts == plain_load(cases[MESHES[mesh][0]].reference, rows), mesh
     expectations = {
-        name: plain_steps(copy.deepcopy(cases[name].reference).train(), rows) for name, _ in MESHES.values()
+        name: plain_steps(copy.deepcopy(cases[name].reference).train(), rows)
+        for name, _ in MESHES.values()
     }
     for mesh, (name, _) in MESHES.items():
         expected_losses, expected = expectations[name]
-        expected_norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
+        expected_norm = (
+            torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
+        )
         for losses, norm, gradients in (ranks[mesh] for ranks in seen):
             assert losses == pytest.approx(expected_losses, rel=BOUND), mesh
             assert norm == pytest.approx(expected_norm, rel=BOUND), mesh
@@ -260,11 +322,15 @@ def test_training_equals_a_plain_loop_over_single_documents(
                 key: (gradients[key] - value).norm() / torch.maximum(value.norm(), floor)
                 for key, value in expected.items()
             }
-            assert {key: error.item() for key, error in errors.items() if error > 10 * BOUND} == {}, mesh
+            assert {
+                key: error.item() for key, error in errors.items() if error > 10 * BOUND
+            } == {}, mesh
 
 
 def image_rows() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Two rows of an image of 4 x 4 patches (4 tokens) and text, one for each rank; inputs and labels."""
+    """Two rows of an image of 4 x 4 patches (4 tokens) and text, one for each rank; inputs and
+    labels.
+    """
     generator = torch.Generator().manual_seed(2)
     tokens, labels = torch.randint(14, VOCAB_SIZE, (2, 2, 12), generator=generator)
     tokens[:, 1:7] = torch.tensor([12, 10, 10, 10, 10, 13])
@@ -279,7 +345,9 @@ def image_rows() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_images_and_text_train_on_two_ranks(run_ranks: Callable[..., list[Any]], cases: dict[str, Case]) -> None:
+def test_images_and_text_train_on_two_ranks(
+    run_ranks: Callable[..., list[Any]], cases: dict[str, Case]
+) -> None:
     """Loss and gradients, those of the vision tower too, equal transformers' own over both rows."""
     case = cases["qwen2_5_vl"]
     job = check_folder(case.folder, 2, "--activation_checkpoint.mode=full")
@@ -290,14 +358,19 @@ def test_images_and_text_train_on_two_ranks(run_ranks: Callable[..., list[Any]],
         model, _ = load(job, case.folder)
         rank = torch.distributed.get_rank()
         mine = {name: value[rank : rank + 1] for name, value in inputs.items()}
-        extra = {"pixel_values": mine["pixel_values"][0], "image_grid_thw": mine["image_grid_thw"][0]}
+        extra = {
+            "pixel_values": mine["pixel_values"][0],
+            "image_grid_thw": mine["image_grid_thw"][0],
+        }
         extra["mm_token_type_ids"] = mine["mm_token_type_ids"]
         loss = model(mine["tokens"], labels[rank : rank + 1], **extra).cross_entropy / valid
         loss.backward()
         total = loss.detach().clone()
         torch.distributed.all_reduce(total)
         units = {type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)}
-        gradients = {clean_name(n): whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        gradients = {
+            clean_name(n): whole(p.grad) for n, p in model.named_parameters() if p.grad is not None
+        }
         return total.item(), gradients, units
 
     reference = copy.deepcopy(case.reference).train()
@@ -308,20 +381,31 @@ def test_images_and_text_train_on_two_ranks(run_ranks: Callable[..., list[Any]],
         mm_token_type_ids=inputs["mm_token_type_ids"],
         use_cache=False,
     ).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / valid
+    expected = (
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        / valid
+    )
     expected.backward()
     for loss, gradients, units in run_ranks(2, rank_main):
         assert loss == pytest.approx(expected.item(), rel=BOUND)
-        assert units == {"FSDPTransformersModel", "FSDPQwen2_5_VLDecoderLayer", "FSDPQwen2_5_VLVisionBlock"}
+        assert units == {
+            "FSDPTransformersModel",
+            "FSDPQwen2_5_VLDecoderLayer",
+            "FSDPQwen2_5_VLVisionBlock",
+        }
         for name, param in reference.named_parameters():
-            assert (gradients[name] - param.grad).norm() <= BOUND * param.grad.norm().clamp(min=1e-3), name
+            assert (gradients[name] - param.grad).norm() <= BOUND * param.grad.norm().clamp(
+                min=1e-3
+            ), name
 
 
 @pytest.mark.slow
 def test_trainer_trains_saves_and_resumes(
     run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path
 ) -> None:
-    """`Trainer` on a model of transformers: a resumed run ends as the uninterrupted one, and transformers loads it."""
+    """`Trainer` on a model of transformers: a resumed run ends as the uninterrupted one, and
+    transformers loads it.
+    """
     from transformers import AutoModelForCausalLM
 
     shared = [
@@ -349,14 +433,20 @@ def test_trainer_trains_saves_and_resumes(
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
     assert any(".experts.3.gate_proj.weight" in name for name in first), "the hub's names"
-    loaded, info = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.bfloat16, output_loading_info=True)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        folders[1], dtype=torch.bfloat16, output_loading_info=True
+    )
     assert {key: value for key, value in info.items() if value} == {}
     assert type(loaded).__name__ == "Qwen3MoeForCausalLM"
 
 
 @pytest.mark.slow
-def test_a_file_of_chats_with_images_trains(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    """From images and a .jsonl file to a model and processor that transformers loads; the loss goes down."""
+def test_a_file_of_chats_with_images_trains(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """From images and a .jsonl file to a model and processor that transformers loads; the loss goes
+    down.
+    """
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -375,16 +465,28 @@ def test_a_file_of_chats_with_images_trains(run_ranks: Callable[..., list[Any]],
         f"--data.path={tmp_path / 'chats.jsonl'}",
         f"--job.dump_folder={tmp_path / 'run'}",
         *("--training.steps=40", "--training.local_batch_size=2", "--optimizer.lr=1e-2"),
-        *("--lr_scheduler.warmup_steps=0", "--metrics.log_freq=1", "--metrics.enable_tensorboard=false"),
+        *(
+            "--lr_scheduler.warmup_steps=0",
+            "--metrics.log_freq=1",
+            "--metrics.enable_tensorboard=false",
+        ),
     )
 
     run_ranks(2, lambda: assemble(job).train())
-    points = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    points = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     losses = [point["loss/train"] for point in points if "loss/train" in point]
     assert losses[-1] < 0.3 * losses[0]
     length = job.job.training.seq_len
-    trained = {round(length * (1 - point["data/padding"]), 6) for point in points if "data/padding" in point}
-    assert len(trained) == 1 and trained < set(range(1, length)), "rows of equally many tokens, and padding"
+    trained = {
+        round(length * (1 - point["data/padding"]), 6)
+        for point in points
+        if "data/padding" in point
+    }
+    assert len(trained) == 1 and trained < set(range(1, length)), (
+        "rows of equally many tokens, and padding"
+    )
     folder = tmp_path / "run/checkpoint/step-40"
     _, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert {key: value for key, value in info.items() if value} == {}

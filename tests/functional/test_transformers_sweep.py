@@ -1,4 +1,6 @@
-"""The sweep over transformers' classes: its most used families on two ranks, and a sample of all."""
+"""The sweep over transformers' classes: its most used families on two ranks, and a sample of
+all.
+"""
 
 import re
 import sys
@@ -23,16 +25,32 @@ FAMILIES = (
         "qwen3_5",
         "qwen3_5_moe",
     ),
-    *("gemma2", "gemma3", "gemma4", "phi3", "gpt_oss", "deepseek_v3", "deepseek_v4", "glm4_moe", "kimi_k25"),
+    *(
+        "gemma2",
+        "gemma3",
+        "gemma4",
+        "phi3",
+        "gpt_oss",
+        "deepseek_v3",
+        "deepseek_v4",
+        "glm4_moe",
+        "kimi_k25",
+    ),
     *("nemotron_h", "olmo3", "granitemoehybrid", "minimax_m2", "llama4_text", "cohere2"),
 )
 
 
 @pytest.mark.slow
 def test_families_train_on_two_ranks(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    """Losses of two steps to 1e-6, gradients to 1e-4; transformers reads the whole checkpoint, bit for bit."""
+    """Losses of two steps to 1e-6, gradients to 1e-4; transformers reads the whole checkpoint, bit
+    for bit.
+    """
     with sweep_transformers.quiet():
-        chosen = {case.model_type: case for case in sweep_transformers.cases() if case.model_type in FAMILIES}
+        chosen = {
+            case.model_type: case
+            for case in sweep_transformers.cases()
+            if case.model_type in FAMILIES
+        }
         for name, case in chosen.items():
             case.folder = tmp_path / name
             assert case.config.family == name and case.saved
@@ -47,14 +65,18 @@ def test_families_train_on_two_ranks(run_ranks: Callable[..., list[Any]], tmp_pa
             return seen
 
         ranks = run_ranks(2, rank_main, timeout_s=300)
-        assert {name: text for name, (text, _) in ranks[0].items()} == dict.fromkeys(FAMILIES, "equal")
+        assert {name: text for name, (text, _) in ranks[0].items()} == dict.fromkeys(
+            FAMILIES, "equal"
+        )
         for name, case in chosen.items():
             expected = sweep_training.their_steps(case, ranks[0][name][1].batch)
             assert [seen[name][1].difference(expected) for seen in ranks] == ["", ""], name
 
 
 @pytest.mark.slow
-def test_a_sample_of_all_classes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_of_all_classes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Neither a traceback nor a difference in 30 classes, others with each version."""
     monkeypatch.setattr(sys, "argv", [sweep_transformers.__file__, "--sample", "30"])
     code, said = sweep_transformers.main(), capsys.readouterr().out

@@ -22,18 +22,26 @@ CPU = torch.device("cpu")
 
 def greedy(reference: Any) -> list[list[int]]:
     """What transformers continues each prompt with, alone."""
-    config = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    config = {
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     return [
-        reference.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **config)[
-            0, len(prompt) :
-        ].tolist()
+        reference.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **config
+        )[0, len(prompt) :].tolist()
         for prompt in PROMPTS
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in ALL_MODELS if name != "qwen3"])  # which has a native decoder
+# which has a native decoder
+@pytest.mark.parametrize("name", [name for name in ALL_MODELS if name != "qwen3"])
 def test_generates_what_transformers_does(tmp_path: Path, name: str) -> None:
-    """Rows of different lengths in one batch, longer than a sliding window, with keys and values kept."""
+    """Rows of different lengths in one batch, longer than a sliding window, with keys and values
+    kept.
+    """
     reference = save_tiny(name, tmp_path)
     model, _ = load_model(tmp_path, any_model_config_from_hf(tmp_path, "test"), "float32", CPU)
     assert model.can_cache(CPU)
@@ -46,8 +54,12 @@ def test_generates_what_transformers_does(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_generates_the_same_when_sharded(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    """FSDP4, with EP2 where there are experts; prompts shared out unevenly, and texts that end at different tokens."""
+def test_generates_the_same_when_sharded(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """FSDP4, with EP2 where there are experts; prompts shared out unevenly, and texts that end at
+    different tokens.
+    """
     names = ["gemma3_text", "phi", "gpt_oss", "deepseek_v3"]
     references = {name: save_tiny(name, tmp_path / name) for name in names}
     texts = {name: greedy(reference) for name, reference in references.items()}
@@ -74,7 +86,11 @@ def test_generates_the_same_when_sharded(run_ranks: Callable[..., list[Any]], tm
 
     for seen in run_ranks(4, rank_main):
         for name, (cached, found) in seen.items():
-            cut = [text[: text.index(end)] if end in text else text for text in texts[name][:3] for end in ends[name]]
+            cut = [
+                text[: text.index(end)] if end in text else text
+                for text in texts[name][:3]
+                for end in ends[name]
+            ]
             assert (cached, found) == (True, cut), name
 
 
@@ -83,14 +99,18 @@ def test_export_keeps_names_layouts_and_values(tmp_path: Path, name: str) -> Non
     """gpt-oss stores experts the other way round, others one by one; bfloat16 rounds once."""
     reference = save_tiny(name, tmp_path / "model")
     export_checkpoint(tmp_path / "model", tmp_path / "out", torch.float32)
-    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "out"))
+    before, after = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "out")
+    )
     assert before.keys() == after.keys()
     assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
     export_checkpoint(tmp_path / "model", tmp_path / "small", torch.bfloat16)
     small = load_file(tmp_path / "small" / "model.safetensors")
     rounded = [key for key, value in small.items() if value.dtype == torch.bfloat16]
     assert [key for key in rounded if not torch.equal(small[key], before[key].bfloat16())] == []
-    assert {key for key in small if key not in rounded} <= {k for k in small if k.endswith("e_score_correction_bias")}
+    assert {key for key in small if key not in rounded} <= {
+        k for k in small if k.endswith("e_score_correction_bias")
+    }
     loaded, info = type(reference).from_pretrained(tmp_path / "small", output_loading_info=True)
     assert {key: value for key, value in info.items() if value} == {}
     assert loaded.dtype == torch.bfloat16
@@ -102,7 +122,9 @@ def test_a_model_with_a_state_generates_by_full_forwards_and_says_so(
 ) -> None:
     from transformers import AutoModelForCausalLM, MambaConfig
 
-    config = MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=2, state_size=4, time_step_rank=4)
+    config = MambaConfig(
+        vocab_size=96, hidden_size=16, num_hidden_layers=2, state_size=4, time_step_rank=4
+    )
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -112,15 +134,22 @@ def test_a_model_with_a_state_generates_by_full_forwards_and_says_so(
     model, _ = load_model(tmp_path, any_model_config_from_hf(tmp_path, "test"), "float32", CPU)
     said: list[str] = []
     monkeypatch.setattr(
-        "titanlite.features.generate.generate.logger.info", lambda text, *values: said.append(text % values)
+        "titanlite.features.generate.generate.logger.info",
+        lambda text, *values: said.append(text % values),
     )
     found = generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, device=CPU)
     assert [continuation.tokens for continuation in found] == greedy(reference)
-    assert said == ["generate: MambaForCausalLM keeps no keys and values: every token costs a full forward"]
+    assert said == [
+        "generate: MambaForCausalLM keeps no keys and values: every token costs a full forward"
+    ]
 
 
-def test_the_commands_take_a_folder_of_any_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Generate, inspect and export through the command line; here a vision-language model, with a text prompt."""
+def test_the_commands_take_a_folder_of_any_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Generate, inspect and export through the command line; here a vision-language model, with a
+    text prompt.
+    """
     folder = tmp_path / "llava"
     save_tiny_llava(folder)
     options = ["--model", folder, "--prompt", "what is this", "--max-new-tokens", "4"]
@@ -131,7 +160,11 @@ def test_the_commands_take_a_folder_of_any_model(tmp_path: Path, capsys: pytest.
     assert main(["inspect", str(folder)]) == 0
     assert "  model      llava, " in capsys.readouterr().out
     assert main(["export", str(folder), str(tmp_path / "out"), "--dtype", "float32"]) == 0
-    assert capsys.readouterr().out.endswith("LlavaForConditionalGeneration.from_pretrained loads it\n")
+    assert capsys.readouterr().out.endswith(
+        "LlavaForConditionalGeneration.from_pretrained loads it\n"
+    )
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     assert before.keys() == after.keys()
-    assert {"processor_config.json", "tokenizer.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"processor_config.json", "tokenizer.json"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }

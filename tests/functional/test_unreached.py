@@ -1,4 +1,6 @@
-"""Trained parameters that never get a gradient: found in the first step, said once, and not counted as trained."""
+"""Trained parameters that never get a gradient: found in the first step, said once, and not counted
+as trained.
+"""
 
 import json
 import shutil
@@ -62,12 +64,21 @@ class Toy(nn.Module):
         return x
 
 
-UNREACHED = ["layers.0.scorer.weight", "layers.1.scorer.weight", "never_called.weight", "never_called.bias"]
+UNREACHED = [
+    "layers.0.scorer.weight",
+    "layers.1.scorer.weight",
+    "never_called.weight",
+    "never_called.bias",
+]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_only_what_has_no_part_in_the_loss_is_found(run_ranks: Callable[..., list[Any]], sharded: bool) -> None:
-    """Not LoRA's A, whose gradient is zero, nor an expert that no token chose, nor one chosen on another rank."""
+def test_only_what_has_no_part_in_the_loss_is_found(
+    run_ranks: Callable[..., list[Any]], sharded: bool
+) -> None:
+    """Not LoRA's A, whose gradient is zero, nor an expert that no token chose, nor one chosen on
+    another rank.
+    """
 
     def rank_main() -> list[str]:
         torch.manual_seed(0)
@@ -75,7 +86,8 @@ def test_only_what_has_no_part_in_the_loss_is_found(run_ranks: Callable[..., lis
         if sharded:
             mesh = init_device_mesh("cpu", (2,))
             for layer in model.layers:
-                for param in layer.experts.parameters():  # FSDP wants the same gradients on all ranks
+                # FSDP wants the same gradients on all ranks
+                for param in layer.experts.parameters():
                     param.requires_grad_(False)
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
@@ -90,11 +102,17 @@ def test_the_warning_has_patterns_that_freeze_those_parameters_alone() -> None:
     names = [*UNREACHED, "layers.1.lora_a"]
     text, count = describe_unreached(model, names)
     assert text.startswith("training: 5 tensors (60 elements) had no gradient in the first step: ")
-    assert "layers.*.scorer.weight (2 tensors, 32 elements), never_called.weight (1 tensor, 16 elements)" in text
+    assert (
+        "layers.*.scorer.weight (2 tensors, 32 elements), never_called.weight (1 tensor, 16 "
+        "elements)" in text
+    )
     assert "layers.1.lora_a (1 tensor, 8 elements)." in text, "with * it would be all layers"
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert count == trained - 60
-    assert f"so {(trained - 60) / 1e6:,.3f} M of {(trained + 4) / 1e6:,.3f} M parameters are trained." in text
+    assert (
+        f"so {(trained - 60) / 1e6:,.3f} M of {(trained + 4) / 1e6:,.3f} M parameters are trained."
+        in text
+    )
 
 
 def unreached_after_a_step(job: Checked) -> list[str] | None:
@@ -105,7 +123,10 @@ def unreached_after_a_step(job: Checked) -> list[str] | None:
 
 @pytest.mark.parametrize("mesh", ["FSDP4", "HSDP2xTP2xEP2", "CP2xEP2", "PP2xTP2xEP2"])
 def test_native_models_are_reached_on_every_mesh(
-    run_warm: Callable[..., list[Any]], checked: Callable[..., Checked], meshes: Mapping[str, Degrees], mesh: str
+    run_warm: Callable[..., list[Any]],
+    checked: Callable[..., Checked],
+    meshes: Mapping[str, Degrees],
+    mesh: str,
 ) -> None:
     """With experts that no token chose, and layers that other pipeline stages hold."""
     few = ["--model.overrides.num_experts=32", "--model.overrides.top_k=1", "--training.seq_len=8"]
@@ -114,7 +135,9 @@ def test_native_models_are_reached_on_every_mesh(
 
 
 def test_a_stage_without_a_gradient_is_found_on_all_ranks(
-    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], meshes: Mapping[str, Degrees]
+    run_ranks: Callable[..., list[Any]],
+    checked: Callable[..., Checked],
+    meshes: Mapping[str, Degrees],
 ) -> None:
     job = checked(meshes["PP2xFSDP2"], "--checkpoint.enable=false")
 
@@ -128,17 +151,26 @@ def test_a_stage_without_a_gradient_is_found_on_all_ranks(
 
 
 def test_adapters_are_reached(
-    run_ranks: Callable[..., list[Any]], pretrained: Callable[..., Path], checked: Callable[..., Checked]
+    run_ranks: Callable[..., list[Any]],
+    pretrained: Callable[..., Path],
+    checked: Callable[..., Checked],
 ) -> None:
     """In the first step B is zero, so that the gradient of A is."""
     base = pretrained("base", 0.1)
     lora = ["--lora.rank=4", "--lora.alpha=8", "--moe.expert_bias_update_rate=none"]
-    job = checked(Degrees(dp_shard=2), *lora, f"--checkpoint.initial_load_path={base}", "--checkpoint.enable=false")
+    job = checked(
+        Degrees(dp_shard=2),
+        *lora,
+        f"--checkpoint.initial_load_path={base}",
+        "--checkpoint.enable=false",
+    )
     assert run_ranks(2, unreached_after_a_step, job) == [[], []]
 
 
 def configure(name: str, folder: Path, config_file: Path) -> tuple[Path, dict[str, int]]:
-    """Write a tiny config.json of type `name`; return a job's file, and sizes of what transformers never reaches."""
+    """Write a tiny config.json of type `name`; return a job's file, and sizes of what transformers
+    never reaches.
+    """
     import transformers
 
     with sweep_transformers.quiet():
@@ -149,10 +181,14 @@ def configure(name: str, folder: Path, config_file: Path) -> tuple[Path, dict[st
         config.save_pretrained(folder)
     ids = torch.arange(3, 35).unsqueeze(0)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    without = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad and p.grad is None}
+    without = {
+        n: p.numel() for n, p in model.named_parameters() if p.requires_grad and p.grad is None
+    }
     settings = config_file.read_text()
     file = folder / "job.toml"
-    file.write_text(f'[model]\nhf_assets_path = "{folder}"\n{settings[settings.index("[training]") :]}')
+    file.write_text(
+        f'[model]\nhf_assets_path = "{folder}"\n{settings[settings.index("[training]") :]}'
+    )
     return file, without
 
 
@@ -169,7 +205,12 @@ def test_indexers_are_named_once_and_are_not_counted_as_trained(
     file, without = configure(name, tmp_path, config_file)
     assert without and all(".indexer." in name for name in without)
     folder = tmp_path / "run"
-    shared = ["--config", str(file), "--moe.expert_bias_update_rate=none", "--checkpoint.interval=2"]
+    shared = [
+        "--config",
+        str(file),
+        "--moe.expert_bias_update_rate=none",
+        "--checkpoint.interval=2",
+    ]
     job = check(load_config([*shared, f"--job.dump_folder={folder}", "--training.steps=4"]), 2)
     run_ranks(2, lambda: train_to_the_end(job))
     ((step, warning),) = warnings_in(folder)
@@ -190,7 +231,9 @@ def test_indexers_are_named_once_and_are_not_counted_as_trained(
     found = load_file(resumed / "checkpoint/step-4/model.safetensors")
     assert all(torch.allclose(found[key], tensors[key], atol=1e-6) for key in tensors)
     freeze = "--optimizer.freeze=*.indexer.*"
-    quiet = check(load_config([*shared, f"--job.dump_folder={frozen}", "--training.steps=4", freeze]), 2)
+    quiet = check(
+        load_config([*shared, f"--job.dump_folder={frozen}", "--training.steps=4", freeze]), 2
+    )
     run_ranks(2, lambda: train_to_the_end(quiet))
     assert warnings_in(frozen) == [] and len(warnings_in(resumed)) == 1
     assert json.loads((frozen / "environment.json").read_text())["trained"] == facts["trained"]

@@ -1,4 +1,6 @@
-"""The validation loss: that of every held-out sequence once, whatever the mesh, the batch size and the packing."""
+"""The validation loss: that of every held-out sequence once, whatever the mesh, the batch size and
+the packing.
+"""
 
 import json
 from collections.abc import Callable
@@ -24,7 +26,9 @@ TRANSFORMERS = ["--model.implementation=transformers", "--moe.expert_bias_update
 
 
 def build(job: Checked) -> Trainer:
-    """A trainer, with weights that are not those it began with: DPO's loss would be the same for all pairs."""
+    """A trainer, with weights that are not those it began with: DPO's loss would be the same for
+    all pairs.
+    """
     trainer = assemble(job)
     for module in trainer.model.modules():
         if isinstance(module, FSDPModule):
@@ -37,7 +41,9 @@ def build(job: Checked) -> Trainer:
 
 
 @pytest.fixture
-def validate(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]) -> Callable[..., float]:
+def validate(
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]
+) -> Callable[..., float]:
     """`validate(degrees, *overrides)`: the loss, which all ranks have found alike."""
 
     def run(degrees: Degrees, *overrides: str) -> float:
@@ -50,8 +56,12 @@ def validate(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked
 
 
 @pytest.fixture
-def one_by_one(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]) -> Callable[..., float]:
-    """`one_by_one(*overrides)`: the mean over all held-out sequences, in a forward each; of sources by their shares."""
+def one_by_one(
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]
+) -> Callable[..., float]:
+    """`one_by_one(*overrides)`: the mean over all held-out sequences, in a forward each; of sources
+    by their shares.
+    """
 
     def run(*overrides: str) -> float:
         job = checked(Degrees(), *VALIDATION, *overrides)
@@ -65,7 +75,11 @@ def one_by_one(run_ranks: Callable[..., list[Any]], checked: Callable[..., Check
                     held_out = dataset.get_validation_indices(0, dataset.num_validation_sequences)
                     for index in held_out:
                         batch = dataset.batch([index])
-                        loss += share / len(held_out) * trainer.stepper.objective(trainer.model, batch).loss.item()
+                        loss += (
+                            share
+                            / len(held_out)
+                            * trainer.stepper.objective(trainer.model, batch).loss.item()
+                        )
                         units += share / len(held_out) * int(trainer.stepper.objective.count(batch))
             return loss / units
 
@@ -76,7 +90,8 @@ def one_by_one(run_ranks: Callable[..., list[Any]], checked: Callable[..., Check
 
 MESHES = [
     (Degrees(), ["--training.local_batch_size=3"]),
-    ("FSDP4", ["--training.local_batch_size=5"]),  # more rows than are held out in the last round, on some ranks
+    # more rows than are held out in the last round, on some ranks
+    ("FSDP4", ["--training.local_batch_size=5"]),
     ("CP2xTP2", ["--training.local_batch_size=4"]),
     ("TP2xEP4", ["--training.local_batch_size=7"]),
     ("PP2xFSDP2", ["--training.local_batch_size=2"]),
@@ -88,7 +103,9 @@ ANY_BATCH = "--training.global_batch_size=-1"
 @pytest.mark.parametrize("kind", ["decoder", "transformers"])
 def test_text(validate, one_by_one, meshes, kind):
     model = [] if kind == "decoder" else TRANSFORMERS
-    expected = {deep: one_by_one(*model, *(FIVE if deep else [])) for deep in {False, kind == "decoder"}}
+    expected = {
+        deep: one_by_one(*model, *(FIVE if deep else [])) for deep in {False, kind == "decoder"}
+    }
     for mesh, overrides in MESHES if kind == "decoder" else MESHES[1:2]:
         degrees = meshes[mesh] if isinstance(mesh, str) else mesh
         found = validate(degrees, *model, ANY_BATCH, *overrides)
@@ -100,16 +117,28 @@ def test_chats(validate, one_by_one, meshes, examples, packing):
     expected = one_by_one(*examples, "--data.packing=false")
     for degrees, size in ((Degrees(), 4), (meshes["FSDP4"], 1), (meshes["CP2xFSDP2"], 5)):
         found = validate(
-            degrees, *examples, f"--data.packing={packing}", ANY_BATCH, f"--training.local_batch_size={size}"
+            degrees,
+            *examples,
+            f"--data.packing={packing}",
+            ANY_BATCH,
+            f"--training.local_batch_size={size}",
         )
         assert found == pytest.approx(expected, rel=BOUND)
 
 
 def test_pairs_count_once(validate, one_by_one, meshes, examples, tmp_path: Path):
     """What is padding is no pair."""
-    rows = [{"prompt": f"what is {i}", "chosen": "one " * (1 + i % 4), "rejected": "two"} for i in range(40)]
+    rows = [
+        {"prompt": f"what is {i}", "chosen": "one " * (1 + i % 4), "rejected": "two"}
+        for i in range(40)
+    ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = [*examples, f"--data.path={tmp_path / 'pairs.jsonl'}", "--training.objective=dpo", "--data.packing=false"]
+    data = [
+        *examples,
+        f"--data.path={tmp_path / 'pairs.jsonl'}",
+        "--training.objective=dpo",
+        "--data.packing=false",
+    ]
     data += ["--dpo.label_smoothing=0.1", "--data.validation_share=0.17"]
     expected = one_by_one(*data)
     for mesh, size in (("FSDP4", 3), ("PP2xFSDP2", 2)):
@@ -120,15 +149,33 @@ def test_pairs_count_once(validate, one_by_one, meshes, examples, tmp_path: Path
 @pytest.mark.parametrize("mixed", [True, False])
 def test_streams_and_mixtures(validate, one_by_one, examples, tmp_path: Path, mixed: bool):
     """Sources of other sizes and lengths: none is a multiple of what 2 ranks take at once."""
-    chats = next(option.removeprefix("--data.path=") for option in examples if option.startswith("--data.path="))
+    chats = next(
+        option.removeprefix("--data.path=")
+        for option in examples
+        if option.startswith("--data.path=")
+    )
     for name, count in (("more", 50), ("held_out", 13)):
-        rows = [{"prompt": f"{name} {i}", "completion": " one and two" * (1 + i % 5)} for i in range(count)]
+        rows = [
+            {"prompt": f"{name} {i}", "completion": " one and two" * (1 + i % 5)}
+            for i in range(count)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stream = [f"path={tmp_path}/more.jsonl", "streaming=true", f"validation_path={tmp_path}/held_out.jsonl"]
+    stream = [
+        f"path={tmp_path}/more.jsonl",
+        "streaming=true",
+        f"validation_path={tmp_path}/held_out.jsonl",
+    ]
     data = [*examples, f"--data.packing={str(mixed).lower()}"]
     if mixed:
-        data += ["--data.path=", f"--data.sources.chats.path={chats}", "--data.sources.chats.weight=2"]
-        data += ["--data.sources.more.weight=3", *(f"--data.sources.more.{setting}" for setting in stream)]
+        data += [
+            "--data.path=",
+            f"--data.sources.chats.path={chats}",
+            "--data.sources.chats.weight=2",
+        ]
+        data += [
+            "--data.sources.more.weight=3",
+            *(f"--data.sources.more.{setting}" for setting in stream),
+        ]
         data.append("--data.sources.chats.validation_share=0.2")
     else:
         data += [f"--data.{setting}" for setting in stream]

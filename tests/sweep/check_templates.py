@@ -1,16 +1,18 @@
-"""Is my chat template trained right? Runs templates through conversations and judges what would be trained.
+"""Is my chat template trained right? Runs templates through conversations and judges what would be
+trained.
 
     python tests/sweep/check_templates.py FOLDER_OR_FILE.jinja [--verbose]
 
-Each conversation says words that occur nowhere else. The judge knows which of them must be trained, which must be seen
-and which must not be trained; it looks at the tokens alone, and shares nothing with the code that it judges. Classes:
+Each conversation says words that occur nowhere else. The judge knows which of them must be trained,
+which must be seen and which must not be trained; it looks at the tokens alone, and shares nothing
+with the code that it judges. Classes:
 
     right      everything that the last message of a turn says is trained, with an end, after the prompt of inference
     refused    the row is an error, by reason
     silent     something that a row says is neither trained nor seen, without an error
     mask       a wrong token is trained or a right one is not, or the prompt is not that of inference
     no end     the trained text does not end with a token that ends it
-"""
+"""  # noqa: E501
 
 import argparse
 import json
@@ -32,7 +34,8 @@ from titanlite.features.sft.readers import RowError
 
 DATE = "2026-01-02"
 CLASSES = ("right", "refused", "silent", "mask", "no end")
-# What tokenizers have as special tokens, by how templates spell them; tags in lower case are merely added.
+# What tokenizers have as special tokens, by how templates spell them; tags in lower case are merely
+# added.
 SPECIAL = re.compile(
     "<\\|[^<>|\\s]{1,60}\\|>|<\uff5c[^<>\\s]{1,60}\uff5c>|<\\|[a-z_]+>|<[a-z_]+\\|>|\\[/?[A-Z_]{3,}\\]|[\\[\\]][e~]?~b?[\\[\\]]|"
     "</?(?:s|sep|eos|bos|assistant|user|system|SPECIAL_\\d+|seed:[beo]+s|seed:tool_call|"
@@ -40,7 +43,24 @@ SPECIAL = re.compile(
 )
 ADDED = re.compile(r"</?[a-zA-Z_:]{2,40}>")
 _NUMBER = iter(range(10**6))
-_SYLLABLES = ("ba", "do", "fi", "gu", "ke", "lo", "mi", "nu", "po", "ru", "sa", "te", "vi", "wo", "xa", "zu")
+_SYLLABLES = (
+    "ba",
+    "do",
+    "fi",
+    "gu",
+    "ke",
+    "lo",
+    "mi",
+    "nu",
+    "po",
+    "ru",
+    "sa",
+    "te",
+    "vi",
+    "wo",
+    "xa",
+    "zu",
+)
 
 
 def make_word() -> str:
@@ -60,7 +80,11 @@ class Chat:
 
     def say(self, role: str, text: str | None = "{}", *, train: bool = True, **more: Any) -> "Chat":
         messages = self.row["messages"]
-        place = self.trained.setdefault(len(messages), []) if role == "assistant" and train else self.seen
+        place = (
+            self.trained.setdefault(len(messages), [])
+            if role == "assistant" and train
+            else self.seen
+        )
         message: dict[str, Any] = {"role": role, "content": text and self._fill(text, place)}
         if "thought" in more:
             message["reasoning_content"] = self._fill(more.pop("thought"), [])
@@ -86,14 +110,19 @@ class Chat:
             self.row["tools"].append({"type": "function", "function": function})
         return self
 
-    def _call(self, k: int, i: int, name: str, place: list[str], *, as_text: bool = False) -> dict[str, Any]:
+    def _call(
+        self, k: int, i: int, name: str, place: list[str], *, as_text: bool = False
+    ) -> dict[str, Any]:
         argument = f"{name}arg"
         place += [name, argument, value := make_word()]
         arguments: Any = {argument: value}
         return {
             "id": f"call{i}{k}abcde"[:9],
             "type": "function",
-            "function": {"name": name, "arguments": json.dumps(arguments) if as_text else arguments},
+            "function": {
+                "name": name,
+                "arguments": json.dumps(arguments) if as_text else arguments,
+            },
         }
 
     def _fill(self, text: str, place: list[str]) -> str:
@@ -118,7 +147,9 @@ def make_chats() -> dict[str, Chat]:
         return chats[name]
 
     def result(chat: Chat, name: str, k: int = 0) -> Chat:
-        place = max(i for i, message in enumerate(chat.row["messages"]) if message["role"] == "assistant")
+        place = max(
+            i for i, message in enumerate(chat.row["messages"]) if message["role"] == "assistant"
+        )
         return chat.say("tool", name=name, tool_call_id=f"call{place}{k}abcde"[:9])
 
     new("three turns", 3).say("assistant")
@@ -137,11 +168,19 @@ def make_chats() -> dict[str, Chat]:
     ):
         chat = new(name, 2).tools(tool[n]).say("assistant", text, calls=[(tool[n], {})], **more)
         result(chat, tool[n]).say("assistant", **more)
-    new("call as last message").tools(tool[5]).say("assistant", None, calls=[(tool[5], {"as_text": True})])
-    chat = new("two parallel calls").tools(tool[6], tool[7]).say("assistant", None, calls=[(n, {}) for n in tool[6:]])
+    new("call as last message").tools(tool[5]).say(
+        "assistant", None, calls=[(tool[5], {"as_text": True})]
+    )
+    chat = (
+        new("two parallel calls")
+        .tools(tool[6], tool[7])
+        .say("assistant", None, calls=[(n, {}) for n in tool[6:]])
+    )
     result(result(chat, tool[6]), tool[7], 1).say("assistant")
     new("an empty answer").say("assistant", "")
-    new("unicode and white space").say("assistant", "\n\n \u00e9t\u00e9 {} \u4e16\u754c\U0001f642  \n")
+    new("unicode and white space").say(
+        "assistant", "\n\n \u00e9t\u00e9 {} \u4e16\u754c\U0001f642  \n"
+    )
     chats["assistant first"] = Chat().say("assistant").say("user").say("assistant")
     new("two users").say("user").say("assistant")
     new("two assistants").say("assistant").say("assistant")
@@ -160,15 +199,24 @@ def make_tokenizer(template: str) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     shown = render_sample(template)
     special = {"<s>", "</s>", *SPECIAL.findall(template + shown)}
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in sorted(special)])
-    backend.add_tokens([AddedToken(token, normalized=False) for token in sorted({*ADDED.findall(template)} - special)])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in sorted(special)]
+    )
+    backend.add_tokens(
+        [
+            AddedToken(token, normalized=False)
+            for token in sorted({*ADDED.findall(template)} - special)
+        ]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = template
     return tokenizer
 
 
 def render_sample(template: str) -> str:
-    """A conversation as text, for special tokens that a template puts together; empty if it takes no such one."""
+    """A conversation as text, for special tokens that a template puts together; empty if it takes
+    no such one.
+    """
     bare: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
@@ -194,9 +242,16 @@ def judge(tokenizer: Any, chat: Chat) -> tuple[str, str]:
         wanted = [*chat.trained[turn], *chat.thoughts.get(turn, [])]
         if missing := [word for word in wanted if word not in text]:
             known = any(word in everything for word in missing)
-            return ("mask" if known else "silent"), f"messages[{turn}]: {missing[0]} is not trained: {text!r}"
+            return (
+                "mask" if known else "silent"
+            ), f"messages[{turn}]: {missing[0]} is not trained: {text!r}"
         own = {*wanted}
-        others = {word for t in turns if t != turn for word in (*chat.trained[t], *chat.thoughts.get(t, []))}
+        others = {
+            word
+            for t in turns
+            if t != turn
+            for word in (*chat.trained[t], *chat.thoughts.get(t, []))
+        }
         if wrong := [word for word in {*chat.seen, *others} - own if word in text]:
             return "mask", f"messages[{turn}]: {wrong[0]} is trained: {text!r}"
     if missing := [word for word in chat.seen if word not in everything]:
@@ -208,7 +263,10 @@ def judge_edges(
     tokenizer: Any, chat: Chat, turns: list[int], answers: list[tuple[list[int], list[int]]]
 ) -> tuple[str, str]:
     """Prompts and ends against `apply_chat_template` and the whole text."""
-    special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+    special = {
+        *tokenizer.all_special_ids,
+        *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special),
+    }
     kwargs = chat.row.get("chat_template_kwargs", {})
     for turn, (before, ids) in zip(turns, answers, strict=True):
         prompt = None
@@ -231,10 +289,13 @@ def judge_edges(
             shown = tokenizer.decode(prompt) if prompt else None
             return (
                 "mask",
-                f"messages[{turn}]: another prompt: {tokenizer.decode(before)[-80:]!r} not {shown and shown[-80:]!r}",
+                f"messages[{turn}]: another prompt: {tokenizer.decode(before)[-80:]!r} not "
+                f"{shown and shown[-80:]!r}",
             )
         text, end = tokenizer.decode(ids), tokenizer.decode(ids[-1:])
-        behind = text[max((text.rfind(word) + len(word) for word in chat.trained[turn]), default=0) :]
+        behind = text[
+            max((text.rfind(word) + len(word) for word in chat.trained[turn]), default=0) :
+        ]
         messages = parse(chat.row["messages"][: turn + 1])
         follows = show(tokenizer, [*messages, {"role": "user", "content": "a"}], chat).rpartition(
             chat.trained[turn][-1]
@@ -242,7 +303,8 @@ def judge_edges(
         done = show(tokenizer, messages, chat).rpartition(chat.trained[turn][-1])[2]
         known = [tokenizer.decode([i]) for i in special]
         if ids[-1] not in special and (
-            any(token in follows for token in known) or not follows[len(behind) - 1 :].startswith(end)
+            any(token in follows for token in known)
+            or not follows[len(behind) - 1 :].startswith(end)
         ):
             return "no end", f"messages[{turn}]: {text[-60:]!r}"
         alone = [token for token in known if done.count(token) == 1 and text.count(token) < 2]
@@ -258,7 +320,9 @@ def show(tokenizer: Any, messages: list[dict[str, Any]], chat: Chat) -> str:
     """The messages as text, or nothing where the template takes no such conversation."""
     kwargs = chat.row.get("chat_template_kwargs", {})
     try:
-        return tokenizer.apply_chat_template(messages, tools=chat.row.get("tools"), tokenize=False, **kwargs)
+        return tokenizer.apply_chat_template(
+            messages, tools=chat.row.get("tools"), tokenize=False, **kwargs
+        )
     except Exception:  # noqa: BLE001  templates raise anything
         return ""
 
@@ -269,8 +333,12 @@ def parse(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         message = {key: value for key, value in message.items() if key != "weight"}
         content = message["content"]
-        message["content"] = "".join(p["text"] for p in content) if isinstance(content, list) else content or ""
-        calls = [call | {"function": dict(call["function"])} for call in message.get("tool_calls", [])]
+        message["content"] = (
+            "".join(p["text"] for p in content) if isinstance(content, list) else content or ""
+        )
+        calls = [
+            call | {"function": dict(call["function"])} for call in message.get("tool_calls", [])
+        ]
         for call in calls:
             if isinstance(call["function"]["arguments"], str):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
@@ -283,7 +351,9 @@ def parse_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = parse(messages)
     for message in found:
         for call in message.get("tool_calls", []):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            call["function"]["arguments"] = json.dumps(
+                call["function"]["arguments"], ensure_ascii=False
+            )
     return found
 
 
@@ -297,18 +367,30 @@ def get_answers(document: Document) -> Iterator[tuple[list[int], list[int]]]:
             start += 1
             continue
         stop = start + 1
-        while stop < len(ids) and flags[stop] & ANSWER and not (flags[stop - 1] & END and not flags[stop] & END):
+        while (
+            stop < len(ids)
+            and flags[stop] & ANSWER
+            and not (flags[stop - 1] & END and not flags[stop] & END)
+        ):
             stop += 1
-        trained = [i for i, flag in zip(ids[start:stop], flags[start:stop].tolist(), strict=True) if flag & TRAINED]
+        trained = [
+            i
+            for i, flag in zip(ids[start:stop], flags[start:stop].tolist(), strict=True)
+            if flag & TRAINED
+        ]
         yield ids[:start], trained
         start = stop
 
 
 def main() -> int:
     """Print the table; exit code 1 if anything is silent, has a wrong mask or no end."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("path", type=Path, help="a Jinja file, or a folder of them")
-    parser.add_argument("--verbose", action="store_true", help="say why, for each row that is not right")
+    parser.add_argument(
+        "--verbose", action="store_true", help="say why, for each row that is not right"
+    )
     options = parser.parse_args()
     paths = sorted(options.path.glob("*.jinja")) if options.path.is_dir() else [options.path]
     total: Counter[str] = Counter()

@@ -1,8 +1,10 @@
-"""Stages of `sweep_transformers.py` about weights: loaded from what transformers saved, and drawn without a checkpoint.
+"""Stages of `sweep_transformers.py` about weights: loaded from what transformers saved, and drawn
+without a checkpoint.
 
-A stage takes a case: `cls`, a class of transformers; `model`, a random one of it on the CPU, in float32; `config`,
-titanlite's configuration for it; `folder`, where its config.json is, and `saved`, the same with its weights. It returns
-a word, which starts with WRONG if titanlite differs, or raises what titanlite raises.
+A stage takes a case: `cls`, a class of transformers; `model`, a random one of it on the CPU, in
+float32; `config`, titanlite's configuration for it; `folder`, where its config.json is, and
+`saved`, the same with its weights. It returns a word, which starts with WRONG if titanlite differs,
+or raises what titanlite raises.
 """
 
 import copy
@@ -19,17 +21,31 @@ _SEEDS = 3
 
 
 def loads(case: Any) -> str:
-    """Load the folder that transformers saves, and compare every parameter, buffer and tie with `from_pretrained`."""
+    """Load the folder that transformers saves, and compare every parameter, buffer and tie with
+    `from_pretrained`.
+    """
     try:
-        expected, info = case.cls.from_pretrained(case.saved, dtype=torch.float32, output_loading_info=True)
+        expected, info = case.cls.from_pretrained(
+            case.saved, dtype=torch.float32, output_loading_info=True
+        )
     except RuntimeError as error:
         return f"lost: transformers itself refuses what it saved: {error}"
     if info["missing_keys"]:
-        return f"lost: transformers itself misses {len(info['missing_keys'])} of the tensors that it saved"
+        return (
+            f"lost: transformers itself misses {len(info['missing_keys'])} of the tensors that "
+            "it saved"
+        )
     model = build_transformers(case.config)
-    materialize(model, "cpu", [model.checkpoint_format.sources(str(case.saved), read_model_headers(case.saved))])
+    materialize(
+        model,
+        "cpu",
+        [model.checkpoint_format.sources(str(case.saved), read_model_headers(case.saved))],
+    )
     for kind in ("named_parameters", "named_buffers"):
-        found, wanted = (dict(getattr(m, kind)(remove_duplicate=False)) for m in (model.transformers_model, expected))
+        found, wanted = (
+            dict(getattr(m, kind)(remove_duplicate=False))
+            for m in (model.transformers_model, expected)
+        )
         if found.keys() != wanted.keys():
             return f"WRONG: other {kind}: {sorted(found.keys() ^ wanted.keys())[:3]}"
         differing = [name for name, tensor in found.items() if not is_same(tensor, wanted[name])]
@@ -41,10 +57,11 @@ def loads(case: Any) -> str:
 
 
 def scratch(case: Any) -> str:
-    """Draw the model with a few seeds, and compare each parameter, and its halves, with what transformers draws.
+    """Draw the model with a few seeds, and compare each parameter, and its halves, with what
+    transformers draws.
 
-    What does not depend on transformers' seed, and buffers, must be equal; of the rest mean, deviation and mean
-    distance from the mean.
+    What does not depend on transformers' seed, and buffers, must be equal; of the rest mean,
+    deviation and mean distance from the mean.
     """
     theirs, ours = [], []
     for seed in range(_SEEDS):
@@ -60,18 +77,24 @@ def scratch(case: Any) -> str:
     for name in own[0]:
         rows = own[0][name].shape[0] if own[0][name].dim() else 1
         found, expected = (
-            torch.stack([of[name].detach().reshape(rows, -1) for of in models], dim=1) for models in (own, params)
+            torch.stack([of[name].detach().reshape(rows, -1) for of in models], dim=1)
+            for models in (own, params)
         )
         for part in (slice(None), slice(0, rows // 2), slice(rows // 2, rows)):
             if expected[part].numel() and (text := other_moments(found[part], expected[part])):
                 wrong.append(f"{name} {text}")
                 break
     buffers = dict(ours[0].transformers_model.named_buffers())
-    wrong += [name for name, buffer in theirs[0].named_buffers() if not is_same(buffers[name], buffer)]
+    wrong += [
+        name for name, buffer in theirs[0].named_buffers() if not is_same(buffers[name], buffer)
+    ]
     if wrong:
         return f"WRONG: {len(wrong)}, among them {wrong[0]}"
     sources = ours[0].declare_sources().values()
-    return f"equal, {sum(isinstance(s, Init) and isinstance(s.recipe, Replay) for s in sources)} replayed"
+    return (
+        f"equal, {sum(isinstance(s, Init) and isinstance(s.recipe, Replay) for s in sources)} "
+        "replayed"
+    )
 
 
 def is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -95,7 +118,11 @@ def other_moments(found: torch.Tensor, expected: torch.Tensor) -> str:
     A moment of n draws varies by about their deviation / sqrt(n); 7 of those never occur by chance.
     """
     if bool((expected == expected[:, :1]).all()):
-        return "" if torch.equal(found, expected) else f"has other values, {found.flatten()[0]:g} first"
+        return (
+            ""
+            if torch.equal(found, expected)
+            else f"has other values, {found.flatten()[0]:g} first"
+        )
     for what, moment in (
         ("mean", torch.mean),
         ("deviation", torch.std),

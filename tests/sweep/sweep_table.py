@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Results of `sweep_transformers.py`, counted; and the part of docs/models.md that shows them, written anew.
+"""Results of `sweep_transformers.py`, counted; and the part of docs/models.md that shows them,
+written anew.
 
 python tests/sweep/sweep_table.py RESULTS.jsonl            # counts
 python tests/sweep/sweep_table.py RESULTS.jsonl --write    # and docs/models.md
@@ -27,7 +28,10 @@ _STAGES: Mapping[str, tuple[str, str]] = {
         "packed|apart|inputs",
     ),
     "exports": ("transformers reads what was trained, bit for bit, under the same keys", "equal"),
-    "generates": ("greedy tokens in a batch are those of `generate`, with and without a cache", "cached|whole"),
+    "generates": (
+        "greedy tokens in a batch are those of `generate`, with and without a cache",
+        "cached|whole",
+    ),
     "scratch": ("means and deviations of drawn parameters; buffers bit for bit", "equal"),
 }
 # Reasons for which a class is not trained, and how a message tells. For the first two it cannot be.
@@ -69,7 +73,10 @@ class Result:
         words = [self.words.get(stage, "") for stage in ("built", "loads", "trains")]
         if words[2].startswith(("packed", "apart", "inputs")):
             return ""
-        return next((why for why, told in _REASONS.items() if any(re.search(told, word) for word in words)), "")
+        return next(
+            (why for why, told in _REASONS.items() if any(re.search(told, word) for word in words)),
+            "",
+        )
 
     def __str__(self) -> str:
         return "| " + " | ".join([self.model_type, self.class_name, *self.words.values()]) + " |"
@@ -94,12 +101,15 @@ def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
     possible = sum(result.why_untrained not in (_NOT_CAUSAL, _NO_TEXT) for result in built)
     yield from (_BEGINNING, "")
     yield from _filled(
-        "`tests/sweep/sweep_transformers.py` builds each class of transformers' auto mappings for text, images with "
+        "`tests/sweep/sweep_transformers.py` builds each class of transformers' auto mappings for "
+        "text, images with "
         "text, and text to text, except encoder-decoders, tiny and random, and compares it with "
         "transformers, in float32. Of "
         f"{len(results)} entries {len(built)} "
-        f"are built, and {len(trained)} of those trained: {len(trained) / len(built):.1%}, and of those that can "
-        f"predict tokens after text or images {len(trained) / possible:.1%}; {wrong or 'none'} ended in a traceback, "
+        f"are built, and {len(trained)} of those trained: {len(trained) / len(built):.1%}, and of "
+        "those that can "
+        f"predict tokens after text or images {len(trained) / possible:.1%}; {wrong or 'none'} "
+        "ended in a traceback, "
         "in a difference or after 60 s."
     )
     yield from ("", "| stage | compared | as in transformers |", "|---|---|---|")
@@ -108,10 +118,14 @@ def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
         count = sum(bool(re.match(good, result.words.get(stage, ""))) for result in of)
         yield f"| {stage} | {text} | {count} of {len(of)} |"
     yield ""
-    yield from _named("Trained on rows of one document each (`data.packing = false`)", results, _is("apart"))
+    yield from _named(
+        "Trained on rows of one document each (`data.packing = false`)", results, _is("apart")
+    )
     yield from _named("Trained with images only (tried with random ones)", results, _is("inputs"))
     for why in _REASONS:
-        yield from _named(f"Refused: {why}", results, lambda result, why=why: result.why_untrained == why)  # type: ignore[misc]
+        yield from _named(
+            f"Refused: {why}", results, lambda result, why=why: result.why_untrained == why
+        )  # type: ignore[misc]
     yield from ("", where)
 
 
@@ -126,7 +140,9 @@ def _named(what: str, results: Sequence[Result], chosen: Callable[[Result], bool
 
 
 def _filled(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def read(path: Path) -> list[Result]:
@@ -143,8 +159,13 @@ def main() -> None:
         import torch
         import transformers
 
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        where = f"Tried with transformers {transformers.__version__} and torch {torch.__version__}, commit {commit}."
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
+        where = (
+            f"Tried with transformers {transformers.__version__} and torch "
+            f"{torch.__version__}, commit {commit}."
+        )
         kept = _PAGE.read_text().partition(_BEGINNING)[0]
         _PAGE.write_text(kept + "\n".join(part_of_page(results, where)) + "\n")
 

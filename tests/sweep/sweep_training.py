@@ -1,7 +1,9 @@
-"""Stages of `sweep_transformers.py` that compute: an optimizer step, its export, and greedy generation.
+"""Stages of `sweep_transformers.py` that compute: an optimizer step, its export, and greedy
+generation.
 
-A stage takes a case and returns a word, as those in `sweep_stages.py` do. The step goes through titanlite's own path:
-described on meta, sharded (over one rank), filled from the folder that transformers saved, stepped by `TrainStep`.
+A stage takes a case and returns a word, as those in `sweep_stages.py` do. The step goes through
+titanlite's own path: described on meta, sharded (over one rank), filled from the folder that
+transformers saved, stepped by `TrainStep`.
 """
 
 import sys
@@ -33,7 +35,8 @@ from titanlite.objective import NextToken
 from titanlite.train_step import TrainStep
 
 _CPU = torch.device("cpu")
-_PACKED, _APART = ([[13, 11], [16]], [[24], [16]])  # lengths of the documents of both rows; the rest is padding
+# lengths of the documents of both rows; the rest is padding
+_PACKED, _APART = ([[13, 11], [16]], [[24], [16]])
 # With a smaller eps a step takes gradients that are all rounding for as large as the others.
 _STEPS, _LR, _EPS = 2, 1e-3, 1e-3
 # float32; packed rows sum in another order, and experts see other numbers of rows.
@@ -41,7 +44,9 @@ _LOSS_BOUND, _GRADIENT_BOUND, _FLOOR = 1e-6, 1e-4, 1e-3
 
 
 def rows_of(packed: bool) -> Batch:
-    """Two rows of random documents, several in one if `packed`; labels are the next tokens, padding has none."""
+    """Two rows of random documents, several in one if `packed`; labels are the next tokens, padding
+    has none.
+    """
     lengths, size = _PACKED if packed else _APART, 24
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(3, 190, (len(lengths), size), generator=generator)
@@ -73,9 +78,19 @@ class BatchWithInputs(Batch):
 
 
 def inputs_of(model_type: str, config: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Random images and the like for classes that want more than text, by row; marks their places in `tokens`."""
+    """Random images and the like for classes that want more than text, by row; marks their places
+    in `tokens`.
+    """
     rows, length = tokens.shape
-    kinds = {"blip", "blip-2", "instructblip", "instructblipvideo", "idefics", "kosmos-2", "paligemma"}
+    kinds = {
+        "blip",
+        "blip-2",
+        "instructblip",
+        "instructblipvideo",
+        "idefics",
+        "kosmos-2",
+        "paligemma",
+    }
     if model_type == "molmo2":
         return {"mm_token_type_ids": torch.zeros_like(tokens)}
     if model_type not in kinds:
@@ -90,18 +105,24 @@ def inputs_of(model_type: str, config: Any, tokens: torch.Tensor) -> dict[str, t
     if model_type == "idefics":
         found["image_attention_mask"] = torch.ones(rows, length, 1, dtype=torch.int64)
     if model_type == "kosmos-2":
-        found["image_embeds_position_mask"] = (torch.arange(length) < config.latent_query_num).expand(rows, -1)
+        found["image_embeds_position_mask"] = (
+            torch.arange(length) < config.latent_query_num
+        ).expand(rows, -1)
     places: dict[str, int] = {}
     if model_type == "paligemma":
         places["paligemma"] = (size // vision.patch_size) ** 2
-    places |= {kind: config.num_query_tokens for kind in kinds if hasattr(config, "num_query_tokens")}
+    places |= {
+        kind: config.num_query_tokens for kind in kinds if hasattr(config, "num_query_tokens")
+    }
     for name in ("image_token_id", "image_token_index", "video_token_index"):
         token = getattr(config, name, None)
         if model_type in places and isinstance(token, int):
             tokens[:, : places[model_type] * (between[0] if between else 1)] = token
             break
     if model_type == "paligemma":  # what follows the image is to be predicted
-        found["token_type_ids"] = (torch.arange(length) >= places["paligemma"]).to(torch.int64).repeat(rows, 1)
+        found["token_type_ids"] = (
+            (torch.arange(length) >= places["paligemma"]).to(torch.int64).repeat(rows, 1)
+        )
     return found
 
 
@@ -126,7 +147,9 @@ class Trained:
 
     def difference(self, other: "Trained") -> str:
         """What differs from `other` by more than rounding; empty if nothing does."""
-        for step, (loss, expected) in enumerate(zip(self.losses, other.losses, strict=True), start=1):
+        for step, (loss, expected) in enumerate(
+            zip(self.losses, other.losses, strict=True), start=1
+        ):
             if not abs(loss - expected) <= _LOSS_BOUND * abs(expected):
                 return f"loss {loss:.8g} of step {step}, of transformers {expected:.8g}"
         names = sorted(self.gradients.keys() | other.gradients.keys())
@@ -141,7 +164,9 @@ class Trained:
 
 
 def our_steps(config: TransformersConfig, folder: Path) -> Trained:
-    """Optimizer steps from the weights in `folder`, on all ranks. Collective: every rank must call."""
+    """Optimizer steps from the weights in `folder`, on all ranks. Collective: every rank must
+    call.
+    """
     job = JobConfig()
     job.training.max_norm, job.training.steps = 0.0, _STEPS
     job.optimizer.lr, job.optimizer.eps, job.optimizer.weight_decay = _LR, _EPS, 0.0
@@ -170,7 +195,11 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
     optimizer.register_step_pre_hook(note)
     stepper = TrainStep(job, dims, _CPU, model, optimizer, NextToken())
     mine = slice(dims.dp_rank, None, dims.degrees.dp)
-    own = {of.name: value[mine] for of in fields(batch) if isinstance(value := getattr(batch, of.name), torch.Tensor)}
+    own = {
+        of.name: value[mine]
+        for of in fields(batch)
+        if isinstance(value := getattr(batch, of.name), torch.Tensor)
+    }
     if extra:
         own |= {"positions": None, "extra": {name: value[mine] for name, value in extra.items()}}  # type: ignore[dict-item]
     losses = [stepper.train_step([replace(batch, **own)]).loss.item() for _ in range(_STEPS)]
@@ -180,7 +209,8 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
 def their_steps(case: Any, batch: Batch) -> Trained:
     """The same on transformers' model in one process, each document alone."""
     model = case.cls.from_pretrained(case.saved, dtype=torch.float32).train()
-    for name, param in case.model.named_parameters():  # loading forgets what the constructor froze (Idefics)
+    # loading forgets what the constructor froze (Idefics)
+    for name, param in case.model.named_parameters():
         model.get_parameter(name).requires_grad_(param.requires_grad)
     optimizer = torch.optim.AdamW(model.parameters(), _LR, (0.9, 0.95), _EPS, 0.0)
     documents = torch.zeros_like(batch.tokens) if batch.document_ids is None else batch.document_ids
@@ -188,24 +218,32 @@ def their_steps(case: Any, batch: Batch) -> Trained:
     gradients: dict[str, torch.Tensor] = {}
     for _ in range(_STEPS):
         loss = torch.zeros(())
-        for row, (tokens, labels, ids) in enumerate(zip(batch.tokens, batch.labels, documents, strict=True)):
+        for row, (tokens, labels, ids) in enumerate(
+            zip(batch.tokens, batch.labels, documents, strict=True)
+        ):
             extra = {name: value[row : row + 1] for name, value in batch.inputs.items()}
             for number in range(int(ids.max()) + 1):
                 mine = ids == number
                 inputs = extra | {"input_ids": tokens[mine].unsqueeze(0)}
                 logits = model(**inputs, use_cache=False, return_dict=True).logits[0]
-                loss = loss + F.cross_entropy(logits.float(), labels[mine], ignore_index=IGNORE_INDEX, reduction="sum")
+                loss = loss + F.cross_entropy(
+                    logits.float(), labels[mine], ignore_index=IGNORE_INDEX, reduction="sum"
+                )
         loss = loss / (batch.labels != IGNORE_INDEX).sum()
         optimizer.zero_grad()
         loss.backward()
         losses.append(loss.item())
-        gradients = gradients or {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        gradients = gradients or {
+            n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+        }
         optimizer.step()
     return Trained(losses, gradients)
 
 
 def trains(case: Any) -> str:
-    """Make two optimizer steps, and compare losses and gradients with transformers' own, each document alone."""
+    """Make two optimizer steps, and compare losses and gradients with transformers' own, each
+    document alone.
+    """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found = our_steps(case.config, case.saved)
@@ -217,14 +255,18 @@ def trains(case: Any) -> str:
 
 
 def exports(case: Any) -> str:
-    """Save the trained model; transformers reads every parameter bit for bit, and the folder has the same keys."""
+    """Save the trained model; transformers reads every parameter bit for bit, and the folder has
+    the same keys.
+    """
     if "trained" not in case.notes:
         return "-"
     return save_and_compare(case, case.notes.pop("trained"), case.folder / "trained")
 
 
 def save_and_compare(case: Any, trained: Trained, folder: Path) -> str:
-    """Save what was trained into `folder`; the first rank reads it with transformers. Collective."""
+    """Save what was trained into `folder`; the first rank reads it with transformers.
+    Collective.
+    """
     save_hf_model(trained.model, trained.plan, None, folder, torch.float32, case.saved)
     own = {clean_name(name): whole(param) for name, param in trained.model.named_parameters()}
     if dist.get_rank() > 0:
@@ -233,7 +275,9 @@ def save_and_compare(case: Any, trained: Trained, folder: Path) -> str:
     if any(info.values()):
         return f"WRONG: {next(f'{name} {value}' for name, value in info.items() if value)}"
     read = dict(loaded.named_parameters(remove_duplicate=False))
-    differing = [name for name, tensor in own.items() if name not in read or not is_same(read[name], tensor)]
+    differing = [
+        name for name, tensor in own.items() if name not in read or not is_same(read[name], tensor)
+    ]
     if differing:
         return f"WRONG: {len(differing)} parameters, among them {differing[0]}"
     began = dict(case.cls.from_pretrained(case.saved, dtype=torch.float32).named_parameters())
@@ -244,7 +288,8 @@ def save_and_compare(case: Any, trained: Trained, folder: Path) -> str:
 
 
 def generates(case: Any) -> str:
-    """Greedy continuations of two prompts in a batch are those of transformers' `generate`, with and without a cache.
+    """Greedy continuations of two prompts in a batch are those of transformers' `generate`, with
+    and without a cache.
 
     Where they part, the token must be a tie of logits without a cache.
     """
@@ -262,7 +307,9 @@ def generates(case: Any) -> str:
         row = list(prompt)
         with torch.no_grad():
             for token in continuation.tokens:
-                logits = case.model(input_ids=torch.tensor([row]), use_cache=False, return_dict=True).logits[0, -1]
+                logits = case.model(
+                    input_ids=torch.tensor([row]), use_cache=False, return_dict=True
+                ).logits[0, -1]
                 if logits[token] < logits.max() - 1e-4 * logits.abs().max():  # not a tie
                     return f"WRONG: {continuation.tokens}, of transformers {theirs}"
                 if token == getattr(case.model.config, "pad_token_id", None):
@@ -275,11 +322,15 @@ def their_continuation(model: Any, prompt: list[int], use_cache: bool) -> list[i
     """Six tokens by transformers' own greedy `generate`; None if it raises."""
     from transformers import GenerationConfig
 
-    config = GenerationConfig(max_new_tokens=6, do_sample=False, use_cache=use_cache, pad_token_id=0)
+    config = GenerationConfig(
+        max_new_tokens=6, do_sample=False, use_cache=use_cache, pad_token_id=0
+    )
     own, model.generation_config = getattr(model, "generation_config", None), config
     try:
         with torch.no_grad():
-            row = model.generate(torch.tensor([prompt]), generation_config=config, attention_mask=None)[0].tolist()
+            row = model.generate(
+                torch.tensor([prompt]), generation_config=config, attention_mask=None
+            )[0].tolist()
     except Exception:  # noqa: BLE001 - of transformers, all kinds of them
         return None
     finally:

@@ -1,12 +1,14 @@
 #!/usr/bin/env python
-"""Does titanlite take every model of transformers? Builds each one tiny, and compares titanlite with transformers.
+"""Does titanlite take every model of transformers? Builds each one tiny, and compares titanlite
+with transformers.
 
     python tests/sweep/sweep_transformers.py [TYPE ...] [--part 2/8] [--stages reads,builds,probes]
 
-Every causal and image-text class of the installed transformers gets a configuration shrunk so that each kind of layer
-is there, and random weights. A stage is a function of `STAGES` that returns one word for the table, or raises: a
-`TitanliteError` is a refusal, shown with its reason, and anything else is a traceback. The exit code is 1 if there is a
-traceback, or a result that starts with "WRONG".
+Every causal and image-text class of the installed transformers gets a configuration shrunk so that
+each kind of layer is there, and random weights. A stage is a function of `STAGES` that returns one
+word for the table, or raises: a `TitanliteError` is a refusal, shown with its reason, and anything
+else is a traceback. The exit code is 1 if there is a traceback, or a result that starts with
+"WRONG".
 """
 
 import argparse
@@ -45,11 +47,14 @@ from titanlite.models.families import resolve_model_config
 _MOST_PARAMETERS = 40_000_000
 _SHOWN_CHARS = 600
 # Values by the ends of names of settings; the first that fits counts. None: as it is.
-# Small values: by names of settings, of which the first that fits counts (null: as it is), and by type and place for
-# what those do not find. `index_n_heads` is not smaller, or ReLU leaves scores of 0 and ties.
+# Small values: by names of settings, of which the first that fits counts (null: as it is), and by
+# type and place for what those do not find. `index_n_heads` is not smaller, or ReLU leaves scores
+# of 0 and ties.
 _OVERRIDES = json.loads(Path(__file__).with_name("overrides.json").read_text())
 _RANDOM = re.compile(r"drop|jitter|pdrop")  # what makes a forward in training mode random
-_PER_LAYER = re.compile(r"layer_?types|layers_block_type|\w*_layer_types|layer_types|mlp_only_layers|no_rope_layers")
+_PER_LAYER = re.compile(
+    r"layer_?types|layers_block_type|\w*_layer_types|layer_types|mlp_only_layers|no_rope_layers"
+)
 
 
 @dataclass
@@ -78,7 +83,10 @@ class Case:
             try:
                 config = own_part(shrink(config_cls, self.model_type, levels), self.cls)
                 with torch.device("meta"):
-                    size = sum(param.numel() for param in self.cls._from_config(copy.deepcopy(config)).parameters())
+                    size = sum(
+                        param.numel()
+                        for param in self.cls._from_config(copy.deepcopy(config)).parameters()
+                    )
                 if size > _MOST_PARAMETERS:
                     raise ValueError(f"{size / 1e6:.0f} M parameters")
                 torch.manual_seed(0)
@@ -106,7 +114,9 @@ class Case:
         """Configuration that titanlite makes of the config.json that transformers saves."""
         self.model.config.architectures = [self.class_name]
         self.model.config.save_pretrained(self.folder)
-        found = resolve_model_config(ModelSection(hf_assets_path=str(self.folder), implementation="transformers"))
+        found = resolve_model_config(
+            ModelSection(hf_assets_path=str(self.folder), implementation="transformers")
+        )
         assert isinstance(found, TransformersConfig)
         return found
 
@@ -125,8 +135,14 @@ class NotBuiltError(Exception):
 
 
 def cases() -> list[Case]:
-    """Every pair of a type and a class of the auto mappings, in their order; no encoder-decoders."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+    """Every pair of a type and a class of the auto mappings, in their order; no
+    encoder-decoders.
+    """
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+    )
 
     pairs: dict[tuple[str, str], None] = {}
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM):
@@ -138,7 +154,9 @@ def cases() -> list[Case]:
 
 
 def shrink(config_cls: Any, model_type: str, levels: int = 0) -> Any:
-    """A configuration of `config_cls` with small sizes; `levels` of its sections keep their defaults on retries."""
+    """A configuration of `config_cls` with small sizes; `levels` of its sections keep their
+    defaults on retries.
+    """
     table = config_cls().to_dict()
     small = _shrunk(table, skip_sizes=levels > 1)
     _update(small, copy.deepcopy(_OVERRIDES["types"].get(model_type, {})))
@@ -148,7 +166,9 @@ def shrink(config_cls: Any, model_type: str, levels: int = 0) -> Any:
 
 
 def own_part(config: Any, cls: Any) -> Any:
-    """The part of a composite configuration that `cls` is made of; the whole one if that is not a part of it."""
+    """The part of a composite configuration that `cls` is made of; the whole one if that is not a
+    part of it.
+    """
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return next((part for part in parts if type(part) is cls.config_class), config)
 
@@ -173,21 +193,35 @@ def _without_lists(table: dict[str, Any]) -> dict[str, Any]:
 def _shrunk(table: Mapping[str, Any], skip_sizes: bool) -> dict[str, Any]:
     small = dict(table)
     for key, value in table.items():
-        if isinstance(value, dict) and ("model_type" in value or key.endswith("_config")) and key != "per_layer_config":
+        if (
+            isinstance(value, dict)
+            and ("model_type" in value or key.endswith("_config"))
+            and key != "per_layer_config"
+        ):
             small[key] = _shrunk(value, skip_sizes)
         elif isinstance(value, float) and _RANDOM.search(key):
             small[key] = 0.0
         elif isinstance(value, int) and not isinstance(value, bool) and value > 1:
             small[key] = value if skip_sizes else _small_size(key, value)
     layers = next(
-        (key for key in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(table.get(key), int)), None
+        (
+            key
+            for key in ("num_hidden_layers", "n_layer", "num_layers")
+            if isinstance(table.get(key), int)
+        ),
+        None,
     )
     if layers is not None:
         _keep_kinds(table, small, layers)
     for key, value in small.items():  # token ids
-        if re.search(r"_token_(id|index)$|_token_ids$", key) and isinstance(value, int) and value >= 200:
+        if (
+            re.search(r"_token_(id|index)$|_token_ids$", key)
+            and isinstance(value, int)
+            and value >= 200
+        ):
             small[key] = 200 + value % 50
-    if small.get("kv_lora_rank") and isinstance(small.get("num_attention_heads"), int):  # latent attention
+    # latent attention
+    if small.get("kv_lora_rank") and isinstance(small.get("num_attention_heads"), int):
         small["num_key_value_heads"] = small["num_attention_heads"]
     if small.get("is_decoder") is False:
         small["is_decoder"] = True  # or BERT and its kin are not causal
@@ -198,7 +232,9 @@ def _shrunk(table: Mapping[str, Any], skip_sizes: bool) -> dict[str, Any]:
 
 
 def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    found = {key: _small_rope(value) if isinstance(value, dict) else value for key, value in rope.items()}
+    found = {
+        key: _small_rope(value) if isinstance(value, dict) else value for key, value in rope.items()
+    }
     if "mrope_section" in found:
         found["mrope_section"] = [2, 3, 3] if len(found["mrope_section"]) == 3 else [2, 2, 2, 2]
     return found
@@ -214,17 +250,26 @@ def _small_size(key: str, value: int) -> int:
 def _keep_kinds(table: Mapping[str, Any], small: dict[str, Any], layers: str) -> None:
     """One layer of each kind, at least two; lists with an entry per layer are cut alike."""
     count = table[layers]
-    lists = {key: value for key, value in table.items() if isinstance(value, list | tuple) and len(value) == count > 2}
+    lists = {
+        key: value
+        for key, value in table.items()
+        if isinstance(value, list | tuple) and len(value) == count > 2
+    }
     own = {int(i): value for i, value in (table.get("per_layer_config") or {}).items()}
     kinds: dict[str, int] = {}
     for i in range(count):
-        kinds.setdefault(str([own.get(i), *(v[i] for v in lists.values() if isinstance(v[i], str | bool))]), i)
+        kinds.setdefault(
+            str([own.get(i), *(v[i] for v in lists.values() if isinstance(v[i], str | bool))]), i
+        )
     chosen = sorted(kinds.values())[:6]
     chosen += [i for i in range(count) if i not in chosen][: max(0, 2 - len(chosen))]
     small[layers] = len(chosen) if lists or own else min(count, 2)
     if own:
         small["per_layer_config"] = {
-            i: {key: 32 if key == "head_dim" else _small_size(key, size) for key, size in own[old].items()}
+            i: {
+                key: 32 if key == "head_dim" else _small_size(key, size)
+                for key, size in own[old].items()
+            }
             for i, old in enumerate(sorted(chosen))
             if old in own
         }
@@ -257,7 +302,9 @@ def builds(case: Case) -> str:
 
 
 def probes(case: Case) -> str:
-    """What titanlite finds out about causality and documents is what transformers' own forward shows."""
+    """What titanlite finds out about causality and documents is what transformers' own forward
+    shows.
+    """
     tokens = torch.randint(3, 190, (1, 24), generator=torch.Generator().manual_seed(2))
     ours, inner = case.ours, case.model
     documents = torch.tensor([[0] * 5 + [1] * 11 + [2] * 8])
@@ -287,7 +334,11 @@ def probes(case: Case) -> str:
         causal = _is_close(other[:, :-1], whole[:, :-1])
         expected = torch.cat([part for part in parts if part is not None], dim=1)
         if not causal:
-            return "not causal" if "not causal" in refused else f"WRONG: not causal, but {refused or 'accepted'}"
+            return (
+                "not causal"
+                if "not causal" in refused
+                else f"WRONG: not causal, but {refused or 'accepted'}"
+            )
         single = ours(tokens, document_ids_BS=one)[:, :20]
         if not _is_close(single, whole):
             return "WRONG: one document"
@@ -297,7 +348,8 @@ def probes(case: Case) -> str:
 
 
 def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((found - expected).norm() <= 1e-4 * expected.norm())  # float32; experts see other numbers of rows
+    # float32; experts see other numbers of rows
+    return bool((found - expected).norm() <= 1e-4 * expected.norm())
 
 
 STAGES: tuple[Callable[[Case], str], ...] = (
@@ -325,12 +377,19 @@ def run(case: Case, stages: tuple[Callable[[Case], str], ...]) -> Iterator[str]:
             yield f"refused: {error}"
         except Exception as error:  # noqa: BLE001 - a traceback is what this script looks for
             where = traceback.extract_tb(error.__traceback__)
-            own = next((frame for frame in reversed(where) if "titanlite/" in frame.filename), where[-1])
-            yield f"TRACEBACK: {type(error).__name__}: {error} ({Path(own.filename).name}:{own.lineno})"
+            own = next(
+                (frame for frame in reversed(where) if "titanlite/" in frame.filename), where[-1]
+            )
+            yield (
+                f"TRACEBACK: {type(error).__name__}: {error} "
+                f"({Path(own.filename).name}:{own.lineno})"
+            )
 
 
 def run_apart(case: Case, stages: tuple[Callable[[Case], str], ...], limit_s: int) -> list[str]:
-    """As `run`, in a process of its own that may take `limit_s` seconds of CPU time, and 5 times as long in all."""
+    """As `run`, in a process of its own that may take `limit_s` seconds of CPU time, and 5 times as
+    long in all.
+    """
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:
@@ -380,22 +439,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("types", nargs="*", help="model types; none: all")
     parser.add_argument("--part", default="1/1", help="I/N: every Nth case, from the Ith on")
-    parser.add_argument("--sample", type=int, default=0, help="so many cases, others with each version; 0: all")
+    parser.add_argument(
+        "--sample", type=int, default=0, help="so many cases, others with each version; 0: all"
+    )
     parser.add_argument("--stages", default=",".join(stage.__name__ for stage in STAGES))
     parser.add_argument("--case-s", type=int, default=60, help="seconds of CPU time for a case")
-    parser.add_argument("--results", type=Path, help="file of lines in JSON, to which each case's is added")
+    parser.add_argument(
+        "--results", type=Path, help="file of lines in JSON, to which each case's is added"
+    )
     given = parser.parse_args()
     number, parts = map(int, given.part.split("/"))
     stages = tuple(stage for stage in STAGES if stage.__name__ in given.stages.split(","))
-    chosen = [case for case in cases() if not given.types or case.model_type in given.types][number - 1 :: parts]
+    chosen = [case for case in cases() if not given.types or case.model_type in given.types][
+        number - 1 :: parts
+    ]
     if given.sample:
-        chosen = random.Random(f"{titanlite.__version__} {transformers.__version__}").sample(chosen, given.sample)
+        chosen = random.Random(f"{titanlite.__version__} {transformers.__version__}").sample(
+            chosen, given.sample
+        )
     results = []
     with quiet():
         for case in chosen:
             words = run_apart(case, stages, given.case_s)
             names = [stage.__name__ for stage in stages]
-            results.append(Result(case.model_type, case.class_name, dict(zip(names, words, strict=False))))
+            results.append(
+                Result(case.model_type, case.class_name, dict(zip(names, words, strict=False)))
+            )
             print(results[-1], flush=True)
             if given.results:
                 with given.results.open("a") as file:

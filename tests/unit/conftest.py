@@ -8,11 +8,15 @@ import pytest
 
 @pytest.fixture
 def full_disk() -> Iterator[Callable[[int | None], None]]:
-    """`full_disk(n)`: no file of this process may have more than n bytes; `full_disk(None)`: any may."""
+    """`full_disk(n)`: no file of this process may have more than n bytes; `full_disk(None)`: any
+    may.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(num_bytes: int | None) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before if num_bytes is None else (num_bytes, before[1]))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, before if num_bytes is None else (num_bytes, before[1])
+        )
 
     yield limit
     limit(None)

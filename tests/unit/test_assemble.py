@@ -42,7 +42,8 @@ def said(monkeypatch) -> list[str]:
 
 def test_a_tokenizer_that_does_not_fit_the_embedding_is_said(warnings, monkeypatch):
     check_vocabulary(JobConfig(), 500, 500, CONFIG)
-    check_vocabulary(JobConfig(), 8, 500, CONFIG)  # few ids in the data, of a tokenizer of the model's size
+    # few ids in the data, of a tokenizer of the model's size
+    check_vocabulary(JobConfig(), 8, 500, CONFIG)
     check_vocabulary(JobConfig(), 990, 1000, CONFIG)
     monkeypatch.setenv("RANK", "1")
     check_vocabulary(JobConfig(), 499, 499, CONFIG)
@@ -50,7 +51,8 @@ def test_a_tokenizer_that_does_not_fit_the_embedding_is_said(warnings, monkeypat
     monkeypatch.setenv("RANK", "0")
     check_vocabulary(JobConfig(), 499, 499, CONFIG)
     assert "the tokenizer has 499 tokens, the embedding 1000 rows" in warnings.pop()
-    check_vocabulary(JobConfig(), 990, 1003, CONFIG)  # the data does not use its new tokens: whoever has the model may
+    # the data does not use its new tokens: whoever has the model may
+    check_vocabulary(JobConfig(), 990, 1003, CONFIG)
     assert "the tokenizer has 1003 tokens, but the model's vocab_size is 1000." in warnings.pop()
     with pytest.raises(DataError, match=r"has 1001 tokens.*Set model.overrides.vocab_size = 1001"):
         check_vocabulary(JobConfig(), 1001, 1001, CONFIG)
@@ -67,13 +69,17 @@ def test_a_tokenizer_that_does_not_fit_the_embedding_is_said(warnings, monkeypat
         ("sdpa", "auto", "cuda", 128, "sdpa"),
     ],
 )
-def test_attention_by_default_is_flash_where_it_can_be(monkeypatch, backend, dtype, device, head_dim, expected):
+def test_attention_by_default_is_flash_where_it_can_be(
+    monkeypatch, backend, dtype, device, head_dim, expected
+):
     job, config = JobConfig(), replace(CONFIG, head_dim=head_dim)
     job.model.attention_backend, job.training.mixed_precision_param = backend, dtype
     assert choose_attention(job, config, device) == expected, "planned on a machine without a GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability in ((9, 0), (7, 5)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda capability=capability: capability
+        )
         old = capability < (8, 0) and expected == "varlen"
         assert choose_attention(job, config, device) == ("sdpa" if old else expected)
 
@@ -104,13 +110,20 @@ def test_dpo_turns_off_dropout_wherever_it_is(said):
     model = Adapted()
     turn_off_dropout(model)
     attention = model.attention
-    assert (model.dropout, attention.attention_dropout, attention.inner.p, attention.p) == (0.0, 0.0, 0.0, 7.0)
+    assert (model.dropout, attention.attention_dropout, attention.inner.p, attention.p) == (
+        0.0,
+        0.0,
+        0.0,
+        7.0,
+    )
     assert said == ["dpo: dropout of 0.05, 0.1, 0.2 is off, as in the reference"]
 
 
 def loader_of(num_sequences: int | None, size: int = 8) -> TrainLoader:
     dataset = SimpleNamespace(num_train_sequences=num_sequences, fingerprint="")
-    loader = TrainLoader(dataset, seed=1, global_batch_size=size, local_batch_size=1, dp_rank=0, dp_degree=1)  # type: ignore[arg-type]
+    loader = TrainLoader(
+        dataset, seed=1, global_batch_size=size, local_batch_size=1, dp_rank=0, dp_degree=1
+    )  # type: ignore[arg-type]
     return loader
 
 
@@ -119,8 +132,10 @@ def test_a_run_with_another_batch_trains_all_its_epochs(said):
     job.training.seq_len = 2048
     job.training.epochs = 4.0
     before = SimpleNamespace(step=50, samples=100)  # two sequences a step
-    assert resolve_steps(job, loader_of(100), before).training.steps == 50 + 38  # 300 of 400 are left, 8 a step
-    assert "88 steps of 8 sequences, 827,392 tokens with padding, 4.04 epochs" in said[-1]  # (100 + 38 * 8) * 2048
+    # 300 of 400 are left, 8 a step
+    assert resolve_steps(job, loader_of(100), before).training.steps == 50 + 38
+    # (100 + 38 * 8) * 2048
+    assert "88 steps of 8 sequences, 827,392 tokens with padding, 4.04 epochs" in said[-1]
     job.data.skip_to_sample = 200
     assert resolve_steps(job, loader_of(100), before).training.steps == 50
 
@@ -138,10 +153,14 @@ def test_epochs_are_steps(said):
     job.training.seq_len = 1000
     for epochs, steps in [(0.0, 600), (1.0, 13), (3.0, 38), (0.5, 7), (0.01, 1)]:
         job.training.steps, job.training.epochs = 600, epochs
-        assert resolve_steps(job, loader_of(100)).training.steps == steps  # 100 sequences, 8 in a step
+        # 100 sequences, 8 in a step
+        assert resolve_steps(job, loader_of(100)).training.steps == steps
         assert job.training.steps == 600, "the caller's own is as it was"
         line = said.pop()
-        assert f"{format_count(steps, 'step')} of 8 sequences, {steps * 8000:,} tokens with padding, " in line
+        assert (
+            f"{format_count(steps, 'step')} of 8 sequences, {steps * 8000:,} tokens with padding, "
+            in line
+        )
         assert line.endswith(f" {steps * 0.08:.3g} epochs")
 
 
@@ -153,14 +172,18 @@ def test_a_model_without_experts_has_nothing_to_balance(warnings, monkeypatch):
     assert warnings == []
     warn_of_ignored_balancing(job.moe, 0)
     (text,) = warnings
-    assert text.endswith("no effect of moe.expert_bias_update_rate = 0.001, moe.aux_loss_coeff = 0.02")
+    assert text.endswith(
+        "no effect of moe.expert_bias_update_rate = 0.001, moe.aux_loss_coeff = 0.02"
+    )
     monkeypatch.setenv("RANK", "1")
     warn_of_ignored_balancing(job.moe, 0)
     assert len(warnings) == 1
 
 
 def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat_template, "find_start", lambda *_: SimpleNamespace(chat_date="2024-05-06"))
+    monkeypatch.setattr(
+        chat_template, "find_start", lambda *_: SimpleNamespace(chat_date="2024-05-06")
+    )
     job = JobConfig()
     job.job.dump_folder, job.data.dataset, job.checkpoint.enable = str(tmp_path), "examples", True
     assert with_chat_date(job).data.chat_date == "2024-05-06"
@@ -171,7 +194,12 @@ def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path, monkeypatch):
 def test_a_warm_up_as_long_as_the_run_is_a_warning(warnings):
     job = JobConfig()
     job.training.steps, job.training.seq_len = 10, 8
-    for warmup, words in ((9, ""), (-1, ""), (10, "= 10, and the run has 10 steps"), (2000, "= 2000, and")):
+    for warmup, words in (
+        (9, ""),
+        (-1, ""),
+        (10, "= 10, and the run has 10 steps"),
+        (2000, "= 2000, and"),
+    ):
         job.lr_scheduler.warmup_steps = warmup
         resolve_steps(job, loader_of(None))
         assert len(warnings) == bool(words)
@@ -198,12 +226,16 @@ def test_a_vocabulary_that_is_written_or_trained_stays(tmp_path):
     job = JobConfig()
     job.model = replace(job.model, name="qwen3", flavor="debug")
     preset = resolve_model_config(job.model)
-    written = replace(job, model=replace(job.model, overrides=replace(job.model.overrides, vocab_size=5000)))
+    written = replace(
+        job, model=replace(job.model, overrides=replace(job.model.overrides, vocab_size=5000))
+    )
     sizes = resolve_model_config(written.model)
     assert fit_vocabulary(written, sizes, 300, 1, None) == (written, sizes)
     loaded = replace(job, checkpoint=replace(job.checkpoint, initial_load_path="model"))
     assert fit_vocabulary(loaded, preset, 300, 1, None) == (loaded, preset)
-    with pytest.raises(ConfigError, match=r"301 tokens.*tensor_parallel_degree = 4\. Set .*vocab_size = 304\."):
+    with pytest.raises(
+        ConfigError, match=r"301 tokens.*tensor_parallel_degree = 4\. Set .*vocab_size = 304\."
+    ):
         fit_vocabulary(job, preset, 301, 4, None)
     saved = tmp_path / "checkpoint/step-7"
     saved.mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""What runs on GPUs needs no more than an image for them has: torch and what is installed with it and transformers."""
+"""What runs on GPUs needs no more than an image for them has: torch and what is installed with it
+and transformers.
+"""
 
 import subprocess
 import sys
@@ -6,7 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Dependencies of titanlite and of its tests, and some more, that such an image lacked.
-LACKING = "omegaconf antlr4 datasets dill multiprocess importlinter grimp basedpyright wandb torchvision"
+LACKING = (
+    "omegaconf antlr4 datasets dill multiprocess importlinter grimp basedpyright wandb torchvision"
+)
 
 _CODE = f"""
 import sys
@@ -38,13 +42,18 @@ class Checks:
 
 arguments = ["-q", "--collect-only", "-p", "no:cacheprovider", "-m", "gpu", "tests/functional/test_gpu.py"]
 sys.exit(pytest.main(arguments, [Checks()]))
-"""
+"""  # noqa: E501
 
 
 def test_scripts_and_tests_of_gpus_need_nothing_else(tmp_path: Path) -> None:
     config = tmp_path / "a.toml"
-    config.write_text("[model]\nflavor = 'debug'\n[model.overrides]\nnum_layers = 3\n[data.sources.a]\npath = 'x'\n")
+    config.write_text(
+        "[model]\nflavor = 'debug'\n[model.overrides]\nnum_layers = 3\n[data.sources.a]\npath = "
+        "'x'\n"
+    )
     command = [sys.executable, "-c", _CODE, str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "checked " in done.stdout and "checked 0" not in done.stdout

@@ -1,4 +1,6 @@
-"""The benchmarks: `--help`, and a run of each of those for GPUs on tiny sizes with a stand-in timer."""
+"""The benchmarks: `--help`, and a run of each of those for GPUs on tiny sizes with a stand-in
+timer.
+"""
 
 import argparse
 import json
@@ -32,9 +34,13 @@ from titanlite.features.estimate.tracker import PARTS  # noqa: E402
 from titanlite.models.families import families  # noqa: E402
 from titanlite.ops import launchers as launch  # noqa: E402
 
-SCRIPTS = sorted(path.name for path in BENCH.glob("*.py") if '__name__ == "__main__"' in path.read_text())
+SCRIPTS = sorted(
+    path.name for path in BENCH.glob("*.py") if '__name__ == "__main__"' in path.read_text()
+)
 TINY = cases.MoEShape("tiny", 32, 16, 4, 2)
-MACHINE = gpu_common.Machine("NVIDIA H200", "1", 140 << 30, 60 << 20, {"torch": "0"}, "today", 790e12, 4.3e12)
+MACHINE = gpu_common.Machine(
+    "NVIDIA H200", "1", 140 << 30, 60 << 20, {"torch": "0"}, "today", 790e12, 4.3e12
+)
 interpreted = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 if launch.INTERPRETED:
     repair()
@@ -49,7 +55,9 @@ class OneRun:
 
 
 def run_script(script, monkeypatch, *arguments):
-    """Its exit code, in this process; test_bare_machine.py imports such scripts in one of its own."""
+    """Its exit code, in this process; test_bare_machine.py imports such scripts in one of its
+    own.
+    """
     monkeypatch.setattr(sys, "argv", [str(BENCH / script), *arguments])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(BENCH / script), run_name="__main__")
@@ -74,20 +82,31 @@ def test_without_a_gpu_one_line_says_so(capsys, monkeypatch):
 @interpreted
 def test_moe_gpu(tmp_path):
     budget = gpu_common.Budget(1e6)
-    rows = list(moe_gpu.measure_case(TINY, 20, "zipf", MACHINE, budget, OneRun(), "cpu", torch.float32))
+    rows = list(
+        moe_gpu.measure_case(TINY, 20, "zipf", MACHINE, budget, OneRun(), "cpu", torch.float32)
+    )
     assert [row["problem"] for row in rows] == [None] * (6 * 3 + 5 + 4 * 2)
     assert rows[0]["tflops"] == pytest.approx(2 * 40 * 32 * 32 / 1e-3 / 1e12)
     paths, text = moe_gpu.save(tmp_path, MACHINE, rows, budget, 7e14)
-    assert "## tiny, 20 tokens, zipf (40 rows" in text and json.loads(paths[1].read_text())["rows"] == rows
+    assert (
+        "## tiny, 20 tokens, zipf (40 rows" in text
+        and json.loads(paths[1].read_text())["rows"] == rows
+    )
 
 
 @interpreted
 def test_sweep_prints_lines_for_the_table(monkeypatch):
     tile = launch.Tile(32, 32, 16, 4, 2, 1)
-    monkeypatch.setattr(moe_gpu_sweep, "candidates", lambda kernel: [launch.TILES["large"][kernel], tile])
+    monkeypatch.setattr(
+        moe_gpu_sweep, "candidates", lambda kernel: [launch.TILES["large"][kernel], tile]
+    )
     budget = gpu_common.Budget(1e6)
-    (line,) = moe_gpu_sweep.sweep(TINY, budget, OneRun(), 1e12, "cpu", torch.float32, ("wgrad",), (16, 20), jobs=0)
-    assert budget.skipped == [] and eval("{" + line + "\n}", {"Tile": launch.Tile}).keys() == {"wgrad"}
+    (line,) = moe_gpu_sweep.sweep(
+        TINY, budget, OneRun(), 1e12, "cpu", torch.float32, ("wgrad",), (16, 20), jobs=0
+    )
+    assert budget.skipped == [] and eval("{" + line + "\n}", {"Tile": launch.Tile}).keys() == {
+        "wgrad"
+    }
 
 
 @pytest.fixture
@@ -103,12 +122,17 @@ def few_tiles() -> ModelConfig:
     return replace(families()["qwen3_moe"].presets["debug"], vocab_size=64, num_layers=1, **sizes)
 
 
-TINY_CASE = step_cpu.Case(ranks=2, vocab_size=64, hidden_size=32, expert_size=16, layers=1, sequences=1, seq_len=16)
+TINY_CASE = step_cpu.Case(
+    ranks=2, vocab_size=64, hidden_size=32, expert_size=16, layers=1, sequences=1, seq_len=16
+)
 
 
 def test_step_cpu_on_two_ranks():
     *_, name, ours, theirs, ratio, _, _ = step_cpu.compare(TINY_CASE, steps=3).split("|")
-    assert name == " 2 ranks, 1 x 16 tokens, hidden size 32 " and min(map(float, (ours, theirs, ratio))) > 0
+    assert (
+        name == " 2 ranks, 1 x 16 tokens, hidden size 32 "
+        and min(map(float, (ours, theirs, ratio))) > 0
+    )
 
 
 @interpreted
@@ -134,11 +158,18 @@ def test_train_gpu(one_rank, tmp_path):
     variants = [train_gpu.Variant("triton"), train_gpu.Variant("torch", "full")]
     variants.append(train_gpu.Variant("torch", attention="documents, varlen"))
     train_gpu.measure_titanlite(variants, config, arguments, one_rank, budget, add)
-    train_gpu.measure_transformers(list(train_gpu.HF_VARIANTS[1:2]), config, arguments, one_rank, budget, add)
+    train_gpu.measure_transformers(
+        list(train_gpu.HF_VARIANTS[1:2]), config, arguments, one_rank, budget, add
+    )
     assert [row["name"] for row in rows if row["problem"]] == []
     triton, torch_, varlen, theirs = (row["loss"] for row in rows)
-    assert torch_ == pytest.approx(triton, rel=1e-3), "the same batch; weights move by 1e-7 per step"
+    assert torch_ == pytest.approx(triton, rel=1e-3), (
+        "the same batch; weights move by 1e-7 per step"
+    )
     assert theirs == pytest.approx(triton, rel=0.1) and varlen != pytest.approx(triton, rel=1e-4)
     assert rows[0]["tokens_per_s"] == pytest.approx(32 / rows[0]["step_s"])
     paths, text = train_gpu.save(arguments, config, MACHINE, rows, budget)
-    assert "transformers, FSDP2, float32 states" in text and json.loads(paths[1].read_text())["rows"] == rows
+    assert (
+        "transformers, FSDP2, float32 states" in text
+        and json.loads(paths[1].read_text())["rows"] == rows
+    )

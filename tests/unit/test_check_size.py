@@ -25,6 +25,11 @@ def f(
 
 
 def test_every_part_has_a_limit() -> None:
-    paths = ["titanlite/trainer.py", "titanlite/ops/x_triton.py", "titanlite/features/lora/x_triton.py", "tests/x.py"]
+    paths = [
+        "titanlite/trainer.py",
+        "titanlite/ops/x_triton.py",
+        "titanlite/features/lora/x_triton.py",
+        "tests/x.py",
+    ]
     assert [SCRIPT["part_of"](path) for path in paths] == ["core", "floor", "features", "tests"]
     assert set(SCRIPT["LIMITS"]) == {"core", "floor", "features", "tests", "scripts"}

@@ -14,7 +14,11 @@ FILES = sorted((ROOT / "configs").glob("*.toml"))
 
 def world_size_of(path: Path) -> int:
     """What the file states in a line `# world size: N` among its first lines, or 4."""
-    head = "".join(line for line in path.read_text(encoding="utf-8").splitlines(keepends=True)[:12] if line[:1] == "#")
+    head = "".join(
+        line
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True)[:12]
+        if line[:1] == "#"
+    )
     stated = re.search(r"^#\s*world size:\s*(\d+)", head, re.MULTILINE)
     return int(stated.group(1)) if stated else 4
 

@@ -1,7 +1,9 @@
-"""Every feature can go: the package without its folder, and without its lines in assemble.py, imports and trains.
+"""Every feature can go: the package without its folder, and without its lines in assemble.py,
+imports and trains.
 
-With it go the features that import it. A line of assemble.py goes if it names something of them; where only an
-argument by name, an entry of a dictionary or one of two alternatives does, that goes alone.
+With it go the features that import it. A line of assemble.py goes if it names something of them;
+where only an argument by name, an entry of a dictionary or one of two alternatives does, that goes
+alone.
 """
 
 import ast
@@ -19,10 +21,16 @@ ROOT = Path(__file__).parents[2]
 FEATURES = ROOT / "titanlite" / "features"
 # A feature is a folder, or one file.
 NAMES = sorted(
-    {path.relative_to(FEATURES).parts[0].removesuffix(".py") for path in FEATURES.rglob("*.py")} - {"__init__"}
+    {path.relative_to(FEATURES).parts[0].removesuffix(".py") for path in FEATURES.rglob("*.py")}
+    - {"__init__"}
 )
-USED = [name for name in NAMES if f"titanlite.features.{name}" in (ROOT / "titanlite/assemble.py").read_text()]
-# A process that forks for each copy of the package, after the first with all else imported that it needed.
+USED = [
+    name
+    for name in NAMES
+    if f"titanlite.features.{name}" in (ROOT / "titanlite/assemble.py").read_text()
+]
+# A process that forks for each copy of the package, after the first with all else imported that it
+# needed.
 TRAIN = """
 import importlib, os, pkgutil, sys
 from contextlib import suppress
@@ -63,7 +71,9 @@ def with_dependents(name: str) -> set[str]:
     """`name` and the features that import it, directly or not."""
     gone = {name}
     while True:
-        pattern = re.compile(rf"^\s*(?:from|import) titanlite\.features\.(?:{'|'.join(gone)})\b", re.MULTILINE)
+        pattern = re.compile(
+            rf"^\s*(?:from|import) titanlite\.features\.(?:{'|'.join(gone)})\b", re.MULTILINE
+        )
         users = (path for path in FEATURES.rglob("*.py") if pattern.search(path.read_text()))
         found = {path.relative_to(FEATURES).parts[0].removesuffix(".py") for path in users}
         if found <= gone:
@@ -78,7 +88,9 @@ class Cut(ast.NodeTransformer):
         self.gone, self.names, self.bound = gone, set[str](), set[str]()
 
     def is_hit(self, node: ast.AST | None) -> bool:
-        return node is not None and any(isinstance(n, ast.Name) and n.id in self.names for n in ast.walk(node))
+        return node is not None and any(
+            isinstance(n, ast.Name) and n.id in self.names for n in ast.walk(node)
+        )
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
         if (module := f"{node.module}..".split("."))[1] == "features" and module[2] in self.gone:
@@ -96,7 +108,11 @@ class Cut(ast.NodeTransformer):
         return self.visit(kept[0]) if len(kept) == 1 else self.generic_visit(node)
 
     def visit_Dict(self, node: ast.Dict) -> ast.AST:
-        kept = [(key, value) for key, value in zip(node.keys, node.values, strict=True) if not self.is_hit(value)]
+        kept = [
+            (key, value)
+            for key, value in zip(node.keys, node.values, strict=True)
+            if not self.is_hit(value)
+        ]
         node.keys, node.values = [key for key, _ in kept], [value for _, value in kept]
         return self.generic_visit(node)
 
@@ -107,7 +123,11 @@ class Cut(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> ast.AST | None:
         result = super().visit(node)
         if isinstance(result, ast.Expr | ast.Assign | ast.Return):
-            targets = {n.id for n in ast.walk(result) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            targets = {
+                n.id
+                for n in ast.walk(result)
+                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            }
             if self.is_hit(result):
                 self.names |= targets - self.bound
                 return None
@@ -118,7 +138,9 @@ class Cut(ast.NodeTransformer):
 
 
 def copy_without(gone: set[str], tree: Path) -> None:
-    """Copy the package to `tree` without the features that are `gone`; with bytecode, or each copy is compiled anew."""
+    """Copy the package to `tree` without the features that are `gone`; with bytecode, or each copy
+    is compiled anew.
+    """
     package = tree / "titanlite"
     shutil.copytree(ROOT / "titanlite", package)
     for name in gone:
@@ -132,7 +154,9 @@ def copy_without(gone: set[str], tree: Path) -> None:
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float] | str]:
-    """Losses of two steps on text, or what was said instead, by what is missing: a feature with its dependents."""
+    """Losses of two steps on text, or what was said instead, by what is missing: a feature with its
+    dependents.
+    """
     folder = tmp_path_factory.mktemp("deletion")
     missing = {"": set[str](), **{name: with_dependents(name) for name in USED}, "all": set(NAMES)}
     for name, gone in missing.items():
@@ -141,7 +165,8 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float] | 
     (folder / "text").mkdir()
     (folder / "text/a.txt").write_text("To train is to repeat what is not known. " * 200)
     config.write_text(
-        '[model]\nname = "qwen3_moe"\nflavor = "debug"\n[model.overrides]\nvocab_size = 260\nnum_layers = 1\n'
+        '[model]\nname = "qwen3_moe"\nflavor = "debug"\n[model.overrides]\nvocab_size = '
+        "260\nnum_layers = 1\n"
         "[training]\nsteps = 2\nseq_len = 32\nlocal_batch_size = 1\n"
         "[metrics]\nlog_freq = 1\nenable_tensorboard = false\n"
         f'[data]\ndataset = "text"\npath = "{folder / "text"}"\nbpe_vocab_size = 260\n'
@@ -156,7 +181,9 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float] | 
         metrics = tree / "run/metrics.jsonl"
         saved = (tree / "run/checkpoint/step-2/config.json").is_file()
         lines = metrics.read_text().splitlines() if saved else []
-        found[name] = [values["loss/train"] for line in lines if "loss/train" in (values := json.loads(line))]
+        found[name] = [
+            values["loss/train"] for line in lines if "loss/train" in (values := json.loads(line))
+        ]
         found[name] = found[name] or (tree / "out").read_text()[-3000:]
     return found
 

@@ -17,13 +17,22 @@ from titanlite.preflight import main as preflight
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
-    [*ROOT.glob("[A-B]*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    [
+        *ROOT.glob("[A-B]*.md"),
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+    ]
 )
 
 
 # Comments of these are documentation, too.
-COMMENTED = sorted([*(ROOT / "configs").rglob("*.toml"), *(ROOT / "scripts").rglob("*.sh"), *ROOT.glob("*.sh")])
-COMMENTED += sorted((ROOT / "scripts").rglob("*.py")) + sorted((ROOT / "scripts/clusters").glob("*.yaml"))
+COMMENTED = sorted(
+    [*(ROOT / "configs").rglob("*.toml"), *(ROOT / "scripts").rglob("*.sh"), *ROOT.glob("*.sh")]
+)
+COMMENTED += sorted((ROOT / "scripts").rglob("*.py")) + sorted(
+    (ROOT / "scripts/clusters").glob("*.yaml")
+)
 # An example of a mistake.
 WRONG_KEYS = {"training.step"}
 
@@ -31,11 +40,17 @@ WRONG_KEYS = {"training.step"}
 def test_relative_links_lead_to_files():
     for document in DOCUMENTS:
         targets = re.findall(r"\]\(([^)#: ]+)\)", document.read_text())
-        assert not [target for target in targets if not (document.parent / target).exists()], document.name
+        assert not [target for target in targets if not (document.parent / target).exists()], (
+            document.name
+        )
 
 
 def test_links_within_documents_lead_to_headings():
-    links = [(page, *link) for page in DOCUMENTS for link in re.findall(r"\]\(([^)#: ]*)#([^) ]+)\)", page.read_text())]
+    links = [
+        (page, *link)
+        for page in DOCUMENTS
+        for link in re.findall(r"\]\(([^)#: ]*)#([^) ]+)\)", page.read_text())
+    ]
     missing = []
     for document, path, anchor in links:
         target = document.parent / path if path else document
@@ -68,16 +83,27 @@ def tables() -> list[tuple[str, str, str]]:
     """Rows of the pages for people who come from another trainer: page, its keys, ours."""
     pages = sorted((ROOT / "docs").glob("from_*.md"))
     row = re.compile(r"^\| (.+?) \| (.+?) \|.*\|$", flags=re.M)
-    return [(page.stem, *found) for page in pages for found in row.findall(page.read_text()) if found[1] != "here"]
+    return [
+        (page.stem, *found)
+        for page in pages
+        for found in row.findall(page.read_text())
+        if found[1] != "here"
+    ]
 
 
 def test_pages_for_other_trainers_name_settings_that_exist():
     rows = [(page, theirs, here) for page, theirs, here in tables() if not theirs.startswith("--")]
-    assert len(rows) > 80 and {page for page, *_ in rows} == {"from_torchtitan", "from_axolotl", "from_trl"}
+    assert len(rows) > 80 and {page for page, *_ in rows} == {
+        "from_torchtitan",
+        "from_axolotl",
+        "from_trl",
+    }
     wrong = []
     for page, _, here in rows:
         keys = re.findall(r"`([\w.]+)`", here)
-        wrong += [f"{page}: {key}" for key in keys if find_setting(key.replace("NAME", "a")) is None]
+        wrong += [
+            f"{page}: {key}" for key in keys if find_setting(key.replace("NAME", "a")) is None
+        ]
         if not keys and here != "nothing":
             wrong.append(f"{page}: {here}")
     assert not wrong
@@ -89,7 +115,11 @@ def test_configurations_that_are_shown_are_accepted(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         for text in re.findall(r"```toml\n(.*?)```", document.read_text(), flags=re.S):
             Path("shown.toml").write_text(text)
-            model = [] if tomllib.loads(text).get("model", {}).keys() & {"path", "flavor"} else ["--model.path=a/b"]
+            model = (
+                []
+                if tomllib.loads(text).get("model", {}).keys() & {"path", "flavor"}
+                else ["--model.path=a/b"]
+            )
             load_config(["--config", "shown.toml", *model])
 
 
@@ -101,11 +131,26 @@ def test_settings_that_are_named_exist():
             text = re.sub(r"^\|.*?\|", "|", text, flags=re.M)  # names of another trainer
         sections = {key.partition(".")[0] for key in settings}
         named = re.findall(r"(?<![\w-])--([a-z_]+\.[a-z_]+(?:\.[a-z_]+)*)", text)
-        named += [key for key in re.findall(r"`([a-z_]+\.[a-z_]+)(?=[`= ])", text) if key.partition(".")[0] in sections]
-        files = {"model.safetensors", "optimizer.safetensors", "metrics.jsonl", "optimizer.found_inf"}
-        named = [re.sub(rf"(\.(?:{'|'.join(TABLES)}))\.\w+$", r"\1", name) for name in named]  # names of the user
+        named += [
+            key
+            for key in re.findall(r"`([a-z_]+\.[a-z_]+)(?=[`= ])", text)
+            if key.partition(".")[0] in sections
+        ]
+        files = {
+            "model.safetensors",
+            "optimizer.safetensors",
+            "metrics.jsonl",
+            "optimizer.found_inf",
+        }
+        # names of the user
+        named = [re.sub(rf"(\.(?:{'|'.join(TABLES)}))\.\w+$", r"\1", name) for name in named]
         prefixes = {f"{key.rpartition('.')[0]}" for key in settings}  # `model.overrides`
-        unknown = {name for name in named if find_setting(name) is None} - files - prefixes - {"section.key", "a.b"}
+        unknown = (
+            {name for name in named if find_setting(name) is None}
+            - files
+            - prefixes
+            - {"section.key", "a.b"}
+        )
         assert unknown <= WRONG_KEYS and not WRONG_KEYS & settings.keys(), document.name
 
 
@@ -120,31 +165,44 @@ def test_commands_and_modules_that_are_named_exist():
 
 
 def test_files_that_are_named_exist():
-    """Paths in backticks or commands that begin with a folder of this repository, as they are or below titanlite/."""
+    """Paths in backticks or commands that begin with a folder of this repository, as they are or
+    below titanlite/.
+    """
     for document in DOCUMENTS:
         text = document.read_text()
-        named = re.findall(r"(?<![\w/.-])((?:titanlite|tests|scripts|configs|docs)/[\w./-]*\w)", text)
+        named = re.findall(
+            r"(?<![\w/.-])((?:titanlite|tests|scripts|configs|docs)/[\w./-]*\w)", text
+        )
         short = re.findall(r"`((?!tests/|scripts/|titanlite/)[a-z_]+/[a-z_]+\.py)`", text)
         named += [f"titanlite/{path}" for path in short]
         missing = {path for path in named if not (ROOT / path).exists()}
         # What checkpoints hold, and what setup makes.
         missing = {path for path in missing if not (document.parent / path).exists()}
         missing -= {
-            path for path in missing if path.startswith("titanlite/") and path.endswith((".json", ".safetensors"))
+            path
+            for path in missing
+            if path.startswith("titanlite/") and path.endswith((".json", ".safetensors"))
         }
         assert missing <= {"titanlite/weights"}, document.name
 
 
 def commands() -> list[str]:
     lines = (ROOT / "README.md").read_text().splitlines()
-    return [line for line in lines if re.match(r"(NGPU=\d+ )?\./run_train\.sh --config configs/", line)]
+    return [
+        line for line in lines if re.match(r"(NGPU=\d+ )?\./run_train\.sh --config configs/", line)
+    ]
 
 
 def test_readme_commands_pass_the_preflight(capsys, monkeypatch, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     make = str(ROOT / "scripts/arithmetic/make_arithmetic.py")
-    subprocess.run([sys.executable, make], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+    subprocess.run(
+        [sys.executable, make],
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+    )
     assert len(commands()) >= 2
     for command in commands():
         words = shlex.split(command)
@@ -154,8 +212,12 @@ def test_readme_commands_pass_the_preflight(capsys, monkeypatch, tmp_path):
 
 
 def test_materialize_example_runs():
-    example, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/materialize.md").read_text(), flags=re.S)
-    done = subprocess.run([sys.executable, "-W", "error", "-c", example], cwd=ROOT, capture_output=True, text=True)
+    example, *_ = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/materialize.md").read_text(), flags=re.S
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", example], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "init normal(std=0.02)" in done.stdout
 
@@ -170,14 +232,20 @@ def test_what_the_readme_says_of_speed_is_in_the_benchmarks():
     text = " ".join((ROOT / "README.md").read_text().replace("\n> ", " ").split())
     with_float32, in_bfloat16 = (f"{ours / time:.2f}" for time in theirs)
     assert re.search(
-        rf"takes \[{with_float32} of transformers' time\].*? same float32 states, and {in_bfloat16} ", text
+        rf"takes \[{with_float32} of transformers' time\].*? same float32 states, and "
+        rf"{in_bfloat16} ",
+        text,
     )
 
 
 def test_the_readme_counts_our_lines_as_it_says():
     files = [path for folder in ("titanlite", "scripts") for path in (ROOT / folder).rglob("*.py")]
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-    said = int(re.search(r"\| thousand lines of Python\S* \| (\d+) \|", (ROOT / "README.md").read_text())[1])
+    said = int(
+        re.search(r"\| thousand lines of Python\S* \| (\d+) \|", (ROOT / "README.md").read_text())[
+            1
+        ]
+    )
     assert abs(said - lines / 1000) < 1.5, f"{lines} lines"
 
 
@@ -189,7 +257,13 @@ def test_what_runs_on_gpus_is_said_alike():
     for path in [*DOCUMENTS, *COMMENTED]:
         text = " ".join(path.read_text().replace("\n#", " ").split())
         found = re.findall(
-            r"[^.]*\b(?:trained|trains|runs|ran) (?:\w+ ){0,8}(?:on|or) (?:\d+ or \d+ |several )?GPUs[^.]*\.", text
+            r"[^.]*\b(?:trained|trains|runs|ran) (?:\w+ ){0,8}(?:on|or) (?:\d+ or \d+ |several "
+            r")?GPUs[^.]*\.",
+            text,
         )
-        wrong += [f"{path.name}: {one.strip()}" for one in found if " not " not in one and "Nothing" not in one]
+        wrong += [
+            f"{path.name}: {one.strip()}"
+            for one in found
+            if " not " not in one and "Nothing" not in one
+        ]
     assert not wrong

@@ -13,7 +13,9 @@ def write(tmp_path: Path, name: str, losses: list[tuple[int, float | None]], tai
     folder = tmp_path / name
     folder.mkdir()
     points = [{"step": step, "loss/train": loss, "grad_norm": 1.0} for step, loss in losses]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points) + tail)
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(point) + "\n" for point in points) + tail
+    )
     return str(folder)
 
 
@@ -27,12 +29,17 @@ def write(tmp_path: Path, name: str, losses: list[tuple[int, float | None]], tai
     ],
 )
 def test_losses_are_compared_step_by_step(tmp_path, capsys, b, row) -> None:
-    runs = [write(tmp_path, "a", [(1, 1.0), (2, 0.3), (3, 2.0)]), write(tmp_path, "b", b, '{"step": 4, "lo')]
+    runs = [
+        write(tmp_path, "a", [(1, 1.0), (2, 0.3), (3, 2.0)]),
+        write(tmp_path, "b", b, '{"step": 4, "lo'),
+    ]
     steps, same, largest = row.split()[:3]
     assert main(runs) == (steps != same)
     shown = capsys.readouterr()
     assert shown.out.splitlines()[1].split() == ["loss/train", *row.split()]
-    assert shown.out.splitlines()[-1].startswith("identical" if steps == same else f"different, by up to {largest} ")
+    assert shown.out.splitlines()[-1].startswith(
+        "identical" if steps == same else f"different, by up to {largest} "
+    )
     assert shown.err.endswith("b/metrics.jsonl: 1 lines are broken and left out.\n")
     assert main([*runs, "--tolerance=0.5"]) == (largest == "inf")
     assert main([*runs, "--tolerance=0.49"]) == (largest in ("0.5", "inf"))
@@ -44,7 +51,13 @@ def test_nothing_to_compare_is_an_error(tmp_path, capsys) -> None:
         (run, other): "no step with a loss in common",
         (run, run + "/none"): "No such file or directory. Name the dump folder of a run.",
         (run,): "give two dump folders",
-        ("--commits", "no-such-commit", ".", "--", "--config=x.toml"): "cannot check out 'no-such-commit'",
+        (
+            "--commits",
+            "no-such-commit",
+            ".",
+            "--",
+            "--config=x.toml",
+        ): "cannot check out 'no-such-commit'",
     }.items():
         with pytest.raises(SystemExit) as caught:
             main(arguments)

@@ -1,4 +1,6 @@
-"""Preflight: model, degrees and batch checked against one another, without torch, one error with everything."""
+"""Preflight: model, degrees and batch checked against one another, without torch, one error with
+everything.
+"""
 
 import json
 import subprocess
@@ -32,7 +34,9 @@ def run_check(path: str, *overrides: str, world_size: int = 4):
 
 
 def test_good_job(path):
-    checked = run_check(path, "--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=4")
+    checked = run_check(
+        path, "--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=4"
+    )
     assert checked.degrees == Degrees(1, 2, 2, 4)
     assert checked.model_config == families()["qwen3_moe"].presets["debug"]
     assert checked.job.training.seq_len == 64
@@ -47,16 +51,24 @@ def test_everything_that_is_wrong_is_said_at_once(path):
     assert "tp (3) = 3 does not divide the world size (4)" in text
     with pytest.raises(ConfigError, match="3 problems") as error:
         run_check(path, "--training.seq_len=4097", "--parallelism.tensor_parallel_degree=4")
-    for words in ("num_kv_heads (2)", "training.seq_len (4097) is not a multiple", "max_position_embeddings (2048)"):
+    for words in (
+        "num_kv_heads (2)",
+        "training.seq_len (4097) is not a multiple",
+        "max_position_embeddings (2048)",
+    ):
         assert words in str(error.value)
 
 
 def test_exit_codes(path, capsys):
     assert main(["--world-size", "4", "--config", path]) == 0
     assert capsys.readouterr().err == ""
-    assert main(["--world-size", "3", "--config", path, "--parallelism.tensor_parallel_degree=2"]) == 2
+    assert (
+        main(["--world-size", "3", "--config", path, "--parallelism.tensor_parallel_degree=2"]) == 2
+    )
     error = capsys.readouterr().err
-    assert error.startswith("titanlite: error: configuration: parallelism: dp_replicate (1) * tp (2) = 2")
+    assert error.startswith(
+        "titanlite: error: configuration: parallelism: dp_replicate (1) * tp (2) = 2"
+    )
     assert "Traceback" not in error
     assert main(["--config", path]) == 0  # one rank
 
@@ -74,36 +86,65 @@ def test_does_not_wait_for_torch(path):
         f"code = main(['--world-size', '4', '--config', {path!r}]); "
         "sys.exit(code or ('torch' in sys.modules or 'transformers' in sys.modules))"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr
 
 
 def test_machines_that_may_be_lost(path, capsys):
-    """The most and the fewest ranks must fit; numbers between them that do not are said, for they would end the run."""
+    """The most and the fewest ranks must fit; numbers between them that do not are said, for they
+    would end the run.
+    """
     batch = "--training.global_batch_size=16"
-    assert main(["--world-size", "8,4,2", "--config", path, batch, "--training.local_batch_size=1"]) == 0
+    assert (
+        main(["--world-size", "8,4,2", "--config", path, batch, "--training.local_batch_size=1"])
+        == 0
+    )
     assert capsys.readouterr().err == ""
-    assert main(["--world-size", "8,6,4", "--config", path, batch, "--training.local_batch_size=1"]) == 0
+    assert (
+        main(["--world-size", "8,6,4", "--config", path, batch, "--training.local_batch_size=1"])
+        == 0
+    )
     warning = capsys.readouterr().err
-    assert warning.startswith("titanlite: warning: with 6 ranks this run would end: configuration: ")
-    assert "training.global_batch_size (16) is not a multiple" in warning and warning.count("\n") == 1
-    assert main(["--world-size", "8,6", "--config", path, batch, "--training.local_batch_size=1"]) == 2
+    assert warning.startswith(
+        "titanlite: warning: with 6 ranks this run would end: configuration: "
+    )
+    assert (
+        "training.global_batch_size (16) is not a multiple" in warning and warning.count("\n") == 1
+    )
+    assert (
+        main(["--world-size", "8,6", "--config", path, batch, "--training.local_batch_size=1"]) == 2
+    )
     assert capsys.readouterr().err.startswith("titanlite: error: with 6 ranks: configuration: ")
 
 
 def test_absent_files_are_said_before_a_model_is_downloaded(path, capsys, monkeypatch):
     monkeypatch.setattr("titanlite.preflight.check", lambda *_, **__: pytest.fail("it went on"))
-    overrides = ("--data.dataset=examples", "--data.path=nothere.jsonl", "--data.validation_path=owner/held-out")
+    overrides = (
+        "--data.dataset=examples",
+        "--data.path=nothere.jsonl",
+        "--data.validation_path=owner/held-out",
+    )
     overrides += ("--data.chat_template=t.jinja", "--data.tokenizer_path=tok")
     overrides += ("--evaluation.enable=true", "--evaluation.path=eval.jsonl")
     assert main(["--world-size=1", "--config", path, *overrides]) == 2
     said = capsys.readouterr().err
-    for key, name in (("path", "nothere.jsonl"), ("chat_template", "t.jinja"), ("tokenizer_path", "tok")):
+    for key, name in (
+        ("path", "nothere.jsonl"),
+        ("chat_template", "t.jinja"),
+        ("tokenizer_path", "tok"),
+    ):
         assert f"data.{key}: {name} does not exist. Give a path that exists." in said
     assert "evaluation.path: eval.jsonl does not exist" in said
     assert "owner/held-out" not in said
-    assert main(["--world-size=1", "--config", path, "--data.dataset=text", "--data.path=owner/texts"]) == 2
-    assert "data.path: owner/texts does not exist" in capsys.readouterr().err, "text is never on the hub"
+    assert (
+        main(["--world-size=1", "--config", path, "--data.dataset=text", "--data.path=owner/texts"])
+        == 2
+    )
+    assert "data.path: owner/texts does not exist" in capsys.readouterr().err, (
+        "text is never on the hub"
+    )
 
 
 def test_an_unknown_command_gets_the_nearest_one(capsys):
@@ -115,7 +156,8 @@ def test_an_unknown_command_gets_the_nearest_one(capsys):
 
 def test_a_python_without_the_packages_says_so(path):
     code = (
-        "import sys; sys.modules['omegaconf'] = None; from titanlite.__main__ import main; sys.exit(main(sys.argv[1:]))"
+        "import sys; sys.modules['omegaconf'] = None; from titanlite.__main__ import main; "
+        "sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, "check", "--config", path, "--world-size", "1"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -135,17 +177,29 @@ OTHER_SCALING = {"factor": 32.0, "low_freq_factor": 2.0}
         ("qwen3_moe", LONGER, {}, ""),
         ("qwen3_moe", {"rope_theta": 1e7}, {}, "rope_theta is 1000000.0, there 10000000.0"),
         ("qwen3_moe", {"rope_theta": 1e7}, {"rope_theta": 1e6}, ""),
-        ("qwen3_moe", {"norm_topk_prob": False, "rms_norm_eps": 1e-5}, {}, "1e-06, there 1e-05; norm_topk_prob is"),
+        (
+            "qwen3_moe",
+            {"norm_topk_prob": False, "rms_norm_eps": 1e-5},
+            {},
+            "1e-06, there 1e-05; norm_topk_prob is",
+        ),
         ("llama", OTHER_SCALING, {}, "rope_scaling is {"),
         ("llama", OTHER_SCALING, {"factor": 16.0, "low_freq_factor": 2.0}, ""),
     ],
 )
-def test_a_flavor_must_be_the_model_whose_weights_are_loaded(path, tmp_path, family, changes, overrides, different):
-    """Weights of the same shapes fit, and yet would compute something else. What is overridden is not compared."""
+def test_a_flavor_must_be_the_model_whose_weights_are_loaded(
+    path, tmp_path, family, changes, overrides, different
+):
+    """Weights of the same shapes fit, and yet would compute something else. What is overridden is
+    not compared.
+    """
     theirs, prefix = families()[family].presets["debug"], "model.overrides."
     if changes is OTHER_SCALING:
         assert theirs.rope_scaling is not None
-        changes, prefix = {"rope_scaling": replace(theirs.rope_scaling, **changes)}, f"{prefix}rope_scaling."
+        changes, prefix = (
+            {"rope_scaling": replace(theirs.rope_scaling, **changes)},
+            f"{prefix}rope_scaling.",
+        )
     folder = tmp_path / "folder"
     folder.mkdir()
     hf = families()[family].to_hf(replace(theirs, **changes))

@@ -1,4 +1,6 @@
-"""Every recipe loads, passes the preflight, and is built, sharded and planned on meta for its world size."""
+"""Every recipe loads, passes the preflight, and is built, sharded and planned on meta for its world
+size.
+"""
 
 import re
 import runpy
@@ -42,7 +44,9 @@ EXPECTED = {
 
 @pytest.fixture(autouse=True)
 def hub_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Repositories of the hub are folders with what a recipe needs of them: sizes, where it names no flavor."""
+    """Repositories of the hub are folders with what a recipe needs of them: sizes, where it names
+    no flavor.
+    """
     monkeypatch.chdir(tmp_path)
 
     def local_folder(key: str, name: str, *, weights: bool) -> str:
@@ -60,10 +64,16 @@ def hub_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
                 "num_attention_heads": 28,
                 "num_key_value_heads": 4,
                 "tie_word_embeddings": False,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e6,
+                    "mrope_section": [16, 24, 24],
+                },
             }
             vision = {"out_hidden_size": 3584, "hidden_size": 1280, "intermediate_size": 3420}
-            config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+            config = Qwen2_5_VLConfig(
+                text_config=text, vision_config=vision, tie_word_embeddings=False
+            )
             config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
             config.save_pretrained(folder)
         return str(folder)
@@ -90,7 +100,9 @@ def test_recipe_is_planned_for_its_world_size(path, monkeypatch):
     assert job.job.description and checked.degrees.world_size == world_size
 
     with fake_ranks(world_size):
-        model = build_model(checked.model_config, base_dtype(checked.job.training, checked.job.lora, "cuda"))
+        model = build_model(
+            checked.model_config, base_dtype(checked.job.training, checked.job.lora, "cuda")
+        )
         apply_lora(model, checked.job.lora, torch.float32)
         form = checked.job.lora.base_dtype
         if form in BLOCK_FORMATS:
@@ -98,16 +110,21 @@ def test_recipe_is_planned_for_its_world_size(path, monkeypatch):
         total, trained = count_parameters(model)
         shard(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
         plan = build_plan(model)
-    # What this rank holds, all ranks hold together, but for what is not split: buffers and small replicated tensors.
+    # What this rank holds, all ranks hold together, but for what is not split: buffers and small
+    # replicated tensors.
     held = sum(entry.region.numel for entry in plan.entries if entry.info.kind == "parameter")
     assert held * world_size == pytest.approx(total, rel=0.02)
 
-    # The memory that the recipe's comment states first: frozen weights, or 16 bytes of each parameter.
+    # The memory that the recipe's comment states first: frozen weights, or 16 bytes of each
+    # parameter.
     stated_gb = re.search(r"= ([\d.]+) GB", text)
     if path.stem != "sft_arithmetic":
         assert stated_gb is not None
         nbytes = 16 * total
         if checked.job.lora.rank:
             encoded = sum(num_values(p) for p in model.parameters() if encoding_of(p) is not None)
-            nbytes = 2 * (total - trained - encoded) + {"fp8": 8.25, "nf4": 4.5}.get(form, 0) / 8 * encoded
+            nbytes = (
+                2 * (total - trained - encoded)
+                + {"fp8": 8.25, "nf4": 4.5}.get(form, 0) / 8 * encoded
+            )
         assert float(stated_gb[1]) == pytest.approx(nbytes / world_size / 1e9, rel=0.01)

@@ -24,13 +24,23 @@ if [ "$2" = "titanlite.preflight" ]; then exit "${PREFLIGHT_EXIT:-0}"; fi
 FAKE_NVIDIA_SMI = """#!/usr/bin/env bash
 for i in 0 1 2 3; do echo "GPU $i: NVIDIA H100 80GB HBM3 (UUID: GPU-$i)"; done
 """
-HIDDEN = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH")
+HIDDEN = (
+    "NGPU",
+    "NNODES",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "PYTHONPATH",
+)
 HIDDEN += ("TITANLITE_GPUS", "RDZV_", "SLURM_", "MAX_RESTARTS")
 
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    """A folder for the front of PATH with a stand-in python3 and, as on a machine without GPU, no nvidia-smi."""
+    """A folder for the front of PATH with a stand-in python3 and, as on a machine without GPU, no
+    nvidia-smi.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     write_tool(folder / "python3", FAKE_PYTHON)
@@ -43,8 +53,12 @@ def write_tool(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def run(*command: str | Path, tools: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)} | variables
+def run(
+    *command: str | Path, tools: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)
+    } | variables
     if tools is not None:
         env["PATH"] = f"{tools}:{env['PATH']}"
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
@@ -69,7 +83,9 @@ def test_scripts_are_executable_and_pass_shellcheck(tmp_path: Path):
         result = run("bash", "-n", script)
         assert (result.returncode, result.stderr) == (0, "")
         if shutil.which("shellcheck") is not None:
-            result = run("shellcheck", "--external-sources", "--exclude=SC1091", "--severity=warning", script)
+            result = run(
+                "shellcheck", "--external-sources", "--exclude=SC1091", "--severity=warning", script
+            )
             assert result.returncode == 0, result.stdout
 
 
@@ -77,7 +93,9 @@ def test_help_needs_no_environment(tmp_path: Path):
     write_tool(tmp_path / "python3", "#!/usr/bin/env bash\nexit 1\n")
     for script in ("run_train.sh", "scripts/test.sh"):
         result = run(ROOT / script, "--help", tools=tmp_path)
-        assert (result.returncode, result.stderr) == (0, "") and result.stdout.startswith("usage: ./")
+        assert (result.returncode, result.stderr) == (0, "") and result.stdout.startswith(
+            "usage: ./"
+        )
     result = run(ROOT / "run_train.sh", tools=tmp_path)
     assert result.returncode == 2 and result.stderr.startswith("usage: ./run_train.sh")
 
@@ -100,7 +118,9 @@ def test_wrong_variables_are_clear_errors(tools: Path):
 
 
 def test_without_a_gpu_four_ranks_start_after_the_preflight(tools: Path):
-    result = run(ROOT / "run_train.sh", "--config", "x.toml", "--job.description=two words", tools=tools)
+    result = run(
+        ROOT / "run_train.sh", "--config", "x.toml", "--job.description=two words", tools=tools
+    )
     assert (result.returncode, result.stderr) == (0, "")
     arguments = "--config x.toml --job.description=two words"
     assert [line for line in result.stdout.splitlines() if line.startswith("call: ")] == [
@@ -109,7 +129,9 @@ def test_without_a_gpu_four_ranks_start_after_the_preflight(tools: Path):
     ]
     assert "gpus=.\n" in result.stdout and f"OMP_NUM_THREADS=1 PYTHONPATH={ROOT}\n" in result.stdout
     kept = train(tools, OMP_NUM_THREADS="3", PYTHONPATH="/elsewhere", NGPU="2").stdout
-    assert f"OMP_NUM_THREADS=3 PYTHONPATH={ROOT}:/elsewhere\n" in kept and "--nproc-per-node=2" in kept
+    assert (
+        f"OMP_NUM_THREADS=3 PYTHONPATH={ROOT}:/elsewhere\n" in kept and "--nproc-per-node=2" in kept
+    )
     failed = train(tools, PREFLIGHT_EXIT="2")
     assert failed.returncode == 2 and "titanlite.launch" not in failed.stdout
 
@@ -121,7 +143,9 @@ def test_visible_gpus_are_counted(tools: Path):
     assert "gpus=4.\n" in alone and "OMP_NUM_THREADS=3 " in alone and "--nproc-per-node=4 " in alone
     ids = "GPU-1932f937-172c-4106-c12f-20bd9faed9f6,GPU-1b2c3d4e-1a2b-1c3d-9e8f-1234567890ab"
     for visible, ranks in {"0,2": 2, "0,1,2,3,4,5": 4, "": 4, "-1": 4, "0,-1,1": 1, ids: 2}.items():
-        assert f"--nproc-per-node={ranks} " in train(tools, CUDA_VISIBLE_DEVICES=visible).stdout, visible
+        assert f"--nproc-per-node={ranks} " in train(tools, CUDA_VISIBLE_DEVICES=visible).stdout, (
+            visible
+        )
     result = train(tools, NGPU="8")
     assert result.returncode == 2 and "NGPU (8) is more than the visible GPUs (4)." in result.stderr
     assert train(tools, NGPU="8", CUDA_VISIBLE_DEVICES="").returncode == 0
@@ -130,15 +154,34 @@ def test_visible_gpus_are_counted(tools: Path):
 def test_many_machines(tools: Path):
     fixed = train(tools, NNODES="2", NODE_RANK="1", MASTER_ADDR="host0", NGPU="8").stdout
     assert "--world-size 16 " in fixed
-    assert "--nnodes=2 --node-rank=1 --master-addr=host0 --master-port=29500 --nproc-per-node=8 " in fixed
-    variables = {"NNODES": "2:4", "RDZV_ENDPOINT": "host0:29400", "RDZV_CONF": "join_timeout=9", "MAX_RESTARTS": "3"}
+    assert (
+        "--nnodes=2 --node-rank=1 --master-addr=host0 --master-port=29500 --nproc-per-node=8 "
+        in fixed
+    )
+    variables = {
+        "NNODES": "2:4",
+        "RDZV_ENDPOINT": "host0:29400",
+        "RDZV_CONF": "join_timeout=9",
+        "MAX_RESTARTS": "3",
+    }
     elastic = train(tools, NGPU="8", **variables).stdout
     assert "call: -m titanlite.preflight --world-size 32,24,16 --config x.toml\n" in elastic
-    launch = "-m titanlite.launch --nnodes=2:4 --rdzv-backend=c10d --rdzv-endpoint=host0:29400 --rdzv-id=titanlite"
-    assert f"call: {launch} --rdzv-conf=join_timeout=9 --max-restarts=3 --nproc-per-node=8 " in elastic
+    launch = (
+        "-m titanlite.launch --nnodes=2:4 --rdzv-backend=c10d --rdzv-endpoint=host0:29400 "
+        "--rdzv-id=titanlite"
+    )
+    assert (
+        f"call: {launch} --rdzv-conf=join_timeout=9 --max-restarts=3 --nproc-per-node=8 " in elastic
+    )
     named = train(tools, NNODES="2", RDZV_ENDPOINT="[fd00::2]:29400", RDZV_ID="run7").stdout
-    assert "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=[fd00::2]:29400 --rdzv-id=run7 --nproc" in named
-    assert "titanlite.launch --standalone --max-restarts=2 --nproc-per-node=4 " in train(tools, MAX_RESTARTS="2").stdout
+    assert (
+        "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=[fd00::2]:29400 --rdzv-id=run7 --nproc"
+        in named
+    )
+    assert (
+        "titanlite.launch --standalone --max-restarts=2 --nproc-per-node=4 "
+        in train(tools, MAX_RESTARTS="2").stdout
+    )
 
 
 def test_kubernetes_manifest(tools: Path):
@@ -152,14 +195,25 @@ def test_kubernetes_manifest(tools: Path):
     (container,) = pod["containers"]
     (port,) = container["ports"]
     assert (container["name"], port["name"]) == ("pytorch", "pytorchjob-port")
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     nodes = f"{policy['minReplicas']}:{policy['maxReplicas']}"
-    operator = {"PET_NNODES": nodes, "PET_RDZV_ENDPOINT": f"titanlite-worker-0:{port['containerPort']}"}
+    operator = {
+        "PET_NNODES": nodes,
+        "PET_RDZV_ENDPOINT": f"titanlite-worker-0:{port['containerPort']}",
+    }
     operator |= {"PET_RDZV_ID": policy["rdzvId"], "PET_MAX_RESTARTS": str(policy["maxRestarts"])}
     result = run(*container["command"], *container["args"], tools=tools, NGPU="8", **operator)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "--nnodes=2:4 --rdzv-backend=c10d --rdzv-endpoint=titanlite-worker-0:23456 " in result.stdout
-    assert f"--max-restarts=10 --nproc-per-node=8 -m titanlite.train {' '.join(container['args'])}\n" in result.stdout
+    assert (
+        "--nnodes=2:4 --rdzv-backend=c10d --rdzv-endpoint=titanlite-worker-0:23456 "
+        in result.stdout
+    )
+    assert (
+        f"--max-restarts=10 --nproc-per-node=8 -m titanlite.train {' '.join(container['args'])}\n"
+        in result.stdout
+    )
 
 
 def test_skypilot_file(tools: Path):
@@ -169,8 +223,13 @@ def test_skypilot_file(tools: Path):
     variables = {**task["envs"], "ARGS": "--training.steps=9 --optimizer.lr=1e-4"}
     result = run("bash", "-c", task["run"], tools=tools, **node, **variables)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29400 --rdzv-id=sky-7 " in result.stdout
-    assert result.stdout.rstrip().splitlines()[-2].endswith("--training.steps=9 --optimizer.lr=1e-4")
+    assert (
+        "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29400 --rdzv-id=sky-7 "
+        in result.stdout
+    )
+    assert (
+        result.stdout.rstrip().splitlines()[-2].endswith("--training.steps=9 --optimizer.lr=1e-4")
+    )
 
 
 # Gets the signal before the time limit as soon as it runs, and does on SIGTERM what the test says.
@@ -182,7 +241,9 @@ kill -USR1 "$PPID"
 for ((i = 0; i < 600; i++)); do sleep 0.1; done
 exit 9
 """
-FAKE_SCONTROL = '#!/usr/bin/env bash\n[ "$1" = show ] && echo node0 || echo "$*" >>"$FOLDER/scontrol.log"\n'
+FAKE_SCONTROL = (
+    '#!/usr/bin/env bash\n[ "$1" = show ] && echo node0 || echo "$*" >>"$FOLDER/scontrol.log"\n'
+)
 
 
 @pytest.mark.parametrize(("on_sigterm", "code"), [("save", 0), (":", 2), ("save; exit 1", 1)])
@@ -197,27 +258,49 @@ def test_a_slurm_job_is_put_back_if_it_saved_something(tmp_path: Path, on_sigter
     old.parent.mkdir(parents=True)
     old.touch()
     os.utime(old, (0, 0))
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "64"}
-    job |= {"SLURM_SUBMIT_DIR": str(ROOT), "ON_SIGTERM": on_sigterm, "FOLDER": str(tmp_path)} | site_packages()
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[0-1]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_CPUS_PER_TASK": "64",
+    }
+    job |= {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "ON_SIGTERM": on_sigterm,
+        "FOLDER": str(tmp_path),
+    } | site_packages()
     job["SAVED"] = str(tmp_path / "run/checkpoint/step-3/titanlite")
-    arguments = ["--config", str(ROOT / "configs/qwen3_moe.toml"), f"--job.dump_folder={tmp_path / 'run'}"]
+    arguments = [
+        "--config",
+        str(ROOT / "configs/qwen3_moe.toml"),
+        f"--job.dump_folder={tmp_path / 'run'}",
+    ]
     result = run(ROOT / SLURM, *arguments, tools=tools, **job)
     assert result.returncode == code, (result.stdout, result.stderr)
-    assert result.stdout.count("slurm.sh: the time limit is near: asking the run to save and end\n") == 1
+    assert (
+        result.stdout.count("slurm.sh: the time limit is near: asking the run to save and end\n")
+        == 1
+    )
     assert (tmp_path / "scontrol.log").exists() == (code == 0)
     assert ("nothing was saved before the time limit" in result.stderr) == (code == 2)
     assert (f"the run ended with exit code {code}\n" in result.stderr) == ("exit" in on_sigterm)
     given = (tmp_path / "srun.log").read_text().splitlines()
     (tmp_path / "srun.log").unlink()
     wrong = run(ROOT / SLURM, *arguments, "--training.step=5", tools=tools, **job)
-    assert wrong.returncode == 2 and "did you mean 'training.steps'" in wrong.stderr and "Traceback" not in wrong.stderr
+    assert (
+        wrong.returncode == 2
+        and "did you mean 'training.steps'" in wrong.stderr
+        and "Traceback" not in wrong.stderr
+    )
     assert not (tmp_path / "srun.log").exists()
     assert given[-4:] == [str(ROOT / "run_train.sh"), *arguments] and "--cpus-per-task=64" in given
 
 
 def site_packages() -> dict[str, str]:
     """A link to a virtual environment's python loses the environment: name its packages."""
-    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))}
+    return {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
+    }
 
 
 def test_setup_shows_the_log_when_a_step_fails_and_starts_over(tools: Path, tmp_path: Path):
@@ -226,7 +309,10 @@ def test_setup_shows_the_log_when_a_step_fails_and_starts_over(tools: Path, tmp_
     for name in ("scripts/setup_env.sh", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, checkout / name)
     # Old enough to lack the dependencies, new enough to be chosen; its venv module is missing.
-    fake = '#!/usr/bin/env bash\ncase "$1" in -) exit 1 ;; -c) exit 0 ;; --version) echo "Python 3.11.0" ;;\n'
+    fake = (
+        '#!/usr/bin/env bash\ncase "$1" in -) exit 1 ;; -c) exit 0 ;; --version) echo "Python '
+        '3.11.0" ;;\n'
+    )
     write_tool(tools / "python3", fake + "*) echo 'No module named venv'; exit 1 ;; esac\n")
     for _ in range(2):
         result = run(checkout / "scripts/setup_env.sh", tools=tools)

@@ -13,7 +13,9 @@ from titanlite.metrics.run_folder import _state, open_events
 
 @pytest.fixture
 def failing(monkeypatch, tmp_path):
-    """`failing(error)`: `main` raises it while groups of ranks are there; returns what main calls of torch."""
+    """`failing(error)`: `main` raises it while groups of ranks are there; returns what main calls
+    of torch.
+    """
     destroyed: list[bool] = []
     monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
     monkeypatch.setattr(titanlite.train.protocol, "catch_signals", lambda: None)
@@ -36,9 +38,16 @@ def test_groups_are_left_alone_and_the_error_is_recorded(failing, tmp_path, caps
     destroyed = failing(TrainingError("memory: rank 0 ran out of memory. Lower something."))
     assert titanlite.train.main([]) == 2
     assert destroyed == [], "other ranks may be in collectives"
-    assert "titanlite: error: memory: rank 0 ran out of memory. Lower something." in capsys.readouterr().err
+    assert (
+        "titanlite: error: memory: rank 0 ran out of memory. Lower something."
+        in capsys.readouterr().err
+    )
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
-    assert (event["kind"], event["text"], event["step"]) == ("error", "memory: rank 0 ran out of memory", 0)
+    assert (event["kind"], event["text"], event["step"]) == (
+        "error",
+        "memory: rank 0 ran out of memory",
+        0,
+    )
 
 
 def test_other_exceptions_are_recorded_too(failing, tmp_path):
@@ -52,13 +61,38 @@ def test_other_exceptions_are_recorded_too(failing, tmp_path):
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (dist.DistBackendError("NCCL error in: x.cpp:9, remote process exited or there was a network error"), True),
+        (
+            dist.DistBackendError(
+                "NCCL error in: x.cpp:9, remote process exited or there was a network error"
+            ),
+            True,
+        ),
         (dist.DistBackendError("NCCL communicator was aborted on rank 1."), True),
-        (dist.DistBackendError("unhandled system error. Last error: socket: Connection reset by peer"), True),
-        (dist.DistBackendError("unhandled system error. Last error: shm_open: No space left on device (28)"), False),
-        (dist.DistBackendError("invalid usage. Last error: Duplicate GPU detected : rank 1 and rank 0"), False),
+        (
+            dist.DistBackendError(
+                "unhandled system error. Last error: socket: Connection reset by peer"
+            ),
+            True,
+        ),
+        (
+            dist.DistBackendError(
+                "unhandled system error. Last error: shm_open: No space left on device (28)"
+            ),
+            False,
+        ),
+        (
+            dist.DistBackendError(
+                "invalid usage. Last error: Duplicate GPU detected : rank 1 and rank 0"
+            ),
+            False,
+        ),
         (dist.DistNetworkError("The client socket has timed out"), True),
-        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7"), True),
+        (
+            RuntimeError(
+                "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7"
+            ),
+            True,
+        ),
         (RuntimeError("shapes do not fit"), False),
     ],
 )
@@ -67,9 +101,14 @@ def test_a_lost_peer_is_told_from_a_ranks_own_trouble(error, expected):
 
 
 @pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_what_cuda_reads_once_is_set_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch, name: str | None):
+def test_what_cuda_reads_once_is_set_unless_the_user_has_set_it(
+    monkeypatch: pytest.MonkeyPatch, name: str | None
+):
     given = {name: "max_split_size_mb:64", "CUDA_DEVICE_MAX_CONNECTIONS": "1"} if name else {}
-    expected = given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    expected = given or {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    }
     monkeypatch.setattr("os.environ", environment := dict(given))
     titanlite.train.set_gpu_defaults()
     assert environment == expected

@@ -1,4 +1,6 @@
-"""Errors raised together: a problem of one rank is raised on all ranks, so that none waits for another in vain."""
+"""Errors raised together: a problem of one rank is raised on all ranks, so that none waits for
+another in vain.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +15,8 @@ from titanlite.base.process import read_rank
 from titanlite.base.text import list_names
 
 _T = TypeVar("_T")
-# "remote process" is of ncclRemoteError: "... a remote process exiting prematurely", "... remote process exited".
+# "remote process" is of ncclRemoteError: "... a remote process exiting prematurely", "... remote
+# process exited".
 _NCCL_SIGNS_OF_A_LOST_PEER = (
     *("remote process", "aborted", "timeout", "timed out"),
     *("Connection closed", "Connection refused", "Connection reset", "Broken pipe"),
@@ -21,13 +24,18 @@ _NCCL_SIGNS_OF_A_LOST_PEER = (
 
 
 def raise_together(
-    error: type[TitanliteError], where: str, problems: Sequence[str], group: dist.ProcessGroup | None = None
+    error: type[TitanliteError],
+    where: str,
+    problems: Sequence[str],
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Raise on all ranks one `error` that lists the problems of each rank; return quietly if no rank has any.
+    """Raise on all ranks one `error` that lists the problems of each rank; return quietly if no
+    rank has any.
 
     A problem that several ranks have is listed once, with their numbers.
 
-    Collectives: one all-gather of small objects over `group` (the default one), if there is one; every rank must call.
+    Collectives: one all-gather of small objects over `group` (the default one), if there is one;
+    every rank must call.
     """
     if not (dist.is_initialized() and dist.get_world_size(group) > 1):
         raise_problems(error, where, problems)
@@ -38,7 +46,8 @@ def raise_together(
 def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """Return the small objects of all ranks, in their order.
 
-    Collectives: one all-gather over `group` (the default one), if there is one; every rank must call.
+    Collectives: one all-gather over `group` (the default one), if there is one; every rank must
+    call.
     """
     if not dist.is_initialized():
         return [value]
@@ -60,16 +69,20 @@ def merge_problems(gathered: Sequence[Sequence[str]]) -> list[str]:
 
 
 def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Return a group of all ranks, on the host, whose collectives wait that long. Collective: every rank must call."""
+    """Return a group of all ranks, on the host, whose collectives wait that long. Collective: every
+    rank must call.
+    """
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "every rank is a member"
     return group
 
 
 def on_first_rank(function: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
-    """Return what `function()` returns on rank 0, on all ranks; its `TitanliteError` is raised on all of them.
+    """Return what `function()` returns on rank 0, on all ranks; its `TitanliteError` is raised on
+    all of them.
 
-    Collectives: one broadcast of the pickled result over `group` (the default one); every rank must call.
+    Collectives: one broadcast of the pickled result over `group` (the default one); every rank must
+    call.
     """
     if not dist.is_initialized():
         return function()
@@ -93,8 +106,8 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
     The body must have no collectives. Other exceptions end the rank, and with it the run.
 
-    Collectives: one all-gather of small objects over `group` (the default one), which waits for all; every rank must
-    call.
+    Collectives: one all-gather of small objects over `group` (the default one), which waits for
+    all; every rank must call.
     """
     failure: TitanliteError | None = None
     try:
@@ -115,6 +128,7 @@ def is_lost_peer(error: Exception) -> bool:
     """Return True if a collective failed because another rank is gone or hangs."""
     text = str(error)
     if isinstance(error, dist.DistBackendError) and "gloo" not in text:
-        # NCCL: a rank's own trouble (memory, /dev/shm, two ranks on one GPU) is reported as any error is.
+        # NCCL: a rank's own trouble (memory, /dev/shm, two ranks on one GPU) is reported as any
+        # error is.
         return any(sign in text for sign in _NCCL_SIGNS_OF_A_LOST_PEER)
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)

@@ -5,9 +5,11 @@ Problems are collected and raised once, on all ranks, so that none is left waiti
 
 from collections.abc import Iterable
 
-# Environment variable with a folder where the ranks of one launch agree who prints an error that all of them have.
+# Environment variable with a folder where the ranks of one launch agree who prints an error that
+# all of them have.
 NOTICE_FOLDER = "TITANLITE_NOTICE_FOLDER"
-# Environment variable with the endpoint and the id where the machines of a run meet, if any of them may be lost.
+# Environment variable with the endpoint and the id where the machines of a run meet, if any of them
+# may be lost.
 RENDEZVOUS = "TITANLITE_RENDEZVOUS"
 # Exit codes of ranks that a launcher does not start again: a new start would end in the same way.
 NEVER_RESTARTED = (2,)
@@ -15,7 +17,9 @@ _MOST_LISTED = 1000  # a wrong checkpoint may be wrong in every one of 18,867 te
 
 
 class TitanliteError(Exception):
-    """A problem that the user can fix. Its text is the whole message; no traceback is needed to act on it."""
+    """A problem that the user can fix. Its text is the whole message; no traceback is needed to act
+    on it.
+    """
 
     exit_code = 2  # of a rank that it ends; 3 if a restart from the last checkpoint may succeed
 
@@ -29,11 +33,15 @@ class DataError(TitanliteError):
 
 
 class PlanError(TitanliteError):
-    """The materialization plan has tensors without a source, with two sources, or with a source that does not fit."""
+    """The materialization plan has tensors without a source, with two sources, or with a source
+    that does not fit.
+    """
 
 
 class VerifyError(TitanliteError):
-    """After materialization a tensor is still on meta, poisoned, non-finite, untied, or differs between replicas."""
+    """After materialization a tensor is still on meta, poisoned, non-finite, untied, or differs
+    between replicas.
+    """
 
 
 class CheckpointError(TitanliteError):
@@ -45,15 +53,19 @@ class TrainingError(TitanliteError):
 
 
 class TransientError(TrainingError):
-    """Training cannot go on, but a new start from the last checkpoint may: a machine erred, not the run."""
+    """Training cannot go on, but a new start from the last checkpoint may: a machine erred, not the
+    run.
+    """
 
     exit_code = 3
 
 
 def raise_problems(error: type[TitanliteError], where: str, problems: Iterable[str]) -> None:
-    """Raise one `error` that lists `problems` in order, at most 1,000 of them; return quietly if there are none.
+    """Raise one `error` that lists `problems` in order, at most 1,000 of them; return quietly if
+    there are none.
 
-    A single problem reads `where: problem`; several read `where: N problems:` with one indented line each.
+    A single problem reads `where: problem`; several read `where: N problems:` with one indented
+    line each.
     """
     problems = list(problems)
     if len(problems) == 1:

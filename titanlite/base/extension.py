@@ -1,6 +1,7 @@
 """User-defined functions and objects that a setting names, as "package.module:name".
 
-The module is imported from the folder of the configuration file, the current folder, PYTHONPATH or the environment.
+The module is imported from the folder of the configuration file, the current folder, PYTHONPATH or
+the environment.
 """
 
 import importlib
@@ -31,13 +32,18 @@ def import_from(folder: Path) -> None:
 
 
 def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
-    """Import what the setting `key` = `name` names; `calls` are the parameters it may be called with, see `get_call`.
+    """Import what the setting `key` = `name` names; `calls` are the parameters it may be called
+    with, see `get_call`.
 
     Raises ConfigError: it cannot be imported, is not there, or cannot be called like this.
     """
     module_name, _, attribute = name.partition(":")
     where = f'{key} = "{name}"'
-    sys.path += [folder for folder in dict.fromkeys(map(str, [*_folders, Path.cwd()])) if folder not in sys.path]
+    sys.path += [
+        folder
+        for folder in dict.fromkeys(map(str, [*_folders, Path.cwd()]))
+        if folder not in sys.path
+    ]
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
@@ -45,22 +51,33 @@ def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
             remedy = (
-                "The module must lie in the folder of the configuration file, in the current folder, on PYTHONPATH, or "
+                "The module must lie in the folder of the configuration file, in the current "
+                "folder, on PYTHONPATH, or "
                 "be installed."
             )
         else:  # it is there, and its code fails
-            remedy = f"{_describe_line(error)}. {f'Install {missing}, or correct' if missing else 'Correct'} it there."
-        raise ConfigError(f"{where}: cannot import {module_name}: {describe_error(error)}. {remedy}") from None
+            remedy = (
+                f"{_describe_line(error)}. "
+                f"{f'Install {missing}, or correct' if missing else 'Correct'} it there."
+            )
+        raise ConfigError(
+            f"{where}: cannot import {module_name}: {describe_error(error)}. {remedy}"
+        ) from None
     if not hasattr(module, attribute):
         hint = suggest(attribute, vars(module)) or " Correct the name."
         raise ConfigError(f"{where}: {module_name} has no '{attribute}'.{hint}")
     found = getattr(module, attribute)
     if calls and not callable(found):
-        raise ConfigError(f"{where}: it is {type(found).__name__}, not a function. Name a function of {module_name}.")
+        raise ConfigError(
+            f"{where}: it is {type(found).__name__}, not a function. Name a function of "
+            f"{module_name}."
+        )
     if calls and get_call(found, calls) is None:
         wanted = " or ".join(f"{attribute}({call})" for call in calls)
         has = f"{attribute}{inspect.signature(found)}"
-        raise ConfigError(f"{where}: it is called as {wanted}, but it is {has}. Give it these parameters.")
+        raise ConfigError(
+            f"{where}: it is called as {wanted}, but it is {has}. Give it these parameters."
+        )
     return found
 
 
@@ -68,13 +85,19 @@ def _describe_line(error: BaseException) -> str:
     """Return the line of code that raised `error`."""
     if isinstance(error, SyntaxError):  # the code never ran
         return f"It is in {error.filename}, line {error.lineno}: {(error.text or '').strip()}"
-    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    frames = [
+        frame
+        for frame in extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen")
+    ]
     last = frames[-1]
     return f"It was raised in {last.filename}, line {last.lineno}: {last.line}"
 
 
 def get_call(function: Any, calls: Sequence[str]) -> str | None:
-    """Return the one of `calls`, as "logits, labels", that `function` takes, by names if there are several; or None."""
+    """Return the one of `calls`, as "logits, labels", that `function` takes, by names if there are
+    several; or None.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError:  # of C, which does not tell

@@ -1,7 +1,8 @@
-"""Files of a user: regular ones only, and those of a run survive a full disk; one run at a time writes into a folder.
+"""Files of a user: regular ones only, and those of a run survive a full disk; one run at a time
+writes into a folder.
 
-Opening a pipe waits for its other end, and reading a device may never end. Records that cannot be appended wait; files
-that cannot be replaced stay.
+Opening a pipe waits for its other end, and reading a device may never end. Records that cannot be
+appended wait; files that cannot be replaced stay.
 """
 
 import errno
@@ -23,13 +24,19 @@ from titanlite.base.errors import ConfigError
 _MOST_BYTES = 16 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_JSON_BYTES = 256 << 20  # the largest tokenizer.json of a public model has 34 MB
-_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def check_regular(path: str | Path) -> os.stat_result:
     """Return the status of a regular file; a link to one is one.
 
-    Raises OSError: there is none, or `path` is a folder, a pipe, a device or a socket; `strerror` says which.
+    Raises OSError: there is none, or `path` is a folder, a pipe, a device or a socket; `strerror`
+    says which.
     """
     status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
@@ -51,11 +58,17 @@ def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
 
 
 def read_regular(path: str | Path, most_bytes: int | None = None) -> bytes:
-    """Return the content of a regular file. Raises OSError: as `open_regular`, or it has more than `most_bytes`."""
+    """Return the content of a regular file. Raises OSError: as `open_regular`, or it has more than
+    `most_bytes`.
+    """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if most_bytes is not None and size > most_bytes:
-            raise OSError(errno.EINVAL, f"it has {size} bytes, more than the {most_bytes} that are read", str(path))
+            raise OSError(
+                errno.EINVAL,
+                f"it has {size} bytes, more than the {most_bytes} that are read",
+                str(path),
+            )
         return file.read()
 
 
@@ -70,16 +83,19 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: str | Path) -> Any:
     """Return the content of a JSON file in UTF-8, of at most 256 MiB.
 
-    Raises OSError, as `read_regular`, or ValueError: it is no UTF-8 or no JSON, or nested too deeply.
+    Raises OSError, as `read_regular`, or ValueError: it is no UTF-8 or no JSON, or nested too
+    deeply.
     """
     return parse_json(read_regular(path, _MOST_JSON_BYTES).decode("utf-8"))
 
 
 class AppendedFile:
-    """A file whose records are appended whole or not at all. Those that cannot be written wait for the next call.
+    """A file whose records are appended whole or not at all. Those that cannot be written wait for
+    the next call.
 
-    It is opened each time, its folder made if missing, so that a killed process, or a disk that was full when the run
-    began, loses nothing. At most 16 MiB wait; beyond that, the oldest records are dropped.
+    It is opened each time, its folder made if missing, so that a killed process, or a disk that was
+    full when the run began, loses nothing. At most 16 MiB wait; beyond that, the oldest records are
+    dropped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,7 +103,9 @@ class AppendedFile:
         self._waiting: deque[bytes] = deque()
 
     def append(self, record: bytes = b"") -> None:
-        """Write what waits and then `record`, in one piece. Raises OSError: it cannot be written, and waits."""
+        """Write what waits and then `record`, in one piece. Raises OSError: it cannot be written,
+        and waits.
+        """
         if record:
             self._waiting.append(record)
         try:
@@ -115,15 +133,19 @@ class AppendedFile:
 
 @contextmanager
 def write_atomic(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file next to `path`; on success it replaces `path`, on an error it is removed."""
-    # Host, process, thread: on some network file systems flock does not reach other hosts, and two may write at once.
+    """Open a temporary file next to `path`; on success it replaces `path`, on an error it is
+    removed.
+    """
+    # Host, process, thread: on some network file systems flock does not reach other hosts, and two
+    # may write at once.
     writer = f"{socket.gethostname()}-{os.getpid()}-{threading.get_native_id()}"
     temporary = path.with_name(f"{path.name}.{writer}.tmp")
     try:
         with temporary.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # otherwise a power cut can leave the new name with the right size and zeros inside
+            # otherwise a power cut can leave the new name with the right size and zeros inside
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -157,12 +179,14 @@ def is_full(error: OSError) -> bool:
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _LOCK_FILE = ".run.lock"
 LOCK_WAIT_S = 10.0  # a process that dies takes a moment to let go
-# The process that writes into a run's folder; `rendezvous` is where the machines of its run meet, if several.
+# The process that writes into a run's folder; `rendezvous` is where the machines of its run meet,
+# if several.
 _UNKNOWN = {"pid": 0, "host": "an unknown machine", "since": "an unknown time", "rendezvous": ""}
 
 
 class FolderLock:
-    """The right to write into a run's folder, until this object or its process is gone, however it ends.
+    """The right to write into a run's folder, until this object or its process is gone, however it
+    ends.
 
     One per folder and process: a second call gets the same. Reading needs no lock.
     """
@@ -173,21 +197,30 @@ class FolderLock:
         self._lock = lock
 
     @classmethod
-    def take(cls, folder: Path, rendezvous: str = "", wait_s: float = LOCK_WAIT_S) -> "FolderLock | None":
+    def take(
+        cls, folder: Path, rendezvous: str = "", wait_s: float = LOCK_WAIT_S
+    ) -> "FolderLock | None":
         """Lock `folder`, which exists; None if its file system has no locks.
 
-        If another machine of the same rendezvous still holds the lock after `wait_s` seconds, that machine is gone, and
-        the file server has not noticed: its launcher would have ended the process before the machines met again.
+        If another machine of the same rendezvous still holds the lock after `wait_s` seconds, that
+        machine is gone, and the file server has not noticed: its launcher would have ended the
+        process before the machines met again.
 
         Raises ConfigError: another process holds it; OSError: the file cannot be made there.
         """
-        from filelock import FileLock, Timeout  # imported here: the configuration is read without other packages
+        # imported here: the configuration is read without other packages
+        from filelock import FileLock, Timeout
 
         path = folder.resolve() / _LOCK_FILE
         if (held := cls._held.get(path)) is not None:
             return held
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "rendezvous": rendezvous}
+        me = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": since,
+            "rendezvous": rendezvous,
+        }
         lock = FileLock(path, timeout=wait_s)
         try:
             lock.acquire()
@@ -195,8 +228,10 @@ class FolderLock:
             holder = _read_holder(path)
             if not rendezvous or holder["rendezvous"] != rendezvous or holder["host"] == me["host"]:
                 raise ConfigError(
-                    f"job.dump_folder: another run writes into {folder}: process {holder['pid']} on "
-                    f"{holder['host']}, since {holder['since']}. Wait for its end, or end it, or set "
+                    f"job.dump_folder: another run writes into {folder}: process {holder['pid']} "
+                    "on "
+                    f"{holder['host']}, since {holder['since']}. Wait for its end, or end it, or "
+                    "set "
                     f"another job.dump_folder. Remove {path} if that machine is gone."
                 ) from None
             path.unlink(missing_ok=True)
@@ -212,7 +247,9 @@ class FolderLock:
 
     @classmethod
     def remove_unused(cls) -> None:
-        """Remove the folders that hold nothing but a lock of this process: its run was refused before it wrote."""
+        """Remove the folders that hold nothing but a lock of this process: its run was refused
+        before it wrote.
+        """
         for path in list(cls._held):
             with suppress(OSError):
                 if os.listdir(path.parent) == [path.name]:

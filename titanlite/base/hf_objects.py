@@ -1,7 +1,8 @@
-"""The only loader of objects that transformers builds from a folder or a config.json, which may be untrusted.
+"""The only loader of objects that transformers builds from a folder or a config.json, which may be
+untrusted.
 
-No code of a model is run or downloaded, nothing is asked on the terminal or unpickled, and the network is not used.
-`tests/unit/base/test_hf_objects.py` finds any other way into transformers.
+No code of a model is run or downloaded, nothing is asked on the terminal or unpickled, and the
+network is not used. `tests/unit/base/test_hf_objects.py` finds any other way into transformers.
 """
 
 import os
@@ -14,20 +15,25 @@ from typing import Any
 from titanlite.base.files import check_regular, read_json
 
 _TEXT_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab")
-# Other values name kernels on the hub, `owner/repository`, whose code transformers downloads and runs.
-_IMPLEMENTATIONS = {f"{hidden}{what}_implementation" for hidden in ("", "_") for what in ("attn", "experts")}
+# Other values name kernels on the hub, `owner/repository`, whose code transformers downloads and
+# runs.
+_IMPLEMENTATIONS = {
+    f"{hidden}{what}_implementation" for hidden in ("", "_") for what in ("attn", "experts")
+}
 _OWN_IMPLEMENTATIONS = (None, "eager", "sdpa")
 
 
 def load_from_folder(name: str, folder: str | Path) -> Any:
-    """Return what the class `name` of transformers, such as AutoTokenizer, makes of the files in a local folder.
+    """Return what the class `name` of transformers, such as AutoTokenizer, makes of the files in a
+    local folder.
 
-    Raises OSError: a file of the folder is no regular one; or any Exception of transformers, a ValueError that names
-    `trust_remote_code` where classes are code of the folder's own.
+    Raises OSError: a file of the folder is no regular one; or any Exception of transformers, a
+    ValueError that names `trust_remote_code` where classes are code of the folder's own.
     """
     import transformers
 
-    for path in (*Path(folder).glob("*"), *Path(folder).glob("*/*")):  # of some models the parts have folders
+    # of some models the parts have folders
+    for path in (*Path(folder).glob("*"), *Path(folder).glob("*/*")):
         if path.suffix in _TEXT_FILES and not path.is_dir():
             check_regular(path)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -40,7 +46,9 @@ def load_from_folder(name: str, folder: str | Path) -> Any:
 
 
 def _find_unknown(folder: Path) -> str:
-    """Return a name of a model, in the folder's config.json, that AutoTokenizer would stumble over; or ""."""
+    """Return a name of a model, in the folder's config.json, that AutoTokenizer would stumble over;
+    or "".
+    """
     with suppress(OSError, ValueError):  # no JSON: transformers says so
         hf = read_json(folder / "config.json")
         model_type = hf.get("model_type") if isinstance(hf, dict) and "auto_map" not in hf else None
@@ -75,20 +83,24 @@ def is_known(model_type: str) -> bool:
 def get_config_class(model_type: str, *architectures: str) -> Any:
     """Return transformers' configuration class of `model_type`.
 
-    The name of a user's own family is unknown there. Then it is the class of the first of the `architectures`, or else
-    the one that any model has, under this name.
+    The name of a user's own family is unknown there. Then it is the class of the first of the
+    `architectures`, or else the one that any model has, under this name.
     """
     import transformers
 
     if is_known(model_type):
         return transformers.CONFIG_MAPPING[model_type]
     models = (getattr(transformers, name, None) for name in architectures)
-    base = next((model.config_class for model in models if model is not None), transformers.PreTrainedConfig)
+    base = next(
+        (model.config_class for model in models if model is not None), transformers.PreTrainedConfig
+    )
     return type(base.__name__, (base,), {"model_type": model_type})
 
 
 def decode_floats(value: Any) -> Any:
-    """Return a copy of a JSON value, with numbers for what transformers writes as {"__float__": "Infinity"}."""
+    """Return a copy of a JSON value, with numbers for what transformers writes as {"__float__":
+    "Infinity"}.
+    """
     if isinstance(value, Mapping):
         tag = value.get("__float__", "") if len(value) == 1 else ""
         if tag in ("Infinity", "-Infinity", "NaN"):
@@ -103,7 +115,9 @@ def build_from_config(cls: Any, config: Any, dtype: Any) -> Any:
 
 
 def _without_kernels(value: Any) -> Any:
-    """`value` without what names kernels to compute attention or experts with; that is not for a file to say."""
+    """`value` without what names kernels to compute attention or experts with; that is not for a
+    file to say.
+    """
     if isinstance(value, dict):
         return {
             key: _without_kernels(item)
@@ -115,7 +129,9 @@ def _without_kernels(value: Any) -> Any:
 
 @contextmanager
 def _no_terminal() -> Iterator[None]:
-    """Empty standard input: transformers asks on the terminal wherever it does not pass `trust_remote_code` on."""
+    """Empty standard input: transformers asks on the terminal wherever it does not pass
+    `trust_remote_code` on.
+    """
     terminal = sys.stdin
     with open(os.devnull, encoding="utf-8") as nothing:
         sys.stdin = nothing

@@ -1,7 +1,7 @@
 """One logger for the package.
 
-Rank 0 logs from INFO up, also to `log.txt` in the run's folder. Other ranks log from WARNING up, with their rank in
-front.
+Rank 0 logs from INFO up, also to `log.txt` in the run's folder. Other ranks log from WARNING up,
+with their rank in front.
 """
 
 import logging
@@ -31,13 +31,17 @@ class _RankFormatter(logging.Formatter):
 
 
 class _OutputHandler(logging.StreamHandler[TextIO]):
-    """Handler that writes to `sys.stdout` at the time of the line: a progress bar may have replaced it."""
+    """Handler that writes to `sys.stdout` at the time of the line: a progress bar may have replaced
+    it.
+    """
 
     stream = property(lambda self: sys.stdout, lambda self, stream: None)  # type: ignore[assignment]
 
 
 class _FileHandler(logging.FileHandler):
-    """Handler that appends lines to a file; the first failure is told on the console, which has all lines."""
+    """Handler that appends lines to a file; the first failure is told on the console, which has all
+    lines.
+    """
 
     _failed = False
 
@@ -54,7 +58,9 @@ class _FileHandler(logging.FileHandler):
 
 
 def setup_logger() -> None:
-    """Send the package's log lines to standard output; call once per process, later calls change nothing."""
+    """Send the package's log lines to standard output; call once per process, later calls change
+    nothing.
+    """
     if logger.handlers:
         return
     handler = _OutputHandler()
@@ -62,7 +68,9 @@ def setup_logger() -> None:
     logger.addHandler(handler)
     if read_rank() == 0:
         # Holds the lines until `log_to_folder` says where they go.
-        logger.addHandler(logging.handlers.MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize))
+        logger.addHandler(
+            logging.handlers.MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize)
+        )
     logger.setLevel(logging.INFO if read_rank() == 0 else logging.WARNING)
     logger.propagate = False
 
@@ -75,10 +83,14 @@ def warn_once(text: str) -> None:
 
 
 def log_to_folder(folder: Path) -> None:
-    """Write rank 0's lines to `log.txt` in `folder` too, those since `setup_logger` included. A resumed run appends."""
+    """Write rank 0's lines to `log.txt` in `folder` too, those since `setup_logger` included. A
+    resumed run appends.
+    """
     for early in logger.handlers[:]:
         if isinstance(early, logging.handlers.MemoryHandler):
-            handler = _FileHandler(folder / LOG_FILE, encoding="utf-8", errors="replace", delay=True)
+            handler = _FileHandler(
+                folder / LOG_FILE, encoding="utf-8", errors="replace", delay=True
+            )
             handler.setFormatter(_RankFormatter(datefmt="%Y-%m-%d %H:%M:%S"))
             early.setTarget(handler)
             early.flush()

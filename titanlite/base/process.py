@@ -1,4 +1,5 @@
-"""The process: its environment, read and set in `base` and `launch` alone; its console, its imports, its end.
+"""The process: its environment, read and set in `base` and `launch` alone; its console, its
+imports, its end.
 
 Without a launcher it is rank 0 of 1.
 """
@@ -65,15 +66,16 @@ def environment_kept() -> Iterator[None]:
         os.environ.update(before)
 
 
-# Set by tools that record a process, and write what they have when it is torn down: Nsight Systems, others on CUPTI.
+# Set by tools that record a process, and write what they have when it is torn down: Nsight Systems,
+# others on CUPTI.
 _RECORDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
 _WANTED_FILES = 65_536  # the usual limit of 1024 ends runs of 400 ranks
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _exit_code: int | None = None
-# All of C0 and C1 but tab and newline, and what changes the direction of text: names in a stranger's files must neither
-# steer the terminal nor look like others.
+# All of C0 and C1 but tab and newline, and what changes the direction of text: names in a
+# stranger's files must neither steer the terminal nor look like others.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -83,19 +85,24 @@ def escape_controls(text: str) -> str:
 
 
 class Console:
-    """Standard output or error: no control character of a text gets through, and any character can be written.
+    """Standard output or error: no control character of a text gets through, and any character can
+    be written.
 
-    What draws on a terminal writes to `raw_stream`. Other attributes are those of the stream. With `lossy`, text that
-    cannot be written is dropped, because a run is worth more than its console; otherwise the OSError is raised.
+    What draws on a terminal writes to `raw_stream`. Other attributes are those of the stream. With
+    `lossy`, text that cannot be written is dropped, because a run is worth more than its console;
+    otherwise the OSError is raised.
     """
 
     def __init__(self, stream: TextIO, *, lossy: bool) -> None:
         self.raw_stream, self._dropped = stream, (OSError,) * lossy
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # an ASCII terminal, or bytes of a path that are no UTF-8
+            # an ASCII terminal, or bytes of a path that are no UTF-8
+            stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
-        """Write `text`. Standard error keeps carriage returns: progress bars draw over their line with them."""
+        """Write `text`. Standard error keeps carriage returns: progress bars draw over their line
+        with them.
+        """
         kept = "\r" if self.raw_stream is sys.__stderr__ else "\n"
         with suppress(*self._dropped):
             self.raw_stream.write(kept.join(map(escape_controls, text.split(kept))))
@@ -114,28 +121,37 @@ class Console:
 
 
 def open_console(*, lossy: bool) -> None:
-    """Put a `Console` in place of standard output and error, for as long as this process lives; call once, early."""
+    """Put a `Console` in place of standard output and error, for as long as this process lives;
+    call once, early.
+    """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            # The descriptor is closed. This call gets its number, so that no later file receives what is printed.
+            # The descriptor is closed. This call gets its number, so that no later file receives
+            # what is printed.
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
     sys.stdout, sys.stderr = Console(sys.stdout, lossy=lossy), Console(sys.stderr, lossy=True)  # type: ignore[assignment]
 
 
 def raw_output() -> TextIO:
-    """Return standard output for what draws on the terminal: colors and bars, and no text that was not escaped."""
+    """Return standard output for what draws on the terminal: colors and bars, and no text that was
+    not escaped.
+    """
     return getattr(sys.stdout, "raw_stream", sys.stdout)
 
 
 def begin_process(*, lossy: bool) -> None:
-    """Open the console, let Ctrl-C end this process without a traceback (importing torch is slow), allow many files."""
+    """Open the console, let Ctrl-C end this process without a traceback (importing torch is slow),
+    allow many files.
+    """
     signal.signal(signal.SIGINT, lambda *_: _end_now(128 + signal.SIGINT))
     open_console(lossy=lossy)
     allow_many_files()
 
 
 def allow_many_files() -> None:
-    """Raise the limit on open files as far as this user may: gloo holds a connection to each rank in each group."""
+    """Raise the limit on open files as far as this user may: gloo holds a connection to each rank
+    in each group.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -144,10 +160,12 @@ def allow_many_files() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Keep freed host memory in this process for its next tensors, as CUDA's caching allocator does on GPUs.
+    """Keep freed host memory in this process for its next tensors, as CUDA's caching allocator does
+    on GPUs.
 
-    By default glibc returns blocks to the kernel, and the page faults of getting them again take a tenth of a small
-    model's CPU time in each step. The peak is unchanged. No-op if the C library is not glibc.
+    By default glibc returns blocks to the kernel, and the page faults of getting them again take a
+    tenth of a small model's CPU time in each step. The peak is unchanged. No-op if the C library is
+    not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -157,10 +175,12 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """Import a program's modules inside; the garbage collector is off meanwhile, and ignores them later and at exit.
+    """Import a program's modules inside; the garbage collector is off meanwhile, and ignores them
+    later and at exit.
 
-    torch and what it imports are a million objects that live as long as the process: the collector takes a third of the
-    4 CPU seconds of a rank that imports everything and ends. Finalizers of objects in cycles do not run at exit.
+    torch and what it imports are a million objects that live as long as the process: the collector
+    takes a third of the 4 CPU seconds of a rank that imports everything and ends. Finalizers of
+    objects in cycles do not run at exit.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -174,11 +194,13 @@ def lean_imports() -> Iterator[None]:
 
 
 def leave(code: int, *, at_once: bool = False) -> NoReturn:
-    """End this process with this exit code: exit handlers run, but modules and threads are not torn down.
+    """End this process with this exit code: exit handlers run, but modules and threads are not torn
+    down.
 
-    The threads of process groups outlive `destroy_process_group` while a mesh holds their group. A thread that drops a
-    tensor while Python shuts down aborts the process, after all its work was done (pytorch #179291, #190489). With
-    `at_once`, skip the exit handlers: after an error they might wait for ranks that are gone.
+    The threads of process groups outlive `destroy_process_group` while a mesh holds their group. A
+    thread that drops a tensor while Python shuts down aborts the process, after all its work was
+    done (pytorch #179291, #190489). With `at_once`, skip the exit handlers: after an error they
+    might wait for ranks that are gone.
     """
     global _exit_code
     _exit_code = code

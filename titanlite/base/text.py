@@ -1,4 +1,6 @@
-"""Text for people and from people: tables, sizes, folded names; near words, patterns, dates; command lines."""
+"""Text for people and from people: tables, sizes, folded names; near words, patterns, dates;
+command lines.
+"""
 
 import argparse
 import json
@@ -16,9 +18,14 @@ _MOST_NAMES, _MOST_NAME_CHARS, _MOST_ERROR_CHARS = 16, 80, 400
 
 
 def format_table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
-    """Format `rows`, the first one the head, in columns as wide as their widest cell; one line each."""
+    """Format `rows`, the first one the head, in columns as wide as their widest cell; one line
+    each.
+    """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
     return "\n".join((indent + line).rstrip() for line in lines)
 
 
@@ -43,7 +50,9 @@ def _scale(number: float, *units: tuple[str, float]) -> str:
 
 
 def list_names(names: Iterable[object], between: str = ", ", most: int = _MOST_NAMES) -> str:
-    """Join `names`; of more than `most`, the first of them and the number of the others. Long ones are cut."""
+    """Join `names`; of more than `most`, the first of them and the number of the others. Long ones
+    are cut.
+    """
     shown = [cut(str(name), _MOST_NAME_CHARS) for name in names]
     rest = len(shown) - most
     return between.join(shown[:most]) + (f" and {rest} more" if rest > 0 else "")
@@ -52,7 +61,8 @@ def list_names(names: Iterable[object], between: str = ", ", most: int = _MOST_N
 def describe_error(error: BaseException) -> str:
     """Return the class and text of `error` in one line, cut to 400 characters, without a full stop.
 
-    Errors of other packages may list all that they know: transformers' of an unknown model has 7,000 characters.
+    Errors of other packages may list all that they know: transformers' of an unknown model has
+    7,000 characters.
     """
     text = cut(" ".join(str(error).split())).rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -64,7 +74,9 @@ def cut(text: str, most: int = _MOST_ERROR_CHARS) -> str:
 
 
 def split_patterns(key: str, text: str) -> list[str]:
-    """Return the comma-separated patterns of the setting `key` = `text`. ConfigError: nothing between two commas."""
+    """Return the comma-separated patterns of the setting `key` = `text`. ConfigError: nothing
+    between two commas.
+    """
     patterns = [part.strip() for part in text.split(",")] if text.strip() else []
     if "" in patterns:
         raise ConfigError(f"{key} = {text!r} has nothing between two commas. Remove one of them.")
@@ -74,8 +86,8 @@ def split_patterns(key: str, text: str) -> list[str]:
 def parse_multipliers(key: str, text: str) -> dict[str, float]:
     """Return the comma-separated `pattern=factor` of the setting `key` = `text`, in order.
 
-    Raises ConfigError: an entry is not of this form, its factor is not positive and finite, or a pattern is there
-    twice. All problems at once.
+    Raises ConfigError: an entry is not of this form, its factor is not positive and finite, or a
+    pattern is there twice. All problems at once.
     """
     found: dict[str, float] = {}
     problems: list[str] = []
@@ -86,7 +98,10 @@ def parse_multipliers(key: str, text: str) -> dict[str, float]:
         except ValueError:
             value = math.nan
         if not pattern or not 0 < value < math.inf:
-            problems.append(f"'{part}' is not pattern=factor with a positive factor. Write for example 'lm_head*=2'.")
+            problems.append(
+                f"'{part}' is not pattern=factor with a positive factor. Write for example "
+                "'lm_head*=2'."
+            )
         elif pattern in found:
             problems.append(f"'{pattern}' is there twice. Keep one.")
         else:
@@ -96,19 +111,25 @@ def parse_multipliers(key: str, text: str) -> dict[str, float]:
 
 
 def parse_object(key: str, text: Any) -> dict[str, Any]:
-    """Return the JSON object that setting `key` has as text, which may be empty. ConfigError: it is something else."""
+    """Return the JSON object that setting `key` has as text, which may be empty. ConfigError: it is
+    something else.
+    """
     try:
         found = json.loads(text or "{}") if isinstance(text, str) else text
     except ValueError:
         found = None
     if not isinstance(found, dict):
         example = '"question": "problem"' if key.endswith("fields") else '"enable_thinking": false'
-        raise ConfigError(f'{key} = "{text}" is no JSON object. Write one, for example {{{example}}}.')
+        raise ConfigError(
+            f'{key} = "{text}" is no JSON object. Write one, for example {{{example}}}.'
+        )
     return found
 
 
 def parse_date(key: str, text: str) -> date | None:
-    """Return the date that setting `key` has as ISO text, which may be empty. ConfigError: it is something else."""
+    """Return the date that setting `key` has as ISO text, which may be empty. ConfigError: it is
+    something else.
+    """
     try:
         return date.fromisoformat(text) if text else None
     except ValueError:
@@ -128,7 +149,9 @@ def suggest(word: str, words: Iterable[str]) -> str:
 
 
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
-    """Make `main` return the exit code: its own, 0 for None, or 2 after printing a `TitanliteError`."""
+    """Make `main` return the exit code: its own, 0 for None, or 2 after printing a
+    `TitanliteError`.
+    """
 
     @wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
@@ -145,7 +168,9 @@ class Parser(argparse.ArgumentParser):
     """Arguments of `python -m titanlite NAME`; an error is a `ConfigError`."""
 
     def __init__(self, name: str, description: str = "", *, add_help: bool = True) -> None:
-        super().__init__(f"python -m titanlite {name}", None, description, add_help=add_help, allow_abbrev=False)
+        super().__init__(
+            f"python -m titanlite {name}", None, description, add_help=add_help, allow_abbrev=False
+        )
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith((".", "?")) else f". `{self.prog} --help` lists the arguments."

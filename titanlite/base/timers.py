@@ -1,7 +1,8 @@
 """Timer of the consecutive phases of a step.
 
-On the CPU a phase is timed with `perf_counter`. On CUDA events are recorded on the compute stream, and read once they
-have passed; nothing synchronizes. How much of a phase is a wait for other ranks only a profiler trace shows.
+On the CPU a phase is timed with `perf_counter`. On CUDA events are recorded on the compute stream,
+and read once they have passed; nothing synchronizes. How much of a phase is a wait for other ranks
+only a profiler trace shows.
 """
 
 import time
@@ -22,19 +23,23 @@ class _Span(NamedTuple):
 
 
 class StepTimer:
-    """Seconds per phase, added up until they are read. Costs one clock reading, or one event, per change of phase."""
+    """Seconds per phase, added up until they are read. Costs one clock reading, or one event, per
+    change of phase.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._passed: deque[_Span] = deque()  # in the order of their ends on the host; the device is behind
+        # in the order of their ends on the host; the device is behind
+        self._passed: deque[_Span] = deque()
         self._phase: str | None = None
         self._since: _Mark = None
         self._step_since: _Mark = None
         self._slowest_s = 0.0
 
     def start(self, phase: str | None) -> None:
-        """End the current phase and begin `phase`; None: time that belongs to no phase, such as a validation.
+        """End the current phase and begin `phase`; None: time that belongs to no phase, such as a
+        validation.
 
         The time between two calls with None is a step.
         """
@@ -79,7 +84,9 @@ class StepTimer:
         return slowest_s
 
     def _collect(self, *, wait: bool) -> None:
-        """Add up the spans that the device has passed: events are not kept for a whole log interval."""
+        """Add up the spans that the device has passed: events are not kept for a whole log
+        interval.
+        """
         while self._passed and (wait or self._passed[0].end.query()):
             span = self._passed.popleft()
             span.end.synchronize()

@@ -1,7 +1,9 @@
-"""Checkpoint folders on disk: each appears complete or not at all, and its manifest lists its files.
+"""Checkpoint folders on disk: each appears complete or not at all, and its manifest lists its
+files.
 
-All ranks write into one hidden folder. The manifest, with the size and Adler-32 of every file, comes last. All of it is
-flushed to the disk, then one rename makes the folder visible. A process may be killed at any point.
+All ranks write into one hidden folder. The manifest, with the size and Adler-32 of every file,
+comes last. All of it is flushed to the disk, then one rename makes the folder visible. A process
+may be killed at any point.
 """
 
 import glob
@@ -34,15 +36,21 @@ _CHUNK = 8 << 20
 
 
 def commit_folder(
-    folder: Path, files: Sequence[FileLayout], rest: Mapping[str, bytes], group: dist.ProcessGroup | None = None
+    folder: Path,
+    files: Sequence[FileLayout],
+    rest: Mapping[str, bytes],
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint and make it visible as `folder`, which it replaces.
 
-    All ranks write their parts of `files`, laid out alike on all. Rank 0 also writes `rest`, content by file name.
+    All ranks write their parts of `files`, laid out alike on all. Rank 0 also writes `rest`,
+    content by file name.
 
-    Raises CheckpointError: a rank could not write; on all ranks of `group`. An older `folder` is untouched.
+    Raises CheckpointError: a rank could not write; on all ranks of `group`. An older `folder` is
+    untouched.
 
-    Collectives: four small ones over `group`; every rank must call, and all must see the same file system.
+    Collectives: four small ones over `group`; every rank must call, and all must see the same file
+    system.
     """
     temporary = on_first_rank(lambda: _hidden(folder, "tmp"), group)
     on_first = dist.get_rank(group) == 0
@@ -60,13 +68,24 @@ def commit_folder(
                 for name, content in rest.items():
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                     (temporary / name).write_bytes(content)
-                entries = {file.name: {"bytes": file.nbytes, "adler32": checksum(file, shares)} for file in files}
+                entries = {
+                    file.name: {"bytes": file.nbytes, "adler32": checksum(file, shares)}
+                    for file in files
+                }
                 for name, content in rest.items():
-                    entries[name] = {"bytes": len(content), "adler32": f"{zlib.adler32(content):08x}"}
-                manifest = json.dumps({"format": 1, "files": dict(sorted(entries.items()))}, indent=1) + "\n"
+                    entries[name] = {
+                        "bytes": len(content),
+                        "adler32": f"{zlib.adler32(content):08x}",
+                    }
+                manifest = (
+                    json.dumps({"format": 1, "files": dict(sorted(entries.items()))}, indent=1)
+                    + "\n"
+                )
                 (temporary / OWN_FOLDER).mkdir(exist_ok=True)
                 (temporary / MANIFEST_FILE).write_text(manifest, encoding="ascii")
-                raise_problems(CheckpointError, "another process changed it", check_folder(temporary))
+                raise_problems(
+                    CheckpointError, "another process changed it", check_folder(temporary)
+                )
                 for path in [*temporary.rglob("*"), temporary]:
                     sync(path)
                 _appear(temporary, folder)
@@ -83,7 +102,8 @@ def _hidden(folder: Path, kind: str) -> Path:
 
 @contextmanager
 def hidden_folder(folder: Path) -> Generator[Path]:
-    """Yield a hidden folder, which the body renames to `folder` once it is complete; otherwise it is removed.
+    """Yield a hidden folder, which the body renames to `folder` once it is complete; otherwise it
+    is removed.
 
     In one process. Leftovers of killed processes that wrote `folder` are removed first.
     """
@@ -99,15 +119,19 @@ def hidden_folder(folder: Path) -> Generator[Path]:
 
 @contextmanager
 def saving_together(folder: Path, group: dist.ProcessGroup | None) -> Generator[None]:
-    """Raise an exception of the body, of any kind and on any rank, as a CheckpointError on all ranks.
+    """Raise an exception of the body, of any kind and on any rank, as a CheckpointError on all
+    ranks.
 
-    Where only this rank fails and the others wait in a collective of the body, they lose it, and the run ends.
+    Where only this rank fails and the others wait in a collective of the body, they lose it, and
+    the run ends.
     """
     problems = []
     try:
         yield
     except FileNotFoundError as error:
-        problems.append(f"{error}. Another process removed it: let one run at a time have a job.dump_folder.")
+        problems.append(
+            f"{error}. Another process removed it: let one run at a time have a job.dump_folder."
+        )
     except OSError as error:
         remedy = "Free space there" if is_full(error) else "Make it writable"
         problems.append(f"{error}. {remedy}, or set another job.dump_folder.")
@@ -117,15 +141,20 @@ def saving_together(folder: Path, group: dist.ProcessGroup | None) -> Generator[
         if is_lost_peer(error):
             raise
         logger.error("%s", traceback.format_exc())
-        problems.append(f"{type(error).__name__}: {error}. This is an error of titanlite, see its traceback above.")
+        problems.append(
+            f"{type(error).__name__}: {error}. This is an error of titanlite, see its traceback "
+            "above."
+        )
     raise_together(CheckpointError, f"checkpoint: cannot save to {folder}", problems, group)
 
 
-def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 1)) -> list[str]:
+def check_folder(
+    folder: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 1)
+) -> list[str]:
     """Compare the files in `folder` with its manifest, and list those that are missing or differ.
 
-    Sizes cost a system call per file; `checksums` reads every byte. `share` = (i, n) selects every nth file, from the
-    ith on.
+    Sizes cost a system call per file; `checksums` reads every byte. `share` = (i, n) selects every
+    nth file, from the ith on.
 
     Raises TransientError: a file is there and cannot be read, which is no sign of damage.
     """
@@ -137,7 +166,10 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
         return [str(error)]
     files = manifest.get("files")
     if manifest.get("format") != 1 or not isinstance(files, dict) or not files:
-        return [f"{folder}: {MANIFEST_FILE} lists no files, or is of a format that this version does not know."]
+        return [
+            f"{folder}: {MANIFEST_FILE} lists no files, or is of a format that this version does "
+            "not know."
+        ]
     problems = list[str]()
     for name, entry in list(files.items())[share[0] :: share[1]]:
         path = folder / name
@@ -147,14 +179,18 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
             if size != wanted:
                 problems.append(f"{shown(name)}: has {size} bytes, {MANIFEST_FILE} says {wanted}.")
             elif checksums and _checksum_of(path) != value:
-                problems.append(f"{shown(name)}: its bytes are not those that were saved (the checksum differs).")
+                problems.append(
+                    f"{shown(name)}: its bytes are not those that were saved (the checksum "
+                    "differs)."
+                )
         except (TypeError, KeyError, ValueError):
             problems.append(f"{shown(name)}: its entry in {MANIFEST_FILE} is damaged.")
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             problems.append(f"{shown(name)}: {error.strerror}.")
         except OSError as error:
             raise TransientError(
-                f"checkpoint {folder}: {shown(name)} cannot be read: {error.strerror}. Start again when the file "
+                f"checkpoint {folder}: {shown(name)} cannot be read: {error.strerror}. Start again "
+                "when the file "
                 "system works, or move the checkpoint away."
             ) from None
     return problems
@@ -164,7 +200,9 @@ def list_steps(folder: Path) -> list[int]:
     """List the numbers of the checkpoints `step-N` in `folder`, complete or not, ascending."""
     if not folder.is_dir():
         return []
-    return sorted(int(match[1]) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name)))
+    return sorted(
+        int(match[1]) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))
+    )
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -175,12 +213,19 @@ def step_folder(folder: Path, step: int) -> Path:
 def find_complete_before(folder: Path, step: int) -> int | None:
     """Return the number of the newest complete checkpoint before `step`; None if there is none."""
     return next(
-        (s for s in reversed(list_steps(folder)) if s < step and not check_folder(step_folder(folder, s))), None
+        (
+            s
+            for s in reversed(list_steps(folder))
+            if s < step and not check_folder(step_folder(folder, s))
+        ),
+        None,
     )
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what killed processes left. One process at a time: the one that holds the `FolderLock`."""
+    """Remove what killed processes left. One process at a time: the one that holds the
+    `FolderLock`.
+    """
     for path in sorted(folder.glob(".step-*")) if folder.is_dir() else ():
         match = _HIDDEN.fullmatch(path.name)
         if match is None:
@@ -192,11 +237,17 @@ def clean_up(folder: Path) -> None:
 
 
 def remove_old(
-    folder: Path, keep_latest: int, keep_every: int, newest: int | None = None, best: int | None = None
+    folder: Path,
+    keep_latest: int,
+    keep_every: int,
+    newest: int | None = None,
+    best: int | None = None,
 ) -> None:
-    """Remove all but the last `keep_latest` checkpoints (0: keep all); multiples of `keep_every` (0: none) stay.
+    """Remove all but the last `keep_latest` checkpoints (0: keep all); multiples of `keep_every`
+    (0: none) stay.
 
-    Incomplete checkpoints and those after `newest`, just saved, are neither counted nor removed; `best` stays.
+    Incomplete checkpoints and those after `newest`, just saved, are neither counted nor removed;
+    `best` stays.
     """
     steps = [step for step in list_steps(folder) if newest is None or step <= newest]
     steps = [step for step in steps if not check_folder(step_folder(folder, step))]
@@ -230,7 +281,9 @@ def _appear(temporary: Path, folder: Path) -> None:
 
 
 def read_best(folder: Path) -> int | None:
-    """Return the step that the link `folder`/best leads to, complete or not; None if there is no such link."""
+    """Return the step that the link `folder`/best leads to, complete or not; None if there is no
+    such link.
+    """
     try:
         match = _STEP.fullmatch(os.readlink(folder / BEST))
     except OSError:  # not there, or not a link

@@ -53,8 +53,9 @@ _REPLACED_KEYS = {
 }
 
 
-# What transformers 5 notes in tokenizer_config.json about how it loaded the tokenizer, true of that machine only, and
-# its other name for the table `extra_special_tokens`, which transformers 4 ignores.
+# What transformers 5 notes in tokenizer_config.json about how it loaded the tokenizer, true of that
+# machine only, and its other name for the table `extra_special_tokens`, which transformers 4
+# ignores.
 _NOT_WRITTEN = (
     *("is_local", "local_files_only", "name_or_path", "trust_remote_code", "backend"),
     "model_specific_special_tokens",
@@ -63,14 +64,21 @@ _STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pa
 
 
 def describe_model(
-    config: AnyModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None, end_of_turn_ids: Sequence[int] = ()
+    config: AnyModelConfig,
+    tokenizer: Any,
+    dtype: torch.dtype,
+    assets: Path | None,
+    end_of_turn_ids: Sequence[int] = (),
 ) -> dict[str, bytes]:
-    """Return the files next to the weights, content by file name, after transformers has read them. On one rank.
+    """Return the files next to the weights, content by file name, after transformers has read them.
+    On one rank.
 
-    `dtype` is that of the parameters on disk. Keys that titanlite has no setting for are taken from `assets`, the
-    folder of the model that training began with. `end_of_turn_ids` are added to the ids that end a text.
+    `dtype` is that of the parameters on disk. Keys that titanlite has no setting for are taken from
+    `assets`, the folder of the model that training began with. `end_of_turn_ids` are added to the
+    ids that end a text.
 
-    Raises CheckpointError: transformers refuses something; names it, its value, and the file that it is from.
+    Raises CheckpointError: transformers refuses something; names it, its value, and the file that
+    it is from.
     """
 
     def write(folder: Path) -> None:
@@ -91,7 +99,10 @@ def render(write: Callable[[Path], None]) -> dict[str, bytes]:
 
     Raises CheckpointError: `write` raises an exception, of any kind.
     """
-    with _explained("the description of the model"), TemporaryDirectory(prefix="titanlite-") as name:
+    with (
+        _explained("the description of the model"),
+        TemporaryDirectory(prefix="titanlite-") as name,
+    ):
         write(Path(name))
         files = sorted(path for path in Path(name).rglob("*") if path.is_file())
         return {str(path.relative_to(name)): path.read_bytes() for path in files}
@@ -105,12 +116,18 @@ def _explained(what: str) -> Generator[None]:
     except TitanliteError:
         raise
     except Exception as error:
-        raise CheckpointError(f"checkpoint: {what} cannot be saved: {format_refusal(error)}. Correct it.") from error
+        raise CheckpointError(
+            f"checkpoint: {what} cannot be saved: {format_refusal(error)}. Correct it."
+        ) from error
 
 
 def describe_versions() -> dict[str, str]:
     """Return the versions of the packages that write a checkpoint."""
-    return {"titanlite": __version__, "torch": torch.__version__, "transformers": version("transformers")}
+    return {
+        "titanlite": __version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+    }
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -118,11 +135,15 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     if tokenizer is not None:
         with _explained("the tokenizer (data.tokenizer_path)"):
             tokenizer.save_pretrained(folder)
-            named = {k: v for k, v in tokenizer.special_tokens_map.items() if k not in _STANDARD_TOKENS}
+            named = {
+                k: v for k, v in tokenizer.special_tokens_map.items() if k not in _STANDARD_TOKENS
+            }
             _rewrite_tokenizer_config(folder / "tokenizer_config.json", named)
 
 
-def write_config(folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None) -> None:
+def write_config(
+    folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None
+) -> None:
     """Write config.json and generation_config.json."""
     from transformers import GenerationConfig  # costs a second, and only saving needs it
 
@@ -143,10 +164,13 @@ def write_config(folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: to
             GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
 
 
-def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None) -> Any:
+def _native_config(
+    config: ModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None
+) -> Any:
     """Build transformers' configuration of the model; it has accepted all values.
 
-    Raises CheckpointError: it refuses values; names them with the file or setting that each is from.
+    Raises CheckpointError: it refuses values; names them with the file or setting that each is
+    from.
     """
     values, original = _values_of(config, tokenizer, assets)
     values["dtype"] = str(dtype).removeprefix("torch.")
@@ -157,17 +181,21 @@ def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, asse
         named = list[str]()
         for key in find_refused(build, values, error):
             own = "the tokenizer" if key.endswith("_token_id") else "[model]"
-            origin = assets / "config.json" if assets and original.get(key, own) == values[key] else own
+            origin = (
+                assets / "config.json" if assets and original.get(key, own) == values[key] else own
+            )
             named.append(f"{key} = {format_json(values[key])} ({origin})")
         text = f"{', '.join(named)}: " if named else ""
         raise CheckpointError(
-            f"checkpoint: transformers {version('transformers')} refuses the config.json to be saved: {text}"
+            f"checkpoint: transformers {version('transformers')} refuses the config.json to be "
+            f"saved: {text}"
             f"{format_refusal(error)}. Correct it there."
         ) from error
 
 
 def _build(family: Family, values: Mapping[str, Any], is_given: bool) -> Any:
-    """Build transformers' configuration from `values`; if they are a file's, build its model on the meta device, too.
+    """Build transformers' configuration from `values`; if they are a file's, build its model on the
+    meta device, too.
 
     The values of our families need no such trial, which costs seconds.
     """
@@ -181,8 +209,12 @@ def _build(family: Family, values: Mapping[str, Any], is_given: bool) -> Any:
     return hf_config
 
 
-def _values_of(config: ModelConfig, tokenizer: Any, assets: Path | None) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Return the values for config.json, and the original ones, used for keys that titanlite has no setting for."""
+def _values_of(
+    config: ModelConfig, tokenizer: Any, assets: Path | None
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Return the values for config.json, and the original ones, used for keys that titanlite has no
+    setting for.
+    """
     path = None if assets is None else assets / "config.json"
     original = read_json(path, str(assets)) if path is not None and path.exists() else {}
     if original.get("model_type") != config.family:
@@ -202,7 +234,9 @@ def _values_of(config: ModelConfig, tokenizer: Any, assets: Path | None) -> tupl
 
 
 def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
-    """Add `ids` to `eos_token_id`: a base model tuned on chats ends turns and texts with different tokens."""
+    """Add `ids` to `eos_token_id`: a base model tuned on chats ends turns and texts with different
+    tokens.
+    """
     config = read_json(path, f"checkpoint: {path.parent}")
     eos = config.get("eos_token_id")
     known = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -212,14 +246,16 @@ def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
 
 
 def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:
-    """Rewrite what only transformers 5 understands, so that transformers 4 and older versions of vLLM read it too.
+    """Rewrite what only transformers 5 understands, so that transformers 4 and older versions of
+    vLLM read it too.
 
     `named` are special tokens with names of the model's own, such as image_token.
     """
     table = json.loads(path.read_text(encoding="utf-8"))
     if table.get("tokenizer_class") == "TokenizersBackend":
         table["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(table.get("extra_special_tokens"), list):  # 4 expects a table there, and raises otherwise
+    # 4 expects a table there, and raises otherwise
+    if isinstance(table.get("extra_special_tokens"), list):
         table["additional_special_tokens"] = table.pop("extra_special_tokens")
     if named:
         table["extra_special_tokens"] = dict(named)
@@ -234,7 +270,8 @@ def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
     """
 
     def find() -> str:
-        files = [folder / "config.json", folder / OWN_FOLDER / "config.json"]  # the latter beside adapters
+        # the latter beside adapters
+        files = [folder / "config.json", folder / OWN_FOLDER / "config.json"]
         path = next((path for path in files if path.is_file()), None)
         if not isinstance(model_config, ModelConfig) or path is None:
             return ""
@@ -242,7 +279,8 @@ def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
 
     if text := on_first_rank(find):
         raise ConfigError(
-            f"model: this run is to resume from {folder}, whose model is another one: {text}. Undo the change, or "
+            f"model: this run is to resume from {folder}, whose model is another one: {text}. Undo "
+            "the change, or "
             f"begin a new run: another job.dump_folder, and model.path = {folder}."
         )
 
@@ -254,6 +292,12 @@ def check_data_order(start: Progress | None, loader: TrainLoader) -> None:
     taken = loader.get_taken(start.step)
     places = ", ".join(f"{name} at {count}" for name, count in taken.items())
     logger.warning(
-        "data: the checkpoint was trained on %s, this run has %s; it goes on at sample %d of the new order%s.",
-        *(start.data, loader.fingerprint, start.samples, f", of the sources {places}" if places else ""),
+        "data: the checkpoint was trained on %s, this run has %s; it goes on at sample %d of the "
+        "new order%s.",
+        *(
+            start.data,
+            loader.fingerprint,
+            start.samples,
+            f", of the sources {places}" if places else "",
+        ),
     )

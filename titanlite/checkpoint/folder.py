@@ -1,8 +1,9 @@
-"""A folder of safetensors files: which bytes of which file are which tensor, found from the headers alone.
+"""A folder of safetensors files: which bytes of which file are which tensor, found from the headers
+alone.
 
-Format: the length of the header as 8 little-endian bytes, the header as JSON, then the data. The header maps each name
-to `dtype`, `shape` and `data_offsets`, the half-open byte range of the tensor in the data.
-https://huggingface.co/docs/safetensors
+Format: the length of the header as 8 little-endian bytes, the header as JSON, then the data. The
+header maps each name to `dtype`, `shape` and `data_offsets`, the half-open byte range of the tensor
+in the data. https://huggingface.co/docs/safetensors
 """
 
 import json
@@ -41,8 +42,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a safetensors file: dtype and shape are those on disk, `offset` is that of its first byte in the
-    file.
+    """One tensor of a safetensors file: dtype and shape are those on disk, `offset` is that of its
+    first byte in the file.
     """
 
     key: str
@@ -53,9 +54,13 @@ class StoredTensor(NamedTuple):
     nbytes: int
 
     def rows(self, start: int, length: int) -> "StoredTensor":
-        """Return `length` indices of the first dim, from `start` on, as a stored tensor of its own."""
+        """Return `length` indices of the first dim, from `start` on, as a stored tensor of its
+        own.
+        """
         size = self.nbytes // max(self.shape[0], 1)
-        return self._replace(shape=(length, *self.shape[1:]), offset=self.offset + start * size, nbytes=length * size)
+        return self._replace(
+            shape=(length, *self.shape[1:]), offset=self.offset + start * size, nbytes=length * size
+        )
 
     def index(self, i: int) -> "StoredTensor":
         """Return index `i` of the first dim, without that dim."""
@@ -63,15 +68,18 @@ class StoredTensor(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of the safetensors file `path` by key, in the order of their bytes. Reads the header only.
+    """Return the tensors of the safetensors file `path` by key, in the order of their bytes. Reads
+    the header only.
 
-    Raises CheckpointError: `path` cannot be read, is no regular file, or is not what the safetensors library accepts:
-    cut off, no JSON, offsets that are out of range, overlap, leave a gap, or contradict dtype and shape.
+    Raises CheckpointError: `path` cannot be read, is no regular file, or is not what the
+    safetensors library accepts: cut off, no JSON, offsets that are out of range, overlap, leave a
+    gap, or contradict dtype and shape.
     """
     where = f"checkpoint {path}"
     try:
         with open_regular(path) as file:
-            with safe_open(path, "numpy"):  # checks all of the header: ranges, overlaps, gaps, shapes
+            # checks all of the header: ranges, overlaps, gaps, shapes
+            with safe_open(path, "numpy"):
                 pass
             (length,) = struct.unpack("<Q", file.read(8))
             table = parse_json(file.read(length).decode("utf-8"))
@@ -87,18 +95,24 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}.") from None
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(
-            f"{where}: is cut off, damaged, or no safetensors file: {shown(error)}. Copy it again from where it came."
+            f"{where}: is cut off, damaged, or no safetensors file: {shown(error)}. Copy it again "
+            "from where it came."
         ) from None
     found = []
     for key, entry in table.items():
         begin, end = entry["data_offsets"]
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         found.append(StoredTensor(key, dtype, shape, path, 8 + length + begin, end - begin))
-    return {tensor.key: tensor for tensor in sorted(found, key=lambda tensor: (tensor.offset, tensor.nbytes))}
+    return {
+        tensor.key: tensor
+        for tensor in sorted(found, key=lambda tensor: (tensor.offset, tensor.nbytes))
+    }
 
 
 def encode_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], int]]) -> bytes:
-    """Return the header of a file with the given (key, dtype, shape, first byte in the data), padded to a page."""
+    """Return the header of a file with the given (key, dtype, shape, first byte in the data),
+    padded to a page.
+    """
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for key, dtype, shape, start in tensors:
         end = start + math.prod(shape) * dtype.itemsize
@@ -115,13 +129,16 @@ def shown(text: object) -> str:
     return safe if len(safe) <= 200 else f"{safe[:197]}..."
 
 
-# FP8 weights with factors, as DeepSeek-V3's (arXiv:2412.19437, section 3.3), are dequantized while they are read.
-# `name.weight` (R, C) is float8_e4m3fn; `name.weight_scale_inv` (ceil(R / 128), ceil(C / 128)) has one factor per block
-# of 128 x 128, or of another size that config.json declares. The weight is the product of both.
+# FP8 weights with factors, as DeepSeek-V3's (arXiv:2412.19437, section 3.3), are dequantized while
+# they are read. `name.weight` (R, C) is float8_e4m3fn; `name.weight_scale_inv` (ceil(R / 128),
+# ceil(C / 128)) has one factor per block of 128 x 128, or of another size that config.json
+# declares. The weight is the product of both.
 
 
 def companions(key: str) -> list[str]:
-    """Return the keys that the factors of an FP8 weight may have, and those for activations, which are not used."""
+    """Return the keys that the factors of an FP8 weight may have, and those for activations, which
+    are not used.
+    """
     module = key.removesuffix(".weight")
     own = (".scale", ".qscale_weight", ".activation_scale", ".input_scale") if module != key else ()
     return [f"{key}_scale_inv", f"{key}_scale", *(module + suffix for suffix in own)]
@@ -130,23 +147,30 @@ def companions(key: str) -> list[str]:
 def find_scale(
     stored: StoredTensor, tensors: Mapping[str, StoredTensor], declared: tuple[int, int] | None
 ) -> tuple[StoredTensor, tuple[int, int]]:
-    """Return the factors of an FP8 weight, (r, c) of (R, C) or (E, r, c) of (E, R, C), and the block that one serves.
+    """Return the factors of an FP8 weight, (r, c) of (R, C) or (E, r, c) of (E, R, C), and the
+    block that one serves.
 
-    `tensors` are all stored ones. `declared` is the block in config.json, or None for one factor per tensor; edges may
-    cut blocks.
+    `tensors` are all stored ones. `declared` is the block in config.json, or None for one factor
+    per tensor; edges may cut blocks.
 
     Raises ValueError: there are none, or they do not fit.
     """
     scale = next((tensors[key] for key in companions(stored.key)[:4] if key in tensors), None)
     if scale is None:
-        raise ValueError(f"{shown(stored.key)} is {stored.dtype} without factors ({shown(stored.key)}_scale_inv)")
+        raise ValueError(
+            f"{shown(stored.key)} is {stored.dtype} without factors ({shown(stored.key)}_scale_inv)"
+        )
     block = declared or stored.shape[-2:]
     if declared is None and scale.shape in ((), (1,)):
         scale = scale._replace(shape=(1, 1))
-    if len(stored.shape) in (2, 3) and scale.shape == (*stored.shape[:-2], *scale_shape(stored.shape[-2:], block)):
+    if len(stored.shape) in (2, 3) and scale.shape == (
+        *stored.shape[:-2],
+        *scale_shape(stored.shape[-2:], block),
+    ):
         return scale, block
     raise ValueError(
-        f"{shown(scale.key)} has shape {scale.shape}, which does not fit {stored.shape} in blocks of "
+        f"{shown(scale.key)} has shape {scale.shape}, which does not fit {stored.shape} in blocks "
+        "of "
         f"{declared or 'the whole tensor'}"
     )
 
@@ -160,8 +184,8 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-# Files that titanlite adds to a Hugging Face model are in a subfolder: vLLM reads every *.safetensors next to a model
-# without an index, and people copy folders with a glob.
+# Files that titanlite adds to a Hugging Face model are in a subfolder: vLLM reads every
+# *.safetensors next to a model without an index, and people copy folders with a glob.
 OWN_FOLDER = "titanlite"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -172,15 +196,18 @@ class Stored:
 
     tensors: dict[str, StoredTensor]
     file_bytes: dict[Path, int]
-    block: tuple[int, int] | None = (128, 128)  # rows and columns of an FP8 weight with a common factor
-    in_float32: frozenset[str] = frozenset()  # keys to save in float32 again, as most bytes are in fewer bits
+    # rows and columns of an FP8 weight with a common factor
+    block: tuple[int, int] | None = (128, 128)
+    # keys to save in float32 again, as most bytes are in fewer bits
+    in_float32: frozenset[str] = frozenset()
 
 
 def read_model_headers(folder: Path) -> Stored:
-    """Read the headers of the Hugging Face model in `folder`: model.safetensors, or the files that the index names.
+    """Read the headers of the Hugging Face model in `folder`: model.safetensors, or the files that
+    the index names.
 
-    Raises CheckpointError: there is no model, only pickle files, a file is missing or damaged, or two files have the
-    same key. Lists all problems.
+    Raises CheckpointError: there is no model, only pickle files, a file is missing or damaged, or
+    two files have the same key. Lists all problems.
     """
     where = f"checkpoint {folder}"
     try:
@@ -188,30 +215,40 @@ def read_model_headers(folder: Path) -> Stored:
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be listed: {error.strerror}.") from None
     if names is None:
-        raise CheckpointError(f"{where}: is no folder. Give a folder with {SINGLE_FILE} or {INDEX_FILE}.")
+        raise CheckpointError(
+            f"{where}: is no folder. Give a folder with {SINGLE_FILE} or {INDEX_FILE}."
+        )
     if SINGLE_FILE in names:
         return read_headers([folder / SINGLE_FILE], where)
     if INDEX_FILE in names:
         weight_map = _read_index(folder / INDEX_FILE)
-        return read_headers([folder / name for name in sorted(set(weight_map.values()))], where, weight_map)
+        return read_headers(
+            [folder / name for name in sorted(set(weight_map.values()))], where, weight_map
+        )
     if ADAPTER_FILE in names:
         raise CheckpointError(
-            f"{where}: has {ADAPTER_FILE}, adapters without their model. Set lora.rank to train them on, or merge "
+            f"{where}: has {ADAPTER_FILE}, adapters without their model. Set lora.rank to train "
+            "them on, or merge "
             f"them: python -m titanlite export {folder} OUT --merge."
         )
     pickles = sorted(name for name in names if name.endswith(_PICKLE_SUFFIXES))
     if pickles:
         raise CheckpointError(
-            f"{where}: has {shown(pickles[0])}, but no safetensors file. Pickle files can run code when they are "
+            f"{where}: has {shown(pickles[0])}, but no safetensors file. Pickle files can run code "
+            "when they are "
             "read, so they never are; convert the model with transformers' save_pretrained."
         )
     raise CheckpointError(f"{where}: has neither {SINGLE_FILE} nor {INDEX_FILE}.")
 
 
-def read_headers(paths: Iterable[Path], where: str, weight_map: Mapping[str, str] | None = None) -> Stored:
-    """Read the headers of the files at `paths` together; `weight_map` says which keys should be in which of them.
+def read_headers(
+    paths: Iterable[Path], where: str, weight_map: Mapping[str, str] | None = None
+) -> Stored:
+    """Read the headers of the files at `paths` together; `weight_map` says which keys should be in
+    which of them.
 
-    Raises CheckpointError: a file is missing or damaged, or two files have the same key. Lists all problems.
+    Raises CheckpointError: a file is missing or damaged, or two files have the same key. Lists all
+    problems.
     """
     found = Stored({}, {})
     problems: list[str] = []
@@ -224,10 +261,14 @@ def read_headers(paths: Iterable[Path], where: str, weight_map: Mapping[str, str
             of_index = f" {INDEX_FILE} says that it has {lost[0]}{more}." if lost else ""
             problems.append(str(error).removeprefix("checkpoint ") + of_index)
             continue
-        found.file_bytes[file] = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
+        found.file_bytes[file] = max(
+            (tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0
+        )
         for key, tensor in tensors.items():
             if key in found.tensors:
-                problems.append(f"{shown(key)}: is in {found.tensors[key].file.name} and in {file.name}.")
+                problems.append(
+                    f"{shown(key)}: is in {found.tensors[key].file.name} and in {file.name}."
+                )
             found.tensors[key] = tensor
     raise_problems(CheckpointError, where, problems)
     return found
@@ -257,7 +298,8 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{where}: {path.name} has no weight_map.")
     bad = [
-        f"{path.name}: {shown(key)} is said to be in {shown(repr(file))}, which is not the name of a safetensors file "
+        f"{path.name}: {shown(key)} is said to be in {shown(repr(file))}, which is not the name of "
+        "a safetensors file "
         "in this folder."
         for key, file in weight_map.items()
         # A path could lead out of the folder.

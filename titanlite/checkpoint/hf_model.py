@@ -1,4 +1,6 @@
-"""The model's files in a Hugging Face folder: the source of weights, and what a save writes for `from_pretrained`."""
+"""The model's files in a Hugging Face folder: the source of weights, and what a save writes for
+`from_pretrained`.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,11 +64,17 @@ from titanlite.models.interface import Model, is_adapter
 
 _CHUNK_ELEMENTS = 4 << 20
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_FLAG, _OVERRIDE = "tie_word_embeddings", ", or in training model.overrides.tie_word_embeddings = false"
+_FLAG, _OVERRIDE = (
+    "tie_word_embeddings",
+    ", or in training model.overrides.tie_word_embeddings = false",
+)
 
 
-def weights_of(folder: Path, model: Model, *, exact: bool = False, absent_bias: bool = False) -> Any:
-    """Return the weights of the Hugging Face model in `folder`, as a source for `materialize(model)`.
+def weights_of(
+    folder: Path, model: Model, *, exact: bool = False, absent_bias: bool = False
+) -> Any:
+    """Return the weights of the Hugging Face model in `folder`, as a source for
+    `materialize(model)`.
 
     `untied` names tied tensors that are stored twice, and what is wrong with each.
 
@@ -82,15 +90,17 @@ def weights_of(folder: Path, model: Model, *, exact: bool = False, absent_bias: 
 def hf_checkpoint(
     folder: Path, config: ModelConfig, *, exact: bool = False, absent_bias: bool = False
 ) -> "HFCheckpoint":
-    """Return the weights of the Hugging Face model in `folder`, as a source for `materialize` of the native decoder.
+    """Return the weights of the Hugging Face model in `folder`, as a source for `materialize` of
+    the native decoder.
 
-    `expert_bias` without a key in the architecture is read from the titanlite subfolder; with `exact`, so are
-    full-precision copies of parameters. With `absent_bias`, an `expert_bias` that is not stored begins with zeros.
+    `expert_bias` without a key in the architecture is read from the titanlite subfolder; with
+    `exact`, so are full-precision copies of parameters. With `absent_bias`, an `expert_bias` that
+    is not stored begins with zeros.
 
     Raises CheckpointError: on all ranks; there is no model there, or files are missing or damaged.
 
-    Collectives: broadcasts of what rank 0 reads; every rank must call. A tied head that is stored too is compared with
-    the embedding.
+    Collectives: broadcasts of what rank 0 reads; every rank must call. A tied head that is stored
+    too is compared with the embedding.
     """
     checkpoint = HFCheckpoint(str(folder), _read_stored(folder, exact), config)
     checkpoint.absent_bias = absent_bias
@@ -102,10 +112,20 @@ def hf_checkpoint(
 def _read_stored(folder: Path, exact: bool) -> Stored:
     def read() -> tuple[Path, Stored]:
         stored = read_model_headers(folder)
-        wide = {key: t.nbytes for key, t in stored.tensors.items() if t.dtype in (torch.float32, torch.float64)}
-        # A minority of float32 bytes is so on purpose, as routers are; a majority is a folder in float32.
-        in_float32 = frozenset(wide if 2 * sum(wide.values()) < sum(t.nbytes for t in stored.tensors.values()) else ())
-        own = [folder / OWN_FOLDER / SIDECAR_FILE, *sorted((folder / OWN_FOLDER).glob("weights*.safetensors"))]
+        wide = {
+            key: t.nbytes
+            for key, t in stored.tensors.items()
+            if t.dtype in (torch.float32, torch.float64)
+        }
+        # A minority of float32 bytes is so on purpose, as routers are; a majority is a folder in
+        # float32.
+        in_float32 = frozenset(
+            wide if 2 * sum(wide.values()) < sum(t.nbytes for t in stored.tensors.values()) else ()
+        )
+        own = [
+            folder / OWN_FOLDER / SIDECAR_FILE,
+            *sorted((folder / OWN_FOLDER).glob("weights*.safetensors")),
+        ]
         own = [path for path in own if path.exists() and (exact or path.name == SIDECAR_FILE)]
         if own:
             extra = read_headers(own, f"checkpoint {folder}")
@@ -121,7 +141,9 @@ def _read_stored(folder: Path, exact: bool) -> Stored:
     place_of_first, stored = on_first_rank(read)
     if place_of_first != folder:  # this machine has its copy elsewhere
         here = {file: folder / file.relative_to(place_of_first) for file in stored.file_bytes}
-        tensors = {key: tensor._replace(file=here[tensor.file]) for key, tensor in stored.tensors.items()}
+        tensors = {
+            key: tensor._replace(file=here[tensor.file]) for key, tensor in stored.tensors.items()
+        }
         file_bytes = {here[file]: size for file, size in stored.file_bytes.items()}
         stored = replace(stored, tensors=tensors, file_bytes=file_bytes)
     warn_of_collapsed_bias(folder, stored)
@@ -129,9 +151,11 @@ def _read_stored(folder: Path, exact: bool) -> Stored:
 
 
 class HFCheckpoint:
-    """A `SourceProvider`: every persistent tensor of the model is read from the stored tensors that make it up.
+    """A `SourceProvider`: every persistent tensor of the model is read from the stored tensors that
+    make it up.
 
-    Complete and strict: what is missing, unexpected, or of another shape is an error, all of them at once.
+    Complete and strict: what is missing, unexpected, or of another shape is an error, all of them
+    at once.
     """
 
     complete = True
@@ -141,8 +165,11 @@ class HFCheckpoint:
         self.passengers = list[str]()  # tensors that the model does not compute; set by `__call__`
         self._folder, self._family = folder, family_of(config)
         self.stored = with_base_prefix(stored)
-        self._has_head = config.tie_word_embeddings or stored is self.stored or _HEAD in self.stored.tensors
-        self.absent_bias = False  # a selection bias that the family has may be absent; then it is zero
+        self._has_head = (
+            config.tie_word_embeddings or stored is self.stored or _HEAD in self.stored.tensors
+        )
+        # a selection bias that the family has may be absent; then it is zero
+        self.absent_bias = False
         self.untied: Mapping[str, str] = {}  # what is wrong with tied tensors that are stored twice
         self.reader: SafetensorsReader | None = None
 
@@ -151,13 +178,20 @@ class HFCheckpoint:
         placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
         used: set[str] = set()
         self.reader = SafetensorsReader(self._folder, placed, self.stored.file_bytes)
-        all_pieces = {name: self._pieces(name, info.shape) for name, info in tensors.items() if info.persistent}
+        all_pieces = {
+            name: self._pieces(name, info.shape)
+            for name, info in tensors.items()
+            if info.persistent
+        }
         self._check_names(all_pieces)
         for name, pieces in all_pieces.items():
             info = tensors[name]
             used.update([piece.key for piece in pieces])
-            if pieces[0].key.startswith(MASTER_PREFIX):  # the model's own files have it too, with fewer bits
-                used.update([piece.key for piece in checkpoint_pieces(name, info.shape, self._family)])
+            # the model's own files have it too, with fewer bits
+            if pieces[0].key.startswith(MASTER_PREFIX):
+                used.update(
+                    [piece.key for piece in checkpoint_pieces(name, info.shape, self._family)]
+                )
             found = [piece for piece in pieces if piece.key in self.stored.tensors]
             if not found:
                 continue  # the plan knows whether it may be absent
@@ -172,7 +206,9 @@ class HFCheckpoint:
         if not self._has_head and _HEAD in all_pieces:
             claims.append((_HEAD, Unfit(explain_absent_head(self.name))))
         biases = [
-            pieces[0].key for name, pieces in all_pieces.items() if is_bias(name) and not is_sidecar(name, self._family)
+            pieces[0].key
+            for name, pieces in all_pieces.items()
+            if is_bias(name) and not is_sidecar(name, self._family)
         ]
         absent = [key for key in biases if key not in self.stored.tensors]
         claims += judge_absent_biases(self.name, absent, len(biases), allowed=self.absent_bias)
@@ -186,21 +222,29 @@ class HFCheckpoint:
         return claims
 
     def _check_names(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
-        """Raise CheckpointError if most tensors are stored under names that differ in one and the same way."""
+        """Raise CheckpointError if most tensors are stored under names that differ in one and the
+        same way.
+        """
         keys = [piece[0].key for name, piece in pieces.items() if not is_adapter(name)]
         has_most = 2 * len(self.stored.tensors.keys() & set(keys)) >= len(keys)
         if not has_most and (problem := explain_names(self.stored.tensors, keys)):
             raise CheckpointError(f"{self.name}: {problem}")
 
     def find_untied(self) -> dict[str, str]:
-        """Return the problem, by name, of a stored head whose values differ from the embedding that it is tied to."""
+        """Return the problem, by name, of a stored head whose values differ from the embedding that
+        it is tied to.
+        """
         places: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
         for key in (_HEAD, _EMBEDDING):
             shape = self.stored.tensors[key].shape
             places[key] = shape, self._place(whole(key, shape), set(), [])
         reader = SafetensorsReader(self._folder, places, self.stored.file_bytes)
         reads = [Read(reader, key, shape) for key, (shape, _) in places.items()]
-        return {} if is_equal(*reads) else {_HEAD: explain_untied(self.name, _EMBEDDING, _FLAG, _OVERRIDE)}
+        return (
+            {}
+            if is_equal(*reads)
+            else {_HEAD: explain_untied(self.name, _EMBEDDING, _FLAG, _OVERRIDE)}
+        )
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         if MASTER_PREFIX + name in self.stored.tensors:
@@ -213,7 +257,8 @@ class HFCheckpoint:
         stored = self.stored.tensors[piece.key]
         if stored.shape != piece.shape:
             problems.append(
-                f"{self.name} has {shown(piece.key)} with shape {stored.shape}, the model expects {piece.shape}."
+                f"{self.name} has {shown(piece.key)} with shape {stored.shape}, the model expects "
+                f"{piece.shape}."
             )
         used.update(companions(piece.key) if stored.dtype in FP8 else ())
         try:
@@ -224,14 +269,17 @@ class HFCheckpoint:
 
 
 def is_equal(first: Read, second: Read) -> bool:
-    """Return True if both hold the same values, whatever their dtypes. Reads two chunks of 32 MiB at a time.
+    """Return True if both hold the same values, whatever their dtypes. Reads two chunks of 32 MiB
+    at a time.
 
     If a reader converts, it reads the whole tensor.
     """
     if first.shape != second.shape:
         return False
     whole = Region((0,) * len(first.shape), first.shape)
-    is_streamed = isinstance(first.reader, SafetensorsReader) and isinstance(second.reader, SafetensorsReader)
+    is_streamed = isinstance(first.reader, SafetensorsReader) and isinstance(
+        second.reader, SafetensorsReader
+    )
     return all(
         torch.equal(_read(first, region), _read(second, region))
         for region in (whole.slabs(_CHUNK_ELEMENTS) if is_streamed else [whole])
@@ -245,43 +293,64 @@ def _read(read: Read, region: Region) -> torch.Tensor:
 
 
 def explain_untied(where: str, target: str, flag: str, otherwise: str = "") -> str:
-    """Return why no source fits a tensor that is tied to `target`, and stored with other values in `where`."""
+    """Return why no source fits a tensor that is tied to `target`, and stored with other values in
+    `where`.
+    """
     remedy = f"Set {flag} = false in its config.json{otherwise}" if flag else "Correct the file"
     return (
-        f"{where} has it with other values than {target}, to which config.json ties it; transformers takes the values, "
+        f"{where} has it with other values than {target}, to which config.json ties it; "
+        "transformers takes the values, "
         f"and one of them would be lost here. {remedy}."
     )
 
 
 class HFFormat:
-    """The model's files in the checkpoints of a run: a Hugging Face folder. Another format overrides the methods."""
+    """The model's files in the checkpoints of a run: a Hugging Face folder. Another format
+    overrides the methods.
+    """
 
     def __init__(self, section: CheckpointSection, model: ModelSection) -> None:
-        self.base, self._model, self._assets = section.initial_load_path, model, assets_folder(model, section)
+        self.base, self._model, self._assets = (
+            section.initial_load_path,
+            model,
+            assets_folder(model, section),
+        )
         self._absent_bias = section.allow_missing_expert_bias
         self._dtype: torch.dtype = getattr(torch, section.export_dtype)
 
     def initial_sources(self, model: Model) -> list[SourceProvider]:
-        """Find what a new run begins with: a pretrained model, or nothing. Collective: every rank must call."""
+        """Find what a new run begins with: a pretrained model, or nothing. Collective: every rank
+        must call.
+        """
         if self.base:
             return [weights_of(Path(self.base), model, absent_bias=self._absent_bias)]
         assets, is_meant = self._model.hf_assets_path, self._model.init == "random"
-        if assets and not is_meant and any(Path(assets).glob("*.safetensors")) and dist.get_rank() == 0:
+        if (
+            assets
+            and not is_meant
+            and any(Path(assets).glob("*.safetensors"))
+            and dist.get_rank() == 0
+        ):
             logger.warning(
-                "checkpoint: weights are random, though %s has some; to begin with those set model.path to it",
+                "checkpoint: weights are random, though %s has some; to begin with those set "
+                "model.path to it",
                 assets,
             )
         return []
 
     def sources(self, folder: Path, model: Model) -> list[SourceProvider]:
-        """Find the weights of the checkpoint in `folder`, to resume from. Collective: every rank must call."""
+        """Find the weights of the checkpoint in `folder`, to resume from. Collective: every rank
+        must call.
+        """
         return [weights_of(folder, model, exact=True)]
 
     def files(self, model: Model, plan: Plan) -> list[FileLayout]:
         """Lay out the weights in files of the format, over this rank's shards."""
         return model_files(plan, model.config, self._dtype, exact=True)
 
-    def describe(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int]) -> dict[str, bytes]:
+    def describe(
+        self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int]
+    ) -> dict[str, bytes]:
         """Build the files next to the weights, content by file name. On one rank."""
         return describe_model(model.config, tokenizer, self._dtype, self._assets, end_of_turn_ids)
 
@@ -298,27 +367,35 @@ def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
 
 
 def check_layout(plan: Plan) -> None:
-    """Check before training that the model's files have a place for every tensor, in the form of its values.
+    """Check before training that the model's files have a place for every tensor, in the form of
+    its values.
 
     Raises CheckpointError: a tensor has none. The same on all ranks.
     """
-    if encoded := [f"{entry.fqn} ({entry.form})" for entry in plan.entries if entry.encoding is not None]:
+    if encoded := [
+        f"{entry.fqn} ({entry.form})" for entry in plan.entries if entry.encoding is not None
+    ]:
         raise CheckpointError(
-            f"checkpoint: {encoded[0]} and {len(encoded) - 1} other tensors are kept in few bits, which no model is "
+            f"checkpoint: {encoded[0]} and {len(encoded) - 1} other tensors are kept in few bits, "
+            "which no model is "
             "saved in. Save the adapters, and merge them: python -m titanlite export --merge."
         )
-    if (own := getattr(plan.model, "checkpoint_format", None)) is not None:  # not of the native decoder
+    # not of the native decoder
+    if (own := getattr(plan.model, "checkpoint_format", None)) is not None:
         own.check(plan)
 
 
-def model_files(plan: Plan, config: Any, dtype: torch.dtype, *, exact: bool = False) -> list[FileLayout]:
-    """Lay out the model's files, the same on all ranks: in the model's order, with Hugging Face's keys.
+def model_files(
+    plan: Plan, config: Any, dtype: torch.dtype, *, exact: bool = False
+) -> list[FileLayout]:
+    """Lay out the model's files, the same on all ranks: in the model's order, with Hugging Face's
+    keys.
 
-    Tensors without a key in the architecture go to the titanlite subfolder. With `exact`, so do full-precision copies
-    of parameters that lose bits in `dtype`, for a resumed run.
+    Tensors without a key in the architecture go to the titanlite subfolder. With `exact`, so do
+    full-precision copies of parameters that lose bits in `dtype`, for a resumed run.
 
-    Collectives: those of the model's own format, and with pipeline stages one gather of small objects; every rank must
-    call.
+    Collectives: those of the model's own format, and with pipeline stages one gather of small
+    objects; every rank must call.
     """
     if (own := getattr(plan.model, "checkpoint_format", None)) is not None:
         return own.files(plan, dtype, exact=exact)
@@ -327,9 +404,18 @@ def model_files(plan: Plan, config: Any, dtype: torch.dtype, *, exact: bool = Fa
     sidecar: list[Item] = []
     masters: list[Item] = []
     entries = [entry for entry in plan.entries if entry.info.persistent]
-    used = _find_used([entry for entry in entries if is_sidecar(entry.fqn, family)], plan.group is not None)
-    for entry, share in zip(entries, share_out((entry.tensor for entry in entries), plan.group), strict=True):
-        stored, local, region, shape = entry.saved_dtype(dtype), local_of(entry.tensor), entry.region, entry.info.shape
+    used = _find_used(
+        [entry for entry in entries if is_sidecar(entry.fqn, family)], plan.group is not None
+    )
+    for entry, share in zip(
+        entries, share_out((entry.tensor for entry in entries), plan.group), strict=True
+    ):
+        stored, local, region, shape = (
+            entry.saved_dtype(dtype),
+            local_of(entry.tensor),
+            entry.region,
+            entry.info.shape,
+        )
         if is_sidecar(entry.fqn, family):
             if entry.fqn in used:
                 sidecar.append(Item.of(whole(entry.fqn, shape), stored, local, region, share.mine))
@@ -337,10 +423,18 @@ def model_files(plan: Plan, config: Any, dtype: torch.dtype, *, exact: bool = Fa
         pieces = checkpoint_pieces(entry.fqn, shape, family)
         model += [Item.of(piece, stored, local, region, share.mine) for piece in pieces]
         if exact and stored.itemsize < entry.dtype.itemsize:
-            masters.append(Item.of(whole(MASTER_PREFIX + entry.fqn, shape), entry.dtype, local, region, share.mine))
+            masters.append(
+                Item.of(
+                    whole(MASTER_PREFIX + entry.fqn, shape), entry.dtype, local, region, share.mine
+                )
+            )
     return [
         *lay_out(model, "model"),
-        *(lay_out(sidecar, f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}") if sidecar else []),
+        *(
+            lay_out(sidecar, f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}")
+            if sidecar
+            else []
+        ),
         *(lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []),
     ]
 
@@ -356,7 +450,9 @@ def warn_of_sidecar(config: Any, files: list[FileLayout]) -> None:
     count = sum(len(file.items) for file in files if file.name == f"{OWN_FOLDER}/{SIDECAR_FILE}")
     if count and get_rank() == 0:
         logger.warning(
-            "checkpoint: %s has no place for expert_bias, so transformers will choose other experts than this run "
-            "did; the %d tensors are kept in %s/%s. For an exact export balance with moe.aux_loss_coeff instead.",
+            "checkpoint: %s has no place for expert_bias, so transformers will choose other "
+            "experts than this run "
+            "did; the %d tensors are kept in %s/%s. For an exact export balance with "
+            "moe.aux_loss_coeff instead.",
             *(family_of(config).architecture, count, OWN_FOLDER, SIDECAR_FILE),
         )

@@ -18,7 +18,13 @@ from titanlite.base.text import list_names
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import check_folder, step_folder
 from titanlite.checkpoint.hf_model import HFFormat, index_of, warn_of_sidecar
-from titanlite.checkpoint.train_state import STATE_FILE, Progress, find_missing_state, load_state, state_files
+from titanlite.checkpoint.train_state import (
+    STATE_FILE,
+    Progress,
+    find_missing_state,
+    load_state,
+    state_files,
+)
 from titanlite.checkpoint.writer import FileLayout, snapshot
 from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import Plan, SourceProvider
@@ -26,18 +32,19 @@ from titanlite.models.interface import Model
 
 
 class Checkpointer:
-    """The checkpoints `step-N` of one run, to load and save. Every rank builds one; all methods are collective.
+    """The checkpoints `step-N` of one run, to load and save. Every rank builds one; all methods are
+    collective.
 
-    A context manager: if training ends with an error, a save in the background is finished first. `start` is the
-    progress of the checkpoint that the run resumes from, or None.
+    A context manager: if training ends with an error, a save in the background is finished first.
+    `start` is the progress of the checkpoint that the run resumes from, or None.
 
     Args:
         saved_as: format of the model's part of the checkpoints.
-        record: called with (kind, text, step) after a complete or failed save, and for a damaged checkpoint; also from
-            the thread that saves in the background.
+        record: called with (kind, text, step) after a complete or failed save, and for a damaged
+            checkpoint; also from the thread that saves in the background.
 
-    Raises CheckpointError: on all ranks; the checkpoint that was asked for is not there or not complete, or later ones
-    are in the way.
+    Raises CheckpointError: on all ranks; the checkpoint that was asked for is not there or not
+    complete, or later ones are in the way.
     """
 
     def __init__(
@@ -49,8 +56,9 @@ class Checkpointer:
     ) -> None:
         self._section, self._format, self._record = section, saved_as, record
         self.folder = dump_folder / self._section.folder
-        # Its own group: collectives of a background save must not interleave with those of training or of `agree`. Its
-        # timeout is longer, because one rank may read or write longer than another.
+        # Its own group: collectives of a background save must not interleave with those of training
+        # or of `agree`. Its timeout is longer, because one rank may read or write longer than
+        # another.
         self.group = new_host_group(timedelta(seconds=self._section.timeout_seconds))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._pending: Future[None] | None = None
@@ -64,7 +72,9 @@ class Checkpointer:
     # --- loading
 
     def weight_sources(self, model: Model) -> list[SourceProvider]:
-        """Return the sources of weights for `materialize`: the checkpoint to resume, a pretrained model, or nothing."""
+        """Return the sources of weights for `materialize`: the checkpoint to resume, a pretrained
+        model, or nothing.
+        """
         if self.start is None:
             return self.initial_sources(model)
         return self._format.sources(step_folder(self.folder, self.start.step), model)
@@ -83,21 +93,28 @@ class Checkpointer:
             complete = on_first_rank(lambda: self._list_complete(refused), self.group)
             if asked > 0 and asked not in complete:
                 raise CheckpointError(
-                    f"checkpoint.load_step: {self.folder} has no step-{asked}. Complete checkpoints there: "
+                    f"checkpoint.load_step: {self.folder} has no step-{asked}. Complete "
+                    "checkpoints there: "
                     f"{list_names(reversed(complete)) or 'none'}."
                 )
             if asked >= 0 and complete and complete[0] > asked:
                 raise CheckpointError(
-                    f"checkpoint.load_step = {asked}: {self.folder} holds step-{complete[0]} of an earlier run, which "
-                    "the next resume would choose over what this run saves. Move the later checkpoints away, or set "
+                    f"checkpoint.load_step = {asked}: {self.folder} holds step-{complete[0]} of an "
+                    "earlier run, which "
+                    "the next resume would choose over what this run saves. Move the later "
+                    "checkpoints away, or set "
                     "another job.dump_folder."
                 )
             if not complete or asked == 0:
                 return None
             folder, problems = step_folder(self.folder, complete[0]), list[str]()
             if self._section.verify_checksums:  # every rank reads its share of the files
-                mine = check_folder(folder, checksums=True, share=(dist.get_rank(), dist.get_world_size()))
-                problems = [problem for found in gather_objects(mine, self.group) for problem in found]
+                mine = check_folder(
+                    folder, checksums=True, share=(dist.get_rank(), dist.get_world_size())
+                )
+                problems = [
+                    problem for found in gather_objects(mine, self.group) for problem in found
+                ]
             if not problems:
                 break
             if asked > 0:
@@ -109,7 +126,9 @@ class Checkpointer:
         return on_first_rank(lambda: Progress.read(folder), self.group)
 
     def _list_complete(self, refused: Sequence[int]) -> list[int]:
-        """List the steps of complete checkpoints, descending; the newest alone if that is asked for. On rank 0."""
+        """List the steps of complete checkpoints, descending; the newest alone if that is asked
+        for. On rank 0.
+        """
         commit.clean_up(self.folder)
         asked, complete = self._section.load_step, list[int]()
         for step in reversed(commit.list_steps(self.folder)):
@@ -131,7 +150,9 @@ class Checkpointer:
         """Warn why `folder` is not resumed from; a save of the same step will replace it."""
         if dist.get_rank() != 0:
             return
-        text = f"{folder} is passed over: {problems[0]}" + (f" (and {len(problems) - 1} more)" if problems[1:] else "")
+        text = f"{folder} is passed over: {problems[0]}" + (
+            f" (and {len(problems) - 1} more)" if problems[1:] else ""
+        )
         logger.warning("checkpoint: %s", text)
         self._record("damaged", text, -1)
 
@@ -142,13 +163,17 @@ class Checkpointer:
         return section.enable and section.interval > 0 and step % section.interval == 0
 
     def has_saved(self, step: int) -> bool:
-        """Return True if the checkpoint of `step` is there: this run wrote it last, or resumed from it."""
+        """Return True if the checkpoint of `step` is there: this run wrote it last, or resumed from
+        it.
+        """
         return self._saved_step == step
 
     def prepare(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int] = ()) -> None:
-        """Build those files of checkpoints that hold no tensors, before training. `model` may be on meta.
+        """Build those files of checkpoints that hold no tensors, before training. `model` may be on
+        meta.
 
-        Raises CheckpointError: on all ranks; one of them cannot be built, or transformers refuses it.
+        Raises CheckpointError: on all ranks; one of them cannot be built, or transformers refuses
+        it.
         """
 
         def build() -> None:  # stays on rank 0: a tokenizer is too large to broadcast
@@ -158,13 +183,16 @@ class Checkpointer:
             on_first_rank(build, self.group)
 
     def carry(self, carried: Any) -> None:
-        """Make every checkpoint hold tensors that the model does not compute, too: `features/passengers.py`.
+        """Make every checkpoint hold tensors that the model does not compute, too:
+        `features/passengers.py`.
 
         Raises CheckpointError on all ranks: the model's description cannot be changed to say so.
         """
         self._carried, self.carried_bytes = carried, carried.nbytes
         if self._section.enable:
-            on_first_rank(lambda: self._description.update(carried.describe(self._description)), self.group)
+            on_first_rank(
+                lambda: self._description.update(carried.describe(self._description)), self.group
+            )
 
     def save(
         self,
@@ -174,12 +202,13 @@ class Checkpointer:
         progress: Progress,
         card: Callable[[], str],
     ) -> None:
-        """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards are copied.
+        """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards
+        are copied.
 
         `card` renders its README.md, if any, on rank 0.
 
-        Raises CheckpointError: on all ranks; this save failed, or the one before it that ran in the background, and
-        `checkpoint.on_save_error` is "stop".
+        Raises CheckpointError: on all ranks; this save failed, or the one before it that ran in the
+        background, and `checkpoint.on_save_error` is "stop".
         """
         if not self._section.enable or progress.step == self._saved_step:
             return
@@ -218,32 +247,47 @@ class Checkpointer:
             logger.info(text, progress.step, time.perf_counter() - began)
 
     def _tidy(self, progress: Progress) -> None:
-        """Mark the best checkpoint and remove old ones, after that of `progress` is complete. One process."""
+        """Mark the best checkpoint and remove old ones, after that of `progress` is complete. One
+        process.
+        """
         try:
             section, best = self._section, self._best_step(progress)
             if best is not None:
                 commit.point_best(self.folder, best)  # before the previous best may be removed
                 best = commit.read_best(self.folder)
-            commit.remove_old(self.folder, section.keep_latest_k, section.keep_every_n_steps, progress.step, best)
+            commit.remove_old(
+                self.folder, section.keep_latest_k, section.keep_every_n_steps, progress.step, best
+            )
         except (OSError, TransientError) as error:  # harmless: the new checkpoint is complete
-            logger.warning("checkpoint: cannot mark the best or remove old checkpoints in %s: %s", self.folder, error)
+            logger.warning(
+                "checkpoint: cannot mark the best or remove old checkpoints in %s: %s",
+                self.folder,
+                error,
+            )
 
     @contextmanager
     def _on_save_error(self, step: int) -> Generator[None]:
-        """Raise a `CheckpointError` of the body, which saves `step`, or warn of it: `checkpoint.on_save_error`."""
+        """Raise a `CheckpointError` of the body, which saves `step`, or warn of it:
+        `checkpoint.on_save_error`.
+        """
         try:
             yield
         except CheckpointError as error:
             self._saved_step = -1
             if self._section.on_save_error == "stop":
                 raise
-            text = f'{error} Training goes on, and the next save tries again (checkpoint.on_save_error = "continue").'
+            text = (
+                f"{error} Training goes on, and the next save tries again "
+                '(checkpoint.on_save_error = "continue").'
+            )
             if dist.get_rank() == 0:
                 logger.warning("%s", text)
             self._record("save failed", text, step)
 
     def final_folder(self, step: int) -> Path:
-        """Return the checkpoint to hand out after training: that of `checkpoint.save_best`, or else that of `step`."""
+        """Return the checkpoint to hand out after training: that of `checkpoint.save_best`, or else
+        that of `step`.
+        """
         best = commit.read_best(self.folder) if self._section.save_best != "none" else None
         return step_folder(self.folder, step if best is None else best)
 
@@ -254,8 +298,11 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # Only errors that all ranks raise: after others a peer may be gone, and the writer would wait for it.
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        # Only errors that all ranks raise: after others a peer may be gone, and the writer would
+        # wait for it.
         if isinstance(error, TitanliteError):
             try:
                 self.wait()
@@ -275,13 +322,14 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait for the last save.
 
-        Raises CheckpointError: as `wait`. Raises TransientError: on all ranks; there is no such checkpoint, so what was
-        trained since the one before it would be lost.
+        Raises CheckpointError: as `wait`. Raises TransientError: on all ranks; there is no such
+        checkpoint, so what was trained since the one before it would be lost.
         """
         self.wait()
         if self._section.enable and self._saved_step < 0:
             raise TransientError(
-                f"checkpoint: the last one could not be written to {self.folder}. Correct the cause above; the same "
+                f"checkpoint: the last one could not be written to {self.folder}. Correct the "
+                "cause above; the same "
                 "command resumes from the previous checkpoint."
             )
 
@@ -291,7 +339,11 @@ class Checkpointer:
         Raises CheckpointError: a save in the background failed, on all ranks at the same step, and
         `checkpoint.on_save_error` is "stop".
         """
-        failed = self._pending is not None and self._pending.done() and self._pending.exception() is not None
+        failed = (
+            self._pending is not None
+            and self._pending.done()
+            and self._pending.exception() is not None
+        )
         flags = torch.tensor([stop, failed], dtype=torch.int32)
         dist.all_reduce(flags)
         stop, failed = map(bool, flags.tolist())

@@ -1,4 +1,6 @@
-"""Keys of a checkpoint that are not the model's: what transformers accepts, and the one difference of all others."""
+"""Keys of a checkpoint that are not the model's: what transformers accepts, and the one difference
+of all others.
+"""
 
 from collections import Counter
 from collections.abc import Collection
@@ -11,10 +13,11 @@ _BASE_PARTS = ("embed_tokens.", "layers.", "norm.")  # of the native decoder, al
 
 
 def with_base_prefix(stored: Stored) -> Stored:
-    """Return `stored` with the native decoder's names, where the prefix of its base model is missing or doubled.
+    """Return `stored` with the native decoder's names, where the prefix of its base model is
+    missing or doubled.
 
-    `AutoModel.save_pretrained` writes the base model without its prefix. `from_pretrained` adds or removes the prefix
-    where that gives a name of the model.
+    `AutoModel.save_pretrained` writes the base model without its prefix. `from_pretrained` adds or
+    removes the prefix where that gives a name of the model.
     """
     if _EMBEDDING.removeprefix(_BASE) in stored.tensors and _EMBEDDING not in stored.tensors:
         names = {key: _BASE + key for key in stored.tensors if key.startswith(_BASE_PARTS)}
@@ -24,19 +27,25 @@ def with_base_prefix(stored: Stored) -> Stored:
         return stored
     tensors = [tensor._replace(key=names.get(key, key)) for key, tensor in stored.tensors.items()]
     in_float32 = frozenset(names.get(key, key) for key in stored.in_float32)
-    return replace(stored, tensors={tensor.key: tensor for tensor in tensors}, in_float32=in_float32)
+    return replace(
+        stored, tensors={tensor.key: tensor for tensor in tensors}, in_float32=in_float32
+    )
 
 
 def explain_absent_head(where: str) -> str:
-    """Return why a checkpoint of the base model alone does not fit a model whose head is not tied."""
+    """Return why a checkpoint of the base model alone does not fit a model whose head is not
+    tied.
+    """
     return (
-        f"missing, {where} has the base model alone, as AutoModel saves it, and config.json does not tie the head to "
+        f"missing, {where} has the base model alone, as AutoModel saves it, and config.json does "
+        "not tie the head to "
         "the embedding (tie_word_embeddings). Save the model with its head: AutoModelForCausalLM."
     )
 
 
 def explain_names(stored: Collection[str], expected: Collection[str]) -> str:
-    """Return the one difference between most `stored` and most `expected` keys, and what to do; else nothing.
+    """Return the one difference between most `stored` and most `expected` keys, and what to do;
+    else nothing.
 
     The difference is a prefix, or segments such as those of wrappers.
     """
@@ -44,17 +53,23 @@ def explain_names(stored: Collection[str], expected: Collection[str]) -> str:
     for anchor in wanted[:: max(1, len(wanted) // 8)]:
         heads = (_split_heads(anchor, key) for key in stored)
         theirs, ours = min(heads, key=lambda pair: len(pair[1]), default=("", ""))
-        there = sum(key.startswith(ours) and theirs + key.removeprefix(ours) in stored for key in wanted)
+        there = sum(
+            key.startswith(ours) and theirs + key.removeprefix(ours) in stored for key in wanted
+        )
         if 2 * there > len(wanted):
             old = shown(theirs)
             if not theirs:
                 return f"its keys lack the prefix '{ours}'. " + _REWRITE.format(f"'{ours}' + key")
             names = f"the model's with '{ours}'" if ours else "which the model's do not"
-            return f"its keys begin with '{old}', {names}. " + _REWRITE.format(f"key.replace('{old}', '{ours}', 1)")
+            return f"its keys begin with '{old}', {names}. " + _REWRITE.format(
+                f"key.replace('{old}', '{ours}', 1)"
+            )
     known = {segment for key in wanted for segment in key.split(".")}
     foreign = Counter(segment for key in stored for segment in {*key.split(".")} - known)
     extra = [segment for segment, count in foreign.items() if 2 * count > len(stored)]
-    bare = {".".join(segment for segment in key.split(".") if segment not in extra) for key in stored}
+    bare = {
+        ".".join(segment for segment in key.split(".") if segment not in extra) for key in stored
+    }
     if 2 * len(bare.intersection(wanted)) <= len(wanted):
         return ""
     names = " and ".join(f"'{shown(segment)}.'" for segment in extra)
@@ -62,7 +77,11 @@ def explain_names(stored: Collection[str], expected: Collection[str]) -> str:
     return f"its keys contain {names}, which the model's do not. " + _REWRITE.format(f"key{rename}")
 
 
-_REWRITE = "Write its files again with {} as keys (load_file, save_file of safetensors.torch), and so its index."
+_REWRITE = (
+    "Write its files again with {} as keys (load_file, save_file of safetensors.torch), "
+    "and "
+    "so its index."
+)
 
 
 def _split_heads(key: str, other: str) -> tuple[str, str]:

@@ -1,7 +1,8 @@
-"""Map from run-time tensors to Hugging Face's checkpoint keys: which part of a tensor is stored under which key.
+"""Map from run-time tensors to Hugging Face's checkpoint keys: which part of a tensor is stored
+under which key.
 
-Run-time names are Hugging Face's. On disk, experts are stored one by one, with gate and up apart, and the router's bias
-has the family's own name, or none.
+Run-time names are Hugging Face's. On disk, experts are stored one by one, with gate and up apart,
+and the router's bias has the family's own name, or none.
 """
 
 import re
@@ -19,9 +20,11 @@ SIDECAR_FILE = "expert_bias.safetensors"
 MASTER_PREFIX = "master."
 # Written by other programs, computed from the configuration here.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-# A layer, or a part that a text-only class leaves out. The key below marks a layer for multi-token prediction: its
-# projection combines the last layer's result with an embedding.
-_PART = re.compile(r"(?:model\.)?(mtp\w*|visual|vision_\w+|audio_\w+|multi_modal_projector)\.|(?:.*?\.)?layers\.\d+\.")
+# A layer, or a part that a text-only class leaves out. The key below marks a layer for multi-token
+# prediction: its projection combines the last layer's result with an embedding.
+_PART = re.compile(
+    r"(?:model\.)?(mtp\w*|visual|vision_\w+|audio_\w+|multi_modal_projector)\.|(?:.*?\.)?layers\.\d+\."
+)
 PREDICTION_KEY = "eh_proj.weight"
 
 
@@ -45,7 +48,9 @@ def whole(key: str, shape: tuple[int, ...]) -> Piece:
 
 
 def checkpoint_pieces(name: str, shape: tuple[int, ...], family: Family) -> Iterator[Piece]:
-    """Yield the checkpoint tensors that together store the run-time tensor `name` of global `shape`."""
+    """Yield the checkpoint tensors that together store the run-time tensor `name` of global
+    `shape`.
+    """
     prefix, _, leaf = name.rpartition(".")
     if leaf == "gate_up_proj" and len(shape) == 3:
         half, width = shape[1] // 2, shape[2]
@@ -59,15 +64,21 @@ def checkpoint_pieces(name: str, shape: tuple[int, ...], family: Family) -> Iter
             yield Piece(f"{prefix}.{expert}.down_proj.weight", shape[1:], region)
     else:
         yield whole(
-            f"{prefix}.{family.expert_bias_key}" if leaf == "expert_bias" and family.expert_bias_key else name, shape
+            f"{prefix}.{family.expert_bias_key}"
+            if leaf == "expert_bias" and family.expert_bias_key
+            else name,
+            shape,
         )
 
 
-def find_passengers(keys: Iterable[str], used: Collection[str], patterns: Iterable[str] = ()) -> list[str]:
-    """Return the passengers among the stored `keys`: tensors that the model, which reads `used`, leaves out on purpose.
+def find_passengers(
+    keys: Iterable[str], used: Collection[str], patterns: Iterable[str] = ()
+) -> list[str]:
+    """Return the passengers among the stored `keys`: tensors that the model, which reads `used`,
+    leaves out on purpose.
 
-    They match `patterns`, which transformers' class ignores, or are in a part that `_PART` names or a layer for
-    multi-token prediction, and the model reads nothing of that part or layer.
+    They match `patterns`, which transformers' class ignores, or are in a part that `_PART` names or
+    a layer for multi-token prediction, and the model reads nothing of that part or layer.
     """
     rest = [key for key in keys if key not in used and not key.endswith(IGNORED_SUFFIXES)]
     found = [(key, match) for key in rest if (match := _PART.match(key))]
@@ -78,14 +89,18 @@ def find_passengers(keys: Iterable[str], used: Collection[str], patterns: Iterab
 
 
 def part_of(key: str) -> str:
-    """Return the layer or part of a model that the stored tensor `key` is in, up to its last dot; or nothing."""
+    """Return the layer or part of a model that the stored tensor `key` is in, up to its last dot;
+    or nothing.
+    """
     match = _PART.match(key)
     return match[0] if match else ""
 
 
 def explain_unexpected(where: str) -> str:
     """Return why a stored tensor that `find_passengers` does not name is refused."""
-    return f"unexpected, {where} has it and the model does not. Correct its name, or remove it there."
+    return (
+        f"unexpected, {where} has it and the model does not. Correct its name, or remove it there."
+    )
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:

@@ -1,8 +1,10 @@
-"""Reads of shards from safetensors files: exactly the bytes of this rank, straight into the tensors they belong to.
+"""Reads of shards from safetensors files: exactly the bytes of this rank, straight into the tensors
+they belong to.
 
-The requests of a rank are sorted by file and offset, cut into jobs of a few MiB, and carried out by a few threads with
-positioned reads. Where dtype, device and layout allow it, the kernel copies from the page cache into the shard;
-otherwise a job passes through a buffer of a MiB, pinned if it goes to a GPU, and is cast on the way.
+The requests of a rank are sorted by file and offset, cut into jobs of a few MiB, and carried out by
+a few threads with positioned reads. Where dtype, device and layout allow it, the kernel copies from
+the page cache into the shard; otherwise a job passes through a buffer of a MiB, pinned if it goes
+to a GPU, and is cast on the way.
 """
 
 import os
@@ -33,7 +35,9 @@ JOB_BYTES, DIRECT_BYTES = 1 << 20, 8 << 20  # with and without a buffer
 
 @dataclass(frozen=True)
 class Placed:
-    """A stored tensor and the region of the run-time tensor that it holds; `scale` has the factors of an FP8 weight."""
+    """A stored tensor and the region of the run-time tensor that it holds; `scale` has the factors
+    of an FP8 weight.
+    """
 
     stored: StoredTensor
     region: Region
@@ -42,23 +46,36 @@ class Placed:
 
 
 def place(
-    stored: StoredTensor, region: Region, tensors: Mapping[str, StoredTensor], block: tuple[int, int] | None
+    stored: StoredTensor,
+    region: Region,
+    tensors: Mapping[str, StoredTensor],
+    block: tuple[int, int] | None,
 ) -> list[Placed]:
-    """Return a stored tensor with its region, in FP8 each matrix with its factors; errors as those of `find_scale`."""
+    """Return a stored tensor with its region, in FP8 each matrix with its factors; errors as those
+    of `find_scale`.
+    """
     if stored.dtype not in FP8:
         return [Placed(stored, region)]
     scale, block = find_scale(stored, tensors, block)
     if len(stored.shape) == 2:
         return [Placed(stored, region, scale, block)]
     return [
-        Placed(stored.index(i), Region((start, *region.starts[1:]), (1, *region.lengths[1:])), scale.index(i), block)
-        for i, start in enumerate(range(region.starts[0], region.starts[0] + stored.shape[0]))  # experts
+        Placed(
+            stored.index(i),
+            Region((start, *region.starts[1:]), (1, *region.lengths[1:])),
+            scale.index(i),
+            block,
+        )
+        # experts
+        for i, start in enumerate(range(region.starts[0], region.starts[0] + stored.shape[0]))
     ]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The overlap `box`, in the run-time tensor's coordinates, of one stored tensor and one request."""
+    """The overlap `box`, in the run-time tensor's coordinates, of one stored tensor and one
+    request.
+    """
 
     placed: Placed
     request: ReadRequest
@@ -68,8 +85,8 @@ class _Part:
 class SafetensorsReader:
     """A `TensorReader` over safetensors files; `name` is their folder, for messages.
 
-    `tensors` maps run-time names to the global shape and the stored tensors that make it up. A file whose size differs
-    from `file_bytes`, taken when its header was read, is refused.
+    `tensors` maps run-time names to the global shape and the stored tensors that make it up. A file
+    whose size differs from `file_bytes`, taken when its header was read, is refused.
     """
 
     def __init__(
@@ -86,7 +103,8 @@ class SafetensorsReader:
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast to its dtype.
 
-        Raises CheckpointError: a file is gone, has another size than when its header was read, or cannot be read.
+        Raises CheckpointError: a file is gone, has another size than when its header was read, or
+        cannot be read.
         """
         self._read(requests, is_logged=True)
 
@@ -97,10 +115,21 @@ class SafetensorsReader:
     def _read(self, requests: Sequence[ReadRequest], *, is_logged: bool) -> None:
         parts = sorted(
             (part for request in requests for part in self._parts(request)),
-            key=lambda part: (str(part.placed.stored.file), part.placed.stored.offset, part.box.starts),
+            key=lambda part: (
+                str(part.placed.stored.file),
+                part.placed.stored.offset,
+                part.box.starts,
+            ),
         )
-        stored = [tensor for part in parts for tensor in (part.placed.stored, part.placed.scale) if tensor is not None]
-        nbytes = is_logged * sum(part.box.numel * part.placed.stored.dtype.itemsize for part in parts)
+        stored = [
+            tensor
+            for part in parts
+            for tensor in (part.placed.stored, part.placed.scale)
+            if tensor is not None
+        ]
+        nbytes = is_logged * sum(
+            part.box.numel * part.placed.stored.dtype.itemsize for part in parts
+        )
         with (
             timed(f"reading {self.name}", nbytes, sum(self._file_bytes.values())),
             opened(self._file_bytes, {tensor.file for tensor in stored}) as files,
@@ -108,31 +137,40 @@ class SafetensorsReader:
             run_jobs(_jobs(parts, files), self._threads)
 
     def parts_of(self, name: str) -> list[tuple[str, Region]]:
-        """Return each stored tensor that tensor `name` consists of, with its file, and the region that it is."""
+        """Return each stored tensor that tensor `name` consists of, with its file, and the region
+        that it is.
+        """
         found = self._tensors[name][1]
         return [(f"{shown(part.stored.key)} in {part.stored.file}", part.region) for part in found]
 
     def _parts(self, request: ReadRequest) -> Iterator[_Part]:
         where, region = f"checkpoint {self.name}", request.region
         if not request.destination.is_contiguous():
-            raise CheckpointError(f"{where}: {request.name} has a shard that is not contiguous in memory.")
+            raise CheckpointError(
+                f"{where}: {request.name} has a shard that is not contiguous in memory."
+            )
         left = region.numel
         for placed in self._tensors[request.name][1]:
             if box := placed.region.overlap(region):
                 left -= box.numel
                 if request.encoding is not None and box.lengths[-1] < region.lengths[-1]:
                     raise CheckpointError(
-                        f"{where}: {placed.stored.key} has parts of rows of {request.name}, which cannot be kept as "
+                        f"{where}: {placed.stored.key} has parts of rows of {request.name}, which "
+                        "cannot be kept as "
                         f"{request.encoding.name}."
                     )
                 yield _Part(placed, request, box)
         if left:
-            raise CheckpointError(f"{where}: {request.name} is incomplete: {left} elements are missing.")
+            raise CheckpointError(
+                f"{where}: {request.name} is incomplete: {left} elements are missing."
+            )
 
 
 def io_threads() -> int:
     """Return the number of I/O threads of a rank: its share of this machine's cores, 1 to 16."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min(max(cores // read_ranks_here(), 1), 16)
 
 
@@ -148,26 +186,35 @@ def opened(file_bytes: Mapping[Path, int], files: Iterable[Path]) -> Generator[M
             try:
                 descriptors[file] = stack.enter_context(open(file, "rb", buffering=0)).fileno()
             except OSError as error:
-                raise CheckpointError(f"checkpoint {file}: cannot be opened: {error.strerror}.") from None
+                raise CheckpointError(
+                    f"checkpoint {file}: cannot be opened: {error.strerror}."
+                ) from None
             if (size := os.fstat(descriptors[file]).st_size) != file_bytes[file]:
                 raise CheckpointError(
-                    f"checkpoint {file}: has {size} bytes, but had {file_bytes[file]} when its header was read. "
+                    f"checkpoint {file}: has {size} bytes, but had {file_bytes[file]} when its "
+                    "header was read. "
                     "Something is changing it, or this machine sees another copy."
                 )
         yield descriptors
 
 
 def read_bytes(files: Mapping[Path, int], file: Path, view: memoryview, offset: int) -> None:
-    """Fill `view` with the bytes of `file`, one of the `opened`, from `offset` on; else raise CheckpointError."""
+    """Fill `view` with the bytes of `file`, one of the `opened`, from `offset` on; else raise
+    CheckpointError.
+    """
     while True:
         try:
             count = os.preadv(files[file], [view], offset)
         except OSError as error:
-            raise CheckpointError(f"checkpoint {file}: cannot be read at byte {offset}: {error.strerror}.") from None
+            raise CheckpointError(
+                f"checkpoint {file}: cannot be read at byte {offset}: {error.strerror}."
+            ) from None
         if count == len(view):
             return
         if not count:
-            raise CheckpointError(f"checkpoint {file}: ended at byte {offset} while it was read; it was cut off.")
+            raise CheckpointError(
+                f"checkpoint {file}: ended at byte {offset} while it was read; it was cut off."
+            )
         view, offset = view[count:], offset + count
 
 
@@ -177,7 +224,9 @@ _TAKES_LONG = 256 << 20  # bytes of one rank; above it, the start is logged, too
 
 @contextmanager
 def timed(text: str, nbytes: int, folder_bytes: int) -> Generator[None]:
-    """Log how fast the body moves a folder of `folder_bytes`, if this rank moves any of it (`nbytes`)."""
+    """Log how fast the body moves a folder of `folder_bytes`, if this rank moves any of it
+    (`nbytes`).
+    """
     start = time.perf_counter()
     if nbytes > _TAKES_LONG:
         logger.info("checkpoint: %s: %s", text, format_size(folder_bytes))
@@ -185,7 +234,13 @@ def timed(text: str, nbytes: int, folder_bytes: int) -> Generator[None]:
     if nbytes:
         seconds = max(time.perf_counter() - start, 1e-9)
         rate = folder_bytes / 1e9 / seconds
-        logger.info("checkpoint: %s: %s in %.1f s, %.2f GB/s", text, format_size(folder_bytes), seconds, rate)
+        logger.info(
+            "checkpoint: %s: %s in %.1f s, %.2f GB/s",
+            text,
+            format_size(folder_bytes),
+            seconds,
+            rate,
+        )
 
 
 def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
@@ -210,7 +265,8 @@ def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callabl
                 memory = memory[box.numel * size :]
             continue
         if part.placed.scale is not None:
-            elements //= 8  # a byte on disk becomes four of the float32 value, and four of its factor
+            # a byte on disk becomes four of the float32 value, and four of its factor
+            elements //= 8
         elif request.encoding is not None and request.destination.device.type == "cpu":
             elements //= 4  # likewise, where encoding is not done on a GPU
         if request.encoding is not None:  # whole rows
@@ -221,10 +277,17 @@ def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callabl
 
 @torch.no_grad()
 def _memory(part: _Part) -> memoryview | None:
-    """Return the memory that a part is read into without a buffer, if it needs no cast and is contiguous there."""
+    """Return the memory that a part is read into without a buffer, if it needs no cast and is
+    contiguous there.
+    """
     request, placed = part.request, part.placed
     target = request.destination
-    if (target.device.type, target.dtype, placed.scale, request.encoding) != ("cpu", placed.stored.dtype, None, None):
+    if (target.device.type, target.dtype, placed.scale, request.encoding) != (
+        "cpu",
+        placed.stored.dtype,
+        None,
+        None,
+    ):
         return None
     (first, count), *more = islice(part.box.within(request.region).runs(request.region.lengths), 2)
     size = target.dtype.itemsize
@@ -244,11 +307,13 @@ def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buf
         on_gpu = device.type == "cuda"
         buffer = _Buffer(torch.empty(max(nbytes, JOB_BYTES), dtype=torch.uint8, pin_memory=on_gpu))
         if on_gpu:
-            # Leaving a stream's context makes the thread's device current and creates a CUDA context there: half a GiB
-            # on GPU 0 for every rank, unless this thread has the rank's device.
+            # Leaving a stream's context makes the thread's device current and creates a CUDA
+            # context there: half a GiB on GPU 0 for every rank, unless this thread has the rank's
+            # device.
             torch.cuda.set_device(device)
             buffer.stream = torch.cuda.Stream(device)
-            buffer.stream.wait_stream(torch.cuda.default_stream(device))  # which allocated the shards
+            # which allocated the shards
+            buffer.stream.wait_stream(torch.cuda.default_stream(device))
         buffers.buffer = buffer
     return buffer
 
@@ -269,7 +334,9 @@ def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local) -> N
     with nullcontext() if buffer.stream is None else torch.cuda.stream(buffer.stream):
         values = values.to(device, non_blocking=True)  # cast there, where it is free
         if encoding is None:
-            request.destination.view(request.region.lengths)[part.box.within(request.region).slices].copy_(values)
+            request.destination.view(request.region.lengths)[
+                part.box.within(request.region).slices
+            ].copy_(values)
         else:
             rows = values if is_kept else encoding.encode(values.reshape(-1, box.lengths[-1]))
             places = rows_of(request.destination, rows.shape[-1])
@@ -284,11 +351,20 @@ def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: 
     """Read `box`, in coordinates of the stored tensor, into `memory`."""
     file, size, at = placed.stored.file, placed.stored.dtype.itemsize, 0
     for first, length in box.runs(placed.region.lengths):
-        read_bytes(files, file, memory[at : (at := at + length * size)], placed.stored.offset + first * size)
+        read_bytes(
+            files,
+            file,
+            memory[at : (at := at + length * size)],
+            placed.stored.offset + first * size,
+        )
 
 
 def _dequantize(
-    files: Mapping[Path, int], placed: Placed, box: Region, codes: torch.Tensor, kept_by: Encoding | None
+    files: Mapping[Path, int],
+    placed: Placed,
+    box: Region,
+    codes: torch.Tensor,
+    kept_by: Encoding | None,
 ) -> torch.Tensor:
     """Read the factors; return float32 values, or codes and factors encoded unchanged."""
     assert placed.scale is not None
@@ -299,7 +375,10 @@ def _dequantize(
     dtype = torch.float8_e8m0fnu if needed.dtype == torch.uint8 else needed.dtype  # exponents
     factors = torch.empty(needed.shape, dtype=dtype)
     read_bytes(files, needed.file, bytes_of(factors.view(-1)), needed.offset)
-    factors, codes = factors.to(torch.float32)[(rows - rows[0])[:, None], columns], codes.view(height, width)
+    factors, codes = (
+        factors.to(torch.float32)[(rows - rows[0])[:, None], columns],
+        codes.view(height, width),
+    )
     if kept_by is not None:
         return kept_by.keep(codes, factors)
     return codes.to(torch.float32).mul_(factors).view(box.lengths)

@@ -17,11 +17,14 @@ from titanlite.models.interface import Model
 _FLAG, _HEAD = "tie_word_embeddings", "lm_head.weight"
 
 
-def untie(config: AnyModelConfig, folder: Path, build: Callable[[AnyModelConfig], Model]) -> AnyModelConfig:
-    """Return `config` without ties if `folder` stores each tied tensor with other values; so does `from_pretrained`.
+def untie(
+    config: AnyModelConfig, folder: Path, build: Callable[[AnyModelConfig], Model]
+) -> AnyModelConfig:
+    """Return `config` without ties if `folder` stores each tied tensor with other values; so does
+    `from_pretrained`.
 
-    Where only some of several ties are contradicted, no configuration says so, and the plan refuses them. `build`
-    makes the model on meta.
+    Where only some of several ties are contradicted, no configuration says so, and the plan refuses
+    them. `build` makes the model on meta.
 
     Raises CheckpointError, collectives: as `weights_of`; every rank must call.
     """
@@ -36,12 +39,15 @@ def untie(config: AnyModelConfig, folder: Path, build: Callable[[AnyModelConfig]
     if isinstance(config, ModelConfig):
         untied: AnyModelConfig = replace(config, tie_word_embeddings=False)
     else:
-        untied = replace(config, hf=_without_ties({_FLAG: True, **config.hf}), tie_word_embeddings=False)
+        untied = replace(
+            config, hf=_without_ties({_FLAG: True, **config.hf}), tie_word_embeddings=False
+        )
     if _ties_of(build(untied)):
         return config
     if get_rank() == 0:
         logger.warning(
-            "checkpoint: %s has %s with other values than the tensor that config.json ties it to; both are kept, as "
+            "checkpoint: %s has %s with other values than the tensor that config.json ties it to; "
+            "both are kept, as "
             "transformers does, and what is saved says %s = false",
             *(folder, ", ".join(problems), _FLAG),
         )

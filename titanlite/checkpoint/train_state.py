@@ -1,4 +1,6 @@
-"""State of a run in addition to the model: optimizer states, and the numbers in train_state.json."""
+"""State of a run in addition to the model: optimizer states, and the numbers in
+train_state.json.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -23,7 +25,8 @@ from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
 
 STATE_FILE = f"{OWN_FOLDER}/train_state.json"
 _OPTIMIZER = f"{OWN_FOLDER}/optimizer"
-_UNSTEPPED = "unstepped"  # kind of state that stands for none: a trained parameter had no gradient in any step
+# kind of state that stands for none: a trained parameter had no gradient in any step
+_UNSTEPPED = "unstepped"
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,11 @@ class Progress:
     world_size: int  # ranks that wrote the checkpoint
     versions: Mapping[str, str]  # of titanlite and torch, for people
     results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # see `metrics.point`
-    taken: Mapping[str, int] = field(default_factory=dict)  # sequences that each source of a mixture gave, by name
+    # sequences that each source of a mixture gave, by name
+    taken: Mapping[str, int] = field(default_factory=dict)
     chat_date: str = ""  # today for chat templates, as ISO text
-    identity: Mapping[str, str] = field(default_factory=dict)  # what tells the run from others: `metrics.run_folder`
+    # what tells the run from others: `metrics.run_folder`
+    identity: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def batch_size(self) -> int:
@@ -49,36 +54,47 @@ class Progress:
 
     @classmethod
     def read(cls, folder: Path) -> "Progress":
-        """Read train_state.json in `folder`. Raises CheckpointError: it is missing, damaged, or not of this format."""
+        """Read train_state.json in `folder`. Raises CheckpointError: it is missing, damaged, or not
+        of this format.
+        """
         where = f"checkpoint {folder}"
         table = read_json(folder / STATE_FILE, where)
         if table.pop("format", None) != 1:
-            raise CheckpointError(f"{where}: {STATE_FILE} is of a format that this version does not know.")
+            raise CheckpointError(
+                f"{where}: {STATE_FILE} is of a format that this version does not know."
+            )
         try:
             return cls(**table)
         except TypeError:  # values are those that were written: the manifest has their checksum
             raise CheckpointError(
-                f"{where}: {STATE_FILE} is damaged. Resume from an earlier step: checkpoint.load_step."
+                f"{where}: {STATE_FILE} is damaged. Resume from an earlier step: "
+                "checkpoint.load_step."
             ) from None
 
 
 def find_start(section: CheckpointSection, dump_folder: str) -> Progress | None:
     """Return the state that the run in `dump_folder` would resume from, or None.
 
-    `Checkpointer` makes the same choice; here one process does, without checksums, and changes and refuses nothing.
+    `Checkpointer` makes the same choice; here one process does, without checksums, and changes and
+    refuses nothing.
 
     Raises CheckpointError: its state is damaged.
     """
     load_step, folder = section.load_step, Path(dump_folder) / section.folder
     steps = reversed(list_steps(folder)) if load_step < 0 else [load_step] * (load_step > 0)
     for step in steps if section.enable else ():
-        if not (check_folder(step_folder(folder, step)) or find_missing_state(step_folder(folder, step))):
+        if not (
+            check_folder(step_folder(folder, step)) or find_missing_state(step_folder(folder, step))
+        ):
             return Progress.read(step_folder(folder, step))
     return None
 
 
-def resolve_held_out(data: DataSection, before: Progress | None, dump_folder: str, *, wanted: bool) -> DataSection:
-    """Return `data` with `validation_share` of the resumed run (`find_start`) or of a new one; 0 if not `wanted`.
+def resolve_held_out(
+    data: DataSection, before: Progress | None, dump_folder: str, *, wanted: bool
+) -> DataSection:
+    """Return `data` with `validation_share` of the resumed run (`find_start`) or of a new one; 0 if
+    not `wanted`.
 
     Raises ConfigError: the run was trained on all rows, and now some are to be held out.
     """
@@ -90,10 +106,14 @@ def resolve_held_out(data: DataSection, before: Progress | None, dump_folder: st
         text = before.identity["data.validation_share"]
         share = float(text) if text else None
     data = replace(data, validation_share=share)
-    has_any = any(source.validation_path or source.validation_share != 0 for source in get_sources(data).values())
+    has_any = any(
+        source.validation_path or source.validation_share != 0
+        for source in get_sources(data).values()
+    )
     if wanted and not has_any:
         raise ConfigError(
-            f"data: the run in {dump_folder} was trained on all rows, and now some are to be held out. Set "
+            f"data: the run in {dump_folder} was trained on all rows, and now some are to be held "
+            "out. Set "
             "data.validation_path to others, or another job.dump_folder to start a new run."
         )
     return data
@@ -101,7 +121,11 @@ def resolve_held_out(data: DataSection, before: Progress | None, dump_folder: st
 
 def find_missing_state(folder: Path) -> list[str]:
     """Return why a run cannot resume from the checkpoint in `folder`; empty if it can."""
-    return [] if (folder / STATE_FILE).exists() else [f"{STATE_FILE}: missing, a run cannot resume without it."]
+    return (
+        []
+        if (folder / STATE_FILE).exists()
+        else [f"{STATE_FILE}: missing, a run cannot resume without it."]
+    )
 
 
 def state_files(plan: Plan, optimizer: torch.optim.Optimizer) -> list[FileLayout]:
@@ -111,31 +135,51 @@ def state_files(plan: Plan, optimizer: torch.optim.Optimizer) -> list[FileLayout
     """
     states = [*_named_states(plan, optimizer)]
     items = []
-    for (key, value), share in zip(states, share_out((value for _, value in states), plan.group), strict=True):
+    for (key, value), share in zip(
+        states, share_out((value for _, value in states), plan.group), strict=True
+    ):
         piece = whole(key, tuple(value.shape))
         items.append(Item.of(piece, value.dtype, local_of(value), region_of(value), share.mine))
     return lay_out(items, _OPTIMIZER) if items else []
 
 
-def _named_states(plan: Plan, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield key and tensor of every state, in the plan's order; states of other stages are marked meta tensors.
+def _named_states(
+    plan: Plan, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield key and tensor of every state, in the plan's order; states of other stages are marked
+    meta tensors.
 
-    Raises CheckpointError: with pipeline stages, on all ranks; a trained parameter has no state where others have.
+    Raises CheckpointError: with pipeline stages, on all ranks; a trained parameter has no state
+    where others have.
     """
-    names_of = {param: group["state_names"] for group in optimizer.param_groups for param in group["params"]}
+    names_of = {
+        param: group["state_names"] for group in optimizer.param_groups for param in group["params"]
+    }
     was_stepped = plan.group is not None and any(gather_objects(bool(optimizer.state)))
     if was_stepped:  # the other stages count on it
-        trained = [entry for entry in plan.entries if entry.tensor in names_of and not entry.is_elsewhere]
+        trained = [
+            entry for entry in plan.entries if entry.tensor in names_of and not entry.is_elsewhere
+        ]
         missing = [entry.fqn for entry in trained if entry.tensor not in optimizer.state]
-        problems = [f"{fqn}: the optimizer has no state for it, because it had no gradient yet." for fqn in missing]
+        problems = [
+            f"{fqn}: the optimizer has no state for it, because it had no gradient yet."
+            for fqn in missing
+        ]
         raise_together(CheckpointError, "checkpoint", problems)
     for entry in plan.entries:
         is_unstepped = entry.tensor in names_of and entry.tensor not in optimizer.state
         if is_unstepped and optimizer.state and plan.group is None:
             yield f"{_UNSTEPPED}.{entry.fqn}", torch.zeros(())
-        states = {name: x for name, x in optimizer.state.get(entry.tensor, {}).items() if isinstance(x, torch.Tensor)}
+        states = {
+            name: x
+            for name, x in optimizer.state.get(entry.tensor, {}).items()
+            if isinstance(x, torch.Tensor)
+        }
         if was_stepped and entry.is_elsewhere:
-            states = {name: _state_elsewhere(entry.tensor, name) for name in names_of.get(entry.tensor, ())}
+            states = {
+                name: _state_elsewhere(entry.tensor, name)
+                for name in names_of.get(entry.tensor, ())
+            }
         yield from ((f"{name}.{entry.fqn}", value) for name, value in sorted(states.items()))
 
 
@@ -149,20 +193,25 @@ def _state_elsewhere(param: torch.Tensor, name: str) -> torch.Tensor:
 def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Load the states of the checkpoint in `folder` into `optimizer`.
 
-    Raises CheckpointError: on all ranks; files are missing or damaged, or hold states of another model.
+    Raises CheckpointError: on all ranks; files are missing or damaged, or hold states of another
+    model.
 
     Collectives: a broadcast of the headers, and those of `read_tensors`; every rank must call.
     """
     where = f"checkpoint {folder}"
     files = sorted((folder / OWN_FOLDER).glob("optimizer*.safetensors"))
     stored = on_first_rank(lambda: read_headers(files, where))
-    placed = {key: (t.shape, [Placed(t, whole(key, t.shape).region)]) for key, t in stored.tensors.items()}
+    placed = {
+        key: (t.shape, [Placed(t, whole(key, t.shape).region)]) for key, t in stored.tensors.items()
+    }
     reader = SafetensorsReader(f"optimizer states of {folder}", placed, stored.file_bytes)
     reads: list[tuple[torch.Tensor, Read]] = []
     for param, name, key in _match(where, stored.tensors, plan, optimizer):
         value = param
         if not is_elsewhere(param):
-            value = optimizer.state[param][name] = _empty_state(param, name, stored.tensors[key], optimizer)
+            value = optimizer.state[param][name] = _empty_state(
+                param, name, stored.tensors[key], optimizer
+            )
         reads.append((value, Read(reader, key, stored.tensors[key].shape)))
     read_tensors(reads, plan)
 
@@ -170,11 +219,17 @@ def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer) -> No
 def _match(
     where: str, states: Mapping[str, StoredTensor], plan: Plan, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[torch.Tensor, str, str]]:
-    """Yield (parameter, state name, key) of every stored state, in the order of the model, the same on all ranks.
+    """Yield (parameter, state name, key) of every stored state, in the order of the model, the same
+    on all ranks.
 
-    Raises CheckpointError: a state has no trained parameter or another shape, or a parameter has not all its states.
+    Raises CheckpointError: a state has no trained parameter or another shape, or a parameter has
+    not all its states.
     """
-    names = {id(param): group["state_names"] for group in optimizer.param_groups for param in group["params"]}
+    names = {
+        id(param): group["state_names"]
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
     trained = [entry for entry in plan.entries if id(entry.tensor) in names]
     wanted = {
         f"{name}.{entry.fqn}": (entry.tensor, name)
@@ -182,18 +237,25 @@ def _match(
         if f"{_UNSTEPPED}.{entry.fqn}" not in states
         for name in sorted(names[id(entry.tensor)])
     }
-    # Whether a parameter without states is trained makes no difference: it may have been frozen since.
+    # Whether a parameter without states is trained makes no difference: it may have been frozen
+    # since.
     states = {key: tensor for key, tensor in states.items() if not key.startswith(f"{_UNSTEPPED}.")}
     remedy = "Set optimizer.name, optimizer.freeze and what else chooses them as it was."
     problems = [
-        f"{key}: the optimizer trains no parameter with this state. {remedy}" for key in states if key not in wanted
+        f"{key}: the optimizer trains no parameter with this state. {remedy}"
+        for key in states
+        if key not in wanted
     ]
     problems += [
-        f"{key}: missing, but the optimizer needs it. {remedy}" for key in wanted if states and key not in states
+        f"{key}: missing, but the optimizer needs it. {remedy}"
+        for key in wanted
+        if states and key not in states
     ]
     for key, (param, name) in wanted.items():
         if key in states and name != "step" and states[key].shape != tuple(param.shape):
-            problems.append(f"{key}: has shape {states[key].shape}, the parameter {tuple(param.shape)}.")
+            problems.append(
+                f"{key}: has shape {states[key].shape}, the parameter {tuple(param.shape)}."
+            )
     raise_problems(CheckpointError, where, problems)
     yield from ((param, name, key) for key, (param, name) in wanted.items() if key in states)
 
@@ -206,4 +268,6 @@ def _empty_state(
         return sharded_like(param, torch.empty(local.shape, dtype=local.dtype, device=local.device))
     # torch keeps the step counter on the host unless a kernel reads it.
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-    return torch.empty(stored.shape, dtype=stored.dtype, device=local_of(param).device if on_device else "cpu")
+    return torch.empty(
+        stored.shape, dtype=stored.dtype, device=local_of(param).device if on_device else "cpu"
+    )

@@ -1,7 +1,8 @@
-"""Writes of shards into safetensors files in place: every rank its own bytes, at their final offsets.
+"""Writes of shards into safetensors files in place: every rank its own bytes, at their final
+offsets.
 
-Headers follow from names, shapes and dtypes, so every rank knows the layout of every file without asking. Nothing is
-gathered. A shard that must be cast, or is on a GPU, is copied a MiB at a time.
+Headers follow from names, shapes and dtypes, so every rank knows the layout of every file without
+asking. Nothing is gathered. A shard that must be cast, or is on a GPU, is copied a MiB at a time.
 """
 
 import os
@@ -31,21 +32,24 @@ _Copies = dict[_Identity, torch.Tensor]
 class Item:
     """One stored tensor, with `key`, `dtype` and `shape` as on disk, and this rank's shard of it.
 
-    If the tensor is not in memory, `local` is empty, and `read` returns a part of `region` in `dtype`. The rank that
-    writes it asks for consecutive parts, from several threads.
+    If the tensor is not in memory, `local` is empty, and `read` returns a part of `region` in
+    `dtype`. The rank that writes it asks for consecutive parts, from several threads.
     """
 
     key: str
     dtype: torch.dtype
     region: Region  # part of the run-time tensor that is stored
     shape: tuple[int, ...]
-    local: torch.Tensor  # this rank's shard of the run-time tensor, no DTensor, on any device; a write casts it
+    # this rank's shard of the run-time tensor, no DTensor, on any device; a write casts it
+    local: torch.Tensor
     local_region: Region
     mine: bool  # this rank writes it, of all that hold this shard
     read: Callable[[Region], torch.Tensor] | None = None
 
     @classmethod
-    def of(cls, piece: Piece, dtype: torch.dtype, local: torch.Tensor, local_region: Region, mine: bool) -> "Item":
+    def of(
+        cls, piece: Piece, dtype: torch.dtype, local: torch.Tensor, local_region: Region, mine: bool
+    ) -> "Item":
         return cls(piece.key, dtype, piece.region, piece.shape, local, local_region, mine)
 
     @property
@@ -55,7 +59,9 @@ class Item:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One file: its header, and every item with its first byte, counted from the start of the file."""
+    """One file: its header, and every item with its first byte, counted from the start of the
+    file.
+    """
 
     name: str
     header: bytes
@@ -64,7 +70,9 @@ class FileLayout:
 
 
 def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> list[FileLayout]:
-    """Put `items` one after the other into `stem`.safetensors, or numbered files of up to `file_bytes` (4 GiB)."""
+    """Put `items` one after the other into `stem`.safetensors, or numbered files of up to
+    `file_bytes` (4 GiB).
+    """
     limit = FILE_BYTES if file_bytes is None else file_bytes
     groups: list[list[Item]] = [[]]
     used = 0
@@ -77,10 +85,16 @@ def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> 
     files = []
     for i, held in enumerate(groups):
         *starts, nbytes = accumulate((item.nbytes for item in held), initial=0)
-        header = encode_header((x.key, x.dtype, x.shape, start) for x, start in zip(held, starts, strict=True))
-        placed = tuple((item, len(header) + start) for item, start in zip(held, starts, strict=True))
+        header = encode_header(
+            (x.key, x.dtype, x.shape, start) for x, start in zip(held, starts, strict=True)
+        )
+        placed = tuple(
+            (item, len(header) + start) for item, start in zip(held, starts, strict=True)
+        )
         number = f"-{i + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        files.append(FileLayout(f"{stem}{number}.safetensors", header, placed, len(header) + nbytes))
+        files.append(
+            FileLayout(f"{stem}{number}.safetensors", header, placed, len(header) + nbytes)
+        )
     return files
 
 
@@ -95,7 +109,8 @@ def create_files(folder: Path, files: Iterable[FileLayout]) -> None:
 
 
 def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[str, _Sums]:
-    """Write this rank's items in place and flush them to the disk; return its share of each file's `checksum`.
+    """Write this rank's items in place and flush them to the disk; return its share of each file's
+    `checksum`.
 
     `text` begins the log line.
     """
@@ -103,15 +118,22 @@ def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[st
     total = sum(item.nbytes for file in files for item, _ in file.items if item.mine)
     folder_bytes, threads = sum(file.nbytes for file in files), io_threads()
     with timed(text, total, folder_bytes):
-        first = dist.get_rank() * len(files) // dist.get_world_size() if dist.is_initialized() else 0
+        first = (
+            dist.get_rank() * len(files) // dist.get_world_size() if dist.is_initialized() else 0
+        )
         for file in [*files[first:], *files[:first]]:  # not all ranks in the same file at once
-            parts = [(item, base, box) for item, base in file.items if item.mine for box in _boxes(item)]
+            parts = [
+                (item, base, box) for item, base in file.items if item.mine for box in _boxes(item)
+            ]
             if not parts:
                 continue
-            # Not O_RDWR: NFS would read the rest of a page and write it back, over what another machine wrote there.
+            # Not O_RDWR: NFS would read the rest of a page and write it back, over what another
+            # machine wrote there.
             descriptor = os.open(folder / file.name, os.O_WRONLY)
             try:
-                written = run_jobs((partial(_write, descriptor, file.nbytes, *part) for part in parts), threads)
+                written = run_jobs(
+                    (partial(_write, descriptor, file.nbytes, *part) for part in parts), threads
+                )
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -122,8 +144,15 @@ def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[st
 def _boxes(item: Item) -> Iterator[Region]:
     """Yield this rank's part of an item in boxes, each for one write."""
     held = item.region if item.read is not None else item.region.overlap(item.local_region)
-    is_direct = item.read is None and (item.local.device.type, item.local.dtype) == ("cpu", item.dtype)
-    return iter(()) if held is None else held.slabs((DIRECT_BYTES if is_direct else JOB_BYTES) // item.dtype.itemsize)
+    is_direct = item.read is None and (item.local.device.type, item.local.dtype) == (
+        "cpu",
+        item.dtype,
+    )
+    return (
+        iter(())
+        if held is None
+        else held.slabs((DIRECT_BYTES if is_direct else JOB_BYTES) // item.dtype.itemsize)
+    )
 
 
 @torch.no_grad()
@@ -134,7 +163,12 @@ def _write(descriptor: int, file_bytes: int, item: Item, base: int, box: Region)
     else:  # cast on its device
         local = item.local.reshape(item.local_region.lengths)
         values = local[box.within(item.local_region).slices].to(item.dtype).to("cpu")
-    memory, size, at, sums = bytes_of(values.contiguous().view(-1)), item.dtype.itemsize, 0, [(0, 0)]
+    memory, size, at, sums = (
+        bytes_of(values.contiguous().view(-1)),
+        item.dtype.itemsize,
+        0,
+        [(0, 0)],
+    )
     for first, length in box.within(item.region).runs(item.region.lengths):
         view, end = memory[at : (at := at + length * size)], base + (first + length) * size
         sums.append(_sums(view, file_bytes - end))
@@ -146,10 +180,13 @@ def _write(descriptor: int, file_bytes: int, item: Item, base: int, box: Region)
 def checksum(file: FileLayout, shares: Iterable[Mapping[str, _Sums]]) -> str:
     """Return the Adler-32 of a file whose ranks gave `shares`, in hex.
 
-    Its two sums, of the bytes and of the bytes times their distances from the end, can be added up in any order.
+    Its two sums, of the bytes and of the bytes times their distances from the end, can be added up
+    in any order.
     """
     header = _sums(memoryview(file.header), file.nbytes - len(file.header))
-    first, second = _add([(1, file.nbytes), header, *(share[file.name] for share in shares if file.name in share)])
+    first, second = _add(
+        [(1, file.nbytes), header, *(share[file.name] for share in shares if file.name in share)]
+    )
     return f"{second % _ADLER_BASE << 16 | first % _ADLER_BASE:08x}"
 
 
@@ -164,12 +201,17 @@ def _add(sums: Iterable[_Sums]) -> _Sums:
     return first, second
 
 
-def snapshot(files: Sequence[FileLayout], kept: Mapping[_Identity, torch.Tensor]) -> tuple[list[FileLayout], _Copies]:
+def snapshot(
+    files: Sequence[FileLayout], kept: Mapping[_Identity, torch.Tensor]
+) -> tuple[list[FileLayout], _Copies]:
     """Copy this rank's shards to the host; return the same layout over the copies, and the copies.
 
-    Pass the copies to the next call as `kept`: allocating and pinning memory takes longer than copying.
+    Pass the copies to the next call as `kept`: allocating and pinning memory takes longer than
+    copying.
     """
-    shards = {_identity(item.local): item.local for file in files for item, _ in file.items if item.mine}
+    shards = {
+        _identity(item.local): item.local for file in files for item, _ in file.items if item.mine
+    }
     copies: _Copies = {}
     for identity, local in shards.items():
         copies[identity] = kept[identity] if identity in kept else _like(local)
@@ -187,7 +229,9 @@ def snapshot(files: Sequence[FileLayout], kept: Mapping[_Identity, torch.Tensor]
 
 
 def _identity(local: torch.Tensor) -> _Identity:
-    """Identify a shard by its memory: `local_of` makes a new tensor object of the same memory each time."""
+    """Identify a shard by its memory: `local_of` makes a new tensor object of the same memory each
+    time.
+    """
     return local.data_ptr(), local.dtype, local.shape
 
 

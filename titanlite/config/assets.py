@@ -1,4 +1,6 @@
-"""Resolution of the configured names of models, paths and hub repositories to local folders, and back."""
+"""Resolution of the configured names of models, paths and hub repositories to local folders, and
+back.
+"""
 
 import os
 import re
@@ -23,7 +25,9 @@ _IGNORED = ["consolidated*", "*/*"]
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model that training began with: a hub id and a commit of it, or the last part of a local folder."""
+    """The model that training began with: a hub id and a commit of it, or the last part of a local
+    folder.
+    """
 
     name: str
     revision: str = ""
@@ -31,7 +35,9 @@ class BaseModel:
 
 
 def base_model_of(path: str) -> BaseModel | None:
-    """Return the model that `checkpoint.initial_load_path`, by now a local folder, named; None for random weights."""
+    """Return the model that `checkpoint.initial_load_path`, by now a local folder, named; None for
+    random weights.
+    """
     if not path:
         return None
     if match := _HUB_CACHE.search(Path(path).as_posix()):
@@ -40,15 +46,19 @@ def base_model_of(path: str) -> BaseModel | None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return True for the form `owner/name[@revision]` of the Hugging Face hub; a path here may have it, too."""
+    """Return True for the form `owner/name[@revision]` of the Hugging Face hub; a path here may
+    have it, too.
+    """
     return _HUB_ID.fullmatch(name) is not None
 
 
 def resolve_assets(job: JobConfig, *, weights: bool = True) -> JobConfig:
-    """Return `job` with `model.hf_assets_path`, `checkpoint.initial_load_path` and `lora.init_from` as local folders.
+    """Return `job` with `model.hf_assets_path`, `checkpoint.initial_load_path` and `lora.init_from`
+    as local folders.
 
-    A run that begins with a pretrained model takes sizes and tokenizer from there unless told otherwise. Repositories
-    of the hub are downloaded on first use, weights only if `weights`, and never as pickle files.
+    A run that begins with a pretrained model takes sizes and tokenizer from there unless told
+    otherwise. Repositories of the hub are downloaded on first use, weights only if `weights`, and
+    never as pickle files.
 
     Raises ConfigError: a repository is neither in the local cache nor can it be downloaded.
     """
@@ -65,7 +75,10 @@ def resolve_assets(job: JobConfig, *, weights: bool = True) -> JobConfig:
         checkpoint = replace(checkpoint, initial_load_path=path)
         if not model.flavor and not model.hf_assets_path:
             model = replace(model, hf_assets_path=path)
-        elif not (model.hf_assets_path or data.tokenizer_path) and (Path(path) / "tokenizer.json").is_file():
+        elif (
+            not (model.hf_assets_path or data.tokenizer_path)
+            and (Path(path) / "tokenizer.json").is_file()
+        ):
             data = replace(data, tokenizer_path=path)
     if model.path:
         model = replace(model, path=checkpoint.initial_load_path or model.hf_assets_path)
@@ -78,7 +91,9 @@ def weights_key(job: JobConfig) -> str:
 
 
 def assets_key(job: JobConfig) -> str:
-    """Return the setting that names the folder with config.json and tokenizer, as the user wrote it."""
+    """Return the setting that names the folder with config.json and tokenizer, as the user wrote
+    it.
+    """
     if job.model.path:
         return "model.path"
     same = job.model.hf_assets_path == job.checkpoint.initial_load_path
@@ -86,7 +101,9 @@ def assets_key(job: JobConfig) -> str:
 
 
 def list_model_paths(job: JobConfig) -> dict[str, str]:
-    """Return the paths that a run's model, adapters and tokenizer are read from, by the settings that name them."""
+    """Return the paths that a run's model, adapters and tokenizer are read from, by the settings
+    that name them.
+    """
     paths = [
         (weights_key(job), job.checkpoint.initial_load_path),
         (
@@ -101,8 +118,11 @@ def list_model_paths(job: JobConfig) -> dict[str, str]:
 
 
 def assets_folder(model: ModelSection, checkpoint: CheckpointSection) -> Path | None:
-    """Return the folder with the description of the run's first model, if any: call `resolve_assets` first."""
-    described = "" if model.flavor else model.hf_assets_path  # with a flavor, only the tokenizer is from there
+    """Return the folder with the description of the run's first model, if any: call
+    `resolve_assets` first.
+    """
+    # with a flavor, only the tokenizer is from there
+    described = "" if model.flavor else model.hf_assets_path
     for name in (described, checkpoint.initial_load_path):
         if name and (Path(name) / "config.json").is_file():
             return Path(name)
@@ -110,7 +130,9 @@ def assets_folder(model: ModelSection, checkpoint: CheckpointSection) -> Path | 
 
 
 def find_missing_files(job: JobConfig) -> list[str]:
-    """Return a problem for each path of a model, of data or of a run that does not exist and is no name of the hub."""
+    """Return a problem for each path of a model, of data or of a run that does not exist and is no
+    name of the hub.
+    """
     data = job.data
     paths = list_model_paths(job) | {"evaluation.path": job.evaluation.path}
     local = {"data.tokenizer_path", "data.chat_template"}
@@ -131,21 +153,29 @@ def find_missing_files(job: JobConfig) -> list[str]:
             if key in local or not is_hub_id(name) or holds_rows(name):
                 problems.append(f"{key}: {name} does not exist. {suggest_path(key)}")
         except OSError as error:
-            problems.append(f"{key}: cannot read {name}: {error.strerror}. Give a file or a folder of files.")
+            problems.append(
+                f"{key}: cannot read {name}: {error.strerror}. Give a file or a folder of files."
+            )
     return problems
 
 
 def suggest_path(key: str) -> str:
     """Suggest what to write where there is nothing at the path of setting `key`."""
-    what = " or an id of the Hugging Face hub (owner/name)" if key.startswith(("model.", "checkpoint.")) else ""
+    what = (
+        " or an id of the Hugging Face hub (owner/name)"
+        if key.startswith(("model.", "checkpoint."))
+        else ""
+    )
     return (
-        f"Give a path that exists{what}. Wildcards are for data.pattern only. Relative paths begin at the current "
+        f"Give a path that exists{what}. Wildcards are for data.pattern only. Relative paths begin "
+        "at the current "
         f"folder, {Path.cwd()}."
     )
 
 
 def local_folder(key: str, name: str, *, weights: bool) -> str:
-    """Return the folder of setting `key` = `name`: a path, or a local copy of the hub's `owner/model[@revision]`.
+    """Return the folder of setting `key` = `name`: a path, or a local copy of the hub's
+    `owner/model[@revision]`.
 
     Raises ConfigError: the repository is neither in the local cache nor can it be downloaded.
     """
@@ -169,7 +199,8 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
 
     try:
         with suppress(LocalEntryNotFoundError):
-            # All ranks come here. What the check before the launch has downloaded needs no request from each of them.
+            # All ranks come here. What the check before the launch has downloaded needs no request
+            # from each of them.
             folder = fetch(local_files_only=True)
             if not weights or any(Path(folder).glob("*.safetensors")):
                 return folder
@@ -177,7 +208,10 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
     except Exception as error:  # noqa: BLE001 - of the hub's library, or of the one that it reads HTTP with
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"{key}: '{name}' is no folder here, not in the cache of the Hugging Face hub, and cannot be downloaded: "
-            f"{reason.rstrip('.')}. Correct the name, give a local folder, or set HF_HOME to a cache that has it; of a "
-            "gated or private model accept the license on the hub and log in with `hf auth login`, or set HF_TOKEN."
+            f"{key}: '{name}' is no folder here, not in the cache of the Hugging Face hub, and "
+            "cannot be downloaded: "
+            f"{reason.rstrip('.')}. Correct the name, give a local folder, or set HF_HOME to a "
+            "cache that has it; of a "
+            "gated or private model accept the license on the hub and log in with `hf auth login`, "
+            "or set HF_TOKEN."
         ) from None

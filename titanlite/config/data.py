@@ -1,4 +1,6 @@
-"""The settings of `[data]`, and its sources: one, or several that are mixed (`[data.sources.NAME]`)."""
+"""The settings of `[data]`, and its sources: one, or several that are mixed
+(`[data.sources.NAME]`).
+"""
 
 import json
 from dataclasses import dataclass, fields, make_dataclass, replace
@@ -38,83 +40,118 @@ FIELDS = (
 class _OneSource:
     dataset: Literal["stdlib", "text", "examples", "images", "none"] = setting(
         "stdlib",
-        "'stdlib': the .py files of Python's standard library. 'text': files under data.path, one document each. "
-        "'examples': rows under data.path. 'images': a .jsonl file of chats with images, for a model with a "
+        "'stdlib': the .py files of Python's standard library. 'text': files under data.path, one "
+        "document each. "
+        "'examples': rows under data.path. 'images': a .jsonl file of chats with images, for a "
+        "model with a "
         "processor. Not set: 'examples' or 'text' by the files at path, 'stdlib' without a path.",
     )
     path: str = setting(
         "",
-        "For 'text': a file or folder. For 'examples': a .jsonl (.jsonl.gz, .jsonl.zst), .json, .parquet or .csv file, "
-        "a folder of such files, or the id of a dataset on the Hugging Face hub (owner/name or owner/name@revision). "
+        "For 'text': a file or folder. For 'examples': a .jsonl (.jsonl.gz, .jsonl.zst), .json, "
+        ".parquet or .csv file, "
+        "a folder of such files, or the id of a dataset on the Hugging Face hub (owner/name or "
+        "owner/name@revision). "
         "For 'images': a .jsonl file.",
     )
     pattern: str = setting(
-        "", "File name pattern in the folder data.path. Empty: *.txt for 'text', all files of rows for 'examples'."
+        "",
+        "File name pattern in the folder data.path. Empty: *.txt for 'text', all files of rows for "
+        "'examples'.",
     )
     split: str = setting("train", "Split of a dataset of the hub.")
     subset: str = setting("", "Subset (configuration) of a dataset of the hub; empty: its default.")
     validation_path: str = setting(
-        "", "Held-out examples, as path (a hub dataset with validation_split). Empty: some rows of path are held out."
+        "",
+        "Held-out examples, as path (a hub dataset with validation_split). Empty: some rows of "
+        "path are held out.",
     )
     validation_share: float | None = setting(
         None,
-        "Share of the rows (of a text: of the sequences) that is held out where validation_path is empty. 0: none. "
-        "Not set: none without a validation or evaluation, otherwise 1%, but at least the fewer of 64 rows and 10%.",
+        "Share of the rows (of a text: of the sequences) that is held out where validation_path is "
+        "empty. 0: none. "
+        "Not set: none without a validation or evaluation, otherwise 1%, but at least the fewer of "
+        "64 rows and 10%.",
         lt=1,
     )
-    validation_split: str = setting("validation", "Split of validation_path, if that is a dataset of the hub.")
+    validation_split: str = setting(
+        "validation", "Split of validation_path, if that is a dataset of the hub."
+    )
     format: Format = setting(
         "auto",
-        "Form of the rows: 'messages' (or ShareGPT's conversations), 'prompt_completion', 'text', 'preference' "
+        "Form of the rows: 'messages' (or ShareGPT's conversations), 'prompt_completion', 'text', "
+        "'preference' "
         "(prompt, chosen, rejected). 'auto': by the fields of the first row.",
     )
     text_field: str = setting("text", "Field with the text, in rows of the form 'text'.")
     fields: str = setting(
         "",
-        'Columns that have other names, as a table: {question = "problem", answer = "solution"}, or '
+        'Columns that have other names, as a table: {question = "problem", answer = "solution"}, '
+        "or "
         f"--data.fields.question=problem. What a column can be: {', '.join(FIELDS)}.",
     )
     converter: str = setting(
-        "", "Function that makes of each row of any form one of these forms (docs/extending.md).", calls=("row",)
+        "",
+        "Function that makes of each row of any form one of these forms (docs/extending.md).",
+        calls=("row",),
     )
     train_on: TrainOn = setting(
-        "assistant", "Tokens in the loss: 'assistant': answers (assistant messages, completions); 'all': everything."
+        "assistant",
+        "Tokens in the loss: 'assistant': answers (assistant messages, completions); 'all': "
+        "everything.",
     )
     too_long: TooLong = setting(
         "error",
-        "Examples longer than training.seq_len: an 'error', or 'cut' their end, 'drop' or 'split' them (text only).",
+        "Examples longer than training.seq_len: an 'error', or 'cut' their end, 'drop' or 'split' "
+        "them (text only).",
     )
-    bad_rows: BadRows = setting("error", "Rows that cannot be used: refuse the data, or leave them out and report why.")
-    packing: bool = setting(True, "Put several examples into one sequence. They do not see each other.")
+    bad_rows: BadRows = setting(
+        "error", "Rows that cannot be used: refuse the data, or leave them out and report why."
+    )
+    packing: bool = setting(
+        True, "Put several examples into one sequence. They do not see each other."
+    )
     streaming: bool = setting(
-        False, "Tokenize examples during training, for datasets that are too large to tokenize before."
+        False,
+        "Tokenize examples during training, for datasets that are too large to tokenize before.",
     )
     streaming_block_rows: int = setting(
         1024, "Rows that are read, packed and shuffled together, in memory, when streaming.", ge=1
     )
     chat_template: str = setting(
-        "", "Jinja file with a chat template that replaces the tokenizer's own. Saved with every checkpoint."
+        "",
+        "Jinja file with a chat template that replaces the tokenizer's own. Saved with every "
+        "checkpoint.",
     )
     chat_template_kwargs: str = setting(
         "",
-        "Arguments of the chat template, as a JSON object or a TOML table ({enable_thinking = false}); those of a row "
+        "Arguments of the chat template, as a JSON object or a TOML table ({enable_thinking = "
+        "false}); those of a row "
         "win.",
     )
     skip_to_sample: int = setting(0, "Leave out the samples of the data order before this one.")
     chat_date: str = setting(
-        "", "Today's date for chat templates (YYYY-MM-DD). Empty: the day on which the run first began."
+        "",
+        "Today's date for chat templates (YYYY-MM-DD). Empty: the day on which the run first "
+        "began.",
     )
     dropped_parts: DroppedParts = setting(
         "error",
-        "Parts of a chat that its template does not show, such as a tool or a thought: refuse the row, or count them.",
+        "Parts of a chat that its template does not show, such as a tool or a thought: refuse the "
+        "row, or count them.",
     )
     tokenizer_path: str = setting(
         "",
-        "Folder or tokenizer.json of a Hugging Face tokenizer (not a hub id). Empty: the tokenizer of the model; "
+        "Folder or tokenizer.json of a Hugging Face tokenizer (not a hub id). Empty: the tokenizer "
+        "of the model; "
         "without one, 'text' and 'stdlib' train a byte-level BPE on the data.",
     )
-    bpe_vocab_size: int = setting(4096, "Vocabulary size of the BPE tokenizer that is trained on first use.", ge=257)
-    cache_folder: str = setting("", "Folder of tokenizers and token files. Empty: ~/.cache/titanlite.")
+    bpe_vocab_size: int = setting(
+        4096, "Vocabulary size of the BPE tokenizer that is trained on first use.", ge=257
+    )
+    cache_folder: str = setting(
+        "", "Folder of tokenizers and token files. Empty: ~/.cache/titanlite."
+    )
 
 
 _PER_SOURCE = (
@@ -142,7 +179,8 @@ SourceSection: Any = make_dataclass(
             float | None,
             setting(
                 None,
-                "Share of the sequences: its weight divided by all weights. Unset for all: every sequence once per "
+                "Share of the sequences: its weight divided by all weights. Unset for all: every "
+                "sequence once per "
                 "epoch.",
                 gt=0,
             ),
@@ -164,7 +202,9 @@ SourceSection: Any = make_dataclass(
 @dataclass
 class DataSection(_OneSource):
     sources: dict[str, SourceSection] = setting(  # type: ignore[valid-type]
-        dict, "Data from several places, by names of your own, in place of path; see `titanlite.config.data`."
+        dict,
+        "Data from several places, by names of your own, in place of path; see "
+        "`titanlite.config.data`.",
     )
 
 
@@ -176,10 +216,15 @@ def holds_rows(name: str) -> bool:
 
 
 def get_sources(data: DataSection) -> dict[str, DataSection]:
-    """Return one complete `[data]` section per source, by name; without sources `data` itself, as ""."""
+    """Return one complete `[data]` section per source, by name; without sources `data` itself, as
+    "".
+    """
     if not data.sources:
         return {"": data}
-    return {name: replace(data, sources={}, **_get_given(source)) for name, source in sorted(data.sources.items())}
+    return {
+        name: replace(data, sources={}, **_get_given(source))
+        for name, source in sorted(data.sources.items())
+    }
 
 
 def get_source_key(data: DataSection, source: str, name: str) -> str:
@@ -189,7 +234,8 @@ def get_source_key(data: DataSection, source: str, name: str) -> str:
 
 
 def get_fields(data: DataSection, key: str = "data.fields") -> dict[str, str]:
-    """Return the column of each field that `data.fields` or `data.text_field` names; `key` is where they are set.
+    """Return the column of each field that `data.fields` or `data.text_field` names; `key` is where
+    they are set.
 
     Raises ConfigError: it is no table of names, or has an unknown field.
     """
@@ -202,5 +248,9 @@ def get_fields(data: DataSection, key: str = "data.fields") -> dict[str, str]:
 
 
 def _get_given(source: Any) -> dict[str, object]:
-    given = {field.name: getattr(source, field.name) for field in fields(source) if field.name != "weight"}
+    given = {
+        field.name: getattr(source, field.name)
+        for field in fields(source)
+        if field.name != "weight"
+    }
     return {name: value for name, value in given.items() if value is not None}

@@ -14,7 +14,8 @@ from titanlite.config.settings import format_value
 # Peak learning rate where a run begins with pretrained weights, by (is it DPO, are they adapters).
 _FINE_TUNING_RATES = {
     (False, False): 2e-5,  # Alpaca; the default of TRL's SFTTrainer
-    (False, True): 2e-4,  # QLoRA, arXiv:2305.14314; ten times that of all weights: "LoRA Without Regret", 2025
+    # QLoRA, arXiv:2305.14314; ten times that of all weights: "LoRA Without Regret", 2025
+    (False, True): 2e-4,
     (True, False): 5e-7,  # Zephyr, arXiv:2310.16944; Tulu 3, arXiv:2411.15124
     (True, True): 5e-6,  # the LoRA recipe of Zephyr
 }
@@ -34,8 +35,8 @@ _SWITCHES = {
 def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[str]:
     """Set, in place, settings that follow from those in `given`; return the problems found.
 
-    `given` maps the full key of each given setting to where it was given; the others have the default of the schema.
-    `name` is that of the configuration, for its folder.
+    `given` maps the full key of each given setting to where it was given; the others have the
+    default of the schema. `name` is that of the configuration, for its folder.
     """
 
     def default(key: str, value: object) -> None:
@@ -43,11 +44,18 @@ def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[str]:
         if key not in given:
             setattr(getattr(job, section), setting, value)
 
-    problems = _fill_in_model(job) + _fill_in_length(job, given) + _fill_in_data(job, given, default)
-    off = {_SWITCHES[part]: key for key in given for part in (key, key.partition(".")[0]) if part in _SWITCHES}
+    problems = (
+        _fill_in_model(job) + _fill_in_length(job, given) + _fill_in_data(job, given, default)
+    )
+    off = {
+        _SWITCHES[part]: key
+        for key in given
+        for part in (key, key.partition(".")[0])
+        if part in _SWITCHES
+    }
     problems += [
-        f"{key if '.' in key else f'[{key}]'} is given, but {switch} is not, without which it has no effect. Set "
-        + f"{switch}, or leave {key} out."
+        f"{key if '.' in key else f'[{key}]'} is given, but {switch} is not, without which it has "
+        "no effect. Set " + f"{switch}, or leave {key} out."
         for switch, key in off.items()
         if switch not in given
     ]
@@ -57,37 +65,51 @@ def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[str]:
             warn_once(f"{text}. Set validation.enable = true, or leave it out.")
     default("training.seq_len", -1)
     default("job.dump_folder", f"outputs/{name}" if name else "outputs")
-    if job.checkpoint.initial_load_path and (job.data.dataset not in ("text", "stdlib") or job.lora.rank > 0):
+    if job.checkpoint.initial_load_path and (
+        job.data.dataset not in ("text", "stdlib") or job.lora.rank > 0
+    ):
         default("training.global_batch_size", None)  # other runs with weights continue pretraining
     elif job.training.global_batch_size is None:
         job.training.global_batch_size = -1
     if job.checkpoint.initial_load_path:
-        default("optimizer.lr", _FINE_TUNING_RATES[job.training.objective == "dpo", job.lora.rank > 0])
+        default(
+            "optimizer.lr", _FINE_TUNING_RATES[job.training.objective == "dpo", job.lora.rank > 0]
+        )
         default("optimizer.weight_decay", 0.0)
         default("optimizer.beta2", 0.999)
     return problems
 
 
 def _fill_in_model(job: JobConfig) -> list[str]:
-    """Turn `model.path` and `model.init` into `model.hf_assets_path` and `checkpoint.initial_load_path`."""
+    """Turn `model.path` and `model.init` into `model.hf_assets_path` and
+    `checkpoint.initial_load_path`.
+    """
     model, checkpoint = job.model, job.checkpoint
     problems = [
-        f"model.path = {format_value(model.path)} and {key} = {format_value(other)} both name the model. Leave {key} "
-        + f"out{also}."
+        f"model.path = {format_value(model.path)} and {key} = {format_value(other)} both name the "
+        f"model. Leave {key} " + f"out{also}."
         for key, other, also in (
             ("checkpoint.initial_load_path", checkpoint.initial_load_path, ""),
-            ("model.hf_assets_path", model.hf_assets_path, "; another tokenizer is data.tokenizer_path"),
+            (
+                "model.hf_assets_path",
+                model.hf_assets_path,
+                "; another tokenizer is data.tokenizer_path",
+            ),
         )
         if model.path and other and other != model.path
     ]
     if model.init == "random" and checkpoint.initial_load_path and not problems:
         problems = [
             'model.init = "random" and checkpoint.initial_load_path = '
-            + f"{format_value(checkpoint.initial_load_path)} contradict each other. Leave one of them out."
+            + f"{format_value(checkpoint.initial_load_path)} contradict each other. Leave one of "
+            "them out."
         ]
     weights = model.path or (model.hf_assets_path if model.init == "pretrained" else "")
     if model.init == "pretrained" and not (weights or checkpoint.initial_load_path):
-        problems = ['model.init = "pretrained" needs model.path, which is empty. Set it to a folder or hub id.']
+        problems = [
+            'model.init = "pretrained" needs model.path, which is empty. Set it to a folder or hub '
+            "id."
+        ]
     if problems:
         return problems
     if model.init != "random":
@@ -98,7 +120,9 @@ def _fill_in_model(job: JobConfig) -> list[str]:
 
 
 def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[str]:
-    """Keep the later of `training.steps` and `training.epochs`; 3 epochs for pretrained weights without either."""
+    """Keep the later of `training.steps` and `training.epochs`; 3 epochs for pretrained weights
+    without either.
+    """
     training, data = job.training, job.data
     steps, epochs = given.get("training.steps"), given.get("training.epochs")
     if epochs is None:
@@ -112,8 +136,8 @@ def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[str]:
         is_late = [where.startswith("override") for where in (steps, epochs)]
         if is_late[0] == is_late[1]:
             return [
-                f"training.steps = {training.steps} and training.epochs = {training.epochs:g} both say how long the "
-                + "run is. Leave one of them out."
+                f"training.steps = {training.steps} and training.epochs = {training.epochs:g} both "
+                "say how long the " + "run is. Leave one of them out."
             ]
         training.epochs = 0.0 if is_late[0] else training.epochs
     return []
@@ -125,7 +149,9 @@ def wants_held_out(job: JobConfig) -> bool:
 
 
 def is_derived(job: JobConfig, key: str) -> bool:
-    """Return True for a setting that `fill_in` derives from others: it is not saved, so that those can be changed."""
+    """Return True for a setting that `fill_in` derives from others: it is not saved, so that those
+    can be changed.
+    """
     if key == "training.steps":
         return job.training.epochs > 0
     if key == "data.validation_share":
@@ -134,13 +160,19 @@ def is_derived(job: JobConfig, key: str) -> bool:
 
 
 def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixed"]:
-    """Detect the kind of data at `path` by file names: rows for fine-tuning, plain documents, or both in a folder.
+    """Detect the kind of data at `path` by file names: rows for fine-tuning, plain documents, or
+    both in a folder.
 
-    A path that does not exist is rows if its name is that of a dataset of the hub or of a file of rows.
+    A path that does not exist is rows if its name is that of a dataset of the hub or of a file of
+    rows.
     """
     found = Path(os.path.expanduser(path))
     if not found.is_dir():
-        return "examples" if holds_rows(found.name) or (is_hub_id(path) and not found.exists()) else "text"
+        return (
+            "examples"
+            if holds_rows(found.name) or (is_hub_id(path) and not found.exists())
+            else "text"
+        )
     if pattern:
         return "examples" if holds_rows(pattern) else "text"
     names = (name for _, _, files in os.walk(found) for name in files)
@@ -148,24 +180,34 @@ def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixe
     return "mixed" if len(kinds) == 2 else "examples" if True in kinds else "text"
 
 
-def _fill_in_data(job: JobConfig, given: Mapping[str, str], default: Callable[[str, object], None]) -> list[str]:
-    """Set `data.dataset` by what is at the paths, unless it is given; return what contradicts it."""
+def _fill_in_data(
+    job: JobConfig, given: Mapping[str, str], default: Callable[[str, object], None]
+) -> list[str]:
+    """Set `data.dataset` by what is at the paths, unless it is given; return what contradicts
+    it.
+    """
     data = job.data
     kinds = {s.path: find_kind(s.path, s.pattern) for s in get_sources(data).values() if s.path}
     if "data.dataset" not in given and kinds:
         if len(set(kinds.values())) > 1 or "mixed" in kinds.values():
             return [
-                f"data.dataset is not set, and there are rows and text files in {', '.join(kinds)}. Set data.dataset = "
+                "data.dataset is not set, and there are rows and text files in "
+                f"{', '.join(kinds)}. Set data.dataset = "
                 + '"examples" for the rows, or "text" for the text files.'
             ]
         default("data.dataset", next(iter(kinds.values())))
     elif job.checkpoint.initial_load_path:
         default("data.dataset", "none")
     sources = get_sources(data).values() if data.dataset == "text" else ()
-    rows = [s.path for s in sources if (not Path(s.path).is_dir() and holds_rows(s.path)) or ".jsonl" in s.pattern]
+    rows = [
+        s.path
+        for s in sources
+        if (not Path(s.path).is_dir() and holds_rows(s.path)) or ".jsonl" in s.pattern
+    ]
     if rows:
         return [
-            f'data.dataset = "text" would train {rows[0]} as it is written, with braces and field names. Set '
+            f'data.dataset = "text" would train {rows[0]} as it is written, with braces and field '
+            "names. Set "
             + 'data.dataset = "examples": of rows with text, data.text_field is trained.'
         ]
     return []

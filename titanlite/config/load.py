@@ -1,8 +1,8 @@
 """Loading of a checked `JobConfig` from the command line, and saving as TOML.
 
-TOML values and override texts are converted by the declared type, and only then given to OmegaConf: its own
-parsers read YAML 1.1 before they know the type (`off` becomes False, `12:30` becomes 750, True is a valid int) and
-stop at the first error, without the file's name.
+TOML values and override texts are converted by the declared type, and only then given to OmegaConf:
+its own parsers read YAML 1.1 before they know the type (`off` becomes False, `12:30` becomes 750,
+True is a valid int) and stop at the first error, without the file's name.
 """
 
 import json
@@ -45,7 +45,8 @@ USAGE = """\
 usage: --config FILE [--section.key=value ...]
 
   --config FILE           TOML file of the run; --job.config_file FILE means the same
-  --section.key=value     override one setting of the file; '--section.key value' means the same, the last one wins
+  --section.key=value     override one setting of the file; '--section.key value' means the
+                          same, the last one wins
   -h, --help              print this text
 
 sections: {sections}
@@ -62,14 +63,18 @@ _PAGES = {
     "model_name_or_path": "docs/from_trl.md",
     ".py": "docs/from_torchtitan.md",
 }
-_OTHER_NAMES = "Names of other trainers: docs/from_trl.md, docs/from_axolotl.md, docs/from_torchtitan.md."
+_OTHER_NAMES = (
+    "Names of other trainers: docs/from_trl.md, docs/from_axolotl.md, docs/from_torchtitan.md."
+)
 _KEY = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
 
 
 def load_config(argv: Sequence[str]) -> JobConfig:
-    """Read the TOML file and the overrides named by the arguments `argv`; on `--help` print a text and leave.
+    """Read the TOML file and the overrides named by the arguments `argv`; on `--help` print a text
+    and leave.
 
-    Raises ConfigError: an argument, the file, a key or a value is wrong or out of range (`check_values`); all problems.
+    Raises ConfigError: an argument, the file, a key or a value is wrong or out of range
+    (`check_values`); all problems.
     """
     reader = Reader()
     path, overrides = reader.read_arguments(argv)
@@ -79,13 +84,18 @@ def load_config(argv: Sequence[str]) -> JobConfig:
 
 
 def save_resolved(job: JobConfig, path: str | Path) -> None:
-    """Write `job` to the TOML file `path`, which `load_config` reads as `job` again. Its folder is made.
+    """Write `job` to the TOML file `path`, which `load_config` reads as `job` again. Its folder is
+    made.
 
     Raises OSError: the file cannot be written; one that was there before is left as it was.
     """
     lines: list[str] = []
     for section, settings in get_sections_of(job).items():
-        values = [(each.name, get_value(job, each.key)) for each in settings if not is_derived(job, each.key)]
+        values = [
+            (each.name, get_value(job, each.key))
+            for each in settings
+            if not is_derived(job, each.key)
+        ]
         body = [f"{name} = {format_value(value)}" for name, value in values if value is not None]
         lines += [f"[{section}]", *body, ""] if body else []
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -93,13 +103,19 @@ def save_resolved(job: JobConfig, path: str | Path) -> None:
 
 
 def find_changes(job: JobConfig, path: str | Path) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of `job` that differ from those saved in `path`, by key, as (before, now)."""
+    """Return the settings of `job` that differ from those saved in `path`, by key, as (before,
+    now).
+    """
     try:
         before = load_config(["--config", str(path)]) if Path(path).exists() else job
     except ConfigError:
         return {}
     old, new = (
-        {s.key: value for s, value in get_values(one) if s.key.endswith("_path") or not is_derived(one, s.key)}
+        {
+            s.key: value
+            for s, value in get_values(one)
+            if s.key.endswith("_path") or not is_derived(one, s.key)
+        }
         for one in (before, job)
     )
     both = {key: (old.get(key), new.get(key)) for key in old | new}
@@ -108,7 +124,10 @@ def find_changes(job: JobConfig, path: str | Path) -> dict[str, tuple[Any, Any]]
 
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """Return `changes` as 'optimizer.lr 0.003 -> 0.001, ...'."""
-    shown = [[key, *("unset" if value is None else format_value(value) for value in changes[key])] for key in changes]
+    shown = [
+        [key, *("unset" if value is None else format_value(value) for value in changes[key])]
+        for key in changes
+    ]
     return ", ".join(f"{key} {before} -> {now}" for key, before, now in shown)
 
 
@@ -119,10 +138,13 @@ class Reader:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.problems: list[tuple[str, str]] = []
-        self.suspects: set[str] = set()  # keys and sections with a problem: a range check on them would mislead
+        # keys and sections with a problem: a range check on them would mislead
+        self.suspects: set[str] = set()
 
     def read_arguments(self, argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str, str]]]:
-        """Return the configuration file and the overrides as (where, key, text); on `--help` print a text and leave."""
+        """Return the configuration file and the overrides as (where, key, text); on `--help` print
+        a text and leave.
+        """
         paths: list[str] = []
         overrides: list[tuple[str, str, str]] = []
         queue = list(argv)
@@ -135,8 +157,14 @@ class Reader:
             if not argument.startswith("--") or not key:
                 is_file = Path(argument).suffix in (".toml", *_LANGUAGES)
                 likely = "--config " if is_file else "--" if key and has_value else ""
-                hint = f"Did you mean '{likely}{argument.lstrip('-+')}'?" if likely else "Write --section.key=value."
-                self.refuse(f"argument {argument!r}", f"is neither --config nor an override. {hint}")
+                hint = (
+                    f"Did you mean '{likely}{argument.lstrip('-+')}'?"
+                    if likely
+                    else "Write --section.key=value."
+                )
+                self.refuse(
+                    f"argument {argument!r}", f"is neither --config nor an override. {hint}"
+                )
                 continue
             if not has_value and queue and not queue[0].startswith("--"):
                 has_value, text = " ", queue.pop(0)
@@ -150,7 +178,10 @@ class Reader:
         if "" in paths:
             self.refuse("--config", f"no file follows it. Write --config FILE.{_list_configs()}")
         elif not paths:
-            self.refuse("command line", f"no configuration file. Pass one with --config FILE.{_list_configs()}")
+            self.refuse(
+                "command line",
+                f"no configuration file. Pass one with --config FILE.{_list_configs()}",
+            )
         elif len(paths) > 1:
             self.refuse("--config", f"given {len(paths)} times: {', '.join(paths)}. Keep one.")
         return (paths[0] or None if len(paths) == 1 else None), overrides
@@ -164,13 +195,27 @@ class Reader:
         except FileNotFoundError:
             file = Path(path)
             near = find_near(file.stem, [found.stem for found in file.parent.glob("*.toml")])
-            hint = f"Did you mean '{file.with_name(near)}.toml'?" if near else f"Check --config.{_list_configs()}"
+            hint = (
+                f"Did you mean '{file.with_name(near)}.toml'?"
+                if near
+                else f"Check --config.{_list_configs()}"
+            )
             self.refuse(path, f"no such file. {hint}")
         except OSError as error:
-            self.refuse(path, f"cannot be read: {error.strerror}. Pass a file with --config FILE.{_list_configs(path)}")
-        except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, too many digits or brackets
-            text = "Write sections as [model], each once; text in quotes (with a \\ in single ones); true or false"
-            self.refuse(path, f"{_describe_language(path, raw) or f'not valid TOML: {error}.'} {text}.")
+            self.refuse(
+                path,
+                f"cannot be read: {error.strerror}. Pass a file with --config "
+                f"FILE.{_list_configs(path)}",
+            )
+        # no UTF-8, no TOML, too many digits or brackets
+        except (ValueError, RecursionError) as error:
+            text = (
+                "Write sections as [model], each once; text in quotes (with a \\ in single "
+                "ones); true or false"
+            )
+            self.refuse(
+                path, f"{_describe_language(path, raw) or f'not valid TOML: {error}.'} {text}."
+            )
         return None
 
     def read_table(self, where: str, table: dict[str, object], section: str = "") -> None:
@@ -178,7 +223,11 @@ class Reader:
         for name, value in table.items():
             key = f"{section}.{name}".lstrip(".")
             if "." in name:
-                self.refuse(where, f"key {name!r} has a dot inside its quotes. Write it without quotes.", key)
+                self.refuse(
+                    where,
+                    f"key {name!r} has a dot inside its quotes. Write it without quotes.",
+                    key,
+                )
             elif (setting := find_setting(key)) is not None:
                 is_table = setting.name in TABLES and isinstance(value, dict)
                 self.accept(where, setting, json.dumps(value) if is_table else value)
@@ -204,7 +253,9 @@ class Reader:
             self.accept_entry(where, setting, name, text)
         elif (section := find_section(key)) is not None:
             example = section[0].key if section else f"{key}.NAME.path"
-            self.refuse(where, f"'{key}' is a section. Set its keys one by one: --{example}=VALUE.", key)
+            self.refuse(
+                where, f"'{key}' is a section. Set its keys one by one: --{example}=VALUE.", key
+            )
         else:
             self.refuse_unknown(where, key, "key")
 
@@ -232,26 +283,44 @@ class Reader:
     @property
     def source_names(self) -> list[str]:
         """The names of `data.sources`, in the order in which they came."""
-        keys = (key.removeprefix(f"{SOURCES}.") for key in self.origins if key.startswith(f"{SOURCES}."))
+        keys = (
+            key.removeprefix(f"{SOURCES}.") for key in self.origins if key.startswith(f"{SOURCES}.")
+        )
         return list(dict.fromkeys(key.partition(".")[0] for key in keys))
 
     def refuse_unknown(self, where: str, key: str, noun: str) -> None:
-        """Note an unknown key or section, with the nearest match or what there is to choose from."""
+        """Note an unknown key or section, with the nearest match or what there is to choose
+        from.
+        """
         section, _, name = key.replace("-", "_").rpartition(".")
         while section and find_section(section) is None:
             section = section.rpartition(".")[0]
         settings = find_section(section) or []
-        known = [*get_sections(), SOURCES] if noun == "section" else [*get_settings(), *(s.key for s in settings)]
-        nearest = find_nearest(key, known) or [each for each in known if each.replace(".", "_") == name]
+        known = (
+            [*get_sections(), SOURCES]
+            if noun == "section"
+            else [*get_settings(), *(s.key for s in settings)]
+        )
+        nearest = find_nearest(key, known) or [
+            each for each in known if each.replace(".", "_") == name
+        ]
         if section == SOURCES:
-            nearest, hint = [], f". Name a source with small letters, digits and underscores: {SOURCES}.my_data."
+            nearest, hint = (
+                [],
+                f". Name a source with small letters, digits and underscores: {SOURCES}.my_data.",
+            )
         elif nearest:
             hint = f"; did you mean {' or '.join(repr(candidate) for candidate in nearest)}?"
         elif settings:
-            hint = f". Keys of [{section}]: {', '.join(setting.name for setting in settings)}. {_OTHER_NAMES}"
+            hint = (
+                f". Keys of [{section}]: {', '.join(setting.name for setting in settings)}. "
+                f"{_OTHER_NAMES}"
+            )
         else:
             hint = (
-                f". Sections: {', '.join(section for section in get_sections() if '.' not in section)}. {_OTHER_NAMES}"
+                ". Sections: "
+                f"{', '.join(section for section in get_sections() if '.' not in section)}. "
+                f"{_OTHER_NAMES}"
             )
         self.refuse(where, f"unknown {noun} {key!r}{hint}", key, *nearest)
 
@@ -261,7 +330,8 @@ class Reader:
 
     def build(self) -> JobConfig:
         """Build the configuration of all values that were accepted."""
-        from omegaconf import OmegaConf  # here: kernels and their benchmarks run where it is missing
+        # here: kernels and their benchmarks run where it is missing
+        from omegaconf import OmegaConf
 
         config = OmegaConf.structured(JobConfig)
         for name in self.source_names:  # OmegaConf.update makes none
@@ -270,8 +340,12 @@ class Reader:
             OmegaConf.update(config, key, value)
         return cast(JobConfig, OmegaConf.to_object(config))
 
-    def finish(self, path: str | None, overrides: Sequence[tuple[str, str, str]], *, is_whole: bool) -> JobConfig:
-        """Take the overrides and build; check ranges only if it `is_whole`: the file might set what is missing."""
+    def finish(
+        self, path: str | None, overrides: Sequence[tuple[str, str, str]], *, is_whole: bool
+    ) -> JobConfig:
+        """Take the overrides and build; check ranges only if it `is_whole`: the file might set what
+        is missing.
+        """
         for where, key, text in overrides:
             self.read_override(where, key, text)
         if path is not None:
@@ -283,21 +357,33 @@ class Reader:
         wheres = {where for where, _ in self.problems}
         if len(wheres) == 1:
             raise_problems(ConfigError, wheres.pop(), [problem for _, problem in self.problems])
-        raise_problems(ConfigError, "configuration", [f"{where}: {problem}" for where, problem in self.problems])
+        raise_problems(
+            ConfigError,
+            "configuration",
+            [f"{where}: {problem}" for where, problem in self.problems],
+        )
         return job
 
     def note(self, problems: Sequence[str], path: str) -> None:
-        """Note problems of settings without one already, each where one was given, else in the file `path`."""
+        """Note problems of settings without one already, each where one was given, else in the file
+        `path`.
+        """
         known = tuple(self.suspects)
         for problem in problems:
             keys = [key for key in _KEY.findall(problem) if find_setting(key) is not None]
-            if not any(key == suspect or key.startswith(f"{suspect}.") for key in keys for suspect in known):
+            if not any(
+                key == suspect or key.startswith(f"{suspect}.") for key in keys for suspect in known
+            ):
                 wheres = (self.origins.get(key, path) for key in _KEY.findall(problem))
-                self.refuse(next((where for where in wheres if where != path), path), problem, *keys)
+                self.refuse(
+                    next((where for where in wheres if where != path), path), problem, *keys
+                )
 
 
 def _describe_language(path: str, raw: bytes) -> str:
-    """Say what the file is written in, if that is another language than TOML, and which page helps; or ""."""
+    """Say what the file is written in, if that is another language than TOML, and which page helps;
+    or "".
+    """
     import yaml  # here: only a refusal needs it
 
     try:
@@ -317,6 +403,8 @@ def _describe_language(path: str, raw: bytes) -> str:
 
 
 def _list_configs(folder: str | Path = "configs") -> str:
-    """' Files in FOLDER: a.toml, b.toml' or nothing; what a user who forgot the file's name needs."""
+    """' Files in FOLDER: a.toml, b.toml' or nothing; what a user who forgot the file's name
+    needs.
+    """
     names = sorted(path.name for path in Path(folder).glob("*.toml"))
     return f" Files in {folder}: {list_names(names)}" if names else ""

@@ -1,4 +1,6 @@
-"""`ModelConfig`: the sizes and switches of the native decoder; `TransformersConfig`: those of any other model."""
+"""`ModelConfig`: the sizes and switches of the native decoder; `TransformersConfig`: those of any
+other model.
+"""
 
 import math
 from collections.abc import Mapping
@@ -9,9 +11,10 @@ from typing import Any, Literal, cast
 def setting(default: Any, doc: str, **metadata: Any) -> Any:
     """Return a dataclass field with its documentation; mutable defaults are copied per instance.
 
-    `choices`: values of a text that may also name an extension; others are a Literal. `calls`: how an extension
-    (`base.extension`) is called that it may name; None: it may not. `is_list`: text with commas, which may be a list.
-    `ge, gt, le, lt, also`: bounds of a number, and a value that it may have too; by default 0 or more.
+    `choices`: values of a text that may also name an extension; others are a Literal. `calls`: how
+    an extension (`base.extension`) is called that it may name; None: it may not. `is_list`: text
+    with commas, which may be a list. `ge, gt, le, lt, also`: bounds of a number, and a value that
+    it may have too; by default 0 or more.
     """
     metadata["doc"] = doc
     if callable(default):
@@ -20,7 +23,9 @@ def setting(default: Any, doc: str, **metadata: Any) -> Any:
 
 
 def size(doc: str, default: Any = None, *, override: bool = True) -> Any:
-    """Return a ModelConfig field with its documentation; `override=False` keeps it out of `[model.overrides]`."""
+    """Return a ModelConfig field with its documentation; `override=False` keeps it out of
+    `[model.overrides]`.
+    """
     return setting(default, doc, override=override)
 
 
@@ -28,26 +33,36 @@ def size(doc: str, default: Any = None, *, override: bool = True) -> Any:
 class RopeScaling:
     """Frequency scaling of rotary embeddings, for sequences longer than those of pretraining.
 
-    `linear` (arXiv:2306.15595) divides all frequencies by `factor`. `llama3` and `yarn` (arXiv:2309.00071) divide low
-    ones and keep high ones, each with a transition of its own; `yarn` scales queries and keys, too. Which field belongs
-    to which type is in `ROPE_FIELDS`.
+    `linear` (arXiv:2306.15595) divides all frequencies by `factor`. `llama3` and `yarn`
+    (arXiv:2309.00071) divide low ones and keep high ones, each with a transition of its own; `yarn`
+    scales queries and keys, too. Which field belongs to which type is in `ROPE_FIELDS`.
     """
 
     rope_type: Literal["linear", "llama3", "yarn"] = size("Which of the scalings.", "linear")
     factor: float = size("How much longer sequences may be than in pretraining.", 1.0)
     low_freq_factor: float = size("Wavelengths above original / this are divided (llama3).", 1.0)
     high_freq_factor: float = size("Wavelengths below original / this are kept (llama3).", 4.0)
-    original_max_position_embeddings: int = size("Longest sequence of pretraining (llama3, yarn).", 8192)
-    beta_fast: float = size("Frequencies with more turns in the original length are kept (yarn).", 32.0)
+    original_max_position_embeddings: int = size(
+        "Longest sequence of pretraining (llama3, yarn).", 8192
+    )
+    beta_fast: float = size(
+        "Frequencies with more turns in the original length are kept (yarn).", 32.0
+    )
     beta_slow: float = size("Frequencies with fewer turns in it are divided (yarn).", 1.0)
-    attention_factor: float | None = size("On queries and keys; unset: 0.1 * ln(factor) + 1 (yarn).")
-    mscale: float | None = size("With mscale_all_dim, and no attention_factor: weighs ln(factor) (yarn).")
+    attention_factor: float | None = size(
+        "On queries and keys; unset: 0.1 * ln(factor) + 1 (yarn)."
+    )
+    mscale: float | None = size(
+        "With mscale_all_dim, and no attention_factor: weighs ln(factor) (yarn)."
+    )
     mscale_all_dim: float | None = size("The same, in the denominator (yarn).")
     truncate: bool = size("Round the ends of the transition to whole frequencies (yarn).", True)
 
     @property
     def attention_scaling(self) -> float:
-        """Factor on queries and keys that keeps attention sharp over more tokens; 1 except in yarn."""
+        """Factor on queries and keys that keeps attention sharp over more tokens; 1 except in
+        yarn.
+        """
         if self.rope_type != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -64,7 +79,10 @@ class RopeScaling:
 # Fields of `RopeScaling` that each type has, and those of them that a config.json may leave out.
 ROPE_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
     "yarn": (
         ("factor", "original_max_position_embeddings"),
         ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
@@ -76,33 +94,50 @@ ROPE_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 class ModelConfig:
     """Architecture of one decoder-only transformer. Dense when `num_experts` is 0."""
 
-    family: str = size("Model family, names the Hugging Face classes and checkpoint keys.", "qwen3", override=False)
+    family: str = size(
+        "Model family, names the Hugging Face classes and checkpoint keys.", "qwen3", override=False
+    )
     vocab_size: int = size("Rows of the embedding.", 151936)
     hidden_size: int = size("Width of the residual stream (D).", 1024)
     num_layers: int = size("Decoder layers.", 28)
     num_heads: int = size("Query heads.", 16)
     num_kv_heads: int = size("Key and value heads; num_heads is a multiple.", 8)
-    head_dim: int = size("Width of one head; with latent attention, of the part of it that is rotated.", 128)
+    head_dim: int = size(
+        "Width of one head; with latent attention, of the part of it that is rotated.", 128
+    )
     intermediate_size: int = size("Inner width of dense SwiGLU layers.", 3072)
     max_position_embeddings: int = size("Longest sequence the model is meant for.", 40960)
     rms_norm_eps: float = size("Epsilon of RMSNorm.", 1e-6)
     rope_theta: float = size("Base of the rotary frequencies.", 1000000.0)
-    rope_scaling: RopeScaling | None = size("Rotary frequency scaling.", None, override=False)  # as a table of its own
-    partial_rotary_factor: float = size("Part of each head that rotary embeddings turn.", 1.0, override=False)
+    # as a table of its own
+    rope_scaling: RopeScaling | None = size("Rotary frequency scaling.", None, override=False)
+    partial_rotary_factor: float = size(
+        "Part of each head that rotary embeddings turn.", 1.0, override=False
+    )
     qk_norm: bool = size("RMSNorm on each query and key head.", True)
     attention_bias: bool = size("Bias on q, k, v (and o) projections.", False)
-    attention_output_bias: bool = size("With attention_bias, on the o projection too.", True, override=False)
+    attention_output_bias: bool = size(
+        "With attention_bias, on the o projection too.", True, override=False
+    )
     kv_lora_rank: int = size("Width of the latent of keys and values (MLA, arXiv:2405.04434).", 0)
     q_lora_rank: int = size("Width of the latent of queries; 0: they have none.", 0)
-    qk_nope_head_dim: int = size("With latent attention, the part of a query or key head that is not rotated.", 0)
+    qk_nope_head_dim: int = size(
+        "With latent attention, the part of a query or key head that is not rotated.", 0
+    )
     v_head_dim: int = size("With latent attention, width of a value head.", 0)
-    rope_interleave: bool = size("With latent attention, neighbours are rotated, not halves.", False)
+    rope_interleave: bool = size(
+        "With latent attention, neighbours are rotated, not halves.", False
+    )
     tie_word_embeddings: bool = size("lm_head shares the embedding's weight.", False)
-    # Not part of a model's identity: saved configurations name the tokenizer's padding, whatever a run did with it.
+    # Not part of a model's identity: saved configurations name the tokenizer's padding, whatever a
+    # run did with it.
     pad_token_id: int | None = field(
         default=None,
         compare=False,
-        metadata={"doc": "Row of the embedding without a gradient, as in transformers.", "override": False},
+        metadata={
+            "doc": "Row of the embedding without a gradient, as in transformers.",
+            "override": False,
+        },
     )
     initializer_range: float = size("Standard deviation of the initial weights.", 0.02)
     num_experts: int = size("Experts per MoE layer (E); 0 makes every layer dense.", 0)
@@ -134,16 +169,25 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor on the scores, of all of a head: YaRN's on queries and keys covers what is rotated alone."""
+        """Factor on the scores, of all of a head: YaRN's on queries and keys covers what is rotated
+        alone.
+        """
         scaling, scale = self.rope_scaling, self.qk_head_dim**-0.5
-        if self.kv_lora_rank and scaling is not None and scaling.rope_type == "yarn" and scaling.mscale_all_dim:
+        if (
+            self.kv_lora_rank
+            and scaling is not None
+            and scaling.rope_type == "yarn"
+            and scaling.mscale_all_dim
+        ):
             scale *= scaling.get_sharpness(scaling.mscale_all_dim) ** 2
         return scale
 
 
 @dataclass(frozen=True)
 class TransformersConfig:
-    """A model that transformers implements: what the rest of titanlite asks about it. Sizes are of the text model."""
+    """A model that transformers implements: what the rest of titanlite asks about it. Sizes are of
+    the text model.
+    """
 
     family: str  # `model_type` of its config.json
     architecture: str
@@ -151,13 +195,15 @@ class TransformersConfig:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    attention_width: int  # query heads * head width; where keys and values differ in width, their mean
+    # query heads * head width; where keys and values differ in width, their mean
+    attention_width: int
     max_position_embeddings: int | None
     num_experts: int  # routed experts of the largest MoE layer; 0 for a dense model
     top_k: int
     tie_word_embeddings: bool
     takes_images: bool = False
-    rope_limit: int | None = None  # tokens from which on rotary frequencies depend on the longest sequence of a forward
+    # tokens from which on rotary frequencies depend on the longest sequence of a forward
+    rope_limit: int | None = None
     num_dense_layers: int = 0  # always 0: the class decides which layers are MoE
     why: str = ""  # the reason that it is not the native decoder, for the log
 
@@ -166,7 +212,9 @@ AnyModelConfig = ModelConfig | TransformersConfig
 
 
 def _overrides_of(config: type, name: str, *more: tuple[str, Any, Any]) -> type:
-    """Return a section with every field of `config` that may be overridden; None keeps what is there."""
+    """Return a section with every field of `config` that may be overridden; None keeps what is
+    there.
+    """
     own = [
         (f.name, cast(type, f.type) | None, field(default=None, metadata=f.metadata))
         for f in fields(config)
@@ -191,29 +239,44 @@ ModelOverrides = _overrides_of(
 @dataclass
 class ModelSection:
     path: str = setting(
-        "", "Folder or hub id of the Hugging Face model to train: its config.json, tokenizer and weights."
+        "",
+        "Folder or hub id of the Hugging Face model to train: its config.json, tokenizer and "
+        "weights.",
     )
     init: Literal["auto", "pretrained", "random"] = setting(
-        "auto", "'random': weights from scratch, even with a path; 'auto': pretrained with a path, random without."
+        "auto",
+        "'random': weights from scratch, even with a path; 'auto': pretrained with a path, random "
+        "without.",
     )
     name: str = setting(
-        "qwen3_moe", "Family of the flavor: one of titanlite/models/families, or yours (docs/extending.md).", calls=()
+        "qwen3_moe",
+        "Family of the flavor: one of titanlite/models/families, or yours (docs/extending.md).",
+        calls=(),
     )
     flavor: str = setting(
         "",
-        "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from path. The vocabulary of a new model is "
+        "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from path. The "
+        "vocabulary of a new model is "
         "the tokenizer's where the preset's is smaller, or more than twice as large.",
     )
     hf_assets_path: str = setting(
-        "", "As path, but without the weights: config.json and tokenizer. With a flavor: the tokenizer only."
+        "",
+        "As path, but without the weights: config.json and tokenizer. With a flavor: the tokenizer "
+        "only.",
     )
     implementation: Literal["auto", "native", "transformers"] = setting(
-        "auto", "'native': titanlite's decoder; 'transformers': the class of transformers; 'auto': native where it can."
+        "auto",
+        "'native': titanlite's decoder; 'transformers': the class of transformers; 'auto': native "
+        "where it can.",
     )
     attention_backend: Literal["auto", "sdpa", "varlen"] = setting(
         "auto",
-        "'auto': 'varlen' where it can be, otherwise 'sdpa'. 'sdpa': scaled_dot_product_attention; packed documents on "
-        "CUDA need a dense mask, and masked parts are computed too. 'varlen': FlashAttention on each document, on CUDA "
+        "'auto': 'varlen' where it can be, otherwise 'sdpa'. 'sdpa': scaled_dot_product_attention; "
+        "packed documents on "
+        "CUDA need a dense mask, and masked parts are computed too. 'varlen': FlashAttention on "
+        "each document, on CUDA "
         "in bfloat16; on Hopper 'auto' takes version 3 where flash_attn_interface is installed.",
     )
-    overrides: ModelOverrides = setting(ModelOverrides, "Single sizes to change, for example num_layers = 4.")  # type: ignore[valid-type]
+    overrides: ModelOverrides = setting(
+        ModelOverrides, "Single sizes to change, for example num_layers = 4."
+    )  # type: ignore[valid-type]

@@ -1,4 +1,6 @@
-"""Parallelism degrees: resolved and checked against world size and model, without torch, alike on all ranks."""
+"""Parallelism degrees: resolved and checked against world size and model, without torch, alike on
+all ranks.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -8,18 +10,24 @@ from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConf
 from titanlite.config.schema import BLOCK_SIZES, JobConfig, ParallelismSection
 from titanlite.config.settings import format_value
 
-# Examples of an optimizer step where none is set, by whether it is DPO: how many, their name, and where that is from.
-BATCHES = {False: (16, "examples", "QLoRA, arXiv:2305.14314"), True: (32, "pairs", "Zephyr, arXiv:2310.16944")}
+# Examples of an optimizer step where none is set, by whether it is DPO: how many, their name, and
+# where that is from.
+BATCHES = {
+    False: (16, "examples", "QLoRA, arXiv:2305.14314"),
+    True: (32, "pairs", "Zephyr, arXiv:2310.16944"),
+}
 _SEQ_LEN = 2048  # where none is set
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Resolved degrees. Dense mesh: (dp_replicate, fsdp = dp_shard * cp, tp); sparse mesh: (dp_replicate, efsdp, ep).
+    """Resolved degrees. Dense mesh: (dp_replicate, fsdp = dp_shard * cp, tp); sparse mesh:
+    (dp_replicate, efsdp, ep).
 
-    Both cover the ranks of one pipeline stage, which are neighbours. FSDP shards over dp_shard and cp: cp ranks
-    have the same parameters, and gradients of other tokens. A group of ep neighbours among dp_shard, cp and tp splits
-    the experts, for between layers all of them hold different tokens.
+    Both cover the ranks of one pipeline stage, which are neighbours. FSDP shards over dp_shard and
+    cp: cp ranks have the same parameters, and gradients of other tokens. A group of ep neighbours
+    among dp_shard, cp and tp splits the experts, for between layers all of them hold different
+    tokens.
     """
 
     dp_replicate: int = 1
@@ -46,7 +54,9 @@ class Degrees:
 
     @property
     def ranks_per_sequence(self) -> int:
-        """Ranks that read the same sequences and hold other positions of them between layers: a group of cp * tp."""
+        """Ranks that read the same sequences and hold other positions of them between layers: a
+        group of cp * tp.
+        """
         return self.cp * self.tp
 
     @property
@@ -67,8 +77,9 @@ class Degrees:
         return rank // self.stage_size
 
     def stage_sizes(self, num_layers: int) -> list[int]:
-        """Return the number of layers of each pipeline stage. The remainder goes to the stages next to
-        the last: that has the output head, and the first holds the activations of most micro-batches.
+        """Return the number of layers of each pipeline stage. The remainder goes to the stages next
+        to the last: that has the output head, and the first holds the activations of most
+        micro-batches.
         """
         if self.layers:
             return list(self.layers)
@@ -83,11 +94,15 @@ class Degrees:
         return range(start, start + sizes[stage])
 
     def turns_ahead(self, stage: int) -> int:
-        """Count the most forwards that a stage runs ahead of its backwards: one for each later stage."""
+        """Count the most forwards that a stage runs ahead of its backwards: one for each later
+        stage.
+        """
         return self.pp - 1 - stage
 
     def waiting(self, num_micro_batches: int) -> float:
-        """Return the bubble: the share of a step that a rank waits for other stages, (p - 1) / (n + p - 1)."""
+        """Return the bubble: the share of a step that a rank waits for other stages, (p - 1) / (n +
+        p - 1).
+        """
         return (self.pp - 1) / (num_micro_batches + self.pp - 1)
 
     @property
@@ -102,7 +117,10 @@ class Degrees:
     def __str__(self) -> str:
         cp = f" x cp {self.cp}" if self.cp > 1 else ""
         pp = f"pp {self.pp} x " if self.pp > 1 else ""
-        return f"{pp}dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}{cp} x tp {self.tp}, ep {self.ep}"
+        return (
+            f"{pp}dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}{cp} x tp "
+            f"{self.tp}, ep {self.ep}"
+        )
 
 
 def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
@@ -111,7 +129,11 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
     Raises ConfigError: they do not, or the experts cannot be split so.
     """
     replicate, shard = section.data_parallel_replicate_degree, section.data_parallel_shard_degree
-    cp, tp, pp = section.context_parallel_degree, section.tensor_parallel_degree, section.pipeline_parallel_degree
+    cp, tp, pp = (
+        section.context_parallel_degree,
+        section.tensor_parallel_degree,
+        section.pipeline_parallel_degree,
+    )
     ep = section.expert_parallel_degree
     of_cp, of_pp = f" * cp ({cp})" if cp > 1 else "", f"pp ({pp}) * " if pp > 1 else ""
     if world_size < 1:
@@ -120,38 +142,48 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
         others = pp * replicate * cp * tp
         if world_size % others:
             raise ConfigError(
-                f"parallelism: {of_pp}dp_replicate ({replicate}){of_cp} * tp ({tp}) = {others} does not divide "
-                f"the world size ({world_size}). Change one of these degrees, or the number of ranks."
+                f"parallelism: {of_pp}dp_replicate ({replicate}){of_cp} * tp ({tp}) = {others} "
+                "does not divide "
+                f"the world size ({world_size}). Change one of these degrees, or the number of "
+                "ranks."
             )
         shard = world_size // others
     degrees = Degrees(replicate, shard, tp, ep, cp, pp, _parse_layers(section))
     if degrees.world_size != world_size:
         raise ConfigError(
-            f"parallelism: {of_pp}dp_replicate ({replicate}) * dp_shard ({shard}){of_cp} * tp ({tp}) = "
-            f"{degrees.world_size}, but the world size is {world_size}. Set data_parallel_shard_degree = -1 "
+            f"parallelism: {of_pp}dp_replicate ({replicate}) * dp_shard ({shard}){of_cp} * tp "
+            f"({tp}) = "
+            f"{degrees.world_size}, but the world size is {world_size}. Set "
+            "data_parallel_shard_degree = -1 "
             "to use the rest, or change a degree."
         )
     if (shard * cp * tp) % ep:
         raise ConfigError(
-            f"parallelism: ep ({ep}) does not divide dp_shard ({shard}){of_cp} * tp ({tp}) = {shard * cp * tp}. Lower "
+            f"parallelism: ep ({ep}) does not divide dp_shard ({shard}){of_cp} * tp ({tp}) = "
+            f"{shard * cp * tp}. Lower "
             "expert_parallel_degree; expert parallelism folds over these ranks."
         )
     return degrees
 
 
 def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
-    """Parse `pipeline_parallel_layers`. ConfigError: not one number for each stage, or one stage only."""
+    """Parse `pipeline_parallel_layers`. ConfigError: not one number for each stage, or one stage
+    only.
+    """
     text, pp = section.pipeline_parallel_layers, section.pipeline_parallel_degree
     words = [word.strip() for word in text.split(",")] if text else []
     if pp == 1 and words:
         raise ConfigError(
-            f"parallelism: pipeline_parallel_layers = '{text}' has no effect, for pipeline_parallel_degree is 1. "
+            f"parallelism: pipeline_parallel_layers = '{text}' has no effect, for "
+            "pipeline_parallel_degree is 1. "
             "Set that to the number of stages, or leave the layers out."
         )
     if words and (len(words) != pp or not all(word.isdecimal() for word in words)):
         raise ConfigError(
-            f"parallelism.pipeline_parallel_layers = '{text}' is not one number of layers for each of the "
-            f"pipeline_parallel_degree ({pp}) stages, with commas between them. Correct it, or leave it out."
+            f"parallelism.pipeline_parallel_layers = '{text}' is not one number of layers for each "
+            "of the "
+            f"pipeline_parallel_degree ({pp}) stages, with commas between them. Correct it, or "
+            "leave it out."
         )
     return tuple(map(int, words))
 
@@ -168,7 +200,12 @@ def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -
 def _check_native(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[str]:
     tp, cp, pp, layers = degrees.tp, degrees.cp, degrees.pp, degrees.layers
     widths = _feed_forward_widths(model)
-    split = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "vocab_size": model.vocab_size, **widths}
+    split = {
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "vocab_size": model.vocab_size,
+        **widths,
+    }
     problems = [
         f"parallelism: tensor_parallel_degree ({tp}) does not divide {name} ({size})."
         for name, size in split.items()
@@ -179,29 +216,36 @@ def _check_native(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[
     rows: list[tuple[object, str]] = [
         (
             job.training.seq_len % degrees.ranks_per_sequence,
-            f"training.seq_len ({job.training.seq_len}) is not a multiple of {split_by}tensor_parallel_degree ({tp}): "
+            f"training.seq_len ({job.training.seq_len}) is not a multiple of "
+            f"{split_by}tensor_parallel_degree ({tp}): "
             "activations are sequence-sharded.",
         ),
         (
             not problems and (heads % cp or (kv_heads % cp and cp % kv_heads)),
-            f"parallelism: context_parallel_degree ({cp}) does not divide the {heads} attention heads, or is neither a "
-            f"divisor nor a multiple of the {kv_heads} key/value heads, that tensor_parallel_degree ({tp}) leaves: "
+            f"parallelism: context_parallel_degree ({cp}) does not divide the {heads} attention "
+            "heads, or is neither a "
+            f"divisor nor a multiple of the {kv_heads} key/value heads, that "
+            f"tensor_parallel_degree ({tp}) leaves: "
             "inside attention each rank has some of them. Lower one of the degrees.",
         ),
         (
             pp > 1 and model.tie_word_embeddings,
-            f"parallelism: pipeline_parallel_degree is {pp}, but the model's output head is its embedding (tied), and "
+            f"parallelism: pipeline_parallel_degree is {pp}, but the model's output head is its "
+            "embedding (tied), and "
             "the one is in the last stage, the other in the first. Set it to 1.",
         ),
         (
             not layers and model.num_layers < pp,
-            f"parallelism: pipeline_parallel_degree ({pp}) is more than the model's {model.num_layers} layers. Lower "
+            f"parallelism: pipeline_parallel_degree ({pp}) is more than the model's "
+            f"{model.num_layers} layers. Lower "
             "it.",
         ),
         (
             layers and (sum(layers) != model.num_layers or 0 in layers),
-            f"parallelism.pipeline_parallel_layers: {' + '.join(map(str, layers))} = {sum(layers)}, but the model has "
-            f"{model.num_layers} layers, and each stage needs one or more. Correct it, or leave it out.",
+            f"parallelism.pipeline_parallel_layers: {' + '.join(map(str, layers))} = "
+            f"{sum(layers)}, but the model has "
+            f"{model.num_layers} layers, and each stage needs one or more. Correct it, or leave it "
+            "out.",
         ),
     ]
     problems += [text for is_wrong, text in rows if is_wrong]
@@ -209,16 +253,26 @@ def _check_native(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[
     if form in BLOCK_SIZES and tp > 1:
         widths = {"num_heads * head width": model.num_heads * model.value_head_dim, **widths}
         problems += [
-            f"lora.base_dtype = '{form}' keeps blocks of {BLOCK_SIZES[form]} values, but {name} ({width}) is not so "
-            f"many for each of tensor_parallel_degree ({tp}) ranks, or a multiple. Lower tensor_parallel_degree."
+            f"lora.base_dtype = '{form}' keeps blocks of {BLOCK_SIZES[form]} values, but {name} "
+            f"({width}) is not so "
+            f"many for each of tensor_parallel_degree ({tp}) ranks, or a multiple. Lower "
+            "tensor_parallel_degree."
             for name, width in widths.items()
             if width % (tp * BLOCK_SIZES[form])
         ]
-    if not model.num_experts or model.num_experts % degrees.ep or degrees.expert_shard_dim(model.num_experts) != 1:
+    if (
+        not model.num_experts
+        or model.num_experts % degrees.ep
+        or degrees.expert_shard_dim(model.num_experts) != 1
+    ):
         return problems
-    widths = {"2 * moe_intermediate_size": 2 * model.moe_intermediate_size, "hidden_size": model.hidden_size}
+    widths = {
+        "2 * moe_intermediate_size": 2 * model.moe_intermediate_size,
+        "hidden_size": model.hidden_size,
+    }
     return problems + [
-        f"parallelism: {degrees.efsdp * degrees.ep} ranks share {model.num_experts} experts, so each is split in "
+        f"parallelism: {degrees.efsdp * degrees.ep} ranks share {model.num_experts} experts, so "
+        "each is split in "
         f"{degrees.efsdp}, but that does not divide {name} ({size}). Raise expert_parallel_degree."
         for name, size in widths.items()
         if size % degrees.efsdp
@@ -227,18 +281,28 @@ def _check_native(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[
 
 def _check_experts(model: AnyModelConfig, ep: int) -> list[str]:
     if model.num_experts == 0 and ep > 1:
-        return [f"parallelism: expert_parallel_degree is {ep}, but the model has no experts. Set it to 1."]
-    text = f"parallelism: expert_parallel_degree ({ep}) does not divide the model's num_experts ({model.num_experts})."
+        return [
+            f"parallelism: expert_parallel_degree is {ep}, but the model has no experts. Set it to "
+            "1."
+        ]
+    text = (
+        f"parallelism: expert_parallel_degree ({ep}) does not divide the model's num_experts "
+        f"({model.num_experts})."
+    )
     return [text] if model.num_experts % ep else []
 
 
 def _feed_forward_widths(model: ModelConfig) -> dict[str, int]:
-    """Return the widths of feed-forward layers that tensor parallelism splits, without those of experts."""
+    """Return the widths of feed-forward layers that tensor parallelism splits, without those of
+    experts.
+    """
     widths = {}
     if model.num_experts == 0 or model.num_dense_layers:
         widths["intermediate_size"] = model.intermediate_size
     if model.num_experts and model.num_shared_experts:
-        widths["num_shared_experts * moe_intermediate_size"] = model.num_shared_experts * model.moe_intermediate_size
+        widths["num_shared_experts * moe_intermediate_size"] = (
+            model.num_shared_experts * model.moe_intermediate_size
+        )
     return widths
 
 
@@ -247,41 +311,73 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
     what = f"{model.architecture} is transformers' implementation"
     form, backend = job.lora.base_dtype, job.model.attention_backend
     rows = (
-        ("parallelism.context_parallel_degree", degrees.cp, degrees.cp > 1, "attention cannot be split so"),
-        ("parallelism.pipeline_parallel_degree", degrees.pp, degrees.pp > 1, "forward cannot be cut into stages"),
+        (
+            "parallelism.context_parallel_degree",
+            degrees.cp,
+            degrees.cp > 1,
+            "attention cannot be split so",
+        ),
+        (
+            "parallelism.pipeline_parallel_degree",
+            degrees.pp,
+            degrees.pp > 1,
+            "forward cannot be cut into stages",
+        ),
         ("lora.base_dtype", form, form in BLOCK_SIZES, "layers multiply with plain weights"),
-        ("moe.expert_bias_update_rate", rate := job.moe.expert_bias_update_rate, rate, "routers have no such bias"),
-        ("moe.aux_loss_coeff", job.moe.aux_loss_coeff, job.moe.aux_loss_coeff, "routers have no such loss"),
-        ("moe.z_loss_coeff", job.moe.z_loss_coeff, job.moe.z_loss_coeff, "routers have no such loss"),
+        (
+            "moe.expert_bias_update_rate",
+            rate := job.moe.expert_bias_update_rate,
+            rate,
+            "routers have no such bias",
+        ),
+        (
+            "moe.aux_loss_coeff",
+            job.moe.aux_loss_coeff,
+            job.moe.aux_loss_coeff,
+            "routers have no such loss",
+        ),
+        (
+            "moe.z_loss_coeff",
+            job.moe.z_loss_coeff,
+            job.moe.z_loss_coeff,
+            "routers have no such loss",
+        ),
         ("compile.enable", job.compile.enable, job.compile.enable, "layers are not compiled"),
         ("model.attention_backend", backend, backend == "varlen", "attention is the class's own"),
     )
     problems = [
-        f"{key} = {format_value(value)}: {what}, whose {why} here. Leave it out, or use a native family."
+        f"{key} = {format_value(value)}: {what}, whose {why} here. Leave it out, or use a native "
+        "family."
         for key, value, is_set, why in rows
         if is_set
     ]
     if degrees.tp > 1:
         problems.append(
-            f"parallelism.tensor_parallel_degree = {degrees.tp}: {what}, whose layers are not split. Set it to 1: "
+            f"parallelism.tensor_parallel_degree = {degrees.tp}: {what}, whose layers are not "
+            "split. Set it to 1: "
             "data_parallel_shard_degree shards the model, and expert_parallel_degree its experts."
         )
     section = job.activation_checkpoint
     if section.mode == "selective" and section.selective_ac_option == "op":
         problems.append(
-            f"activation_checkpoint: mode 'selective' by operation knows titanlite's layers only, and {what}. Set mode "
+            "activation_checkpoint: mode 'selective' by operation knows titanlite's layers only, "
+            f"and {what}. Set mode "
             "to 'full', or selective_ac_option to a number."
         )
     return problems
 
 
 def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
-    """Check what holds for models of both kinds: when parameters are freed, batches, and lengths of sequences."""
+    """Check what holds for models of both kinds: when parameters are freed, batches, and lengths of
+    sequences.
+    """
     parallelism, training = job.parallelism, job.training
     is_transformers = isinstance(model, TransformersConfig)
     batch, total = training.local_batch_size * degrees.dp, training.global_batch_size or -1
     most = model.max_position_embeddings
-    is_alone = training.local_batch_size == 1 and not job.data.packing and training.objective != "dpo"
+    is_alone = (
+        training.local_batch_size == 1 and not job.data.packing and training.objective != "dpo"
+    )
     limit = model.rope_limit if is_transformers and not is_alone else None  # pairs share a row
     scaling = None if is_transformers else model.rope_scaling
     reached = None
@@ -291,11 +387,13 @@ def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
         (
             parallelism.fsdp_once_per_step and parallelism.fsdp_reshard_after_forward == "always",
             "parallelism.fsdp_once_per_step keeps gathered parameters for a whole step, and "
-            "fsdp_reshard_after_forward = 'always' frees them after each forward. Leave one of the two out.",
+            "fsdp_reshard_after_forward = 'always' frees them after each forward. Leave one of the "
+            "two out.",
         ),
         (
             job.data.dataset == "images" and not (is_transformers and model.takes_images),
-            f'data.dataset = "images": {model.family} takes no images. Use an image-and-text model.',
+            f'data.dataset = "images": {model.family} takes no images. Use an image-and-text '
+            "model.",
         ),
         (
             total > 0 and total % batch,
@@ -304,19 +402,24 @@ def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
         ),
         (
             most is not None and training.seq_len > most,
-            f"training.seq_len ({training.seq_len}) exceeds the model's max_position_embeddings ({most}). Set it to "
+            f"training.seq_len ({training.seq_len}) exceeds the model's max_position_embeddings "
+            f"({most}). Set it to "
             "that or less.",
         ),
         (
             limit is not None and training.seq_len > limit,
-            f"training.seq_len ({training.seq_len}): beyond {limit} tokens (original_max_position_embeddings) the "
-            f"rotary frequencies of {model.family} follow the longest document of a forward, so documents would depend "
-            f"on their neighbours. Set training.seq_len = {limit}; examples that are no pairs can also be trained one "
+            f"training.seq_len ({training.seq_len}): beyond {limit} tokens "
+            "(original_max_position_embeddings) the "
+            f"rotary frequencies of {model.family} follow the longest document of a forward, so "
+            "documents would depend "
+            f"on their neighbours. Set training.seq_len = {limit}; examples that are no pairs can "
+            "also be trained one "
             "by one, with data.packing = false and training.local_batch_size = 1.",
         ),
         (
             reached is not None and training.seq_len > reached,
-            f"training.seq_len ({training.seq_len}) exceeds the {reached} tokens that YaRN reaches here, its factor * "
+            f"training.seq_len ({training.seq_len}) exceeds the {reached} tokens that YaRN reaches "
+            "here, its factor * "
             "original_max_position_embeddings. Raise model.overrides.rope_scaling.factor.",
         ),
     ]
@@ -328,18 +431,27 @@ def resolve_seq_len(job: JobConfig, model: AnyModelConfig) -> JobConfig:
     if job.training.seq_len != -1:
         return job
     if (limit := model.max_position_embeddings or _SEQ_LEN) < _SEQ_LEN:
-        logger.info("training.seq_len is %d, the model's max_position_embeddings; by default it is %d", limit, _SEQ_LEN)
+        logger.info(
+            "training.seq_len is %d, the model's max_position_embeddings; by default it is %d",
+            limit,
+            _SEQ_LEN,
+        )
     return replace(job, training=replace(job.training, seq_len=min(limit, _SEQ_LEN)))
 
 
 def resolve_global_batch_size(
-    job: JobConfig, dp_degree: int, examples: float = 1.0, num_sequences: int | None = None, before: int | None = None
+    job: JobConfig,
+    dp_degree: int,
+    examples: float = 1.0,
+    num_sequences: int | None = None,
+    before: int | None = None,
 ) -> int:
     """Return the sequences of an optimizer step on all ranks.
 
-    Where none is set: as many as hold the examples of `BATCHES`, if each holds `examples`, but at most a 32nd of the
-    `num_sequences` of an epoch, so that it has 32 steps or more (as LIMA, arXiv:2305.11206); or `before`, those of the
-    run that is resumed. Rounded down to whole micro-batches on all ranks, at least one each.
+    Where none is set: as many as hold the examples of `BATCHES`, if each holds `examples`, but at
+    most a 32nd of the `num_sequences` of an epoch, so that it has 32 steps or more (as LIMA,
+    arXiv:2305.11206); or `before`, those of the run that is resumed. Rounded down to whole
+    micro-batches on all ranks, at least one each.
     """
     total = job.training.global_batch_size
     size = job.training.local_batch_size * dp_degree

@@ -1,6 +1,7 @@
 """The configuration schema: one dataclass per TOML section, names as in torchtitan's TOML files.
 
-`docs/config.md` is generated from here. Nothing heavy is imported: a wrong configuration is refused at once.
+`docs/config.md` is generated from here. Nothing heavy is imported: a wrong configuration is refused
+at once.
 """
 
 from dataclasses import dataclass, field
@@ -16,83 +17,127 @@ class JobSection:
         "outputs", "Folder of this run. Not set: outputs/NAME, for a configuration file NAME.toml."
     )
     description: str = setting("", "Free text, printed at the start and saved with the run.")
-    stop_grace_seconds: int = setting(0, "Seconds after SIGTERM or SIGINT to finish the step and save; 0: no limit.")
+    stop_grace_seconds: int = setting(
+        0, "Seconds after SIGTERM or SIGINT to finish the step and save; 0: no limit."
+    )
 
 
 @dataclass
 class TrainingSection:
     steps: int = setting(1000, "Optimizer steps to run, unless epochs is set.")
     epochs: float = setting(
-        0.0, "Passes over the data, instead of steps. Neither set, with pretrained weights and data that end: 3."
+        0.0,
+        "Passes over the data, instead of steps. Neither set, with pretrained weights and data "
+        "that end: 3.",
     )
     objective: str = setting(
         "next_token",
-        "'next_token': cross entropy of the labels; 'dpo': direct preference optimization on pairs (arXiv:2305.18290); "
+        "'next_token': cross entropy of the labels; 'dpo': direct preference optimization on pairs "
+        "(arXiv:2305.18290); "
         "or a loss of your own (docs/extending.md).",
         choices=("next_token", "dpo"),
         calls=("logits, labels", "log_probs, batch", "job"),
     )
-    seq_len: int = setting(2048, "Tokens per sequence. -1: 2048, or the model's limit if less.", ge=1, also=-1)
+    seq_len: int = setting(
+        2048, "Tokens per sequence. -1: 2048, or the model's limit if less.", ge=1, also=-1
+    )
     local_batch_size: int = setting(1, "Sequences per data-parallel rank and micro-batch.", ge=1)
     global_batch_size: int | None = setting(
         -1,
-        "Sequences per optimizer step; -1: local_batch_size * data-parallel degree (no accumulation). Not set, in "
-        "fine-tuning: about 16 examples (QLoRA, arXiv:2305.14314), DPO 32 pairs (Zephyr, arXiv:2310.16944), at most "
+        "Sequences per optimizer step; -1: local_batch_size * data-parallel degree (no "
+        "accumulation). Not set, in "
+        "fine-tuning: about 16 examples (QLoRA, arXiv:2305.14314), DPO 32 pairs (Zephyr, "
+        "arXiv:2310.16944), at most "
         "1/32 of the data, at least one micro-batch per rank; a resumed run keeps its batch.",
         ge=1,
         also=-1,
     )
-    max_norm: float = setting(1.0, "Largest total 2-norm of the gradients, by scaling; 0: no clipping.")
+    max_norm: float = setting(
+        1.0, "Largest total 2-norm of the gradients, by scaling; 0: no clipping."
+    )
     dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "Dtype of stored parameters, gradients and states. 'bfloat16' loses updates below 1/256 of a weight."
+        "float32",
+        "Dtype of stored parameters, gradients and states. 'bfloat16' loses updates below 1/256 of "
+        "a weight.",
     )
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "Dtype of parameters and activations in forward and backward; 'auto': bfloat16 on CUDA, dtype on CPU."
+        "auto",
+        "Dtype of parameters and activations in forward and backward; 'auto': bfloat16 on CUDA, "
+        "dtype on CPU.",
     )
-    mixed_precision_reduce: Literal["float32", "bfloat16"] = setting("float32", "Dtype of the gradient reduction.")
-    enable_cpu_offload: bool = setting(False, "Keep parameters and optimizer states in host memory (CUDA only).")
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = setting(
+        "float32", "Dtype of the gradient reduction."
+    )
+    enable_cpu_offload: bool = setting(
+        False, "Keep parameters and optimizer states in host memory (CUDA only)."
+    )
     loss_chunk_tokens: int = setting(
-        0, "Tokens per chunk of the output projection and loss. 0: 4096 with titanlite's kernels on CUDA, 1024 without."
+        0,
+        "Tokens per chunk of the output projection and loss. 0: 4096 with titanlite's kernels on "
+        "CUDA, 1024 without.",
     )
-    triton_kernels: bool = setting(True, "Use titanlite's Triton kernels on CUDA; they need a C compiler there.")
-    seed: int = setting(42, "Seed of weights and data order. The same seed gives the same weights on any mesh.")
+    triton_kernels: bool = setting(
+        True, "Use titanlite's Triton kernels on CUDA; they need a C compiler there."
+    )
+    seed: int = setting(
+        42, "Seed of weights and data order. The same seed gives the same weights on any mesh."
+    )
     deterministic: bool = setting(
-        False, "Same bits in every run on the same mesh, and after a resume. Slower on CUDA, with more memory."
+        False,
+        "Same bits in every run on the same mesh, and after a resume. Slower on CUDA, with more "
+        "memory.",
     )
     on_nonfinite: Literal["stop", "skip"] = setting(
         "stop",
-        "A step with a loss or gradient that is not finite is never applied. 'stop': save, and end with the cause. "
+        "A step with a loss or gradient that is not finite is never applied. 'stop': save, and end "
+        "with the cause. "
         "'skip': warn, and go on.",
     )
-    max_nonfinite_steps: int = setting(10, "With on_nonfinite = 'skip': end after this many such steps in a row.", ge=1)
+    max_nonfinite_steps: int = setting(
+        10, "With on_nonfinite = 'skip': end after this many such steps in a row.", ge=1
+    )
 
 
 @dataclass
 class OptimizerSection:
     name: str = setting(
         "AdamW",
-        "'AdamW' (arXiv:1711.05101). 'Muon' (arXiv:2502.16982): orthogonalized momentum for matrices, AdamW for the "
+        "'AdamW' (arXiv:1711.05101). 'Muon' (arXiv:2502.16982): orthogonalized momentum for "
+        "matrices, AdamW for the "
         "rest, with the same rate and decay. Or your own (docs/extending.md).",
         choices=("AdamW", "Muon"),
         calls=("named_parameters, section",),
     )
     lr: float = setting(
-        3e-4, "Peak learning rate. Not set, of pretrained weights: 2e-5, adapters 2e-4; DPO: 5e-7, 5e-6.", gt=0, le=1
+        3e-4,
+        "Peak learning rate. Not set, of pretrained weights: 2e-5, adapters 2e-4; DPO: 5e-7, 5e-6.",
+        gt=0,
+        le=1,
     )
     beta1: float = setting(0.9, "Decay of the first moment.", lt=1)
-    beta2: float = setting(0.95, "Decay of the second moment. Not set, with pretrained weights: 0.999.", lt=1)
+    beta2: float = setting(
+        0.95, "Decay of the second moment. Not set, with pretrained weights: 0.999.", lt=1
+    )
     eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
     momentum: float = setting(0.95, "Nesterov momentum of Muon's matrices.", lt=1)
     weight_decay: float = setting(
-        0.1, "Decoupled weight decay of matrices; norms and biases have none. Not set, with pretrained weights: 0."
+        0.1,
+        "Decoupled weight decay of matrices; norms and biases have none. Not set, with pretrained "
+        "weights: 0.",
     )
-    implementation: Literal["fused", "foreach", "for-loop"] = setting("fused", "Kernel of the optimizer step.")
+    implementation: Literal["fused", "foreach", "for-loop"] = setting(
+        "fused", "Kernel of the optimizer step."
+    )
     freeze: str = setting(
-        "", "Parameters not to train: shell patterns over names, as 'model.embed_tokens*, *.mlp.gate.*'.", is_list=True
+        "",
+        "Parameters not to train: shell patterns over names, as 'model.embed_tokens*, "
+        "*.mlp.gate.*'.",
+        is_list=True,
     )
     lr_multipliers: str = setting(
         "",
-        "Factors on the learning rate, as 'lm_head*=2, *.experts.*=0.5'. The last that matches counts.",
+        "Factors on the learning rate, as 'lm_head*=2, *.experts.*=0.5'. The last that matches "
+        "counts.",
         is_list=True,
     )
 
@@ -104,23 +149,31 @@ BLOCK_SIZES = {"fp8": 128, "nf4": 64}
 @dataclass
 class LoRASection:
     rank: int = setting(
-        0, "Rank of the adapters (LoRA, arXiv:2106.09685) that are trained instead of the model. 0: none."
+        0,
+        "Rank of the adapters (LoRA, arXiv:2106.09685) that are trained instead of the model. 0: "
+        "none.",
     )
     alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", gt=0)
     dropout: float = setting(0.0, "Dropout on the input of the adapters.", lt=1)
     targets: str = setting(
         "",
-        "Layers that get an adapter: patterns over their names or the ends of these, as 'q_proj, v_proj, experts'. "
+        "Layers that get an adapter: patterns over their names or the ends of these, as 'q_proj, "
+        "v_proj, experts'. "
         "Empty: all linear layers in decoder layers, and the experts.",
         is_list=True,
     )
     init_from: str = setting(
-        "", "Folder or hub id of peft adapters to begin with, of the same rank, scaling and layers. Empty: new ones."
+        "",
+        "Folder or hub id of peft adapters to begin with, of the same rank, scaling and layers. "
+        "Empty: new ones.",
     )
-    use_rslora: bool = setting(False, "Scale by alpha / sqrt(rank) instead of alpha / rank (arXiv:2312.03732).")
+    use_rslora: bool = setting(
+        False, "Scale by alpha / sqrt(rank) instead of alpha / rank (arXiv:2312.03732)."
+    )
     base_dtype: Literal["auto", "float32", "bfloat16", "fp8", "nf4"] = setting(
         "auto",
-        "Dtype of the frozen weights. 'auto': training.mixed_precision_param. 'fp8' (8.25 bits) and 'nf4' (4.5 bits; "
+        "Dtype of the frozen weights. 'auto': training.mixed_precision_param. 'fp8' (8.25 bits) "
+        "and 'nf4' (4.5 bits; "
         "QLoRA, arXiv:2305.14314): linear layers and experts in blocks, the rest as with 'auto'.",
     )
 
@@ -131,45 +184,72 @@ class DPOSection:
     label_smoothing: float = setting(0.0, "Assumed share of pairs with swapped preference.", lt=0.5)
     reference: Literal["auto", "adapters_off", "cached"] = setting(
         "auto",
-        "Where the reference's log-probabilities come from. 'adapters_off': the model without its adapters, in every "
-        "step. 'cached': the initial weights, once. 'auto': the first with new adapters, else the second.",
+        "Where the reference's log-probabilities come from. 'adapters_off': the model without its "
+        "adapters, in every "
+        "step. 'cached': the initial weights, once. 'auto': the first with new adapters, else the "
+        "second.",
     )
 
 
 @dataclass
 class LRSchedulerSection:
     warmup_steps: int = setting(
-        -1, "Steps of linear warm-up, from 1 / warmup_steps of the peak. -1: 3% of the run's steps, at most 200.", ge=-1
+        -1,
+        "Steps of linear warm-up, from 1 / warmup_steps of the peak. -1: 3% of the run's steps, at "
+        "most 200.",
+        ge=-1,
     )
     decay_ratio: float | None = setting(
-        None, "Share of all steps for the final decay (WSD). Unset: it begins after the warm-up.", gt=0, le=1
+        None,
+        "Share of all steps for the final decay (WSD). Unset: it begins after the warm-up.",
+        gt=0,
+        le=1,
     )
     decay_type: Literal["linear", "sqrt", "cosine"] = setting("cosine", "Shape of the decay.")
-    min_lr_factor: float = setting(0.1, "Learning rate at the end, as a factor of optimizer.lr.", le=1)
+    min_lr_factor: float = setting(
+        0.1, "Learning rate at the end, as a factor of optimizer.lr.", le=1
+    )
 
 
 @dataclass
 class ParallelismSection:
-    data_parallel_replicate_degree: int = setting(1, "Replicas of the sharded model (HSDP; DDP if not sharded).", ge=1)
+    data_parallel_replicate_degree: int = setting(
+        1, "Replicas of the sharded model (HSDP; DDP if not sharded).", ge=1
+    )
     data_parallel_shard_degree: int = setting(
         -1, "Ranks that share the parameters (FSDP2); -1: the rest.", ge=1, also=-1
     )
-    tensor_parallel_degree: int = setting(1, "Ranks that split dense layers, and sequences between layers.", ge=1)
+    tensor_parallel_degree: int = setting(
+        1, "Ranks that split dense layers, and sequences between layers.", ge=1
+    )
     context_parallel_degree: int = setting(
-        1, "Ranks that split sequences, and heads in attention (arXiv:2309.14509). FSDP shards over them too.", ge=1
+        1,
+        "Ranks that split sequences, and heads in attention (arXiv:2309.14509). FSDP shards over "
+        "them too.",
+        ge=1,
     )
     pipeline_parallel_degree: int = setting(
-        1, "Pipeline stages with some of the layers each (1F1B, arXiv:2104.04473). Other degrees are of one.", ge=1
+        1,
+        "Pipeline stages with some of the layers each (1F1B, arXiv:2104.04473). Other degrees are "
+        "of one.",
+        ge=1,
     )
-    pipeline_parallel_layers: str = setting("", "Layers of each stage, as '11,13,13,11'. Empty: evenly.", is_list=True)
+    pipeline_parallel_layers: str = setting(
+        "", "Layers of each stage, as '11,13,13,11'. Empty: evenly.", is_list=True
+    )
     expert_parallel_degree: int = setting(
-        1, "Ranks that split the experts: some of data_parallel_shard * context_parallel * tensor_parallel.", ge=1
+        1,
+        "Ranks that split the experts: some of data_parallel_shard * context_parallel * "
+        "tensor_parallel.",
+        ge=1,
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
         "default", "Free gathered parameters after forward; 'default': in all but the last layer."
     )
     fsdp_once_per_step: bool = setting(
-        False, "Gather parameters and reduce gradients once per step, not per micro-batch: less traffic, more memory."
+        False,
+        "Gather parameters and reduce gradients once per step, not per micro-batch: less traffic, "
+        "more memory.",
     )
 
 
@@ -177,62 +257,94 @@ class ParallelismSection:
 class MoESection:
     grouped_gemm: Literal["auto", "triton", "torch"] = setting(
         "auto",
-        "Backend of the expert matmuls. 'torch': grouped_mm on CUDA, a loop on CPU. 'auto': 'triton', titanlite's "
+        "Backend of the expert matmuls. 'torch': grouped_mm on CUDA, a loop on CPU. 'auto': "
+        "'triton', titanlite's "
         "fused kernels, on CUDA, 'torch' on CPU.",
     )
     expert_bias_update_rate: float | None = setting(
-        None, "Step of the balancing bias (arXiv:2408.15664). Unset: 1e-3 where a native architecture has one, else 0."
+        None,
+        "Step of the balancing bias (arXiv:2408.15664). Unset: 1e-3 where a native architecture "
+        "has one, else 0.",
     )
     aux_loss_coeff: float | None = setting(
         None,
-        "Coefficient of the sequence-wise balance loss (arXiv:2412.19437, eq. 17). Unset: 0.02 in a native MoE from "
+        "Coefficient of the sequence-wise balance loss (arXiv:2412.19437, eq. 17). Unset: 0.02 in "
+        "a native MoE from "
         "random weights that no bias balances, else 0; a run that is resumed keeps its own.",
     )
-    z_loss_coeff: float = setting(0.0, "Coefficient of the router z-loss (arXiv:2202.08906, eq. 5).")
+    z_loss_coeff: float = setting(
+        0.0, "Coefficient of the router z-loss (arXiv:2202.08906, eq. 5)."
+    )
 
 
 @dataclass
 class CheckpointSection:
     enable: bool = setting(
-        True, "Save checkpoints at intervals, at the end and on SIGTERM or SIGINT, and resume from the latest."
+        True,
+        "Save checkpoints at intervals, at the end and on SIGTERM or SIGINT, and resume from the "
+        "latest.",
     )
     folder: str = setting("checkpoint", "Folder of the checkpoints, inside job.dump_folder.")
     timeout_seconds: int = setting(
-        7200, "Seconds that a rank waits for others while a checkpoint is saved or its checksums are compared.", ge=1
+        7200,
+        "Seconds that a rank waits for others while a checkpoint is saved or its checksums are "
+        "compared.",
+        ge=1,
     )
     interval: int = setting(500, "Optimizer steps between checkpoints; 0: only at the end.")
     initial_load_path: str = setting(
-        "", "As model.path, for the weights only. The sizes come from model.flavor or model.hf_assets_path."
+        "",
+        "As model.path, for the weights only. The sizes come from model.flavor or "
+        "model.hf_assets_path.",
     )
     allow_missing_expert_bias: bool = setting(
-        False, "Begin with zeros where weights lack the router's selection bias, though their architecture has it."
+        False,
+        "Begin with zeros where weights lack the router's selection bias, though their "
+        "architecture has it.",
     )
     load_step: int = setting(
-        -1, "Step to resume from; -1: the latest complete checkpoint in the folder, if any; 0: begin anew.", ge=-1
+        -1,
+        "Step to resume from; -1: the latest complete checkpoint in the folder, if any; 0: begin "
+        "anew.",
+        ge=-1,
     )
     resume: Literal["auto", "force"] = setting(
-        "auto", "'auto': resume a run of the same base model, data and objective, refuse others; 'force': resume any."
+        "auto",
+        "'auto': resume a run of the same base model, data and objective, refuse others; 'force': "
+        "resume any.",
     )
     keep_latest_k: int = setting(3, "Checkpoints to keep; the oldest is removed first. 0: all.")
-    keep_every_n_steps: int = setting(0, "Keep every checkpoint whose step is a multiple of this. 0: none.")
+    keep_every_n_steps: int = setting(
+        0, "Keep every checkpoint whose step is a multiple of this. 0: none."
+    )
     async_mode: Literal["disabled", "async"] = setting(
-        "disabled", "'async': training waits only for a copy in host memory; files are written in the background."
+        "disabled",
+        "'async': training waits only for a copy in host memory; files are written in the "
+        "background.",
     )
     export_dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "Dtype of the saved model. Parameters that lose bits are saved separately, for a resume."
+        "float32",
+        "Dtype of the saved model. Parameters that lose bits are saved separately, for a resume.",
     )
     save_best: Literal["none", "validation", "evaluation"] = setting(
-        "none", "Also keep the checkpoint with the lowest loss or the highest score; the link 'best' leads to it."
+        "none",
+        "Also keep the checkpoint with the lowest loss or the highest score; the link 'best' leads "
+        "to it.",
     )
     push_to_hub: str = setting(
-        "", "Hub repository (owner/name) for the final or best model, private if it is new. Empty: no upload."
+        "",
+        "Hub repository (owner/name) for the final or best model, private if it is new. Empty: no "
+        "upload.",
     )
     verify_checksums: bool = setting(
-        True, "Compare all checksums before a resume; a damaged checkpoint is passed over for the one before."
+        True,
+        "Compare all checksums before a resume; a damaged checkpoint is passed over for the one "
+        "before.",
     )
     on_save_error: Literal["stop", "continue"] = setting(
         "stop",
-        "If a checkpoint cannot be written: 'stop' ends the run; 'continue' warns, and tries again at the next save. "
+        "If a checkpoint cannot be written: 'stop' ends the run; 'continue' warns, and tries again "
+        "at the next save. "
         "The last save must succeed.",
     )
 
@@ -243,7 +355,9 @@ class ActivationCheckpointSection:
         "none", "'full': recompute every layer in backward; 'selective': see selective_ac_option."
     )
     selective_ac_option: str = setting(
-        "op", "'op': keep the results of matmuls and attention, recompute the rest; a number N: every Nth layer."
+        "op",
+        "'op': keep the results of matmuls and attention, recompute the rest; a number N: every "
+        "Nth layer.",
     )
 
 
@@ -255,52 +369,79 @@ class CompileSection:
 @dataclass
 class MetricsSection:
     log_freq: int = setting(10, "Steps between log lines and metric points.", ge=1)
-    function: str = setting("", "Function of a point; gives more values to log (docs/extending.md).", calls=("point",))
-    enable_tensorboard: bool = setting(True, "Write TensorBoard events to job.dump_folder/save_tb_folder.")
-    save_tb_folder: str = setting("tb", "Folder of the TensorBoard events, inside job.dump_folder.")
-    enable_wandb: bool = setting(False, "Send metrics and configuration to Weights & Biases (pip install wandb).")
-    wandb_project: str = setting("titanlite", "W&B project; the environment variable WANDB_PROJECT overrides it.")
-    grad_norm_groups: bool = setting(
-        True, "Log the gradient norm of each group of parameters (embedding, attention, experts, ...) too."
+    function: str = setting(
+        "", "Function of a point; gives more values to log (docs/extending.md).", calls=("point",)
     )
-    enable_progress_bar: bool = setting(True, "Show a progress bar when standard output is a terminal.")
+    enable_tensorboard: bool = setting(
+        True, "Write TensorBoard events to job.dump_folder/save_tb_folder."
+    )
+    save_tb_folder: str = setting("tb", "Folder of the TensorBoard events, inside job.dump_folder.")
+    enable_wandb: bool = setting(
+        False, "Send metrics and configuration to Weights & Biases (pip install wandb)."
+    )
+    wandb_project: str = setting(
+        "titanlite", "W&B project; the environment variable WANDB_PROJECT overrides it."
+    )
+    grad_norm_groups: bool = setting(
+        True,
+        "Log the gradient norm of each group of parameters (embedding, attention, experts, ...) "
+        "too.",
+    )
+    enable_progress_bar: bool = setting(
+        True, "Show a progress bar when standard output is a terminal."
+    )
 
 
 @dataclass
 class ProfilingSection:
-    enable_profiling: bool = setting(False, "Record a torch.profiler trace of one step every profile_freq steps.")
-    save_traces_folder: str = setting("profile_traces", "Folder of the traces, inside job.dump_folder.")
+    enable_profiling: bool = setting(
+        False, "Record a torch.profiler trace of one step every profile_freq steps."
+    )
+    save_traces_folder: str = setting(
+        "profile_traces", "Folder of the traces, inside job.dump_folder."
+    )
     profile_freq: int = setting(100, "Steps between traces.", ge=1)
     enable_memory_snapshot: bool = setting(
-        False, "Record CUDA's allocations, for job.dump_folder/memory/rankN.pickle when memory runs out."
+        False,
+        "Record CUDA's allocations, for job.dump_folder/memory/rankN.pickle when memory runs out.",
     )
 
 
 @dataclass
 class ValidationSection:
     enable: bool = setting(False, "Compute the validation loss at intervals on held-out sequences.")
-    freq: int = setting(100, "Steps between validations; also before the first step and after the last.", ge=1)
-    steps: int = setting(0, "Most global batches per validation and source. 0: every held-out sequence once.")
+    freq: int = setting(
+        100, "Steps between validations; also before the first step and after the last.", ge=1
+    )
+    steps: int = setting(
+        0, "Most global batches per validation and source. 0: every held-out sequence once."
+    )
     early_stopping_patience: int = setting(
         0, "Stop after this many validations in a row without improvement. 0: never."
     )
-    early_stopping_min_delta: float = setting(0.0, "Smallest decrease of the validation loss that is an improvement.")
+    early_stopping_min_delta: float = setting(
+        0.0, "Smallest decrease of the validation loss that is an improvement."
+    )
 
 
 @dataclass
 class EvaluationSection:
     enable: bool = setting(
-        False, "Generate answers to held-out prompts and score them: first, at intervals and at the end."
+        False,
+        "Generate answers to held-out prompts and score them: first, at intervals and at the end.",
     )
     freq: int = setting(500, "Steps between evaluations.", ge=1)
     path: str = setting("", "Examples to evaluate on, as data.path. Empty: the held-out examples.")
     split: str = setting("test", "Split of evaluation.path, if that is a dataset of the hub.")
     samples: int = setting(0, "Prompts per evaluation, spread evenly over the examples. 0: all.")
     batch_size: int = setting(16, "Prompts per batch on each data-parallel rank.", ge=1)
-    max_new_tokens: int = setting(128, "Largest number of new tokens per prompt. Decoding is greedy.", ge=1)
+    max_new_tokens: int = setting(
+        128, "Largest number of new tokens per prompt. Decoding is greedy.", ge=1
+    )
     scorer: str = setting(
         "exact_match",
-        "'exact_match': equal text, apart from white space at the ends. 'contains': the answer occurs in the text. Or "
+        "'exact_match': equal text, apart from white space at the ends. 'contains': the answer "
+        "occurs in the text. Or "
         "your function (prediction, reference) -> number, higher is better.",
         choices=("exact_match", "contains"),
         calls=("prediction, reference",),
@@ -311,8 +452,10 @@ class EvaluationSection:
 class CommSection:
     timeout_seconds: int = setting(
         300,
-        "Hang timeout. If a rank makes no progress while it trains, or a collective of all ranks takes longer, the "
-        "run ends or restarts, and names the rank. Collectives along one mesh axis have torch's limit, 30 minutes.",
+        "Hang timeout. If a rank makes no progress while it trains, or a collective of all ranks "
+        "takes longer, the "
+        "run ends or restarts, and names the rank. Collectives along one mesh axis have torch's "
+        "limit, 30 minutes.",
         ge=1,
     )
 
@@ -331,7 +474,9 @@ class JobConfig:
     parallelism: ParallelismSection = field(default_factory=ParallelismSection)
     moe: MoESection = field(default_factory=MoESection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
-    activation_checkpoint: ActivationCheckpointSection = field(default_factory=ActivationCheckpointSection)
+    activation_checkpoint: ActivationCheckpointSection = field(
+        default_factory=ActivationCheckpointSection
+    )
     compile: CompileSection = field(default_factory=CompileSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
     profiling: ProfilingSection = field(default_factory=ProfilingSection)

@@ -18,11 +18,17 @@ from titanlite.base.text import find_near
 from titanlite.config.data import SourceSection
 from titanlite.config.schema import JobConfig
 
-TABLES = ("chat_template_kwargs", "fields")  # settings with a table of the user's names, kept as JSON text
+# settings with a table of the user's names, kept as JSON text
+TABLES = ("chat_template_kwargs", "fields")
 SOURCES = "data.sources"  # section whose tables the user names
 _INT = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
-_REMEDIES = {int: "Write a whole number", float: "Write a number", bool: "Write true or false", str: "Put it in quotes"}
+_REMEDIES = {
+    int: "Write a whole number",
+    float: "Write a number",
+    bool: "Write true or false",
+    str: "Put it in quotes",
+}
 _KIND_NAMES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
 _SOURCE = re.compile(rf"{re.escape(SOURCES)}\.([a-z]\w*)(?:\.(\w+))?", re.ASCII)
 _KINDS = (int, float, bool, str)
@@ -40,7 +46,8 @@ class Setting(NamedTuple):
     doc: str
     calls: tuple[str, ...] | None = None  # how an extension is called that it may name
     is_list: bool = False  # text with commas, which may be given as a list
-    bounds: Mapping[str, float] = {}  # of a number: ge, gt, le, lt, and a value that it may have `also`
+    # of a number: ge, gt, le, lt, and a value that it may have `also`
+    bounds: Mapping[str, float] = {}
 
     @property
     def section(self) -> str:
@@ -52,9 +59,11 @@ class Setting(NamedTuple):
 
 
 def walk_schema(schema: type, section: str = "") -> Iterable[Setting]:
-    """Yield the settings of `schema` and of the dataclasses inside it, in order, but not of dictionaries.
+    """Yield the settings of `schema` and of the dataclasses inside it, in order, but not of
+    dictionaries.
 
-    Raises TypeError: a field's type is not int, float, bool, str, a Literal of strings, or one of these or None.
+    Raises TypeError: a field's type is not int, float, bool, str, a Literal of strings, or one of
+    these or None.
     """
     hints = get_type_hints(schema)
     for item in fields(schema):
@@ -64,17 +73,36 @@ def walk_schema(schema: type, section: str = "") -> Iterable[Setting]:
         if is_dataclass(declared):
             yield from walk_schema(cast(type, declared), key)
             continue
-        kinds = list(get_args(declared)) if get_origin(declared) in (Union, UnionType) else [declared]
+        kinds = (
+            list(get_args(declared)) if get_origin(declared) in (Union, UnionType) else [declared]
+        )
         optional = type(None) in kinds
         kinds = [kind for kind in kinds if kind is not type(None)]
-        choices = get_args(kinds[0]) if get_origin(kinds[0]) is Literal else item.metadata.get("choices", ())
+        choices = (
+            get_args(kinds[0])
+            if get_origin(kinds[0]) is Literal
+            else item.metadata.get("choices", ())
+        )
         kind = str if choices and all(isinstance(choice, str) for choice in choices) else kinds[0]
         if len(kinds) != 1 or kind not in _KINDS:
-            raise TypeError(f"schema: {key} has type {declared}, which no value can be read as. Use another type.")
+            raise TypeError(
+                f"schema: {key} has type {declared}, which no value can be read as. Use another "
+                "type."
+            )
         default = item.default if item.default_factory is MISSING else item.default_factory()
         calls, is_list = item.metadata.get("calls"), item.metadata.get("is_list", False)
         bounds = {name: item.metadata[name] for name in BOUNDS if name in item.metadata}
-        yield Setting(key, kind, choices, optional, default, item.metadata.get("doc", ""), calls, is_list, bounds)
+        yield Setting(
+            key,
+            kind,
+            choices,
+            optional,
+            default,
+            item.metadata.get("doc", ""),
+            calls,
+            is_list,
+            bounds,
+        )
 
 
 @cache
@@ -99,7 +127,9 @@ def get_source_section(name: str) -> list[Setting]:
 
 
 def find_section(key: str) -> list[Setting] | None:
-    """Return the settings of section `key`, or None if there is no such section; `data.sources` has tables only."""
+    """Return the settings of section `key`, or None if there is no such section; `data.sources` has
+    tables only.
+    """
     if key == SOURCES:
         return []
     match = _SOURCE.fullmatch(key)
@@ -110,13 +140,17 @@ def find_setting(key: str) -> Setting | None:
     """Return the setting with the dotted `key`, or None."""
     match = _SOURCE.fullmatch(key)
     if match and match[2]:
-        return next((setting for setting in get_source_section(match[1]) if setting.name == match[2]), None)
+        return next(
+            (setting for setting in get_source_section(match[1]) if setting.name == match[2]), None
+        )
     return get_settings().get(key)
 
 
 def get_sections_of(job: JobConfig) -> dict[str, list[Setting]]:
     """Return `get_sections`, with the tables of `data.sources` that `job` has."""
-    return get_sections() | {f"{SOURCES}.{name}": get_source_section(name) for name in job.data.sources}
+    return get_sections() | {
+        f"{SOURCES}.{name}": get_source_section(name) for name in job.data.sources
+    }
 
 
 def get_values(job: JobConfig) -> Iterator[tuple[Setting, Any]]:
@@ -126,7 +160,9 @@ def get_values(job: JobConfig) -> Iterator[tuple[Setting, Any]]:
 
 
 def find_extension_problems(job: JobConfig) -> list[str]:
-    """Return what is wrong with the user's functions that settings of `job` name. Imports their modules."""
+    """Return what is wrong with the user's functions that settings of `job` name. Imports their
+    modules.
+    """
     problems = []
     for setting, value in get_values(job):
         if setting.calls and is_extension(value):
@@ -138,15 +174,23 @@ def find_extension_problems(job: JobConfig) -> list[str]:
 
 
 def get_value(job: JobConfig, key: str) -> Any:
-    """Return the value of a dotted `key`; raises AttributeError or KeyError if it names no setting."""
+    """Return the value of a dotted `key`; raises AttributeError or KeyError if it names no
+    setting.
+    """
     value: Any = job
     for name in key.split("."):
-        value = cast(Mapping[str, Any], value)[name] if isinstance(value, dict) else getattr(value, name)
+        value = (
+            cast(Mapping[str, Any], value)[name]
+            if isinstance(value, dict)
+            else getattr(value, name)
+        )
     return value
 
 
 def find_nearest(key: str, candidates: Iterable[str]) -> list[str]:
-    """Return up to three dotted candidates that `key` may have meant, all equally near; empty if none is near."""
+    """Return up to three dotted candidates that `key` may have meant, all equally near; empty if
+    none is near.
+    """
     section, _, name = key.rpartition(".")
     scores: dict[str, float] = {}
     for candidate in candidates:
@@ -164,15 +208,20 @@ def find_nearest(key: str, candidates: Iterable[str]) -> list[str]:
 def spell_dtype(text: str) -> str:
     """Return `bfloat16` for `bf16` or `torch.bfloat16`, and so on; other texts in small letters."""
     name = text.lower().removeprefix("torch.")
-    return {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}.get(name, name)
+    return {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}.get(
+        name, name
+    )
 
 
 def format_value(value: object) -> str:
-    """Return `value` as TOML writes it: one line, strings quoted and escaped, floats that read back equal."""
+    """Return `value` as TOML writes it: one line, strings quoted and escaped, floats that read back
+    equal.
+    """
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON leaves as it is
+        # which JSON leaves as it is
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value) if isinstance(value, int | float) else str(value)
 
 
@@ -181,11 +230,17 @@ class BadValueError(Exception):
 
 
 def check_value(setting: Setting, value: Any) -> Any:
-    """Check `value` (from TOML, or converted from an override's text); return it as the setting stores it."""
+    """Check `value` (from TOML, or converted from an override's text); return it as the setting
+    stores it.
+    """
     shown = f"{setting.key} = {shorten(format_value(value))}"
     if setting.kind is float and type(value) is int:
         value = float(value) if abs(value) < 2**1023 else math.inf
-    if isinstance(value, str) and value not in setting.choices and spell_dtype(value) in setting.choices:
+    if (
+        isinstance(value, str)
+        and value not in setting.choices
+        and spell_dtype(value) in setting.choices
+    ):
         value = spell_dtype(value)
     if setting.is_list and isinstance(value, list):
         value = ", ".join(map(str, value))
@@ -202,14 +257,19 @@ def check_value(setting: Setting, value: Any) -> Any:
     if setting.calls and not setting.choices and value and not is_free:
         raise BadValueError(f'{shown} does not name a function. Write "{FORM}".')
     if type(value) is not setting.kind:  # not isinstance: a bool is an int
-        raise BadValueError(f"{shown} is not {_KIND_NAMES[setting.kind]}. {_remedy(setting, value)}.")
+        raise BadValueError(
+            f"{shown} is not {_KIND_NAMES[setting.kind]}. {_remedy(setting, value)}."
+        )
     if isinstance(value, str):
         if "${" in value:
             raise BadValueError(
-                f"{shown} contains '${{', which OmegaConf takes for an interpolation. Write the value it stands for."
+                f"{shown} contains '${{', which OmegaConf takes for an interpolation. Write the "
+                "value it stands for."
             )
         if value == "???":
-            raise BadValueError(f"{shown} is OmegaConf's mark of a missing value. Write another text.")
+            raise BadValueError(
+                f"{shown} is OmegaConf's mark of a missing value. Write another text."
+            )
     elif setting.kind is int and not -(2**63) <= value < 2**63:
         raise BadValueError(f"{shown} does not fit in 64 bits. Write a smaller number.")
     elif not math.isfinite(value):  # after the range of int: isfinite overflows on huge ones
@@ -222,7 +282,10 @@ def _remedy(setting: Setting, value: Any) -> str:
     remedy = _REMEDIES[setting.kind]
     if isinstance(value, str) and setting.kind is not str:
         with suppress(BadValueError):  # otherwise the general remedy; TOML has no null
-            return f"Write {format_value(parse_text(setting._replace(optional=False), value))} without quotes"
+            return (
+                f"Write {format_value(parse_text(setting._replace(optional=False), value))} "
+                "without quotes"
+            )
     if setting.kind is int and isinstance(value, float) and value.is_integer():
         return f"Write {int(value)}"
     if setting.name in TABLES:
@@ -235,7 +298,9 @@ def _remedy(setting: Setting, value: Any) -> str:
 
 
 def parse_text(setting: Setting, text: str) -> Any:
-    """Convert an override's text to the setting's declared type; never guess from how the text looks."""
+    """Convert an override's text to the setting's declared type; never guess from how the text
+    looks.
+    """
     if setting.optional and text == "none":
         return None
     value: Any = text
@@ -249,7 +314,8 @@ def parse_text(setting: Setting, text: str) -> Any:
             raise BadValueError(f"{setting.key} is not valid UTF-8 text. Use UTF-8.") from None
     elif setting.kind is bool and text in ("true", "false"):
         value = text == "true"
-    elif setting.kind is int and _INT.fullmatch(text) and len(text) < 100:  # Python refuses more than 4300 digits
+    # Python refuses more than 4300 digits
+    elif setting.kind is int and _INT.fullmatch(text) and len(text) < 100:
         value = int(text)
     elif setting.kind is float and _FLOAT.fullmatch(text):
         value = float(text)
@@ -257,10 +323,14 @@ def parse_text(setting: Setting, text: str) -> Any:
         hint = _REMEDIES[setting.kind]
         none = ", or none" if setting.optional else ""
         shown = shorten(text or "''")
-        raise BadValueError(f"{setting.key} = {shown} is not {_KIND_NAMES[setting.kind]}. {hint}{none}.")
+        raise BadValueError(
+            f"{setting.key} = {shown} is not {_KIND_NAMES[setting.kind]}. {hint}{none}."
+        )
     return check_value(setting, value)
 
 
 def shorten(text: str) -> str:
-    """Cut to at most 80 characters, so that a pasted table or template does not bury the message."""
+    """Cut to at most 80 characters, so that a pasted table or template does not bury the
+    message.
+    """
     return text if len(text) <= 80 else f"{text[:77]}..."

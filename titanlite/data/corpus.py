@@ -1,7 +1,9 @@
-"""Plain text of files, and the cache: results that are built once per machine, shared by all processes.
+"""Plain text of files, and the cache: results that are built once per machine, shared by all
+processes.
 
-Every rank asks for the same file of the cache; one builds it, the others sleep on a file lock and then read it. Files
-appear by `os.replace`, so a reader sees a whole file or none, and a killed builder leaves nothing that looks finished.
+Every rank asks for the same file of the cache; one builds it, the others sleep on a file lock and
+then read it. Files appear by `os.replace`, so a reader sees a whole file or none, and a killed
+builder leaves nothing that looks finished.
 """
 
 import json
@@ -28,7 +30,9 @@ from titanlite.config.data import DataSection
 
 T = TypeVar("T")
 # Installed packages differ from machine to machine, and test data holds deliberately broken files.
-_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_NOT_STDLIB = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
 # Words in names of files, as `datasets` understands them.
 _SPLITS = {
     "train": {"train", "training"},
@@ -41,9 +45,9 @@ _SPLITS = {
 class Corpus:
     """An ordered, deterministic sequence of documents.
 
-    `files` are (name, path) pairs in reading order; the name is the path relative to the dataset, with '/' on every
-    system. Empty files are no documents. With a `cache_folder`, digest and sizes of files that have not changed are not
-    computed again.
+    `files` are (name, path) pairs in reading order; the name is the path relative to the dataset,
+    with '/' on every system. Empty files are no documents. With a `cache_folder`, digest and sizes
+    of files that have not changed are not computed again.
     """
 
     files: tuple[tuple[str, Path], ...]
@@ -57,7 +61,8 @@ class Corpus:
         for name, path in self.files:
             content = _read(path)
             try:
-                # bytes.decode and not open(): text mode would turn \r\n into \n, and the digest is over the bytes.
+                # bytes.decode and not open(): text mode would turn \r\n into \n, and the digest is
+                # over the bytes.
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise DataError(
@@ -73,7 +78,9 @@ class Corpus:
         if self.cache_folder is None:
             return self._summarize()
         what = f"corpus {[name for name, _ in self.files]}"
-        digest, num_bytes = read_once(self.cache_folder, what, [path for _, path in self.files], self._summarize)
+        digest, num_bytes = read_once(
+            self.cache_folder, what, [path for _, path in self.files], self._summarize
+        )
         return digest, num_bytes
 
     def _summarize(self) -> tuple[str, int]:
@@ -100,7 +107,9 @@ def _read(path: Path) -> bytes:
     try:
         return read_regular(path)
     except OSError as error:
-        raise DataError(f"data: cannot read {path}: {error.strerror}. Check data.path and its permissions.") from None
+        raise DataError(
+            f"data: cannot read {path}: {error.strerror}. Check data.path and its permissions."
+        ) from None
 
 
 def _get_size(path: Path) -> int:
@@ -110,11 +119,16 @@ def _get_size(path: Path) -> int:
         return 1  # a broken link, or a pipe: reading it later raises the error that names it
 
 
-def find_files(root: Path, pattern: str, skipped_folders: frozenset[str] = frozenset()) -> tuple[tuple[str, Path], ...]:
-    """Return all files below `root` whose name or relative path matches `pattern`, sorted by relative path."""
+def find_files(
+    root: Path, pattern: str, skipped_folders: frozenset[str] = frozenset()
+) -> tuple[tuple[str, Path], ...]:
+    """Return all files below `root` whose name or relative path matches `pattern`, sorted by
+    relative path.
+    """
     found: list[tuple[str, Path]] = []
     for folder, subfolders, filenames in os.walk(root):
-        # Pruned in place so that os.walk never enters site-packages, which can hold 100 times more files than the rest.
+        # Pruned in place so that os.walk never enters site-packages, which can hold 100 times more
+        # files than the rest.
         subfolders[:] = [name for name in subfolders if name not in skipped_folders]
         for filename in filenames:
             path = Path(folder, filename)
@@ -125,15 +139,26 @@ def find_files(root: Path, pattern: str, skipped_folders: frozenset[str] = froze
 
 
 def choose_split(files: Sequence[Path], root: Path, split: str) -> list[Path]:
-    """Return the `files` in `root` with `split` in their names, of its kind, or of none; DataError: others."""
+    """Return the `files` in `root` with `split` in their names, of its kind, or of none; DataError:
+    others.
+    """
     splits = {file: _find_split(file.relative_to(root)) for file in files}
     kind, kinds = _find_split(Path(split)), sorted({name for name in splits.values() if name})
     named = rf"(?<![a-z]){re.escape(split.lower())}(?![a-z])"  # train_prefs, next to train_sft
-    if exact := [file for file in files if split != kind and re.search(named, str(file.relative_to(root)).lower())]:
+    if exact := [
+        file
+        for file in files
+        if split != kind and re.search(named, str(file.relative_to(root)).lower())
+    ]:
         return exact
-    found = [file for file in files if splits[file] == kind] or [file for file in files if splits[file] is None]
-    if not found and kinds and (len(kinds) > 1 or "train" in (kind, *kinds)):  # validation may be called test
-        text = f"data: no file in {root} is of split '{split}', their names have {list_names(kinds)}. "
+    found = [file for file in files if splits[file] == kind] or [
+        file for file in files if splits[file] is None
+    ]
+    # validation may be called test
+    if not found and kinds and (len(kinds) > 1 or "train" in (kind, *kinds)):
+        text = (
+            f"data: no file in {root} is of split '{split}', their names have {list_names(kinds)}. "
+        )
         raise DataError(text + "Set data.split (or data.validation_split) to one of them.")
     return found or list(files)
 
@@ -144,23 +169,30 @@ def _find_split(path: Path) -> str | None:
 
 
 def build_stdlib_corpus(root: str | Path | None = None) -> Corpus:
-    """Find the `.py` files of the running Python's standard library, or of `root`, without packages, tests and caches.
+    """Find the `.py` files of the running Python's standard library, or of `root`, without
+    packages, tests and caches.
 
     About 12 MB and 700 documents for Python 3.11.
 
-    Raises DataError: the folder holds no `.py` file (some minimal Python builds ship the library as a zip file).
+    Raises DataError: the folder holds no `.py` file (some minimal Python builds ship the library as
+    a zip file).
     """
     root = Path(root or sysconfig.get_path("stdlib"))
     corpus = Corpus(find_files(root, "*.py", _NOT_STDLIB))
     if not corpus.files:
-        raise DataError(f'data: no .py file in {root}. Set data.dataset = "text" and data.path to your own text.')
+        raise DataError(
+            f'data: no .py file in {root}. Set data.dataset = "text" and data.path to your own '
+            "text."
+        )
     return corpus
 
 
 def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
-    """Build the corpus of a file, or of all files below a folder whose name or relative path matches `pattern`.
+    """Build the corpus of a file, or of all files below a folder whose name or relative path
+    matches `pattern`.
 
-    Without a pattern all .txt files; where each is of a split (train.txt, test.txt), those for training.
+    Without a pattern all .txt files; where each is of a split (train.txt, test.txt), those for
+    training.
 
     Raises DataError: `path` does not exist, nothing matches `pattern`, or every file is empty.
     """
@@ -173,25 +205,35 @@ def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
             chosen = choose_split([path for _, path in files], root, "train")
             files = tuple(pair for pair in files if pair[1] in chosen)
         if not files:
-            raise DataError(f'data: no file in {root} matches pattern "{wanted}". Change data.pattern or data.path.')
+            raise DataError(
+                f'data: no file in {root} matches pattern "{wanted}". Change data.pattern or '
+                "data.path."
+            )
     elif root.exists():
         files = ((root.name, root),)
     else:
         raise DataError(f"data: {root} does not exist. {suggest_path('data.path')}")
     if not any(_get_size(file) for _, file in files):
-        raise DataError(f"data: {root} is empty: {len(files)} file(s), 0 bytes. Set data.path to a file with text.")
+        raise DataError(
+            f"data: {root} is empty: {len(files)} file(s), 0 bytes. Set data.path to a file with "
+            "text."
+        )
     return Corpus(files)
 
 
 def build_corpus(data: DataSection) -> Corpus:
-    """Build the corpus that the `[data]` section names. DataError as `build_stdlib_corpus` and `build_text_corpus`."""
+    """Build the corpus that the `[data]` section names. DataError as `build_stdlib_corpus` and
+    `build_text_corpus`.
+    """
     if data.dataset == "stdlib":
         return replace(build_stdlib_corpus(), cache_folder=get_cache_folder(data))
     return replace(build_text_corpus(data.path, data.pattern), cache_folder=get_cache_folder(data))
 
 
 def split_text(text: str, max_chars: int) -> Iterator[str]:
-    """Yield `text` in pieces of at most `max_chars` characters, cut after a newline wherever there is one."""
+    """Yield `text` in pieces of at most `max_chars` characters, cut after a newline wherever there
+    is one.
+    """
     start = 0
     while len(text) - start > max_chars:
         stop = text.rfind("\n", start, start + max_chars) + 1
@@ -203,53 +245,69 @@ def split_text(text: str, max_chars: int) -> Iterator[str]:
 
 
 def get_cache_folder(data: DataSection) -> Path:
-    """Return `data.cache_folder`, or `$XDG_CACHE_HOME/titanlite`, or `~/.cache/titanlite`. It need not exist."""
+    """Return `data.cache_folder`, or `$XDG_CACHE_HOME/titanlite`, or `~/.cache/titanlite`. It need
+    not exist.
+    """
     return Path(data.cache_folder).expanduser() if data.cache_folder else get_cache_home()
 
 
 @cache
 def get_code_digest(*folders: Path) -> str:
-    """Return a digest of the code in `folders`, which is part of cache keys: other code, other results."""
+    """Return a digest of the code in `folders`, which is part of cache keys: other code, other
+    results.
+    """
     digest = sha256()
     for file in sorted(file for folder in folders for file in folder.glob("*.py")):
         digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def load_or_build(path: Path, load: Callable[[], T | None], build: Callable[[], None]) -> tuple[T, float]:
+def load_or_build(
+    path: Path, load: Callable[[], T | None], build: Callable[[], None]
+) -> tuple[T, float]:
     """Return `load()`, after `build()` if there was nothing valid to load.
 
-    `load` returns None when the file is missing or damaged; it may run while another process builds. `build` runs under
-    a lock and must end with `write_atomic`. Also returned are the seconds spent on building it or waiting for that.
+    `load` returns None when the file is missing or damaged; it may run while another process
+    builds. `build` runs under a lock and must end with `write_atomic`. Also returned are the
+    seconds spent on building it or waiting for that.
 
-    Raises DataError: the folder of `path` cannot be created, locked or written, or the new file is damaged.
+    Raises DataError: the folder of `path` cannot be created, locked or written, or the new file is
+    damaged.
     """
     if (value := load()) is not None:
         return value, 0.0
     start_s = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_name(f"{path.name}.lock")):  # the file stays: others may wait for it
+        # the file stays: others may wait for it
+        with FileLock(path.with_name(f"{path.name}.lock")):
             if (value := load()) is None:  # no other process has made it while this one waited
                 build()
                 value = load()
     except OSError as error:
         raise DataError(
-            f"data: cannot use the cache folder {path.parent}: {error}. Set data.cache_folder to a writable folder."
+            f"data: cannot use the cache folder {path.parent}: {error}. Set data.cache_folder to a "
+            "writable folder."
         ) from error
     if value is None:
-        raise DataError(f"data: {path} is damaged although it was just written. Check the disk, or data.cache_folder.")
+        raise DataError(
+            f"data: {path} is damaged although it was just written. Check the disk, or "
+            "data.cache_folder."
+        )
     return value, time.monotonic() - start_s
 
 
 def stamp_files(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
-    """Return (path, inode, size, mtime, ctime) of each file, times in ns: alike for files that have not changed.
+    """Return (path, inode, size, mtime, ctime) of each file, times in ns: alike for files that have
+    not changed.
 
-    No program can set ctime, the time of the last change. Raises OSError: a file is missing or cannot be read.
+    No program can set ctime, the time of the last change. Raises OSError: a file is missing or
+    cannot be read.
     """
     stamps = []
     for file in files:
-        with open_regular(file) as stream:  # a network file system asks its server only when a file is opened
+        # a network file system asks its server only when a file is opened
+        with open_regular(file) as stream:
             s = os.fstat(stream.fileno())
         stamps.append((os.path.abspath(file), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))
     return stamps
@@ -258,14 +316,17 @@ def stamp_files(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
 def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[[], T]) -> T:
     """Return `compute()`, or its cached result for the same files: a value for JSON, not None.
 
-    A digest of a terabyte would otherwise take each rank a quarter of an hour at each start. `files` are the same if
-    their stamps are; `what` identifies the value, with all else that it depends on. Raises as `load_or_build`.
+    A digest of a terabyte would otherwise take each rank a quarter of an hour at each start.
+    `files` are the same if their stamps are; `what` identifies the value, with all else that it
+    depends on. Raises as `load_or_build`.
     """
     try:
         stamps = stamp_files(files)
     except OSError:
         return compute()  # its error names the file
-    key = sha256(json.dumps([get_code_digest(Path(__file__).parent), what, stamps]).encode()).hexdigest()[:32]
+    key = sha256(
+        json.dumps([get_code_digest(Path(__file__).parent), what, stamps]).encode()
+    ).hexdigest()[:32]
     path = folder / "read" / f"{key}.json"
 
     def load() -> T | None:

@@ -1,4 +1,5 @@
-"""Packed sequences: the token array cut every seq_len tokens, whatever documents the cut goes through.
+"""Packed sequences: the token array cut every seq_len tokens, whatever documents the cut goes
+through.
 
 Shape suffixes: B sequences in a batch, L tokens per sequence.
 """
@@ -28,10 +29,11 @@ class Batch:
     """B sequences of L tokens; all tensors are int64 and of shape (B, L)."""
 
     tokens: Tensor  # input token ids
-    labels: Tensor  # the token that follows, or -100 where there is none to predict, as after an end-of-text token
+    # the token that follows, or -100 where there is none to predict, as after an end-of-text token
+    labels: Tensor
     positions: Tensor  # of the token in its document, counted from the document's start in this row
-    # Documents of the row, counted from 0; attention must not cross them. Padding has -1. Of a preference pair, chosen
-    # has the id 2n and rejected 2n + 1, in the same row.
+    # Documents of the row, counted from 0; attention must not cross them. Padding has -1. Of a
+    # preference pair, chosen has the id 2n and rejected 2n + 1, in the same row.
     document_ids: Tensor
 
     @property
@@ -40,7 +42,9 @@ class Batch:
         return {}
 
     def count_tokens(self) -> Tensor:
-        """Count the tokens, padding left out: int64 scalar on the batch's device; no synchronization."""
+        """Count the tokens, padding left out: int64 scalar on the batch's device; no
+        synchronization.
+        """
         if self.document_ids is None:  # in benchmarks: a row is one document
             return torch.tensor(self.tokens.numel(), device=self.tokens.device)
         return (self.document_ids >= 0).sum()
@@ -53,17 +57,23 @@ class Batch:
         return Batch(**moved)
 
     def with_rows(self, count: int) -> "Batch":
-        """Return a batch of the same shape whose rows from `count` on are padding: no label, no document."""
+        """Return a batch of the same shape whose rows from `count` on are padding: no label, no
+        document.
+        """
         if count >= len(self.tokens):
             return self
         fill = {"labels": IGNORE_INDEX, "positions": 0, "document_ids": -1}
         kept = (torch.arange(len(self.tokens), device=self.tokens.device) < count).unsqueeze(1)
-        return replace(self, **{name: getattr(self, name).where(kept, value) for name, value in fill.items()})
+        return replace(
+            self, **{name: getattr(self, name).where(kept, value) for name, value in fill.items()}
+        )
 
 
 @dataclass(frozen=True)
 class BatchWithStarts(Batch):
-    """A batch on a CUDA device, and where its documents begin, as `find_starts` found without a wait on the host."""
+    """A batch on a CUDA device, and where its documents begin, as `find_starts` found without a
+    wait on the host.
+    """
 
     starts: Tensor
 
@@ -73,7 +83,8 @@ class BatchWithStarts(Batch):
 
 
 def copy_to(device: torch.device | str, tensor: Tensor) -> Tensor:
-    """Return `tensor` on `device`, itself if it is there; from the host to CUDA it is queued, out of pinned memory.
+    """Return `tensor` on `device`, itself if it is there; from the host to CUDA it is queued, out
+    of pinned memory.
 
     A copy out of pageable memory would wait for all the work that is queued before it.
     """
@@ -83,7 +94,9 @@ def copy_to(device: torch.device | str, tensor: Tensor) -> Tensor:
 
 
 class TrainDataset(Protocol):
-    """Data for a loader: numbered sequences, and an order that is a function of (seed, sample) and nothing else."""
+    """Data for a loader: numbered sequences, and an order that is a function of (seed, sample) and
+    nothing else.
+    """
 
     seq_len: int
 
@@ -99,7 +112,9 @@ class TrainDataset(Protocol):
 
     @property
     def form(self) -> str:
-        """Form of the rows: "text", or one of `features/sft/forms.py`, such as "preference" for pairs."""
+        """Form of the rows: "text", or one of `features/sft/forms.py`, such as "preference" for
+        pairs.
+        """
         ...
 
     @property
@@ -122,12 +137,16 @@ class SequenceDataset(TrainDataset, Protocol):
     num_validation_sequences: int
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
-        """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
+        """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating
+        past the last.
+        """
         ...
 
 
 class Source(NamedTuple):
-    """One of the datasets that a run reads, with its share of the training sequences; a single one has no name."""
+    """One of the datasets that a run reads, with its share of the training sequences; a single one
+    has no name.
+    """
 
     name: str
     share: float
@@ -138,7 +157,8 @@ class Source(NamedTuple):
 class Mixture(Protocol):
     """A dataset that reads several sources, each with a position of its own."""
 
-    offsets: dict[str, int]  # by name, sequences of a source in addition to those that its share alone gives
+    # by name, sequences of a source in addition to those that its share alone gives
+    offsets: dict[str, int]
 
     @property
     def sources(self) -> list[Source]:
@@ -150,12 +170,18 @@ class Mixture(Protocol):
         ...
 
     def go_on(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
-        """Continue each source at sample `samples` after its `taken` sequences; sources that are new begin at 0."""
+        """Continue each source at sample `samples` after its `taken` sequences; sources that are
+        new begin at 0.
+        """
 
 
 def get_sources(dataset: TrainDataset) -> list[Source]:
     """Return the sources of a mixture, or the one that `dataset` is."""
-    return dataset.sources if isinstance(dataset, Mixture) else [Source("", 1.0, cast(SequenceDataset, dataset))]
+    return (
+        dataset.sources
+        if isinstance(dataset, Mixture)
+        else [Source("", 1.0, cast(SequenceDataset, dataset))]
+    )
 
 
 class ShuffledSequences:
@@ -169,28 +195,39 @@ class ShuffledSequences:
         return self.order.get_indices(seed, start, stop)
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
-        return self.num_train_sequences + np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
+        return (
+            self.num_train_sequences
+            + np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
+        )
 
 
 class PackedDataset(ShuffledSequences):
     """Sequence i is `tokens[i * L : i * L + L + 1]`: L inputs and, shifted by one, L labels.
 
-    The last sequences are held out, as many as `get_num_held_out` says. The last label of the training part is the
-    first input of the held-out part, which is nowhere a label there: no prediction is both trained and validated.
+    The last sequences are held out, as many as `get_num_held_out` says. The last label of the
+    training part is the first input of the held-out part, which is nowhere a label there: no
+    prediction is both trained and validated.
 
     Raises DataError: there are fewer than two sequences (one, if none is held out).
     """
 
     form = "text"
 
-    def __init__(self, tokenized: TokenizedCorpus, seq_len: int, validation_share: float | None = None) -> None:
+    def __init__(
+        self, tokenized: TokenizedCorpus, seq_len: int, validation_share: float | None = None
+    ) -> None:
         num_tokens = len(tokenized.tokens)
         num_sequences = self.count_sequences(tokenized, seq_len)
         num_needed = 1 if validation_share == 0 else 2
         if num_sequences < num_needed:
-            needed = "2 are needed, one to train on and one held out" if num_needed == 2 else "1 is needed"
+            needed = (
+                "2 are needed, one to train on and one held out"
+                if num_needed == 2
+                else "1 is needed"
+            )
             raise DataError(
-                f"data: {num_tokens} tokens give {num_sequences} sequence(s) of training.seq_len ({seq_len}), but "
+                f"data: {num_tokens} tokens give {num_sequences} sequence(s) of training.seq_len "
+                f"({seq_len}), but "
                 f"{needed}. Lower training.seq_len or use more text."
             )
         self.tokenized = tokenized
@@ -215,18 +252,29 @@ class PackedDataset(ShuffledSequences):
         tokens = self.tokenized.tokens
         checksum = zlib.crc32(np.ascontiguousarray(tokens[:_CHECKED_TOKENS]).tobytes())
         return (
-            f"{len(tokens)} tokens in {self.tokenized.num_documents} documents (checksum {checksum:08x}), "
+            f"{len(tokens)} tokens in {self.tokenized.num_documents} documents (checksum "
+            f"{checksum:08x}), "
             f"sequences of {self.seq_len}"
-            + ("" if self.validation_share is None else f", {self.num_validation_sequences} held out")
+            + (
+                ""
+                if self.validation_share is None
+                else f", {self.num_validation_sequences} held out"
+            )
         )
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Implement `TrainDataset.batch`; raises IndexError for an index below 0 or not below `num_sequences`."""
+        """Implement `TrainDataset.batch`; raises IndexError for an index below 0 or not below
+        `num_sequences`.
+        """
         starts_B = np.asarray(indices, dtype=np.int64)
         if starts_B.size == 0 or starts_B.min() < 0 or starts_B.max() >= self.num_sequences:
-            raise IndexError(f"sequence indices {list(indices)} are not all in [0, {self.num_sequences})")
+            raise IndexError(
+                f"sequence indices {list(indices)} are not all in [0, {self.num_sequences})"
+            )
         seq_len = self.seq_len
-        rows = [self.tokenized.tokens[i * seq_len : (i + 1) * seq_len + 1] for i in starts_B.tolist()]
+        rows = [
+            self.tokenized.tokens[i * seq_len : (i + 1) * seq_len + 1] for i in starts_B.tolist()
+        ]
         rows_BL1 = np.stack(rows).astype(np.int64)
         tokens_BL = rows_BL1[:, :-1]
         is_end_BL = tokens_BL == self.tokenized.eos_token_id
@@ -246,7 +294,8 @@ class PackedDataset(ShuffledSequences):
 
 
 def get_num_held_out(total: int, share: float | None = None) -> int:
-    """Return how many of `total` are held out: `share` of them (0: none; otherwise at least 1, and not all).
+    """Return how many of `total` are held out: `share` of them (0: none; otherwise at least 1, and
+    not all).
 
     Without a share 1%, but at least 64, or 10% where 64 would be more than that; at least 1.
     """
@@ -258,9 +307,9 @@ def get_num_held_out(total: int, share: float | None = None) -> int:
 class ShuffledOrder:
     """An endless order of `num_sequences` sequences, for any seed.
 
-    Sample n is number n % N of epoch n // N, and each epoch is a permutation of the N sequences that depends on
-    (seed, epoch) alone. It is computed place by place (`permute_places`): to hold one of 244 million sequences would
-    take 6 GB.
+    Sample n is number n % N of epoch n // N, and each epoch is a permutation of the N sequences
+    that depends on (seed, epoch) alone. It is computed place by place (`permute_places`): to hold
+    one of 244 million sequences would take 6 GB.
     """
 
     def __init__(self, num_sequences: int) -> None:
@@ -278,14 +327,18 @@ class ShuffledOrder:
 
 
 def permute_places(seed: int, epoch: int, num_sequences: int, places: np.ndarray) -> np.ndarray:
-    """Permute `places` (n,) int64 by a permutation of `num_sequences` that is keyed by (seed, epoch).
+    """Permute `places` (n,) int64 by a permutation of `num_sequences` that is keyed by (seed,
+    epoch).
 
-    A Feistel network over the next even number of bits; a result that is no sequence goes through it again until it is
-    one (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), at most four times on average.
+    A Feistel network over the next even number of bits; a result that is no sequence goes through
+    it again until it is one (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains"), at most four times on average.
     """
     half = np.uint64(max(-(-(num_sequences - 1).bit_length() // 2), 1))
     mask = np.uint64((1 << int(half)) - 1)
-    keys = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(_ROUNDS)
+    keys = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(
+        _ROUNDS
+    )
     found = places.astype(np.uint64)
     walking = np.ones(len(found), dtype=bool)
     while walking.any():
@@ -300,10 +353,11 @@ def permute_places(seed: int, epoch: int, num_sequences: int, places: np.ndarray
 
 
 def get_permutation(seed: int, epoch: int, num_sequences: int) -> np.ndarray:
-    """Return a read-only permutation (num_sequences,) int64, the same on every machine and with every numpy version.
+    """Return a read-only permutation (num_sequences,) int64, the same on every machine and with
+    every numpy version.
 
-    numpy keeps the raw stream of its bit generators for good, but not what `Generator.permutation` makes of it; so
-    sequences are sorted by their raw random numbers.
+    numpy keeps the raw stream of its bit generators for good, but not what `Generator.permutation`
+    makes of it; so sequences are sorted by their raw random numbers.
     """
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     permutation = np.argsort(np.random.Philox(key=key).random_raw(num_sequences), kind="stable")

@@ -1,7 +1,9 @@
-"""Batches of a step as a pure function of (seed, step), and how they are built from the configuration.
+"""Batches of a step as a pure function of (seed, step), and how they are built from the
+configuration.
 
-The data position of a run is its step, and nothing else. There is no background thread: a micro-batch of 16 Ki tokens
-takes under 1 ms from the page cache, and a step starts its GPU work before the next step asks for data.
+The data position of a run is its step, and nothing else. There is no background thread: a
+micro-batch of 16 Ki tokens takes under 1 ms from the page cache, and a step starts its GPU work
+before the next step asks for data.
 """
 
 import math
@@ -42,7 +44,8 @@ DatasetBuilder = Callable[[JobConfig], tuple["PreTrainedTokenizerFast", TrainDat
 class ValidationSet(NamedTuple):
     """Held-out micro-batches of one source for this rank, CPU tensors.
 
-    `weight` is the weight of a sequence in the validation loss, so that each source counts by its share.
+    `weight` is the weight of a sequence in the validation loss, so that each source counts by its
+    share.
     """
 
     source: str
@@ -54,11 +57,12 @@ class ValidationSet(NamedTuple):
 class TrainLoader:
     """Share of every global batch that one data-parallel rank trains on.
 
-    Step s trains on the samples [s * G, (s + 1) * G) of the endless sample order of `dataset`, G being
-    `global_batch_size`, on any mesh. Micro-batch m of rank r holds `local_batch_size` samples of those, starting at
-    (m * dp_degree + r) * local_batch_size; over all ranks and micro-batches each sample appears once.
-    Ranks that differ only in context, tensor or expert parallel coordinates share a `dp_rank` and get the same batches.
-    The global batch is a multiple of `local_batch_size * dp_degree`.
+    Step s trains on the samples [s * G, (s + 1) * G) of the endless sample order of `dataset`, G
+    being `global_batch_size`, on any mesh. Micro-batch m of rank r holds `local_batch_size` samples
+    of those, starting at (m * dp_degree + r) * local_batch_size; over all ranks and micro-batches
+    each sample appears once. Ranks that differ only in context, tensor or expert parallel
+    coordinates share a `dp_rank` and get the same batches. The global batch is a multiple of
+    `local_batch_size * dp_degree`.
     """
 
     dataset: TrainDataset
@@ -83,20 +87,29 @@ class TrainLoader:
     def mixture(self) -> str:
         """Shares of the sources in words; empty for a single source."""
         sources = get_sources(self.dataset)
-        return ", ".join(f"{source.share:.2%} {source.name}" for source in sources) if sources[0].name else ""
+        return (
+            ", ".join(f"{source.share:.2%} {source.name}" for source in sources)
+            if sources[0].name
+            else ""
+        )
 
-    def start_from(self, step: int, samples: int, skip_to: int = 0, taken: Mapping[str, int] | None = None) -> None:
-        """Start step `step` after the first `samples` samples of the data order; leave out those before `skip_to`.
+    def start_from(
+        self, step: int, samples: int, skip_to: int = 0, taken: Mapping[str, int] | None = None
+    ) -> None:
+        """Start step `step` after the first `samples` samples of the data order; leave out those
+        before `skip_to`.
 
-        The global batch size may differ from that of earlier steps. `taken` are the sequences that earlier steps took
-        of each source of a mixture, which may have been another mixture.
+        The global batch size may differ from that of earlier steps. `taken` are the sequences that
+        earlier steps took of each source of a mixture, which may have been another mixture.
         """
         if isinstance(self.dataset, Mixture):
             self.dataset.go_on(self.seed, samples, taken or {})
         self._start = (step, max(samples, skip_to))
 
     def get_taken(self, step: int) -> dict[str, int]:
-        """Return the position of each source of a mixture, in sequences, before `step`; empty for a single source."""
+        """Return the position of each source of a mixture, in sequences, before `step`; empty for a
+        single source.
+        """
         if not isinstance(self.dataset, Mixture):
             return {}
         return self.dataset.get_taken(self.seed, self.samples_before(step))
@@ -112,9 +125,11 @@ class TrainLoader:
         return samples + (step - first) * self.global_batch_size
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """Return the micro-batches of this rank in training step `step`, counted from 0; CPU tensors.
+        """Return the micro-batches of this rank in training step `step`, counted from 0; CPU
+        tensors.
 
-        A list and not an iterator: the loss of the first micro-batch is divided by the valid tokens of all of them.
+        A list and not an iterator: the loss of the first micro-batch is divided by the valid tokens
+        of all of them.
         """
         start = self.samples_before(step)
         indices = self.dataset.get_train_indices(self.seed, start, start + self.global_batch_size)
@@ -122,33 +137,45 @@ class TrainLoader:
         return [self.dataset.batch(micro_batch) for micro_batch in indices[:, self.dp_rank]]
 
     def validation_sets(self, num_steps: int) -> list[ValidationSet]:
-        """Return every held-out sequence of each source once, or the first `num_steps` global batches of each (0: all).
+        """Return every held-out sequence of each source once, or the first `num_steps` global
+        batches of each (0: all).
 
-        The same at every validation and on any mesh. All ranks get equally many micro-batches of equal shape, filled up
-        with rows without labels.
+        The same at every validation and on any mesh. All ranks get equally many micro-batches of
+        equal shape, filled up with rows without labels.
         """
         held_out = self._held_out(num_steps)
         weights = [source.share / count for source, count in held_out]
         return [
-            ValidationSet(source.name, weight / weights[0], self._validate_on(source.dataset, count))
+            ValidationSet(
+                source.name, weight / weights[0], self._validate_on(source.dataset, count)
+            )
             for (source, count), weight in zip(held_out, weights, strict=True)
         ]
 
     def validation_batches(self, num_steps: int) -> Iterator[Batch]:
-        """Return the micro-batches of this rank in all `validation_sets`, one after the other; CPU tensors."""
+        """Return the micro-batches of this rank in all `validation_sets`, one after the other; CPU
+        tensors.
+        """
         return chain.from_iterable(held_out.batches for held_out in self.validation_sets(num_steps))
 
     def coming_batches(self, step: int, job: JobConfig) -> Iterator[Batch]:
-        """Yield every micro-batch that this rank trains on from `step` on, and those it validates on; on the host."""
+        """Yield every micro-batch that this rank trains on from `step` on, and those it validates
+        on; on the host.
+        """
         for number in range(step, job.training.steps):
             yield from self.micro_batches(number)
         if job.validation.enable:
             yield from self.validation_batches(job.validation.steps)
 
     def _held_out(self, num_steps: int) -> list[tuple[Source, int]]:
-        """Return the sources with held-out sequences, each with the number of them that a validation takes."""
+        """Return the sources with held-out sequences, each with the number of them that a
+        validation takes.
+        """
         most = num_steps * self.global_batch_size or sys.maxsize
-        counts = [(source, source.dataset.num_validation_sequences) for source in get_sources(self.dataset)]
+        counts = [
+            (source, source.dataset.num_validation_sequences)
+            for source in get_sources(self.dataset)
+        ]
         return [(source, min(most, count)) for source, count in counts if count]
 
     def _validate_on(self, dataset: SequenceDataset, count: int) -> Iterator[Batch]:
@@ -159,22 +186,31 @@ class TrainLoader:
 
 
 def build_loader(
-    job: JobConfig, dp_rank: int, dp_degree: int, builders: Mapping[str, DatasetBuilder], before: int | None = None
+    job: JobConfig,
+    dp_rank: int,
+    dp_degree: int,
+    builders: Mapping[str, DatasetBuilder],
+    before: int | None = None,
 ) -> tuple["PreTrainedTokenizerFast", TrainLoader]:
-    """Return the tokenizer and the batches of one data-parallel rank; every process may call it at any time.
+    """Return the tokenizer and the batches of one data-parallel rank; every process may call it at
+    any time.
 
-    No collectives: processes of one machine share the work through the cache folder. The vocabulary that the model
-    must have at least is `loader.dataset.vocab_size`. With `data.tokenizer_path` empty, a tokenizer.json in
-    `model.hf_assets_path` is used before a BPE is trained. `builders` make the datasets, by `get_kind`;
-    `before` is the batch size of the run that is resumed.
+    No collectives: processes of one machine share the work through the cache folder. The vocabulary
+    that the model must have at least is `loader.dataset.vocab_size`. With `data.tokenizer_path`
+    empty, a tokenizer.json in `model.hf_assets_path` is used before a BPE is trained. `builders`
+    make the datasets, by `get_kind`; `before` is the batch size of the run that is resumed.
 
-    Raises DataError: the text, a row or the tokenizer is missing or unusable, or there is too little for `seq_len`.
+    Raises DataError: the text, a row or the tokenizer is missing or unusable, or there is too
+    little for `seq_len`.
     """
     training = job.training
     tokenizer, dataset = builders[get_kind(job.data)](job)
-    # For streams this reads rows, so only where it counts. A document of plain text, or an image, is one example.
+    # For streams this reads rows, so only where it counts. A document of plain text, or an image,
+    # is one example.
     sources = get_sources(dataset) if training.global_batch_size is None and before is None else []
-    examples = sum(source.share * getattr(source.dataset, "examples_per_sequence", 1.0) for source in sources)
+    examples = sum(
+        source.share * getattr(source.dataset, "examples_per_sequence", 1.0) for source in sources
+    )
     sizes = [source.dataset.num_train_sequences or 0 for source in sources]
     loader = TrainLoader(
         dataset,
@@ -198,7 +234,8 @@ def get_kind(data: DataSection) -> str:
     """
     if data.dataset == "none":
         raise DataError(
-            "data: nothing says on which data the pretrained model is to be trained. Set data.path to a file, folder "
+            "data: nothing says on which data the pretrained model is to be trained. Set data.path "
+            "to a file, folder "
             'or hub id; or data.dataset = "stdlib" for the Python files of the standard library.'
         )
     if data.sources and data.dataset != "images":
@@ -215,10 +252,16 @@ def build_text(job: JobConfig) -> tuple["PreTrainedTokenizerFast", PackedDataset
 
 
 def resolve_tokenizer_path(job: JobConfig) -> DataSection:
-    """Return `job.data`, with the tokenizer of `model.hf_assets_path` where no other is configured."""
+    """Return `job.data`, with the tokenizer of `model.hf_assets_path` where no other is
+    configured.
+    """
     data = job.data
     assets = Path(job.model.hf_assets_path).expanduser()
-    if job.model.hf_assets_path and not data.tokenizer_path and (assets / "tokenizer.json").is_file():
+    if (
+        job.model.hf_assets_path
+        and not data.tokenizer_path
+        and (assets / "tokenizer.json").is_file()
+    ):
         # Pretrained weights mean nothing with the ids of another tokenizer.
         data = replace(data, tokenizer_path=str(assets))
         logger.info("data: using the tokenizer in %s", assets)
@@ -228,20 +271,30 @@ def resolve_tokenizer_path(job: JobConfig) -> DataSection:
 def build_packed(
     data: DataSection, seq_len: int, where: str, tokenizer: Any, model_type: str = ""
 ) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
-    """Return the tokenizer, trained on the text unless it is given, and the sequences of `data.path`."""
+    """Return the tokenizer, trained on the text unless it is given, and the sequences of
+    `data.path`.
+    """
     corpus = build_corpus(data)
     tokenizer = build_tokenizer(data, corpus, model_type) if tokenizer is None else tokenizer
     dataset = PackedDataset(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)
     logger.info(
-        "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out",
-        *(where, len(dataset.tokenized.tokens), dataset.tokenized.vocab_size, dataset.tokenized.num_documents),
+        "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d "
+        "held out",
+        *(
+            where,
+            len(dataset.tokenized.tokens),
+            dataset.tokenized.vocab_size,
+            dataset.tokenized.num_documents,
+        ),
         *(dataset.seq_len, dataset.num_train_sequences, dataset.num_validation_sequences),
     )
     return tokenizer, dataset
 
 
 def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> JobConfig:
-    """Return `job` with its global batch size, and its epochs as steps, counted on from `before`, a `Progress`."""
+    """Return `job` with its global batch size, and its epochs as steps, counted on from `before`, a
+    `Progress`.
+    """
     training, sequences = job.training, loader.dataset.num_train_sequences
     batch = loader.global_batch_size
     if training.global_batch_size is None:
@@ -250,7 +303,9 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
     if before is not None and not job.data.skip_to_sample:  # otherwise skipped samples would count
         done, seen = before.step, before.samples
     if training.epochs and sequences is not None:
-        training = replace(training, steps=done + math.ceil((training.epochs * sequences - seen) / batch))
+        training = replace(
+            training, steps=done + math.ceil((training.epochs * sequences - seen) / batch)
+        )
     seen += (training.steps - done) * batch
     logger.info(
         "training: %s of %s, %s tokens with padding%s",
@@ -261,7 +316,8 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
     )
     if job.lr_scheduler.warmup_steps >= training.steps > 0 and get_rank() == 0:
         logger.warning(
-            "training: lr_scheduler.warmup_steps = %d, and the run has %d steps: the learning rate never reaches "
+            "training: lr_scheduler.warmup_steps = %d, and the run has %d steps: the learning rate "
+            "never reaches "
             "optimizer.lr before the last one. Lower it, or set it to -1 for 3%% of the steps.",
             job.lr_scheduler.warmup_steps,
             training.steps,
@@ -270,10 +326,14 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
 
 
 def check_form(job: JobConfig, form: str) -> None:
-    """Refuse rows of a fine-tuning `form` if the model has random weights that were not asked for: a ConfigError."""
+    """Refuse rows of a fine-tuning `form` if the model has random weights that were not asked for:
+    a ConfigError.
+    """
     if form == "text" or job.checkpoint.initial_load_path or job.model.init == "random":
         return
     raise ConfigError(
-        f"model: the run would begin with random weights, and its data are rows of form '{form}', for "
-        'fine-tuning. Set model.path to the model to fine-tune; or model.init = "random", if random weights are meant.'
+        f"model: the run would begin with random weights, and its data are rows of form '{form}', "
+        "for "
+        'fine-tuning. Set model.path to the model to fine-tune; or model.init = "random", if '
+        "random weights are meant."
     )

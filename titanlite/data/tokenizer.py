@@ -1,10 +1,13 @@
-"""Tokenizers: one from a local folder, or a byte-level BPE trained on the corpus the first time it is needed.
+"""Tokenizers: one from a local folder, or a byte-level BPE trained on the corpus the first time it
+is needed.
 
-Transformers builds the tokenizers of some models anew, with the normalization and the splitting of the model's class
-whatever tokenizer.json says. A BPE is therefore trained in the form of that class.
+Transformers builds the tokenizers of some models anew, with the normalization and the splitting of
+the model's class whatever tokenizer.json says. A BPE is therefore trained in the form of that
+class.
 
-TOKENIZERS_PARALLELISM is deliberately left alone: true would make a process hang that is forked after the library's
-thread pool has started (seen with tokenizers 0.23); false makes first use up to twice as slow on 2 cores.
+TOKENIZERS_PARALLELISM is deliberately left alone: true would make a process hang that is forked
+after the library's thread pool has started (seen with tokenizers 0.23); false makes first use up to
+twice as slow on 2 cores.
 """
 
 import json
@@ -38,15 +41,24 @@ END_OF_TEXT = "<|endoftext|>"
 _MAX_TRAINING_BYTES = 24 * 2**20
 _TRAINING_PIECE_CHARS = 64 * 2**10
 # Names that tokenizer.json files without a tokenizer_config.json use for the end of a text.
-_KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>")
-_RECIPE_VERSION = 2  # raise it when the training below changes, or old cached tokenizers will be taken for new ones
+_KNOWN_END_OF_TEXT = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "</s>",
+    "<eos>",
+)
+# raise it when the training below changes, or old cached tokenizers will be taken for new ones
+_RECIPE_VERSION = 2
 
 
 _serialized: WeakKeyDictionary["PreTrainedTokenizerFast", str] = WeakKeyDictionary()
 
 
 def serialize(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return its tokenizer.json as text. Cached: it takes a third of a second for 150 k tokens, and never changes."""
+    """Return its tokenizer.json as text. Cached: it takes a third of a second for 150 k tokens, and
+    never changes.
+    """
     if tokenizer not in _serialized:
         _serialized[tokenizer] = tokenizer.backend_tokenizer.to_str()
     return _serialized[tokenizer]
@@ -69,39 +81,54 @@ def get_prefix(tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
 
 
 def get_bpe_form(model_type: str) -> Tokenizer:
-    """Return an untrained byte-level BPE with the normalization and splitting of transformers' class for `model_type`.
+    """Return an untrained byte-level BPE with the normalization and splitting of transformers'
+    class for `model_type`.
 
-    GPT-2's, without normalization, where the class takes tokenizer.json as it is, or is no byte-level BPE.
+    GPT-2's, without normalization, where the class takes tokenizer.json as it is, or is no
+    byte-level BPE.
     """
-    # Imported here because transformers takes 0.5 to 1 s, and readers of titanlite.data may not need a tokenizer.
+    # Imported here because transformers takes 0.5 to 1 s, and readers of titanlite.data may not
+    # need a tokenizer.
     from transformers import PreTrainedTokenizerFast
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
+    from transformers.models.auto.tokenization_auto import (
+        TOKENIZER_MAPPING_NAMES,
+        tokenizer_class_from_name,
+    )
 
     form = Tokenizer(models.BPE())
     form.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     form.decoder = decoders.ByteLevel()
-    cls = tokenizer_class_from_name(TOKENIZER_MAPPING_NAMES.get(model_type) or "PreTrainedTokenizerFast")
+    cls = tokenizer_class_from_name(
+        TOKENIZER_MAPPING_NAMES.get(model_type) or "PreTrainedTokenizerFast"
+    )
     if cls is None or not issubclass(cls, PreTrainedTokenizerFast) or "__init__" not in vars(cls):
         return form
     if getattr(cls, "model", None) is not models.BPE:
         return form
     theirs = cls().backend_tokenizer
     if isinstance(theirs.decoder, decoders.ByteLevel):
-        form.normalizer, form.pre_tokenizer, form.decoder = theirs.normalizer, theirs.pre_tokenizer, theirs.decoder
+        form.normalizer, form.pre_tokenizer, form.decoder = (
+            theirs.normalizer,
+            theirs.pre_tokenizer,
+            theirs.decoder,
+        )
     return form
 
 
 def train_bpe(corpus: Corpus, vocab_size: int, form: Tokenizer | None = None) -> Tokenizer:
-    """Train a byte-level BPE in `form`, by default GPT-2's; it encodes any text, without loss except for normalization.
+    """Train a byte-level BPE in `form`, by default GPT-2's; it encodes any text, without loss
+    except for normalization.
 
-    Token 0 is '<|endoftext|>', tokens 1 to 256 are the bytes. The result is the same for the same corpus, whatever the
-    number of threads. A corpus above 24 MiB is thinned to evenly spaced pieces of about that size in all. A small one
-    may run out of pairs to merge and give fewer tokens than `vocab_size`.
+    Token 0 is '<|endoftext|>', tokens 1 to 256 are the bytes. The result is the same for the same
+    corpus, whatever the number of threads. A corpus above 24 MiB is thinned to evenly spaced pieces
+    of about that size in all. A small one may run out of pairs to merge and give fewer tokens than
+    `vocab_size`.
     """
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes, seen or not: no unknown token
+        # all 256 bytes, seen or not: no unknown token
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer = form or get_bpe_form("")
@@ -116,19 +143,26 @@ def _get_training_pieces(corpus: Corpus) -> Iterator[str]:
     return (piece for i, piece in enumerate(pieces) if i % stride == 0)
 
 
-def build_tokenizer(data: DataSection, corpus: Corpus, model_type: str = "") -> "PreTrainedTokenizerFast":
-    """Return the tokenizer at `data.tokenizer_path`, or a byte-level BPE of `data.bpe_vocab_size` tokens for `corpus`.
+def build_tokenizer(
+    data: DataSection, corpus: Corpus, model_type: str = ""
+) -> "PreTrainedTokenizerFast":
+    """Return the tokenizer at `data.tokenizer_path`, or a byte-level BPE of `data.bpe_vocab_size`
+    tokens for `corpus`.
 
-    The BPE has the form of `get_bpe_form(model_type)`; it is trained once per machine, corpus and size, and cached;
-    several processes may ask at once. The result has an `eos_token_id`, and `save_pretrained(folder)` makes a folder
-    that transformers' `AutoTokenizer` loads. The network is never used.
+    The BPE has the form of `get_bpe_form(model_type)`; it is trained once per machine, corpus and
+    size, and cached; several processes may ask at once. The result has an `eos_token_id`, and
+    `save_pretrained(folder)` makes a folder that transformers' `AutoTokenizer` loads. The network
+    is never used.
 
     Raises DataError: the path holds no usable tokenizer, or the tokenizer has no end-of-text token.
     """
     if data.tokenizer_path:
         return load_tokenizer(data.tokenizer_path)
     form = get_bpe_form(model_type)
-    recipe = f"{_RECIPE_VERSION} {tokenizers.__version__} {data.bpe_vocab_size} {corpus.digest} {form.to_str()}"
+    recipe = (
+        f"{_RECIPE_VERSION} {tokenizers.__version__} {data.bpe_vocab_size} {corpus.digest} "
+        f"{form.to_str()}"
+    )
     name = f"bpe-{data.bpe_vocab_size}-{sha256(recipe.encode()).hexdigest()[:16]}.json"
     path = get_cache_folder(data) / "tokenizers" / name
 
@@ -144,7 +178,8 @@ def build_tokenizer(data: DataSection, corpus: Corpus, model_type: str = "") -> 
             "data: trained a byte-level BPE tokenizer, %d tokens, on %.1f MB in %.1f s",
             *(num_tokens, min(corpus.num_bytes, _MAX_TRAINING_BYTES) / 1e6, elapsed_s),
         )
-    from transformers import PreTrainedTokenizerFast  # imported here for the reason given in get_bpe_form
+    # imported here for the reason given in get_bpe_form
+    from transformers import PreTrainedTokenizerFast
 
     # Clean-up would drop the space in "a ," when decoding: the round trip would lose text.
     return PreTrainedTokenizerFast(
@@ -155,27 +190,31 @@ def build_tokenizer(data: DataSection, corpus: Corpus, model_type: str = "") -> 
 def _load_cached(path: Path) -> Tokenizer | None:
     try:
         serialized = path.read_text(encoding="utf-8")
-        json.loads(serialized)  # a truncated file fails here with ValueError; Tokenizer raises a bare Exception
+        # a truncated file fails here with ValueError; Tokenizer raises a bare Exception
+        json.loads(serialized)
     except (FileNotFoundError, ValueError):
         return None
     return Tokenizer.from_str(serialized)
 
 
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
-    """Load a folder with tokenizer.json (and tokenizer_config.json), or one tokenizer.json; never from the network.
+    """Load a folder with tokenizer.json (and tokenizer_config.json), or one tokenizer.json; never
+    from the network.
 
-    A folder with tokenizer_config.json loads through `AutoTokenizer`, so training sees the tokens that users of the
-    exported model will see. If that names no class of its own, tokenizer.json counts; a warning says so. Without one,
-    the end-of-text token is the first known name in the vocabulary.
+    A folder with tokenizer_config.json loads through `AutoTokenizer`, so training sees the tokens
+    that users of the exported model will see. If that names no class of its own, tokenizer.json
+    counts; a warning says so. Without one, the end-of-text token is the first known name in the
+    vocabulary.
 
-    Raises DataError: there is no tokenizer.json, transformers cannot load it (code in the folder is never run), or it
-    has no end-of-text token.
+    Raises DataError: there is no tokenizer.json, transformers cannot load it (code in the folder is
+    never run), or it has no end-of-text token.
     """
     path = Path(path).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.exists() or file.is_dir():
         raise DataError(
-            f"data: tokenizer_path {path}: {file} does not exist. Set data.tokenizer_path to a folder with "
+            f"data: tokenizer_path {path}: {file} does not exist. Set data.tokenizer_path to a "
+            "folder with "
             "tokenizer.json, or empty it to train a byte-level BPE."
         )
     try:
@@ -183,7 +222,8 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
             tokenizer = load_from_folder("AutoTokenizer", path)
         else:
             tokenizer = load_tokenizer_file(file)
-    except Exception as error:  # the tokenizers library raises nothing more specific for a malformed file
+    # the tokenizers library raises nothing more specific for a malformed file
+    except Exception as error:
         raise DataError(
             f"data: tokenizer_path {path}: transformers cannot load it ({describe_error(error)}). "
             "Check the files, or empty data.tokenizer_path to train a byte-level BPE."
@@ -200,14 +240,17 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
         known = [name for name in _KNOWN_END_OF_TEXT if name in vocabulary]
         if not known:
             raise DataError(
-                f"data: tokenizer_path {path}: no end-of-text token. Add eos_token to its tokenizer_config.json."
+                f"data: tokenizer_path {path}: no end-of-text token. Add eos_token to its "
+                "tokenizer_config.json."
             )
         tokenizer.eos_token = known[0]
     return tokenizer
 
 
 def _take_as_it_is(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> "PreTrainedTokenizerFast":
-    """`tokenizer` of `folder`, or what its tokenizer.json says if its configuration names no class to build instead."""
+    """`tokenizer` of `folder`, or what its tokenizer.json says if its configuration names no class
+    to build instead.
+    """
     table = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     if table.get("tokenizer_class") not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
         return tokenizer
@@ -215,16 +258,19 @@ def _take_as_it_is(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> "PreTr
     if plain(_PROBE)["input_ids"] == tokenizer(_PROBE)["input_ids"]:
         return tokenizer
     logger.warning(
-        "data: %s: transformers' AutoTokenizer builds %s, which reads texts otherwise than tokenizer.json. Here "
+        "data: %s: transformers' AutoTokenizer builds %s, which reads texts otherwise than "
+        "tokenizer.json. Here "
         "tokenizer.json counts; load it elsewhere with PreTrainedTokenizerFast.from_pretrained.",
         *(folder, type(tokenizer).__name__),
     )
     return plain
 
 
-# Contractions, digits, composed letters, other scripts, emoji, spaces and line ends: where splittings differ.
+# Contractions, digits, composed letters, other scripts, emoji, spaces and line ends: where
+# splittings differ.
 _PROBE = (
-    "It's I'LL 3 1234567 3.14, x=[1];\tA  b   c \n\n  d\r\n cafe\u0301 \u00c5ngstro\u0308m stra\u00dfe "
+    "It's I'LL 3 1234567 3.14, x=[1];\tA  b   c \n\n  d\r\n cafe\u0301 \u00c5ngstro\u0308m "
+    "stra\u00dfe "
     "\u4f60\u597d\u4e16\u754c \ud55c\uad6d\uc5b4 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 "
     "\U0001f469\u200d\U0001f680!!! --== don't_do-this  \n"
 )
@@ -233,16 +279,21 @@ _PROBE = (
 def follow_tokenizer(
     job: JobConfig, model_config: AnyModelConfig, num_ids: int, tp: int, saved: Path | None
 ) -> JobConfig:
-    """Return `job`, for a new model of a flavor with as many embedding rows as the tokenizer has ids.
+    """Return `job`, for a new model of a flavor with as many embedding rows as the tokenizer has
+    ids.
 
-    A setting counts before the tokenizer, and so do the rows of the checkpoint in `saved` that the run resumes from. A
-    flavor with up to twice as many rows as ids keeps them: the vocabularies of real models are padded. `tp` ranks share
-    the rows evenly.
+    A setting counts before the tokenizer, and so do the rows of the checkpoint in `saved` that the
+    run resumes from. A flavor with up to twice as many rows as ids keeps them: the vocabularies of
+    real models are padded. `tp` ranks share the rows evenly.
 
     Raises ConfigError: they cannot. The same on all ranks.
     """
     model, rows = job.model, model_config.vocab_size
-    if not model.flavor or model.overrides.vocab_size is not None or job.checkpoint.initial_load_path:
+    if (
+        not model.flavor
+        or model.overrides.vocab_size is not None
+        or job.checkpoint.initial_load_path
+    ):
         return job
     wanted = rows if num_ids <= rows <= 2 * num_ids else num_ids
     if saved is not None:
@@ -252,30 +303,46 @@ def follow_tokenizer(
         return job
     if wanted % tp:
         raise ConfigError(
-            f"model: the tokenizer has {num_ids} tokens, and so many rows of the embedding cannot be shared by "
-            f"tensor_parallel_degree = {tp}. Set model.overrides.vocab_size = {-(-wanted // tp) * tp}."
+            f"model: the tokenizer has {num_ids} tokens, and so many rows of the embedding cannot "
+            "be shared by "
+            f"tensor_parallel_degree = {tp}. Set model.overrides.vocab_size = "
+            f"{-(-wanted // tp) * tp}."
         )
     if get_rank() == 0:
-        logger.info("model: vocab_size is %d, as the tokenizer has, instead of %s's %d", wanted, model.flavor, rows)
+        logger.info(
+            "model: vocab_size is %d, as the tokenizer has, instead of %s's %d",
+            wanted,
+            model.flavor,
+            rows,
+        )
     return replace(job, model=replace(model, overrides=replace(model.overrides, vocab_size=wanted)))
 
 
 def describe_resizing(job: JobConfig, vocab_size: int, model_config: AnyModelConfig) -> str:
-    """Return how the embedding gets `vocab_size` rows: by a setting, or in the files that its weights come from."""
+    """Return how the embedding gets `vocab_size` rows: by a setting, or in the files that its
+    weights come from.
+    """
     folder = job.checkpoint.initial_load_path
     if not folder and isinstance(model_config, ModelConfig):
         return (
-            f"Set model.overrides.vocab_size = {vocab_size}, lower data.bpe_vocab_size, or use the model's tokenizer."
+            f"Set model.overrides.vocab_size = {vocab_size}, lower data.bpe_vocab_size, or use "
+            "the model's tokenizer."
         )
     if not folder:
-        return f"Set vocab_size = {vocab_size} in its config.json, or use the model's own tokenizer."
+        return (
+            f"Set vocab_size = {vocab_size} in its config.json, or use the model's own tokenizer."
+        )
     return (
-        "Use the model's own tokenizer, or give its embedding rows for the new tokens with transformers' "
-        f"resize_token_embeddings({vocab_size}), and set {weights_key(job)} to the folder that it is saved in."
+        "Use the model's own tokenizer, or give its embedding rows for the new tokens with "
+        "transformers' "
+        f"resize_token_embeddings({vocab_size}), and set {weights_key(job)} to the folder that it "
+        "is saved in."
     )
 
 
-def check_vocabulary(job: JobConfig, vocab_size: int, num_ids: int, model_config: AnyModelConfig) -> None:
+def check_vocabulary(
+    job: JobConfig, vocab_size: int, num_ids: int, model_config: AnyModelConfig
+) -> None:
     """Check that every token id of the data, below `vocab_size`, has a row in the embedding.
 
     Ids of the tokenizer, below `num_ids`, without one are a warning; so are many more rows.
@@ -284,16 +351,24 @@ def check_vocabulary(job: JobConfig, vocab_size: int, num_ids: int, model_config
     """
     rows = model_config.vocab_size
     if max(vocab_size, num_ids) > rows:
-        text = f"data: the tokenizer has {max(vocab_size, num_ids)} tokens, but the model's vocab_size is {rows}. "
+        text = (
+            f"data: the tokenizer has {max(vocab_size, num_ids)} tokens, but the model's "
+            f"vocab_size is {rows}. "
+        )
         text += describe_resizing(job, max(vocab_size, num_ids), model_config)
         if vocab_size > rows:
             raise DataError(text)
         if get_rank() == 0:
-            text += f" The data has none of the tokens from {rows} on, so the run begins; with one of them the saved "
+            text += (
+                f" The data has none of the tokens from {rows} on, so the run begins; with "
+                "one "
+                "of them the saved "
+            )
             logger.warning("%smodel would fail.", text)
     if 2 * max(vocab_size, num_ids) < rows and get_rank() == 0:
         logger.warning(
-            "data: the tokenizer has %d tokens, the embedding %d rows, of which most will never be trained. Set "
+            "data: the tokenizer has %d tokens, the embedding %d rows, of which most will never be "
+            "trained. Set "
             "data.tokenizer_path to the model's own tokenizer, or model.overrides.vocab_size = %d.",
             *(max(vocab_size, num_ids), rows, max(vocab_size, num_ids)),
         )

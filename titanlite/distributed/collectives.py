@@ -1,7 +1,9 @@
-"""Differentiable collectives as torch operators: gather and scatter along a dim, sum, all-to-all of rows.
+"""Differentiable collectives as torch operators: gather and scatter along a dim, sum, all-to-all of
+rows.
 
-As operators (`titanlite::...`) with fake kernels they can be kept by selective activation checkpointing, and do not
-break a compiled graph. A process group is passed by name, because operators take no objects.
+As operators (`titanlite::...`) with fake kernels they can be kept by selective activation
+checkpointing, and do not break a compiled graph. A process group is passed by name, because
+operators take no objects.
 
 Collectives: every rank of the group must call, in the same order.
 """
@@ -40,7 +42,9 @@ def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("titanlite::reduce_scatter", mutates_args=())
 def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    """Sum over the ranks and keep this rank's equal piece along `dim`; the gradient is all-gathered."""
+    """Sum over the ranks and keep this rank's equal piece along `dim`; the gradient is
+    all-gathered.
+    """
     size = _groups[group].size()
     pieces = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
     out = torch.empty_like(pieces[0])
@@ -66,23 +70,38 @@ def gather_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 
 
 @torch.library.custom_op("titanlite::all_to_all", mutates_args=())
-def all_to_all(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> torch.Tensor:
-    """Send `input_splits[r]` rows of x to each rank r, receive `output_splits[r]`; the gradient goes back alike."""
+def all_to_all(
+    x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
+) -> torch.Tensor:
+    """Send `input_splits[r]` rows of x to each rank r, receive `output_splits[r]`; the gradient
+    goes back alike.
+    """
     out = x.new_empty(sum(output_splits), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), list(output_splits), list(input_splits), group=_groups[group])
+    dist.all_to_all_single(
+        out, x.contiguous(), list(output_splits), list(input_splits), group=_groups[group]
+    )
     return out
 
 
 def start_all_to_all(
     x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """Start an `all_to_all` that overlaps with kernels: read the result after `wait` of the second."""
-    out, splits = x.new_empty(sum(output_splits), *x.shape[1:]), (list(output_splits), list(input_splits))
-    return out, dist.all_to_all_single(out, x.contiguous(), *splits, group=_groups[group], async_op=True)
+    """Start an `all_to_all` that overlaps with kernels: read the result after `wait` of the
+    second.
+    """
+    out, splits = (
+        x.new_empty(sum(output_splits), *x.shape[1:]),
+        (list(output_splits), list(input_splits)),
+    )
+    return out, dist.all_to_all_single(
+        out, x.contiguous(), *splits, group=_groups[group], async_op=True
+    )
 
 
 def own_part(x: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
-    """Return the piece of rank `rank` of `x`, which `size` ranks have alike, split evenly along `dim`; a view."""
+    """Return the piece of rank `rank` of `x`, which `size` ranks have alike, split evenly along
+    `dim`; a view.
+    """
     return x.unflatten(dim, (size, -1)).select(dim, rank)
 
 
@@ -107,7 +126,9 @@ def _(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @all_to_all.register_fake
-def _(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> torch.Tensor:
+def _(
+    x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
+) -> torch.Tensor:
     return x.new_empty(sum(output_splits), *x.shape[1:])
 
 
@@ -120,10 +141,17 @@ def _keep_part(ctx, grad: torch.Tensor):
     return own_part(grad, dim, _groups[group].size(), _groups[group].rank()), None, None
 
 
-all_gather.register_autograd(lambda ctx, dy: (reduce_scatter(dy, *ctx.inputs), None, None), setup_context=_save)
-reduce_scatter.register_autograd(lambda ctx, dy: (all_gather(dy, *ctx.inputs), None, None), setup_context=_save)
-all_reduce.register_autograd(lambda ctx, dy: (all_reduce(dy, *ctx.inputs), None), setup_context=_save)
+all_gather.register_autograd(
+    lambda ctx, dy: (reduce_scatter(dy, *ctx.inputs), None, None), setup_context=_save
+)
+reduce_scatter.register_autograd(
+    lambda ctx, dy: (all_gather(dy, *ctx.inputs), None, None), setup_context=_save
+)
+all_reduce.register_autograd(
+    lambda ctx, dy: (all_reduce(dy, *ctx.inputs), None), setup_context=_save
+)
 gather_parts.register_autograd(_keep_part, setup_context=_save)
 all_to_all.register_autograd(
-    lambda ctx, dy: (all_to_all(dy, ctx.inputs[1], ctx.inputs[0], ctx.inputs[2]), None, None, None), setup_context=_save
+    lambda ctx, dy: (all_to_all(dy, ctx.inputs[1], ctx.inputs[0], ctx.inputs[2]), None, None, None),
+    setup_context=_save,
 )

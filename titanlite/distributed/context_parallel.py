@@ -1,15 +1,17 @@
-"""Context parallelism by exchanging heads for positions (DeepSpeed-Ulysses, arXiv:2309.14509), for a decoder on meta.
+"""Context parallelism by exchanging heads for positions (DeepSpeed-Ulysses, arXiv:2309.14509), for
+a decoder on meta.
 
-The ranks of a group get the same sequences, and each holds S / n positions of every one from the embedding to the loss.
-Only attention needs all positions: one all-to-all turns a piece of the sequence with all heads into the whole sequence
-with some heads, and another one turns it back. So each attention backend, packed documents and the cache work as on one
-rank.
+The ranks of a group get the same sequences, and each holds S / n positions of every one from the
+embedding to the loss. Only attention needs all positions: one all-to-all turns a piece of the
+sequence with all heads into the whole sequence with some heads, and another one turns it back. So
+each attention backend, packed documents and the cache work as on one rank.
 
-FSDP shards parameters over these ranks too, and so adds up the gradients of all positions. Tensor parallelism, applied
-after it, splits a rank's piece of the sequence and its heads once more.
+FSDP shards parameters over these ranks too, and so adds up the gradients of all positions. Tensor
+parallelism, applied after it, splits a rank's piece of the sequence and its heads once more.
 
-Shapes: B batch, S sequence, n ranks, s = S / n positions of a rank, H query heads, G key/value heads, h, g those of one
-rank inside attention, K width of a query or key head, V of a value head, D hidden.
+Shapes: B batch, S sequence, n ranks, s = S / n positions of a rank, H query heads, G key/value
+heads, h, g those of one rank inside attention, K width of a query or key head, V of a value head, D
+hidden.
 """
 
 from functools import partial
@@ -19,7 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.distributed.collectives import all_reduce, all_to_all, gather_parts, own_part, register_group
+from titanlite.distributed.collectives import (
+    all_reduce,
+    all_to_all,
+    gather_parts,
+    own_part,
+    register_group,
+)
 from titanlite.models.attention import CoreAttention
 from titanlite.models.layers import Embedding, OutputHead, RotaryEmbedding
 from titanlite.models.moe import MoE
@@ -28,7 +36,9 @@ _SEQUENCE_DIM, _HEADS_DIM = 1, 2
 
 
 class Peers(NamedTuple):
-    """The ranks that hold the pieces of a sequence: their group's name, how many, and which of them this one is."""
+    """The ranks that hold the pieces of a sequence: their group's name, how many, and which of them
+    this one is.
+    """
 
     group: str
     size: int
@@ -38,12 +48,13 @@ class Peers(NamedTuple):
 def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Split every sequence that `model` is called with over the ranks of `group`, in their order.
 
-    The model is called as before, with whole sequences, the same on all these ranks: tokens, labels, positions and
-    documents. Losses and logits are those of whole sequences, alike on all ranks; balance losses are sums over a rank's
-    own positions. No collective is run; the model may be on meta.
+    The model is called as before, with whole sequences, the same on all these ranks: tokens,
+    labels, positions and documents. Losses and logits are those of whole sequences, alike on all
+    ranks; balance losses are sums over a rank's own positions. No collective is run; the model may
+    be on meta.
 
-    Collectives of a forward: two all-to-alls per layer, a sum of counts per MoE layer with a balance loss, and a gather
-    of the losses or logits; backward has the same number of all-to-alls.
+    Collectives of a forward: two all-to-alls per layer, a sum of counts per MoE layer with a
+    balance loss, and a gather of the losses or logits; backward has the same number of all-to-alls.
     """
     peers = Peers(register_group(group), group.size(), group.rank())
     for module in model.modules():
@@ -56,25 +67,37 @@ def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
             module.register_forward_pre_hook(partial(keep_own_valid, peers=peers))
             module.gate.sequence_sums.append(partial(all_reduce, group=peers.group))
         elif isinstance(module, OutputHead):
-            module.register_forward_pre_hook(partial(_keep_own_labels, peers=peers), with_kwargs=True)
+            module.register_forward_pre_hook(
+                partial(_keep_own_labels, peers=peers), with_kwargs=True
+            )
             module.register_forward_hook(partial(_gather_results, peers=peers), with_kwargs=True)
 
 
 def _gather_positions(module: nn.Module, args: Any, *, peers: Peers) -> Any:
-    """Exchange s positions of all heads for all positions of h and g heads, of queries, keys and values at once."""
+    """Exchange s positions of all heads for all positions of h and g heads, of queries, keys and
+    values at once.
+    """
     q_BsHK, k_BsGK, v_BsGV, *rest = args
     num_kv_heads = k_BsGK.shape[_HEADS_DIM]
     if num_kv_heads < peers.size:  # several ranks have query heads of the same one
         repeats = peers.size // num_kv_heads
         k_BsGK, v_BsGV = (x.repeat_interleave(repeats, dim=_HEADS_DIM) for x in (k_BsGK, v_BsGV))
-    by_rank = [x.unflatten(_HEADS_DIM, (peers.size, -1)).movedim(_HEADS_DIM, 0) for x in (q_BsHK, k_BsGK, v_BsGV)]
-    x_nBsJ = _exchange(torch.cat([x.flatten(-2) for x in by_rank], dim=-1), peers)  # J = h * K + g * K + g * V
+    by_rank = [
+        x.unflatten(_HEADS_DIM, (peers.size, -1)).movedim(_HEADS_DIM, 0)
+        for x in (q_BsHK, k_BsGK, v_BsGV)
+    ]
+    # J = h * K + g * K + g * V
+    x_nBsJ = _exchange(torch.cat([x.flatten(-2) for x in by_rank], dim=-1), peers)
     x_BSJ = x_nBsJ.movedim(0, _SEQUENCE_DIM).flatten(_SEQUENCE_DIM, _SEQUENCE_DIM + 1)
     pieces = x_BSJ.split([x.shape[-2] * x.shape[-1] for x in by_rank], dim=-1)
-    return *(piece.unflatten(-1, x.shape[-2:]) for piece, x in zip(pieces, by_rank, strict=True)), *rest
+    return *(
+        piece.unflatten(-1, x.shape[-2:]) for piece, x in zip(pieces, by_rank, strict=True)
+    ), *rest
 
 
-def _gather_heads(module: nn.Module, args: Any, out_BShV: torch.Tensor, *, peers: Peers) -> torch.Tensor:
+def _gather_heads(
+    module: nn.Module, args: Any, out_BShV: torch.Tensor, *, peers: Peers
+) -> torch.Tensor:
     """Exchange all positions of h heads for s positions of all heads, (B, s, H, V)."""
     out_nBshV = out_BShV.unflatten(_SEQUENCE_DIM, (peers.size, -1)).movedim(_SEQUENCE_DIM, 0)
     return _exchange(out_nBshV, peers).movedim(0, _HEADS_DIM).flatten(_HEADS_DIM, _HEADS_DIM + 1)
@@ -97,7 +120,9 @@ def _keep_own_tokens(module: nn.Module, args: Any, *, peers: Peers) -> Any:
 
 
 def keep_own_valid(module: nn.Module, args: Any, *, peers: Peers) -> Any:
-    """Give the MoE layer this rank's positions of `valid_BS`, as it gets this rank's positions of x."""
+    """Give the MoE layer this rank's positions of `valid_BS`, as it gets this rank's positions of
+    x.
+    """
     x_BsD, valid_BS = args
     return x_BsD, None if valid_BS is None else _own(valid_BS, peers)
 
@@ -108,14 +133,21 @@ def _keep_own_labels(module: nn.Module, args: Any, kwargs: Any, *, peers: Peers)
     if rest and rest[0] is not None:
         rest[0] = _own(rest[0], peers)
     if (select := kwargs.get("select")) is not None:
-        kwargs = kwargs | {"select": lambda own_BsD: select(gather_parts(own_BsD, _SEQUENCE_DIM, peers.group))}
+        kwargs = kwargs | {
+            "select": lambda own_BsD: select(gather_parts(own_BsD, _SEQUENCE_DIM, peers.group))
+        }
     return (hidden_BsD, *rest), kwargs
 
 
-def _gather_results(module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor, *, peers: Peers) -> torch.Tensor:
-    """Return the results of all positions, or the sum of the ranks' losses, bit-identical on all ranks."""
+def _gather_results(
+    module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor, *, peers: Peers
+) -> torch.Tensor:
+    """Return the results of all positions, or the sum of the ranks' losses, bit-identical on all
+    ranks.
+    """
     if kwargs.get("select") is not None:
         return out
     if out.dim() == 0:
         return gather_parts(out.view(1), 0, peers.group).sum()
-    return gather_parts(out, _SEQUENCE_DIM, peers.group).clone()  # FSDP2 wants no view as a module's result
+    # FSDP2 wants no view as a module's result
+    return gather_parts(out, _SEQUENCE_DIM, peers.group).clone()

@@ -1,8 +1,8 @@
-"""Expert parallelism: experts are split over a mesh axis, tokens travel to them and back. Rank r of n holds experts
-r * E / n to (r + 1) * E / n.
+"""Expert parallelism: experts are split over a mesh axis, tokens travel to them and back. Rank r of
+n holds experts r * E / n to (r + 1) * E / n.
 
-Shapes: T tokens, k experts per token, C copies sent, P received, which become Q rows, E experts, e = E / n local ones,
-D hidden.
+Shapes: T tokens, k experts per token, C copies sent, P received, which become Q rows, E experts, e
+= E / n local ones, D hidden.
 """
 
 from typing import Any
@@ -24,14 +24,15 @@ from titanlite.ops.moe_experts import gather_sum, sort_rows
 
 
 def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> None:
-    """Split the experts of every MoE layer over the one-axis `mesh`, in place, and dispatch tokens by all-to-all.
+    """Split the experts of every MoE layer over the one-axis `mesh`, in place, and dispatch tokens
+    by all-to-all.
 
     Attributes of parameters are kept. No collective is run; the model may be on meta.
 
     Raises ConfigError as `Model.split_experts`.
     """
-    # Not compiled: ranks compile for different numbers of rows, and two graphs may order the same independent
-    # collectives differently, which is a deadlock.
+    # Not compiled: ranks compile for different numbers of rows, and two graphs may order the same
+    # independent collectives differently, which is a deadlock.
     dispatch: Any = torch.compiler.disable(ExpertParallelDispatcher(mesh.get_group()).dispatch)
     for experts in model.split_experts():
         shard_parameters(experts, mesh, {param: Shard(0) for param in experts.parameters()})
@@ -39,19 +40,25 @@ def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> None:
 
 
 class ExpertParallelDispatcher:
-    """Token dispatcher over a process group: all-to-all to the experts' ranks, grouped GEMM there, all-to-all back. A
-    token goes once to each rank that holds any of its experts; their results are summed there.
+    """Token dispatcher over a process group: all-to-all to the experts' ranks, grouped GEMM there,
+    all-to-all back. A token goes once to each rank that holds any of its experts; their results are
+    summed there.
 
-    Collectives: five per forward (counts, expert ids, tokens, weights, results); every rank of the group must call,
-    with the same number of experts. One copy of the split sizes to the host per call, the only synchronization point. A
-    recomputation of the layer repeats the exchange of tokens only: it keeps the forward's routing and needs no results.
+    Collectives: five per forward (counts, expert ids, tokens, weights, results); every rank of the
+    group must call, with the same number of experts. One copy of the split sizes to the host per
+    call, the only synchronization point. A recomputation of the layer repeats the exchange of
+    tokens only: it keeps the forward's routing and needs no results.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._name, self._size = register_group(group), group.size()
 
-    def dispatch(self, experts: Any, x_TD: Tensor, topk_scores_Tk: Tensor, topk_expert_ids_Tk: Tensor) -> Tensor:
-        """Implement `TokenDispatcher`; `experts` is titanlite's `Experts`, or has the same call signature."""
+    def dispatch(
+        self, experts: Any, x_TD: Tensor, topk_scores_Tk: Tensor, topk_expert_ids_Tk: Tensor
+    ) -> Tensor:
+        """Implement `TokenDispatcher`; `experts` is titanlite's `Experts`, or has the same call
+        signature.
+        """
         token_C, rows_Tk, order_Q, token_Q, rows_Pk, ends_e, send, receive = keep(
             lambda: self._route(topk_expert_ids_Tk, experts.num_experts)
         )
@@ -64,18 +71,23 @@ class ExpertParallelDispatcher:
     def _route(self, topk_expert_ids_Tk: Tensor, num_experts: int) -> tuple[Any, ...]:
         """Return token and experts of each copy sent, and the order of the rows received.
 
-        `rows_Tk` are the copies of each token, `rows_Pk` the rows of each copy received: k or fewer.
+        `rows_Tk` are the copies of each token, `rows_Pk` the rows of each copy received: k or
+        fewer.
         """
         size, local = self._size, num_experts // self._size
         rank_Tk = topk_expert_ids_Tk // local
         is_again_Tk = (rank_Tk.unsqueeze(2) == rank_Tk.unsqueeze(1)).tril(-1).any(2)
-        # The key of a copy is its rank. A token's further choices of that rank have rank + size, only to be counted.
+        # The key of a copy is its rank. A token's further choices of that rank have rank + size,
+        # only to be counted.
         key_R, _, token_R, rows_Tk = sort_rows(rank_Tk + size * is_again_Tk)
         keys = torch.arange(2 * size + 1, dtype=key_R.dtype, device=key_R.device)
-        bounds = torch.searchsorted(key_R, keys, out_int32=True).unfold(0, 2, 1)  # (2 * size, 2): begin and end
+        # (2 * size, 2): begin and end
+        bounds = torch.searchsorted(key_R, keys, out_int32=True).unfold(0, 2, 1)
         sent_n22 = bounds.view(2, size, 2).transpose(0, 1).contiguous()
         received_n22 = all_to_all(sent_n22, [1] * size, [1] * size, self._name)
-        send, receive, num_rows = self._splits(sent_n22, received_n22, topk_expert_ids_Tk.shape, num_experts)
+        send, receive, num_rows = self._splits(
+            sent_n22, received_n22, topk_expert_ids_Tk.shape, num_experts
+        )
         token_C, rank_C1 = token_R[: sum(send)], key_R[: sum(send)].unsqueeze(1)
         # Local ids; those of experts elsewhere become `local` or more.
         ids_Ck = (topk_expert_ids_Tk.index_select(0, token_C) - local * rank_C1) % (2 * num_experts)
@@ -86,18 +98,23 @@ class ExpertParallelDispatcher:
     def _splits(
         self, sent_n22: Tensor, received_n22: Tensor, shape: torch.Size, num_experts: int
     ) -> tuple[list[int], list[int], int]:
-        """Return the numbers of copies sent to each rank and received from each, and of the rows received."""
+        """Return the numbers of copies sent to each rank and received from each, and of the rows
+        received.
+        """
         sent, received = torch.stack([sent_n22, received_n22]).tolist()  # synchronization point
         stand_in = find_stand_in("expert_splits")
         if stand_in is not None:
             return stand_in(shape, num_experts, self._size)
-        send, receive = ([end - begin for (begin, end), _ in by_rank] for by_rank in (sent, received))
+        send, receive = (
+            [end - begin for (begin, end), _ in by_rank] for by_rank in (sent, received)
+        )
         return send, receive, sum(end - begin for by_rank in received for begin, end in by_rank)
 
 
 class _Travel:
-    """All-to-alls of one dispatch. In backward, that of the results' gradients may overlap with the recomputation of
-    the layer, and that of the tokens' gradients with the weight gradients: see `ops.moe_experts.Travel`.
+    """All-to-alls of one dispatch. In backward, that of the results' gradients may overlap with the
+    recomputation of the layer, and that of the tokens' gradients with the weight gradients: see
+    `ops.moe_experts.Travel`.
     """
 
     def __init__(self, send: list[int], receive: list[int], group: str) -> None:
@@ -121,13 +138,16 @@ class _Travel:
 
 
 class _Send(torch.autograd.Function):
-    """All-to-all of the tokens to the ranks of their experts. In backward the exchange may be in flight already.
+    """All-to-all of the tokens to the ranks of their experts. In backward the exchange may be in
+    flight already.
 
     With `order_Q` it sends the weights of all choices, and each row received takes its own.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Any, token_C: Any, rows_Tk: Any, order_Q: Any, travel: _Travel) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Any, token_C: Any, rows_Tk: Any, order_Q: Any, travel: _Travel
+    ) -> Tensor:
         x_PD = all_to_all(x_TD.index_select(0, token_C), *travel.there)
         ctx.rows_Tk, ctx.order_Q, ctx.travel, ctx.shape = rows_Tk, order_Q, travel, x_PD.shape
         return x_PD if order_Q is None else x_PD.flatten().index_select(0, order_Q)
@@ -148,7 +168,8 @@ class _Send(torch.autograd.Function):
 class _Return(torch.autograd.Function):
     """All-to-all of the results back to their tokens' ranks, where they are summed.
 
-    No tensor is saved for backward: a recomputation stops after the last saved tensor, so it skips this exchange.
+    No tensor is saved for backward: a recomputation stops after the last saved tensor, so it skips
+    this exchange.
     """
 
     @staticmethod

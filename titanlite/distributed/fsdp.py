@@ -1,9 +1,10 @@
-"""FSDP2 (`fully_shard`): parameters, gradients and optimizer states sharded over the data-parallel ranks.
+"""FSDP2 (`fully_shard`): parameters, gradients and optimizer states sharded over the data-parallel
+ranks.
 
-Experts are separate FSDP units if they are on the sparse mesh, and no units if only expert parallelism splits them:
-over one rank FSDP would only cast and copy. Of a model that is whole on one rank, FSDP has what it casts.
-Gradients are summed, never averaged: the loss is divided by the global number of valid tokens, so that dense and
-expert gradients scale alike.
+Experts are separate FSDP units if they are on the sparse mesh, and no units if only expert
+parallelism splits them: over one rank FSDP would only cast and copy. Of a model that is whole on
+one rank, FSDP has what it casts. Gradients are summed, never averaged: the loss is divided by the
+global number of valid tokens, so that dense and expert gradients scale alike.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -26,8 +33,12 @@ from titanlite.models.moe import Experts
 from titanlite.ops import local_tensor
 
 
-def mixed_precision_dtypes(training: TrainingSection, device_type: str) -> tuple[torch.dtype, torch.dtype]:
-    """Return (parameter and activation dtype, gradient reduction dtype) that the configuration asks for here."""
+def mixed_precision_dtypes(
+    training: TrainingSection, device_type: str
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return (parameter and activation dtype, gradient reduction dtype) that the configuration asks
+    for here.
+    """
     param = training.mixed_precision_param
     if param == "auto":
         param = "bfloat16" if device_type == "cuda" else training.dtype
@@ -35,28 +46,40 @@ def mixed_precision_dtypes(training: TrainingSection, device_type: str) -> tuple
 
 
 def base_dtype(training: TrainingSection, lora: LoRASection, device_type: str) -> torch.dtype:
-    """Return the dtype of weights that are not quantized: `training.dtype`, or with adapters `lora.base_dtype`."""
+    """Return the dtype of weights that are not quantized: `training.dtype`, or with adapters
+    `lora.base_dtype`.
+    """
     if not lora.rank:
         return getattr(torch, training.dtype)
     if lora.base_dtype == "auto" or lora.base_dtype in BLOCK_SIZES:
-        return mixed_precision_dtypes(training, device_type)[0]  # frozen weights need no more bits than the matmuls
+        # frozen weights need no more bits than the matmuls
+        return mixed_precision_dtypes(training, device_type)[0]
     return getattr(torch, lora.base_dtype)
 
 
 def apply_fsdp(
-    model: Model, training: TrainingSection, section: ParallelismSection, dims: ParallelDims, device_type: str
+    model: Model,
+    training: TrainingSection,
+    section: ParallelismSection,
+    dims: ParallelDims,
+    device_type: str,
 ) -> None:
     """Shard `model` in place, on meta. Attributes that were set on parameters are carried over.
 
-    Units: each decoder layer, its experts if they live on another mesh, the embedding, and final norm with output head.
-    Tied embedding and head are in the root unit. In a model of transformers the blocks of a vision tower are layers
-    too, and everything outside of layers is in the root unit.
+    Units: each decoder layer, its experts if they live on another mesh, the embedding, and final
+    norm with output head. Tied embedding and head are in the root unit. In a model of transformers
+    the blocks of a vision tower are layers too, and everything outside of layers is in the root
+    unit.
     """
-    attributes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
+    attributes = {
+        name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)
+    }
     param_dtype, reduce_dtype = mixed_precision_dtypes(training, device_type)
-    # Inputs are not cast: activations have the parameters' dtype from the embedding on, and the exceptions (the
-    # router's weights of the rows, which enter the experts) are float32 on purpose.
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    # Inputs are not cast: activations have the parameters' dtype from the embedding on, and the
+    # exceptions (the router's weights of the rows, which enter the experts) are float32 on purpose.
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
     shared: dict[str, Any] = {
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy(),
@@ -64,7 +87,10 @@ def apply_fsdp(
     reshard = "never" if section.fsdp_once_per_step else section.fsdp_reshard_after_forward
     layers = model.decoder_layers()
     placement = _expert_placement(model, dims)
-    units = {layer: list(model.experts_in(layer)) if dims.degrees.experts_on_own_mesh else [] for layer in layers}
+    units = {
+        layer: list(model.experts_in(layer)) if dims.degrees.experts_on_own_mesh else []
+        for layer in layers
+    }
     # FSDP2 cannot reduce the gradient of a parameter without elements.
     ignored = {param for param in model.parameters() if is_elsewhere(param) or not param.numel()}
     if not training.enable_cpu_offload and _experts_need_no_fsdp(units.values(), dims, param_dtype):
@@ -77,10 +103,15 @@ def apply_fsdp(
         ignored |= {param for param in model.parameters() if param.dtype == param_dtype}
     root: nn.Module = model
     if len({p.dtype for p in model.parameters() if p.requires_grad and p not in ignored}) > 1:
-        # A unit has one dtype, so what transformers keeps in float32 is the root's. It is small, and gathered as it is.
+        # A unit has one dtype, so what transformers keeps in float32 is the root's. It is small,
+        # and gathered as it is.
         wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-        others = {p for p in model.parameters() if not p.requires_grad or p.dtype != torch.float32} | ignored
-        fully_shard(model, mesh=dims.fsdp_mesh, **shared | {"mp_policy": wide, "ignored_params": others})
+        others = {
+            p for p in model.parameters() if not p.requires_grad or p.dtype != torch.float32
+        } | ignored
+        fully_shard(
+            model, mesh=dims.fsdp_mesh, **shared | {"mp_policy": wide, "ignored_params": others}
+        )
         root, ignored = next(model.children()), ignored | {*model.parameters()} - others
     if ignored:
         shared["ignored_params"] = ignored
@@ -94,7 +125,9 @@ def apply_fsdp(
         fully_shard(layer, mesh=dims.fsdp_mesh, **options)
     embedding, head = model.outer_units()
     if embedding:
-        fully_shard(embedding, mesh=dims.fsdp_mesh, reshard_after_forward=reshard != "never", **shared)
+        fully_shard(
+            embedding, mesh=dims.fsdp_mesh, reshard_after_forward=reshard != "never", **shared
+        )
     if head:
         fully_shard(head, mesh=dims.fsdp_mesh, reshard_after_forward=reshard == "always", **shared)
     fully_shard(root, mesh=dims.fsdp_mesh, **shared)
@@ -111,17 +144,22 @@ def apply_fsdp(
         if dims.degrees.pp > 1 and not section.fsdp_once_per_step:
             _prefetch_nothing_in_backward([layers[0], *units[layers[0]], *embedding])
     if section.fsdp_once_per_step:
-        _prefetch_nothing_in_backward(module for module in model.modules() if isinstance(module, FSDPModule))
+        _prefetch_nothing_in_backward(
+            module for module in model.modules() if isinstance(module, FSDPModule)
+        )
     for name, param in model.named_parameters(remove_duplicate=False):
         vars(param).update(attributes[name])
 
 
-def prepare_backward(model: Model, dims: ParallelDims, *, is_last: bool, once_per_step: bool) -> None:
+def prepare_backward(
+    model: Model, dims: ParallelDims, *, is_last: bool, once_per_step: bool
+) -> None:
     """Say whether the next backwards run the once-per-step work, which the last micro-batch's does.
 
     A new model does so in every backward. The work is the all-reduce of gradients over
-    `dp_replicate`, the slowest links; until then gradients are in FSDP's own buffers, not in `grad`.
-    With `once_per_step` it is every reduction of gradients, and gathered parameters are kept until then.
+    `dp_replicate`, the slowest links; until then gradients are in FSDP's own buffers, not in
+    `grad`. With `once_per_step` it is every reduction of gradients, and gathered parameters are
+    kept until then.
     """
     root: Any = model  # an FSDPModule, which its static type does not show
     if once_per_step:
@@ -133,14 +171,21 @@ def prepare_backward(model: Model, dims: ParallelDims, *, is_last: bool, once_pe
 
 
 def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
-    """Split experts along dim 1 where there are more ranks than experts; everything else along dim 0.
+    """Split experts along dim 1 where there are more ranks than experts; everything else along dim
+    0.
 
-    Those of transformers stay on dim 0, because other dims need not be divisible: surplus ranks hold none.
+    Those of transformers stay on dim 0, because other dims need not be divisible: surplus ranks
+    hold none.
     """
     if not model.splits_inside_experts:
         return lambda param: None
     dim = dims.degrees.expert_shard_dim(max(model.config.num_experts, 1))
-    experts = {id(p) for layer in model.decoder_layers() for m in model.experts_in(layer) for p in m.parameters()}
+    experts = {
+        id(p)
+        for layer in model.decoder_layers()
+        for m in model.experts_in(layer)
+        for p in m.parameters()
+    }
     adapters = {id(p) for n, p in model.named_parameters() if is_adapter(n)}
 
     def place(param: nn.Parameter) -> Shard | None:
@@ -155,13 +200,19 @@ def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Paramete
     return place
 
 
-def _experts_need_no_fsdp(units: Iterable[list[nn.Module]], dims: ParallelDims, dtype: torch.dtype) -> bool:
-    """Return True if each expert's weights lie whole on one rank, and are stored as `dtype` or can be `ExpertCopies`.
+def _experts_need_no_fsdp(
+    units: Iterable[list[nn.Module]], dims: ParallelDims, dtype: torch.dtype
+) -> bool:
+    """Return True if each expert's weights lie whole on one rank, and are stored as `dtype` or can
+    be `ExpertCopies`.
 
-    FSDP would cast them in every forward and recompute, and copy each micro-batch's gradients three times.
+    FSDP would cast them in every forward and recompute, and copy each micro-batch's gradients three
+    times.
     """
     d, modules = dims.degrees, [module for experts in units for module in experts]
-    casts = any(p.dtype != dtype for m in modules if not isinstance(m, Experts) for p in m.parameters())
+    casts = any(
+        p.dtype != dtype for m in modules if not isinstance(m, Experts) for p in m.parameters()
+    )
     return bool(modules) and d.efsdp * d.dp_replicate == 1 and not casts
 
 
@@ -177,12 +228,13 @@ register_optimizer_step_post_hook(_count_optimizer_step)
 
 
 class ExpertCopies:
-    """Copies of expert parameters in the matmul dtype, refreshed after an optimizer step. Gradients are added to the
-    parameters' `grad`, in the parameters' dtype and in place.
+    """Copies of expert parameters in the matmul dtype, refreshed after an optimizer step. Gradients
+    are added to the parameters' `grad`, in the parameters' dtype and in place.
 
     Attributes:
-        by_param: local copies, each with the state it was made at: the version of the parameter, and the number of
-            steps of all optimizers, because fused ones change a tensor without a new version.
+        by_param: local copies, each with the state it was made at: the version of the parameter,
+            and the number of steps of all optimizers, because fused ones change a tensor without a
+            new version.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -212,7 +264,9 @@ class _ReadCopy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
-        """Add the gradient here and return none: autograd would cast it first, and add it in a second pass."""
+        """Add the gradient here and return none: autograd would cast it first, and add it in a
+        second pass.
+        """
         param = ctx.param
         if param.grad is None:
             param.grad = sharded_like(param, grad.to(param.dtype))
@@ -222,9 +276,11 @@ class _ReadCopy(torch.autograd.Function):
 
 
 def _prefetch_nothing_in_backward(units: Iterable[nn.Module]) -> None:
-    """Turn backward prefetching off, for units that are gathered once per step and for a pipeline stage's first units.
+    """Turn backward prefetching off, for units that are gathered once per step and for a pipeline
+    stage's first units.
 
-    FSDP2 lists the units of all micro-batches together, and would gather the last one again before the first.
+    FSDP2 lists the units of all micro-batches together, and would gather the last one again before
+    the first.
     """
     modules: Any = units  # FSDPModules, which their static type does not show
     for module in modules:
@@ -234,8 +290,8 @@ def _prefetch_nothing_in_backward(units: Iterable[nn.Module]) -> None:
 def _prefetch_explicitly(units_of_layers: list[list[nn.Module]]) -> None:
     """Order the all-gathers of each layer's FSDP units, itself first, by hand.
 
-    The host copy of the split sizes in each MoE layer stops implicit prefetching, and where forwards run ahead, FSDP2
-    forgets the order of units after a backward.
+    The host copy of the split sizes in each MoE layer stops implicit prefetching, and where
+    forwards run ahead, FSDP2 forgets the order of units after a backward.
     """
     layers: Any = units_of_layers  # of FSDPModules
     for here, following in pairwise(layers):

@@ -1,5 +1,5 @@
-"""Gradients after the last backward: which parameters have one, sums for replicated parameters of tensor parallelism,
-global norm and clipping.
+"""Gradients after the last backward: which parameters have one, sums for replicated parameters of
+tensor parallelism, global norm and clipping.
 """
 
 import re
@@ -17,16 +17,22 @@ from titanlite.materialize.plan import clean_name
 
 
 def find_unreached(model: nn.Module, device: torch.device) -> list[str]:
-    """Return the names of the trained parameters that have no gradient on any rank, after the last backward of a step.
+    """Return the names of the trained parameters that have no gradient on any rank, after the last
+    backward of a step.
 
-    Such a parameter has no part in the loss: autograd leaves `grad` None, and so does FSDP2. Zeros count as a gradient.
-    LoRA's A has only zeros in its first step, and fused experts that no token chose have them in any; both are trained.
-    An expert that is a module of its own has None until a token chooses it, so the experts of a layer count together.
+    Such a parameter has no part in the loss: autograd leaves `grad` None, and so does FSDP2. Zeros
+    count as a gradient. LoRA's A has only zeros in its first step, and fused experts that no token
+    chose have them in any; both are trained. An expert that is a module of its own has None until a
+    token chooses it, so the experts of a layer count together.
 
     Collectives: one all-reduce over the default process group, on `device`; every rank must call.
     """
-    trained = [(clean_name(name), param) for name, param in model.named_parameters() if param.requires_grad]
-    holders = torch.tensor([param.grad is not None for _, param in trained], dtype=torch.int64, device=device)
+    trained = [
+        (clean_name(name), param) for name, param in model.named_parameters() if param.requires_grad
+    ]
+    holders = torch.tensor(
+        [param.grad is not None for _, param in trained], dtype=torch.int64, device=device
+    )
     dist.all_reduce(holders)  # parameters of other pipeline stages have none here
     reached = Counter[str]()
     for (name, _), count in zip(trained, holders.tolist(), strict=True):
@@ -42,11 +48,12 @@ def _without_expert(name: str) -> str:
 
 @torch.no_grad()
 def reduce_replicated_grads(params: Iterable[torch.nn.Parameter], dims: ParallelDims) -> None:
-    """Sum the gradients of tp-replicated parameters (norms, routers, some biases) over the tp ranks, in place.
+    """Sum the gradients of tp-replicated parameters (norms, routers, some biases) over the tp
+    ranks, in place.
 
-    Each tp rank holds other tokens or other heads, so its gradient is a part of the sum. One flat all-reduce per step,
-    over shards that FSDP has reduced, takes the place of five small ones per layer and micro-batch. Call it after the
-    last backward, before gradients are read.
+    Each tp rank holds other tokens or other heads, so its gradient is a part of the sum. One flat
+    all-reduce per step, over shards that FSDP has reduced, takes the place of five small ones per
+    layer and micro-batch. Call it after the last backward, before gradients are read.
 
     Collectives: one all-reduce over tp per gradient dtype; every rank must call.
     """
@@ -72,22 +79,25 @@ def clip_grad_norms(
     sharing: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clip the gradients of all groups together; return their total 2-norm before, and that of each group (groups,),
-    float32.
+    """Clip the gradients of all groups together; return their total 2-norm before, and that of each
+    group (groups,), float32.
 
-    Parameters may live on several meshes, where `torch.nn.utils.clip_grad_norm_` raises: every rank sums the squares of
-    its local shards, each divided by the number of ranks that hold the same shard. A norm that is not finite leaves the
-    gradients as they are; the caller must not step.
+    Parameters may live on several meshes, where `torch.nn.utils.clip_grad_norm_` raises: every rank
+    sums the squares of its local shards, each divided by the number of ranks that hold the same
+    shard. A norm that is not finite leaves the gradients as they are; the caller must not step.
 
-    A `max_norm` of 0 only computes the norms. `sharing` are the ranks that share this rank's parameters: those of its
-    pipeline stage, or all. A stage without gradients has its norms on `device`.
+    A `max_norm` of 0 only computes the norms. `sharing` are the ranks that share this rank's
+    parameters: those of its pipeline stage, or all. A stage without gradients has its norms on
+    `device`.
 
-    Collectives: one all-reduce over the default process group; every rank must call, with the same groups.
+    Collectives: one all-reduce over the default process group; every rank must call, with the same
+    groups.
     """
     num_sharing = dist.get_world_size(sharing)
     # By replicas and group: kernels over many gradients at once, however many groups there are.
     found: defaultdict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-    replicas_of: dict[object, int] = {}  # cached by layout: looking up a mesh is slow, and parameters are many
+    # cached by layout: looking up a mesh is slow, and parameters are many
+    replicas_of: dict[object, int] = {}
     for index, params in enumerate(groups.values()):
         for grad in (param.grad for param in params if param.grad is not None):
             layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
@@ -97,11 +107,15 @@ def clip_grad_norms(
     grads = [grad for entries in found.values() for _, grad in entries]
     if not grads and sharing is None:
         return torch.zeros(()), torch.zeros(len(groups))
-    # Squares are summed in float64 on every device: the sum of a large model's squares outgrows float32's 24 bits.
-    squares = torch.zeros(len(groups), dtype=torch.float64, device=grads[0].device if grads else device)
+    # Squares are summed in float64 on every device: the sum of a large model's squares outgrows
+    # float32's 24 bits.
+    squares = torch.zeros(
+        len(groups), dtype=torch.float64, device=grads[0].device if grads else device
+    )
     for replicas, entries in found.items():
         local = [grad for _, grad in entries]
-        dtype = torch.promote_types(local[0].dtype, torch.float32)  # bfloat16 would round the norms to 8 bits
+        # bfloat16 would round the norms to 8 bits
+        dtype = torch.promote_types(local[0].dtype, torch.float32)
         norms = torch.stack(torch._foreach_norm(local, 2, dtype=dtype)).to(torch.float64)
         # A group's squares are contiguous, so no order depends on atomics.
         sizes = [[index for index, _ in entries].count(group) for group in range(len(groups))]

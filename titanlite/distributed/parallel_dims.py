@@ -1,4 +1,6 @@
-"""Process group and device of this rank; `ParallelDims`, which alone knows mesh axes by name; sharding over an axis."""
+"""Process group and device of this rank; `ParallelDims`, which alone knows mesh axes by name;
+sharding over an axis.
+"""
 
 import hashlib
 import os
@@ -35,37 +37,45 @@ _NO_ADDRESS = "Unable to find address"
 
 
 def _explain(error: RuntimeError) -> Exception:
-    """Return what a user can do about the failure to connect all ranks; other errors as they are."""
+    """Return what a user can do about the failure to connect all ranks; other errors as they
+    are.
+    """
     text, interface = str(error), os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
     if not any(sign in text for sign in (_NO_ADDRESS, PORT_TAKEN, "Gloo connectFullMesh failed")):
         return error
     found = ConfigError if _NO_ADDRESS in text else TransientError
     return found(
-        f"network: rank {os.environ['RANK']} on {socket.gethostname()} cannot connect to the other ranks by the "
-        f"interface {interface} and port {os.environ.get('MASTER_PORT')}: {text.splitlines()[0]} If no rank has ended, "
-        "set GLOO_SOCKET_IFNAME on each machine to an interface that the others can reach (`ip address` lists them), "
+        f"network: rank {os.environ['RANK']} on {socket.gethostname()} cannot connect to the other "
+        "ranks by the "
+        f"interface {interface} and port {os.environ.get('MASTER_PORT')}: {text.splitlines()[0]} "
+        "If no rank has ended, "
+        "set GLOO_SOCKET_IFNAME on each machine to an interface that the others can reach (`ip "
+        "address` lists them), "
         "or MASTER_PORT to a free port."
     )
 
 
 def _choose_interfaces() -> None:
-    """Name gloo and NCCL the loopback interface if all ranks are here, unless the user has named another.
+    """Name gloo and NCCL the loopback interface if all ranks are here, unless the user has named
+    another.
 
-    Other interfaces can be reached by everybody, without authentication. With several machines, gloo uses the interface
-    that leads to the first one.
+    Other interfaces can be reached by everybody, without authentication. With several machines,
+    gloo uses the interface that leads to the first one.
     """
     world_size, here = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE")
     for name in _INTERFACES:
         if world_size in ("1", here):
             os.environ.setdefault(name, _LOOPBACK)
-        elif os.environ.get(name) == _LOOPBACK:  # inherited from a run on one machine that started this one
+        # inherited from a run on one machine that started this one
+        elif os.environ.get(name) == _LOOPBACK:
             del os.environ[name]
     if here not in (None, world_size) and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = find_interface(os.environ["MASTER_ADDR"])
 
 
 def _find_store(timeout: timedelta) -> dict[str, Any]:
-    """Return arguments for `init_process_group`: the store where the ranks meet, a file if the launcher named one.
+    """Return arguments for `init_process_group`: the store where the ranks meet, a file if the
+    launcher named one.
 
     Ranks that meet again, for another run in the same processes, must not find stale keys.
     """
@@ -74,7 +84,9 @@ def _find_store(timeout: timedelta) -> dict[str, Any]:
         return {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if path is None:
-        store = dist.PrefixStore(f"meeting {number}", next(iter(dist.rendezvous("env://", timeout=timeout)))[0])
+        store = dist.PrefixStore(
+            f"meeting {number}", next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
+        )
     else:
         store = dist.FileStore(f"{path}.{number}" if number else path, world_size)
     store.set_timeout(timeout)
@@ -94,18 +106,23 @@ def _refuse_idle_gpus() -> None:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0].rstrip(".")
     raise ConfigError(
-        f"GPUs: nvidia-smi lists {gpus} on {socket.gethostname()}, but torch {torch.__version__} cannot use them: "
-        f"{reason}. Install a torch for their driver, or set CUDA_VISIBLE_DEVICES= to train on the CPU."
+        f"GPUs: nvidia-smi lists {gpus} on {socket.gethostname()}, but torch {torch.__version__} "
+        "cannot use them: "
+        f"{reason}. Install a torch for their driver, or set CUDA_VISIBLE_DEVICES= to train on the "
+        "CPU."
     )
 
 
 @contextmanager
 def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Make this process rank `rank` of a fake process group of `world_size` ranks: collectives return at once.
+    """Make this process rank `rank` of a fake process group of `world_size` ranks: collectives
+    return at once.
 
-    Meshes and shards come out as in a real run, so that a layout can be looked at without a cluster.
+    Meshes and shards come out as in a real run, so that a layout can be looked at without a
+    cluster.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # the only place that offers it
+    # the only place that offers it
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -118,7 +135,8 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
 def _forget_meshes() -> None:
     """Drop the results that DTensor keeps for operations on meshes of this process.
 
-    Meshes over the same ranks are equal, whichever rank made them: a later mesh would get the older one's coordinate.
+    Meshes over the same ranks are equal, whichever rank made them: a later mesh would get the older
+    one's coordinate.
     """
     debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]
 
@@ -131,23 +149,28 @@ def end_distributed() -> None:
 
 
 def init_distributed(timeout_s: int) -> torch.device:
-    """Join the process group that torchrun announced, or make one of size 1; return this rank's device.
+    """Join the process group that torchrun announced, or make one of size 1; return this rank's
+    device.
 
-    NCCL for CUDA tensors with gloo for small host objects; gloo alone without a GPU. A collective that waits longer
-    than `timeout_s` seconds ends the rank with an error. With several machines, gloo takes the network interface that
-    leads to the first one, unless GLOO_SOCKET_IFNAME is set. The ranks of one machine meet in a file and talk over the
-    loopback interface: nothing listens where others could reach it.
+    NCCL for CUDA tensors with gloo for small host objects; gloo alone without a GPU. A collective
+    that waits longer than `timeout_s` seconds ends the rank with an error. With several machines,
+    gloo takes the network interface that leads to the first one, unless GLOO_SOCKET_IFNAME is set.
+    The ranks of one machine meet in a file and talk over the loopback interface: nothing listens
+    where others could reach it.
 
     Raises:
-        ConfigError: GLOO_SOCKET_IFNAME names no interface of this machine; `run_train.sh` saw GPUs, torch sees none.
-        TransientError: ranks of other machines cannot be reached, or the port where all ranks meet is taken.
+        ConfigError: GLOO_SOCKET_IFNAME names no interface of this machine; `run_train.sh` saw GPUs,
+            torch sees none.
+        TransientError: ranks of other machines cannot be reached, or the port where all ranks meet
+            is taken.
     """
     timeout = timedelta(seconds=timeout_s)
     allow_many_files()
     keep_float32()
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)  # a task may see its own only
+        # a task may see its own only
+        device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
         leave_out_cudnn()
         backend = "cpu:gloo,cuda:nccl"
@@ -163,7 +186,9 @@ def init_distributed(timeout_s: int) -> torch.device:
         except RuntimeError as error:
             raise _explain(error) from None
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
     return device
 
 
@@ -174,17 +199,21 @@ ParameterPlacements = dict[nn.Parameter, Placement]
 class ParallelDims:
     """Degrees and the two meshes over the same ranks.
 
-    An axis with one rank is left out, except the two that FSDP units are split over: gloo's threads of an idle process
-    group wake up a hundred times a second. With pipeline stages the meshes begin with an axis "pp", along which no
-    tensor is split: the axes after it span the ranks of one stage.
+    An axis with one rank is left out, except the two that FSDP units are split over: gloo's threads
+    of an idle process group wake up a hundred times a second. With pipeline stages the meshes begin
+    with an axis "pp", along which no tensor is split: the axes after it span the ranks of one
+    stage.
     """
 
     degrees: Degrees
     dense: DeviceMesh  # (dp_replicate, dp_shard or dp_shard_cp, tp), for everything but experts
-    # (dp_replicate, efsdp, ep): neighbours form an ep group. None: experts are split over the same ranks as the rest.
+    # (dp_replicate, efsdp, ep): neighbours form an ep group. None: experts are split over the same
+    # ranks as the rest.
     sparse: DeviceMesh | None
-    cp_group: dist.ProcessGroup | None = None  # ranks with the pieces of a sequence, in order; it shards no parameter
-    stage_group: dist.ProcessGroup | None = None  # ranks of this pipeline stage, if there are several
+    # ranks with the pieces of a sequence, in order; it shards no parameter
+    cp_group: dist.ProcessGroup | None = None
+    # ranks of this pipeline stage, if there are several
+    stage_group: dist.ProcessGroup | None = None
     # The axis "pp" once more, for gradients, since its own group serves hidden states.
     pp_backward_group: dist.ProcessGroup | None = None
 
@@ -236,37 +265,53 @@ class ParallelDims:
     def fsdp_mesh(self) -> DeviceMesh:
         """Return the mesh for `fully_shard` of dense parameters: one axis, or two for HSDP."""
         axis = self.degrees.fsdp_axis
-        return self.dense["dp_replicate", axis] if self.degrees.dp_replicate > 1 else self.dense[axis]
+        return (
+            self.dense["dp_replicate", axis] if self.degrees.dp_replicate > 1 else self.dense[axis]
+        )
 
     @cached_property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """Return the mesh for `fully_shard` of experts on a mesh of their own: one axis, or two for HSDP."""
+        """Return the mesh for `fully_shard` of experts on a mesh of their own: one axis, or two for
+        HSDP.
+        """
         assert self.sparse is not None
-        return self.sparse["dp_replicate", "efsdp"] if self.degrees.dp_replicate > 1 else self.sparse["efsdp"]
+        return (
+            self.sparse["dp_replicate", "efsdp"]
+            if self.degrees.dp_replicate > 1
+            else self.sparse["efsdp"]
+        )
 
     @property
     def dp_rank(self) -> int:
-        """Return the number of the data stream that this rank reads, of `degrees.dp`; cp, tp and pp ranks share one."""
+        """Return the number of the data stream that this rank reads, of `degrees.dp`; cp, tp and pp
+        ranks share one.
+        """
         return dist.get_rank() % self.degrees.stage_size // self.degrees.ranks_per_sequence
 
     @property
     def dropout_rank(self) -> int:
-        """Return the number of the random stream of dropout; tp ranks compute parts of a layer from the same tokens."""
+        """Return the number of the random stream of dropout; tp ranks compute parts of a layer from
+        the same tokens.
+        """
         return dist.get_rank() // self.degrees.tp
 
     def seed_generators(self, seed: int, step: int, device: torch.device) -> None:
-        """Seed torch's generators of the host and of `device` for `step`: dropout is the same in a resumed run."""
+        """Seed torch's generators of the host and of `device` for `step`: dropout is the same in a
+        resumed run.
+        """
         name = f"{seed}:{step}:{self.dropout_rank}".encode()
         number = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
-        torch.default_generator.manual_seed(number)  # torch.manual_seed would format the stack for CUDA's first use
+        # torch.manual_seed would format the stack for CUDA's first use
+        torch.default_generator.manual_seed(number)
         if device.type == "cuda":
             torch.cuda.manual_seed(number)
 
 
 def _new_group(ranks: range) -> dist.ProcessGroup:
     """Make the group of `ranks`, which this rank is one of. Collective over these alone."""
-    # Without local synchronization every rank would have to make every group, with a barrier of all ranks for each.
-    # It needs a default group that is bound to no device: otherwise NCCL splits its communicator, with all ranks.
+    # Without local synchronization every rank would have to make every group, with a barrier of all
+    # ranks for each. It needs a default group that is bound to no device: otherwise NCCL splits its
+    # communicator, with all ranks.
     group = dist.new_group(list(ranks), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)  # this rank is in it
     return group
@@ -275,19 +320,22 @@ def _new_group(ranks: range) -> dist.ProcessGroup:
 def _build_mesh(device_type: str, sizes: dict[str, int], always: str) -> DeviceMesh:
     """Make the mesh over the axes of more than one rank, and over `always`. Collective."""
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == always}
-    # Tokens get a separate group even if it has all ranks. In the default one they would queue after FSDP's all-gather
-    # of the next layer: NCCL serves one communicator in order.
+    # Tokens get a separate group even if it has all ranks. In the default one they would queue
+    # after FSDP's all-gather of the next layer: NCCL serves one communicator in order.
     own: Any = {"ep": dist.get_backend_config()} if "ep" in sizes else None
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own)
+    return init_device_mesh(
+        device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own
+    )
 
 
 def shard_parameters(model: nn.Module, mesh: DeviceMesh, placements: ParameterPlacements) -> None:
-    """Replace each given parameter of `model` by a DTensor on the one-axis `mesh` that holds this rank's part of it.
+    """Replace each given parameter of `model` by a DTensor on the one-axis `mesh` that holds this
+    rank's part of it.
 
-    Splits are in `torch.chunk` sizes. Ties stay tied, and attributes are carried over. A plain parameter cannot become
-    a DTensor in place (their slots differ), so do this before anything is keyed by parameter objects. A replicated
-    parameter must have the same value on all ranks of the axis already. Parameters of other pipeline stages are left
-    alone. No collective.
+    Splits are in `torch.chunk` sizes. Ties stay tied, and attributes are carried over. A plain
+    parameter cannot become a DTensor in place (their slots differ), so do this before anything is
+    keyed by parameter objects. A replicated parameter must have the same value on all ranks of the
+    axis already. Parameters of other pipeline stages are left alone. No collective.
     """
     holders: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():

@@ -1,6 +1,8 @@
-"""The one order in which a pipeline stage is sharded: cp, tp, ep, activation checkpointing and compile, fsdp.
+"""The one order in which a pipeline stage is sharded: cp, tp, ep, activation checkpointing and
+compile, fsdp.
 
-Activation checkpointing (arXiv:1604.06174) is of whole layers, or of selected operations inside them.
+Activation checkpointing (arXiv:1604.06174) is of whole layers, or of selected operations inside
+them.
 """
 
 import inspect
@@ -33,8 +35,10 @@ from titanlite.ops.attention import AttentionBackend
 from titanlite.ops.matmul import resolve_backend
 
 _MOST_GRAPHS = 64
-"""Graphs of all layers together. Dense and MoE layers, training and evaluation, masks and shapes have graphs of their
-own; beyond torch's limit, 8, compiling is an error or the layer runs uncompiled."""
+"""Graphs of all layers together. Dense and MoE layers, training and evaluation, masks and shapes
+have graphs of their own; beyond torch's limit, 8, compiling is an error or the layer runs
+uncompiled.
+"""
 _CACHE, _OTHERS_WRITE = "TORCHINDUCTOR_CACHE_DIR", 0o022
 # Results that selective checkpointing keeps because they are costly; it recomputes the rest.
 _KEPT_OPS = (
@@ -51,11 +55,12 @@ _KEPT_OPS = (
 
 
 def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
-    """Shard `model` in place as the configuration says. The model is, and stays, on meta; no data is moved.
+    """Shard `model` in place as the configuration says. The model is, and stays, on meta; no data
+    is moved.
 
-    Context parallelism comes first: tensor parallelism splits the part of a sequence that cp leaves to a rank. FSDP2
-    comes last: it splits the shards of tp and ep, and its hooks must stay outside of what `wrap_layers` does. With
-    pipeline stages, `apply_pipeline_parallel` has run already.
+    Context parallelism comes first: tensor parallelism splits the part of a sequence that cp leaves
+    to a rank. FSDP2 comes last: it splits the shards of tp and ep, and its hooks must stay outside
+    of what `wrap_layers` does. With pipeline stages, `apply_pipeline_parallel` has run already.
     """
     if dims.cp_group is not None:
         apply_context_parallel(model, dims.cp_group)
@@ -68,20 +73,24 @@ def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: s
 
 
 def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> None:
-    """Put activation checkpointing and compilation around the layers' forwards; only titanlite's own can be compiled.
+    """Put activation checkpointing and compilation around the layers' forwards; only titanlite's
+    own can be compiled.
 
-    Parameters keep their names, and FSDP's hooks are not traced. Checkpointed operations are compiled with the layer. A
-    whole layer is checkpointed around its compiled code: a graph break inside of a checkpoint would leave all of the
-    layer uncompiled. With `experts_on_own_mesh`, FSDP's hooks on experts and the exchange of tokens are not compiled,
-    so a layer with experts becomes several graphs. Every other layer is one graph, or training ends with an error.
+    Parameters keep their names, and FSDP's hooks are not traced. Checkpointed operations are
+    compiled with the layer. A whole layer is checkpointed around its compiled code: a graph break
+    inside of a checkpoint would leave all of the layer uncompiled. With `experts_on_own_mesh`,
+    FSDP's hooks on experts and the exchange of tokens are not compiled, so a layer with experts
+    becomes several graphs. Every other layer is one graph, or training ends with an error.
 
-    Here alone another forward takes the place of a module's. A hook cannot run it again. A module around the layer has
-    other names of parameters, and is not of the class that transformers looks for; torch's own wrappers and
-    `nn.Module.compile` take FSDP's hooks in.
+    Here alone another forward takes the place of a module's. A hook cannot run it again. A module
+    around the layer has other names of parameters, and is not of the class that transformers looks
+    for; torch's own wrappers and `nn.Module.compile` take FSDP's hooks in.
     """
     checkpoint_operations(model, job.activation_checkpoint)
     if job.compile.enable:
-        logger.info("compile: each kind of layer is compiled when it first runs, which may take a minute")
+        logger.info(
+            "compile: each kind of layer is compiled when it first runs, which may take a minute"
+        )
         secure_cache()
         options = _let_many_graphs()
         for layer in model.decoder_layers():
@@ -93,20 +102,22 @@ def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> N
 def checkpoint_operations(model: Model, section: ActivationCheckpointSection) -> None:
     """Make regions of a layer keep only the results of costly operators, if `section` says so.
 
-    Regions, not whole layers: selective checkpointing replays a region operation by operation, and the hooks of an FSDP
-    unit inside it would run other operations the second time. A region also keeps its own result if a product makes it,
-    so regions are attention up to its output projection, feed-forward that is wider inside than outside, and experts
-    with adapters or in few bits; other experts are fused, and keep what their backward needs.
+    Regions, not whole layers: selective checkpointing replays a region operation by operation, and
+    the hooks of an FSDP unit inside it would run other operations the second time. A region also
+    keeps its own result if a product makes it, so regions are attention up to its output
+    projection, feed-forward that is wider inside than outside, and experts with adapters or in few
+    bits; other experts are fused, and keep what their backward needs.
 
-    The collectives of tensor and expert parallelism are between the regions, so their results are kept. Those of
-    context parallelism are inside attention and run again: their inputs are kept already, and their results are as
-    large. Compiled layers are traced with their regions.
+    The collectives of tensor and expert parallelism are between the regions, so their results are
+    kept. Those of context parallelism are inside attention and run again: their inputs are kept
+    already, and their results are as large. Compiled layers are traced with their regions.
     """
     if not _is_by_operation(section):
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.draws_random()}
 
-    # One function for all: a compiled graph is then one for all layers. No partial, which torch 2.11 does not trace.
+    # One function for all: a compiled graph is then one for all layers. No partial, which torch
+    # 2.11 does not trace.
     def recompute(compute: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(compute, *args, context_fn=_contexts, **options)
 
@@ -121,14 +132,17 @@ def checkpoint_operations(model: Model, section: ActivationCheckpointSection) ->
 
 def _is_wide(module: FeedForward) -> bool:
     """Return True if this rank's part of it is wider inside than its result is."""
-    inside, outside = (local_tensor(linear.weight).shape[0] for linear in (module.up_proj, module.down_proj))
+    inside, outside = (
+        local_tensor(linear.weight).shape[0] for linear in (module.up_proj, module.down_proj)
+    )
     return inside > outside
 
 
 def checkpoint_layers(model: Model, section: ActivationCheckpointSection) -> None:
     """Keep only the inputs of whole layers: of all in mode `full`, or of every Nth.
 
-    Module names and parameters stay as they are. A layer may be compiled: it is called again in backward.
+    Module names and parameters stay as they are. A layer may be compiled: it is called again in
+    backward.
     """
     if section.mode == "none" or _is_by_operation(section):
         return
@@ -161,8 +175,9 @@ def _contexts() -> Any:
 
 def _let_many_graphs() -> dict[str, Any]:
     """Raise torch's limit of graphs; return arguments for `torch.compile`."""
-    # torch 2.13 keeps changes of its configuration per thread, and on CUDA another one recomputes layers in backward:
-    # there the limit is an argument. Older versions have no such argument, and one configuration for all threads.
+    # torch 2.13 keeps changes of its configuration per thread, and on CUDA another one recomputes
+    # layers in backward: there the limit is an argument. Older versions have no such argument, and
+    # one configuration for all threads.
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return {"recompile_limit": _MOST_GRAPHS}
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
@@ -170,9 +185,11 @@ def _let_many_graphs() -> dict[str, Any]:
 
 
 def secure_cache() -> None:
-    """Set torch.compile's cache folder to one of the user's own (0700), unless TORCHINDUCTOR_CACHE_DIR names another.
+    """Set torch.compile's cache folder to one of the user's own (0700), unless
+    TORCHINDUCTOR_CACHE_DIR names another.
 
-    Libraries in the cache are loaded and run. torch's default is in /tmp, under a name that anybody can create first.
+    Libraries in the cache are loaded and run. torch's default is in /tmp, under a name that anybody
+    can create first.
 
     Raises ConfigError: it belongs to another user, others can write to it, or it cannot be made.
     """
@@ -182,10 +199,13 @@ def secure_cache() -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError as error:
-        raise ConfigError(f"compile: cannot use the cache folder {folder}: {error.strerror}. {remedy}") from None
+        raise ConfigError(
+            f"compile: cannot use the cache folder {folder}: {error.strerror}. {remedy}"
+        ) from None
     if found.st_uid != os.getuid() or found.st_mode & _OTHERS_WRITE:
         raise ConfigError(
-            f"compile: torch.compile loads libraries from {folder}, which user {found.st_uid} owns (mode "
+            f"compile: torch.compile loads libraries from {folder}, which user {found.st_uid} owns "
+            "(mode "
             f"{found.st_mode & 0o777:o}); user {os.getuid()} runs this. {remedy}"
         )
 
@@ -199,30 +219,44 @@ def check_device(job: JobConfig, device: torch.device) -> None:
     if job.model.attention_backend == "varlen":
         dtype, _ = mixed_precision_dtypes(job.training, device.type)
         if device.type != "cuda" or dtype == torch.float32:
-            other = ", or training.mixed_precision_param to 'bfloat16'" if device.type == "cuda" else ""
+            other = (
+                ", or training.mixed_precision_param to 'bfloat16'" if device.type == "cuda" else ""
+            )
             raise ConfigError(
                 "model.attention_backend: 'varlen' is for bfloat16 on CUDA, and activations are "
                 f"{str(dtype).removeprefix('torch.')} on {device.type}. Set it to 'sdpa'{other}."
             )
     if job.training.enable_cpu_offload and device.type != "cuda":
-        raise ConfigError("training.enable_cpu_offload: there is no CUDA device to offload from. Set it to false.")
+        raise ConfigError(
+            "training.enable_cpu_offload: there is no CUDA device to offload from. Set it to false."
+        )
     if job.moe.grouped_gemm == "triton" and not job.training.triton_kernels:
-        raise ConfigError("moe.grouped_gemm = 'triton', but training.triton_kernels is false. Set one of them.")
+        raise ConfigError(
+            "moe.grouped_gemm = 'triton', but training.triton_kernels is false. Set one of them."
+        )
     try:
         resolve_backend(job.moe.grouped_gemm, device, torch.float32)
     except ValueError as error:
         raise ConfigError(f"moe.grouped_gemm: {error}") from None
 
 
-def choose_attention(job: JobConfig, model_config: AnyModelConfig, device_type: str) -> AttentionBackend:
-    """Return `model.attention_backend`, with "auto" resolved for devices of this type, which need not be here.
+def choose_attention(
+    job: JobConfig, model_config: AnyModelConfig, device_type: str
+) -> AttentionBackend:
+    """Return `model.attention_backend`, with "auto" resolved for devices of this type, which need
+    not be here.
 
-    FlashAttention ("varlen") needs CUDA from Ampere on, bfloat16, and head widths of a multiple of 8 up to 256.
+    FlashAttention ("varlen") needs CUDA from Ampere on, bfloat16, and head widths of a multiple of
+    8 up to 256.
     """
     if job.model.attention_backend != "auto":
         return job.model.attention_backend
     dtype, _ = mixed_precision_dtypes(job.training, device_type)
-    if device_type != "cuda" or dtype != torch.bfloat16 or not isinstance(model_config, ModelConfig):
+    if (
+        device_type != "cuda"
+        or dtype != torch.bfloat16
+        or not isinstance(model_config, ModelConfig)
+    ):
         return "sdpa"
     is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     return "varlen" if model_config.qk_head_dim in range(8, 257, 8) and not is_old else "sdpa"

@@ -1,12 +1,14 @@
-"""Tensor parallelism with sequence parallelism (arXiv:1909.08053, arXiv:2205.05198), applied to a decoder on meta.
+"""Tensor parallelism with sequence parallelism (arXiv:1909.08053, arXiv:2205.05198), applied to a
+decoder on meta.
 
-Between layers every tp rank holds S / tp positions of each sequence. Attention and dense feed-forward gather the
-sequence, compute with their share of heads or inner width, and reduce-scatter back. Embedding and output head split the
-vocabulary. Norms and routers work on the rank's own positions with a replicated weight. Experts are left alone:
-expert parallelism folds over tp, so that the MoE layer needs no gather at all.
+Between layers every tp rank holds S / tp positions of each sequence. Attention and dense
+feed-forward gather the sequence, compute with their share of heads or inner width, and
+reduce-scatter back. Embedding and output head split the vocabulary. Norms and routers work on the
+rank's own positions with a replicated weight. Experts are left alone: expert parallelism folds over
+tp, so that the MoE layer needs no gather at all.
 
-Parameters become DTensors; modules keep computing on local tensors (`ops.local_tensor`), and the collectives are
-plain hooks here. Shapes: B batch, S sequence, s = S / tp, D hidden, V vocabulary.
+Parameters become DTensors; modules keep computing on local tensors (`ops.local_tensor`), and the
+collectives are plain hooks here. Shapes: B batch, S sequence, s = S / tp, D hidden, V vocabulary.
 """
 
 from functools import partial
@@ -32,7 +34,8 @@ _SEQUENCE_DIM = 1
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
-    """Shard the dense parameters of `model` over the one-axis `mesh` and insert the collectives, in place.
+    """Shard the dense parameters of `model` over the one-axis `mesh` and insert the collectives, in
+    place.
 
     Ties and attributes of parameters are kept. No collective is run; the model may be on meta.
     """
@@ -41,7 +44,8 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     peers = Peers(group, mesh.size(), mesh.get_local_rank())
     for module in model.modules():
         if isinstance(module, SelfAttention):
-            module.o_proj.bias_scale = 1.0 / mesh.size()  # each rank adds its share of the bias, the sum has it once
+            # each rank adds its share of the bias, the sum has it once
+            module.o_proj.bias_scale = 1.0 / mesh.size()
         if isinstance(module, SelfAttention | FeedForward):
             module.register_forward_pre_hook(partial(_gather_sequence, group=group))
             module.register_forward_hook(partial(_scatter_sequence, group=group))
@@ -54,18 +58,25 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
         elif isinstance(module, OutputHead):
             module.register_forward_pre_hook(partial(_gather_sequence, group=group))
             module.register_forward_hook(partial(_gather_logits, group=group))
-            module.cross_entropy = partial(linear_cross_entropy, shard=vocab_shard(module.weight, mesh))
+            module.cross_entropy = partial(
+                linear_cross_entropy, shard=vocab_shard(module.weight, mesh)
+            )
 
 
 def _placements(model: Decoder) -> ParameterPlacements:
     """Return the placement of every parameter except the experts'; a tied one appears once."""
-    experts = {p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
-    found: ParameterPlacements = {param: Replicate() for param in model.parameters() if param not in experts}
+    experts = {
+        p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()
+    }
+    found: ParameterPlacements = {
+        param: Replicate() for param in model.parameters() if param not in experts
+    }
     for module in model.modules():
         split: dict[Linear | Embedding, int] = {}
         if isinstance(module, Attention):
             split = {module.q_proj: 0, module.k_proj: 0, module.v_proj: 0, module.o_proj: 1}
-        elif isinstance(module, LatentAttention):  # every rank computes the latents, and from them its own heads
+        # every rank computes the latents, and from them its own heads
+        elif isinstance(module, LatentAttention):
             queries = module.q_b_proj if module.q_proj is None else module.q_proj
             assert queries is not None
             split = {queries: 0, module.kv_b_proj: 0, module.o_proj: 1}
@@ -74,7 +85,9 @@ def _placements(model: Decoder) -> ParameterPlacements:
         elif isinstance(module, OutputHead | Embedding):
             split = {module: 0}
         for linear, dim in split.items():
-            parameters = linear.split_parameters(dim) if isinstance(linear, Linear) else [linear.weight]
+            parameters = (
+                linear.split_parameters(dim) if isinstance(linear, Linear) else [linear.weight]
+            )
             found |= dict.fromkeys(parameters, Shard(dim))
     return found
 
@@ -84,7 +97,9 @@ def _gather_sequence(module: nn.Module, args, *, group: str):
     return all_gather(x_BsD, _SEQUENCE_DIM, group), *rest
 
 
-def _scatter_sequence(module: nn.Module, args, out_BSD: torch.Tensor, *, group: str) -> torch.Tensor:
+def _scatter_sequence(
+    module: nn.Module, args, out_BSD: torch.Tensor, *, group: str
+) -> torch.Tensor:
     return reduce_scatter(out_BSD, _SEQUENCE_DIM, group)
 
 
@@ -102,7 +117,9 @@ def _all_reduce_max(x: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tenso
 def _look_up_own_rows(
     tokens_BS: torch.Tensor, weight_VD: torch.Tensor, padding: int | None, *, start: int, group: str
 ) -> torch.Tensor:
-    """Look up the tokens of this rank's rows (from `start` on), zeros elsewhere; sum while scattering the sequence."""
+    """Look up the tokens of this rank's rows (from `start` on), zeros elsewhere; sum while
+    scattering the sequence.
+    """
     local_BS = tokens_BS - start
     mine_BS = (local_BS >= 0) & (local_BS < weight_VD.shape[0])
     if padding is not None:
@@ -114,5 +131,8 @@ def _look_up_own_rows(
 def vocab_shard(weight_VD: torch.Tensor, mesh: DeviceMesh) -> VocabShard:
     """Return this rank's rows of the output head's weight, for `linear_cross_entropy`."""
     start, group = region_of(weight_VD).starts[0], mesh.get_group()
-    reduce_max, reduce_sum = partial(_all_reduce_max, group=group), partial(all_reduce, group=register_group(group))
+    reduce_max, reduce_sum = (
+        partial(_all_reduce_max, group=group),
+        partial(all_reduce, group=register_group(group)),
+    )
     return VocabShard(start, weight_VD.shape[0], reduce_max, reduce_sum)

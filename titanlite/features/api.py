@@ -38,7 +38,9 @@ def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any])
             ranks = dist.get_world_size() if dist.is_initialized() else read_world_size()
             checked = check_all(job, (ranks,), weights=True)
             job = checked.job
-            protocol.configure_heartbeat(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
+            protocol.configure_heartbeat(
+                job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder
+            )
             trainer = assemble(checked)
             trainer.train()
             code = 0
@@ -54,12 +56,14 @@ def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any])
             close(code)
         saved = trainer.checkpointer.folder / f"step-{trainer.step}"
         checkpoint = saved if saved.is_dir() else None
-        return TrainResult(trainer.step, trainer.loss, checkpoint, Path(job.job.dump_folder), trainer.stopping)
+        return TrainResult(
+            trainer.step, trainer.loss, checkpoint, Path(job.job.dump_folder), trainer.stopping
+        )
 
 
 def make_config(config: Config, overrides: Sequence[str] = (), **sections: Any) -> JobConfig:
-    """Load from a file, a dictionary of sections, or a configuration; `sections` override it, and the arguments
-    `overrides` override both.
+    """Load from a file, a dictionary of sections, or a configuration; `sections` override it, and
+    the arguments `overrides` override both.
     """
     reader, path = Reader(), None
     if isinstance(config, JobConfig):
@@ -78,7 +82,9 @@ def make_config(config: Config, overrides: Sequence[str] = (), **sections: Any) 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return `table` as a TOML file could have it: paths are text, and None is left out."""
-    values = {key: os.fspath(value) if isinstance(value, Path) else value for key, value in table.items()}
+    values = {
+        key: os.fspath(value) if isinstance(value, Path) else value for key, value in table.items()
+    }
     return {
         str(key): _plain(value) if isinstance(value, Mapping) else value
         for key, value in values.items()
@@ -88,14 +94,16 @@ def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Give a run its own log, events and process group, and undo them, so that another run can follow in the process.
+    """Give a run its own log, events and process group, and undo them, so that another run can
+    follow in the process.
 
-    After an error, several ranks keep their process group: others may be in collectives, and destroying it would wait
-    for them.
+    After an error, several ranks keep their process group: others may be in collectives, and
+    destroying it would wait for them.
     """
     had_group, handlers, failed = dist.is_initialized(), logger.handlers[:], True
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    excepthook = sys.excepthook  # each process group of torch puts `[rank0]:` in front of what it found
+    # each process group of torch puts `[rank0]:` in front of what it found
+    excepthook = sys.excepthook
     logger.handlers.clear()
     setup_logger()
     logger.handlers += handlers

@@ -1,5 +1,5 @@
-"""Copies of a model on several machines: compared before anything is read, since each rank reads its part of a tensor
-from the copy of its machine.
+"""Copies of a model on several machines: compared before anything is read, since each rank reads
+its part of a tensor from the copy of its machine.
 """
 
 import hashlib
@@ -19,11 +19,26 @@ from titanlite.config.assets import base_model_of
 
 # What is read of a model's folder. Others, such as a README, may differ.
 _FILES = (
-    *("*.safetensors", "*.safetensors.index.json", f"{OWN_FOLDER}/*.safetensors", "config.json", "*_config.json"),
-    *("tokenizer*", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*"),
+    *(
+        "*.safetensors",
+        "*.safetensors.index.json",
+        f"{OWN_FOLDER}/*.safetensors",
+        "config.json",
+        "*_config.json",
+    ),
+    *(
+        "tokenizer*",
+        "*token*.json",
+        "vocab.*",
+        "merges.txt",
+        "*.model",
+        "*.tiktoken",
+        "chat_template*",
+    ),
 )
 _WHOLE_BYTES = 64 << 20  # files up to this size are compared whole, except safetensors
-_WINDOW_BYTES, _NUM_WINDOWS = 4096, 5  # of the data of other files: at the start, each quarter, and the end
+# of the data of other files: at the start, each quarter, and the end
+_WINDOW_BYTES, _NUM_WINDOWS = 4096, 5
 _COMMIT = "the commit"
 _MOST_NAMES = 4
 
@@ -31,10 +46,11 @@ _MOST_NAMES = 4
 def check_same_copies(paths: Mapping[str, str]) -> None:
     """Check that all machines hold the same at `paths`, by setting; one rank of each machine looks.
 
-    It compares sizes, safetensors headers, five windows of 4 KiB in their data, other files whole, and the commit of a
-    model in the hub's cache. On one machine there is nothing to check.
+    It compares sizes, safetensors headers, five windows of 4 KiB in their data, other files whole,
+    and the commit of a model in the hub's cache. On one machine there is nothing to check.
 
-    Raises ConfigError: on all ranks; names the machines and files that differ. Collective: every rank must call.
+    Raises ConfigError: on all ranks; names the machines and files that differ. Collective: every
+    rank must call.
     """
     ranks_here = int(read_variable("LOCAL_WORLD_SIZE") or dist.get_world_size())
     if ranks_here == dist.get_world_size():
@@ -44,7 +60,11 @@ def check_same_copies(paths: Mapping[str, str]) -> None:
     gathered = gather_objects((socket.gethostname(), dict(paths), mine))
     problems = []
     for key in paths:
-        copies = {rank: frozenset(found[key].items()) for rank, (_, _, found) in enumerate(gathered) if key in found}
+        copies = {
+            rank: frozenset(found[key].items())
+            for rank, (_, _, found) in enumerate(gathered)
+            if key in found
+        }
         usual = Counter(copies.values()).most_common(1)[0][0]
         first = next(rank for rank, copy in copies.items() if copy == usual)
         for rank, copy in copies.items():
@@ -52,8 +72,10 @@ def check_same_copies(paths: Mapping[str, str]) -> None:
                 host, there, _ = gathered[rank]
                 what = _describe_difference(dict(copy), dict(usual))
                 problems.append(
-                    f"{key}: {there[key]} on {host} (rank {rank}) is another copy than {gathered[first][1][key]} on "
-                    f"{gathered[first][0]} (rank {first}): {what} differs. Copy it there again, or put it on a file "
+                    f"{key}: {there[key]} on {host} (rank {rank}) is another copy than "
+                    f"{gathered[first][1][key]} on "
+                    f"{gathered[first][0]} (rank {first}): {what} differs. Copy it there again, or "
+                    "put it on a file "
                     "system that all machines share."
                 )
     raise_problems(ConfigError, "configuration", problems)
@@ -69,7 +91,9 @@ def _describe_difference(copy: Mapping[str, str], usual: Mapping[str, str]) -> s
 
 
 def _summarize(path: Path) -> dict[str, str]:
-    """Return a digest of each file at `path`, a folder or a file; of safetensors one of the header, one of the data."""
+    """Return a digest of each file at `path`, a folder or a file; of safetensors one of the header,
+    one of the data.
+    """
     base = base_model_of(str(path))
     found = {_COMMIT: base.revision} if base is not None and base.on_hub else {}
     files = {file for pattern in _FILES for file in path.glob(pattern)} if path.is_dir() else {path}
@@ -86,7 +110,9 @@ def _summarize(path: Path) -> dict[str, str]:
                 length = size if whole else _WINDOW_BYTES
                 data = [str(size).encode()]
                 for window in range(1 if whole else _NUM_WINDOWS):
-                    opened.seek(max(start, start + (size - start - length) * window // (_NUM_WINDOWS - 1)))
+                    opened.seek(
+                        max(start, start + (size - start - length) * window // (_NUM_WINDOWS - 1))
+                    )
                     data.append(opened.read(length))
                 found[name if whole else f"the data of {name}"] = _digest(*data)
         except OSError as error:

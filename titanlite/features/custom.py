@@ -1,10 +1,11 @@
 """User-defined objectives, optimizers and metrics, which settings name as "package.module:name".
 
-An objective is a loss of each token's logits, in chunks, one of log-probabilities, or a whole `Objective`. An optimizer
-is tried on small stand-ins first, so that its states can be saved and found again. A metric is a function of a point.
+An objective is a loss of each token's logits, in chunks, one of log-probabilities, or a whole
+`Objective`. An optimizer is tried on small stand-ins first, so that its states can be saved and
+found again. A metric is a function of a point.
 
-Shapes: B rows, S tokens, T = B * S, C tokens of a chunk, V vocabulary, v rows of it on this rank, D width, M = 1 + the
-number of metrics.
+Shapes: B rows, S tokens, T = B * S, C tokens of a chunk, V vocabulary, v rows of it on this rank, D
+width, M = 1 + the number of metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,8 @@ def build_custom_objective(job: JobConfig, vocab_size: int) -> Objective:
     """Return the objective that `training.objective` names, after a trial on a few tokens.
 
     Raises:
-        ConfigError: it cannot be imported, raises something, or returns something else than a loss and metrics.
+        ConfigError: it cannot be imported, raises something, or returns something else than a loss
+            and metrics.
     """
     name = job.training.objective
     calls = list(get_settings()[_KEY].calls or [])
@@ -49,20 +51,23 @@ def build_custom_objective(job: JobConfig, vocab_size: int) -> Objective:
         if call == calls[1]:
             return BatchObjective(function, job.training.seq_len)
         objective = function(job)
-        lacking = [each for each in ("metric_names", "prepare", "count") if not hasattr(objective, each)]
+        lacking = [
+            each for each in ("metric_names", "prepare", "count") if not hasattr(objective, each)
+        ]
         if lacking or not callable(objective):
             raise TypeError(f"{type(objective).__name__} has no {', '.join(lacking) or '__call__'}")
         return cast(Objective, objective)
     except Exception as error:
         raise ConfigError(
-            f"{where}: a trial raised {describe_error(error)}. Correct the function; docs/extending.md has "
+            f"{where}: a trial raised {describe_error(error)}. Correct the function; "
+            "docs/extending.md has "
             "what it takes and returns."
         ) from error
 
 
 def _split(found: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Split a function's result into loss and metrics, all of this shape; TypeError if it is neither a loss nor a loss
-    and a dictionary of metrics.
+    """Split a function's result into loss and metrics, all of this shape; TypeError if it is
+    neither a loss nor a loss and a dictionary of metrics.
     """
     parts: tuple[Any, Any] = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     loss, metrics = parts
@@ -70,7 +75,11 @@ def _split(found: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, Mapping[st
         raise TypeError(f"it returned {type(metrics).__name__} for metrics, not a dictionary")
     for name, value in {"the loss": loss, **metrics}.items():
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
-            kind = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            kind = (
+                f"shape {tuple(value.shape)}"
+                if isinstance(value, torch.Tensor)
+                else type(value).__name__
+            )
             raise TypeError(f"{name} is {kind}, not a tensor of shape {shape}")
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise TypeError("the loss depends on nothing that is trained")
@@ -80,15 +89,20 @@ def _split(found: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, Mapping[st
 class TokenObjective(NextToken):
     """The mean of a function of the logits over the tokens with a label.
 
-    It is called with logits (C, V) float32 and labels (C,) int64, -100 where there is none; returns the losses (C,),
-    and maybe a dictionary of metrics (C,). Backward calls it again, so it must be deterministic.
+    It is called with logits (C, V) float32 and labels (C,) int64, -100 where there is none; returns
+    the losses (C,), and maybe a dictionary of metrics (C,). Backward calls it again, so it must be
+    deterministic.
     """
 
     def __init__(self, function: Callable[..., Any], vocab_size: int) -> None:
         logits = torch.zeros(_TRIED_TOKENS, vocab_size, requires_grad=True)
         labels = torch.arange(_TRIED_TOKENS) - 1
         with torch.enable_grad():
-            names = [*_split(function(logits, labels.where(labels >= 0, IGNORE_INDEX)), (_TRIED_TOKENS,))[1]]
+            names = [
+                *_split(
+                    function(logits, labels.where(labels >= 0, IGNORE_INDEX)), (_TRIED_TOKENS,)
+                )[1]
+            ]
         self.metric_names: Sequence[str] = [f"objective/{name}" for name in names]
         self._values = TokenValues(function, names)
 
@@ -100,7 +114,9 @@ class TokenObjective(NextToken):
 
 
 class TokenValues:
-    """A `reduction` of a model's forward: loss and metrics of every token, (B, S, M), of logits in chunks."""
+    """A `reduction` of a model's forward: loss and metrics of every token, (B, S, M), of logits in
+    chunks.
+    """
 
     def __init__(self, function: Callable[..., Any], names: Sequence[str]) -> None:
         self._function, self._names = function, names
@@ -116,7 +132,8 @@ class TokenValues:
     ) -> torch.Tensor:
         """Return (T, M) float32; as `linear_cross_entropy` with `reduction` = "none".
 
-        Collectives: with `shard` a sum of (C, V) per chunk, in forward and in backward; all ranks hold the same tokens.
+        Collectives: with `shard` a sum of (C, V) per chunk, in forward and in backward; all ranks
+        hold the same tokens.
         """
         return _InChunks.apply(hidden_TD, weight_vD, labels_T, chunk_tokens, shard, self.of_logits)  # type: ignore[no-any-return]
 
@@ -130,7 +147,9 @@ class TokenValues:
 
 
 class _InChunks(torch.autograd.Function):
-    """Backward projects every chunk a second time, and sums the gradient of the weight in float32."""
+    """Backward projects every chunk a second time, and sums the gradient of the weight in
+    float32.
+    """
 
     @staticmethod
     def forward(
@@ -145,7 +164,9 @@ class _InChunks(torch.autograd.Function):
         ctx.save_for_backward(hidden_TD, weight_vD, labels_T)
         ctx.options = chunk_tokens, shard, of_logits
         chunks = zip(hidden_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True)
-        return torch.cat([of_logits(_project(hidden, weight_vD, shard), labels) for hidden, labels in chunks])
+        return torch.cat(
+            [of_logits(_project(hidden, weight_vD, shard), labels) for hidden, labels in chunks]
+        )
 
     @staticmethod
     @once_differentiable
@@ -167,10 +188,19 @@ class _InChunks(torch.autograd.Function):
                 torch.mm(grad_Cv, weight_vD, out=dhidden_TD[rows])
             if dweight_vD is not None:
                 sum_over_rows(grad_Cv, hidden_TD[rows], dweight_vD, accumulate=True)
-        return dhidden_TD, None if dweight_vD is None else dweight_vD.to(weight_vD.dtype), None, None, None, None
+        return (
+            dhidden_TD,
+            None if dweight_vD is None else dweight_vD.to(weight_vD.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _project(hidden_CD: torch.Tensor, weight_vD: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
+def _project(
+    hidden_CD: torch.Tensor, weight_vD: torch.Tensor, shard: VocabShard | None
+) -> torch.Tensor:
     """Logits of the whole vocabulary, (C, V), in float32 or float64."""
     own_Cv = hidden_CD @ weight_vD.T
     own_Cv = own_Cv.to(torch.promote_types(own_Cv.dtype, torch.float32))
@@ -182,10 +212,12 @@ def _project(hidden_CD: torch.Tensor, weight_vD: torch.Tensor, shard: VocabShard
 
 
 class BatchObjective(NextToken):
-    """A function of the log-probability of every label, divided by the number of tokens with a label.
+    """A function of the log-probability of every label, divided by the number of tokens with a
+    label.
 
-    It is called with log-probabilities (B, S) float32, 0 where there is no label, and the `Batch`; returns the sum of
-    the losses of these rows, a scalar, and maybe a dictionary of metrics, sums as well.
+    It is called with log-probabilities (B, S) float32, 0 where there is no label, and the `Batch`;
+    returns the sum of the losses of these rows, a scalar, and maybe a dictionary of metrics, sums
+    as well.
     """
 
     def __init__(self, function: Callable[..., Any], seq_len: int) -> None:
@@ -206,24 +238,34 @@ class BatchObjective(NextToken):
 
 
 def build_metric(section: MetricsSection) -> Callable[[StepPoint], Mapping[str, float]]:
-    """Return the function of `metrics.function`, whose values are logged as metric/NAME; nothing without one.
+    """Return the function of `metrics.function`, whose values are logged as metric/NAME; nothing
+    without one.
 
     Raises:
-        TrainingError: when called: it raises something, or returns something else than a dictionary of numbers.
+        TrainingError: when called: it raises something, or returns something else than a dictionary
+            of numbers.
     """
     if not section.function:
         return lambda point: {}
-    function, where = load_extension("metrics.function", section.function, ["point"]), f"'{section.function}'"
+    function, where = (
+        load_extension("metrics.function", section.function, ["point"]),
+        f"'{section.function}'",
+    )
 
     def measure(point: StepPoint) -> Mapping[str, float]:
         try:
             found = function(point)
         except Exception as error:
             raise TrainingError(
-                f"metrics.function {where} raised {describe_error(error)}. Correct it, or leave it out."
+                f"metrics.function {where} raised {describe_error(error)}. Correct it, or leave it "
+                "out."
             ) from error
-        if not isinstance(found, Mapping) or not all(isinstance(value, SupportsFloat) for value in found.values()):
-            raise TrainingError(f"metrics.function {where} returned {found!r}. Return a dictionary of numbers.")
+        if not isinstance(found, Mapping) or not all(
+            isinstance(value, SupportsFloat) for value in found.values()
+        ):
+            raise TrainingError(
+                f"metrics.function {where} returned {found!r}. Return a dictionary of numbers."
+            )
         return {f"metric/{name}": float(value) for name, value in found.items()}
 
     return measure
@@ -235,14 +277,18 @@ _Build = Callable[[_Named, OptimizerSection], torch.optim.Optimizer]
 
 
 def build_custom_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
-    """Build the optimizer of the function `optimizer.name`, from (name, parameter) of all trained parameters.
+    """Build the optimizer of the function `optimizer.name`, from (name, parameter) of all trained
+    parameters.
 
     Raises:
-        ConfigError: it cannot be built or stepped, leaves a parameter out, or has states that cannot be saved.
+        ConfigError: it cannot be built or stepped, leaves a parameter out, or has states that
+            cannot be saved.
     """
     build: _Build = load_extension("optimizer.name", section.name, ["named_parameters, section"])
     where = f'optimizer.name = "{section.name}"'
-    named = [(clean_name(name), param) for name, param in model.named_parameters() if param.requires_grad]
+    named = [
+        (clean_name(name), param) for name, param in model.named_parameters() if param.requires_grad
+    ]
     try:
         states = _try_out(build, named, section)
         optimizer = _build(build, named, section)
@@ -257,7 +303,9 @@ def build_custom_optimizer(model: nn.Module, section: OptimizerSection) -> torch
             mesh = param.device_mesh if isinstance(param, DTensor) else None
             key = (number, mesh, states[names[id(param)]])  # a fused call takes one mesh
             options = {name: value for name, value in group.items() if name != "params"}
-            groups.setdefault(key, {"params": [], **options, "state_names": key[2]})["params"].append(param)
+            groups.setdefault(key, {"params": [], **options, "state_names": key[2]})[
+                "params"
+            ].append(param)
     optimizer.param_groups = list(groups.values())
     return optimizer
 
@@ -265,18 +313,30 @@ def build_custom_optimizer(model: nn.Module, section: OptimizerSection) -> torch
 def _build(build: _Build, named: _Named, section: OptimizerSection) -> torch.optim.Optimizer:
     optimizer = build(list(named), section)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"it returned {type(optimizer).__name__}. Return a torch.optim.Optimizer.")
+        raise ConfigError(
+            f"it returned {type(optimizer).__name__}. Return a torch.optim.Optimizer."
+        )
     found = [id(param) for group in optimizer.param_groups for param in group["params"]]
     missing = [name for name, param in named if id(param) not in found]
     if missing or len(found) != len(named):
-        what = f"leaves out {', '.join(missing[:3])}" if missing else "has parameters that it was not given"
-        raise ConfigError(f"{what}: {len(named)} were given. Use all of them; optimizer.freeze takes some out.")
+        what = (
+            f"leaves out {', '.join(missing[:3])}"
+            if missing
+            else "has parameters that it was not given"
+        )
+        raise ConfigError(
+            f"{what}: {len(named)} were given. Use all of them; optimizer.freeze takes some out."
+        )
     return optimizer
 
 
 def _try_out(build: _Build, named: _Named, section: OptimizerSection) -> dict[str, tuple[str, ...]]:
-    """Step the optimizer on small stand-ins of the parameters; return the names of the state tensors of each."""
-    stand_ins = [(name, nn.Parameter(torch.ones(_SIZES[: p.dim()], dtype=p.dtype))) for name, p in named]
+    """Step the optimizer on small stand-ins of the parameters; return the names of the state
+    tensors of each.
+    """
+    stand_ins = [
+        (name, nn.Parameter(torch.ones(_SIZES[: p.dim()], dtype=p.dtype))) for name, p in named
+    ]
     optimizer = _build(build, stand_ins, section)
     before = [_get_options(group) for group in optimizer.param_groups]
     for _ in range(2):
@@ -284,7 +344,8 @@ def _try_out(build: _Build, named: _Named, section: OptimizerSection) -> dict[st
             param.grad = torch.ones_like(param)
         optimizer.step()
     problems = [
-        f"its step changes {list_names(sorted(name for name in now if now[name] != old.get(name)))} of a group of "
+        "its step changes "
+        f"{list_names(sorted(name for name in now if now[name] != old.get(name)))} of a group of "
         "parameters, which is not saved. Keep it in a tensor in state."
         for old, now in zip(before, map(_get_options, optimizer.param_groups), strict=True)
         if old != now
@@ -299,7 +360,8 @@ def _try_out(build: _Build, named: _Named, section: OptimizerSection) -> dict[st
             if not (like or (is_tensor and key == "step" and value.dim() == 0)):
                 kind = f"{value.dtype} {tuple(value.shape)}" if is_tensor else type(value).__name__
                 problems.append(
-                    f"its state '{key}' of a parameter {param.dtype} {tuple(param.shape)} is {kind}, which cannot be "
+                    f"its state '{key}' of a parameter {param.dtype} {tuple(param.shape)} is "
+                    f"{kind}, which cannot be "
                     "saved. Keep tensors like the parameter, and a scalar tensor 'step'."
                 )
     raise_problems(ConfigError, "a trial step", dict.fromkeys(problems))

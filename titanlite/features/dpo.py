@@ -1,8 +1,8 @@
 """Direct preference optimization (arXiv:2305.18290) on packed rows of pairs.
 
-In each row document 2 n is the chosen answer of a pair and document 2 n + 1 the rejected one, each after its own copy
-of the prompt; prompts and padding have no labels. The log-probabilities of the reference model are computed in each
-step, or once before.
+In each row document 2 n is the chosen answer of a pair and document 2 n + 1 the rejected one, each
+after its own copy of the prompt; prompts and padding have no labels. The log-probabilities of the
+reference model are computed in each step, or once before.
 
 Shapes: B rows, S tokens, N documents of the fullest row (even), P = N / 2 pairs.
 """
@@ -28,9 +28,9 @@ from titanlite.objective import ObjectiveSums
 
 class DPO:
     """Mean over the pairs of `-log sigmoid(margin)`, the margin being that of the rewards
-    `beta * (log p(answer) - log p_reference(answer))` (arXiv:2305.18290, eq. 7). With label smoothing e, for a share e
-    of wrong preferences, `-(1 - e) log sigmoid(margin) - e log sigmoid(-margin)` (ericmitchell.ai/cdpo.pdf). A unit is
-    a pair.
+    `beta * (log p(answer) - log p_reference(answer))` (arXiv:2305.18290, eq. 7). With label
+    smoothing e, for a share e of wrong preferences, `-(1 - e) log sigmoid(margin) - e log
+    sigmoid(-margin)` (ericmitchell.ai/cdpo.pdf). A unit is a pair.
     """
 
     metric_names: Sequence[str] = (
@@ -38,11 +38,15 @@ class DPO:
         *(f"logps/{name}" for name in ("chosen", "rejected")),
     )
 
-    def __init__(self, beta: float, label_smoothing: float, reference: "AdaptersOff | CachedReference") -> None:
+    def __init__(
+        self, beta: float, label_smoothing: float, reference: "AdaptersOff | CachedReference"
+    ) -> None:
         self.reference = reference
         self._beta, self._smoothing = beta, label_smoothing
 
-    def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
+    def prepare(
+        self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device
+    ) -> None:
         self.reference.fill(batches, get_model, device)
 
     def count(self, batch: Batch) -> torch.Tensor:
@@ -51,13 +55,16 @@ class DPO:
         return ((ids_BS != before_BS) & (ids_BS >= 0) & (ids_BS % 2 == 0)).sum()
 
     def __call__(self, model: Model, batch: Batch) -> ObjectiveSums:
-        # First the reference: routers count the rows of the latest forward, which must be that of the trained model.
+        # First the reference: routers count the rows of the latest forward, which must be that of
+        # the trained model.
         reference_BP2 = self.reference(model, batch).unflatten(1, (-1, 2))
         log_probs_BN, aux = document_log_probs(model, batch)
         log_probs_BP2 = log_probs_BN.unflatten(1, (-1, 2))
         rewards_BP2 = self._beta * (log_probs_BP2 - reference_BP2)
         margin_BP = rewards_BP2[..., 0] - rewards_BP2[..., 1]
-        loss_BP = -(1 - self._smoothing) * F.logsigmoid(margin_BP) - self._smoothing * F.logsigmoid(-margin_BP)
+        loss_BP = -(1 - self._smoothing) * F.logsigmoid(margin_BP) - self._smoothing * F.logsigmoid(
+            -margin_BP
+        )
 
         present_BN = _membership(batch.document_ids, log_probs_BN.shape[1]).any(dim=-1)
         present_BP2 = present_BN.unflatten(1, (-1, 2))
@@ -66,7 +73,12 @@ class DPO:
         torn_BP = present_BP2.any(dim=-1) & ~pair_BP
         loss_BP = loss_BP.where(pair_BP, 0.0).masked_fill(torn_BP, float("nan"))
         with torch.no_grad():
-            columns = [*rewards_BP2.unbind(-1), margin_BP, (margin_BP > 0).double(), *log_probs_BP2.unbind(-1)]
+            columns = [
+                *rewards_BP2.unbind(-1),
+                margin_BP,
+                (margin_BP > 0).double(),
+                *log_probs_BP2.unbind(-1),
+            ]
             metrics = torch.stack([column.where(pair_BP, 0.0).sum() for column in columns]).float()
         return ObjectiveSums(loss_BP.sum().float(), aux, metrics)
 
@@ -75,52 +87,75 @@ def check_pairs(job: JobConfig, form: str) -> None:
     """Check that rows of `form` are what `training.objective` compares.
 
     Raises:
-        DataError: pairs would be trained token by token, both sides alike, or there are no pairs to compare.
+        DataError: pairs would be trained token by token, both sides alike, or there are no pairs to
+            compare.
     """
     if form == "preference" and job.training.objective == "next_token":
         raise DataError(
-            "data: the rows are preference pairs; next-token training would imitate both sides. Set training.objective "
+            "data: the rows are preference pairs; next-token training would imitate both sides. "
+            "Set training.objective "
             '= "dpo".'
         )
     if form != "preference" and job.training.objective == "dpo":
         raise DataError(
-            f"data: training.objective = \"dpo\" needs preference pairs, but the rows are of form '{form}'. Set "
-            'data.dataset = "examples" and data.path to rows with prompt, chosen and rejected; streams say so '
+            'data: training.objective = "dpo" needs preference pairs, but the rows are of form '
+            f"'{form}'. Set "
+            'data.dataset = "examples" and data.path to rows with prompt, chosen and rejected; '
+            "streams say so "
             'themselves, with data.format = "preference".'
         )
 
 
 def build_dpo(job: JobConfig) -> DPO | None:
-    """Build the objective if `training.objective` is "dpo"; None if not. `check_pairs` has looked at the rows."""
+    """Build the objective if `training.objective` is "dpo"; None if not. `check_pairs` has looked
+    at the rows.
+    """
     if job.training.objective != "dpo":
         return None
     # Adapters that were trained before belong to the model that training begins with.
     fresh_adapters = job.lora.rank > 0 and not job.lora.init_from
     is_off = job.dpo.reference == "adapters_off" or (job.dpo.reference == "auto" and fresh_adapters)
-    return DPO(job.dpo.beta, job.dpo.label_smoothing, AdaptersOff() if is_off else CachedReference())
+    return DPO(
+        job.dpo.beta, job.dpo.label_smoothing, AdaptersOff() if is_off else CachedReference()
+    )
 
 
 def turn_off_dropout(model: torch.nn.Module) -> None:
-    """Set dropout to 0 in all layers: the reference has none, so its noise would count as reward."""
+    """Set dropout to 0 in all layers: the reference has none, so its noise would count as
+    reward.
+    """
     found = set()
     for module in model.modules():
         is_dropout = isinstance(module, torch.nn.Dropout)
-        for name in ["p"] if is_dropout else [name for name in vars(module) if name.endswith("dropout")]:
+        for name in (
+            ["p"] if is_dropout else [name for name in vars(module) if name.endswith("dropout")]
+        ):
             value = getattr(module, name)
             if isinstance(value, float) and value > 0.0:
                 found.add(value)
                 setattr(module, name, 0.0)
     if found:
-        logger.info("dpo: dropout of %s is off, as in the reference", ", ".join(map(str, sorted(found))))
+        logger.info(
+            "dpo: dropout of %s is off, as in the reference", ", ".join(map(str, sorted(found)))
+        )
 
 
 def document_log_probs(model: Model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (log-probability of each document's labels (B, N) float64, the model's balance losses).
+    """Return (log-probability of each document's labels (B, N) float64, the model's balance
+    losses).
 
-    Summed in float64 by a matrix product with the documents' masks: in fixed order, where an `index_add` on CUDA would
-    use atomics. The number of documents is copied to the host, a synchronization point.
+    Summed in float64 by a matrix product with the documents' masks: in fixed order, where an
+    `index_add` on CUDA would use atomics. The number of documents is copied to the host, a
+    synchronization point.
     """
-    losses = model(batch.tokens, batch.labels, batch.positions, batch.document_ids, reduction="none", **batch.inputs)
+    losses = model(
+        batch.tokens,
+        batch.labels,
+        batch.positions,
+        batch.document_ids,
+        reduction="none",
+        **batch.inputs,
+    )
     member_BNS = _membership(batch.document_ids, num_documents(batch.document_ids)).double()
     return -(member_BNS @ losses.cross_entropy.double().unsqueeze(-1)).squeeze(-1), losses.aux
 
@@ -136,26 +171,35 @@ def _membership(ids_BS: torch.Tensor, num: int) -> torch.Tensor:
 
 
 class AdaptersOff:
-    """The frozen base model is the reference: one more forward per batch without adapters, no second model."""
+    """The frozen base model is the reference: one more forward per batch without adapters, no
+    second model.
+    """
 
-    def fill(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
+    def fill(
+        self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device
+    ) -> None:
         """Do nothing."""
 
     def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
-        """Log p(document), (B, N) float64. Collective: runs the sharded model; every rank must call."""
+        """Log p(document), (B, N) float64. Collective: runs the sharded model; every rank must
+        call.
+        """
         with adapters_disabled(model):
             return reference_log_probs(model, batch)
 
 
 @torch.no_grad()
 def reference_log_probs(model: Model, batch: Batch) -> torch.Tensor:
-    """Log p(document) (B, N) float64 of `model` as it is, in evaluation mode: routers count nothing."""
+    """Log p(document) (B, N) float64 of `model` as it is, in evaluation mode: routers count
+    nothing.
+    """
     with evaluation(model):
         return document_log_probs(model, batch)[0]
 
 
 class CachedReference:
-    """Log-probabilities of the initial weights, by pair, computed before the first step of a process.
+    """Log-probabilities of the initial weights, by pair, computed before the first step of a
+    process.
 
     A pair is keyed by the hash of its tokens and labels.
     """
@@ -173,22 +217,28 @@ class CachedReference:
         for row, pair, key in _keys(batch):
             if key not in self._pairs:
                 raise TrainingError(
-                    "dpo.reference: a pair of this batch has no cached log-probabilities. The data changed since the "
+                    "dpo.reference: a pair of this batch has no cached log-probabilities. The data "
+                    "changed since the "
                     "run began; start it again."
                 )
             found[row, 2 * pair : 2 * pair + 2] = self._pairs[key]
         return torch.from_numpy(found).to(batch.tokens.device)
 
-    def fill(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
-        """Compute all pairs of this rank's `batches` (as many on every rank) with the model of the initial weights.
+    def fill(
+        self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device
+    ) -> None:
+        """Compute all pairs of this rank's `batches` (as many on every rank) with the model of the
+        initial weights.
 
-        Collectives: one small all-reduce per batch, a forward of the model where a pair is missing on any rank, and a
-        gather at the end; every rank must call.
+        Collectives: one small all-reduce per batch, a forward of the model where a pair is missing
+        on any rank, and a gather at the end; every rank must call.
         """
         model = None
         for batch in batches:
             keys = list(_keys(batch))
-            missing = torch.tensor(any(key not in self._pairs for _, _, key in keys), dtype=torch.int32, device=device)
+            missing = torch.tensor(
+                any(key not in self._pairs for _, _, key in keys), dtype=torch.int32, device=device
+            )
             dist.all_reduce(missing, op=dist.ReduceOp.MAX)
             if not int(missing):
                 continue
@@ -198,17 +248,25 @@ class CachedReference:
                 chosen, rejected = log_probs_BN[row, 2 * pair : 2 * pair + 2].tolist()
                 self._pairs[key] = (chosen, rejected)
         # Of several pipeline stages the last has the values, and its ranks come last.
-        self._pairs = {key: value for pairs in gather_objects(self._pairs) for key, value in pairs.items()}
+        self._pairs = {
+            key: value for pairs in gather_objects(self._pairs) for key, value in pairs.items()
+        }
         logger.info("dpo: reference log-probabilities of %d pairs computed", len(self._pairs))
 
 
 def _keys(batch: Batch) -> Iterator[tuple[int, int, bytes]]:
     """Yield (row, pair, hash) of every pair in `batch`."""
-    tokens, labels, ids = (tensor.cpu().numpy() for tensor in (batch.tokens, batch.labels, batch.document_ids))
+    tokens, labels, ids = (
+        tensor.cpu().numpy() for tensor in (batch.tokens, batch.labels, batch.document_ids)
+    )
     for row in range(ids.shape[0]):
         for pair in range(-(-(int(ids[row].max()) + 1) // 2)):
             digest = hashlib.blake2b(digest_size=16)
             for document in (2 * pair, 2 * pair + 1):
                 at = ids[row] == document
-                digest.update(np.int64(at.sum()).tobytes() + tokens[row][at].tobytes() + labels[row][at].tobytes())
+                digest.update(
+                    np.int64(at.sum()).tobytes()
+                    + tokens[row][at].tobytes()
+                    + labels[row][at].tobytes()
+                )
             yield row, pair, digest.digest()

@@ -1,8 +1,10 @@
-"""Chats with images: JSON lines, rendered and cut into tokens and pixels by the model's own processor.
+"""Chats with images: JSON lines, rendered and cut into tokens and pixels by the model's own
+processor.
 
-docs/fine_tuning.md shows a row. Every row is one sequence with at least one image: a rank without images would skip the
-vision tower, and the others would wait for it. The loss is on the assistant's messages, found as in text chats; later
-messages must not change how they are shown. All rows are checked before training, and each image is decoded.
+docs/fine_tuning.md shows a row. Every row is one sequence with at least one image: a rank without
+images would skip the vision tower, and the others would wait for it. The loss is on the assistant's
+messages, found as in text chats; later messages must not change how they are shown. All rows are
+checked before training, and each image is decoded.
 
 Shape suffixes: B sequences in a batch, L tokens per sequence.
 """
@@ -25,7 +27,13 @@ from titanlite.base.hf_objects import load_from_folder
 from titanlite.base.log import logger
 from titanlite.base.text import describe_error
 from titanlite.config.schema import JobConfig
-from titanlite.data.dataset import SequenceDataset, ShuffledOrder, ShuffledSequences, copy_to, get_num_held_out
+from titanlite.data.dataset import (
+    SequenceDataset,
+    ShuffledOrder,
+    ShuffledSequences,
+    copy_to,
+    get_num_held_out,
+)
 from titanlite.data.tokenizer import count_ids
 from titanlite.features.sft.build import get_padding
 from titanlite.features.sft.chat_frame import FrameFinder
@@ -35,7 +43,8 @@ from titanlite.ops import IGNORE_INDEX
 
 # Pillow reads 40 more; one of them, PostScript, starts a program.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
-_MOST_PIXELS = 2**26  # 200 MB decoded; processors take several times that, and shrink it to some megapixels
+# 200 MB decoded; processors take several times that, and shrink it to some megapixels
+_MOST_PIXELS = 2**26
 
 
 @dataclass(frozen=True)
@@ -44,8 +53,10 @@ class ImageBatch:
 
     Attributes:
         tokens, labels: int64 (B, L), padded at the end; a label is the token that follows, or -100.
-        inputs: for the model's forward, such as pixel_values and image_grid_thw; images of all sequences together.
-        positions, document_ids: None: the model counts places in images itself, and a sequence is one document.
+        inputs: for the model's forward, such as pixel_values and image_grid_thw; images of all
+            sequences together.
+        positions, document_ids: None: the model counts places in images itself, and a sequence is
+            one document.
         num_padding: tokens of all sequences together that are padding.
     """
 
@@ -61,16 +72,25 @@ class ImageBatch:
 
     def to(self, device: torch.device | str) -> "ImageBatch":
         inputs = {name: copy_to(device, value) for name, value in self.inputs.items()}
-        return replace(self, tokens=copy_to(device, self.tokens), labels=copy_to(device, self.labels), inputs=inputs)
+        return replace(
+            self,
+            tokens=copy_to(device, self.tokens),
+            labels=copy_to(device, self.labels),
+            inputs=inputs,
+        )
 
     def with_rows(self, count: int) -> "ImageBatch":
-        """Return the batch without labels from row `count` on. Images stay: every rank must run the vision tower."""
+        """Return the batch without labels from row `count` on. Images stay: every rank must run the
+        vision tower.
+        """
         kept = torch.arange(len(self.labels), device=self.labels.device) < count
         return replace(self, labels=self.labels.where(kept.unsqueeze(1), IGNORE_INDEX))
 
 
 class ImageRow(NamedTuple):
-    """One chat: where it stands, its messages as the template takes them, and its images in order."""
+    """One chat: where it stands, its messages as the template takes them, and its images in
+    order.
+    """
 
     place: str
     messages: list[dict[str, Any]]
@@ -80,11 +100,13 @@ class ImageRow(NamedTuple):
 class ImageDataset(ShuffledSequences):
     """The rows of a file as sequences, processed when they are needed; a `SequenceDataset`.
 
-    `processor` is a transformers processor with a chat template; `date` is its date of today (empty: the actual one).
+    `processor` is a transformers processor with a chat template; `date` is its date of today
+    (empty: the actual one).
 
     Raises:
-        DataError: lists all rows with an image that does not decode, without a trained token, with more than `seq_len`
-            tokens, or that the template refuses; or there are fewer than two rows, and some are to be held out.
+        DataError: lists all rows with an image that does not decode, without a trained token, with
+            more than `seq_len` tokens, or that the template refuses; or there are fewer than two
+            rows, and some are to be held out.
     """
 
     form = "messages"
@@ -99,11 +121,18 @@ class ImageDataset(ShuffledSequences):
         date: str = "",
     ) -> None:
         if len(rows) < 2 and validation_share != 0:
-            raise DataError(f"data: {len(rows)} row(s) with images, but 2 are needed, one to train on, one held out.")
+            raise DataError(
+                f"data: {len(rows)} row(s) with images, but 2 are needed, one to train on, one "
+                "held out."
+            )
         self.seq_len, self._rows, self._processor = seq_len, rows, processor
         self._finder = FrameFinder(processor.tokenizer)
         template = getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
-        self._options = {"chat_template": set_date(template, date)} if date and isinstance(template, str) else {}
+        self._options = (
+            {"chat_template": set_date(template, date)}
+            if date and isinstance(template, str)
+            else {}
+        )
         self._padding = get_padding(processor.tokenizer) or 0
         digest = sha256()
         problems = []
@@ -113,7 +142,10 @@ class ImageDataset(ShuffledSequences):
             except DataError as error:
                 problems.append(str(error))
         raise_problems(DataError, "data", problems)
-        self.fingerprint = f"{len(rows)} rows with images (checksum {digest.hexdigest()[:8]}), sequences of {seq_len}"
+        self.fingerprint = (
+            f"{len(rows)} rows with images (checksum {digest.hexdigest()[:8]}), "
+            f"sequences of {seq_len}"
+        )
         self.num_validation_sequences = get_num_held_out(len(rows), validation_share)
         if validation_share is not None:
             self.fingerprint += f", {self.num_validation_sequences} held out"
@@ -138,7 +170,12 @@ class ImageDataset(ShuffledSequences):
                     value = torch.nn.functional.pad(value, (0, self.seq_len - length))
                 inputs.setdefault(name, []).append(value)
         num_padding = tokens.numel() - sum(len(ids) for ids, _, _ in parts)
-        return ImageBatch(tokens, labels, {n: _join(values) for n, values in inputs.items()}, num_padding=num_padding)
+        return ImageBatch(
+            tokens,
+            labels,
+            {n: _join(values) for n, values in inputs.items()},
+            num_padding=num_padding,
+        )
 
     def get_document(self, index: int) -> tuple[ImageRow, list[int], list[bool]]:
         """Return the token ids of row `index`, without padding, and which of them are trained."""
@@ -148,7 +185,11 @@ class ImageDataset(ShuffledSequences):
     def _process(self, row: ImageRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         images = [load_image(row.place, path) for path in row.images]
         try:
-            answers = [i for i, m in enumerate(row.messages) if m["role"] == "assistant" and m.get("weight") != 0]
+            answers = [
+                i
+                for i, m in enumerate(row.messages)
+                if m["role"] == "assistant" and m.get("weight") != 0
+            ]
             turns = [self._find_turn(row, i) for i in answers]
             text = self._show(row.messages)
         except RowError as error:
@@ -162,27 +203,38 @@ class ImageDataset(ShuffledSequences):
             done, _ = self._encode(row, i + 1, turn, images)
             if not (_begins(done, before) and _begins(ids, done)):
                 raise DataError(
-                    f"{row.place}: the chat template shows messages[{i}] otherwise in the whole chat than "
-                    "after its prompt, so the model would learn what it never meets. Split the row, or use another "
+                    f"{row.place}: the chat template shows messages[{i}] otherwise in the whole "
+                    "chat than "
+                    "after its prompt, so the model would learn what it never meets. Split the "
+                    "row, or use another "
                     "template."
                 )
             trained[len(before) : len(done)] = True
         if not trained[1:].any():
-            raise DataError(f"{row.place}: there is no message of the assistant to train on. Remove the row.")
+            raise DataError(
+                f"{row.place}: there is no message of the assistant to train on. Remove the row."
+            )
         if len(ids) > self.seq_len:
             raise DataError(
-                f"{row.place}: {len(ids)} tokens with the images, but training.seq_len is {self.seq_len}. Raise it, or "
+                f"{row.place}: {len(ids)} tokens with the images, but training.seq_len is "
+                f"{self.seq_len}. Raise it, or "
                 "shrink the images."
             )
         return ids, trained, extra
 
     def _find_turn(self, row: ImageRow, i: int) -> tuple[str, str]:
-        """Return the prompt of the answer messages[i], and the text up to and including what ends the answer."""
+        """Return the prompt of the answer messages[i], and the text up to and including what ends
+        the answer.
+        """
         messages = row.messages[: i + 1]
         prompt, done = self._show(messages[:i], prompt=True), self._show(messages)
         found = self._finder.probe(self._show, messages, prompt)
         if found is None or not done.endswith(found[0].tail):
-            text = f"the chat template shows messages[{i}] after another prompt than at inference, or not at all."
+            text = (
+                f"the chat template shows messages[{i}] after another prompt than at "
+                "inference, "
+                "or not at all."
+            )
             raise RowError("prompt differs", f"{text} Use another template.")
         frame, _ = found
         return prompt, done[: len(done) - len(frame.tail)] + frame.glue + frame.end
@@ -198,23 +250,39 @@ class ImageDataset(ShuffledSequences):
     def _encode(
         self, row: ImageRow, num_messages: int, text: str, images: list[Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the tokens of `text`, which shows the first `num_messages` messages, and the other inputs."""
-        count = sum(part.get("type") == "image" for m in row.messages[:num_messages] for part in _parts_of(m))
+        """Return the tokens of `text`, which shows the first `num_messages` messages, and the other
+        inputs.
+        """
+        count = sum(
+            part.get("type") == "image"
+            for m in row.messages[:num_messages]
+            for part in _parts_of(m)
+        )
         try:
             found = self._processor(text=[text], images=images[:count] or None, return_tensors="pt")
         except Exception as error:  # of a tokenizer, or a processor of images
-            raise DataError(f"{row.place}: the model's processor refuses it: {first_line(error)}") from error
-        extra = {name: value for name, value in found.items() if name not in ("input_ids", "attention_mask")}
+            raise DataError(
+                f"{row.place}: the model's processor refuses it: {first_line(error)}"
+            ) from error
+        extra = {
+            name: value
+            for name, value in found.items()
+            if name not in ("input_ids", "attention_mask")
+        }
         return found["input_ids"][0], extra
 
 
 def _join(values: list[Tensor]) -> Tensor:
-    """Join along the first dim; smaller images are padded with zeros at the end, as processors do in a batch."""
+    """Join along the first dim; smaller images are padded with zeros at the end, as processors do
+    in a batch.
+    """
     shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
     padded = []
     for value in values:
         missing = [size - length for size, length in zip(shape, value.shape[1:], strict=True)]
-        padded.append(torch.nn.functional.pad(value, [n for size in reversed(missing) for n in (0, size)]))
+        padded.append(
+            torch.nn.functional.pad(value, [n for size in reversed(missing) for n in (0, size)])
+        )
     return torch.cat(padded)
 
 
@@ -223,55 +291,75 @@ def _begins(whole: Tensor, start: Tensor) -> bool:
 
 
 def load_processor(folder: str) -> Any:
-    """Return the processor of the model in `folder`; a DataError if there is none, or it has no chat template."""
+    """Return the processor of the model in `folder`; a DataError if there is none, or it has no
+    chat template.
+    """
     try:
         processor = load_from_folder("AutoProcessor", folder)
     except Exception as error:  # transformers checks little of what it reads
         reason = " ".join(str(error).split())
         raise DataError(f"data: cannot load the processor of {folder}: {reason}") from error
     if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
-        raise DataError(f"data: {folder} has no processor for images, only {type(processor).__name__}.")
+        raise DataError(
+            f"data: {folder} has no processor for images, only {type(processor).__name__}."
+        )
     if not (getattr(processor, "chat_template", None) or processor.tokenizer.chat_template):
         raise DataError(f"data: the processor of {folder} has no chat template.")
     return processor
 
 
 def load_image(place: str, path: Path) -> Any:
-    """Return the decoded image, RGB; a DataError names `place` and a file that is missing or does not decode."""
+    """Return the decoded image, RGB; a DataError names `place` and a file that is missing or does
+    not decode.
+    """
     try:
         from PIL import Image
     except ImportError as error:
         raise DataError(
-            f"data: images are decoded by Pillow, which cannot be imported: {describe_error(error)}. Install it anew: "
+            "data: images are decoded by Pillow, which cannot be imported: "
+            f"{describe_error(error)}. Install it anew: "
             f"`{sys.executable} -m pip install --force-reinstall pillow`."
         ) from None
     try:
         with open_regular(path) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is lower
+            # the limit here is lower
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(file, formats=_FORMATS) as image:
                 return _to_rgb(image)
     except Exception as error:  # a decoder raises anything on a damaged file
         if isinstance(error, OSError) and error.filename is not None:
-            raise DataError(f"{place}: cannot read {path}: {error.strerror}. Correct the path.") from None
+            raise DataError(
+                f"{place}: cannot read {path}: {error.strerror}. Correct the path."
+            ) from None
         raise DataError(
-            f"{place}: {path} does not decode: {first_line(error).rstrip('.')}. Replace it by an image that does "
+            f"{place}: {path} does not decode: {first_line(error).rstrip('.')}. Replace it by an "
+            "image that does "
             f"({', '.join(_FORMATS)}), or remove the row."
         ) from error
 
 
 def _to_rgb(image: Any) -> Any:
-    """Return the first frame, decoded, and turned as its EXIF data say, as transformers turns it at inference."""
+    """Return the first frame, decoded, and turned as its EXIF data say, as transformers turns it at
+    inference.
+    """
     from PIL import ImageOps
 
     if image.width * image.height > _MOST_PIXELS:
-        raise ValueError(f"it has {image.width} x {image.height} pixels, more than {_MOST_PIXELS}; shrink it")
-    if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # Pillow would show all above 255 as white
-        raise ValueError(f"its pixels are numbers of more than 8 bits (mode {image.mode}); convert it")
+        raise ValueError(
+            f"it has {image.width} x {image.height} pixels, more than {_MOST_PIXELS}; shrink it"
+        )
+    # Pillow would show all above 255 as white
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        raise ValueError(
+            f"its pixels are numbers of more than 8 bits (mode {image.mode}); convert it"
+        )
     return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def read_image_rows(path: Path) -> list[ImageRow]:
-    """Return the chats of a .jsonl file. A DataError lists all rows that are no chats with images, with their lines."""
+    """Return the chats of a .jsonl file. A DataError lists all rows that are no chats with images,
+    with their lines.
+    """
     rows, problems = [], []
     try:
         for number, row in READERS[".jsonl"](path, 0):
@@ -283,7 +371,9 @@ def read_image_rows(path: Path) -> list[ImageRow]:
             except DataError as error:
                 problems.append(str(error))
     except OSError as error:
-        raise DataError(f"data.path: cannot read {path}: {error.strerror}. Set it to a .jsonl file.") from None
+        raise DataError(
+            f"data.path: cannot read {path}: {error.strerror}. Set it to a .jsonl file."
+        ) from None
     raise_problems(DataError, "data", problems)
     return rows
 
@@ -293,23 +383,32 @@ def _parse(place: str, row: dict[str, Any], folder: Path) -> ImageRow:
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{place}: has no list of messages under the key 'messages'.")
     if given := [name for name in ("tools", "chat_template_kwargs") if row.get(name)]:
-        raise DataError(f"{place}: has '{given[0]}', which chats with images do not take. Remove it.")
+        raise DataError(
+            f"{place}: has '{given[0]}', which chats with images do not take. Remove it."
+        )
     images = []
     for i, message in enumerate(messages):
         kinds = {"role": str, "content": str | list}
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), kind) for k, kind in kinds.items()):
-            raise DataError(f"{place}: messages[{i}] has no role and content, text or a list of parts.")
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(k), kind) for k, kind in kinds.items()
+        ):
+            raise DataError(
+                f"{place}: messages[{i}] has no role and content, text or a list of parts."
+            )
         for j, part in enumerate(_parts_of(message)):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind not in ("text", "image") or not isinstance(part.get(kind), str):
                 raise DataError(
-                    f"{place}: messages[{i}].content[{j}] is neither {{'type': 'text', 'text': ...}} nor "
+                    f"{place}: messages[{i}].content[{j}] is neither {{'type': 'text', 'text': "
+                    f"...}} nor "
                     "{'type': 'image', 'image': path}."
                 )
             if kind == "image":
                 images.append(folder / part["image"])
     if not images:
-        raise DataError(f"{place}: has no image. Rows of text belong into a dataset without images.")
+        raise DataError(
+            f"{place}: has no image. Rows of text belong into a dataset without images."
+        )
     return ImageRow(place, messages, tuple(images))
 
 
@@ -323,6 +422,9 @@ def build_images(job: JobConfig) -> tuple[Any, SequenceDataset]:
     data = job.data
     processor = load_processor(data.tokenizer_path or job.model.hf_assets_path)
     rows = read_image_rows(Path(data.path).expanduser())
-    dataset = ImageDataset(rows, processor, job.training.seq_len, data.validation_share, date=data.chat_date)
+    dataset = ImageDataset(
+        rows, processor, job.training.seq_len, data.validation_share, date=data.chat_date
+    )
     logger.info("data: %s", dataset.fingerprint)
-    return processor.tokenizer, cast(SequenceDataset, dataset)  # its batches have the fields of a Batch, and inputs
+    # its batches have the fields of a Batch, and inputs
+    return processor.tokenizer, cast(SequenceDataset, dataset)

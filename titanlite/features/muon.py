@@ -1,9 +1,9 @@
-"""Muon (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982): momentum steps made orthogonal, for the matrices
-of decoder layers; AdamW for all else.
+"""Muon (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982): momentum steps made
+orthogonal, for the matrices of decoder layers; AdamW for all else.
 
-A matrix that is split over ranks is gathered on one of them, and its step is sent back. The ranks share the matrices of
-several parameters among themselves, by cost; a matrix that is whole on a rank, as most experts are, stays there.
-Replicas of a mesh each do the same work.
+A matrix that is split over ranks is gathered on one of them, and its step is sent back. The ranks
+share the matrices of several parameters among themselves, by cost; a matrix that is whole on a
+rank, as most experts are, stays there. Replicas of a mesh each do the same work.
 
 Shape suffixes: N matrices of R rows and C columns.
 """
@@ -26,7 +26,8 @@ from titanlite.models.interface import Model
 from titanlite.ops.kernels import kernel_device
 from titanlite.optim.optimizer import LocalAdamW, build_adamw, group_parameters
 
-# Elements of its shards that a rank handles at once, in the mean over the ranks that share a parameter.
+# Elements of its shards that a rank handles at once, in the mean over the ranks that share a
+# parameter.
 _ELEMENTS_AT_ONCE = 1 << 25
 
 
@@ -37,8 +38,8 @@ Slices = tuple[slice, ...]
 class _Owned:
     """Rows of `stacked` matrices that this rank assembles: the place of each rank's piece in them.
 
-    `ranks` are all that hold a piece. In another replica, other ranks own the same matrices. All replicas must batch
-    the same matrices in one product, or rounding would make them differ.
+    `ranks` are all that hold a piece. In another replica, other ranks own the same matrices. All
+    replicas must batch the same matrices in one product, or rounding would make them differ.
     """
 
     shape: tuple[int, int]
@@ -49,22 +50,27 @@ class _Owned:
 
 @dataclass
 class _Route:
-    """Pieces that this rank sends, (param, outer index) by rank, and joins, for the split parameters of a bucket."""
+    """Pieces that this rank sends, (param, outer index) by rank, and joins, for the split
+    parameters of a bucket.
+    """
 
-    sent: defaultdict[int, list[tuple[int, tuple[int, ...]]]] = field(default_factory=lambda: defaultdict(list))
+    sent: defaultdict[int, list[tuple[int, tuple[int, ...]]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     owned: list[_Owned] = field(default_factory=list)
 
 
 class MatrixExchange:
-    """Application of a function to every matrix of `params`, plain or DTensors, whatever part this rank holds.
+    """Application of a function to every matrix of `params`, plain or DTensors, whatever part this
+    rank holds.
 
-    A parameter (..., R, C) is a stack of matrices (R, C); with `stacked` = s, of s matrices (R / s, C) each.
-    Collectives are over the ranks of `group` (None: all): each makes one of the same parameters in the same order, and
-    calls alike.
+    A parameter (..., R, C) is a stack of matrices (R, C); with `stacked` = s, of s matrices (R / s,
+    C) each. Collectives are over the ranks of `group` (None: all): each makes one of the same
+    parameters in the same order, and calls alike.
 
     Attributes:
-        buckets: numbers of the parameters that are changed together; in this order. Those whose matrices lie whole on
-            their ranks are in buckets of their own, which need no collective.
+        buckets: numbers of the parameters that are changed together; in this order. Those whose
+            matrices lie whole on their ranks are in buckets of their own, which need no collective.
     """
 
     def __init__(
@@ -75,7 +81,8 @@ class MatrixExchange:
     ) -> None:
         self._group = group
         self._params, self._stacked = list(params), list(stacked)
-        known: dict[object, list[tuple[int, Region]]] = {}  # layers are alike, and ranks may be thousands
+        # layers are alike, and ranks may be thousands
+        known: dict[object, list[tuple[int, Region]]] = {}
         holders: list[list[tuple[int, Region]]] = []
         for param in self._params:
             layout = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
@@ -83,24 +90,36 @@ class MatrixExchange:
                 known[layout, param.shape] = _get_holders(param)
             holders.append(known[layout, param.shape])
         is_split = [  # a rank holds a part of a matrix only
-            any(region.numel and region.lengths[-2:] != tuple(param.shape[-2:]) for _, region in held)
+            any(
+                region.numel and region.lengths[-2:] != tuple(param.shape[-2:])
+                for _, region in held
+            )
             for param, held in zip(self._params, holders, strict=True)
         ]
         self._turns = Counter[tuple[int, ...]]()  # matrices given out, by the ranks that hold them
         self.buckets: list[list[int]] = []
         total = 0.0
         for number in sorted(range(len(is_split)), key=is_split.__getitem__):
-            size = self._params[number].numel() / len(holders[number])  # of a replica: the same for all ranks
+            # of a replica: the same for all ranks
+            size = self._params[number].numel() / len(holders[number])
             last = self.buckets[-1][-1] if self.buckets else None
-            if last is None or is_split[last] != is_split[number] or total + size > _ELEMENTS_AT_ONCE:
+            if (
+                last is None
+                or is_split[last] != is_split[number]
+                or total + size > _ELEMENTS_AT_ONCE
+            ):
                 self.buckets.append([])
                 total = 0.0
             self.buckets[-1].append(number)
             total += size
-        self._routes = [self._find_route(some, holders) if is_split[some[0]] else None for some in self.buckets]
+        self._routes = [
+            self._find_route(some, holders) if is_split[some[0]] else None for some in self.buckets
+        ]
 
     def _find_route(self, bucket: list[int], holders: list[list[tuple[int, Region]]]) -> _Route:
-        """Share the matrices of a bucket among the ranks that hold a piece, in turn, the costliest first."""
+        """Share the matrices of a bucket among the ranks that hold a piece, in turn, the costliest
+        first.
+        """
         me, found = dist.get_rank(), []
         known: dict[int, dict[tuple[int, ...], tuple[tuple[int, Region], ...]]] = {}
         for number in bucket:
@@ -111,7 +130,8 @@ class MatrixExchange:
             cost = min(rows // self._stacked[number], columns) * rows * columns
             found += [(cost, number, index, holding) for index, holding in known[layout].items()]
         route = _Route()
-        for _, number, index, holding in sorted(found, key=lambda item: -item[0]):  # stable: alike on all ranks
+        # stable: alike on all ranks
+        for _, number, index, holding in sorted(found, key=lambda item: -item[0]):
             ranks = tuple(rank for rank, _ in holding)
             owner = ranks[self._turns[ranks] % len(ranks)]
             self._turns[ranks] += 1
@@ -124,14 +144,18 @@ class MatrixExchange:
         return route
 
     def apply(
-        self, bucket: int, tensors: dict[int, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        bucket: int,
+        tensors: dict[int, torch.Tensor],
+        change: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Replace every matrix by its `change`, in place, in `tensors`: contiguous shards of one dtype by the
-        parameters' numbers.
+        """Replace every matrix by its `change`, in place, in `tensors`: contiguous shards of one
+        dtype by the parameters' numbers.
 
         `change` maps (N, R, C) to (N, R, C), matrix by matrix, the same on all ranks.
 
-        Collectives: two all-to-all over the group if the matrices of the bucket are split; every rank of it must call.
+        Collectives: two all-to-all over the group if the matrices of the bucket are split; every
+        rank of it must call.
         """
         route = self._routes[bucket]
         if route is not None:
@@ -144,7 +168,10 @@ class MatrixExchange:
                 matrices.copy_(change(matrices))
 
     def _exchange(
-        self, route: _Route, tensors: dict[int, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        route: _Route,
+        tensors: dict[int, torch.Tensor],
+        change: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         ranks = dist.get_process_group_ranks(self._group)
         like = next(iter(tensors.values()))
@@ -163,26 +190,37 @@ class MatrixExchange:
                 matrix.copy_(values)
         self._send(like, list(theirs.values()), mine)
 
-    def _send(self, like: torch.Tensor, pieces: list[list[torch.Tensor]], places: list[list[torch.Tensor]]) -> None:
-        """Send `pieces`, by the rank that they go to, into `places`, by the rank that they come from."""
-        sent, received = ([sum(x.numel() for x in of_rank) for of_rank in by_rank] for by_rank in (pieces, places))
+    def _send(
+        self, like: torch.Tensor, pieces: list[list[torch.Tensor]], places: list[list[torch.Tensor]]
+    ) -> None:
+        """Send `pieces`, by the rank that they go to, into `places`, by the rank that they come
+        from.
+        """
+        sent, received = (
+            [sum(x.numel() for x in of_rank) for of_rank in by_rank] for by_rank in (pieces, places)
+        )
         flat = [piece.reshape(-1) for of_rank in pieces for piece in of_rank]
         out, packed = like.new_empty(sum(received)), torch.cat([like.new_empty(0), *flat])
         dist.all_to_all_single(out, packed, received, sent, group=self._group)
         targets = [place for of_rank in places for place in of_rank]
-        for place, values in zip(targets, out.split([place.numel() for place in targets]), strict=True):
+        for place, values in zip(
+            targets, out.split([place.numel() for place in targets]), strict=True
+        ):
             place.copy_(values.view(place.shape))
 
 
 def _get_holders(param: torch.Tensor) -> list[tuple[int, Region]]:
-    """Return the ranks of this replica of `param` and what each holds of it; this rank alone if it is not split."""
+    """Return the ranks of this replica of `param` and what each holds of it; this rank alone if it
+    is not split.
+    """
     if not isinstance(param, DTensor):
         return [(dist.get_rank() if dist.is_initialized() else 0, region_of(param))]
     mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
     assert coordinate is not None  # every rank trains
     me, choices, ranks_of = dist.get_rank(), [], []
     for axis, (placement, place) in enumerate(zip(param.placements, coordinate, strict=True)):
-        # Not out of `mesh.mesh`: a mesh is a tensor, whose values cannot be read while a run is planned without data.
+        # Not out of `mesh.mesh`: a mesh is a tensor, whose values cannot be read while a run is
+        # planned without data.
         ranks_of.append(dist.get_process_group_ranks(mesh.get_group(axis)))
         choices.append([place] if placement.is_replicate() else range(mesh.size(axis)))
     found = []
@@ -195,27 +233,38 @@ def _get_holders(param: torch.Tensor) -> list[tuple[int, Region]]:
 def _group_by_outer(
     holders: list[tuple[int, Region]], me: int
 ) -> dict[tuple[int, ...], tuple[tuple[int, Region], ...]]:
-    """Group the holders of each matrix that this rank has a part of, in their order, by its outer indices."""
+    """Group the holders of each matrix that this rank has a part of, in their order, by its outer
+    indices.
+    """
     groups: defaultdict[tuple[int, ...], list[tuple[int, Region]]] = defaultdict(list)
     for rank, region in holders:
         outer = zip(region.starts[:-2], region.lengths[:-2], strict=True)
-        for index in product(*(range(start, start + length) for start, length in outer)) if region.numel else ():
+        for index in (
+            product(*(range(start, start + length) for start, length in outer))
+            if region.numel
+            else ()
+        ):
             groups[index].append((rank, region))
-    return {index: tuple(held) for index, held in groups.items() if any(rank == me for rank, _ in held)}
+    return {
+        index: tuple(held) for index, held in groups.items() if any(rank == me for rank, _ in held)
+    }
 
 
 MOMENTUM = "momentum_buffer"
 
-# Iterations of an odd polynomial a x + b x^3 + c x^5 that drive every singular value to about 1 (0.7 to 1.2).
+# Iterations of an odd polynomial a x + b x^3 + c x^5 that drive every singular value to about 1
+# (0.7 to 1.2).
 _STEPS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-# An orthogonal step of R x C has entries of 1 / sqrt(max(R, C)) in the quadratic mean; AdamW's have about 0.2, so that
-# learning rate and weight decay are those of AdamW (arXiv:2502.16982, eq. 4).
+# An orthogonal step of R x C has entries of 1 / sqrt(max(R, C)) in the quadratic mean; AdamW's have
+# about 0.2, so that learning rate and weight decay are those of AdamW (arXiv:2502.16982, eq. 4).
 _RMS = 0.2
 
 
 def orthogonalize(x_NRC: torch.Tensor) -> torch.Tensor:
-    """Return about U V^T of every matrix U S V^T, by Newton-Schulz steps in the dtype of `x_NRC`; zeros stay zeros."""
+    """Return about U V^T of every matrix U S V^T, by Newton-Schulz steps in the dtype of `x_NRC`;
+    zeros stay zeros.
+    """
     x_NRC = x_NRC / (torch.linalg.matrix_norm(x_NRC, keepdim=True) + 1e-7)
     is_tall = x_NRC.shape[-2] > x_NRC.shape[-1]
     if is_tall:
@@ -234,9 +283,9 @@ def build_muon(
 ) -> "Muon":
     """Build Muon for the matrices of `muon_matrices`, with AdamW for the other trained parameters.
 
-    The ranks of `group` (None: all) exchange the matrices that are split over them. Every rank must call alike; no
-    collective. Parameters of other pipeline stages are in the groups too, and never stepped here. Raises
-    ConfigError: `section.lr_multipliers` names nothing that is trained.
+    The ranks of `group` (None: all) exchange the matrices that are split over them. Every rank must
+    call alike; no collective. Parameters of other pipeline stages are in the groups too, and never
+    stepped here. Raises ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
     matrices = muon_matrices(model, section)
     groups, rest = group_parameters(model, section, matrices)
@@ -245,9 +294,11 @@ def build_muon(
 
 
 def muon_matrices(model: Model, section: OptimizerSection) -> dict[nn.Parameter, int]:
-    """Return the trained parameters that Muon steps, each with the number of matrices in its rows; none for AdamW.
+    """Return the trained parameters that Muon steps, each with the number of matrices in its rows;
+    none for AdamW.
 
-    Embedding, output head, norms, biases and what lies outside of layers are AdamW's (arXiv:2502.16982, 2.1).
+    Embedding, output head, norms, biases and what lies outside of layers are AdamW's
+    (arXiv:2502.16982, 2.1).
     """
     if section.name != "Muon":
         return {}
@@ -259,7 +310,9 @@ def muon_matrices(model: Model, section: OptimizerSection) -> dict[nn.Parameter,
                 continue
             for name, param in module.named_parameters(recurse=False):
                 is_matrix = param.dim() == 2 and not name.endswith("bias")
-                if param.requires_grad and (is_matrix if id(param) not in experts else param.dim() == 3):
+                if param.requires_grad and (
+                    is_matrix if id(param) not in experts else param.dim() == 3
+                ):
                     found[param] = _get_num_stacked(module, name)
     return found
 
@@ -269,15 +322,19 @@ def _get_num_stacked(module: nn.Module, name: str) -> int:
     if hasattr(module, "stacked_matrices"):
         return cast(dict[str, int], module.stacked_matrices).get(name, 1)
     # Attributes of transformers' experts.
-    layout = [getattr(module, attribute, None) for attribute in ("has_gate", "is_concatenated", "is_transposed")]
+    layout = [
+        getattr(module, attribute, None)
+        for attribute in ("has_gate", "is_concatenated", "is_transposed")
+    ]
     return 2 if name == "gate_up_proj" and layout == [True, True, False] else 1
 
 
 class Muon(torch.optim.Optimizer):
     """One optimizer of two: Muon for the matrices in `groups`, and `adamw` for its own parameters.
 
-    `param_groups` and `state` hold those of both. A matrix that is split over ranks is put together on one of them
-    (`MatrixExchange`), so the step is that of one process on any mesh, up to rounding.
+    `param_groups` and `state` hold those of both. A matrix that is split over ranks is put together
+    on one of them (`MatrixExchange`), so the step is that of one process on any mesh, up to
+    rounding.
 
     Args:
         momentum: Nesterov momentum.
@@ -294,20 +351,27 @@ class Muon(torch.optim.Optimizer):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
-            groups, {"state_names": (MOMENTUM,), "lr": 0.0, "weight_decay": 0.0, "fused": adamw.defaults["fused"]}
+            groups,
+            {
+                "state_names": (MOMENTUM,),
+                "lr": 0.0,
+                "weight_decay": 0.0,
+                "fused": adamw.defaults["fused"],
+            },
         )
         self._adamw, self._momentum = adamw, momentum
         all_params = ((param, group) for group in self.param_groups for param in group["params"])
         self._params = [(param, group) for param, group in all_params if not is_elsewhere(param)]
-        self.param_groups += adamw.param_groups  # the same dictionaries: a scheduler sets the rates of both
+        # the same dictionaries: a scheduler sets the rates of both
+        self.param_groups += adamw.param_groups
         adamw.state = self.state
         self._stacked = [stacked.get(param, 1) for param, _ in self._params]
         self._exchange = MatrixExchange([param for param, _ in self._params], self._stacked, group)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Step all parameters that have a gradient; with `found_inf` = 1 nothing changes. Collectives: those of
-        `MatrixExchange.apply` for each of its buckets.
+        """Step all parameters that have a gradient; with `found_inf` = 1 nothing changes.
+        Collectives: those of `MatrixExchange.apply` for each of its buckets.
         """
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
@@ -315,12 +379,17 @@ class Muon(torch.optim.Optimizer):
         keep = None if found_inf is None else found_inf.to(torch.bool)
         dtype = _get_dtype([param for param, _ in self._params])
         for bucket, numbers in enumerate(self._exchange.buckets):
-            steps = {number: self._take_momentum(self._params[number][0], keep, dtype) for number in numbers}
+            steps = {
+                number: self._take_momentum(self._params[number][0], keep, dtype)
+                for number in numbers
+            }
             self._exchange.apply(bucket, steps, orthogonalize)
             for number, step in steps.items():
                 self._move(number, step, keep)
 
-    def _take_momentum(self, param: nn.Parameter, keep: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    def _take_momentum(
+        self, param: nn.Parameter, keep: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
         local = local_of(param)
         if not self._is_stepped(param):  # no other rank has a gradient, either, but all take part
             return torch.zeros_like(local, dtype=dtype)
@@ -334,7 +403,9 @@ class Muon(torch.optim.Optimizer):
         return torch.add(grad, new, alpha=self._momentum).to(dtype)
 
     def _is_stepped(self, param: nn.Parameter) -> bool:
-        """Return True if the parameter has or ever had a gradient; equal on all ranks that hold pieces of it."""
+        """Return True if the parameter has or ever had a gradient; equal on all ranks that hold
+        pieces of it.
+        """
         return param.grad is not None or param in self.state
 
     def _move(self, number: int, step: torch.Tensor, keep: torch.Tensor | None) -> None:
@@ -343,12 +414,16 @@ class Muon(torch.optim.Optimizer):
             return
         local, lr = local_of(param), group["lr"]
         longer = max(param.shape[-2] // self._stacked[number], param.shape[-1])
-        moved = torch.add(local * (1 - lr * group["weight_decay"]), step, alpha=-lr * _RMS * longer**0.5)
+        moved = torch.add(
+            local * (1 - lr * group["weight_decay"]), step, alpha=-lr * _RMS * longer**0.5
+        )
         local.copy_(moved if keep is None else torch.where(keep, local, moved))
 
 
 def _get_dtype(params: list[nn.Parameter]) -> torch.dtype:
-    """Return bfloat16 on CUDA, where it halves the time to compute and send and is as good; else the parameters'."""
+    """Return bfloat16 on CUDA, where it halves the time to compute and send and is as good; else
+    the parameters'.
+    """
     if any(kernel_device(param.device) == "cuda" for param in params):
         return torch.bfloat16
     return reduce(torch.promote_types, (param.dtype for param in params), torch.bfloat16)

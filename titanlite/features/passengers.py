@@ -1,11 +1,15 @@
-"""Passengers: tensors of a model's folder that the model does not compute, in every checkpoint and exported folder.
+"""Passengers: tensors of a model's folder that the model does not compute, in every checkpoint and
+exported folder.
 
-Examples: layers for multi-token prediction and, in a run on text, the vision tower (`find_passengers` has the rule).
-They stay in their files, and saving copies their bytes, 1 MiB at a time. Two kinds change:
+Examples: layers for multi-token prediction and, in a run on text, the vision tower
+(`find_passengers` has the rule). They stay in their files, and saving copies their bytes, 1 MiB at
+a time. Two kinds change:
 
-- Copies of the embedding or of the output head, recognized by their names, are written from the trained tensor.
-- Block FP8 is dequantized, as the trained weights are: the saved config.json declares no scales, and readers would take
-  the codes for weights. MXFP4 stays as it is: no reader takes its keys for weights.
+- Copies of the embedding or of the output head, recognized by their names, are written from the
+  trained tensor.
+- Block FP8 is dequantized, as the trained weights are: the saved config.json declares no scales,
+  and readers would take the codes for weights. MXFP4 stays as it is: no reader takes its keys for
+  weights.
 """
 
 import json
@@ -39,22 +43,31 @@ _COPIES = ("embed_tokens.weight", "head.weight")
 
 
 def carry_passengers(
-    job: JobConfig, config: AnyModelConfig, sources: Iterable[SourceProvider], checkpointer: Checkpointer
+    job: JobConfig,
+    config: AnyModelConfig,
+    sources: Iterable[SourceProvider],
+    checkpointer: Checkpointer,
 ) -> None:
-    """Make the checkpoints of a run, whose weights came from `sources`, carry the passengers; adapters do not.
+    """Make the checkpoints of a run, whose weights came from `sources`, carry the passengers;
+    adapters do not.
 
     Raises:
         CheckpointError: as `find_carried`. Collective: every rank must call.
     """
     dtype = getattr(torch, job.checkpoint.export_dtype)
-    if job.checkpoint.enable and not job.lora.rank and (carried := find_carried(sources, config, dtype)) is not None:
+    if (
+        job.checkpoint.enable
+        and not job.lora.rank
+        and (carried := find_carried(sources, config, dtype)) is not None
+    ):
         checkpointer.carry(carried)
 
 
 def find_carried(
     sources: Iterable[SourceProvider], config: AnyModelConfig, dtype: torch.dtype
 ) -> "CarriedTensors | None":
-    """Return the passengers of the folder that `sources` read, from which a plan was built, and log what they are.
+    """Return the passengers of the folder that `sources` read, from which a plan was built, and log
+    what they are.
 
     What is dequantized becomes `dtype`.
 
@@ -74,7 +87,12 @@ class CarriedTensors:
     """The passengers of one folder, wherever they are stored at present."""
 
     def __init__(self, source: Any, config: AnyModelConfig, dtype: torch.dtype) -> None:
-        self._name, self._config, self._dtype, self._block = source.name, config, dtype, source.stored.block
+        self._name, self._config, self._dtype, self._block = (
+            source.name,
+            config,
+            dtype,
+            source.stored.block,
+        )
         tensors: Mapping[str, StoredTensor] = source.stored.tensors
         self._file_bytes: dict[Path, int] = dict(source.stored.file_bytes)
         self._stored = {key: tensors[key] for key in source.passengers}
@@ -89,14 +107,19 @@ class CarriedTensors:
 
     def explain(self) -> str:
         """Return what is carried, by part, and what becomes of it, in one line."""
-        by_part = Counter(part_of(key).removesuffix(".") or key.rpartition(".")[0] for key in sorted(self._stored))
+        by_part = Counter(
+            part_of(key).removesuffix(".") or key.rpartition(".")[0] for key in sorted(self._stored)
+        )
         parts = list_names(f"{shown(part)} ({count})" for part, count in by_part.items())
         size = format_size(sum(tensor.nbytes for tensor in self._stored.values()))
-        copies = "".join(f" {shown(key)} follows {shown(keys[0])}." for key, keys in self._copies.items())
+        copies = "".join(
+            f" {shown(key)} follows {shown(keys[0])}." for key, keys in self._copies.items()
+        )
         count = sum(tensor.dtype in FP8 for tensor in self._stored.values())
         dequantized = f" {count} in FP8 are saved as {self._dtype}." if count else ""
         return (
-            f"{self._name}: {len(self._stored)} tensors ({size}) are not computed, so not trained, and are carried into"
+            f"{self._name}: {len(self._stored)} tensors ({size}) are not computed, so not trained, "
+            "and are carried into"
             f" what is saved: {parts}.{copies}{dequantized}"
         )
 
@@ -122,21 +145,30 @@ class CarriedTensors:
         return {"config.json": (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()}
 
     def add_to(self, files: Sequence[FileLayout]) -> list[FileLayout]:
-        """Lay out the model's `files` anew, with the passengers after its own tensors. The same on all ranks."""
+        """Lay out the model's `files` anew, with the passengers after its own tensors. The same on
+        all ranks.
+        """
         models = [file for file in files if "/" not in file.name]
         items = [item for file in models for item, _ in file.items]
         carried = self._items({item.key: item for item in items})
-        return [*lay_out([*items, *carried], "model"), *(file for file in files if file not in models)]
+        return [
+            *lay_out([*items, *carried], "model"),
+            *(file for file in files if file not in models),
+        ]
 
     def originals(self, keys: Iterable[str]) -> dict[str, str]:
         """Return the saved tensor, of `keys`, that each copy follows."""
         saved = set(keys)  # of several, the first and likeliest is written last
-        return {copy: key for copy, same in self._copies.items() for key in same[::-1] if key in saved}
+        return {
+            copy: key for copy, same in self._copies.items() for key in same[::-1] if key in saved
+        }
 
     def follow(self, folder: Path, files: Sequence[FileLayout]) -> None:
         """Read the passengers from the checkpoint in `folder`, which has `files`, from now on."""
         places = {
-            item.key: StoredTensor(item.key, item.dtype, item.shape, folder / file.name, start, item.nbytes)
+            item.key: StoredTensor(
+                item.key, item.dtype, item.shape, folder / file.name, start, item.nbytes
+            )
             for file in files
             for item, start in file.items
             if item.key in self._stored
@@ -149,7 +181,9 @@ class CarriedTensors:
         scales, problems = dict[str, StoredTensor](), list[str]()
         for key, tensor in self._stored.items():
             if tensor.dtype in FP8:
-                scales |= {name: self._stored[name] for name in companions(key) if name in self._stored}
+                scales |= {
+                    name: self._stored[name] for name in companions(key) if name in self._stored
+                }
                 try:
                     find_scale(tensor, scales, self._block)
                 except ValueError as error:
@@ -159,20 +193,30 @@ class CarriedTensors:
         return scales
 
     def _find_copies(self, tensors: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
-        """Find the passengers that are named as tables of all tokens are: layers for prediction have copies."""
+        """Find the passengers that are named as tables of all tokens are: layers for prediction
+        have copies.
+        """
         rows = self._config.vocab_size
-        tables = [t for key, t in tensors.items() if key not in self._stored and t.shape[:1] == (rows,)]
+        tables = [
+            t for key, t in tensors.items() if key not in self._stored and t.shape[:1] == (rows,)
+        ]
         found = {}
         for key, tensor in self._stored.items():
             like = [t for t in tables if (t.shape, t.dtype) == (tensor.shape, tensor.dtype)]
             same = [t.key.removeprefix(MASTER_PREFIX) for t in like if len(t.shape) == 2]
             if same and key.endswith(_COPIES):
-                found[key] = sorted(same, key=lambda name, of_head="head" in key: ("head" in name) != of_head)
+                found[key] = sorted(
+                    same, key=lambda name, of_head="head" in key: ("head" in name) != of_head
+                )
         return found
 
     def _items(self, saved: Mapping[str, Item]) -> list[Item]:
-        """Return the items to save, split over the ranks by bytes; a copy is written from the `saved` tensor."""
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        """Return the items to save, split over the ranks by bytes; a copy is written from the
+        `saved` tensor.
+        """
+        rank, world_size = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        )
         loads, originals, items = [0] * world_size, self.originals(saved), list[Item]()
         for key, tensor in self._stored.items():
             if key in originals:
@@ -186,30 +230,45 @@ class CarriedTensors:
                 reader = SafetensorsReader(self._name, placed, self._file_bytes, threads=1)
                 read = partial(_dequantize, reader, key, dtype)
             else:  # as one contiguous dim
-                dtype, region = tensor.dtype, whole(key, (tensor.nbytes // tensor.dtype.itemsize,)).region
+                dtype, region = (
+                    tensor.dtype,
+                    whole(key, (tensor.nbytes // tensor.dtype.itemsize,)).region,
+                )
                 read = partial(_read_elements, tensor, self._file_bytes)
-            items.append(Item(key, dtype, region, tensor.shape, torch.empty(0), region, turn == rank, read))
+            items.append(
+                Item(key, dtype, region, tensor.shape, torch.empty(0), region, turn == rank, read)
+            )
         return items
 
 
-def _read_bytes(tensor: StoredTensor, file_bytes: Mapping[Path, int], start: int, nbytes: int) -> torch.Tensor:
+def _read_bytes(
+    tensor: StoredTensor, file_bytes: Mapping[Path, int], start: int, nbytes: int
+) -> torch.Tensor:
     """Read `nbytes` (uint8) from the byte `start` of a stored tensor."""
     found = torch.empty(nbytes, dtype=torch.uint8)
     try:
         with opened(file_bytes, [tensor.file]) as files:
             read_bytes(files, tensor.file, bytes_of(found), tensor.offset + start)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} It has tensors that every save copies. Put it back as it was.") from None
+        raise CheckpointError(
+            f"{error} It has tensors that every save copies. Put it back as it was."
+        ) from None
     return found
 
 
-def _read_elements(tensor: StoredTensor, file_bytes: Mapping[Path, int], region: Region) -> torch.Tensor:
+def _read_elements(
+    tensor: StoredTensor, file_bytes: Mapping[Path, int], region: Region
+) -> torch.Tensor:
     """Read a region of a stored tensor as if it had one dim."""
     size = tensor.dtype.itemsize
-    return _read_bytes(tensor, file_bytes, region.starts[0] * size, region.lengths[0] * size).view(tensor.dtype)
+    return _read_bytes(tensor, file_bytes, region.starts[0] * size, region.lengths[0] * size).view(
+        tensor.dtype
+    )
 
 
-def _dequantize(reader: SafetensorsReader, key: str, dtype: torch.dtype, region: Region) -> torch.Tensor:
+def _dequantize(
+    reader: SafetensorsReader, key: str, dtype: torch.dtype, region: Region
+) -> torch.Tensor:
     """Read rows of a tensor in FP8 as `dtype`."""
     values = torch.empty(region.lengths, dtype=dtype)
     reader.read_quietly([ReadRequest(key, region, values)])

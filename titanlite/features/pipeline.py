@@ -1,13 +1,14 @@
-"""Pipeline parallelism: each stage, a group of ranks, has some layers, and micro-batches pass from one to the next.
+"""Pipeline parallelism: each stage, a group of ranks, has some layers, and micro-batches pass from
+one to the next.
 
-All ranks get the same micro-batches. The first stage looks the tokens up, the last one has the norm, the output head
-and the losses; stages send hidden states to the next one. Modules of other stages stay on meta under their names
-(`Elsewhere`), so the calls are those of a whole model: in place of such a module, hidden states are received, sent, or
-passed on.
+All ranks get the same micro-batches. The first stage looks the tokens up, the last one has the
+norm, the output head and the losses; stages send hidden states to the next one. Modules of other
+stages stay on meta under their names (`Elsewhere`), so the calls are those of a whole model: in
+place of such a module, hidden states are received, sent, or passed on.
 
-The order is 1F1B (PipeDream-Flush, arXiv:2006.09503; `order_turns`): a stage runs at most as many micro-batches ahead
-as there are stages after it, and then one backward after every forward. With n micro-batches and p stages a rank waits
-for (p - 1) / (n + p - 1) of the time.
+The order is 1F1B (PipeDream-Flush, arXiv:2006.09503; `order_turns`): a stage runs at most as many
+micro-batches ahead as there are stages after it, and then one backward after every forward. With n
+micro-batches and p stages a rank waits for (p - 1) / (n + p - 1) of the time.
 
 Shapes: B batch, S sequence, s = S / (cp * tp) positions of a rank, D hidden.
 """
@@ -38,14 +39,16 @@ _MOST_DIMS = 3  # of logits
 
 
 def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dtype) -> None:
-    """Replace the modules of other stages in the whole `model` by stand-ins, in place, on meta, before any sharding.
+    """Replace the modules of other stages in the whole `model` by stand-ins, in place, on meta,
+    before any sharding.
 
-    Losses are zeros except in the last stage; their backward waits for the gradient of the sent hidden
-    states. Balance losses are those of the layers that ran. All stages return the logits of the last. `dtype` is that
-    of hidden states.
+    Losses are zeros except in the last stage; their backward waits for the gradient of the sent
+    hidden states. Balance losses are those of the layers that ran. All stages return the logits of
+    the last. `dtype` is that of hidden states.
 
-    Collectives: a forward receives from the stage before and sends to the next stage; backward the other way round.
-    Forwards and backwards must be run in the order of `order_turns`, with the same micro-batches on all stages.
+    Collectives: a forward receives from the stage before and sends to the next stage; backward the
+    other way round. Forwards and backwards must be run in the order of `order_turns`, with the same
+    micro-batches on all stages.
     """
     backbone, stage = model.model, dims.stage
     layers, link = backbone.layers, StageLink(dims, model.config.hidden_size, dtype)
@@ -63,9 +66,11 @@ def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dty
 
 
 class Elsewhere(nn.Module):
-    """Stand-in for `module`, whose values another stage holds; its parameters and buffers stay on meta.
+    """Stand-in for `module`, whose values another stage holds; its parameters and buffers stay on
+    meta.
 
-    Names and declared sources stay, so that plan, checkpoints and optimizer know the whole model on every rank.
+    Names and declared sources stay, so that plan, checkpoints and optimizer know the whole model on
+    every rank.
 
     Attributes:
         instead: computes the forward.
@@ -74,7 +79,11 @@ class Elsewhere(nn.Module):
     def __init__(self, module: nn.Module, instead: Callable[..., Any]) -> None:
         super().__init__()
         # The same dictionaries: a parameter is exchanged in both.
-        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self._parameters, self._buffers, self._modules = (
+            module._parameters,
+            module._buffers,
+            module._modules,
+        )
         self._original = (module,)  # in a tuple, or it would be a module below this one
         self.instead = instead
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -96,13 +105,24 @@ class StageLink:
     """
 
     def __init__(self, dims: ParallelDims, width: int, dtype: torch.dtype) -> None:
-        # Two groups: NCCL serves one in order, and a hidden state that waits for its receiver would hold up a gradient.
+        # Two groups: NCCL serves one in order, and a hidden state that waits for its receiver would
+        # hold up a gradient.
         forward, backward = dims.pp_mesh.get_group(), dims.pp_backward_group
         assert backward is not None
         previous, following = dims.stage - 1, dims.stage + 1
-        self.hidden_in, self.gradient_out = _Channel(forward, previous, dtype), _Channel(backward, previous, dtype)
-        self.hidden_out, self.gradient_in = _Channel(forward, following, dtype), _Channel(backward, following, dtype)
-        self._all_group, self._last, self._is_last = forward, dims.degrees.pp - 1, dims.is_last_stage
+        self.hidden_in, self.gradient_out = (
+            _Channel(forward, previous, dtype),
+            _Channel(backward, previous, dtype),
+        )
+        self.hidden_out, self.gradient_in = (
+            _Channel(forward, following, dtype),
+            _Channel(backward, following, dtype),
+        )
+        self._all_group, self._last, self._is_last = (
+            forward,
+            dims.degrees.pp - 1,
+            dims.is_last_stage,
+        )
         self._width, self._pieces = width, dims.degrees.ranks_per_sequence
 
     def shape_of(self, tokens_BS: torch.Tensor) -> tuple[int, int, int]:
@@ -122,8 +142,8 @@ class StageLink:
 class _Channel:
     """One direction between this rank and another: first in, first out.
 
-    The last `MOST_SENT` tensors stay alive until they are received, so that a sender need not wait for a
-    receiver that is a little slower. No stage waits for ever (tests simulate them).
+    The last `MOST_SENT` tensors stay alive until they are received, so that a sender need not wait
+    for a receiver that is a little slower. No stage waits for ever (tests simulate them).
     """
 
     def __init__(self, group: dist.ProcessGroup, stage: int, dtype: torch.dtype) -> None:
@@ -159,16 +179,21 @@ def _send(
     *,
     link: StageLink,
 ) -> torch.Tensor:
-    """Send the hidden states, in place of the output head. Its losses are zeros, its logits meaningless."""
+    """Send the hidden states, in place of the output head. Its losses are zeros, its logits
+    meaningless.
+    """
     if labels_BS is None:
         link.hidden_out.send(hidden_BsD)
         return hidden_BsD
-    shape = () if reduction == "sum" else (*labels_BS.shape, *getattr(reduction, "shape", ()))  # of a function's values
+    # of a function's values
+    shape = () if reduction == "sum" else (*labels_BS.shape, *getattr(reduction, "shape", ()))
     return _Send.apply(hidden_BsD, _make_anchor(hidden_BsD.device), link, shape)  # type: ignore[no-any-return]
 
 
 def _hand_on(hidden_BsD: torch.Tensor) -> torch.Tensor:
-    """Return the hidden states as they are, in place of the norm before an output head that only sends."""
+    """Return the hidden states as they are, in place of the norm before an output head that only
+    sends.
+    """
     return hidden_BsD
 
 
@@ -180,17 +205,21 @@ def _skip(hidden_BsD: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Te
 def _make_anchor(device: torch.device) -> torch.Tensor:
     """Return an empty input that requires a gradient, if gradients are on.
 
-    Without one, autograd would skip a backward that sends or receives a gradient. A frozen stage needs
-    it, too: the next stage sends a gradient, and waits until it is received.
+    Without one, autograd would skip a backward that sends or receives a gradient. A frozen stage
+    needs it, too: the next stage sends a gradient, and waits until it is received.
     """
     return torch.empty(0, device=device, requires_grad=torch.is_grad_enabled())
 
 
 class _Receive(torch.autograd.Function):
-    """Receive hidden states of `shape` from the stage before; in backward, send their gradient to it."""
+    """Receive hidden states of `shape` from the stage before; in backward, send their gradient to
+    it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, link: StageLink, shape: tuple[int, ...]) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, link: StageLink, shape: tuple[int, ...]
+    ) -> torch.Tensor:
         ctx.link = link
         return link.hidden_in.receive(shape, anchor.device)
 
@@ -201,11 +230,17 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Send hidden states to the next stage, and return zeros of `shape`; in backward, receive their gradient."""
+    """Send hidden states to the next stage, and return zeros of `shape`; in backward, receive their
+    gradient.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor, link: StageLink, shape: tuple[int, ...]
+        ctx: Any,
+        hidden: torch.Tensor,
+        anchor: torch.Tensor,
+        link: StageLink,
+        shape: tuple[int, ...],
     ) -> torch.Tensor:
         ctx.link, ctx.shape, ctx.device = link, tuple(hidden.shape), hidden.device
         link.hidden_out.send(hidden)
@@ -218,24 +253,31 @@ class _Send(torch.autograd.Function):
 
 
 def _share_logits(module: nn.Module, args: Any, out: Any, *, link: StageLink) -> Any:
-    """Share the last stage's logits, so that all ranks choose the same tokens. Losses stay; the caller sums them."""
+    """Share the last stage's logits, so that all ranks choose the same tokens. Losses stay; the
+    caller sums them.
+    """
     return out if isinstance(out, LossSums) else link.share(out)
 
 
 def describe_pipeline(loader: TrainLoader, model_config: AnyModelConfig, degrees: Degrees) -> None:
-    """Log the stages and how long they wait for each other; warn on rank 0 if that is most of a step."""
+    """Log the stages and how long they wait for each other; warn on rank 0 if that is most of a
+    step.
+    """
     if degrees.pp == 1:
         return
     sizes = degrees.stage_sizes(model_config.num_layers)
     count, size = loader.num_micro_batches, loader.global_batch_size
     waiting = degrees.waiting(count)
     logger.info(
-        "pipeline: %d stages of %s layers; micro-batches a step: %d, so that a rank waits for %.0f %% of it",
+        "pipeline: %d stages of %s layers; micro-batches a step: %d, so that a rank waits for %.0f "
+        "%% of it",
         *(degrees.pp, ", ".join(map(str, sizes)), count, 100 * waiting),
     )
     if waiting >= _MUCH_WAITING and get_rank() == 0:
         logger.warning(
-            "pipeline: %.0f %% of a step is waiting. Raise training.global_batch_size (%d), or lower "
-            "training.local_batch_size (%d), so that there are several micro-batches for each of the %d stages.",
+            "pipeline: %.0f %% of a step is waiting. Raise training.global_batch_size (%d), or "
+            "lower "
+            "training.local_batch_size (%d), so that there are several micro-batches for each of "
+            "the %d stages.",
             *(100 * waiting, size, loader.local_batch_size, degrees.pp),
         )

@@ -1,9 +1,12 @@
-"""Start the ranks with torchrun's launcher, and report a failed run in one line instead of two tracebacks.
+"""Start the ranks with torchrun's launcher, and report a failed run in one line instead of two
+tracebacks.
 
-SIGTERM and SIGINT let the ranks finish their step, save and end; a second one ends them at once. With
-`--max-restarts=N` ranks that died, or hang, start again and resume; after errors that would come again they do not.
+SIGTERM and SIGINT let the ranks finish their step, save and end; a second one ends them at once.
+With `--max-restarts=N` ranks that died, or hang, start again and resume; after errors that would
+come again they do not.
 
-`python -m titanlite.launch [torchrun options] -m titanlite.train ...` takes torchrun's arguments as they are.
+`python -m titanlite.launch [torchrun options] -m titanlite.train ...` takes torchrun's arguments as
+they are.
 """
 
 import logging
@@ -46,26 +49,33 @@ with lean_imports():
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run torchrun; the exit code is that of the rank that failed first, 128 + N if signal N ended it, else 0.
+    """Run torchrun; the exit code is that of the rank that failed first, 128 + N if signal N ended
+    it, else 0.
 
     1 if the machines of the run did not come together or lost each other.
     """
-    # The launcher logs each rank that it ends after a failure or a signal; the lines below say it once.
+    # The launcher logs each rank that it ends after a failure or a signal; the lines below say it
+    # once.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # each has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)
     # torchrun would end the ranks at the first signal; these two it leaves to the handler below.
-    options = parse_args(["--signals-to-handle=SIGHUP,SIGQUIT", *(sys.argv[1:] if argv is None else argv)])
+    options = parse_args(
+        ["--signals-to-handle=SIGHUP,SIGQUIT", *(sys.argv[1:] if argv is None else argv)]
+    )
     guard: Guard | None = None
     resume = ""
     try:
         with shared_folder() as folder:
             os.environ[NOTICE_FOLDER] = folder
-            options.log_dir = options.log_dir or str(Path(folder, TORCH_LOGS))  # else a new one in /tmp at each start
-            # A store for the ranks of each start. torch 2.13 would give the keys of the last start, with addresses of
-            # ranks that are gone, to the next one; and ranks of one that was rank 0 an older store.
+            # else a new one in /tmp at each start
+            options.log_dir = options.log_dir or str(Path(folder, TORCH_LOGS))
+            # A store for the ranks of each start. torch 2.13 would give the keys of the last start,
+            # with addresses of ranks that are gone, to the next one; and ranks of one that was rank
+            # 0 an older store.
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-            # torch would take a port that any connection may get before rank 0 opens it, seconds later.
+            # torch would take a port that any connection may get before rank 0 opens it, seconds
+            # later.
             rendezvous_api.get_free_port = find_free_port  # type: ignore[attr-defined]
             guard = Guard(folder)
             api.LocalElasticAgent = partial(Agent, guard, folder)  # type: ignore[misc]  what `run` makes its agent with
@@ -86,7 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"titanlite:{text}", file=sys.stderr)
         return failure.code
     except SignalException as stopped:
-        print(f"titanlite: stopped by {stopped.sigval.name}, with all ranks.{resume}", file=sys.stderr)
+        print(
+            f"titanlite: stopped by {stopped.sigval.name}, with all ranks.{resume}", file=sys.stderr
+        )
         return 128 + stopped.sigval
     except RENDEZVOUS_ERRORS as error:
         print(f"titanlite: error: {describe_failure(error, options)}{resume}", file=sys.stderr)
@@ -95,13 +107,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stop(folder: str, number: int, frame: FrameType | None) -> None:
-    """Ask the ranks to stop at the first signal; end them at the second, or if none has begun to train."""
+    """Ask the ranks to stop at the first signal; end them at the second, or if none has begun to
+    train.
+    """
     name = signal.Signals(number)
     trains = any(beat.trains for beat in read_beats(folder).values())
     if not request_stop(folder) or not trains:
         request_stop(folder)
         raise SignalException(name.name, sigval=name)
-    text = f"titanlite: {name.name}: finishing this step and saving; send it again to end at once.\n"
+    text = (
+        f"titanlite: {name.name}: finishing this step and saving; send it again to end at once.\n"
+    )
     # The line of a terminal may have a progress bar.
     sys.stderr.write("\n" * sys.stderr.isatty() + text)
 

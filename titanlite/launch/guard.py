@@ -1,4 +1,5 @@
-"""Watch of the launcher over its ranks: which one failed first and why, which ranks hang, and whether to restart.
+"""Watch of the launcher over its ranks: which one failed first and why, which ranks hang, and
+whether to restart.
 
 Everything of torchrun that torch may change is in `Agent`.
 """
@@ -80,21 +81,34 @@ class Guard:
         beats = {rank: beat for rank, beat in read_beats(self._folder).items() if rank in pids}
         running = {rank: pid for rank, pid in pids.items() if rank not in ended}
         if self._is_hanging(beats, running):
-            self._end_hanging({rank: beats[rank] for rank in running if rank in beats}, running, len(pids))
+            self._end_hanging(
+                {rank: beats[rank] for rank in running if rank in beats}, running, len(pids)
+            )
         elif self._is_over_grace(beats):
             self._end(pids)
 
     def note_failure(self, rank: int, code: int) -> None:
-        """Note why all ranks end, unless an earlier cause is known. It may happen between two looks."""
-        self.failure = self.failure or Failure(f"rank {rank} {_how(code)}", code if code > 0 else 128 - code)
+        """Note why all ranks end, unless an earlier cause is known. It may happen between two
+        looks.
+        """
+        self.failure = self.failure or Failure(
+            f"rank {rank} {_how(code)}", code if code > 0 else 128 - code
+        )
 
     def wants_restart(self, restarts: int, most: int) -> bool:
-        """After a failure: True if new ranks may do better. Says why they start, and tells it to them.
+        """After a failure: True if new ranks may do better. Says why they start, and tells it to
+        them.
 
-        Not after an error that a new start would find again, nor once the user asked the run to stop.
+        Not after an error that a new start would find again, nor once the user asked the run to
+        stop.
         """
         failure = self.failure
-        if failure is None or restarts >= most or failure.code in NEVER_RESTARTED or was_asked_to_stop(self._folder):
+        if (
+            failure is None
+            or restarts >= most
+            or failure.code in NEVER_RESTARTED
+            or was_asked_to_stop(self._folder)
+        ):
             return False
         text = "" if failure.said else f"{failure.text}; all ranks were stopped. "
         say(f"{text}Starting all ranks again: restart {restarts + 1} of {most}.")
@@ -103,7 +117,8 @@ class Guard:
         return True
 
     def _end_after_failure(self, pids: Mapping[int, int], failed: Mapping[int, int]) -> None:
-        # Ranks whose peer is gone wait for this launcher: who ended in this tenth of a second is the cause.
+        # Ranks whose peer is gone wait for this launcher: who ended in this tenth of a second is
+        # the cause.
         self.note_failure(*next(iter(failed.items())))
         end = time.monotonic() + _LAST_WORDS_S
         while time.monotonic() < end and any(_exit_code(pid) is None for pid in pids.values()):
@@ -111,13 +126,19 @@ class Guard:
         self._end(pids)
 
     def _is_hanging(self, beats: Mapping[int, Beat], running: Mapping[int, int]) -> bool:
-        if any(age > _DEATH_SHOWS_S for rank, age in lost_peers(self._folder).items() if rank in running):
+        if any(
+            age > _DEATH_SHOWS_S
+            for rank, age in lost_peers(self._folder).items()
+            if rank in running
+        ):
             return True
         now = time.monotonic()
         limited = [beat for rank, beat in beats.items() if rank in running and beat.limit_s]
         return any(now - beat.time_s > beat.limit_s for beat in limited)
 
-    def _end_hanging(self, beats: Mapping[int, Beat], running: Mapping[int, int], num_ranks: int) -> None:
+    def _end_hanging(
+        self, beats: Mapping[int, Beat], running: Mapping[int, int], num_ranks: int
+    ) -> None:
         kept = save_stacks(self._folder, beats)
         text = describe(beats, [rank for rank in running if rank not in beats])
         if kept is not None:
@@ -127,7 +148,9 @@ class Guard:
         say(f"{text}\n  All {num_ranks} ranks of this machine were ended.")
 
     def _is_over_grace(self, beats: Mapping[int, Beat]) -> bool:
-        """Return True if the run was asked to stop and has not done so within `job.stop_grace_seconds`."""
+        """Return True if the run was asked to stop and has not done so within
+        `job.stop_grace_seconds`.
+        """
         if not beats or not was_asked_to_stop(self._folder):
             return False
         if self._stop_seen is None:
@@ -137,7 +160,8 @@ class Guard:
             return False
         latest = max(beats.values(), key=lambda beat: beat.time_s)
         text = (
-            f"job.stop_grace_seconds ({grace_s:g} s) are over and the ranks are still in step {latest.step} "
+            f"job.stop_grace_seconds ({grace_s:g} s) are over and the ranks are still in step "
+            f"{latest.step} "
             f"({latest.phase}); they were ended without a save."
         )
         say(text)
@@ -155,10 +179,11 @@ class Guard:
 
 # torch's decorators hide the signatures of these methods, hence the ignored reports.
 class Agent(LocalElasticAgent):
-    """torchrun's agent, which asks a guard: starts the ranks of this machine, and again where that helps.
+    """torchrun's agent, which asks a guard: starts the ranks of this machine, and again where that
+    helps.
 
-    Its methods with a leading underscore are those that torch documents for subclasses; `_remaining_restarts` is not
-    among them, and is read and set here only.
+    Its methods with a leading underscore are those that torch documents for subclasses;
+    `_remaining_restarts` is not among them, and is read and set here only.
     """
 
     def __init__(self, guard: Guard, folder: str, **options: Any) -> None:
@@ -177,7 +202,9 @@ class Agent(LocalElasticAgent):
             self._guard.watch({ranks[local]: pid for local, pid in pids.items() if local in ranks})
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            for rank, failure in sorted(result.failures.items(), key=lambda item: item[1].timestamp):
+            for rank, failure in sorted(
+                result.failures.items(), key=lambda item: item[1].timestamp
+            ):
                 self._guard.note_failure(rank, failure.exitcode)
             most = worker_group.spec.max_restarts
             if not self._guard.wants_restart(most - self._remaining_restarts, most):
@@ -188,11 +215,18 @@ class Agent(LocalElasticAgent):
 def describe_resume(folder: str | Path) -> str:
     """Say how to go on after a failure, if the ranks were a training run; otherwise return ""."""
     run = next((beat.dump_folder for beat in read_beats(folder).values() if beat.dump_folder), "")
-    return f" The same command resumes from the newest checkpoint in {run}, or begins anew without one." if run else ""
+    return (
+        f" The same command resumes from the newest checkpoint in {run}, or begins anew without "
+        "one."
+        if run
+        else ""
+    )
 
 
 def _exit_code(pid: int) -> int | None:
-    """Exit code of a child that has ended, -N if signal N ended it; None while it runs. Leaves it to be waited for."""
+    """Exit code of a child that has ended, -N if signal N ended it; None while it runs. Leaves it
+    to be waited for.
+    """
     try:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -215,8 +249,8 @@ _ANSWER_S = 1.0  # faulthandler writes at once, in the signal handler
 def save_stacks(folder: str | Path, beats: Mapping[int, Beat]) -> Path | None:
     """Ask the ranks for the stacks of all their threads, and keep them in `dump_folder`/stacks.
 
-    A rank that is stopped, or does not return from the kernel, leaves none. Returns the folder, or None if there is
-    nothing to keep or no place for it.
+    A rank that is stopped, or does not return from the kernel, leaves none. Returns the folder, or
+    None if there is nothing to keep or no place for it.
     """
     for beat in beats.values():
         with suppress(ProcessLookupError):
@@ -229,8 +263,14 @@ def save_stacks(folder: str | Path, beats: Mapping[int, Beat]) -> Path | None:
     try:
         kept.mkdir(parents=True, exist_ok=True)
         for rank in beats:
-            sources = [path for path in (lost_path(folder, rank), stack_path(folder, rank)) if path.exists()]
-            (kept / f"rank-{rank}.txt").write_bytes(b"\n".join(path.read_bytes() for path in sources))
+            sources = [
+                path
+                for path in (lost_path(folder, rank), stack_path(folder, rank))
+                if path.exists()
+            ]
+            (kept / f"rank-{rank}.txt").write_bytes(
+                b"\n".join(path.read_bytes() for path in sources)
+            )
     except OSError:
         return None
     return kept
@@ -243,7 +283,8 @@ def describe(beats: Mapping[int, Beat], silent: list[int]) -> str:
     for beat in sorted(beats.values(), key=lambda beat: beat.time_s):
         places[_where(beat)].append(beat)
     found = [
-        f"{_ranks(sorted(beat.rank for beat in there))} not moved for {now - there[0].time_s:.0f} s since {place}"
+        f"{_ranks(sorted(beat.rank for beat in there))} not moved for {now - there[0].time_s:.0f} "
+        f"s since {place}"
         for place, there in places.items()
     ]
     if silent:

@@ -1,12 +1,15 @@
-"""Protocol between a launcher and its ranks, in a folder that they share: notes, signs of life, requests to stop.
+"""Protocol between a launcher and its ranks, in a folder that they share: notes, signs of life,
+requests to stop.
 
-A rank writes step, phase and time whenever it begins something new (2 us, no synchronization). The launcher compares
-the times, keeps the stacks of ranks that hang (SIGUSR1 asks for them), and ends all: `titanlite.launch.guard`.
+A rank writes step, phase and time whenever it begins something new (2 us, no synchronization). The
+launcher compares the times, keeps the stacks of ranks that hang (SIGUSR1 asks for them), and ends
+all: `titanlite.launch.guard`.
 
-SIGTERM and SIGINT end a run after its step, with a checkpoint. A launcher leaves a note, which ranks look for after
-each step; a rank without a launcher takes the signal itself, in a thread and through a pipe: handlers of Python wait
-until the main thread returns from C, as one that waits in a collective for a lost peer never does. A run that has not
-begun to train has nothing to save, and ends at once.
+SIGTERM and SIGINT end a run after its step, with a checkpoint. A launcher leaves a note, which
+ranks look for after each step; a rank without a launcher takes the signal itself, in a thread and
+through a pipe: handlers of Python wait until the main thread returns from C, as one that waits in a
+collective for a lost peer never does. A run that has not begun to train has nothing to save, and
+ends at once.
 """
 
 import ctypes
@@ -34,23 +37,27 @@ ENDING = "ending"  # the launcher ends all ranks: nobody waits any more
 _RESTART, _STOP, _ABORT = "restart", "stop", "abort"
 TORCH_LOGS = "torchelastic"  # folder for what torchrun writes about each start
 _LAUNCHER = "launcher"  # locked as long as the launcher lives
-_KEPT = (_STOP, _ABORT, _RESTART, _LAUNCHER, TORCH_LOGS)  # the others are about one start of the ranks
+# the others are about one start of the ranks
+_KEPT = (_STOP, _ABORT, _RESTART, _LAUNCHER, TORCH_LOGS)
 _FOLDER_PREFIX = "titanlite-launch-"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 STACK_SIGNAL = signal.SIGUSR1
-# Phases that take no longer than a collective may wait. Loading, saving, generating and diagnosing a NaN may, and the
-# first step after loading compiles.
+# Phases that take no longer than a collective may wait. Loading, saving, generating and diagnosing
+# a NaN may, and the first step after loading compiles.
 _LIMITED = ("data", "forward", "backward", "optimizer", "validation")
 _OF_A_STEP = _LIMITED[:4]
 _RECORD_BYTES = 1024
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# The launcher ends the other ranks with SIGTERM when one has failed; then there is no note within this time.
+# The launcher ends the other ranks with SIGTERM when one has failed; then there is no note within
+# this time.
 _NOTE_WAIT_S = 2.0
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Why the ranks start again: what ended them, in words, restarts with this one, and how many are allowed."""
+    """Why the ranks start again: what ended them, in words, restarts with this one, and how many
+    are allowed.
+    """
 
     why: str
     count: int
@@ -67,7 +74,8 @@ def say(text: str) -> None:
 def shared_folder() -> Iterator[str]:
     """Make a folder (mode 0700) for the launcher and its ranks, and remove it at the end.
 
-    Folders of launchers of this user that were killed are removed, too: nobody holds the lock in them.
+    Folders of launchers of this user that were killed are removed, too: nobody holds the lock in
+    them.
     """
     for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         if _is_abandoned(path):
@@ -77,7 +85,8 @@ def shared_folder() -> Iterator[str]:
     try:
         with suppress(OSError):  # no locks there: such folders are left
             fcntl.flock(lock, fcntl.LOCK_EX)
-        Path(folder, f".{_LAUNCHER}").rename(Path(folder, _LAUNCHER))  # locked from when it can be found
+        # locked from when it can be found
+        Path(folder, f".{_LAUNCHER}").rename(Path(folder, _LAUNCHER))
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -100,22 +109,26 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def end_with_launcher() -> None:
-    """Ask the kernel to kill this rank when its launcher ends; call before anything that takes time.
+    """Ask the kernel to kill this rank when its launcher ends; call before anything that takes
+    time.
 
-    Does nothing in a process that no launcher has started. It must be the main thread of the launcher that starts
-    ranks: the signal comes when the thread ends that has.
+    Does nothing in a process that no launcher has started. It must be the main thread of the
+    launcher that starts ranks: the signal comes when the thread ends that has.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     folder = os.environ.get(NOTICE_FOLDER)
-    # A launcher that was killed before has let go of its lock by now, and one that ended has removed its folder.
+    # A launcher that was killed before has let go of its lock by now, and one that ended has
+    # removed its folder.
     if folder is not None and (_is_abandoned(Path(folder)) or not Path(folder).is_dir()):
         os._exit(128 + signal.SIGKILL)
 
 
 def forget_last_start(folder: str | Path) -> None:
-    """Remove the notes of earlier ranks, but not the user's requests; the launcher calls it before ranks start."""
+    """Remove the notes of earlier ranks, but not the user's requests; the launcher calls it before
+    ranks start.
+    """
     for path in Path(folder).iterdir():
         if path.name not in _KEPT:
             path.unlink(missing_ok=True)
@@ -136,7 +149,9 @@ def read_restart() -> Restart | None:
 
 
 def claim(name: str) -> bool:
-    """Return True on the first rank of this machine that asks for `name`, and on every rank without a launcher."""
+    """Return True on the first rank of this machine that asks for `name`, and on every rank without
+    a launcher.
+    """
     folder = os.environ.get(NOTICE_FOLDER)
     if folder is None:
         return True
@@ -155,7 +170,9 @@ def lost_path(folder: str | Path, rank: int) -> Path:
 
 
 def note_lost_peer(error: BaseException) -> None:
-    """Note that a collective of this rank failed because a peer is gone or hangs, with the stack of the call."""
+    """Note that a collective of this rank failed because a peer is gone or hangs, with the stack of
+    the call.
+    """
     folder = os.environ.get(NOTICE_FOLDER)
     if folder is None:
         return
@@ -166,7 +183,9 @@ def note_lost_peer(error: BaseException) -> None:
 
 
 def lost_peers(folder: str | Path) -> dict[int, float]:
-    """Return the seconds since each rank noted that it has lost a peer, by rank; for the launcher."""
+    """Return the seconds since each rank noted that it has lost a peer, by rank; for the
+    launcher.
+    """
     now, found = time.time(), {}
     for path in Path(folder).glob("lost-*"):
         found[int(path.name.removeprefix("lost-"))] = now - path.stat().st_mtime
@@ -179,10 +198,13 @@ class Beat:
 
     rank: int  # over all machines
     pid: int
-    step: int = 0  # training step that it is in or has just done, counted from 1; 0 before the first
-    phase: str = "starting"  # or 'loading', 'data', 'forward', 'backward', 'optimizer', 'validation', ...
+    # training step that it is in or has just done, counted from 1; 0 before the first
+    step: int = 0
+    # or 'loading', 'data', 'forward', 'backward', 'optimizer', 'validation', ...
+    phase: str = "starting"
     time_s: float = 0.0  # when that began, on this machine's monotonic clock
-    limit_s: float = 0.0  # after which a rank in this phase counts as hung; 0 if only a waiting collective can tell
+    # after which a rank in this phase counts as hung; 0 if only a waiting collective can tell
+    limit_s: float = 0.0
     timeout_s: float = 0.0  # how long a collective may wait; 0: not known yet
     grace_s: float = 0.0  # from SIGTERM to the end of the run; 0 if it may take as long as it needs
     dump_folder: str = ""  # of the run; empty as long as the configuration is not read
@@ -228,7 +250,9 @@ def configure_heartbeat(timeout_s: float, grace_s: float, dump_folder: str | Pat
 
 
 def beat(phase: str, step: int | None = None) -> None:
-    """Note that this rank begins `phase`, in step `step` if that is new. The step after 'loading' is a first one."""
+    """Note that this rank begins `phase`, in step `step` if that is new. The step after 'loading'
+    is a first one.
+    """
     heart = _heart
     heart.rounds = 0 if phase == "loading" else heart.rounds + (phase == "data")
     limited = heart.rounds > 1 and phase in _LIMITED
@@ -271,11 +295,14 @@ stop_requested = threading.Event()
 
 
 def catch_signals() -> Callable[[], None]:
-    """Handle SIGTERM and SIGINT as requests to stop; return a function that undoes it. Call in the main thread."""
+    """Handle SIGTERM and SIGINT as requests to stop; return a function that undoes it. Call in the
+    main thread.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}  # the pipe has it
+    # the pipe has it
+    handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
     threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True).start()
 
     def undo() -> None:
@@ -288,7 +315,9 @@ def catch_signals() -> Callable[[], None]:
 
 
 def is_stop_requested() -> bool:
-    """Return True once this run was asked to stop. Ranks may learn it at different steps; let them agree."""
+    """Return True once this run was asked to stop. Ranks may learn it at different steps; let them
+    agree.
+    """
     folder = os.environ.get(NOTICE_FOLDER)
     return stop_requested.is_set() if folder is None else Path(folder, _STOP).exists()
 
@@ -320,9 +349,16 @@ def _watch(reader: int) -> None:
             stop_requested.set()
             continue
         end = time.monotonic() + _NOTE_WAIT_S
-        while not any(Path(folder, note).exists() for note in (_STOP, ENDING)) and time.monotonic() < end:
+        while (
+            not any(Path(folder, note).exists() for note in (_STOP, ENDING))
+            and time.monotonic() < end
+        ):
             time.sleep(0.02)
         if number == signal.SIGINT and not Path(folder, ENDING).exists():
             Path(folder, _STOP).touch()  # to this rank alone: from W&B's "Stop run"
-        if Path(folder, ENDING).exists() or not Path(folder, _STOP).exists() or Path(folder, _ABORT).exists():
+        if (
+            Path(folder, ENDING).exists()
+            or not Path(folder, _STOP).exists()
+            or Path(folder, _ABORT).exists()
+        ):
             os._exit(128 + number)

@@ -1,10 +1,13 @@
-"""Rendezvous of the machines of a run: addresses and ports, torchrun's options, and its errors in one line.
+"""Rendezvous of the machines of a run: addresses and ports, torchrun's options, and its errors in
+one line.
 
-On one machine nothing listens: `LocalRendezvous`. Several machines meet at a port, which has no authentication.
+On one machine nothing listens: `LocalRendezvous`. Several machines meet at a port, which has no
+authentication.
 
-gloo and torchrun take what the host name resolves to. On many machines that is a loopback address (Debian writes the
-host name into /etc/hosts as 127.0.1.1; a container may have the name of its host), which no other machine can reach.
-The route to a machine that all of them must reach anyway, that of the rendezvous, says better.
+gloo and torchrun take what the host name resolves to. On many machines that is a loopback address
+(Debian writes the host name into /etc/hosts as 127.0.1.1; a container may have the name of its
+host), which no other machine can reach. The route to a machine that all of them must reach anyway,
+that of the rendezvous, says better.
 """
 
 import argparse
@@ -35,7 +38,8 @@ from titanlite.launch.protocol import say
 # Nothing is sent there: connecting a datagram socket only asks the kernel for the route.
 _SOMEWHERE = "8.8.8.8"
 _ANY_PORT = 9
-# Lower ports belong to services; higher ones Linux gives to any connection, which may take one meanwhile.
+# Lower ports belong to services; higher ones Linux gives to any connection, which may take one
+# meanwhile.
 PORTS = range(10_000, 32_768)
 # Environment variable with the file where the ranks of one machine meet, each start in a new one.
 STORE_FILE = "TITANLITE_STORE_FILE"
@@ -43,10 +47,12 @@ PORT_TAKEN = "failed to listen"  # in torch's error where a store cannot open it
 
 
 def find_local_address(host: str) -> str:
-    """Return the address of this machine from which `host` is reached, and by which `host` reaches this machine.
+    """Return the address of this machine from which `host` is reached, and by which `host` reaches
+    this machine.
 
-    If `host` is this machine under a name, it is the address of the default route, or else of the first interface that
-    has one; if it is a loopback address, all ranks are on this machine, and it is the result.
+    If `host` is this machine under a name, it is the address of the default route, or else of the
+    first interface that has one; if it is a loopback address, all ranks are on this machine, and it
+    is the result.
 
     Raises ConfigError: `host` cannot be resolved.
     """
@@ -58,11 +64,14 @@ def find_local_address(host: str) -> str:
     if host == "localhost" or _is_loopback(host):
         return source or host
     found = [_source_towards(_SOMEWHERE), *(address for _, address in _addresses())]
-    return next((address for address in found if address and not _is_loopback(address)), "127.0.0.1")
+    return next(
+        (address for address in found if address and not _is_loopback(address)), "127.0.0.1"
+    )
 
 
 def find_interface(host: str) -> str:
-    """Return the name of the network interface with the address of `find_local_address`, for example `eth0`.
+    """Return the name of the network interface with the address of `find_local_address`, for
+    example `eth0`.
 
     Raises ConfigError: `host` cannot be resolved, or no interface has that address.
     """
@@ -71,14 +80,17 @@ def find_interface(host: str) -> str:
         if address == wanted or (_is_loopback(address) and _is_loopback(wanted)):
             return name
     raise ConfigError(
-        f"network: no interface has {wanted}, the address from which this machine reaches {host}. Set "
-        "GLOO_SOCKET_IFNAME to the interface that the other machines can reach; `ip address` lists them."
+        f"network: no interface has {wanted}, the address from which this machine reaches {host}. "
+        "Set "
+        "GLOO_SOCKET_IFNAME to the interface that the other machines can reach; `ip address` lists "
+        "them."
     )
 
 
 def find_free_port() -> int:
     """Return a port on which nobody listens, for a process that will in a few seconds."""
-    draw = random.SystemRandom()  # not the generator that a run seeds: two runs would get the same ports
+    # not the generator that a run seeds: two runs would get the same ports
+    draw = random.SystemRandom()
     while not is_free(port := draw.choice(PORTS)):
         pass
     return port
@@ -96,7 +108,9 @@ def is_free(port: int) -> bool:
 
 
 def is_this_machine(host: str) -> bool:
-    """Return True if an address of `host` belongs to this machine. Raises ConfigError: `host` cannot be resolved."""
+    """Return True if an address of `host` belongs to this machine. Raises ConfigError: `host`
+    cannot be resolved.
+    """
     for address in resolve(host):
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             try:
@@ -108,12 +122,15 @@ def is_this_machine(host: str) -> bool:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the addresses of `host`, IPv4 and IPv6, in the order of the resolver. Raises ConfigError: it has none."""
+    """Return the addresses of `host`, IPv4 and IPv6, in the order of the resolver. Raises
+    ConfigError: it has none.
+    """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"network: the host '{host}' of the rendezvous is not known on {socket.gethostname()}: {error}. Use a name "
+            f"network: the host '{host}' of the rendezvous is not known on {socket.gethostname()}: "
+            f"{error}. Use a name "
             "that every machine can resolve, or an address."
         ) from None
     return list(dict.fromkeys(str(info[4][0]) for info in found))
@@ -121,7 +138,9 @@ def resolve(host: str) -> list[str]:
 
 def _source_towards(address: str) -> str | None:
     """Return the address that packets to `address` would come from, or None without a route."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(
+        socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM
+    ) as probe:
         try:
             probe.connect((address, _ANY_PORT))
         except OSError:
@@ -141,7 +160,11 @@ def _addresses() -> list[tuple[str, str]]:
     found = []
     for name, entries in psutil.net_if_addrs().items():
         # An address with % is link-local: it reaches no other machine by itself.
-        found += [(name, e.address) for e in entries if e.family != psutil.AF_LINK and "%" not in e.address]
+        found += [
+            (name, e.address)
+            for e in entries
+            if e.family != psutil.AF_LINK and "%" not in e.address
+        ]
     return found
 
 
@@ -155,10 +178,12 @@ RENDEZVOUS_ERRORS = (RendezvousError, DistError, ConfigError)
 
 
 class LocalRendezvous(RendezvousHandler):
-    """The rendezvous of one machine: the launcher's own memory for torchrun, and a file for the ranks.
+    """The rendezvous of one machine: the launcher's own memory for torchrun, and a file for the
+    ranks.
 
-    torchrun's own opens a port on all interfaces, and unpickles what anybody who reaches it has put there; so do the
-    ranks. Each start of the ranks has a new file: in the old one are addresses of ranks that are gone.
+    torchrun's own opens a port on all interfaces, and unpickles what anybody who reaches it has put
+    there; so do the ranks. Each start of the ranks has a new file: in the old one are addresses of
+    ranks that are gone.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -191,16 +216,19 @@ class LocalRendezvous(RendezvousHandler):
 
 
 def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
-    """Complete torchrun's `options` in place, and wait until the rendezvous of several machines can be reached.
+    """Complete torchrun's `options` in place, and wait until the rendezvous of several machines can
+    be reached.
 
     On one machine nothing listens. Signals are obeyed while this waits.
 
-    Raises ConfigError: the host of the rendezvous cannot be resolved, or is not reached within the join timeout.
+    Raises ConfigError: the host of the rendezvous cannot be resolved, or is not reached within the
+    join timeout.
     """
     if options.standalone or options.nnodes in ("1", "1:1"):  # one machine only, now and later
         rendezvous_handler_registry.register(_LOCAL, LocalRendezvous)
         options.standalone, options.rdzv_backend, options.rdzv_id = False, _LOCAL, str(uuid.uuid4())
-        options.rdzv_endpoint = "localhost"  # not used; without one torchrun warns of its default master_addr
+        # not used; without one torchrun warns of its default master_addr
+        options.rdzv_endpoint = "localhost"
         return options
     host, port = get_endpoint(options)
     elastic = options.rdzv_backend == "c10d"
@@ -208,9 +236,13 @@ def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
     if elastic:
         # Otherwise machines would be known by names that the others may not resolve.
         options.local_addr = options.local_addr or find_local_address(host)
-        # torchrun finds out by comparing names, but machines may share theirs, and have addresses beside that of it.
-        if "is_host=" not in options.rdzv_conf and not (here and host in ("localhost", socket.gethostname())):
-            is_host = int(here and is_free(port))  # of several launchers on one machine, the first has the store
+        # torchrun finds out by comparing names, but machines may share theirs, and have addresses
+        # beside that of it.
+        if "is_host=" not in options.rdzv_conf and not (
+            here and host in ("localhost", socket.gethostname())
+        ):
+            # of several launchers on one machine, the first has the store
+            is_host = int(here and is_free(port))
             options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, f"is_host={is_host}"]))
         name = f", rendezvous '{options.rdzv_id}'"
         os.environ[RENDEZVOUS] = f"{options.rdzv_endpoint}/{options.rdzv_id}"
@@ -241,11 +273,14 @@ def describe_failure(error: Exception, options: argparse.Namespace) -> str:
     if isinstance(error, RendezvousClosedError):
         why = f"the run '{options.rdzv_id}' has ended on another machine; the output there says why"
     elif isinstance(error, RendezvousTimeoutError):
-        why = f"{options.nnodes} machines did not come together within {_get_join_timeout(options)} s"
+        why = (
+            f"{options.nnodes} machines did not come together within {_get_join_timeout(options)} s"
+        )
     elif PORT_TAKEN in why:
         why = "another process on this machine has the port"
     return (
-        f"rendezvous at {host}:{port}: {why}. Start the same command on all machines, with the same RDZV_ID, NNODES "
+        f"rendezvous at {host}:{port}: {why}. Start the same command on all machines, with the "
+        "same RDZV_ID, NNODES "
         "and a free port in RDZV_ENDPOINT (or MASTER_PORT)."
     )
 
@@ -273,7 +308,9 @@ def _wait_for(host: str, port: int, timeout_s: float) -> None:
         except OSError as error:
             if time.monotonic() > end:
                 raise ConfigError(
-                    f"rendezvous at {host}:{port}: not reached within {timeout_s:.0f} s: {error.strerror or error}. "
-                    "Start the same command on that machine, and let it accept connections to that port."
+                    f"rendezvous at {host}:{port}: not reached within {timeout_s:.0f} s: "
+                    f"{error.strerror or error}. "
+                    "Start the same command on that machine, and let it accept connections to that "
+                    "port."
                 ) from None
         time.sleep(_PAUSE_S)

@@ -1,4 +1,5 @@
-"""Materialization: from a model on the meta device to real tensors, each written once from one declared source.
+"""Materialization: from a model on the meta device to real tensors, each written once from one
+declared source.
 
     plan -> allocate -> fill -> verify
 
@@ -6,10 +7,12 @@ Works for any `nn.Module`, sharded (DTensor, FSDP2) or not, outside the trainer 
 
     with torch.device("meta"):
         model = MyModel()
-    materialize(model, "cpu", [{"*.weight": Init(Normal(std=0.02)), "*.bias": Init(Zeros())}], seed=7)
+    materialize(model, "cpu", [{"*.weight": Init(Normal(std=0.02)), "*.bias": Init(Zeros())}],
+    seed=7)
 
-A module declares where its own tensors come from by a method `declare_sources(self) -> dict[str, Source]` with names
-relative to itself; the `sources` argument adds claims by name or pattern, or from a checkpoint.
+A module declares where its own tensors come from by a method `declare_sources(self) -> dict[str,
+Source]` with names relative to itself; the `sources` argument adds claims by name or pattern, or
+from a checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,26 +57,32 @@ def materialize(
     buffer_device: torch.device | str | None = None,
     waiting: dist.ProcessGroup | None = None,
 ) -> Plan:
-    """Give every meta tensor of `model` its value on `device`, in place, and return the plan that was carried out.
+    """Give every meta tensor of `model` its value on `device`, in place, and return the plan that
+    was carried out.
 
-    Parameter and buffer objects stay the same objects, with their attributes; tensors that were never on meta keep
-    their values bit for bit. The same `seed` gives bit-identical weights however the model is sharded.
+    Parameter and buffer objects stay the same objects, with their attributes; tensors that were
+    never on meta keep their values bit for bit. The same `seed` gives bit-identical weights however
+    the model is sharded.
 
     Args:
         model: any module; parameters may be DTensors and the module may be under FSDP2.
         device: where the local tensors go.
-        sources: claims that come before the modules' own declarations; see `titanlite.materialize.sources`.
+        sources: claims that come before the modules' own declarations; see
+            `titanlite.materialize.sources`.
         seed: seed of the `Init` sources.
-        buffer_device: where buffers go, if not to `device`; with CPU offload they stay on the accelerator.
+        buffer_device: where buffers go, if not to `device`; with CPU offload they stay on the
+            accelerator.
         waiting: see `Plan`.
 
-    Raises PlanError: a tensor has no source, two, or one that does not fit; nothing was allocated. Raises VerifyError:
-    what `verify` finds. All ranks raise both.
+    Raises PlanError: a tensor has no source, two, or one that does not fit; nothing was allocated.
+    Raises VerifyError: what `verify` finds. All ranks raise both.
 
     Collectives: `verify` gathers one small object over all ranks; every rank must call.
     """
     plan = replace(build_plan(model, sources), waiting=waiting)
-    allocate(plan, torch.device(device), None if buffer_device is None else torch.device(buffer_device))
+    allocate(
+        plan, torch.device(device), None if buffer_device is None else torch.device(buffer_device)
+    )
     fill(plan, seed)
     verify(plan)
     return plan

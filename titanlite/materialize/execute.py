@@ -1,4 +1,6 @@
-"""Allocate, fill, verify: meta tensors become real in place, poisoned first, then written once from their source."""
+"""Allocate, fill, verify: meta tensors become real in place, poisoned first, then written once from
+their source.
+"""
 
 import math
 import os
@@ -15,14 +17,29 @@ from titanlite.base.agree import gather_objects, merge_problems, raise_together
 from titanlite.base.errors import CheckpointError, PlanError, VerifyError, raise_problems
 from titanlite.base.process import read_ranks_here
 from titanlite.base.text import list_names
-from titanlite.materialize.layout import Region, encoding_of, local_of, num_replicas, region_of, write_rows
+from titanlite.materialize.layout import (
+    Region,
+    encoding_of,
+    local_of,
+    num_replicas,
+    region_of,
+    write_rows,
+)
 from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
 from titanlite.materialize.replicas import broadcast, group_size, share_out
-from titanlite.materialize.sources import Compute, Init, Keep, Read, ReadRequest, Recipe, TensorReader
+from titanlite.materialize.sources import (
+    Compute,
+    Init,
+    Keep,
+    Read,
+    ReadRequest,
+    Recipe,
+    TensorReader,
+)
 
 _DRAWN_AT_ONCE = 1 << 22  # values that will be encoded
-# Elements of a tensor that are checked at once, with a few int64 copies in memory. A chunk on the host stays in the
-# cache; a chunk on a device costs eight launches.
+# Elements of a tensor that are checked at once, with a few int64 copies in memory. A chunk on the
+# host stays in the cache; a chunk on a device costs eight launches.
 _HOST_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 22
 
 _Digests = dict[tuple[str, Region], tuple[int, ...]]  # of shards that other ranks hold too
@@ -32,27 +49,35 @@ _Digests = dict[tuple[str, Region], tuple[int, ...]]  # of shards that other ran
 def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | None = None) -> None:
     """Turn the meta tensors of `plan` into real ones on `device`, filled with poison (`poison_of`).
 
-    Buffers go to `buffer_device` if one is given. Tensors that were never on meta are moved, with their values. The
-    objects stay the same, with their attributes, so that optimizers, ties and maps keyed by them stay valid;
-    `nn.Module.to_empty` would drop the values of tensors that are not on meta. Poison costs one memset and makes every
-    omission visible to `verify`.
+    Buffers go to `buffer_device` if one is given. Tensors that were never on meta are moved, with
+    their values. The objects stay the same, with their attributes, so that optimizers, ties and
+    maps keyed by them stay valid; `nn.Module.to_empty` would drop the values of tensors that are
+    not on meta. Poison costs one memset and makes every omission visible to `verify`.
     """
-    recurrent: list[Any] = [module for module in plan.model.modules() if isinstance(module, nn.RNNBase)]
+    recurrent: list[Any] = [
+        module for module in plan.model.modules() if isinstance(module, nn.RNNBase)
+    ]
     for module in recurrent:
         module._flat_weight_refs = []  # weak references, with which contents cannot be exchanged
     for entry in plan.entries:
         tensor = entry.tensor
         if entry.is_elsewhere:
             continue
-        target = buffer_device if entry.info.kind == "buffer" and buffer_device is not None else device
+        target = (
+            buffer_device if entry.info.kind == "buffer" and buffer_device is not None else device
+        )
         if tensor.is_meta and not tensor.is_contiguous():
             new = torch.empty_like(tensor, device=target, dtype=entry.dtype, requires_grad=False)
             _poison(local_of(new), ends_only=False)
         elif tensor.is_meta:
             local = torch.empty(entry.local_shape, dtype=entry.dtype, device=target)
-            # A pass over all memory costs as much as reading it. Where the reader itself proves that its reads cover
-            # every element, the ends are enough to notice a tensor that is never read.
-            _poison(local, ends_only=isinstance(entry.source, Read) and entry.source.reader.proves_coverage)
+            # A pass over all memory costs as much as reading it. Where the reader itself proves
+            # that its reads cover every element, the ends are enough to notice a tensor that is
+            # never read.
+            _poison(
+                local,
+                ends_only=isinstance(entry.source, Read) and entry.source.reader.proves_coverage,
+            )
             new = sharded_like(tensor, local)
         elif not isinstance(tensor, DTensor) and tensor.device != target:
             new = tensor.detach().to(target)
@@ -64,26 +89,37 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
 
 
 def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return `local` as the local part of a tensor laid out as `tensor`; `empty_like` would cost 160 us for each."""
+    """Return `local` as the local part of a tensor laid out as `tensor`; `empty_like` would cost
+    160 us for each.
+    """
     if not isinstance(tensor, DTensor):
         return local
-    if local.device.type != tensor.device_mesh.device_type:  # offloaded: `from_local` would move it there
+    # offloaded: `from_local` would move it there
+    if local.device.type != tensor.device_mesh.device_type:
         new = torch.empty_like(tensor, dtype=local.dtype, device=local.device)
         new._local_tensor = local  # pyright: ignore[reportAttributeAccessIssue]
         return new
     return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 
 def exchange(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Swap the contents of `new` into `tensor`: the same object, of the same class, with attributes and hooks."""
+    """Swap the contents of `new` into `tensor`: the same object, of the same class, with attributes
+    and hooks.
+    """
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
     if type(new) is not type(tensor):
         new.__class__ = type(tensor)  # pyright: ignore[reportAttributeAccessIssue]
     vars(new).update(vars(tensor))
-    # swap_tensors exchanges the hooks too; the same dictionaries keep the handles that were given out valid.
+    # swap_tensors exchanges the hooks too; the same dictionaries keep the handles that were given
+    # out valid.
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(tensor, hooks, None) is not None:
             setattr(new, hooks, getattr(tensor, hooks))
@@ -91,7 +127,9 @@ def exchange(tensor: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def poison_of(dtype: torch.dtype) -> float | int | None:
-    """Return what fills fresh memory of `dtype`: NaN, the integer farthest from 0; None for bool, which has none."""
+    """Return what fills fresh memory of `dtype`: NaN, the integer farthest from 0; None for bool,
+    which has none.
+    """
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     if dtype == torch.bool:
@@ -114,17 +152,24 @@ def _poison(local: torch.Tensor, *, ends_only: bool) -> None:
 def fill(plan: Plan, seed: int) -> None:
     """Write every tensor of `plan` from its source, each exactly once.
 
-    Raises PlanError: a computed tensor has another shape than the model's. Raises CheckpointError: a rank could not
-    read; on all ranks.
+    Raises PlanError: a computed tensor has another shape than the model's. Raises CheckpointError:
+    a rank could not read; on all ranks.
 
     Collectives: those of `read_tensors`, if anything is read; every rank must call.
     """
-    # Drawing is host work that releases the interpreter lock; share the cores of a node among its ranks.
+    # Drawing is host work that releases the interpreter lock; share the cores of a node among its
+    # ranks.
     threads = max(1, (os.cpu_count() or 1) // read_ranks_here())
     with ThreadPoolExecutor(min(threads, 16)) as pool:
         held = [entry for entry in plan.entries if not entry.is_elsewhere]
-        jobs = [pool.submit(_fill_one, entry, seed) for entry in held if isinstance(entry.source, Init | Compute)]
-        reads = [(entry.tensor, entry.source) for entry in plan.entries if isinstance(entry.source, Read)]
+        jobs = [
+            pool.submit(_fill_one, entry, seed)
+            for entry in held
+            if isinstance(entry.source, Init | Compute)
+        ]
+        reads = [
+            (entry.tensor, entry.source) for entry in plan.entries if isinstance(entry.source, Read)
+        ]
         read_tensors(reads, plan)
         for job in jobs:
             job.result()
@@ -132,19 +177,23 @@ def fill(plan: Plan, seed: int) -> None:
 
 @torch.no_grad()
 def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], plan: Plan) -> None:
-    """Read each tensor, DTensor or plain, from its source. One rank reads what several hold, and broadcasts it.
+    """Read each tensor, DTensor or plain, from its source. One rank reads what several hold, and
+    broadcasts it.
 
     Raises CheckpointError: on all ranks; a rank could not read.
 
-    Collectives: one gather of small objects over all ranks, and broadcasts of replicas, if there is anything to read;
-    every rank must call with the same tensors in the same order, including those of other pipeline stages.
+    Collectives: one gather of small objects over all ranks, and broadcasts of replicas, if there is
+    anything to read; every rank must call with the same tensors in the same order, including those
+    of other pipeline stages.
     """
     shares = list(share_out((tensor for tensor, _ in reads), plan.group))
     requests: dict[int, tuple[TensorReader, list[ReadRequest]]] = {}
     for share, (tensor, source) in zip(shares, reads, strict=True):
         if share.mine:
             _, of_reader = requests.setdefault(id(source.reader), (source.reader, []))
-            of_reader.append(ReadRequest(source.name, region_of(tensor), local_of(tensor), encoding_of(tensor)))
+            of_reader.append(
+                ReadRequest(source.name, region_of(tensor), local_of(tensor), encoding_of(tensor))
+            )
     problems = []
     try:
         for reader, of_reader in requests.values():
@@ -167,7 +216,8 @@ def _fill_one(entry: TensorEntry, seed: int) -> None:
         value = source.function()
         if tuple(value.shape) != entry.info.shape:
             raise PlanError(
-                f"{entry.fqn}: {source} gave shape {tuple(value.shape)}, the model expects {entry.info.shape}."
+                f"{entry.fqn}: {source} gave shape {tuple(value.shape)}, the model expects "
+                f"{entry.info.shape}."
             )
         local.copy_(value[entry.region.slices])
 
@@ -187,8 +237,9 @@ def _draw_encoded(entry: TensorEntry, recipe: Recipe, seed: int) -> None:
 def verify(plan: Plan) -> None:
     """Check that materialization kept its promises.
 
-    No tensor is on meta, poisoned or NaN, and no parameter infinite; ties are still one object; every DTensor's spec
-    dtype is its local dtype; declared dtypes hold; elements held by several ranks are equal bit for bit (a digest).
+    No tensor is on meta, poisoned or NaN, and no parameter infinite; ties are still one object;
+    every DTensor's spec dtype is its local dtype; declared dtypes hold; elements held by several
+    ranks are equal bit for bit (a digest).
 
     Raises VerifyError: on all ranks if any rank found a problem; names the tensors and the ranks.
 
@@ -206,7 +257,9 @@ def verify(plan: Plan) -> None:
             if not entry.tensor.is_meta and num_replicas(entry.tensor, sharing) > 1
         }
         gathered = gather_objects((problems, digests))
-        problems = merge_problems([found for found, _ in gathered]) + _differing([found for _, found in gathered])
+        problems = merge_problems([found for found, _ in gathered]) + _differing(
+            [found for _, found in gathered]
+        )
     raise_problems(VerifyError, "materialize", problems)
 
 
@@ -214,7 +267,10 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
     fqn, tensor = entry.fqn, entry.tensor
     untied = [name for name in entry.names if current.get(name) is not tensor]
     if untied:
-        return [f"{name}: is no longer the tensor that was planned as {fqn} (replaced or untied)." for name in untied]
+        return [
+            f"{name}: is no longer the tensor that was planned as {fqn} (replaced or untied)."
+            for name in untied
+        ]
     if entry.is_elsewhere:
         return [] if tensor.is_meta else [f"{fqn}: has a value here, but other ranks hold it."]
     if tensor.is_meta:
@@ -228,7 +284,11 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
     if entry.encoding is not None:
         if count := entry.encoding.count_not_finite(local):
             problems.append(
-                _not_finite(entry, "not filled, NaN or infinite", f", in {count} of its blocks ({entry.form})")
+                _not_finite(
+                    entry,
+                    "not filled, NaN or infinite",
+                    f", in {count} of its blocks ({entry.form})",
+                )
             )
     elif local.dtype.is_floating_point or local.dtype.is_complex:
         problems += _value_problems(entry, plain_of(local))
@@ -241,17 +301,24 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
 
 
 def _value_problems(entry: TensorEntry, local: torch.Tensor) -> list[str]:
-    # One pass without temporaries, so that looking at every weight costs little next to loading it. Not finite: an
-    # element is NaN or infinite, or, rarely, the sum overflows. float8 and complex32 have no sum.
+    # One pass without temporaries, so that looking at every weight costs little next to loading it.
+    # Not finite: an element is NaN or infinite, or, rarely, the sum overflows. float8 and complex32
+    # have no sum.
     if local.dtype.itemsize > 1 and local.dtype != torch.complex32 and bool(local.sum().isfinite()):
         return []
     chunks = local.reshape(-1).split(_chunk_of(local)) if local.is_contiguous() else [local]
     num_nan = sum(int(_components(chunk).isnan().any(dim=-1).sum()) for chunk in chunks)
     if num_nan:
-        how = "was NaN before materialization" if isinstance(entry.source, Keep) else "not filled, or NaN"
+        how = (
+            "was NaN before materialization"
+            if isinstance(entry.source, Keep)
+            else "not filled, or NaN"
+        )
         return [_not_finite(entry, how, f", in {num_nan} of {local.numel()} elements")]
     # Infinity is legal in buffers, such as masks.
-    if entry.info.kind == "parameter" and any(bool(_components(chunk).isinf().any()) for chunk in chunks):
+    if entry.info.kind == "parameter" and any(
+        bool(_components(chunk).isinf().any()) for chunk in chunks
+    ):
         return [_not_finite(entry, "has infinite elements")]
     return []
 
@@ -264,7 +331,9 @@ def _components(chunk: torch.Tensor) -> torch.Tensor:
 
 
 def plain_of(local: torch.Tensor) -> torch.Tensor:
-    """Return the stored values of a tensor of any layout as a strided one without lazy conjugation or negation."""
+    """Return the stored values of a tensor of any layout as a strided one without lazy conjugation
+    or negation.
+    """
     if local.is_quantized:
         return local.int_repr()
     if local.layout is torch.sparse_coo:
@@ -275,11 +344,15 @@ def plain_of(local: torch.Tensor) -> torch.Tensor:
 
 
 def _not_finite(entry: TensorEntry, what: str, amount: str = "") -> str:
-    """Return the problem of a tensor that is not finite: what was read is read again, to tell whether the file is."""
+    """Return the problem of a tensor that is not finite: what was read is read again, to tell
+    whether the file is.
+    """
     problem, source, found = f"{entry.fqn}: {what}{amount}.", entry.source, list[str]()
     if not isinstance(source, Read):
         return problem
-    parts = getattr(source.reader, "parts_of", lambda name: [(f"{name} in {source.reader.name}", entry.region)])
+    parts = getattr(
+        source.reader, "parts_of", lambda name: [(f"{name} in {source.reader.name}", entry.region)]
+    )
     read = getattr(source.reader, "read_quietly", source.reader.read)
     try:
         for text, part in parts(source.name):
@@ -287,14 +360,18 @@ def _not_finite(entry: TensorEntry, what: str, amount: str = "") -> str:
                 values = torch.empty(region.lengths, dtype=torch.float32)
                 read([ReadRequest(source.name, region, values)])
                 if count := int(values.numel() - values.isfinite().sum()):
-                    found.append(f"{text} ({count} of {values.numel()} elements, {int(values.isnan().sum())} NaN)")
+                    found.append(
+                        f"{text} ({count} of {values.numel()} elements, "
+                        f"{int(values.isnan().sum())} NaN)"
+                    )
     except CheckpointError as error:
         return f"{problem} What its file holds is unknown: {error}"
     if not found:
         return f"{problem} Its file has finite values there."
     more = f" and {len(found) - 1} others" if found[1:] else ""
     return (
-        f"{entry.fqn}: NaN or infinite{amount}, because its file holds that: {found[0]}{more}. Copy the file again, or "
+        f"{entry.fqn}: NaN or infinite{amount}, because its file holds that: {found[0]}{more}. "
+        "Copy the file again, or "
         "take another checkpoint."
     )
 
@@ -304,13 +381,16 @@ def _chunk_of(local: torch.Tensor) -> int:
 
 
 def bit_digest(local: torch.Tensor) -> torch.Tensor:
-    """Sum the bits of `local`, plain and weighted by position, modulo 2**64: int64 (2,), on its device.
+    """Sum the bits of `local`, plain and weighted by position, modulo 2**64: int64 (2,), on its
+    device.
 
     Comparable on the same type of device.
     """
     values = plain_of(local.detach()).contiguous().flatten()
     # complex128 has no integer of its size
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(values.dtype.itemsize, torch.int64)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(
+        values.dtype.itemsize, torch.int64
+    )
     bits = values.view(integer)
     sums = torch.zeros(2, dtype=torch.int64, device=local.device)
     length = _chunk_of(local)
@@ -327,7 +407,8 @@ def _differing(gathered: list[_Digests]) -> list[str]:
         for place, digest in digests.items():
             holders.setdefault(place, {}).setdefault(digest, []).append(rank)
     return [
-        f"{fqn}: replicas differ, between ranks {' and '.join(map(list_names, by_digest.values()))}."
+        f"{fqn}: replicas differ, between ranks "
+        f"{' and '.join(map(list_names, by_digest.values()))}."
         for (fqn, _), by_digest in holders.items()
         if len(by_digest) > 1
     ]

@@ -1,7 +1,8 @@
 """Layout: the part of the global tensor that a rank holds, and its form there.
 
-An `Encoding` keeps a tensor in another form than its values. Names, global shapes, regions and sources stay those of
-the values. The encoding alone writes the tensor's memory, in whole rows of values.
+An `Encoding` keeps a tensor in another form than its values. Names, global shapes, regions and
+sources stay those of the values. The encoding alone writes the tensor's memory, in whole rows of
+values.
 """
 
 import itertools
@@ -19,7 +20,9 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Region:
-    """A hyper-rectangle of a global tensor: along each dim the indices `start <= i < start + length`."""
+    """A hyper-rectangle of a global tensor: along each dim the indices `start <= i < start +
+    length`.
+    """
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -42,7 +45,9 @@ class Region:
         if (self.starts, self.lengths) == (other.starts, other.lengths):
             return self
         starts = tuple(map(max, self.starts, other.starts))
-        lengths = tuple(min(ends) - start for start, *ends in zip(starts, self.ends, other.ends, strict=True))
+        lengths = tuple(
+            min(ends) - start for start, *ends in zip(starts, self.ends, other.ends, strict=True)
+        )
         return Region(starts, lengths) if min(lengths, default=1) > 0 else None
 
     def within(self, outer: "Region") -> "Region":
@@ -52,7 +57,9 @@ class Region:
         return Region(tuple(map(operator.sub, self.starts, outer.starts)), self.lengths)
 
     def slabs(self, elements: int) -> Iterator["Region"]:
-        """Yield the region in parts of at most so many elements, which follow one another in its row-major order."""
+        """Yield the region in parts of at most so many elements, which follow one another in its
+        row-major order.
+        """
         if self.numel <= max(elements, 1):
             yield self
             return
@@ -66,7 +73,8 @@ class Region:
             yield from Region(tuple(starts), tuple(lengths)).slabs(elements)
 
     def runs(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        """Yield (first element, number of elements) of the stretches that are contiguous in a tensor of `shape`.
+        """Yield (first element, number of elements) of the stretches that are contiguous in a
+        tensor of `shape`.
 
         Laid end to end, the runs are the elements of the region in its own row-major order.
         """
@@ -78,17 +86,25 @@ class Region:
             dim -= 1
             length *= self.lengths[dim]
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        base = sum(start * stride for start, stride in zip(self.starts[dim:], strides[dim:], strict=True))
+        base = sum(
+            start * stride for start, stride in zip(self.starts[dim:], strides[dim:], strict=True)
+        )
         held = (
             range(s * stride, (s + n) * stride, stride)
-            for s, n, stride in zip(self.starts[:dim], self.lengths[:dim], strides[:dim], strict=True)
+            for s, n, stride in zip(
+                self.starts[:dim], self.lengths[:dim], strides[:dim], strict=True
+            )
         )
         for offsets in itertools.product(*held):
             yield base + sum(offsets), length
 
     def row_runs(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         """Yield the `runs` in rows of the last dim; a tensor of one dim has a row per element."""
-        return self.runs(shape) if len(shape) < 2 else Region(self.starts[:-1], self.lengths[:-1]).runs(shape[:-1])
+        return (
+            self.runs(shape)
+            if len(shape) < 2
+            else Region(self.starts[:-1], self.lengths[:-1]).runs(shape[:-1])
+        )
 
 
 class Encoding(Protocol):
@@ -113,11 +129,15 @@ class Encoding(Protocol):
         ...
 
     def keeps(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
-        """Return True if a file's codes of `dtype`, with a factor for each `block`, are kept as they are."""
+        """Return True if a file's codes of `dtype`, with a factor for each `block`, are kept as
+        they are.
+        """
         ...
 
     def keep(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Encode such codes (N, W) and the factors of each row's blocks, (N, blocks), without loss."""
+        """Encode such codes (N, W) and the factors of each row's blocks, (N, blocks), without
+        loss.
+        """
         ...
 
     def count_not_finite(self, local: torch.Tensor) -> int:
@@ -149,7 +169,9 @@ def num_values(tensor: torch.Tensor) -> int:
     return math.prod(shape_of(tensor))
 
 
-def write_rows(encoding: Encoding, values: torch.Tensor, local: torch.Tensor, first: int = 0) -> None:
+def write_rows(
+    encoding: Encoding, values: torch.Tensor, local: torch.Tensor, first: int = 0
+) -> None:
     """Encode rows of values (..., W) into the contiguous `local`, from its row `first` on."""
     rows = encoding.encode(values.reshape(-1, values.shape[-1]))
     rows_of(local, rows.shape[-1])[first : first + len(rows)] = rows
@@ -168,18 +190,24 @@ _INTEGERS = {
 
 
 def is_fillable(dtype: torch.dtype) -> bool:
-    """Return False for dtypes that torch cannot fill: quantized, packed, and of fewer than 8 bits."""
+    """Return False for dtypes that torch cannot fill: quantized, packed, and of fewer than 8
+    bits.
+    """
     is_number = dtype.is_floating_point or dtype.is_complex
     return dtype in _INTEGERS or (is_number and dtype != torch.float4_e2m1fn_x2)
 
 
 def leave_elsewhere(tensor: torch.Tensor) -> None:
-    """Mark a tensor on meta as held by other ranks alone: it stays there, and this rank's region is empty."""
+    """Mark a tensor on meta as held by other ranks alone: it stays there, and this rank's region is
+    empty.
+    """
     setattr(tensor, _ELSEWHERE, True)
 
 
 def set_sharing_group(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Set the ranks that share what is not left elsewhere: plain tensors are on all of them, DTensors on no others."""
+    """Set the ranks that share what is not left elsewhere: plain tensors are on all of them,
+    DTensors on no others.
+    """
     setattr(model, _SHARING_GROUP, group)
 
 
@@ -194,26 +222,35 @@ def is_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor with this rank's data; shares memory with `tensor`. Empty where others hold it."""
+    """Return the plain tensor with this rank's data; shares memory with `tensor`. Empty where
+    others hold it.
+    """
     if is_elsewhere(tensor):
         return torch.empty((0,) * tensor.dim(), dtype=tensor.dtype)
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def region_of(tensor: torch.Tensor) -> Region:
-    """Return the region of the global tensor's values that this rank holds; empty where others hold all of it.
+    """Return the region of the global tensor's values that this rank holds; empty where others hold
+    all of it.
 
-    FSDP2 over a tensor- or expert-parallel parameter splits the shard that is there: a `_StridedShard` on the outer
-    mesh axis acts after the plain shards to its right. So every split is one of a contiguous range, in `torch.chunk`
-    sizes.
+    FSDP2 over a tensor- or expert-parallel parameter splits the shard that is there: a
+    `_StridedShard` on the outer mesh axis acts after the plain shards to its right. So every split
+    is one of a contiguous range, in `torch.chunk` sizes.
 
     Raises ValueError: a placement is neither a shard nor a replica (`Partial` has no region).
     """
     stored = _stored_here(tensor)
-    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None and not is_elsewhere(tensor):
+    if (
+        isinstance(tensor, DTensor)
+        and tensor.device_mesh.get_coordinate() is not None
+        and not is_elsewhere(tensor)
+    ):
         local_shape = tuple(local_of(tensor).shape)
         if local_shape != stored.lengths:
-            raise ValueError(f"layout {tensor.placements}: local shape {local_shape}, expected {stored.lengths}.")
+            raise ValueError(
+                f"layout {tensor.placements}: local shape {local_shape}, expected {stored.lengths}."
+            )
     return _values_in(tensor, stored)
 
 
@@ -249,10 +286,13 @@ def _stored_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:
     if isinstance(tensor, DTensor):
         splits = [
             (hasattr(placement, "split_factor"), int(getattr(placement, "dim")), size, index)  # noqa: B009 - no common base class
-            for placement, size, index in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True)
+            for placement, size, index in zip(
+                tensor.placements, tensor.device_mesh.shape, coordinate, strict=True
+            )
             if _is_split(placement)
         ]
-        for _, dim, size, index in sorted(splits, key=lambda split: split[0]):  # stable: _StridedShard comes last
+        # stable: _StridedShard comes last
+        for _, dim, size, index in sorted(splits, key=lambda split: split[0]):
             chunk = -(-lengths[dim] // size)
             begin = min(index * chunk, lengths[dim])
             starts[dim] += begin
@@ -261,14 +301,20 @@ def _stored_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:
 
 
 def num_replicas(tensor: torch.Tensor, world_size: int) -> int:
-    """Count the ranks that hold each element of `tensor`, of `world_size` that share it; all of them a plain tensor."""
+    """Count the ranks that hold each element of `tensor`, of `world_size` that share it; all of
+    them a plain tensor.
+    """
     if not isinstance(tensor, DTensor):
         return world_size
-    split = [s for p, s in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if _is_split(p)]
+    split = [
+        s for p, s in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if _is_split(p)
+    ]
     return world_size // math.prod(split)
 
 
 def _is_split(placement: object) -> bool:
     if getattr(placement, "is_partial", lambda: False)():
-        raise ValueError(f"layout: a tensor with placement {placement} holds a partial sum and has no region.")
+        raise ValueError(
+            f"layout: a tensor with placement {placement} holds a partial sum and has no region."
+        )
     return hasattr(placement, "dim")

@@ -1,7 +1,7 @@
 """The plan: every tensor of the model with its one source, made before a byte is allocated or read.
 
-The plan depends on names, shapes and declarations only, so all ranks make the same plan and, if it has problems, raise
-the same error, which lists all of them.
+The plan depends on names, shapes and declarations only, so all ranks make the same plan and, if it
+has problems, raise the same error, which lists all of them.
 """
 
 import math
@@ -42,7 +42,8 @@ from titanlite.materialize.sources import (
 )
 from titanlite.materialize.unregistered import find_unregistered
 
-# Names that wrappers put into the path of a tensor; the plan, the random streams and checkpoints leave them out.
+# Names that wrappers put into the path of a tensor; the plan, the random streams and checkpoints
+# leave them out.
 _WRAPPER_SEGMENTS = {"_checkpoint_wrapped_module", "_orig_mod", "_transformers_model"}
 
 
@@ -55,7 +56,8 @@ class TensorEntry:
     source: Source
     tensor: torch.Tensor  # materialized in place: the object stays the same
     region: Region  # of the values, on this rank
-    dtype: torch.dtype  # after materialization: the declared one for buffers that must not follow a cast of the model
+    # after materialization: the declared one for buffers that must not follow a cast of the model
+    dtype: torch.dtype
 
     @property
     def fqn(self) -> str:
@@ -73,11 +75,17 @@ class TensorEntry:
     @property
     def form(self) -> str:
         """Name of the encoding, or of the dtype."""
-        return str(self.dtype).removeprefix("torch.") if self.encoding is None else self.encoding.name
+        return (
+            str(self.dtype).removeprefix("torch.") if self.encoding is None else self.encoding.name
+        )
 
     def saved_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the tensor in files whose parameters have `dtype`; buffers keep theirs."""
-        kept = torch.float32 if isinstance(self.source, Read) and self.source.keeps_float32 else dtype
+        """Return the dtype of the tensor in files whose parameters have `dtype`; buffers keep
+        theirs.
+        """
+        kept = (
+            torch.float32 if isinstance(self.source, Read) and self.source.keeps_float32 else dtype
+        )
         return self.dtype if self.info.kind == "buffer" else kept
 
     @property
@@ -95,8 +103,10 @@ class Plan:
 
     model: nn.Module
     entries: tuple[TensorEntry, ...]
-    group: dist.ProcessGroup | None = None  # ranks that share what this one holds (`layout.set_sharing_group`), or all
-    waiting: dist.ProcessGroup | None = None  # all ranks, with a timeout for slow reads; None: the default one
+    # ranks that share what this one holds (`layout.set_sharing_group`), or all
+    group: dist.ProcessGroup | None = None
+    # all ranks, with a timeout for slow reads; None: the default one
+    waiting: dist.ProcessGroup | None = None
 
     @property
     def local_bytes(self) -> int:
@@ -105,7 +115,10 @@ class Plan:
     def __str__(self) -> str:
         rows = [("tensor", "global shape", "dtype", "on this rank", "source")]
         for entry in self.entries:
-            local = ", ".join(f"{s}:{s + n}" for s, n in zip(entry.region.starts, entry.region.lengths, strict=True))
+            local = ", ".join(
+                f"{s}:{s + n}"
+                for s, n in zip(entry.region.starts, entry.region.lengths, strict=True)
+            )
             local = "elsewhere" if entry.is_elsewhere else f"[{local}]"
             rows.append((entry.fqn, str(entry.info.shape), entry.form, local, str(entry.source)))
             rows += [(name, "", "", "", str(Alias(entry.fqn))) for name in entry.names[1:]]
@@ -118,7 +131,9 @@ def clean_name(fqn: str) -> str:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, TensorInfo]]:
-    """Yield every tensor of the model, tied ones under each of their names; parameters first, then buffers."""
+    """Yield every tensor of the model, tied ones under each of their names; parameters first, then
+    buffers.
+    """
     saved = {clean_name(key) for key in model.state_dict(keep_vars=True)}
     modules = dict(model.named_modules(remove_duplicate=False))
     for kind, tensors in (
@@ -140,11 +155,13 @@ class _Found(NamedTuple):
     names: list[str]
 
 
-def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str, Source]] = ()) -> Plan:
+def build_plan(
+    model: nn.Module, sources: Sequence[SourceProvider | Mapping[str, Source]] = ()
+) -> Plan:
     """Find the one source of every tensor of `model`. No collective.
 
-    Raises PlanError: lists every tensor without a source or with two, unknown and missing names, and shapes or dtypes
-    that do not fit. The same on all ranks.
+    Raises PlanError: lists every tensor without a source or with two, unknown and missing names,
+    and shapes or dtypes that do not fit. The same on all ranks.
     """
     problems: list[str] = []
     objects: dict[int, _Found] = {}
@@ -167,15 +184,20 @@ def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str,
         if source is not None:
             dtype = _final_dtype(found, source, declared, problems)
             region = region_of(found.tensor)
-            entries.append(TensorEntry(found.info, tuple(found.names), source, found.tensor, region, dtype))
+            entries.append(
+                TensorEntry(found.info, tuple(found.names), source, found.tensor, region, dtype)
+            )
     raise_problems(PlanError, "materialize", problems)
     return Plan(model, tuple(entries), get_sharing_group(model))
 
 
-def _declarations(model: nn.Module, infos: Mapping[str, TensorInfo], problems: list[str]) -> dict[str, Source]:
+def _declarations(
+    model: nn.Module, infos: Mapping[str, TensorInfo], problems: list[str]
+) -> dict[str, Source]:
     declared = _Claims(infos, problems)
     for raw_prefix, module in model.named_modules():
-        # On the type: a wrapper (torch.compile) forwards attributes of the inner module, which declares for itself.
+        # On the type: a wrapper (torch.compile) forwards attributes of the inner module, which
+        # declares for itself.
         declare = getattr(type(module), "declare_sources", None)
         if declare is None:
             continue
@@ -204,7 +226,8 @@ class _Claims:
             self._problems.append(f"{fqn}: unexpected, {who} has it and the model does not.")
         elif fqn in self.sources:
             self._problems.append(
-                f"{fqn}: two sources, '{self.sources[fqn]}' from {self._claimers[fqn]} and '{source}' from {who}. "
+                f"{fqn}: two sources, '{self.sources[fqn]}' from {self._claimers[fqn]} and "
+                f"'{source}' from {who}. "
                 "Remove one."
             )
         else:
@@ -212,9 +235,13 @@ class _Claims:
 
 
 def _claims(
-    sources: Sequence[SourceProvider | Mapping[str, Source]], infos: Mapping[str, TensorInfo], problems: list[str]
+    sources: Sequence[SourceProvider | Mapping[str, Source]],
+    infos: Mapping[str, TensorInfo],
+    problems: list[str],
 ) -> tuple[dict[str, Source], list[str], set[str]]:
-    """Collect the claims of `sources` by name, the providers that must be complete, and names with an unfit claim."""
+    """Collect the claims of `sources` by name, the providers that must be complete, and names with
+    an unfit claim.
+    """
     claimed = _Claims(infos, problems)
     complete: list[str] = []
     unfit: set[str] = set()
@@ -232,23 +259,33 @@ def _claims(
 
 
 def _check_aliases(
-    declared: Mapping[str, Source], objects: Mapping[int, _Found], infos: Mapping[str, TensorInfo], problems: list[str]
+    declared: Mapping[str, Source],
+    objects: Mapping[int, _Found],
+    infos: Mapping[str, TensorInfo],
+    problems: list[str],
 ) -> None:
-    """Check that a declared tie is one object; comparing values is meaningless on meta and expensive elsewhere."""
+    """Check that a declared tie is one object; comparing values is meaningless on meta and
+    expensive elsewhere.
+    """
     owner_of = {name: key for key, found in objects.items() for name in found.names}
     for fqn, source in declared.items():
         if not isinstance(source, Alias):
             continue
         if source.target not in infos:
-            problems.append(f"{fqn}: declared tied to '{source.target}', but there is no such tensor.")
+            problems.append(
+                f"{fqn}: declared tied to '{source.target}', but there is no such tensor."
+            )
         elif owner_of[fqn] != owner_of[source.target]:
             problems.append(
-                f"{fqn}: declared tied to '{source.target}', but they are two tensors now (sharding split them). "
+                f"{fqn}: declared tied to '{source.target}', but they are two tensors now "
+                "(sharding split them). "
                 "Assign one to the other again before materializing."
             )
 
 
-def _check_unregistered(model: nn.Module, objects: Mapping[int, _Found], problems: list[str]) -> None:
+def _check_unregistered(
+    model: nn.Module, objects: Mapping[int, _Found], problems: list[str]
+) -> None:
     """Report tensors on meta that are no parameter or buffer: they would stay there."""
     modules = {module: clean_name(raw_prefix) for raw_prefix, module in model.named_modules()}
     fqn_of = {_memory_of(found.tensor): found.info.fqn for found in objects.values()}
@@ -264,7 +301,8 @@ def _check_unregistered(model: nn.Module, objects: Mapping[int, _Found], problem
         else:
             remedy = "Register it as a buffer."
         problems.append(
-            f"{path}: {_describe(tensor)} is on the meta device, but neither a parameter nor a buffer "
+            f"{path}: {_describe(tensor)} is on the meta device, but neither a parameter nor a "
+            "buffer "
             f"of the model, so it has no source. {remedy}"
         )
 
@@ -274,7 +312,9 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
-    """Return what identifies the memory of a plain tensor on meta, also for views; None for others."""
+    """Return what identifies the memory of a plain tensor on meta, also for views; None for
+    others.
+    """
     if isinstance(tensor, DTensor) or not tensor.is_meta or tensor.layout is not torch.strided:
         return None
     storage: Any = tensor.untyped_storage()
@@ -282,7 +322,8 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
 
 
 def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
-    """Report tensors on meta that cannot be filled, or that have elements in common with another one.
+    """Report tensors on meta that cannot be filled, or that have elements in common with another
+    one.
 
     Each tensor gets memory of its own, so a view would be written twice and be a view no longer.
     """
@@ -294,17 +335,23 @@ def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
         if not is_strided or not is_fillable(tensor.dtype):
             form = f"of {tensor.dtype}" if is_strided else f"with layout {tensor.layout}"
             problems.append(
-                f"{info.fqn}: a {info.kind} {form} on the meta device cannot be filled. Keep its values in another "
+                f"{info.fqn}: a {info.kind} {form} on the meta device cannot be filled. Keep its "
+                "values in another "
                 "form and convert them in forward, or build it on the device where it stays."
             )
-        elif isinstance(tensor._base, nn.Parameter) and not isinstance(tensor, DTensor | nn.Parameter):
+        elif isinstance(tensor._base, nn.Parameter) and not isinstance(
+            tensor, DTensor | nn.Parameter
+        ):
             problems.append(
-                f"{info.fqn}: a buffer that is a view of a parameter would be written twice and be no view afterwards. "
+                f"{info.fqn}: a buffer that is a view of a parameter would be written twice and be "
+                "no view afterwards. "
                 "Take the view in forward."
             )
         elif tensor.numel() and (memory := _memory_of(tensor)) is not None:
             begin = int(tensor.storage_offset())
-            last = begin + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            last = begin + sum(
+                (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
             size = tensor.dtype.itemsize
             held[memory].append((begin * size, (last + 1) * size, info.fqn))
     for parts in held.values():
@@ -312,7 +359,8 @@ def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
         for begin, end, fqn in sorted(parts, key=lambda part: part[0]):
             if begin < reached:
                 problems.append(
-                    f"{fqn}: shares memory with {holder}, so both would be written twice. Make them one object, or "
+                    f"{fqn}: shares memory with {holder}, so both would be written twice. Make "
+                    "them one object, or "
                     "register one of them and take the view in forward."
                 )
             if end > reached:
@@ -334,7 +382,8 @@ def _pick(
         if claims:
             name, source = next(iter(claims.items()))
             problems.append(
-                f"{name}: two sources, it already has a value on {tensor.device} and '{source}' claims it. "
+                f"{name}: two sources, it already has a value on {tensor.device} and '{source}' "
+                "claims it. "
                 "Build it on the meta device, or leave it out of the sources."
             )
         return Keep()
@@ -342,12 +391,16 @@ def _pick(
         return _pick_claim(info, claims, problems)
     if len(own) > 1:
         listed = " and ".join(f"'{s}' for {n}" for n, s in own.items())
-        problems.append(f"{info.fqn}: two sources for one tied tensor, {listed}. Declare Alias for all names but one.")
+        problems.append(
+            f"{info.fqn}: two sources for one tied tensor, {listed}. Declare Alias for all names "
+            "but one."
+        )
         return None
     source = next(iter(own.values()), None)
     if source is None:
         problems.append(
-            f"{info.fqn}: {info.kind} {info.shape} of {_class_name(info.module)} has no source. Declare one in "
+            f"{info.fqn}: {info.kind} {info.shape} of {_class_name(info.module)} has no source. "
+            "Declare one in "
             "declare_sources of its module, or pass one in sources."
         )
     elif complete and info.persistent and not (isinstance(source, Init) and source.may_be_absent):
@@ -355,15 +408,22 @@ def _pick(
     return source
 
 
-def _pick_claim(info: TensorInfo, claims: Mapping[str, Source], problems: list[str]) -> Source | None:
+def _pick_claim(
+    info: TensorInfo, claims: Mapping[str, Source], problems: list[str]
+) -> Source | None:
     """Return the one source among the claims on a meta tensor's names."""
     for name, source in claims.items():
         if isinstance(source, Read) and source.shape != info.shape:
-            problems.append(f"{name}: {source.reader.name} has {source.shape}, the model expects {info.shape}.")
+            problems.append(
+                f"{name}: {source.reader.name} has {source.shape}, the model expects {info.shape}."
+            )
         if isinstance(source, Keep | Alias):
-            problems.append(f"{name}: '{source}' cannot give a value to a tensor on meta. Name a source that can.")
-    # A checkpoint may hold a tied tensor under each of its names, and one pattern may match them all. They are one
-    # tensor, so the first is read.
+            problems.append(
+                f"{name}: '{source}' cannot give a value to a tensor on meta. Name a source that "
+                "can."
+            )
+    # A checkpoint may hold a tied tensor under each of its names, and one pattern may match them
+    # all. They are one tensor, so the first is read.
     first = next(iter(claims.values()))
     same = [
         s.reader is first.reader if isinstance(s, Read) and isinstance(first, Read) else s == first
@@ -375,11 +435,19 @@ def _pick_claim(info: TensorInfo, claims: Mapping[str, Source], problems: list[s
     return first
 
 
-def _final_dtype(found: _Found, source: Source, declared: Mapping[str, Source], problems: list[str]) -> torch.dtype:
-    """Return the declared dtype, if any: a cast of the model on meta lost nothing yet, so a buffer gets it back."""
+def _final_dtype(
+    found: _Found, source: Source, declared: Mapping[str, Source], problems: list[str]
+) -> torch.dtype:
+    """Return the declared dtype, if any: a cast of the model on meta lost nothing yet, so a buffer
+    gets it back.
+    """
     _, info, names = found
     wanted = next(
-        (s.dtype for s in (source, *(declared.get(n) for n in names)) if isinstance(s, Init | Compute) and s.dtype),
+        (
+            s.dtype
+            for s in (source, *(declared.get(n) for n in names))
+            if isinstance(s, Init | Compute) and s.dtype
+        ),
         None,
     )
     if wanted is None or wanted == info.dtype:
@@ -387,6 +455,7 @@ def _final_dtype(found: _Found, source: Source, declared: Mapping[str, Source], 
     if info.kind == "buffer" and not isinstance(source, Keep):
         return wanted
     problems.append(
-        f"{info.fqn}: is {info.dtype}, but its module declares {wanted}. Keep it out of casts of the model."
+        f"{info.fqn}: is {info.dtype}, but its module declares {wanted}. Keep it out of casts of "
+        "the model."
     )
     return info.dtype

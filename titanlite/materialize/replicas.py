@@ -1,6 +1,7 @@
 """Replicas: one rank reads what several ranks hold, and broadcasts it to the others.
 
-The ranks that hold the same elements follow from placements and meshes alone, so no communication is needed.
+The ranks that hold the same elements follow from placements and meshes alone, so no communication
+is needed.
 """
 
 import math
@@ -21,7 +22,9 @@ _BUCKET_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Hop:
-    """One broadcast of a chain that reaches all replicas: over one mesh axis, from global rank `source`."""
+    """One broadcast of a chain that reaches all replicas: over one mesh axis, from global rank
+    `source`.
+    """
 
     group: dist.ProcessGroup | None
     source: int
@@ -34,15 +37,20 @@ class Share:
 
     tensor: torch.Tensor  # DTensor, or plain and then held by all ranks of `group`
     mine: bool  # this rank is in charge
-    hops: tuple[Hop, ...]  # broadcasts from the replica in charge to the others; empty without replicas
+    # broadcasts from the replica in charge to the others; empty without replicas
+    hops: tuple[Hop, ...]
     key: Hashable  # equal for tensors whose hops are the same ones
 
 
-def share_out(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> Iterator[Share]:
-    """Put one replica in charge of each tensor, in turns, so that the ranks get about equally many bytes.
+def share_out(
+    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> Iterator[Share]:
+    """Put one replica in charge of each tensor, in turns, so that the ranks get about equally many
+    bytes.
 
-    Every rank of `group` (None: all) must give the same tensors in the same order, and comes to the same result without
-    communication. Of tensors that others hold, no rank of the group is in charge.
+    Every rank of `group` (None: all) must give the same tensors in the same order, and comes to the
+    same result without communication. Of tensors that others hold, no rank of the group is in
+    charge.
     """
     loads: defaultdict[Hashable, list[int]] = defaultdict(list)
     for tensor in tensors:
@@ -65,14 +73,18 @@ def share_out(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
 def _replicas(
     tensor: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[tuple[Hashable, tuple[int, ...]], tuple[int, ...], tuple[int, ...]]:
-    """Return (mesh and its axes over which `tensor` is replicated), their sizes, and this rank's place on them."""
+    """Return (mesh and its axes over which `tensor` is replicated), their sizes, and this rank's
+    place on them.
+    """
     if not isinstance(tensor, DTensor):
         size = group_size(group)
         return (None, (0,)), (size,) if size > 1 else (), (dist.get_rank(group) if size > 1 else 0,)
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
     assert place is not None, "every rank is on every mesh"
-    axes = tuple(i for i, p in enumerate(tensor.placements) if p.is_replicate() and mesh.size(i) > 1)
+    axes = tuple(
+        i for i, p in enumerate(tensor.placements) if p.is_replicate() and mesh.size(i) > 1
+    )
     return (mesh, axes), tuple(mesh.size(i) for i in axes), tuple(place[i] for i in axes)
 
 
@@ -92,7 +104,9 @@ def _hops(
     coordinate: tuple[int, ...],
     group: dist.ProcessGroup | None,
 ) -> Iterator[Hop]:
-    """Yield a hop per axis. The first reaches ranks that differ from the chosen one in that axis only, and so on."""
+    """Yield a hop per axis. The first reaches ranks that differ from the chosen one in that axis
+    only, and so on.
+    """
     if not isinstance(tensor, DTensor):
         yield Hop(group, _global_rank(group, chosen[0]), True)
         return
@@ -101,14 +115,20 @@ def _hops(
     for i, axis in enumerate(axes):
         source = list(place)
         source[axis] = chosen[i]
-        yield Hop(mesh.get_group(axis), int(mesh.mesh[tuple(source)].item()), coordinate[i + 1 :] == chosen[i + 1 :])
+        yield Hop(
+            mesh.get_group(axis),
+            int(mesh.mesh[tuple(source)].item()),
+            coordinate[i + 1 :] == chosen[i + 1 :],
+        )
 
 
 @torch.no_grad()
 def broadcast(shares: Iterable[Share]) -> None:
-    """Give every replica what the one in charge holds. Local tensors of up to 4 MiB travel together.
+    """Give every replica what the one in charge holds. Local tensors of up to 4 MiB travel
+    together.
 
-    Collectives: broadcasts over the mesh axes of the replicas; every rank must call with the same shares.
+    Collectives: broadcasts over the mesh axes of the replicas; every rank must call with the same
+    shares.
     """
     by_key: dict[Hashable, list[Share]] = {}
     for share in shares:
@@ -123,7 +143,8 @@ def broadcast(shares: Iterable[Share]) -> None:
                 _run(hops, local.view(-1).view(torch.uint8))
                 continue
             if bucket and (
-                sum(t.nbytes for t in bucket) + local.nbytes > _BUCKET_BYTES or bucket[0].device != local.device
+                sum(t.nbytes for t in bucket) + local.nbytes > _BUCKET_BYTES
+                or bucket[0].device != local.device
             ):
                 _send_bucket(hops, bucket)
                 bucket = []
@@ -139,7 +160,8 @@ def _send_bucket(hops: tuple[Hop, ...], bucket: Sequence[torch.Tensor]) -> None:
     _run(hops, packed)
     for local, part in zip(bucket, packed.split(sizes), strict=True):
         if local.numel():
-            local.copy_(part.clone().view(local.dtype).view(local.shape))  # cloned, for views need alignment
+            # cloned, for views need alignment
+            local.copy_(part.clone().view(local.dtype).view(local.shape))
 
 
 def _run(hops: tuple[Hop, ...], data: torch.Tensor) -> None:

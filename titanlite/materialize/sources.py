@@ -3,8 +3,10 @@
 In order of precedence:
 
 1. a tensor that is not on meta keeps its value (`Keep`);
-2. the `sources` given to `materialize`: a checkpoint, or claims by name or pattern; two claims are an error;
-3. the declaration of the module that owns the tensor (`declare_sources`); two declarations are an error.
+2. the `sources` given to `materialize`: a checkpoint, or claims by name or pattern; two claims are
+an error;
+3. the declaration of the module that owns the tensor (`declare_sources`); two declarations are an
+error.
 
 A tied tensor is one tensor with several names: the first name is filled, the others are `Alias`.
 """
@@ -50,7 +52,9 @@ class Compute:
 
 @dataclass(frozen=True)
 class Alias:
-    """Tied: the same tensor object as `target`. Values are never compared: on meta there are none."""
+    """Tied: the same tensor object as `target`. Values are never compared: on meta there are
+    none.
+    """
 
     target: str
 
@@ -68,7 +72,9 @@ class Keep:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """One read: `region` of tensor `name`, encoded if need be, goes into `destination`, which is contiguous."""
+    """One read: `region` of tensor `name`, encoded if need be, goes into `destination`, which is
+    contiguous.
+    """
 
     name: str
     region: Region
@@ -80,7 +86,8 @@ class TensorReader(Protocol):
     """A store of named tensors that can read parts of them; `name` is for messages."""
 
     name: str
-    proves_coverage: bool  # `read` checks, before it reads, that it will write every element of each destination
+    # `read` checks, before it reads, that it will write every element of each destination
+    proves_coverage: bool
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast to its dtype or encoded."""
@@ -88,12 +95,15 @@ class TensorReader(Protocol):
 
 @dataclass(frozen=True)
 class Read:
-    """Read from a checkpoint; all reads of one reader are handed over together, to be sorted by file offset."""
+    """Read from a checkpoint; all reads of one reader are handed over together, to be sorted by
+    file offset.
+    """
 
     reader: TensorReader
     name: str
     shape: tuple[int, ...]
-    keeps_float32: bool = False  # stored in float32 among tensors of fewer bits; saved in float32 again
+    # stored in float32 among tensors of fewer bits; saved in float32 again
+    keeps_float32: bool = False
 
     def __str__(self) -> str:
         return f"checkpoint {self.reader.name}:{self.name}"
@@ -104,7 +114,9 @@ Source = Init | Compute | Alias | Keep | Read
 
 @dataclass(frozen=True)
 class Unfit:
-    """A claim that cannot be used: the provider's tensor of this name does not fit. The plan lists `reason`."""
+    """A claim that cannot be used: the provider's tensor of this name does not fit. The plan lists
+    `reason`.
+    """
 
     reason: str
 
@@ -128,12 +140,16 @@ class SourceProvider(Protocol):
     complete: bool  # it must cover every persistent tensor that does not declare `may_be_absent`
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
-        """Claim (fully qualified name, source). Unknown names and double claims are reported as such."""
+        """Claim (fully qualified name, source). Unknown names and double claims are reported as
+        such.
+        """
         ...
 
 
 class Patterns:
-    """Claims by exact name or shell pattern: `{"*.bias": Init(Zeros())}`. One that matches nothing is an error."""
+    """Claims by exact name or shell pattern: `{"*.bias": Init(Zeros())}`. One that matches nothing
+    is an error.
+    """
 
     def __init__(self, claims: Mapping[str, Source]) -> None:
         self.name, self.complete, self._claims = "sources", False, claims
@@ -146,30 +162,45 @@ class Patterns:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A distribution to draw one tensor from, with a counter-based generator that is independent of sharding.
+    """A distribution to draw one tensor from, with a counter-based generator that is independent of
+    sharding.
 
-    The global tensor, seen as (rows, last dim), is cut into tiles of 256 x 256. Each tile has its own Philox stream,
-    keyed by (seed, tensor name, tile row, tile column). A rank draws, on the host, the tiles that overlap its shard:
-    O(shard) time and memory, and the same bits on every mesh and device. PyTorch's own DTensor initialization gives
-    every rank of a CPU mesh the same numbers, and on CUDA depends on the layout.
+    The global tensor, seen as (rows, last dim), is cut into tiles of 256 x 256. Each tile has its
+    own Philox stream, keyed by (seed, tensor name, tile row, tile column). A rank draws, on the
+    host, the tiles that overlap its shard: O(shard) time and memory, and the same bits on every
+    mesh and device. PyTorch's own DTensor initialization gives every rank of a CPU mesh the same
+    numbers, and on CUDA depends on the layout.
     """
 
-    zero_row: int | None = None  # index along dim 0 that is zero instead (`padding_idx`), from the end if negative
+    # index along dim 0 that is zero instead (`padding_idx`), from the end if negative
+    zero_row: int | None = None
 
     def __str__(self) -> str:
         given = ((f.name, getattr(self, f.name)) for f in fields(self))
-        listed = ", ".join(f"{name}={value:g}" for name, value in given if value or (name == "zero_row" and value == 0))
+        listed = ", ".join(
+            f"{name}={value:g}"
+            for name, value in given
+            if value or (name == "zero_row" and value == 0)
+        )
         return f"{type(self).__name__.lower()}({listed})"
 
     def tile(self, generator: np.random.Generator, rows: int, cols: int) -> np.ndarray:
         """Draw a (rows, cols) float32 tile."""
         raise NotImplementedError
 
-    def fill(self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str) -> None:
-        """Write `region` of the tensor `name` of global `shape` into `local`, in place, cast to its dtype."""
+    def fill(
+        self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str
+    ) -> None:
+        """Write `region` of the tensor `name` of global `shape` into `local`, in place, cast to its
+        dtype.
+        """
         if local.numel() == 0:
             return
-        rows = local if local.is_contiguous() else torch.empty_like(local, memory_format=torch.contiguous_format)
+        rows = (
+            local
+            if local.is_contiguous()
+            else torch.empty_like(local, memory_format=torch.contiguous_format)
+        )
         self._draw(rows, region, shape, seed, name)
         if self.zero_row is not None:
             index = self.zero_row % shape[0] - region.starts[0]
@@ -178,11 +209,15 @@ class Recipe:
         if rows is not local:
             local.copy_(rows)
 
-    def _draw(self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str) -> None:
+    def _draw(
+        self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str
+    ) -> None:
         cols = shape[-1] if len(shape) > 1 else 1
         col_start, col_count = (region.starts[-1], region.lengths[-1]) if len(shape) > 1 else (0, 1)
         flat = local.view(-1, col_count)
-        key = np.frombuffer(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest(), dtype=np.uint64)
+        key = np.frombuffer(
+            hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest(), dtype=np.uint64
+        )
         total_rows = math.prod(shape) // cols
         done = 0
         for row_start, row_count in region.row_runs(shape):
@@ -225,7 +260,8 @@ class TruncatedNormal(Recipe):
     bound: float = 3.0
 
     def tile(self, generator: np.random.Generator, rows: int, cols: int) -> np.ndarray:
-        inside = math.erf(self.bound / math.sqrt(2.0))  # inverse CDF: one draw per element, no rejection loop
+        # inverse CDF: one draw per element, no rejection loop
+        inside = math.erf(self.bound / math.sqrt(2.0))
         u = torch.from_numpy(generator.uniform(-inside, inside, (rows, cols)))
         return (torch.erfinv(u) * (math.sqrt(2.0) * self.std) + self.mean).to(torch.float32).numpy()
 
@@ -246,7 +282,9 @@ class Uniform(Recipe):
 class Constant(Recipe):
     value: float = 0.0
 
-    def _draw(self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str) -> None:
+    def _draw(
+        self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str
+    ) -> None:
         local.fill_(self.value)
 
 

@@ -1,6 +1,8 @@
-"""Tensors that a module holds without registering them: they have no source, so on meta they must not be there.
+"""Tensors that a module holds without registering them: they have no source, so on meta they must
+not be there.
 
-torch computes with a CPU tensor and one on meta without an error, and the results are arbitrary memory.
+torch computes with a CPU tensor and one on meta without an error, and the results are arbitrary
+memory.
 """
 
 from collections import deque
@@ -15,18 +17,22 @@ from titanlite.materialize.sources import Alias, Compute, Init, Keep, Read
 
 _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), type, ModuleType)
 _SOURCES = (Init, Compute, Alias, Keep, Read)  # what they recorded is in no forward
-# Torch's own machinery (meshes, FSDP, compiled graphs), which follows the model's tensors by itself.
+# Torch's own machinery (meshes, FSDP, compiled graphs), which follows the model's tensors by
+# itself.
 _MACHINERY = ("torch._", "torch.distributed.", "torch.fx.", "torch.utils.")
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))  # registered tensors and modules, and hooks
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
-def find_unregistered(model: nn.Module, names: Mapping[nn.Module, str]) -> Iterator[tuple[str, torch.Tensor]]:
+def find_unregistered(
+    model: nn.Module, names: Mapping[nn.Module, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (path, tensor) of each meta tensor that `model` reaches and that is none of its own.
 
     The search begins at the modules in `names`. It goes through attributes, also those of classes,
-    containers, unregistered modules, plain objects, `functools.partial`, bound methods and closures,
-    and visits each object once. It enters no Python modules, globals of functions, or hooks.
+    containers, unregistered modules, plain objects, `functools.partial`, bound methods and
+    closures, and visits each object once. It enters no Python modules, globals of functions, or
+    hooks.
     """
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     seen = set(map(id, names))
@@ -72,7 +78,9 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object) of the attributes of an object; for modules, of their tensors and classes."""
+    """Yield (name, object) of the attributes of an object; for modules, of their tensors and
+    classes.
+    """
     held = getattr(value, "__dict__", {})
     if isinstance(value, nn.Module):
         for registered in _REGISTERED:

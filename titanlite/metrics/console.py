@@ -18,7 +18,11 @@ from titanlite.base.process import Console as EscapingConsole
 from titanlite.base.process import raw_output
 
 _MUCH_PADDING = 0.1
-_SHOWN = (("loss", "loss/train", 4), ("accuracy", "rewards/accuracy", 2), ("margin", "rewards/margin", 3))
+_SHOWN = (
+    ("loss", "loss/train", 4),
+    ("accuracy", "rewards/accuracy", 2),
+    ("margin", "rewards/margin", 3),
+)
 _MEMORY = {"memory/max_reserved_gib": "mem", "memory/host_peak_rss_gib": "host mem"}
 _WIDEST_BAR = 24
 _REDRAW_S = 0.1
@@ -27,7 +31,9 @@ _PACE_S = 3600.0  # of the latest steps, from which the remaining time is estima
 
 def format_rate(flops_per_s: float) -> str:
     """Write a rate with the unit that keeps it readable: `412.3 TFLOP/s`, `35.1 GFLOP/s`."""
-    scale, unit = next((pair for pair in ((1e12, "T"), (1e9, "G")) if flops_per_s >= pair[0]), (1e6, "M"))
+    scale, unit = next(
+        (pair for pair in ((1e12, "T"), (1e9, "G")) if flops_per_s >= pair[0]), (1e6, "M")
+    )
     return f"{flops_per_s / scale:.1f} {unit}FLOP/s"
 
 
@@ -38,7 +44,8 @@ def format_line(
     layers: Mapping[str, Sequence[float]] | None = None,
     most_load: float = 0.0,
 ) -> str:
-    """Write the values of one log step, keyed by metric name, as one aligned line; absent values are skipped.
+    """Write the values of one log step, keyed by metric name, as one aligned line; absent values
+    are skipped.
 
     Of the values per MoE layer, `layers`, it shows the worst load, which is at most `most_load` (0:
     unknown). Padding is shown if there is much of it: FLOP/s and MFU count it, tokens/s do not.
@@ -47,7 +54,11 @@ def format_line(
     parts = [
         f"step {step:>{max(width, 5)}}/{num_steps}",
         f"loss {values['loss/train']:7.4f}",
-        *(f"{label} {values[name]:.{digits}f}" for label, name, digits in _SHOWN[1:] if name in values),
+        *(
+            f"{label} {values[name]:.{digits}f}"
+            for label, name, digits in _SHOWN[1:]
+            if name in values
+        ),
         f"grad norm {values['grad_norm']:5.2f}",
         f"lr {values['lr']:.1e}",
         f"{values['throughput/tokens_per_s']:>9,.0f} tok/s",
@@ -57,7 +68,9 @@ def format_line(
         parts.append(f"MFU {values['throughput/mfu']:4.1%}")
     if (share := values.get("data/padding", 0.0)) >= _MUCH_PADDING:
         parts.append(f"padding {share:.0%}")
-    parts += [f"{label} {values[name]:.2f} GiB" for name, label in _MEMORY.items() if name in values]
+    parts += [
+        f"{label} {values[name]:.2f} GiB" for name, label in _MEMORY.items() if name in values
+    ]
     layers = layers or {}
     if ratios := layers.get("moe/load_max_over_mean"):
         bound = f" of at most {most_load:.2f}" if most_load else ""
@@ -71,14 +84,20 @@ def can_show_bar() -> bool:
 
 
 class ProgressBar:
-    """A rich progress bar on the last line of the terminal; the package's log lines scroll above it.
+    """A rich progress bar on the last line of the terminal; the package's log lines scroll above
+    it.
 
-    It is drawn only when `show` is called: no refresh thread, which forked data workers could inherit mid-draw.
-    `start_step` steps were done before this process started; `steps_per_epoch` is 0 where that is not known.
+    It is drawn only when `show` is called: no refresh thread, which forked data workers could
+    inherit mid-draw. `start_step` steps were done before this process started; `steps_per_epoch` is
+    0 where that is not known.
     """
 
     def __init__(
-        self, num_steps: int, start_step: int = 0, steps_per_epoch: float = 0.0, console: Console | None = None
+        self,
+        num_steps: int,
+        start_step: int = 0,
+        steps_per_epoch: float = 0.0,
+        console: Console | None = None,
     ) -> None:
         self._steps_per_epoch = steps_per_epoch
         self._progress = Progress(
@@ -100,7 +119,9 @@ class ProgressBar:
     def __enter__(self) -> Self:
         self._streams = sys.stdout, sys.stderr
         self._progress.start()  # puts its own streams in place, which understand escapes
-        sys.stdout, sys.stderr = (EscapingConsole(stream, lossy=True) for stream in (sys.stdout, sys.stderr))  # type: ignore[assignment]
+        sys.stdout, sys.stderr = (
+            EscapingConsole(stream, lossy=True) for stream in (sys.stdout, sys.stderr)
+        )  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,14 +129,22 @@ class ProgressBar:
         sys.stdout, sys.stderr = self._streams
 
     def show(self, step: int, values: Mapping[str, float] | None = None) -> None:
-        """Redraw the bar after `step`, with the `values` of a log step, keyed by metric name, or the latest ones."""
+        """Redraw the bar after `step`, with the `values` of a log step, keyed by metric name, or
+        the latest ones.
+        """
         now = time.monotonic()
         redraw = values is not None or now - self._drawn_s >= _REDRAW_S
         if redraw:
             self._drawn_s = now
         self._values = values or self._values
         parts = [f"epoch {step / self._steps_per_epoch:.2f}"] if self._steps_per_epoch else []
-        parts += [f"{label} {self._values[name]:.{digits}f}" for label, name, digits in _SHOWN if name in self._values]
+        parts += [
+            f"{label} {self._values[name]:.{digits}f}"
+            for label, name, digits in _SHOWN
+            if name in self._values
+        ]
         if self._values:
             parts.append(f"{self._values['throughput/tokens_per_s']:,.0f} tok/s")
-        self._progress.update(self._task, completed=step, description="  ".join(parts), refresh=redraw)
+        self._progress.update(
+            self._task, completed=step, description="  ".join(parts), refresh=redraw
+        )

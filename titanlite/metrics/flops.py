@@ -1,4 +1,6 @@
-"""Groups of parameters, FLOPs per token and peak FLOP/s: for gradient norms by group, throughput and MFU."""
+"""Groups of parameters, FLOPs per token and peak FLOP/s: for gradient norms by group, throughput
+and MFU.
+"""
 
 import re
 
@@ -10,32 +12,42 @@ from titanlite.materialize.plan import clean_name
 from titanlite.models.interface import Model, is_adapter
 from titanlite.models.moe import is_routed
 
-# Dense (not sparse) bfloat16 tensor-core TFLOP/s from the vendors' data sheets; of an MI250X per graphics die, which is
-# what torch calls a device. The first entry whose words all occur in the device name wins: special cases come first.
+# Dense (not sparse) bfloat16 tensor-core TFLOP/s from the vendors' data sheets; of an MI250X per
+# graphics die, which is what torch calls a device. The first entry whose words all occur in the
+# device name wins: special cases come first.
 _PEAK_BF16_TFLOPS = (
-    "GB200 2500, B200 2250, H200 NVL 835, H200 989, GH200 989, H100 NVL 835, H100 PCIE 756, H100 989, H800 989, "
-    "H20 148, A100 312, A800 312, L40S 362, L40 181, L4 121, A40 150, A10 125, MI355X 2500, MI350X 2300, MI325X 1307, "
+    "GB200 2500, B200 2250, H200 NVL 835, H200 989, GH200 989, H100 NVL 835, H100 PCIE 756, H100 "
+    "989, H800 989, "
+    "H20 148, A100 312, A800 312, L40S 362, L40 181, L4 121, A40 150, A10 125, MI355X 2500, MI350X "
+    "2300, MI325X 1307, "
     "MI300X 1307, MI250X 191.5"
 )
-# The first group with a word that is in a parameter's name gets it; words of titanlite's and transformers' models.
+# The first group with a word that is in a parameter's name gets it; words of titanlite's and
+# transformers' models.
 _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     *(("norm", ("norm", ".ln_", ".ln1.", ".ln2.", "layer_norm")), ("experts", ("experts",))),
-    *(("router", (".gate.", ".router.", ".e_score_correction_bias")), ("attention", ("attn", "attention"))),
+    *(
+        ("router", (".gate.", ".router.", ".e_score_correction_bias")),
+        ("attention", ("attn", "attention")),
+    ),
     ("feed_forward", ("mlp", "feed_forward", "ffn", ".fc1.", ".fc2.")),
 )
 
 
 def train_flops_per_token(model: Model, seq_len: int) -> int:
-    """Return the FLOPs of forward and backward per token, recomputation not counted (PaLM, arXiv:2204.02311, app. B).
+    """Return the FLOPs of forward and backward per token, recomputation not counted (PaLM,
+    arXiv:2204.02311, app. B).
 
-    6 per active parameter that multiplies, which leaves out the embedding table but not the output projection, plus
-    attention, causal-halved: `6 * layers * heads * head_dim * seq_len`, half of the 12 in PaLM and torchtitan, where
-    MFU reads higher. Where keys and values have heads of unequal width, head_dim is their mean.
+    6 per active parameter that multiplies, which leaves out the embedding table but not the output
+    projection, plus attention, causal-halved: `6 * layers * heads * head_dim * seq_len`, half of
+    the 12 in PaLM and torchtitan, where MFU reads higher. Where keys and values have heads of
+    unequal width, head_dim is their mean.
 
-    The 6 are 2 for forward, 2 for the gradient of what goes in, 2 for that of the weight. A frozen weight has no
-    gradient, and backward ends at the first layer that has something trained in it or before it, which counts as a
-    whole: with LoRA on all layers 4 of the 6 are left, without the adapters' own products. Parameters come in the
-    model's order: what is trained lies before what its gradient passes through.
+    The 6 are 2 for forward, 2 for the gradient of what goes in, 2 for that of the weight. A frozen
+    weight has no gradient, and backward ends at the first layer that has something trained in it or
+    before it, which counts as a whole: with LoRA on all layers 4 of the 6 are left, without the
+    adapters' own products. Parameters come in the model's order: what is trained lies before what
+    its gradient passes through.
     """
     config, layers = model.config, model.all_layers()
     layer_of = {param: i for i, layer in enumerate(layers) for param in layer.parameters()}
@@ -68,7 +80,8 @@ def train_flops_per_token(model: Model, seq_len: int) -> int:
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Return the peak dense FLOP/s of the named GPU in bfloat16 or float16.
 
-    None for an unknown device, a slice of one (MIG), or another dtype: better no MFU than a wrong one.
+    None for an unknown device, a slice of one (MIG), or another dtype: better no MFU than a wrong
+    one.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -76,15 +89,19 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     if "MIG" in words:
         return None
     pairs = (entry.rpartition(" ") for entry in _PEAK_BF16_TFLOPS.split(", "))
-    return next((float(tflops) * 1e12 for model, _, tflops in pairs if words.issuperset(model.split())), None)
+    return next(
+        (float(tflops) * 1e12 for model, _, tflops in pairs if words.issuperset(model.split())),
+        None,
+    )
 
 
 def group_parameters(model: Model, *, whole: bool = False) -> dict[str, list[nn.Parameter]]:
     """Return the trained parameters of `model`, each in one group; groups without any are left out.
 
-    `embedding` and `head` are found by their modules (a tied weight is `embedding`), adapters by their names (`lora`),
-    and the others by words in their names: `norm`, `experts` (shared ones too), `router`, `attention`, `feed_forward`,
-    else `other`. With `whole` all are one group, `all`. Call it after sharding, which exchanges parameters.
+    `embedding` and `head` are found by their modules (a tied weight is `embedding`), adapters by
+    their names (`lora`), and the others by words in their names: `norm`, `experts` (shared ones
+    too), `router`, `attention`, `feed_forward`, else `other`. With `whole` all are one group,
+    `all`. Call it after sharding, which exchanges parameters.
     """
     if whole:
         return {"all": [param for param in model.parameters() if param.requires_grad]}
@@ -98,13 +115,20 @@ def group_parameters(model: Model, *, whole: bool = False) -> dict[str, list[nn.
 
 def outer_parameters(model: Model) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
     """Return the parameters of the embedding and of the head; a tied weight is in both."""
-    found = [set() if module is None else set(module.parameters()) for module in model.embedding_and_head()]
+    found = [
+        set() if module is None else set(module.parameters())
+        for module in model.embedding_and_head()
+    ]
     return found[0], found[1]
 
 
-def _group_of(name: str, param: nn.Parameter, embedding: set[nn.Parameter], head: set[nn.Parameter]) -> str:
+def _group_of(
+    name: str, param: nn.Parameter, embedding: set[nn.Parameter], head: set[nn.Parameter]
+) -> str:
     if is_adapter(name):
         return "lora"
     if param in embedding or param in head:
         return "embedding" if param in embedding else "head"
-    return next((group for group, words in _WORDS if any(word in f".{name}" for word in words)), "other")
+    return next(
+        (group for group, words in _WORDS if any(word in f".{name}" for word in words)), "other"
+    )

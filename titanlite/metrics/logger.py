@@ -1,4 +1,6 @@
-"""Metrics of a run, on rank 0: one call per log step writes TensorBoard, W&B, `metrics.jsonl` and the console."""
+"""Metrics of a run, on rank 0: one call per log step writes TensorBoard, W&B, `metrics.jsonl` and
+the console.
+"""
 
 import json
 import math
@@ -26,7 +28,8 @@ _MOST_LAYERS = 4  # that are named
 
 
 class IdleExperts:
-    """Warnings of idle experts: they got next to no token in a whole log interval of `log_freq` steps.
+    """Warnings of idle experts: they got next to no token in a whole log interval of `log_freq`
+    steps.
 
     Experts that a collapsed router forgot still get a stray token. The log warns of them once, and
     again where more become idle; `if_idle` says what to set.
@@ -38,7 +41,8 @@ class IdleExperts:
         self._most = 0  # idle experts that the log has
 
     def look(self, step: int, counts: torch.Tensor) -> None:
-        """Add the tokens of each expert (layers, E) in the steps up to `step`; warn at the end of an interval.
+        """Add the tokens of each expert (layers, E) in the steps up to `step`; warn at the end of
+        an interval.
 
         Synchronizes.
         """
@@ -51,23 +55,32 @@ class IdleExperts:
         total = sum(num_idle)
         if total > self._most:
             found = [
-                f"{count} of {counts.shape[1]} in layer {self._layers[row] if self._layers else row}"
+                f"{count} of {counts.shape[1]} in layer "
+                f"{self._layers[row] if self._layers else row}"
                 for row, count in enumerate(num_idle)
                 if count
             ]
             logger.warning(
-                "moe: experts got no token, or less than %g of an even share, in steps %d to %d: %s. %s",
-                *(_IDLE_SHARE, step - self._log_freq + 1, step, list_names(found, most=_MOST_LAYERS), self._if_idle),
+                "moe: experts got no token, or less than %g of an even share, in steps %d to %d: "
+                "%s. %s",
+                *(
+                    _IDLE_SHARE,
+                    step - self._log_freq + 1,
+                    step,
+                    list_names(found, most=_MOST_LAYERS),
+                    self._if_idle,
+                ),
             )
         self._most = max(self._most, total) if total else 0
 
 
 class MetricsLogger:
-    """Writer of the metrics of a run into `dump_folder`, which is made if missing. A no-op on ranks other than 0.
+    """Writer of the metrics of a run into `dump_folder`, which is made if missing. A no-op on ranks
+    other than 0.
 
-    `metrics.jsonl` holds one JSON object per point: `step`, `time` (Unix seconds) and the values under the names that
-    TensorBoard shows (docs/observability.md), null where not finite; of values per MoE layer one list. A resumed run
-    appends; where a step occurs twice, the later line counts.
+    `metrics.jsonl` holds one JSON object per point: `step`, `time` (Unix seconds) and the values
+    under the names that TensorBoard shows (docs/observability.md), null where not finite; of values
+    per MoE layer one list. A resumed run appends; where a step occurs twice, the later line counts.
 
     What cannot be written is one warning, and waits in memory for the next point.
     """
@@ -81,10 +94,13 @@ class MetricsLogger:
         device: torch.device,
         *,
         start_step: int = 0,  # steps done before this process started
-        moe_layers: Sequence[int] = (),  # the layer's number for each row of `tokens_per_expert`; left out: 0, 1, ...
+        # the layer's number for each row of `tokens_per_expert`; left out: 0, 1, ...
+        moe_layers: Sequence[int] = (),
         if_idle: str = "",  # what to set if experts get no token
-        sink: Callable[[int, Mapping[str, float]], None] | None = None,  # gets each point too, as TensorBoard
-        measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},  # gives more values of a point
+        # gets each point too, as TensorBoard
+        sink: Callable[[int, Mapping[str, float]], None] | None = None,
+        # gives more values of a point
+        measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},
         steps_per_epoch: float = 0.0,  # for the progress bar; 0 where that is not known
     ) -> None:
         self._measure = measure
@@ -97,8 +113,14 @@ class MetricsLogger:
         self._moe_layers = list(moe_layers)
         self._idle = IdleExperts(job.metrics.log_freq, self._moe_layers, if_idle)
         dtype = torch.float32 if job.training.mixed_precision_param == "float32" else torch.bfloat16
-        self._peak_flops = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
-        self._tensorboard = Path(dump_folder) / job.metrics.save_tb_folder if job.metrics.enable_tensorboard else None
+        self._peak_flops = (
+            peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+        )
+        self._tensorboard = (
+            Path(dump_folder) / job.metrics.save_tb_folder
+            if job.metrics.enable_tensorboard
+            else None
+        )
         self._writer: Any = None
         self._sink = sink
         self._bar: ProgressBar | None = None
@@ -111,7 +133,9 @@ class MetricsLogger:
             self._bar = ProgressBar(self._num_steps, start_step, steps_per_epoch).__enter__()
 
     def advance(self, step: int, values: Mapping[str, float] | None = None) -> None:
-        """Move the progress bar, if there is one. Call after each step; it does not wait for the device."""
+        """Move the progress bar, if there is one. Call after each step; it does not wait for the
+        device.
+        """
         if self._bar is None:
             return
         try:
@@ -121,7 +145,9 @@ class MetricsLogger:
             logger.warning(f"metrics: the progress bar failed ({error!r}).")
 
     def log_step(self, point: StepPoint) -> None:
-        """Write one point of training. Call at log steps; no collective, and it copies the MoE layers' state."""
+        """Write one point of training. Call at log steps; no collective, and it copies the MoE
+        layers' state.
+        """
         if not self._enabled:
             return
         steps = max(point.step - self._last_step, 1)
@@ -130,7 +156,9 @@ class MetricsLogger:
         values.update(self._measure(point))
         if self._peak_flops is not None:
             values["throughput/mfu"] = values["throughput/tflops_per_gpu"] * 1e12 / self._peak_flops
-        lists: dict[str, Any] = {f"{name}_step": largest.step for name, largest in point.largest.items()}
+        lists: dict[str, Any] = {
+            f"{name}_step": largest.step for name, largest in point.largest.items()
+        }
         if point.ranks:
             of_ranks, by_rank = describe_ranks(point.ranks, steps)
             values.update(of_ranks)
@@ -141,37 +169,60 @@ class MetricsLogger:
         self._write(point.step, values, layers, lists)
         most_load = 0.0 if point.moe is None else point.moe.most_load
         line = format_line(point.step, self._num_steps, values, layers, most_load)
-        pace = (time.monotonic() - self._began_s) / max(point.step - self._start_step, 1)  # validations included
-        logger.info(f"{line}  left {timedelta(seconds=round(pace * (self._num_steps - point.step)))}")
+        # validations included
+        pace = (time.monotonic() - self._began_s) / max(point.step - self._start_step, 1)
+        logger.info(
+            f"{line}  left {timedelta(seconds=round(pace * (self._num_steps - point.step)))}"
+        )
         if point.moe is not None and point.moe.tokens_since is not None:
             self._idle.look(point.step, point.moe.tokens_since)
         self.advance(point.step, values)
 
-    def log_validation(self, step: int, loss: float, by_source: Mapping[str, float] | None = None) -> None:
-        """Write the validation loss (mean per token over all ranks) after `step` optimizer steps, and by source."""
+    def log_validation(
+        self, step: int, loss: float, by_source: Mapping[str, float] | None = None
+    ) -> None:
+        """Write the validation loss (mean per token over all ranks) after `step` optimizer steps,
+        and by source.
+        """
         if not self._enabled:
             return
         by_source = by_source or {}
-        self._write(step, {"loss/validation": loss} | {f"loss/validation/{name}": x for name, x in by_source.items()})
+        self._write(
+            step,
+            {"loss/validation": loss}
+            | {f"loss/validation/{name}": x for name, x in by_source.items()},
+        )
         parts = "".join(f"  {name} {value:.4f}" for name, value in by_source.items())
         logger.info(f"step {step:>5}/{self._num_steps}  validation loss {loss:7.4f}{parts}")
 
-    def log_evaluation(self, step: int, values: Mapping[str, float], examples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the scores of an evaluation after `step` optimizer steps, the first of `values`, and some generations.
+    def log_evaluation(
+        self, step: int, values: Mapping[str, float], examples: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Write the scores of an evaluation after `step` optimizer steps, the first of `values`,
+        and some generations.
 
-        `examples` have `prompt`, `prediction`, `reference` (texts) and `score`; in `metrics.jsonl` as `eval/examples`.
+        `examples` have `prompt`, `prediction`, `reference` (texts) and `score`; in `metrics.jsonl`
+        as `eval/examples`.
         """
         if not self._enabled:
             return
         self._write(step, values, extra={"eval/examples": list(examples)})
-        shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in values.items())
+        shown = "  ".join(
+            f"{name.removeprefix('eval/')} {value:.4f}" for name, value in values.items()
+        )
         logger.info(f"step {step:>5}/{self._num_steps}  evaluation  {shown}")
         for example in examples:
-            prompt, prediction, reference = (_on_one_line(example[k]) for k in ("prompt", "prediction", "reference"))
-            logger.info(f"  {prompt} -> {prediction} (wanted {reference}, score {example['score']:g})")
+            prompt, prediction, reference = (
+                _on_one_line(example[k]) for k in ("prompt", "prediction", "reference")
+            )
+            logger.info(
+                f"  {prompt} -> {prediction} (wanted {reference}, score {example['score']:g})"
+            )
 
     def close(self) -> None:
-        """Write the waiting records, if any, and remove the progress bar; later calls do nothing."""
+        """Write the waiting records, if any, and remove the progress bar; later calls do
+        nothing.
+        """
         if not self._enabled:
             return
         self._enabled = False
@@ -195,10 +246,14 @@ class MetricsLogger:
         layers: Mapping[str, Sequence[float]] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write one line of `metrics.jsonl`, and its values except `extra` to TensorBoard and W&B."""
+        """Write one line of `metrics.jsonl`, and its values except `extra` to TensorBoard and
+        W&B.
+        """
         line: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         line.update({name: _or_none(value) for name, value in values.items()})
-        line.update({name: [_or_none(value) for value in column] for name, column in (layers or {}).items()})
+        line.update(
+            {name: [_or_none(value) for value in column] for name, column in (layers or {}).items()}
+        )
         line.update(extra or {})
         self._append(_to_json(line))
         scalars = dict(values)
@@ -216,13 +271,16 @@ class MetricsLogger:
         from torch.utils.tensorboard import SummaryWriter
 
         try:
-            if self._writer is None:  # TensorBoard hides points after `start_step` in the files of earlier processes
+            # TensorBoard hides points after `start_step` in the files of earlier processes
+            if self._writer is None:
                 self._writer = SummaryWriter(str(folder), purge_step=self._start_step + 1)
             for name, value in scalars.items():
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
         except OSError as error:
-            logger.warning("metrics: cannot write to %s: %s. Only metrics.jsonl goes on.", folder, error)
+            logger.warning(
+                "metrics: cannot write to %s: %s. Only metrics.jsonl goes on.", folder, error
+            )
             self._tensorboard = None
 
     def _append(self, record: bytes = b"") -> None:
@@ -231,7 +289,8 @@ class MetricsLogger:
             self._file.append(record)
         except OSError as error:
             warn_once(
-                f"metrics: cannot write {self._file.path}: {error.strerror or error}. Training goes on, and what could "
+                f"metrics: cannot write {self._file.path}: {error.strerror or error}. Training "
+                "goes on, and what could "
                 "not be written waits for the next point."
             )
 

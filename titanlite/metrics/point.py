@@ -1,4 +1,6 @@
-"""Data of one log step and the values made of it, ranks compared; results of validations and evaluations."""
+"""Data of one log step and the values made of it, ranks compared; results of validations and
+evaluations.
+"""
 
 import math
 import resource
@@ -22,15 +24,19 @@ _PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 @dataclass
 class StepResult:
-    """Results of one optimizer step of the global batch, on the device; reading them synchronizes."""
+    """Results of one optimizer step of the global batch, on the device; reading them
+    synchronizes.
+    """
 
     loss: torch.Tensor  # mean over units (tokens with a label, or pairs), float32
-    aux_loss: torch.Tensor  # mean balance loss per token without padding, float32; 0 if there is none
+    # mean balance loss per token without padding, float32; 0 if there is none
+    aux_loss: torch.Tensor
     grad_norm: torch.Tensor  # before clipping, float32
     group_norms: torch.Tensor  # the same by group of parameters, float32 (groups,)
     tokens: int  # padding included
     unpadded_tokens: torch.Tensor  # int64
-    tokens_per_expert: torch.Tensor | None  # (layers, E) int64; None: there are no experts, or none are counted
+    # (layers, E) int64; None: there are no experts, or none are counted
+    tokens_per_expert: torch.Tensor | None
     metrics: torch.Tensor  # means of the objective's metrics, float32 (len(metric_names),)
 
 
@@ -54,11 +60,14 @@ class Largest(NamedTuple):
 
 
 def find_largest(values: Sequence[float], last_step: int) -> Largest:
-    """Return the largest of the `values` of the steps up to `last_step`; the first that is not finite, if any is not.
+    """Return the largest of the `values` of the steps up to `last_step`; the first that is not
+    finite, if any is not.
 
     Raises ValueError: there are no values.
     """
-    largest = max(range(len(values)), key=lambda i: values[i] if math.isfinite(values[i]) else math.inf)
+    largest = max(
+        range(len(values)), key=lambda i: values[i] if math.isfinite(values[i]) else math.inf
+    )
     return Largest(values[largest], last_step - len(values) + 1 + largest)
 
 
@@ -67,18 +76,23 @@ class MoEState:
     """State of the MoE layers in the latest step, over all ranks."""
 
     tokens_per_expert: Tensor  # rows of valid tokens, (layers, E), any device
-    bias_range: Tensor | None  # smallest and largest `expert_bias` of each layer, (2, layers); None without
+    # smallest and largest `expert_bias` of each layer, (2, layers); None without
+    bias_range: Tensor | None
     tokens_since: Tensor | None = None  # as `tokens_per_expert`, of all steps since the last point
     top_k: int = 0  # experts per token; 0: unknown
 
     @property
     def most_load(self) -> float:
-        """The largest possible load over the mean, where all tokens choose the same experts; 0: unknown."""
+        """The largest possible load over the mean, where all tokens choose the same experts; 0:
+        unknown.
+        """
         return self.tokens_per_expert.shape[1] / self.top_k if self.top_k else 0.0
 
 
 def describe_moe(state: MoEState) -> dict[str, list[float]]:
-    """Return values per layer by metric name. Synchronizes. A layer without tokens has nan for its load."""
+    """Return values per layer by metric name. Synchronizes. A layer without tokens has nan for its
+    load.
+    """
     counts = state.tokens_per_expert.detach().to("cpu", torch.float64)
     share = counts / counts.sum(dim=1, keepdim=True)
     # Entropy over that of an even load: 1 is balanced, 0 is one expert that gets all.
@@ -105,13 +119,19 @@ class StepPoint:
     tokens: int  # in the rows of all ranks together since, padding included: what is computed
     seconds: float  # wall time since, without validations and saves
     num_padding: int = 0  # of `tokens`
-    slowest_s: float | None = None  # time of the longest step since on this rank; None: it was not measured
-    largest: Mapping[str, Largest] = field(default_factory=dict)  # values of single steps since, by metric name
-    phases: Mapping[str, float] = field(default_factory=dict)  # parts of `seconds` on this rank: `timers.StepTimer`
-    ranks: Mapping[str, Sequence[float]] = field(default_factory=dict)  # `gather_ranks`; empty: nothing is known
-    group_norms: Mapping[str, float] = field(default_factory=dict)  # 2-norm of the gradients by group of parameters
+    # time of the longest step since on this rank; None: it was not measured
+    slowest_s: float | None = None
+    # values of single steps since, by metric name
+    largest: Mapping[str, Largest] = field(default_factory=dict)
+    # parts of `seconds` on this rank: `timers.StepTimer`
+    phases: Mapping[str, float] = field(default_factory=dict)
+    # `gather_ranks`; empty: nothing is known
+    ranks: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    # 2-norm of the gradients by group of parameters
+    group_norms: Mapping[str, float] = field(default_factory=dict)
     moe: MoEState | None = None  # None for dense models
-    extra: Mapping[str, float] = field(default_factory=dict)  # under the names that TensorBoard shall show
+    # under the names that TensorBoard shall show
+    extra: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def unpadded_tokens(self) -> int:
@@ -119,7 +139,9 @@ class StepPoint:
         return self.tokens - self.num_padding
 
     def values(self, steps: int, flops_per_token: int, num_ranks: int) -> dict[str, float]:
-        """Return the values that need no other rank, by metric name; this point covers `steps` optimizer steps."""
+        """Return the values that need no other rank, by metric name; this point covers `steps`
+        optimizer steps.
+        """
         seconds = max(self.seconds, 1e-9)
         flops_per_gpu = self.tokens * flops_per_token / seconds / num_ranks
         values = {
@@ -147,7 +169,8 @@ _MOST_LISTED = 128
 def gather_ranks(phases: Mapping[str, float], device: torch.device) -> dict[str, list[float]]:
     """Return the time spent on data and the memory of every rank, by name, in order of ranks.
 
-    Collectives: one all-gather of a few host floats over the default process group, on gloo; every rank must call.
+    Collectives: one all-gather of a few host floats over the default process group, on gloo; every
+    rank must call.
     """
     values = {"data_s": phases.get("data", 0.0)} | get_memory(device)
     own = torch.tensor(list(values.values()), dtype=torch.float64)
@@ -157,29 +180,45 @@ def gather_ranks(phases: Mapping[str, float], device: torch.device) -> dict[str,
 
 
 def get_memory(device: torch.device) -> dict[str, float]:
-    """Memory of this rank in GiB: peaks of the device's allocator since the start, and the host's resident memory."""
+    """Memory of this rank in GiB: peaks of the device's allocator since the start, and the host's
+    resident memory.
+    """
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    found = {"memory/host_peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB}
+    found = {
+        "memory/host_peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+    }
     if device.type == "cuda":
         found["memory/max_allocated_gib"] = torch.cuda.max_memory_allocated(device) / _GIB
         found["memory/max_reserved_gib"] = torch.cuda.max_memory_reserved(device) / _GIB
     statm = Path("/proc/self/statm")
     if statm.exists():
-        found["memory/host_rss_gib"] = int(statm.read_text().split()[1]) * resource.getpagesize() / _GIB
-        # The kernel adds up what its CPUs counted for the present size, not for the peak, which may be short of it.
-        found["memory/host_peak_rss_gib"] = max(found["memory/host_peak_rss_gib"], found["memory/host_rss_gib"])
+        found["memory/host_rss_gib"] = (
+            int(statm.read_text().split()[1]) * resource.getpagesize() / _GIB
+        )
+        # The kernel adds up what its CPUs counted for the present size, not for the peak, which may
+        # be short of it.
+        found["memory/host_peak_rss_gib"] = max(
+            found["memory/host_peak_rss_gib"], found["memory/host_rss_gib"]
+        )
     return found
 
 
-def describe_ranks(ranks: Mapping[str, Sequence[float]], steps: int) -> tuple[dict[str, float], dict[str, object]]:
-    """Return metrics of all ranks together, and lists by rank for `metrics.jsonl`, of an interval of `steps` steps.
+def describe_ranks(
+    ranks: Mapping[str, Sequence[float]], steps: int
+) -> tuple[dict[str, float], dict[str, object]]:
+    """Return metrics of all ranks together, and lists by rank for `metrics.jsonl`, of an interval
+    of `steps` steps.
 
     `ranks` has, from `gather_ranks`, `data_s` of the whole interval, and values of memory.
     """
     values = {name: max(column) for name, column in ranks.items() if name.startswith("memory/")}
     if not 1 < len(ranks["data_s"]) <= _MOST_LISTED:  # a line of a large run stays readable
         return values, {}
-    memory = "memory/max_reserved_gib" if "memory/max_reserved_gib" in ranks else "memory/host_peak_rss_gib"
+    memory = (
+        "memory/max_reserved_gib"
+        if "memory/max_reserved_gib" in ranks
+        else "memory/host_peak_rss_gib"
+    )
     return values, {
         "ranks/data_s": [round(value / steps, 6) for value in ranks["data_s"]],
         "ranks/memory_gib": [round(value, 4) for value in ranks[memory]],
@@ -210,7 +249,9 @@ class EvaluationResult:
 
 @dataclass
 class Series:
-    """Results of one kind over a run. Steps are optimizer steps done; -1: none yet. nan is never best."""
+    """Results of one kind over a run. Steps are optimizer steps done; -1: none yet. nan is never
+    best.
+    """
 
     name: str = ""  # of the metric, as in the logs
     first: float | None = None
@@ -223,33 +264,48 @@ class Series:
 
 
 class Results:
-    """The losses of validations (lower is better) and scores of evaluations of a run: on all ranks, in checkpoints."""
+    """The losses of validations (lower is better) and scores of evaluations of a run: on all ranks,
+    in checkpoints.
+    """
 
-    def __init__(self, section: ValidationSection, save_best: str, saved: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, section: ValidationSection, save_best: str, saved: Mapping[str, Any] | None = None
+    ) -> None:
         self._validation, self._save_best = section, save_best
         self.validation = Series(**(saved or {}).get("validation", {}))
         self.evaluation = Series(**(saved or {}).get("evaluation", {}))
 
     def add_validation(self, step: int, loss: float, mixture: str = "") -> bool:
-        """Take a validation loss; True if the checkpoint of this step is the one to keep as the best.
+        """Take a validation loss; True if the checkpoint of this step is the one to keep as the
+        best.
 
-        Losses of one `mixture` of sources are not comparable with those of another: with it the record restarts.
+        Losses of one `mixture` of sources are not comparable with those of another: with it the
+        record restarts.
         """
-        series, name = self.validation, f"validation loss ({mixture})" if mixture else "validation loss"
+        series, name = (
+            self.validation,
+            f"validation loss ({mixture})" if mixture else "validation loss",
+        )
         if series.name not in ("", name):
             best = "no number" if series.best is None else f"{series.best:.4f}"
-            logger.info("validation: the best %s was %s; from here on it is the %s", series.name, best, name)
+            logger.info(
+                "validation: the best %s was %s; from here on it is the %s", series.name, best, name
+            )
         improved = _add(series, name, step, loss, -1.0, self._validation.early_stopping_min_delta)
         return improved and self._save_best == "validation"
 
     def add_evaluation(self, step: int, name: str, score: float) -> bool:
-        """Take an evaluation score; True if the checkpoint of this step is the one to keep as the best."""
+        """Take an evaluation score; True if the checkpoint of this step is the one to keep as the
+        best.
+        """
         improved = _add(self.evaluation, name, step, score, 1.0, 0.0)
         return improved and self._save_best == "evaluation"
 
     @property
     def out_of_patience(self) -> bool:
-        """True once the validation loss has not improved for `validation.early_stopping_patience` validations."""
+        """True once the validation loss has not improved for `validation.early_stopping_patience`
+        validations.
+        """
         patience = self._validation.early_stopping_patience
         return self._validation.enable and 0 < patience <= self.validation.stale
 
@@ -274,7 +330,9 @@ class Results:
 
 
 def _add(series: Series, name: str, step: int, value: float, sign: float, min_delta: float) -> bool:
-    """Add a value; return True if it is the best so far. One from before training never is: it has no checkpoint."""
+    """Add a value; return True if it is the best so far. One from before training never is: it has
+    no checkpoint.
+    """
     if series.name != name:  # another scorer than before the resume: nothing to compare with
         series.__dict__.update(asdict(Series(name=name)))
     series.last, series.last_step = value, step

@@ -1,4 +1,6 @@
-"""The run's folder: the same on all machines, locked against other runs; its start, events and traces."""
+"""The run's folder: the same on all machines, locked against other runs; its start, events and
+traces.
+"""
 
 import json
 import os
@@ -16,7 +18,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.profiler import profile, schedule
 
-from titanlite.base.agree import failing_together, get_rank, new_host_group, on_first_rank, raise_together
+from titanlite.base.agree import (
+    failing_together,
+    get_rank,
+    new_host_group,
+    on_first_rank,
+    raise_together,
+)
 from titanlite.base.errors import RENDEZVOUS, ConfigError
 from titanlite.base.files import LOCK_WAIT_S, AppendedFile, FolderLock, check_regular, is_full
 from titanlite.base.log import log_to_folder, logger
@@ -44,25 +52,41 @@ _IDENTITY = (
 _KEPT = ("training.global_batch_size", "moe.aux_loss_coeff")
 EVENTS_FILE = "events.jsonl"
 _state: dict[str, AppendedFile] = {}
-# Paths that may differ between machines and hold the same files: a hub model is in each machine's cache.
-# `check_shared_folder` checks the run's folder.
+# Paths that may differ between machines and hold the same files: a hub model is in each machine's
+# cache. `check_shared_folder` checks the run's folder.
 _MAY_DIFFER = {
-    *("job.dump_folder", "model.path", "model.hf_assets_path", "checkpoint.initial_load_path", "lora.init_from"),
-    *("data.path", "data.validation_path", "data.tokenizer_path", "data.cache_folder", "data.chat_template"),
+    *(
+        "job.dump_folder",
+        "model.path",
+        "model.hf_assets_path",
+        "checkpoint.initial_load_path",
+        "lora.init_from",
+    ),
+    *(
+        "data.path",
+        "data.validation_path",
+        "data.tokenizer_path",
+        "data.cache_folder",
+        "data.chat_template",
+    ),
     "evaluation.path",
 }
-# A network file system may show a new file to other machines only when its cache of the folder has expired.
+# A network file system may show a new file to other machines only when its cache of the folder has
+# expired.
 _VISIBLE_WITHIN_S = 30.0
 _PAUSE_S = 0.1
 _PREPARING = timedelta(days=1)
-_CONFIG, _NEXT_CONFIG = "config.toml", "config.next.toml"  # of the run in a folder, and of one that is being built
+# of the run in a folder, and of one that is being built
+_CONFIG, _NEXT_CONFIG = "config.toml", "config.next.toml"
 
 
 def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
-    """Make the run's folder, and let no other run write there as long as the result lives; empty on other ranks than 0.
+    """Make the run's folder, and let no other run write there as long as the result lives; empty on
+    other ranks than 0.
 
-    The same for the checkpoints, should they be elsewhere. On file systems without locks it is only a warning. Raises
-    ConfigError: on all ranks; another run holds it, or rank 0 cannot write there. Collective: every rank must call.
+    The same for the checkpoints, should they be elsewhere. On file systems without locks it is only
+    a warning. Raises ConfigError: on all ranks; another run holds it, or rank 0 cannot write there.
+    Collective: every rank must call.
     """
     locks: list[FolderLock | None] = []
     wait_s = min(LOCK_WAIT_S, job.comm.timeout_seconds / 2)  # the other ranks wait in a collective
@@ -76,11 +100,13 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
                 locks.append(FolderLock.take(each, read_variable(RENDEZVOUS) or "", wait_s))
             except OSError as error:
                 raise ConfigError(
-                    f"job.dump_folder: cannot write to {each}: {error.strerror}. Choose another folder."
+                    f"job.dump_folder: cannot write to {each}: {error.strerror}. Choose another "
+                    "folder."
                 ) from None
             if locks[-1] is None:
                 logger.warning(
-                    "job.dump_folder: the file system of %s has no locks. Start no other run with this folder "
+                    "job.dump_folder: the file system of %s has no locks. Start no other run with "
+                    "this folder "
                     "meanwhile: each would remove the other's checkpoints.",
                     each,
                 )
@@ -90,11 +116,13 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
 
 
 def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]:
-    """Make the run's folder and save the resolved configuration in it, on rank 0. Log and events go there from now on.
+    """Make the run's folder and save the resolved configuration in it, on rank 0. Log and events go
+    there from now on.
 
-    The file has its usual name from `record_start` on. Returns on rank 0 the settings that are others than those of the
-    run that is there (`find_changes`). Raises ConfigError: on all ranks, if rank 0 cannot write there; a full disk is
-    only a warning if `checkpoint.on_save_error` is "continue". Collective: every rank must call.
+    The file has its usual name from `record_start` on. Returns on rank 0 the settings that are
+    others than those of the run that is there (`find_changes`). Raises ConfigError: on all ranks,
+    if rank 0 cannot write there; a full disk is only a warning if `checkpoint.on_save_error` is
+    "continue". Collective: every rank must call.
     """
     changes: dict[str, tuple[Any, Any]] = {}
 
@@ -119,7 +147,9 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
 
 
 def get_identity(job: JobConfig) -> dict[str, str]:
-    """Return the settings that tell a run from others, by key; a model of the hub by its id and commit."""
+    """Return the settings that tell a run from others, by key; a model of the hub by its id and
+    commit.
+    """
     share = job.data.validation_share
     settings = {key: str(get_value(job, key)) for key in (*_IDENTITY, *_KEPT)}
     settings["data.validation_share"] = "" if share is None else f"{share:g}"
@@ -128,37 +158,51 @@ def get_identity(job: JobConfig) -> dict[str, str]:
 
 
 def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> None:
-    """Check that a run resumes its own checkpoint: one of another base model, data or objective is refused.
+    """Check that a run resumes its own checkpoint: one of another base model, data or objective is
+    refused.
 
-    Of a mixture the sources may change. `before` is the identity in the checkpoint of `step`. Raises ConfigError: on
-    all ranks; what differs, or there are fewer steps than were trained. Collective: every rank must call.
+    Of a mixture the sources may change. `before` is the identity in the checkpoint of `step`.
+    Raises ConfigError: on all ranks; what differs, or there are fewer steps than were trained.
+    Collective: every rank must call.
     """
     folder, asked, now = job.job.dump_folder, job.training.steps, get_identity(job)
 
     def find() -> str:
         others = {key: (before[key], now[key]) for key in _IDENTITY if before[key] != now[key]}
-        return format_changes({key: tuple(map(get_settings()[key].kind, pair)) for key, pair in others.items()})
+        return format_changes(
+            {key: tuple(map(get_settings()[key].kind, pair)) for key, pair in others.items()}
+        )
 
     text = on_first_rank(find)
     never = "lora.rank" in text  # its weights do not fit
     if text and (job.checkpoint.resume == "auto" or step >= asked or never):
         weights = Path(folder) / job.checkpoint.folder / f"step-{step}"
-        forced = "" if never else f", or train more than {step} steps in all with --checkpoint.resume=force"
+        forced = (
+            ""
+            if never
+            else f", or train more than {step} steps in all with --checkpoint.resume=force"
+        )
         raise ConfigError(
-            f"checkpoint: {folder} holds another run, at step {step}: {text}. Set another job.dump_folder to begin "
+            f"checkpoint: {folder} holds another run, at step {step}: {text}. Set another "
+            "job.dump_folder to begin "
             f"anew, there with model.path = {weights} to begin with its weights{forced}."
         )
     if step > asked:
         raise ConfigError(
-            f"training.steps (or epochs) ask for {asked} steps, but the checkpoint in {folder} is of step {step}. Set "
+            f"training.steps (or epochs) ask for {asked} steps, but the checkpoint in {folder} is "
+            f"of step {step}. Set "
             "more to train on, or another job.dump_folder to begin anew."
         )
 
 
-def record_start(folder: Path, step: int, where: str, *, resumed: bool, changes: Mapping[str, tuple[Any, Any]]) -> None:
-    """Record the start of training after `step`: settings, and one event of the most specific kind. On rank 0.
+def record_start(
+    folder: Path, step: int, where: str, *, resumed: bool, changes: Mapping[str, tuple[Any, Any]]
+) -> None:
+    """Record the start of training after `step`: settings, and one event of the most specific kind.
+    On rank 0.
 
-    If the ranks started again, it is also logged why; and of a run that is resumed, which settings changed.
+    If the ranks started again, it is also logged why; and of a run that is resumed, which settings
+    changed.
     """
     if dist.get_rank() == 0 and (folder / _NEXT_CONFIG).exists():
         (folder / _NEXT_CONFIG).replace(folder / _CONFIG)
@@ -170,13 +214,18 @@ def record_start(folder: Path, step: int, where: str, *, resumed: bool, changes:
     if restart is None:
         record_event("resume" if resumed else "start", where, step)
         return
-    text = f"restart {restart.count} of {restart.most}, because {restart.why}; training goes on from step {step}"
+    text = (
+        f"restart {restart.count} of {restart.most}, because {restart.why}; training goes on "
+        f"from step {step}"
+    )
     logger.info(text)
     record_event("restart", f"{text}; {where}", step)
 
 
 def open_events(dump_folder: Path | None) -> None:
-    """Make `record_event` write into `dump_folder`, which exists; None: nowhere. A resumed run appends."""
+    """Make `record_event` write into `dump_folder`, which exists; None: nowhere. A resumed run
+    appends.
+    """
     _state.clear()
     if dump_folder is not None:
         _state["file"] = AppendedFile(dump_folder / EVENTS_FILE)
@@ -185,8 +234,9 @@ def open_events(dump_folder: Path | None) -> None:
 def record_event(kind: str, text: str, step: int) -> None:
     """Append one event on rank 0; other ranks, and a process without an open run, write nothing.
 
-    `kind` is a word for events alike ("start", "save", "skip", "error", ...), `text` a sentence for people. A file that
-    cannot be written is a warning, because an event often precedes a worse error; the next event writes it, too.
+    `kind` is a word for events alike ("start", "save", "skip", "error", ...), `text` a sentence for
+    people. A file that cannot be written is a warning, because an event often precedes a worse
+    error; the next event writes it, too.
     """
     file = _state.get("file")
     if get_rank() or file is None:
@@ -195,16 +245,22 @@ def record_event(kind: str, text: str, step: int) -> None:
     try:
         file.append((json.dumps(event) + "\n").encode("ascii"))
     except OSError as error:
-        logger.warning("metrics: cannot write %s: %s. The event was: %s", file.path, error.strerror or error, text)
+        logger.warning(
+            "metrics: cannot write %s: %s. The event was: %s",
+            file.path,
+            error.strerror or error,
+            text,
+        )
 
 
 @contextmanager
 def profiling(section: ProfilingSection, dump_folder: Path) -> Iterator[Callable[[int], None]]:
     """Yield a function to call after every training step, with the steps that the run has done.
 
-    With `profiling.enable_profiling` it records the last step of every `profile_freq` steps of this process, after one
-    warm-up step, and every rank writes `save_traces_folder/step-N/rank-R.json`, for chrome://tracing or Perfetto. A
-    step that is trained again, after a resume, replaces its trace.
+    With `profiling.enable_profiling` it records the last step of every `profile_freq` steps of this
+    process, after one warm-up step, and every rank writes `save_traces_folder/step-N/rank-R.json`,
+    for chrome://tracing or Perfetto. A step that is trained again, after a resume, replaces its
+    trace.
     """
     if not section.enable_profiling:
         yield lambda step: None
@@ -214,7 +270,12 @@ def profiling(section: ProfilingSection, dump_folder: Path) -> Iterator[Callable
     def save(recorded: profile) -> None:
         if now < 0:
             return  # ended while it recorded a step that has not ended, or never began
-        path = dump_folder / section.save_traces_folder / f"step-{now}" / f"rank-{dist.get_rank()}.json"
+        path = (
+            dump_folder
+            / section.save_traces_folder
+            / f"step-{now}"
+            / f"rank-{dist.get_rank()}.json"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(path))
         logger.info("profiler: trace of step %d in %s", now, path)
@@ -236,15 +297,22 @@ def profiling(section: ProfilingSection, dump_folder: Path) -> Iterator[Callable
 
 
 def check_same_settings(job: JobConfig) -> None:
-    """Check that all ranks have the same settings: otherwise they would wait in different collectives.
+    """Check that all ranks have the same settings: otherwise they would wait in different
+    collectives.
 
-    Raises ConfigError: on all ranks; names the settings and the ranks. Collective: every rank must call.
+    Raises ConfigError: on all ranks; names the settings and the ranks. Collective: every rank must
+    call.
     """
-    mine = {s.key: x for s, x in get_values(job) if re.sub(r"\.sources\.\w+", "", s.key) not in _MAY_DIFFER}
+    mine = {
+        s.key: x
+        for s, x in get_values(job)
+        if re.sub(r"\.sources\.\w+", "", s.key) not in _MAY_DIFFER
+    }
     first = [mine]
     dist.broadcast_object_list(first, src=0)
     problems = [
-        f"{key} = {mine.get(key)!r} on {socket.gethostname()}, {first[0].get(key)!r} on rank 0. Start every machine "
+        f"{key} = {mine.get(key)!r} on {socket.gethostname()}, {first[0].get(key)!r} on rank 0. "
+        "Start every machine "
         "with the same files and arguments."
         for key in {**mine, **first[0]}
         if mine.get(key) != first[0].get(key)
@@ -253,7 +321,8 @@ def check_same_settings(job: JobConfig) -> None:
 
 
 def check_shared_folder(folder: Path) -> None:
-    """Check that all ranks see the same `folder` and can write there: each writes its part of every checkpoint.
+    """Check that all ranks see the same `folder` and can write there: each writes its part of every
+    checkpoint.
 
     Rank 0 puts a file there for a moment. On one machine there is nothing to check.
 
@@ -267,7 +336,8 @@ def check_shared_folder(folder: Path) -> None:
     if dist.get_rank() == 0:
         token.touch()
     problem = (
-        f"{folder.absolute()} on {socket.gethostname()} is not the folder that rank 0 has, or cannot be written to. "
+        f"{folder.absolute()} on {socket.gethostname()} is not the folder that rank 0 has, or "
+        "cannot be written to. "
         "Put the folder on a file system that all machines share, with the same user."
     )
     is_shared = _appears(token) and os.access(folder, os.W_OK)
@@ -280,12 +350,14 @@ def check_shared_folder(folder: Path) -> None:
 
 @contextmanager
 def waiting_for_machines() -> Iterator[None]:
-    """Let machines take different times for the body: at the end all wait for the last, whatever `comm` says.
+    """Let machines take different times for the body: at the end all wait for the last, whatever
+    `comm` says.
 
     One machine may have the data cached, while another, which replaces a lost one, works for hours.
 
-    Raises TitanliteError: on all ranks; that of the first rank that raises one inside. Collectives: one gather at the
-    end, with several machines over a group made for it; every rank must call, and the body must have none.
+    Raises TitanliteError: on all ranks; that of the first rank that raises one inside. Collectives:
+    one gather at the end, with several machines over a group made for it; every rank must call, and
+    the body must have none.
     """
     group = new_host_group(_PREPARING) if _are_several() else None
     with failing_together(group):
@@ -302,7 +374,8 @@ def _appears(path: Path) -> bool:
     end = time.monotonic() + _VISIBLE_WITHIN_S
     while time.monotonic() < end:
         with suppress(OSError):  # rank 0 has made the folder just now
-            if path.name in os.listdir(path.parent):  # asks the server: a plain look-up may be cached
+            # asks the server: a plain look-up may be cached
+            if path.name in os.listdir(path.parent):
                 return True
         time.sleep(_PAUSE_S)
     return False

@@ -1,4 +1,6 @@
-"""Native models: one config-driven decoder (`decoder.py`, `moe.py`) and one file per family (`families/`).
+"""Native models: one config-driven decoder (`decoder.py`, `moe.py`) and one file per family
+(`families/`).
 
-Kept free of imports: `titanlite.models.families` serves the preflight check, which must not wait for torch.
+Kept free of imports: `titanlite.models.families` serves the preflight check, which must not wait
+for torch.
 """

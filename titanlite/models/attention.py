@@ -1,10 +1,11 @@
-"""Attention of the decoder: with grouped heads, or with latent keys and values (MLA); both end in `CoreAttention`.
+"""Attention of the decoder: with grouped heads, or with latent keys and values (MLA); both end in
+`CoreAttention`.
 
-Single-device code on local tensors. The number of heads is read off the projections: a tensor-parallel rank holds some
-of them.
+Single-device code on local tensors. The number of heads is read off the projections: a
+tensor-parallel rank holds some of them.
 
-Shapes: B batch, S sequence, D hidden, H query heads, G key/value heads, K width of a query or key head, V width of a
-value head, R rotated part of a head, C latent width.
+Shapes: B batch, S sequence, D hidden, H query heads, G key/value heads, K width of a query or key
+head, V width of a value head, R rotated part of a head, C latent width.
 """
 
 import torch
@@ -18,7 +19,9 @@ from titanlite.ops.attention import AttentionMask, attention
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 _LATENT_EPS = 1e-6
-"""Epsilon of the norms on latents, whatever the model's own: DeepSeek's code and transformers use a default."""
+"""Epsilon of the norms on latents, whatever the model's own: DeepSeek's code and transformers use a
+default.
+"""
 
 
 class CoreAttention(nn.Module):
@@ -48,19 +51,31 @@ class SelfAttention(Recomputable):
     core_attention: CoreAttention
 
     def forward(
-        self, x_BSD: torch.Tensor, cos_sin: CosSin, mask: AttentionMask, cache: LayerCache | None = None
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: CosSin,
+        mask: AttentionMask,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         return self.o_proj(self.run(self.attend, x_BSD, cos_sin, mask, cache))
 
     def attend(
-        self, x_BSD: torch.Tensor, cos_sin: CosSin, mask: AttentionMask, cache: LayerCache | None = None
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: CosSin,
+        mask: AttentionMask,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        """Return each head's output side by side, (B, S, heads of this rank * width), without the output projection."""
+        """Return each head's output side by side, (B, S, heads of this rank * width), without the
+        output projection.
+        """
         raise NotImplementedError
 
 
 class Attention(SelfAttention):
-    """Grouped-query attention (arXiv:2305.13245) with rotary positions and optional RMSNorm on queries and keys."""
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions and optional RMSNorm on
+    queries and keys.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -76,7 +91,11 @@ class Attention(SelfAttention):
         self.core_attention = CoreAttention(config.head_dim**-0.5)
 
     def attend(
-        self, x_BSD: torch.Tensor, cos_sin: CosSin, mask: AttentionMask, cache: LayerCache | None = None
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: CosSin,
+        mask: AttentionMask,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         q_BSHK = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSGK = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
@@ -91,22 +110,33 @@ class Attention(SelfAttention):
 class LatentAttention(SelfAttention):
     """Multi-head latent attention of DeepSeek-V2 and V3 (arXiv:2405.04434, section 2.1).
 
-    Keys and values of all heads are projected from one narrow latent; with `q_lora_rank`, queries from another one.
-    Part of each head has no position; the rotated part of the keys is the same for all heads. In training the latents
-    are expanded, and attention is that of H heads with a key and a value each.
+    Keys and values of all heads are projected from one narrow latent; with `q_lora_rank`, queries
+    from another one. Part of each head has no position; the rotated part of the keys is the same
+    for all heads. In training the latents are expanded, and attention is that of H heads with a key
+    and a value each.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, bias, std = config.hidden_size, config.attention_bias, config.initializer_range
-        self.plain_dim, self.rotary_dim, self.v_head_dim = config.qk_nope_head_dim, config.head_dim, config.v_head_dim
+        self.plain_dim, self.rotary_dim, self.v_head_dim = (
+            config.qk_nope_head_dim,
+            config.head_dim,
+            config.v_head_dim,
+        )
         self.latent_dim, self.interleaved = config.kv_lora_rank, config.rope_interleave
         width = config.num_heads * config.qk_head_dim
         self.q_proj = None if config.q_lora_rank else Linear(hidden, width, std=std)
-        self.q_a_proj = Linear(hidden, config.q_lora_rank, bias=bias, std=std) if config.q_lora_rank else None
-        self.q_a_layernorm = RMSNorm(config.q_lora_rank, _LATENT_EPS) if config.q_lora_rank else None
+        self.q_a_proj = (
+            Linear(hidden, config.q_lora_rank, bias=bias, std=std) if config.q_lora_rank else None
+        )
+        self.q_a_layernorm = (
+            RMSNorm(config.q_lora_rank, _LATENT_EPS) if config.q_lora_rank else None
+        )
         self.q_b_proj = Linear(config.q_lora_rank, width, std=std) if config.q_lora_rank else None
-        self.kv_a_proj_with_mqa = Linear(hidden, config.kv_lora_rank + self.rotary_dim, bias=bias, std=std)
+        self.kv_a_proj_with_mqa = Linear(
+            hidden, config.kv_lora_rank + self.rotary_dim, bias=bias, std=std
+        )
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, _LATENT_EPS)
         expanded = config.num_heads * (self.plain_dim + self.v_head_dim)
         self.kv_b_proj = Linear(config.kv_lora_rank, expanded, std=std)
@@ -114,14 +144,22 @@ class LatentAttention(SelfAttention):
         self.core_attention = CoreAttention(config.softmax_scale)
 
     def attend(
-        self, x_BSD: torch.Tensor, cos_sin: CosSin, mask: AttentionMask, cache: LayerCache | None = None
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: CosSin,
+        mask: AttentionMask,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         q_BSHK = self._queries(x_BSD).unflatten(-1, (-1, self.plain_dim + self.rotary_dim))
         q_plain, q_rotary = q_BSHK.split([self.plain_dim, self.rotary_dim], dim=-1)
         q_BSHK = torch.cat([q_plain, self._rotate(q_rotary, cos_sin)], dim=-1)
 
-        latent_BSC, k_rotary_BSR = self.kv_a_proj_with_mqa(x_BSD).split([self.latent_dim, self.rotary_dim], dim=-1)
-        kv_BSH = self.kv_b_proj(self.kv_a_layernorm(latent_BSC)).unflatten(-1, (-1, self.plain_dim + self.v_head_dim))
+        latent_BSC, k_rotary_BSR = self.kv_a_proj_with_mqa(x_BSD).split(
+            [self.latent_dim, self.rotary_dim], dim=-1
+        )
+        kv_BSH = self.kv_b_proj(self.kv_a_layernorm(latent_BSC)).unflatten(
+            -1, (-1, self.plain_dim + self.v_head_dim)
+        )
         k_plain, v_BSHV = kv_BSH.split([self.plain_dim, self.v_head_dim], dim=-1)
         k_rotary_BS1R = self._rotate(k_rotary_BSR.unsqueeze(2), cos_sin)
         k_BSHK = torch.cat([k_plain, k_rotary_BS1R.expand(-1, -1, k_plain.shape[2], -1)], dim=-1)
@@ -131,11 +169,17 @@ class LatentAttention(SelfAttention):
     def _queries(self, x_BSD: torch.Tensor) -> torch.Tensor:
         if self.q_proj is not None:
             return self.q_proj(x_BSD)
-        assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
+        assert (
+            self.q_a_proj is not None
+            and self.q_a_layernorm is not None
+            and self.q_b_proj is not None
+        )
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
 
     def _rotate(self, x_BSHR: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        """Apply rotary positions; interleaved pairs of the checkpoint are put into the order of `apply_rope` first."""
+        """Apply rotary positions; interleaved pairs of the checkpoint are put into the order of
+        `apply_rope` first.
+        """
         if self.interleaved:
             x_BSHR = x_BSHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return apply_rope(x_BSHR, *cos_sin)

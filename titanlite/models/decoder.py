@@ -1,7 +1,8 @@
-"""The native decoder: one config-driven transformer for Qwen, Llama 3, GLM-4.5, DeepSeek-V3 and their kin.
+"""The native decoder: one config-driven transformer for Qwen, Llama 3, GLM-4.5, DeepSeek-V3 and
+their kin.
 
-Single-device code: parallelism is applied from outside (`titanlite.distributed`). Module and parameter names are those
-of the Hugging Face models, so that checkpoint keys need no table.
+Single-device code: parallelism is applied from outside (`titanlite.distributed`). Module and
+parameter names are those of the Hugging Face models, so that checkpoint keys need no table.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
@@ -26,9 +27,12 @@ from titanlite.ops.matmul import resolve_backend
 
 
 class LossSums(NamedTuple):
-    """Losses summed over this rank's tokens, float32; divide by the global number of valid tokens."""
+    """Losses summed over this rank's tokens, float32; divide by the global number of valid
+    tokens.
+    """
 
-    cross_entropy: torch.Tensor  # of the tokens with a label; or each token's, (B, S), if that was asked for
+    # of the tokens with a label; or each token's, (B, S), if that was asked for
+    cross_entropy: torch.Tensor
     aux: torch.Tensor  # of the MoE layers' balance losses; zero when there are none
 
 
@@ -44,7 +48,9 @@ class DecoderLayer(nn.Module):
         self.mlp = (
             MoE(config)
             if self.is_moe
-            else FeedForward(config.hidden_size, config.intermediate_size, std=config.initializer_range)
+            else FeedForward(
+                config.hidden_size, config.intermediate_size, std=config.initializer_range
+            )
         )
 
     def forward(
@@ -71,7 +77,10 @@ class Backbone(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(
-            config.vocab_size, config.hidden_size, std=config.initializer_range, padding_idx=config.pad_token_id
+            config.vocab_size,
+            config.hidden_size,
+            std=config.initializer_range,
+            padding_idx=config.pad_token_id,
         )
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -86,9 +95,13 @@ class Backbone(nn.Module):
         cache: Cache | None = None,
         starts_N1: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the final hidden states (B, S, D) and the sum of the layers' balance losses, or None."""
+        """Return the final hidden states (B, S, D) and the sum of the layers' balance losses, or
+        None.
+        """
         if positions_BS is None:
-            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(
+                tokens_BS
+            )
         x_BSD = self.embed_tokens(tokens_BS)
         cos_sin = self.rotary_emb(positions_BS, x_BSD.dtype)
         mask = build_attention_mask(document_ids_BS, self.attention_backend, x_BSD.dtype, starts_N1)
@@ -111,13 +124,20 @@ class Decoder(Model):
         self.config = config
         self.model = Backbone(config)
         self.lm_head = OutputHead(
-            config.hidden_size, config.vocab_size, std=config.initializer_range, tied=config.tie_word_embeddings
+            config.hidden_size,
+            config.vocab_size,
+            std=config.initializer_range,
+            tied=config.tie_word_embeddings,
         )
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def declare_sources(self) -> dict[str, Source]:
-        return {"lm_head.weight": Alias("model.embed_tokens.weight")} if self.config.tie_word_embeddings else {}
+        return (
+            {"lm_head.weight": Alias("model.embed_tokens.weight")}
+            if self.config.tie_word_embeddings
+            else {}
+        )
 
     def forward(
         self,
@@ -129,19 +149,25 @@ class Decoder(Model):
         cache: Cache | None = None,
         starts_N1: torch.Tensor | None = None,
     ) -> torch.Tensor | LossSums:
-        """Return logits (B, S, V), with labels the `LossSums`, with a cache the logits (B, V) of each row's next token.
+        """Return logits (B, S, V), with labels the `LossSums`, with a cache the logits (B, V) of
+        each row's next token.
 
         Args:
             tokens_BS: int64 token ids.
-            labels_BS: int64 target of each position (the next token), or -100 to leave it out of the loss.
-            positions_BS: int64 positions, restarting in each packed document; None counts 0, 1, 2, ...
-            document_ids_BS: int64 document of each token for packed rows, -1 for padding; None: one document per row.
-            reduction: "none" returns the cross entropy of every token, (B, S), 0 where there is no label. A function
-                replaces the cross entropy of every token: see `linear_cross_entropy`.
-            cache: for generation, with tokens as the only other argument and no gradients. The first call takes the
-                prompts, (B, S), padded on the right. Each later one takes one new token per row, side by side in one
-                sequence, (1, B), which may be padded.
-            starts_N1: result of `find_starts(document_ids_BS)` on the host; without it, varlen waits for the device.
+            labels_BS: int64 target of each position (the next token), or -100 to leave it out of
+                the loss.
+            positions_BS: int64 positions, restarting in each packed document; None counts 0, 1, 2,
+                ...
+            document_ids_BS: int64 document of each token for packed rows, -1 for padding; None: one
+                document per row.
+            reduction: "none" returns the cross entropy of every token, (B, S), 0 where there is no
+                label. A function replaces the cross entropy of every token: see
+                    `linear_cross_entropy`.
+            cache: for generation, with tokens as the only other argument and no gradients. The
+                first call takes the prompts, (B, S), padded on the right. Each later one takes one
+                new token per row, side by side in one sequence, (1, B), which may be padded.
+            starts_N1: result of `find_starts(document_ids_BS)` on the host; without it, varlen
+                waits for the device.
         """
         if cache is not None:
             hidden_BSD, _ = self.model(tokens_BS, cache.positions(tokens_BS), None, cache)
@@ -150,10 +176,16 @@ class Decoder(Model):
             return logits_BV
         hidden_BSD, aux = self.model(tokens_BS, positions_BS, document_ids_BS, starts_N1=starts_N1)
         out = self.lm_head(hidden_BSD, labels_BS, reduction)
-        return out if labels_BS is None else LossSums(out, out.new_zeros(()) if aux is None else aux)
+        return (
+            out if labels_BS is None else LossSums(out, out.new_zeros(()) if aux is None else aux)
+        )
 
     def configure(
-        self, attention_backend: AttentionBackend, moe: MoESection, loss_chunk_tokens: int, device: torch.device
+        self,
+        attention_backend: AttentionBackend,
+        moe: MoESection,
+        loss_chunk_tokens: int,
+        device: torch.device,
     ) -> None:
         self.model.attention_backend = attention_backend
         self.lm_head.chunk_tokens = loss_chunk_tokens
@@ -179,13 +211,19 @@ class Decoder(Model):
             return [], []
         before, after = [self.model.embed_tokens], [self.model.norm, self.lm_head]
         # Modules of other pipeline stages are not called here.
-        return [m for m in before if not is_elsewhere(m.weight)], [m for m in after if not is_elsewhere(m.weight)]
+        return [m for m in before if not is_elsewhere(m.weight)], [
+            m for m in after if not is_elsewhere(m.weight)
+        ]
 
     def embedding_and_head(self) -> tuple[nn.Module, nn.Module]:
         return self.model.embed_tokens, self.lm_head
 
     def moe_layers(self) -> dict[int, MoE]:
-        here = ((i, layer.mlp) for i, layer in enumerate(self.model.layers) if isinstance(layer, DecoderLayer))
+        here = (
+            (i, layer.mlp)
+            for i, layer in enumerate(self.model.layers)
+            if isinstance(layer, DecoderLayer)
+        )
         return {i: mlp for i, mlp in here if isinstance(mlp, MoE)}
 
     def moe_layer_numbers(self) -> list[int]:
@@ -206,7 +244,9 @@ class Decoder(Model):
 
 
 def build_decoder(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Build the model on the meta device; parameters in `dtype`, buffers in their own. No memory, no values."""
+    """Build the model on the meta device; parameters in `dtype`, buffers in their own. No memory,
+    no values.
+    """
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,4 +1,6 @@
-"""The interface that the trainer, the parallelizer and the checkpoints use of a model, whoever implements it."""
+"""The interface that the trainer, the parallelizer and the checkpoints use of a model, whoever
+implements it.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,12 +18,16 @@ class LayerCache(Protocol):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
     ) -> torch.Tensor:
-        """Attend to these new keys and values and those before; arguments and result as in `ops.attention`."""
+        """Attend to these new keys and values and those before; arguments and result as in
+        `ops.attention`.
+        """
         ...
 
 
 class Cache(Protocol):
-    """Keys and values of all layers for one batch of rows; `layers` has one `LayerCache` per decoder layer."""
+    """Keys and values of all layers for one batch of rows; `layers` has one `LayerCache` per
+    decoder layer.
+    """
 
     layers: Sequence[LayerCache]
 
@@ -29,7 +35,9 @@ class Cache(Protocol):
         """Return the positions of the tokens of this forward; None: 0, 1, 2, ... in every row."""
 
     def newest(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden state of each row's last token, (B, D), from those of all tokens of this forward."""
+        """Return the hidden state of each row's last token, (B, D), from those of all tokens of
+        this forward.
+        """
         ...
 
     def advance(self) -> None:
@@ -39,13 +47,14 @@ class Cache(Protocol):
 class Model(nn.Module):
     """A causal language model that can be described on meta, sharded, and materialized.
 
-    `forward(tokens_BS, labels_BS, positions_BS, document_ids_BS, reduction, cache)` returns logits, or with labels the
-    summed losses; see `models.decoder.Decoder.forward`.
+    `forward(tokens_BS, labels_BS, positions_BS, document_ids_BS, reduction, cache)` returns logits,
+    or with labels the summed losses; see `models.decoder.Decoder.forward`.
 
     Attributes:
         config: sizes and facts about the architecture.
-        checkpoint_format: reads and writes the model's files where they are not those of a native family: an object
-            with `sources(folder, stored)`, `files(plan, dtype, exact)` and `check(plan)`. None: the native format.
+        checkpoint_format: reads and writes the model's files where they are not those of a native
+            family: an object with `sources(folder, stored)`, `files(plan, dtype, exact)` and
+                `check(plan)`. None: the native format.
         splits_inside_experts: FSDP may split an expert's weights along other dims than the first.
     """
 
@@ -54,9 +63,15 @@ class Model(nn.Module):
     splits_inside_experts = True
 
     def configure(
-        self, attention_backend: AttentionBackend, moe: MoESection, loss_chunk_tokens: int, device: torch.device
+        self,
+        attention_backend: AttentionBackend,
+        moe: MoESection,
+        loss_chunk_tokens: int,
+        device: torch.device,
     ) -> None:
-        """Set attention backend, MoE settings and loss chunk on the modules, in place, for devices like `device`."""
+        """Set attention backend, MoE settings and loss chunk on the modules, in place, for devices
+        like `device`.
+        """
         raise NotImplementedError
 
     def all_layers(self) -> list[nn.Module]:
@@ -68,8 +83,8 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Return the modules before and after the layers, for FSDP units of their own; empty where they share a
-        parameter.
+        """Return the modules before and after the layers, for FSDP units of their own; empty where
+        they share a parameter.
         """
         raise NotImplementedError
 
@@ -82,7 +97,9 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def moe_layers(self) -> dict[int, Any]:
-        """Return the MoE modules on this rank whose routers titanlite balances, by the layer's number, in order."""
+        """Return the MoE modules on this rank whose routers titanlite balances, by the layer's
+        number, in order.
+        """
         return {}
 
     def moe_layer_numbers(self) -> list[int]:
@@ -90,33 +107,43 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def expert_counters(self) -> dict[int, Any]:
-        """Return the counters of routed rows of the MoE layers on this rank, by the layer's number."""
+        """Return the counters of routed rows of the MoE layers on this rank, by the layer's
+        number.
+        """
         raise NotImplementedError
 
     def split_experts(self) -> list[nn.Module]:
-        """Return the modules whose parameters have one slice per expert, for expert parallelism to split along dim 0.
+        """Return the modules whose parameters have one slice per expert, for expert parallelism to
+        split along dim 0.
 
         Raises ConfigError: the experts cannot be split. The same on all ranks.
         """
         raise NotImplementedError
 
     def set_dispatch(self, dispatch: Callable[..., Any]) -> None:
-        """Route tokens through `dispatch`, a `TokenDispatcher`, to experts that are split over ranks."""
+        """Route tokens through `dispatch`, a `TokenDispatcher`, to experts that are split over
+        ranks.
+        """
         raise NotImplementedError
 
     def draws_random(self) -> bool:
-        """Return True if a forward in training mode may draw random numbers: recomputed layers must draw them again."""
+        """Return True if a forward in training mode may draw random numbers: recomputed layers must
+        draw them again.
+        """
         raise NotImplementedError
 
     def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
-        """Build an empty cache of the model's own kind for prompts of these lengths, up to `max_len` tokens.
+        """Build an empty cache of the model's own kind for prompts of these lengths, up to
+        `max_len` tokens.
 
         None: the model has none, and takes any `Cache`.
         """
         return None
 
     def can_cache(self, device: torch.device) -> bool:
-        """Return True if generating with a cache gives what the model computes without. Collective on first call."""
+        """Return True if generating with a cache gives what the model computes without. Collective
+        on first call.
+        """
         return True
 
 

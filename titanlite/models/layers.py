@@ -1,7 +1,8 @@
-"""Building blocks of the decoder: linear, embedding, norm, rotary table, dense feed-forward, output head, `keep`.
+"""Building blocks of the decoder: linear, embedding, norm, rotary table, dense feed-forward, output
+head, `keep`.
 
-They hold parameters under Hugging Face's names, declare where their values come from, and compute on local tensors, so
-that the same code runs on one device and on shards.
+They hold parameters under Hugging Face's names, declare where their values come from, and compute
+on local tensors, so that the same code runs on one device and on shards.
 
 Shapes: B batch, S sequence, D hidden size, V vocabulary, K head width.
 """
@@ -30,15 +31,19 @@ class Linear(nn.Linear):
     """`x @ weight.T + bias`, weight (out, in), initialized N(0, std).
 
     Attributes:
-        bias_scale: factor on the bias; row-parallel layers, whose outputs are summed over n ranks, set it to 1 / n.
-        multiply: (x, weight, bias) to the result: `F.linear`, or a product with a weight that is stored otherwise.
+        bias_scale: factor on the bias; row-parallel layers, whose outputs are summed over n ranks,
+            set it to 1 / n.
+        multiply: (x, weight, bias) to the result: `F.linear`, or a product with a weight that is
+            stored otherwise.
     """
 
     weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
     bias_scale: float = 1.0
     multiply: Callable[..., torch.Tensor] = staticmethod(F.linear)
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02
+    ) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.std = std
 
@@ -46,7 +51,9 @@ class Linear(nn.Linear):
         """Nothing: values come from `declare_sources`."""
 
     def split_parameters(self, dim: int) -> list[nn.Parameter]:
-        """Return the parameters that are split with `dim` of the weight: 0 the output, 1 the input."""
+        """Return the parameters that are split with `dim` of the weight: 0 the output, 1 the
+        input.
+        """
         return [self.weight] if dim == 1 or self.bias is None else [self.weight, self.bias]
 
     def declare_sources(self) -> dict[str, Source]:
@@ -61,16 +68,20 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """Token embedding, weight (V, D), initialized N(0, std).
 
-    The lookup of `padding_idx`, if there is one, has no gradient, and from scratch its row is 0, as in transformers.
+    The lookup of `padding_idx`, if there is one, has no gradient, and from scratch its row is 0, as
+    in transformers.
 
     Attributes:
-        look_up: (tokens, weight, padding_idx) to their rows: torch's, or a lookup in this rank's part of the weight.
+        look_up: (tokens, weight, padding_idx) to their rows: torch's, or a lookup in this rank's
+            part of the weight.
     """
 
     weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
     look_up: Callable[..., torch.Tensor] = staticmethod(F.embedding)
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, std: float, padding_idx: int | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, std: float, padding_idx: int | None = None
+    ) -> None:
         super().__init__(vocab_size, hidden_size, padding_idx)
         self.std = std
 
@@ -98,31 +109,45 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary frequencies `inv_freq` (rotary_dim / 2,), float32 whatever the model's dtype, from the configuration."""
+    """Rotary frequencies `inv_freq` (rotary_dim / 2,), float32 whatever the model's dtype, from the
+    configuration.
+    """
 
     inv_freq: torch.Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("inv_freq", torch.empty(config.rotary_dim // 2, dtype=torch.float32), persistent=False)
+        self.register_buffer(
+            "inv_freq", torch.empty(config.rotary_dim // 2, dtype=torch.float32), persistent=False
+        )
 
     def declare_sources(self) -> dict[str, Source]:
         def rotary_frequencies() -> torch.Tensor:
-            return inverse_frequencies(self.config.rotary_dim, self.config.rope_theta, self.config.rope_scaling)
+            return inverse_frequencies(
+                self.config.rotary_dim, self.config.rope_theta, self.config.rope_scaling
+            )
 
         return {"inv_freq": Compute(rotary_frequencies, dtype=torch.float32)}
 
-    def forward(self, positions_BS: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, positions_BS: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         scaling = self.config.rope_scaling
-        return rope_cos_sin(self.inv_freq, positions_BS, dtype, 1.0 if scaling is None else scaling.attention_scaling)
+        return rope_cos_sin(
+            self.inv_freq,
+            positions_BS,
+            dtype,
+            1.0 if scaling is None else scaling.attention_scaling,
+        )
 
 
 class Recomputable(nn.Module):
     """A module with a part that may run again in backward.
 
     Attributes:
-        recompute: calls that part, a function, on the rest of its arguments, now and in backward; None: once is enough.
+        recompute: calls that part, a function, on the rest of its arguments, now and in backward;
+            None: once is enough.
     """
 
     recompute: Callable[..., torch.Tensor] | None = None
@@ -148,10 +173,12 @@ class FeedForward(Recomputable):
 
 
 class OutputHead(Linear):
-    """Projection to the vocabulary, weight (V, D). With labels it computes the loss without ever holding the logits.
+    """Projection to the vocabulary, weight (V, D). With labels it computes the loss without ever
+    holding the logits.
 
     Attributes:
-        cross_entropy: `linear_cross_entropy` or, when the vocabulary is split over ranks, the version that reduces.
+        cross_entropy: `linear_cross_entropy` or, when the vocabulary is split over ranks, the
+            version that reduces.
         chunk_tokens: tokens projected at once.
         tied: the weight belongs to the embedding, which declares its source.
     """
@@ -172,10 +199,11 @@ class OutputHead(Linear):
         reduction: str | Callable[..., torch.Tensor] = "sum",
         select: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return logits (B, S, V), or with labels the sum of the token losses, a float32 scalar, or each of them, (B,
-        S, ...).
+        """Return logits (B, S, V), or with labels the sum of the token losses, a float32 scalar, or
+        each of them, (B, S, ...).
 
-        `select` picks the hidden states that are projected: of a long prompt only the last one is wanted.
+        `select` picks the hidden states that are projected: of a long prompt only the last one is
+        wanted.
         """
         weight_VD = local_tensor(self.weight)
         if select is not None:
@@ -183,26 +211,36 @@ class OutputHead(Linear):
         if labels_BS is None:
             return F.linear(hidden_BSD, weight_VD)
         losses = self.cross_entropy(
-            hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), self.chunk_tokens, reduction=reduction
+            hidden_BSD.flatten(0, 1),
+            weight_VD,
+            labels_BS.flatten(),
+            self.chunk_tokens,
+            reduction=reduction,
         )
         # Cloned: FSDP2 wants no view as a module's result.
         return losses if reduction == "sum" else losses.unflatten(0, labels_BS.shape).clone()
 
 
-# Values that `keep` stores of the running layer, or now returns. None: the layer is not recomputed as a whole.
+# Values that `keep` stores of the running layer, or now returns. None: the layer is not recomputed
+# as a whole.
 kept: ContextVar[list[Any] | Iterator[Any] | None] = ContextVar("kept", default=None)
 
 
 def keep(make: Callable[[], Any]) -> Any:
-    """Return `make()`; while a whole layer is recomputed, return its small result of the forward instead.
+    """Return `make()`; while a whole layer is recomputed, return its small result of the forward
+    instead.
 
-    A tensor is kept detached: gradients flow through the forward's result. Compiled code fuses small operations and
-    recomputes them.
+    A tensor is kept detached: gradients flow through the forward's result. Compiled code fuses
+    small operations and recomputes them.
     """
     values = None if torch.compiler.is_compiling() else kept.get()
     if isinstance(values, Iterator):
         return next(values)
     made = make()
     if values is not None:
-        values.append(made.detach().requires_grad_(made.requires_grad) if isinstance(made, torch.Tensor) else made)
+        values.append(
+            made.detach().requires_grad_(made.requires_grad)
+            if isinstance(made, torch.Tensor)
+            else made
+        )
     return made

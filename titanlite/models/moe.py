@@ -1,11 +1,12 @@
 """Mixture of experts: router, experts, and the seam where expert parallelism plugs in.
 
-Path of a token: `Router` scores it and picks top_k experts; the dispatcher groups the (token, expert) rows by expert,
-on this rank or across ranks; `Experts` runs one grouped GEMM pair over all groups; the dispatcher returns the rows and
-sums them per token in a fixed order. The router's weight of a row is folded into SwiGLU's result, so that the return is
-a plain sum.
+Path of a token: `Router` scores it and picks top_k experts; the dispatcher groups the (token,
+expert) rows by expert, on this rank or across ranks; `Experts` runs one grouped GEMM pair over all
+groups; the dispatcher returns the rows and sums them per token in a fixed order. The router's
+weight of a row is folded into SwiGLU's result, so that the return is a plain sum.
 
-Shapes: B batch, S sequence, T = B * S tokens, D hidden, E experts, k experts per token, R = T * k rows, I expert width.
+Shapes: B batch, S sequence, T = B * S tokens, D hidden, E experts, k experts per token, R = T * k
+rows, I expert width.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,14 @@ from torch.autograd.function import once_differentiable
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Init, Normal, Source, Zeros
 from titanlite.models.layers import FeedForward, Recomputable, keep
-from titanlite.ops import group_by_expert, grouped_gemm, local_tensor, permute_tokens, swiglu, unpermute_sum
+from titanlite.ops import (
+    group_by_expert,
+    grouped_gemm,
+    local_tensor,
+    permute_tokens,
+    swiglu,
+    unpermute_sum,
+)
 from titanlite.ops.matmul import GroupedGemmBackend, wide_linear
 from titanlite.ops.moe_experts import Travel, moe_experts
 
@@ -28,7 +36,8 @@ class Routing(NamedTuple):
 
     topk_scores_Tk: Tensor  # weight of each chosen expert, float32
     topk_expert_ids_Tk: Tensor  # chosen experts, int64
-    aux_loss: Tensor | None  # balance losses, summed over the tokens; None when their coefficients are 0
+    # balance losses, summed over the tokens; None when their coefficients are 0
+    aux_loss: Tensor | None
 
 
 class ExpertCounter(Protocol):
@@ -38,15 +47,17 @@ class ExpertCounter(Protocol):
 
 
 class Router(nn.Module):
-    """Scores in float32, group-limited top-k, selection biased by `expert_bias`, weights from the unbiased scores.
+    """Scores in float32, group-limited top-k, selection biased by `expert_bias`, weights from the
+    unbiased scores.
 
-    Softmax scores as in Qwen3-MoE, or sigmoid scores as in DeepSeek-V3 (arXiv:2412.19437, eq. 12 to 16). It is an
-    `ExpertCounter`.
+    Softmax scores as in Qwen3-MoE, or sigmoid scores as in DeepSeek-V3 (arXiv:2412.19437, eq. 12 to
+    16). It is an `ExpertCounter`.
     """
 
-    expert_bias: Tensor  # (E,) float32, saved; moved by `optim.expert_bias.ExpertBiasBalancer`, not by gradients
-    # (E,) int64, not saved; routed rows of the latest forward in training mode. It is overwritten, never added to, so
-    # that a second run under activation checkpointing changes nothing.
+    # (E,) float32, saved; moved by `optim.expert_bias.ExpertBiasBalancer`, not by gradients
+    expert_bias: Tensor
+    # (E,) int64, not saved; routed rows of the latest forward in training mode. It is overwritten,
+    # never added to, so that a second run under activation checkpointing changes nothing.
     tokens_per_expert: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
@@ -54,10 +65,15 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.register_buffer("expert_bias", torch.empty(config.num_experts, dtype=torch.float32))
-        self.register_buffer("tokens_per_expert", torch.empty(config.num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer(
+            "tokens_per_expert",
+            torch.empty(config.num_experts, dtype=torch.int64),
+            persistent=False,
+        )
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
-        # Each sums a (B, E) tensor over ranks that hold other parts of the same sequences (cp, tp); applied in order.
+        # Each sums a (B, E) tensor over ranks that hold other parts of the same sequences (cp, tp);
+        # applied in order.
         self.sequence_sums: list[Callable[[Tensor], Tensor]] = []
 
     def declare_sources(self) -> dict[str, Source]:
@@ -68,22 +84,31 @@ class Router(nn.Module):
         }
 
     def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> Routing:
-        """Route every token; tokens where `valid_BS` is False are routed, but neither counted nor balanced."""
+        """Route every token; tokens where `valid_BS` is False are routed, but neither counted nor
+        balanced.
+        """
         config, logits_BSE = self.config, wide_linear(x_BSD, local_tensor(self.weight))
         scores_BSE = logits_BSE.detach()
-        scores_BSE = scores_BSE.softmax(dim=-1) if config.score_func == "softmax" else scores_BSE.sigmoid()
+        scores_BSE = (
+            scores_BSE.softmax(dim=-1) if config.score_func == "softmax" else scores_BSE.sigmoid()
+        )
         chosen = keep(lambda: self._choose(scores_BSE, valid_BS))
         topk_scores_Tk, aux_loss = _Weights.apply(config, logits_BSE, scores_BSE, valid_BS, *chosen)
         if config.routed_scaling_factor != 1.0:
             topk_scores_Tk = topk_scores_Tk * config.routed_scaling_factor
         if self.training and self.z_loss_coeff:  # arXiv:2202.08906, eq. 5
             squares_BS = logits_BSE.logsumexp(dim=-1).square()
-            z_loss = self.z_loss_coeff * (squares_BS if valid_BS is None else squares_BS * valid_BS).sum()
+            z_loss = (
+                self.z_loss_coeff
+                * (squares_BS if valid_BS is None else squares_BS * valid_BS).sum()
+            )
             aux_loss = z_loss if aux_loss is None else aux_loss + z_loss
         return Routing(topk_scores_Tk, chosen[1], aux_loss)
 
     def _choose(self, scores_BSE: Tensor, valid_BS: Tensor | None) -> tuple[Any, ...]:
-        """Return weights and ids of the chosen experts, and for the balance loss factors and sums of all scores."""
+        """Return weights and ids of the chosen experts, and for the balance loss factors and sums
+        of all scores.
+        """
         config, scores_TE = self.config, scores_BSE.flatten(0, 1)
         choice_TE = scores_TE + self.expert_bias
         if config.num_limited_groups < config.num_expert_groups:
@@ -97,9 +122,17 @@ class Router(nn.Module):
             return weights_Tk, ids_Tk, None, None
         for sum_over_ranks in self.sequence_sums:
             counts_BE = sum_over_ranks(counts_BE)
-        load_BE = counts_BE * (self.aux_loss_coeff * config.num_experts) / counts_BE.sum(-1, keepdim=True).clamp(min=1)
+        load_BE = (
+            counts_BE
+            * (self.aux_loss_coeff * config.num_experts)
+            / counts_BE.sum(-1, keepdim=True).clamp(min=1)
+        )
         share_BSE = _shares(config, scores_BSE)
-        sums_BE = share_BSE.sum(dim=1) if valid_BS is None else valid_BS.to(share_BSE.dtype).unsqueeze(1) @ share_BSE
+        sums_BE = (
+            share_BSE.sum(dim=1)
+            if valid_BS is None
+            else valid_BS.to(share_BSE.dtype).unsqueeze(1) @ share_BSE
+        )
         return weights_Tk, ids_Tk, load_BE, sums_BE
 
     def _limit_groups(self, choice_TE: Tensor) -> Tensor:
@@ -112,7 +145,9 @@ class Router(nn.Module):
         return grouped_TGe.masked_fill(~allowed_TG.unsqueeze(-1), float("-inf")).flatten(1)
 
     def _count(self, ids_Tk: Tensor, valid_BS: Tensor | None, batch: int) -> Tensor:
-        """Count each expert's valid rows per sequence, (B, E) int64: bfloat16 counts to 256 only, float32 to 16.7 M."""
+        """Count each expert's valid rows per sequence, (B, E) int64: bfloat16 counts to 256 only,
+        float32 to 16.7 M.
+        """
         ids_BR, rows_BR = ids_Tk.view(batch, -1), None
         if valid_BS is not None:
             rows_BR = valid_BS.reshape(-1, 1).expand_as(ids_Tk).to(torch.int64).reshape(batch, -1)
@@ -123,56 +158,80 @@ class Router(nn.Module):
 
 def _shares(config: ModelConfig, scores_BSE: Tensor) -> Tensor:
     """Return each score's share of its token's sum."""
-    return scores_BSE if config.score_func == "softmax" else scores_BSE / scores_BSE.sum(dim=-1, keepdim=True)
+    return (
+        scores_BSE
+        if config.score_func == "softmax"
+        else scores_BSE / scores_BSE.sum(dim=-1, keepdim=True)
+    )
 
 
 class _Weights(torch.autograd.Function):
-    """Weights of the chosen experts, and sequence-wise balance loss (arXiv:2412.19437, eq. 17 to 20) as a sum over this
-    rank's tokens. A score y divided by a sum of scores has softmax's gradient, with sigmoid times 1 - y.
+    """Weights of the chosen experts, and sequence-wise balance loss (arXiv:2412.19437, eq. 17 to
+    20) as a sum over this rank's tokens. A score y divided by a sum of scores has softmax's
+    gradient, with sigmoid times 1 - y.
     """
 
     @staticmethod
-    def forward(ctx: Any, config: ModelConfig, logits: Any, scores: Any, valid: Any, *chosen: Any) -> Any:
+    def forward(
+        ctx: Any, config: ModelConfig, logits: Any, scores: Any, valid: Any, *chosen: Any
+    ) -> Any:
         ctx.config, (weights, ids, load, sums) = config, chosen
         ctx.save_for_backward(scores, weights, ids, valid, load)
-        return weights.view_as(weights), None if load is None else torch.dot(load.flatten(), sums.flatten())
+        return weights.view_as(weights), None if load is None else torch.dot(
+            load.flatten(), sums.flatten()
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dweights_Tk: Tensor, daux: Tensor | None) -> tuple[Any, ...]:
         scores_BSE, weights_Tk, ids_Tk, valid_BS, load_BE = ctx.saved_tensors
-        is_softmax, softmax_backward = ctx.config.score_func == "softmax", torch.ops.aten._softmax_backward_data
+        is_softmax, softmax_backward = (
+            ctx.config.score_func == "softmax",
+            torch.ops.aten._softmax_backward_data,
+        )
         if load_BE is None:
             dlogits_BSE = torch.zeros_like(scores_BSE)
         else:
             dshare_BSE = (daux * load_BE).unsqueeze(1)
             dshare_BSE = dshare_BSE if valid_BS is None else dshare_BSE * valid_BS.unsqueeze(-1)
             share_BSE = _shares(ctx.config, scores_BSE)
-            dlogits_BSE = softmax_backward(dshare_BSE.expand_as(share_BSE), share_BSE, -1, share_BSE.dtype)
+            dlogits_BSE = softmax_backward(
+                dshare_BSE.expand_as(share_BSE), share_BSE, -1, share_BSE.dtype
+            )
         if ctx.config.norm_topk_prob:
             dchosen_Tk = softmax_backward(dweights_Tk, weights_Tk, -1, weights_Tk.dtype)
         else:
             dchosen_Tk = dweights_Tk * weights_Tk
             if is_softmax:
-                dlogits_BSE.addcmul_(scores_BSE, dchosen_Tk.sum(dim=-1).view(*scores_BSE.shape[:2], 1), value=-1)
+                dlogits_BSE.addcmul_(
+                    scores_BSE, dchosen_Tk.sum(dim=-1).view(*scores_BSE.shape[:2], 1), value=-1
+                )
         dlogits_BSE.view(-1, scores_BSE.shape[-1]).scatter_add_(1, ids_Tk, dchosen_Tk)
         return None, dlogits_BSE if is_softmax else dlogits_BSE.mul_(1 - scores_BSE), *[None] * 6
 
 
 class Experts(Recomputable):
-    """All experts of a layer, laid out as in Hugging Face's models: gate_up_proj (E, 2 I, D), down_proj (E, D, I).
+    """All experts of a layer, laid out as in Hugging Face's models: gate_up_proj (E, 2 I, D),
+    down_proj (E, D, I).
 
     Attributes:
-        multiply: of quantized weights: (rows, weight, offsets, backend) to the rows times them, transposed. None: none.
+        multiply: of quantized weights: (rows, weight, offsets, backend) to the rows times them,
+            transposed. None: none.
         read: a parameter to this rank's part of it; FSDP may set `ExpertCopies`.
     """
 
     stacked_matrices: ClassVar[dict[str, int]] = {"gate_up_proj": 2}
-    """Number of matrices stacked in the rows of a parameter, for optimizers that treat each by itself (Muon)."""
+    """Number of matrices stacked in the rows of a parameter, for optimizers that treat each by
+    itself (Muon).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        num_experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        num_experts, hidden, inner = (
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+        )
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, inner))
         self.std = config.initializer_range
@@ -197,14 +256,25 @@ class Experts(Recomputable):
         offsets_E: Tensor,
         travel: Travel | None = None,
     ) -> Tensor:
-        """Return the weighted sum of the experts' results per token, (T, D); arguments as in `moe_experts`."""
+        """Return the weighted sum of the experts' results per token, (T, D); arguments as in
+        `moe_experts`.
+        """
         if self.is_fused:
-            weights, backend = (self.read(self.gate_up_proj), self.read(self.down_proj)), self.grouped_gemm_backend
-            return moe_experts(x_TD, *weights, weight_R, token_R, rows_Tk, offsets_E, backend, travel)
+            weights, backend = (
+                (self.read(self.gate_up_proj), self.read(self.down_proj)),
+                self.grouped_gemm_backend,
+            )
+            return moe_experts(
+                x_TD, *weights, weight_R, token_R, rows_Tk, offsets_E, backend, travel
+            )
         return self.run(self.compute, x_TD, weight_R, token_R, rows_Tk, offsets_E)
 
-    def compute(self, x_TD: Tensor, weight_R: Tensor, token_R: Tensor, rows_Tk: Tensor, offsets_E: Tensor) -> Tensor:
-        gate_up_R2I = self.project("gate_up_proj", permute_tokens(x_TD, token_R, rows_Tk), offsets_E)
+    def compute(
+        self, x_TD: Tensor, weight_R: Tensor, token_R: Tensor, rows_Tk: Tensor, offsets_E: Tensor
+    ) -> Tensor:
+        gate_up_R2I = self.project(
+            "gate_up_proj", permute_tokens(x_TD, token_R, rows_Tk), offsets_E
+        )
         y_RD = self.project("down_proj", swiglu(gate_up_R2I, weight_R), offsets_E)
         return unpermute_sum(y_RD, token_R, rows_Tk)
 
@@ -221,25 +291,35 @@ class Experts(Recomputable):
         return self.multiply(x, weight, offsets_E, self.grouped_gemm_backend)
 
 
-# Sends every token to its experts and back: (experts, x (T, D), topk_scores (T, k), topk_expert_ids (T, k)) -> the sums
-# (T, D).
+# Sends every token to its experts and back: (experts, x (T, D), topk_scores (T, k), topk_expert_ids
+# (T, k)) -> the sums (T, D).
 TokenDispatcher = Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
 
 
 def is_routed(name: str) -> bool:
-    """Return True for parameters of routed experts, by their name in any model; False for those of shared ones."""
+    """Return True for parameters of routed experts, by their name in any model; False for those of
+    shared ones.
+    """
     return ".experts." in name
 
 
 def count_rows(ids: Tensor, num_experts: int, rows: Tensor | None = None) -> Tensor:
-    """Count the rows that chose each expert, (..., E), of int64 ids (..., R); a row counts as often as `rows` says."""
+    """Count the rows that chose each expert, (..., E), of int64 ids (..., R); a row counts as often
+    as `rows` says.
+    """
     rows = ids.new_ones(1).expand_as(ids) if rows is None else rows
     return ids.new_zeros(*ids.shape[:-1], num_experts).scatter_add_(-1, ids, rows)
 
 
-def dispatch_locally(experts: Experts, x_TD: Tensor, topk_scores_Tk: Tensor, topk_expert_ids_Tk: Tensor) -> Tensor:
-    """Implement `TokenDispatcher` for experts that are all on this rank (or all-gathered by FSDP)."""
-    order_R, token_R, rows_Tk, ends_E = keep(lambda: group_by_expert(topk_expert_ids_Tk, experts.num_experts))
+def dispatch_locally(
+    experts: Experts, x_TD: Tensor, topk_scores_Tk: Tensor, topk_expert_ids_Tk: Tensor
+) -> Tensor:
+    """Implement `TokenDispatcher` for experts that are all on this rank (or all-gathered by
+    FSDP).
+    """
+    order_R, token_R, rows_Tk, ends_E = keep(
+        lambda: group_by_expert(topk_expert_ids_Tk, experts.num_experts)
+    )
     weight_R1 = permute_tokens(topk_scores_Tk.reshape(-1, 1), order_R, rows_Tk.view(-1, 1))
     return experts(x_TD, weight_R1.flatten(), token_R, rows_Tk, ends_E)
 
@@ -254,13 +334,18 @@ class MoE(nn.Module):
         self.shared_experts: FeedForward | None = None
         if config.num_shared_experts:
             width = config.num_shared_experts * config.moe_intermediate_size
-            self.shared_experts = FeedForward(config.hidden_size, width, std=config.initializer_range)
+            self.shared_experts = FeedForward(
+                config.hidden_size, width, std=config.initializer_range
+            )
         self.dispatch: TokenDispatcher = dispatch_locally  # expert parallelism replaces it
 
-    def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x_BSD: Tensor, valid_BS: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return (B, S, D) and the balance losses of this layer, summed over tokens, or None."""
         scores_Tk, expert_ids_Tk, aux_loss = self.gate(x_BSD, valid_BS)
-        # Before the routed experts, so that a recomputation can stop after these, without the all-to-all back.
+        # Before the routed experts, so that a recomputation can stop after these, without the
+        # all-to-all back.
         shared_BSD = None if self.shared_experts is None else self.shared_experts(x_BSD)
         out_TD = self.dispatch(self.experts, x_BSD.flatten(0, 1), scores_Tk, expert_ids_Tk)
         out_BSD = out_TD.view_as(x_BSD)

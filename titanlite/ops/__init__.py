@@ -1,10 +1,17 @@
-"""Tensor operations: pure functions of tensors, no modules, no collectives, no knowledge of any model.
+"""Tensor operations: pure functions of tensors, no modules, no collectives, no knowledge of any
+model.
 
 A function that needs a collective (vocabulary-parallel cross entropy) takes it as a callable.
 """
 
 from titanlite.ops.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entropy
-from titanlite.ops.elementwise import apply_rope, inverse_frequencies, rms_norm, rope_cos_sin, swiglu
+from titanlite.ops.elementwise import (
+    apply_rope,
+    inverse_frequencies,
+    rms_norm,
+    rope_cos_sin,
+    swiglu,
+)
 from titanlite.ops.kernels import local_tensor
 from titanlite.ops.matmul import grouped_gemm
 from titanlite.ops.moe_experts import group_by_expert, permute_tokens, unpermute_sum

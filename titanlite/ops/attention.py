@@ -1,7 +1,8 @@
-"""Causal attention over packed documents: one mask per forward, shared by all layers, and two backends.
+"""Causal attention over packed documents: one mask per forward, shared by all layers, and two
+backends.
 
-Shapes: B batch, S sequence, T cached keys, H query heads, G key/value heads, R = H / G, K width of a query or key head,
-V <= K of a value head.
+Shapes: B batch, S sequence, T cached keys, H query heads, G key/value heads, R = H / G, K width of
+a query or key head, V <= K of a value head.
 """
 
 import inspect
@@ -16,12 +17,16 @@ from titanlite.ops.kernels import find_stand_in, kernel_device
 
 AttentionBackend = Literal["sdpa", "varlen"]
 # The kernel always takes grouped heads; torch 2.12 and newer want that stated.
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The mask of all layers; made once per forward by `build_attention_mask`. Without tensors it is plain causal."""
+    """The mask of all layers; made once per forward by `build_attention_mask`. Without tensors it
+    is plain causal.
+    """
 
     # `sdpa`: bool, True where query s may see key t; on CUDA what is added to scores, 0 or -inf.
     allowed_B1SS: torch.Tensor | None = None
@@ -31,8 +36,8 @@ class AttentionMask:
 def leave_out_cudnn() -> None:
     """Disable cuDNN's attention in this process.
 
-    torch 2.11 and newer prefer it on H100 and later. With a mask its backward can give NaN (pytorch#196678), and
-    generating costs a plan, tens of milliseconds, per new number of keys.
+    torch 2.11 and newer prefer it on H100 and later. With a mask its backward can give NaN
+    (pytorch#196678), and generating costs a plan, tens of milliseconds, per new number of keys.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -43,13 +48,15 @@ def build_attention_mask(
     dtype: torch.dtype = torch.float32,
     starts_N1: torch.Tensor | None = None,
 ) -> AttentionMask:
-    """Build the mask for causal attention inside documents: query s sees key t if t <= s and both are of one document.
+    """Build the mask for causal attention inside documents: query s sees key t if t <= s and both
+    are of one document.
 
     Args:
-        document_ids_BS: (B, S) int64 document of each token, or None for one document per row. Padding has id -1:
+        document_ids_BS: (B, S) int64 document of each token, or None for one document per row.
+            Padding has id -1:
             padded positions see one another and nothing else, so that no softmax row is empty.
-        backend: `sdpa` makes a (B, 1, S, S) mask; `varlen` needs to know where documents begin: each ends where its run
-            of tokens does.
+        backend: `sdpa` makes a (B, 1, S, S) mask; `varlen` needs to know where documents begin:
+            each ends where its run of tokens does.
         dtype: of the queries.
         starts_N1: what `find_starts` gave; None: `varlen` calls it, which waits for the device.
     """
@@ -73,7 +80,11 @@ def build_attention_mask(
 
 
 def attention(
-    q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, mask: AttentionMask, scale: float
+    q_BSHK: torch.Tensor,
+    k_BSGK: torch.Tensor,
+    v_BSGV: torch.Tensor,
+    mask: AttentionMask,
+    scale: float,
 ) -> torch.Tensor:
     """Attend with grouped key/value heads; returns (B, S, H, V).
 
@@ -85,17 +96,25 @@ def attention(
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
     no_flash = mask.allowed_B1SS is not None or q_BHSK.dtype == torch.float32
     if grouped and no_flash and kernel_device(q_BHSK.device) == "cuda":
-        # On CUDA a mask, or float32, rules out the flash kernel, and grouped heads the memory-efficient one: what is
-        # left keeps the float32 scores of every layer. Repeated heads cost little in comparison.
+        # On CUDA a mask, or float32, rules out the flash kernel, and grouped heads the
+        # memory-efficient one: what is left keeps the float32 scores of every layer. Repeated heads
+        # cost little in comparison.
         repeats = q_BHSK.shape[1] // k_BGSK.shape[1]
         k_BGSK, v_BGSV = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSK, v_BGSV))
         grouped = False
-    options = {"attn_mask": mask.allowed_B1SS, "is_causal": mask.allowed_B1SS is None, "enable_gqa": grouped}
-    return F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSV, scale=scale, **options).transpose(1, 2)
+    options = {
+        "attn_mask": mask.allowed_B1SS,
+        "is_causal": mask.allowed_B1SS is None,
+        "enable_gqa": grouped,
+    }
+    return F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSV, scale=scale, **options).transpose(
+        1, 2
+    )
 
 
 def find_starts(document_ids_BS: torch.Tensor) -> torch.Tensor:
-    """Return where each run of tokens of one document begins among B x S tokens, and B x S: (N + 1,) int32.
+    """Return where each run of tokens of one document begins among B x S tokens, and B x S: (N +
+    1,) int32.
 
     Waits for a CUDA device.
     """
@@ -106,15 +125,31 @@ def find_starts(document_ids_BS: torch.Tensor) -> torch.Tensor:
 
 
 def varlen_attention(
-    q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, starts_N1: torch.Tensor, scale: float
+    q_BSHK: torch.Tensor,
+    k_BSGK: torch.Tensor,
+    v_BSGV: torch.Tensor,
+    starts_N1: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
-    """Attend causally in each document by FlashAttention (arXiv:2307.08691), (B, S, H, V), in two-byte floats."""
+    """Attend causally in each document by FlashAttention (arXiv:2307.08691), (B, S, H, V), in
+    two-byte floats.
+    """
     width, missing = v_BSGV.shape[-1], q_BSHK.shape[-1] - v_BSGV.shape[-1]  # it knows one width
     v_BSGK = F.pad(v_BSGV, (0, missing)) if missing else v_BSGV
     q_THK, k_TGK, v_TGK = (x.flatten(0, 1) for x in (q_BSHK, k_BSGK, v_BSGK))
-    # The longest document's length would cost a wait for the device; blocks after a document's end stop at once anyway.
+    # The longest document's length would cost a wait for the device; blocks after a document's end
+    # stop at once anyway.
     bound = q_BSHK.shape[1]
     out_THK = varlen_attn(
-        q_THK, k_TGK, v_TGK, starts_N1, starts_N1, bound, bound, scale=scale, window_size=(-1, 0), **_GROUPED
+        q_THK,
+        k_TGK,
+        v_TGK,
+        starts_N1,
+        starts_N1,
+        bound,
+        bound,
+        scale=scale,
+        window_size=(-1, 0),
+        **_GROUPED,
     )
     return cast(torch.Tensor, out_THK).view(q_BSHK.shape)[..., :width]

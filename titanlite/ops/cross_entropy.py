@@ -1,11 +1,12 @@
 """Chunked linear cross entropy: output projection and loss in one, so that full logits never exist.
 
-For Qwen3 (V = 151,936) and 16,384 tokens, float32 logits and their gradient would take 20 GB. Here a chunk of tokens is
-projected, its loss and its gradients are computed at once, and the logits are dropped. Two operators do what comes
-between the products, on logits in the model's dtype; on CUDA they are kernels (`kernels_triton.py`).
+For Qwen3 (V = 151,936) and 16,384 tokens, float32 logits and their gradient would take 20 GB. Here
+a chunk of tokens is projected, its loss and its gradients are computed at once, and the logits are
+dropped. Two operators do what comes between the products, on logits in the model's dtype; on CUDA
+they are kernels (`kernels_triton.py`).
 
-Losses per token (`reduction="none"`) have an upstream gradient each, unknown in forward: only the logarithm of the
-softmax's denominator is kept, and backward projects every chunk again.
+Losses per token (`reduction="none"`) have an upstream gradient each, unknown in forward: only the
+logarithm of the softmax's denominator is kept, and backward projects every chunk again.
 
 Shapes: T tokens, C tokens of a chunk, D width, V vocabulary rows of this rank.
 """
@@ -26,7 +27,9 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The vocabulary rows that this rank holds, and two all-reduces over the ranks that hold the others."""
+    """The vocabulary rows that this rank holds, and two all-reduces over the ranks that hold the
+    others.
+    """
 
     start: int  # first row of this rank's weight
     vocab_size: int  # rows of all ranks together
@@ -43,13 +46,19 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _targets(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard | None):
-    """Return the factor of each token's loss, whether its label is a column of this rank, and which one.
+    """Return the factor of each token's loss, whether its label is a column of this rank, and which
+    one.
 
-    The factor is 1, 0 without a label, and NaN outside the vocabulary: a plausible number would hide that.
+    The factor is 1, 0 without a label, and NaN outside the vocabulary: a plausible number would
+    hide that.
     """
     valid_C = labels_C != IGNORE_INDEX
-    start, vocab_size = (0, logits_CV.shape[-1]) if shard is None else (shard.start, shard.vocab_size)
-    factor_C = valid_C.to(_wide(logits_CV)).masked_fill(valid_C & ((labels_C < 0) | (labels_C >= vocab_size)), math.nan)
+    start, vocab_size = (
+        (0, logits_CV.shape[-1]) if shard is None else (shard.start, shard.vocab_size)
+    )
+    factor_C = valid_C.to(_wide(logits_CV)).masked_fill(
+        valid_C & ((labels_C < 0) | (labels_C >= vocab_size)), math.nan
+    )
     local_C = labels_C - start
     mine_C = valid_C & (local_C >= 0) & (local_C < logits_CV.shape[-1])
     return factor_C, mine_C, local_C.where(mine_C, 0).unsqueeze(-1)
@@ -70,7 +79,8 @@ def _softmax_parts(
 
 @torch.library.custom_op("titanlite::softmax_statistics", mutates_args=())
 def softmax_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (maximum, sum of exp(logit - maximum), logit in `column`) of each row of `logits` (C, V).
+    """Return (maximum, sum of exp(logit - maximum), logit in `column`) of each row of `logits` (C,
+    V).
 
     These are (C,), in float32, or float64 for such logits.
     """
@@ -83,25 +93,37 @@ def softmax_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, 
 
 
 @torch.library.custom_op("titanlite::softmax_gradient_", mutates_args=("logits",))
-def softmax_gradient_(logits: Tensor, shift: Tensor, scale: Tensor, hit: Tensor, column: Tensor) -> None:
-    """Write exp(logit - shift) * scale, minus `hit` in `column`, over `logits` (C, V); the others are (C,), wide."""
+def softmax_gradient_(
+    logits: Tensor, shift: Tensor, scale: Tensor, hit: Tensor, column: Tensor
+) -> None:
+    """Write exp(logit - shift) * scale, minus `hit` in `column`, over `logits` (C, V); the others
+    are (C,), wide.
+    """
     if _use_kernels(logits):
         get_launchers().softmax_gradient_(logits, shift, scale, hit, column)
         return
     wide = logits.to(_wide(logits))  # the logits themselves, if they are wide
-    wide.sub_(shift.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1)).scatter_add_(-1, column, -hit.unsqueeze(-1))
+    wide.sub_(shift.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1)).scatter_add_(
+        -1, column, -hit.unsqueeze(-1)
+    )
     if wide is not logits:
         logits.copy_(wide)
 
 
 @softmax_statistics.register_fake
 def _(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    maximum, total, target = (logits.new_empty(logits.shape[0], dtype=_wide(logits)) for _ in range(3))
+    maximum, total, target = (
+        logits.new_empty(logits.shape[0], dtype=_wide(logits)) for _ in range(3)
+    )
     return maximum, total, target
 
 
 def _chunks(
-    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, shard: VocabShard | None
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    chunk_tokens: int,
+    shard: VocabShard | None,
 ) -> Iterator[tuple[Any, ...]]:
     """Yield each chunk's rows and logits, and its `_targets`."""
     for start in range(0, hidden_TD.shape[0], chunk_tokens):
@@ -122,7 +144,8 @@ class _Gradients:
         """Add a chunk's, from the gradient of its logits."""
         if self.hidden is not None:
             torch.mm(grad_CV, self._weight_VD, out=self.hidden[rows])
-        if self.weight is not None:  # the sum of chunks in float32, or small gradients drown in bfloat16's 8 bits
+        # the sum of chunks in float32, or small gradients drown in bfloat16's 8 bits
+        if self.weight is not None:
             sum_over_rows(grad_CV, self._hidden_TD[rows], self.weight, accumulate=True)
 
 
@@ -139,26 +162,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradients.add(rows, logits_CV)
         ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.weight_dtype = weight_VD.dtype
-        return torch.cat(losses).sum() if losses else hidden_TD.new_zeros((), dtype=_wide(weight_VD))
+        return (
+            torch.cat(losses).sum() if losses else hidden_TD.new_zeros((), dtype=_wide(weight_VD))
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
         dhidden_TD, dweight_VD = ctx.saved_tensors
         if dhidden_TD is not None:
-            # As a matrix the factor stays float32; a scalar would be rounded to bfloat16 first, up to 0.4 % off.
+            # As a matrix the factor stays float32; a scalar would be rounded to bfloat16 first, up
+            # to 0.4 % off.
             dhidden_TD = torch.mul(dhidden_TD, dloss.view(1, 1), out=torch.empty_like(dhidden_TD))
         if dweight_VD is not None:
-            dweight_VD = torch.mul(dweight_VD, dloss, out=torch.empty_like(dweight_VD, dtype=ctx.weight_dtype))
+            dweight_VD = torch.mul(
+                dweight_VD, dloss, out=torch.empty_like(dweight_VD, dtype=ctx.weight_dtype)
+            )
         return dhidden_TD, dweight_VD, None, None, None
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *others: Any) -> Tensor:
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *others: Any
+    ) -> Tensor:
         ctx.others = others  # chunk_tokens, shard
-        loss_T, logsumexp_T = (hidden_TD.new_empty(len(hidden_TD), dtype=_wide(weight_VD)) for _ in range(2))
-        for rows, logits_CV, factor_C, mine_C, column_C1 in _chunks(hidden_TD, weight_VD, labels_T, *others):
+        loss_T, logsumexp_T = (
+            hidden_TD.new_empty(len(hidden_TD), dtype=_wide(weight_VD)) for _ in range(2)
+        )
+        for rows, logits_CV, factor_C, mine_C, column_C1 in _chunks(
+            hidden_TD, weight_VD, labels_T, *others
+        ):
             max_C, sum_C, target_C = _softmax_parts(logits_CV, mine_C, column_C1, others[1])
             loss_T[rows] = (sum_C.log() - target_C) * factor_C
             logsumexp_T[rows] = max_C + sum_C.log()
@@ -170,9 +204,15 @@ class _TokenCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Any, ...]:
         hidden_TD, weight_VD, labels_T, logsumexp_T = ctx.saved_tensors
         gradients = _Gradients(hidden_TD, weight_VD, ctx.needs_input_grad)
-        for rows, logits_CV, factor_C, mine_C, column_C1 in _chunks(hidden_TD, weight_VD, labels_T, *ctx.others):
+        for rows, logits_CV, factor_C, mine_C, column_C1 in _chunks(
+            hidden_TD, weight_VD, labels_T, *ctx.others
+        ):
             # The denominator is that of the whole vocabulary already: no collective.
-            shift_C, scale_C, hit_C = logsumexp_T[rows], factor_C * dloss_T[rows], mine_C * dloss_T[rows]
+            shift_C, scale_C, hit_C = (
+                logsumexp_T[rows],
+                factor_C * dloss_T[rows],
+                mine_C * dloss_T[rows],
+            )
             softmax_gradient_(logits_CV, shift_C, scale_C, hit_C, column_C1)
             gradients.add(rows, logits_CV)
         dweight_VD = None if gradients.weight is None else gradients.weight.to(weight_VD.dtype)
@@ -187,26 +227,32 @@ def linear_cross_entropy(
     shard: VocabShard | None = None,
     reduction: Literal["sum", "none"] | Callable[..., Tensor] = "sum",
 ) -> Tensor:
-    """Return `-log softmax(hidden @ weight.T)[label]` of every token, or their sum; float32 (float64 for float64).
+    """Return `-log softmax(hidden @ weight.T)[label]` of every token, or their sum; float32
+    (float64 for float64).
 
     Args:
         hidden_TD: (T, D) hidden states, any float dtype.
         weight_VD: (V, D) output projection, same dtype; with `shard`, this rank's rows only.
         labels_T: (T,) int64 ids of the whole vocabulary; IGNORE_INDEX (-100) leaves a token out.
-        chunk_tokens: tokens projected at once; peak memory is about 2 * chunk_tokens * V floats, on CUDA a chunk's
-            logits in the dtype of `hidden_TD`. 0: 4096 with the kernels, for every chunk reads the weight, and 1024
-            without and for functions as `reduction`, which may make more of the logits.
-        shard: set when the vocabulary is split over ranks. Collectives: two per chunk; all ranks hold the same tokens.
-            The result is the full loss on every rank; the gradient of `hidden_TD` is this rank's part of a sum.
-        reduction: "sum", a scalar, or "none", (T,), 0 where a token has no label: a third more work, and their gradient
-            must be the same on all ranks of `shard`. A function of the first five arguments takes the place of the
-            cross entropy.
+        chunk_tokens: tokens projected at once; peak memory is about 2 * chunk_tokens * V floats, on
+            CUDA a chunk's logits in the dtype of `hidden_TD`. 0: 4096 with the kernels, for every
+            chunk reads the weight, and 1024 without and for functions as `reduction`, which may
+            make more of the logits.
+        shard: set when the vocabulary is split over ranks. Collectives: two per chunk; all ranks
+            hold the same tokens. The result is the full loss on every rank; the gradient of
+            `hidden_TD` is this rank's part of a sum.
+        reduction: "sum", a scalar, or "none", (T,), 0 where a token has no label: a third more
+            work, and their gradient must be the same on all ranks of `shard`. A function of the
+            first five arguments takes the place of the cross entropy.
     """
-    chunk_tokens = chunk_tokens or (4096 if _use_kernels(hidden_TD) and not callable(reduction) else 1024)
+    chunk_tokens = chunk_tokens or (
+        4096 if _use_kernels(hidden_TD) and not callable(reduction) else 1024
+    )
     if callable(reduction):
         return reduction(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)
     if reduction == "none":
         return _TokenCrossEntropy.apply(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)
-    if not torch.is_grad_enabled():  # the function itself cannot tell: inside its forward they are always off
+    # the function itself cannot tell: inside its forward they are always off
+    if not torch.is_grad_enabled():
         hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
     return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)

@@ -1,6 +1,8 @@
-"""RMSNorm (arXiv:1910.07467), SwiGLU (arXiv:2002.05202), and rotary positions (arXiv:2104.09864) in two halves.
+"""RMSNorm (arXiv:1910.07467), SwiGLU (arXiv:2002.05202), and rotary positions (arXiv:2104.09864) in
+two halves.
 
-Shapes: D width, R rows of SwiGLU, I its inner width; B batch, S sequence, H heads, K head width, R <= K rotated part.
+Shapes: D width, R rows of SwiGLU, I its inner width; B batch, S sequence, H heads, K head width, R
+<= K rotated part.
 """
 
 import math
@@ -54,28 +56,37 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `silu(gate) * up * weight` of `gate_up = [gate | up]`, (..., I) in the dtype of `gate_up_R2I` (..., 2 I).
+    """Return `silu(gate) * up * weight` of `gate_up = [gate | up]`, (..., I) in the dtype of
+    `gate_up_R2I` (..., 2 I).
 
-    `weight_R` (...,), float32 or the dtype of gate_up, is a factor per row (the router's weight of a routed row), or
-    None. Kept for backward: the arguments, nothing of size I.
+    `weight_R` (...,), float32 or the dtype of gate_up, is a factor per row (the router's weight of
+    a routed row), or None. Kept for backward: the arguments, nothing of size I.
     """
     if torch.compiler.is_compiling():
-        # Traced, torch fuses it and keeps the same for backward; writing into parts of a tensor is a graph break.
+        # Traced, torch fuses it and keeps the same for backward; writing into parts of a tensor is
+        # a graph break.
         gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
         h_RI = F.silu(gate_RI) * up_RI
         return h_RI if weight_R is None else (h_RI * weight_R.unsqueeze(-1)).to(h_RI.dtype)
     return _SwiGLU.apply(gate_up_R2I, weight_R)
 
 
-def inverse_frequencies(rotary_dim: int, theta: float, scaling: "RopeScaling | None" = None) -> torch.Tensor:
-    """Compute the rotary frequencies (rotary_dim / 2,), float32 on CPU, from the configuration alone.
+def inverse_frequencies(
+    rotary_dim: int, theta: float, scaling: "RopeScaling | None" = None
+) -> torch.Tensor:
+    """Compute the rotary frequencies (rotary_dim / 2,), float32 on CPU, from the configuration
+    alone.
 
-    `linear` divides all by the factor. `llama3` keeps wavelengths below original / high_freq_factor, divides those
-    above original / low_freq_factor, and blends in between. `yarn` (arXiv:2309.00071, section 3.2) keeps frequencies
-    that turn more than beta_fast times in the original length, divides those that turn less than beta_slow times, and
-    blends in between, evenly from frequency to frequency.
+    `linear` divides all by the factor. `llama3` keeps wavelengths below original /
+    high_freq_factor, divides those above original / low_freq_factor, and blends in between. `yarn`
+    (arXiv:2309.00071, section 3.2) keeps frequencies that turn more than beta_fast times in the
+    original length, divides those that turn less than beta_slow times, and blends in between,
+    evenly from frequency to frequency.
     """
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / rotary_dim
+    exponents = (
+        torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32)
+        / rotary_dim
+    )
     inv_freq = 1.0 / (theta**exponents)
     if scaling is None:
         return inv_freq
@@ -95,7 +106,9 @@ def _yarn_share(rotary_dim: int, theta: float, scaling: "RopeScaling") -> torch.
     """Return how much of each frequency is divided, (rotary_dim / 2,) float32 between 0 and 1."""
 
     def place(turns: float) -> float:
-        """Return the place among the frequencies, a real number, of one that turns so often in the original length."""
+        """Return the place among the frequencies, a real number, of one that turns so often in the
+        original length.
+        """
         wavelength = scaling.original_max_position_embeddings / turns
         return rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
@@ -108,9 +121,11 @@ def _yarn_share(rotary_dim: int, theta: float, scaling: "RopeScaling") -> torch.
     return ((places - first) / width).clamp(0.0, 1.0)
 
 
-def rope_cos_sin(inv_freq: torch.Tensor, positions_BS: torch.Tensor, dtype: torch.dtype, scale: float = 1.0):
-    """Return cosines and sines (B, S, 1, R) in `dtype`, times `scale`; angles are float32, for bfloat16 cannot count
-    past 256.
+def rope_cos_sin(
+    inv_freq: torch.Tensor, positions_BS: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
+):
+    """Return cosines and sines (B, S, 1, R) in `dtype`, times `scale`; angles are float32, for
+    bfloat16 cannot count past 256.
     """
     angles_BSR = positions_BS.to(torch.float32)[..., None] * inv_freq.to(torch.float32)
     angles_BS1R = torch.cat([angles_BSR, angles_BSR], dim=-1)[:, :, None, :]
@@ -120,11 +135,14 @@ def rope_cos_sin(inv_freq: torch.Tensor, positions_BS: torch.Tensor, dtype: torc
     return cos_BS1R.to(dtype), sin_BS1R.to(dtype)
 
 
-def apply_rope(x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x[i], x[i + R/2]) of every head by its position's angle; same shape and dtype.
+def apply_rope(
+    x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Tensor
+) -> torch.Tensor:
+    """Rotate the pairs (x[i], x[i + R/2]) of every head by its position's angle; same shape and
+    dtype.
 
-    Both halves of `rope_cos_sin` are alike, so the gradient is rotated back by the same angles, and nothing of the size
-    of x is kept for it.
+    Both halves of `rope_cos_sin` are alike, so the gradient is rotated back by the same angles, and
+    nothing of the size of x is kept for it.
     """
     return _Rotate.apply(x_BSHK, cos_BS1R, sin_BS1R)
 
@@ -132,7 +150,9 @@ def apply_rope(x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Ten
 def _rotate(x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Tensor) -> torch.Tensor:
     width, half = cos_BS1R.shape[-1], cos_BS1R.shape[-1] // 2
     if width < x_BSHK.shape[-1]:
-        return torch.cat([_rotate(x_BSHK[..., :width], cos_BS1R, sin_BS1R), x_BSHK[..., width:]], dim=-1)
+        return torch.cat(
+            [_rotate(x_BSHK[..., :width], cos_BS1R, sin_BS1R), x_BSHK[..., width:]], dim=-1
+        )
     out_BSHK = x_BSHK * cos_BS1R
     out_BSHK[..., :half].addcmul_(x_BSHK[..., half:], sin_BS1R[..., :half], value=-1)
     out_BSHK[..., half:].addcmul_(x_BSHK[..., :half], sin_BS1R[..., half:])
@@ -141,7 +161,9 @@ def _rotate(x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Tensor
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(cos_BS1R, sin_BS1R)
         return _rotate(x_BSHK, cos_BS1R, sin_BS1R)
 

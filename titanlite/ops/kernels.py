@@ -1,7 +1,7 @@
 """Which kernels serve a tensor: those of its device, or of the device that a plan is made for.
 
-While a run is planned, fake CPU tensors stand in for CUDA's: kernels are chosen as on CUDA then, and functions that
-read values of tensors have stand-ins.
+While a run is planned, fake CPU tensors stand in for CUDA's: kernels are chosen as on CUDA then,
+and functions that read values of tensors have stand-ins.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -20,12 +20,16 @@ _has_triton = True
 
 
 def find_stand_in(name: str) -> StandIn | None:
-    """Return what a plan calls in place of the function `name`, whose tensors have no values; None: no plan is made."""
+    """Return what a plan calls in place of the function `name`, whose tensors have no values; None:
+    no plan is made.
+    """
     return _stand_ins.get(name)
 
 
 def use_triton(wanted: bool) -> None:
-    """Use titanlite's Triton kernels on CUDA in this process, or leave them out: `training.triton_kernels`."""
+    """Use titanlite's Triton kernels on CUDA in this process, or leave them out:
+    `training.triton_kernels`.
+    """
     global _has_triton
     _has_triton = wanted
 
@@ -36,8 +40,11 @@ def has_triton(device: torch.device) -> bool:
 
 
 @contextmanager
-def plan_for_device(device_type: str, stand_ins: Mapping[str, StandIn] | None = None) -> Generator[None]:
-    """Choose kernels as for tensors on `device_type`, whatever device they are on. For tensors without data only.
+def plan_for_device(
+    device_type: str, stand_ins: Mapping[str, StandIn] | None = None
+) -> Generator[None]:
+    """Choose kernels as for tensors on `device_type`, whatever device they are on. For tensors
+    without data only.
 
     `stand_ins`, by name, are called in place of functions that need data.
     """
@@ -56,11 +63,12 @@ def kernel_device(device: torch.device) -> str:
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a DTensor, or `param` itself if it is a plain tensor; differentiable.
+    """Return the local shard of a DTensor, or `param` itself if it is a plain tensor;
+    differentiable.
 
-    All arithmetic of titanlite's models runs on local tensors: DTensor dispatch costs 50 to 200 us per operation, and
-    between FSDP2's all-gather and the kernel a DTensor's spec may claim another dtype than its data (up to torch 2.12).
-    The gradient of a parameter that is replicated over tp is this rank's part of a sum; `reduce_replicated_grads` adds
-    the parts once per step.
+    All arithmetic of titanlite's models runs on local tensors: DTensor dispatch costs 50 to 200 us
+    per operation, and between FSDP2's all-gather and the kernel a DTensor's spec may claim another
+    dtype than its data (up to torch 2.12). The gradient of a parameter that is replicated over tp
+    is this rank's part of a sum; `reduce_replicated_grads` adds the parts once per step.
     """
     return param.to_local() if isinstance(param, DTensor) else param

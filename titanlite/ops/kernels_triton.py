@@ -1,20 +1,23 @@
-"""Triton kernels: grouped GEMMs of experts, without padding or synchronization; softmax over a vocabulary.
+"""Triton kernels: grouped GEMMs of experts, without padding or synchronization; softmax over a
+vocabulary.
 
-- `row_gemm_kernel`: `y[m] = x[rows[m]] @ w[group of m]`. Forward, and with a transposed weight the gradient of the
-  input. Epilogues: SwiGLU times the router's weight, and its backward.
+- `row_gemm_kernel`: `y[m] = x[rows[m]] @ w[group of m]`. Forward, and with a transposed weight the
+  gradient of the input. Epilogues: SwiGLU times the router's weight, and its backward.
 - `wgrad_kernel`: `dw[e] = x_e^T @ dy_e`, the gradient of the weight; an empty group gets zeros.
 - `gather_sum_kernel`: `out[t] = sum over j of y[rows[t, j]]` in float32, in order of j.
-- `softmax_statistics_kernel`, `softmax_gradient_kernel`: logits, in the model's dtype, are read once for the loss, and
-  once more when the gradient takes their place; torch's operators move them a dozen times, most in float32.
+- `softmax_statistics_kernel`, `softmax_gradient_kernel`: logits, in the model's dtype, are read
+  once for the loss, and once more when the gradient takes their place; torch's operators move them
+  a dozen times, most in float32.
 
-Group e owns rows offsets[e - 1] to offsets[e]. Offsets stay on the device: each program loads all of them as one
-vector; a cumsum over the row tiles of all groups turns a tile number into (group, first row). The grid is fixed, as
-many programs as the device runs at once, and each walks over tiles, a band of row tiles by all columns at a time, so
-that programs that run side by side share operands in the L2 cache. Rows from offsets[E - 1] on are one more group, E:
-nothing is multiplied, zeros are stored.
+Group e owns rows offsets[e - 1] to offsets[e]. Offsets stay on the device: each program loads all
+of them as one vector; a cumsum over the row tiles of all groups turns a tile number into (group,
+first row). The grid is fixed, as many programs as the device runs at once, and each walks over
+tiles, a band of row tiles by all columns at a time, so that programs that run side by side share
+operands in the L2 cache. Rows from offsets[E - 1] on are one more group, E: nothing is multiplied,
+zeros are stored.
 
-Deterministic: one program owns each output element and adds in a fixed order; no atomics. Blackwell miscompiles two
-dots into one accumulator in a loop trip (triton #10821), so there are none.
+Deterministic: one program owns each output element and adds in a fixed order; no atomics. Blackwell
+miscompiles two dots into one accumulator in a loop trip (triton #10821), so there are none.
 
 Shapes: M rows, E groups, K reduction, N columns; C rows of logits, V columns.
 """
@@ -49,7 +52,9 @@ def _find_rows(tiles, cumulated, offsets_ptr, tile, M, E, BM: tl.constexpr):
 
 @triton.jit
 def _swizzle(tile, row_tiles, col_tiles, BAND: tl.constexpr):
-    """Return (row tile, column tile) of a tile number: bands of BAND row tiles, rows fastest inside a band."""
+    """Return (row tile, column tile) of a tile number: bands of BAND row tiles, rows fastest inside
+    a band.
+    """
     first = tile // (BAND * col_tiles) * BAND
     height = tl.minimum(row_tiles - first, BAND)
     inside = tile % (BAND * col_tiles)
@@ -57,15 +62,23 @@ def _swizzle(tile, row_tiles, col_tiles, BAND: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_backward(dh, weight, m, n, real, end, N, z_ptr, dz_ptr, h_ptr, stride_zm, stride_dm, stride_hm):
-    """From dh before the router's weight: store dz = [dgate | dup] and h, return this tile's part of dweight."""
+def _swiglu_backward(
+    dh, weight, m, n, real, end, N, z_ptr, dz_ptr, h_ptr, stride_zm, stride_dm, stride_hm
+):
+    """From dh before the router's weight: store dz = [dgate | dup] and h, return this tile's part
+    of dweight.
+    """
     row, inside = m.to(tl.int64)[:, None], (n < N)[None, :]
     read, mask = real[:, None] & inside, (m < end)[:, None] & inside
     gate = tl.load(z_ptr + row * stride_zm + n[None, :], mask=read, other=0.0).to(tl.float32)
     up = tl.load(z_ptr + row * stride_zm + N + n[None, :], mask=read, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    tl.store(h_ptr + row * stride_hm + n[None, :], (silu * up * weight).to(h_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        h_ptr + row * stride_hm + n[None, :],
+        (silu * up * weight).to(h_ptr.dtype.element_ty),
+        mask=mask,
+    )
     dweight = tl.sum(dh * silu * up, 1)
     dh *= weight
     dup = dh * silu
@@ -109,7 +122,9 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute y = x[rows] @ w, group by group. `x` and `w` are pointers or TMA descriptors, which load whole blocks."""
+    """Compute y = x[rows] @ w, group by group. `x` and `w` are pointers or TMA descriptors, which
+    load whole blocks.
+    """
     col_tiles = tl.cdiv(N, BN)
     tiles, cumulated = _row_tiles(offsets_ptr, M, E, E_CEIL, BM)
     row_tiles = tl.sum(tiles, 0)
@@ -117,7 +132,8 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
         row_tile, col_tile = _swizzle(tile, row_tiles, col_tiles, BAND)
         group, first, end = _find_rows(tiles, cumulated, offsets_ptr, row_tile, M, E, BM)
         m, n, k = first + tl.arange(0, BM), col_tile * BN + tl.arange(0, BN), tl.arange(0, BK)
-        # Rows after the last group may hold anything, NaN included, and so may what belongs to them.
+        # Rows after the last group may hold anything, NaN included, and so may what belongs to
+        # them.
         real = m < tl.where(group < E, end, 0)
         source = m
         if rows_ptr is not None:
@@ -133,7 +149,8 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
             acc_up = tl.zeros((BM, BN), tl.float32)
         for k0 in range(0, tl.where(group < E, K, 0), BK):
             if TMA_X:
-                a = x.load([first, k0])  # rows of the next group come along; the store leaves them out
+                # rows of the next group come along; the store leaves them out
+                a = x.load([first, k0])
             else:
                 x_mask = real[:, None] if EVEN_K else real[:, None] & (k0 + k < K)[None, :]
                 a = tl.load(x_ptrs, mask=x_mask, other=0.0)
@@ -161,7 +178,9 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
         mask = (m < end)[:, None] & (n < N)[None, :]
         out = m.to(tl.int64)[:, None]
         if EPILOGUE == 0:
-            tl.store(y_ptr + out * stride_ym + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                y_ptr + out * stride_ym + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask
+            )
         if EPILOGUE == 1:
             # Rounded as it is stored, so that backward computes the same h again.
             gate = acc.to(h_ptr.dtype.element_ty)
@@ -179,10 +198,34 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
             left, right = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
             n_left = col_tile * BN + tl.arange(0, BN // 2)
             dweight = _swiglu_backward(
-                left, weight, m, n_left, real, end, N, z_ptr, y_ptr, h_ptr, stride_zm, stride_ym, stride_hm
+                left,
+                weight,
+                m,
+                n_left,
+                real,
+                end,
+                N,
+                z_ptr,
+                y_ptr,
+                h_ptr,
+                stride_zm,
+                stride_ym,
+                stride_hm,
             )
             dweight += _swiglu_backward(
-                right, weight, m, n_left + BN // 2, real, end, N, z_ptr, y_ptr, h_ptr, stride_zm, stride_ym, stride_hm
+                right,
+                weight,
+                m,
+                n_left + BN // 2,
+                real,
+                end,
+                N,
+                z_ptr,
+                y_ptr,
+                h_ptr,
+                stride_zm,
+                stride_ym,
+                stride_hm,
             )
             tl.store(dweight_ptr + m.to(tl.int64) * col_tiles + col_tile, dweight, mask=m < end)
 
@@ -219,10 +262,16 @@ def wgrad_kernel(
         end = tl.load(offsets_ptr + group)
         k, n, i = k_tile * BK + tl.arange(0, BK), col_tile * BN + tl.arange(0, BN), tl.arange(0, BM)
         acc = tl.zeros((BK, BN), tl.float32)
-        if TMA:  # whole blocks need no masks; rows after the last whole one belong to the next group
+        # whole blocks need no masks; rows after the last whole one belong to the next group
+        if TMA:
             whole = start + (end - start) // BM * BM
             for m0 in range(start, whole, BM):
-                acc = tl.dot(x.load([m0, k_tile * BK]).T, dy.load([m0, col_tile * BN]), acc, input_precision=PRECISION)
+                acc = tl.dot(
+                    x.load([m0, k_tile * BK]).T,
+                    dy.load([m0, col_tile * BN]),
+                    acc,
+                    input_precision=PRECISION,
+                )
             if whole < end:
                 real = (whole + i < end)[:, None]
                 a = tl.where(real, x.load([whole, k_tile * BK]), 0.0)
@@ -254,20 +303,28 @@ def wgrad_kernel(
 
 
 @triton.jit
-def gather_sum_kernel(y_ptr, rows_ptr, out_ptr, M, N, stride_ym, stride_om, TOP_K: tl.constexpr, BN: tl.constexpr):
+def gather_sum_kernel(
+    y_ptr, rows_ptr, out_ptr, M, N, stride_ym, stride_om, TOP_K: tl.constexpr, BN: tl.constexpr
+):
     """out[t] = sum over j of y[rows[t, j]]; rows from M on are zeros."""
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     acc = tl.zeros((BN,), tl.float32)
     for j in tl.static_range(TOP_K):
         row = tl.load(rows_ptr + t * TOP_K + j).to(tl.int64)
-        acc += tl.load(y_ptr + row * stride_ym + n, mask=(n < N) & (row < M), other=0.0).to(tl.float32)
+        acc += tl.load(y_ptr + row * stride_ym + n, mask=(n < N) & (row < M), other=0.0).to(
+            tl.float32
+        )
     tl.store(out_ptr + t * stride_om + n, acc.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
-def softmax_statistics_kernel(logits_ptr, column_ptr, max_ptr, sum_ptr, target_ptr, V, stride_c, BLOCK: tl.constexpr):
-    """Maximum of a row, sum of exp(logit - maximum), and the logit in its column (arXiv:1805.02867, algorithm 3)."""
+def softmax_statistics_kernel(
+    logits_ptr, column_ptr, max_ptr, sum_ptr, target_ptr, V, stride_c, BLOCK: tl.constexpr
+):
+    """Maximum of a row, sum of exp(logit - maximum), and the logit in its column (arXiv:1805.02867,
+    algorithm 3).
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_c
     v = tl.arange(0, BLOCK)
@@ -284,7 +341,9 @@ def softmax_statistics_kernel(logits_ptr, column_ptr, max_ptr, sum_ptr, target_p
 
 
 @triton.jit
-def softmax_gradient_kernel(logits_ptr, shift_ptr, scale_ptr, hit_ptr, column_ptr, V, stride_c, BLOCK: tl.constexpr):
+def softmax_gradient_kernel(
+    logits_ptr, shift_ptr, scale_ptr, hit_ptr, column_ptr, V, stride_c, BLOCK: tl.constexpr
+):
     """Overwrite a part of a row by exp(logit - shift) * scale, less `hit` in the row's column."""
     row = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

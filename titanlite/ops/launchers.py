@@ -1,8 +1,10 @@
 """Launchers of the Triton kernels: grouped GEMM, with the table of its tiles, and cross entropy.
 
-A table, not an autotuner, which would measure on every rank, choose by chance, and so give different sums.
+A table, not an autotuner, which would measure on every rank, choose by chance, and so give
+different sums.
 
-Shapes: M rows, E groups, K reduction, N columns, T tokens, I expert width; C rows of logits, V columns.
+Shapes: M rows, E groups, K reduction, N columns, T tokens, I expert width; C rows of logits, V
+columns.
 """
 
 import threading
@@ -20,7 +22,8 @@ from titanlite.ops import kernels_triton
 from titanlite.ops.kernels_triton import PLAIN, SWIGLU, SWIGLU_BACKWARD
 from titanlite.ops.matmul import has_fences
 
-# `kernel[grid](...)` takes options in addition to the kernel's own arguments, which its static type does not know.
+# `kernel[grid](...)` takes options in addition to the kernel's own arguments, which its static type
+# does not know.
 _kernels: Any = kernels_triton
 
 _SWIZZLE = 8  # row tiles that are neighbours in time
@@ -28,7 +31,9 @@ _ROUNDS_AMONG_RANKS = 4
 
 
 class Tile(NamedTuple):
-    """Tile of a kernel: `rows` and `cols` of the output, `depth` of the reduction, `per_sm` programs."""
+    """Tile of a kernel: `rows` and `cols` of the output, `depth` of the reduction, `per_sm`
+    programs.
+    """
 
     rows: int
     cols: int
@@ -38,8 +43,9 @@ class Tile(NamedTuple):
     per_sm: int
 
 
-# By kernel: for two-byte dtypes on devices with at least 200 KiB of shared memory per block (Hopper, data-centre
-# Blackwell), on others (Ampere, Ada), and for float32. The index of a gathered row takes a stage of the pipeline.
+# By kernel: for two-byte dtypes on devices with at least 200 KiB of shared memory per block
+# (Hopper, data-centre Blackwell), on others (Ampere, Ada), and for float32. The index of a gathered
+# row takes a stage of the pipeline.
 TILES = {
     "large": {
         "gemm": Tile(128, 256, 64, 8, 4, 1),
@@ -60,7 +66,8 @@ TILES = {
         "wgrad_gather": Tile(128, 64, 32, 8, 5, 1),
     },
     "float32": {
-        # With 4 warps these spill 8 bytes with Triton 3.6, and with 8 the gathering one does with 3.9.
+        # With 4 warps these spill 8 bytes with Triton 3.6, and with 8 the gathering one does with
+        # 3.9.
         "gemm": Tile(64, 64, 32, 8, 3, 2),
         "gemm_few_rows": Tile(64, 64, 32, 8, 3, 2),
         "gemm_gather": Tile(64, 32, 32, 4, 3, 2),
@@ -73,7 +80,8 @@ TILES = {
 # Up to Triton 3.7, the larger tile spills 200 bytes per thread to the stack there.
 TILES["blackwell"] = TILES["large"] | {"swiglu_backward": Tile(128, 64, 64, 8, 4, 1)}
 _FEW_ROWS = 64  # per group, on average
-_INTERPRETED_TILE = Tile(32, 32, 16, 4, 2, 1)  # edges, several tiles per group, and seconds instead of minutes
+# edges, several tiles per group, and seconds instead of minutes
+_INTERPRETED_TILE = Tile(32, 32, 16, 4, 2, 1)
 _INTERPRETED_SMS = 4
 
 # TRITON_INTERPRET=1, read when the kernels were decorated: they run on CPU tensors, slowly.
@@ -81,7 +89,9 @@ INTERPRETED = not isinstance(_kernels.row_gemm_kernel, triton.JITFunction)
 SOFTMAX_BLOCK, SOFTMAX_WARPS = 64 if INTERPRETED else 8192, 8  # columns at once
 
 
-def row_grouped_gemm(x: Tensor, weight_EKN: Tensor, offsets_E: Tensor, rows_M: Tensor | None = None) -> Tensor:
+def row_grouped_gemm(
+    x: Tensor, weight_EKN: Tensor, offsets_E: Tensor, rows_M: Tensor | None = None
+) -> Tensor:
     """y[m] = x[m or rows[m]] @ weight[group of m], (M, N); rows after the last group are zero.
 
     Args:
@@ -105,7 +115,9 @@ def row_grouped_swiglu(
     *,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (h, z): z = [gate | up] = x @ weight, (M, 2 I), if `keep`; h = silu(gate) * up * row_weight, (M, I)."""
+    """Return (h, z): z = [gate | up] = x @ weight, (M, 2 I), if `keep`; h = silu(gate) * up *
+    row_weight, (M, I).
+    """
     M, inner = _num_rows(x, rows_M), weight_EKN.shape[2] // 2
     h, z = x.new_empty(M, inner), x.new_empty(M, 2 * inner) if keep else None
     _launch_rows(x, weight_EKN, offsets_E, rows_M, SWIGLU, inner, z=z, h=h, row_weight=row_weight_M)
@@ -120,7 +132,9 @@ def row_grouped_swiglu_backward(
     row_weight_M: Tensor,
     z_M2I: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dz, h, drow_weight) from the gradient of h / row_weight, `dy[rows] @ weight`; weight (E, D, I)."""
+    """Return (dz, h, drow_weight) from the gradient of h / row_weight, `dy[rows] @ weight`; weight
+    (E, D, I).
+    """
     M, inner = _num_rows(dy, rows_M), weight_EKN.shape[2]
     tile = _tile_of("swiglu_backward", dy, tma=_tma_fits(weight_EKN))
     dz, h = dy.new_empty(M, 2 * inner), dy.new_empty(M, inner)
@@ -139,7 +153,9 @@ def reduction_grouped_gemm(
     *,
     k_major: bool = True,
 ) -> Tensor:
-    """dweight[e] = x_e^T @ dy_e, (E, K, N), stored as (E, N, K) if `k_major`; both operands may be gathered."""
+    """dweight[e] = x_e^T @ dy_e, (E, K, N), stored as (E, N, K) if `k_major`; both operands may be
+    gathered.
+    """
     E, K, N = offsets_E.shape[0], x.shape[1], dy.shape[1]
     dw = x.new_empty((E, N, K)).mT if k_major else x.new_empty((E, K, N))
     if not x.shape[0] or not dy.shape[0] or not dw.numel():
@@ -147,7 +163,9 @@ def reduction_grouped_gemm(
     unfenced = _is_unfenced(x)
     # On an H200, TMA wins more than a copy costs: 519 for 380 TFLOP/s.
     if unfenced or _tma_fits(x, dy):
-        x, dy = (t if r is None else t.index_select(0, r) for t, r in ((x, x_rows_M), (dy, dy_rows_M)))
+        x, dy = (
+            t if r is None else t.index_select(0, r) for t, r in ((x, x_rows_M), (dy, dy_rows_M))
+        )
         x_rows_M = dy_rows_M = None
     gathered = x_rows_M is not None or dy_rows_M is not None
     tile = _tile_of("wgrad_gather" if gathered else "wgrad", x)
@@ -164,7 +182,9 @@ def reduction_grouped_gemm(
     constants |= _constants(x, tile, in_one_stage=unfenced and not tma)
     with device_of(x):
         grid = (min(programs, _most_programs(x, tile)),)
-        _kernels.wgrad_kernel[grid](*operands, dw, x_rows_M, dy_rows_M, offsets_E, *sizes, **constants)
+        _kernels.wgrad_kernel[grid](
+            *operands, dw, x_rows_M, dy_rows_M, offsets_E, *sizes, **constants
+        )
     return dw
 
 
@@ -177,7 +197,9 @@ def gather_sum(y_MN: Tensor, rows_Tk: Tensor) -> Tensor:
         with device_of(y_MN):
             sizes = (*y_MN.shape, y_MN.stride(0), out.stride(0))
             constants = {"TOP_K": top_k, "BN": block, "num_warps": 4, "enable_fp_fusion": True}
-            _kernels.gather_sum_kernel[(T, triton.cdiv(y_MN.shape[1], block))](y_MN, rows_Tk, out, *sizes, **constants)
+            _kernels.gather_sum_kernel[(T, triton.cdiv(y_MN.shape[1], block))](
+                y_MN, rows_Tk, out, *sizes, **constants
+            )
     return out
 
 
@@ -200,8 +222,14 @@ def _launch_rows(
     stored = weight.mT if k_major else weight
     operands: list[Any] = [x, weight]
     use_tma = _tma_fits(stored)
-    plain = "gemm_gather" if rows is not None else "gemm_few_rows" if M // E <= _FEW_ROWS else "gemm"
-    tile = _tile_of({PLAIN: plain, SWIGLU: "swiglu", SWIGLU_BACKWARD: "swiglu_backward"}[epilogue], x, tma=use_tma)
+    plain = (
+        "gemm_gather" if rows is not None else "gemm_few_rows" if M // E <= _FEW_ROWS else "gemm"
+    )
+    tile = _tile_of(
+        {PLAIN: plain, SWIGLU: "swiglu", SWIGLU_BACKWARD: "swiglu_backward"}[epilogue],
+        x,
+        tma=use_tma,
+    )
     if use_tma:
         operands[1] = TensorDescriptor.from_tensor(
             stored, [1, tile.cols, tile.depth] if k_major else [1, tile.depth, tile.cols]
@@ -209,14 +237,24 @@ def _launch_rows(
         if rows is None and _tma_fits(x):
             operands[0] = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
     by_tma = operands[0] is not x and use_tma
-    most_tiles = (M // tile.rows + E + 1) * triton.cdiv(N, tile.cols)  # only the device knows the exact number
+    # only the device knows the exact number
+    most_tiles = (M // tile.rows + E + 1) * triton.cdiv(N, tile.cols)
     y, z, h = (out.get(name) for name in ("y", "z", "h"))
     pointers = (y, z, h, out.get("row_weight"), out.get("drow_weight"), rows, offsets)
     out_strides = (0 if t is None else t.stride(0) for t in (y, z, h))
     strides = (x.stride(0), weight.stride(0), weight.stride(2), weight.stride(1), *out_strides)
-    constants = {"BM": tile.rows, "BN": tile.cols, "BK": tile.depth, "EPILOGUE": epilogue, "K_MAJOR": k_major}
+    constants = {
+        "BM": tile.rows,
+        "BN": tile.cols,
+        "BK": tile.depth,
+        "EPILOGUE": epilogue,
+        "K_MAJOR": k_major,
+    }
     constants |= {"TMA_X": operands[0] is not x, "TMA_W": use_tma, "EVEN_K": K % tile.depth == 0}
-    constants |= {"E_CEIL": triton.next_power_of_2(E + 1), **_constants(x, tile, in_one_stage=unfenced and not by_tma)}
+    constants |= {
+        "E_CEIL": triton.next_power_of_2(E + 1),
+        **_constants(x, tile, in_one_stage=unfenced and not by_tma),
+    }
     with device_of(x):
         grid = (min(most_tiles, _most_programs(x, tile)),)
         _kernels.row_gemm_kernel[grid](*operands, *pointers, M, N, K, E, *strides, **constants)
@@ -231,15 +269,21 @@ def _constants(x: Tensor, tile: Tile, *, in_one_stage: bool) -> dict[str, Any]:
 
 
 def _is_unfenced(x: Tensor) -> bool:
-    """Return True if Hopper's tensor cores might read shared memory before `cp.async` has written it.
+    """Return True if Hopper's tensor cores might read shared memory before `cp.async` has written
+    it.
 
-    Then rows are copied before they are multiplied, and what TMA cannot load goes through registers, in one stage.
+    Then rows are copied before they are multiplied, and what TMA cannot load goes through
+    registers, in one stage.
     """
-    return not INTERPRETED and not has_fences(triton.__version__) and _properties(x.device).major == 9
+    return (
+        not INTERPRETED and not has_fences(triton.__version__) and _properties(x.device).major == 9
+    )
 
 
 def without_tma(kernel: str, tile: Tile) -> Tile:
-    """`tile`, or a smaller one: with pointers to the weight, which take registers, these spill with Triton 3.8."""
+    """`tile`, or a smaller one: with pointers to the weight, which take registers, these spill with
+    Triton 3.8.
+    """
     smaller = {"gemm": Tile(128, 128, 64, 8, 4, 1), "swiglu_backward": Tile(128, 64, 64, 8, 4, 1)}
     return smaller.get(kernel, tile) if tile == TILES["large"][kernel] else tile
 
@@ -248,10 +292,12 @@ _bound = threading.local()
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which is another one for some layers of a model that is spread.
+    """Triton launches on the current device, which is another one for some layers of a model that
+    is spread.
 
-    A thread has no CUDA context before its first call of CUDA's runtime, and Triton makes TMA descriptors without one
-    ("invalid device context"). In autograd's thread, our kernels may be the first.
+    A thread has no CUDA context before its first call of CUDA's runtime, and Triton makes TMA
+    descriptors without one ("invalid device context"). In autograd's thread, our kernels may be the
+    first.
     """
     if INTERPRETED:
         return nullcontext()
@@ -282,7 +328,9 @@ def _tile_of(kernel: str, x: Tensor, *, tma: bool = True) -> Tile:
 
 
 def table_of(major: int, shared_bytes: int) -> str:
-    """Key in `TILES` for two-byte dtypes on a device of compute capability `major`.x with that much shared memory."""
+    """Key in `TILES` for two-byte dtypes on a device of compute capability `major`.x with that much
+    shared memory.
+    """
     if shared_bytes < 200 << 10:
         return "small"
     return "blackwell" if major >= 10 else "large"
@@ -291,8 +339,8 @@ def table_of(major: int, shared_bytes: int) -> str:
 def _most_programs(x: Tensor, tile: Tile) -> int:
     """Return as many as the device runs at once; for a run of several ranks, a few times as many.
 
-    In such a run, collectives occupy some multiprocessors. Programs without room start when others have ended: instead
-    of two full rounds, the kernel takes several short ones and one more.
+    In such a run, collectives occupy some multiprocessors. Programs without room start when others
+    have ended: instead of two full rounds, the kernel takes several short ones and one more.
     """
     if INTERPRETED:
         return _INTERPRETED_SMS
@@ -302,7 +350,9 @@ def _most_programs(x: Tensor, tile: Tile) -> int:
 
 
 def _tma_fits(*tensors: Tensor) -> bool:
-    """TMA, from Hopper on, wants bases and outer strides at multiples of 16 bytes. With float32 they spill."""
+    """TMA, from Hopper on, wants bases and outer strides at multiples of 16 bytes. With float32
+    they spill.
+    """
     if INTERPRETED or _properties(tensors[0].device).major < 9:
         return False
     return all(
@@ -315,21 +365,32 @@ def _tma_fits(*tensors: Tensor) -> bool:
 
 
 def softmax_statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (maximum, sum of exp(logit - maximum), logit in `column`) of each row, float32 (C,)."""
+    """Return (maximum, sum of exp(logit - maximum), logit in `column`) of each row, float32
+    (C,).
+    """
     rows, vocab_size = logits_CV.shape
     maximum_C, sum_C, target_C = (logits_CV.new_empty(rows, dtype=torch.float32) for _ in range(3))
     if rows:
         found, sizes = (maximum_C, sum_C, target_C), (vocab_size, logits_CV.stride(0))
         with device_of(logits_CV):
-            _kernels.softmax_statistics_kernel[(rows,)](logits_CV, column_C, *found, *sizes, **_softmax(vocab_size))
+            _kernels.softmax_statistics_kernel[(rows,)](
+                logits_CV, column_C, *found, *sizes, **_softmax(vocab_size)
+            )
     return maximum_C, sum_C, target_C
 
 
-def softmax_gradient_(logits_CV: Tensor, shift_C: Tensor, scale_C: Tensor, hit_C: Tensor, column_C: Tensor) -> None:
-    """Write exp(logit - shift) * scale, less `hit` in `column`, over the logits; columns have stride 1."""
+def softmax_gradient_(
+    logits_CV: Tensor, shift_C: Tensor, scale_C: Tensor, hit_C: Tensor, column_C: Tensor
+) -> None:
+    """Write exp(logit - shift) * scale, less `hit` in `column`, over the logits; columns have
+    stride 1.
+    """
     rows, vocab_size = logits_CV.shape
     if rows:
-        operands, sizes = (logits_CV, shift_C, scale_C, hit_C, column_C), (vocab_size, logits_CV.stride(0))
+        operands, sizes = (
+            (logits_CV, shift_C, scale_C, hit_C, column_C),
+            (vocab_size, logits_CV.stride(0)),
+        )
         options = _softmax(vocab_size)
         grid = (rows, triton.cdiv(vocab_size, options["BLOCK"]))
         with device_of(logits_CV):
@@ -337,4 +398,7 @@ def softmax_gradient_(logits_CV: Tensor, shift_C: Tensor, scale_C: Tensor, hit_C
 
 
 def _softmax(vocab_size: int) -> dict[str, Any]:
-    return {"BLOCK": min(SOFTMAX_BLOCK, triton.next_power_of_2(vocab_size)), "num_warps": SOFTMAX_WARPS}
+    return {
+        "BLOCK": min(SOFTMAX_BLOCK, triton.next_power_of_2(vocab_size)),
+        "num_warps": SOFTMAX_WARPS,
+    }

@@ -1,17 +1,22 @@
-"""Products of matrices: single ones, and one per expert over consecutive groups of rows (grouped GEMM).
+"""Products of matrices: single ones, and one per expert over consecutive groups of rows (grouped
+GEMM).
 
-A grouped GEMM is `y[m] = x[m] @ weight[e]` for the rows m of group e, where group e owns rows offsets[e - 1] to
-offsets[e]. It is one `torch.library` operator, differentiable once, with fake kernels, so that meta tensors,
-torch.compile and selective activation checkpointing know it. Backends:
+A grouped GEMM is `y[m] = x[m] @ weight[e]` for the rows m of group e, where group e owns rows
+offsets[e - 1] to offsets[e]. It is one `torch.library` operator, differentiable once, with fake
+kernels, so that meta tensors, torch.compile and selective activation checkpointing know it.
+Backends:
 
-- `triton`: titanlite's own kernels (`kernels_triton.py`), two-byte floats and float32, no synchronization.
-- `torch`: `F.grouped_mm` on CUDA for what it serves; else a loop of matmuls that write into the output. `F.grouped_mm`
-  on CPU leaves rows beyond offsets[-1] uninitialized, wants 16-byte strides, has no float64, and refuses float32 under
-  compile; on Blackwell experts without rows get gradients (pytorch #172439, open with torch 2.13).
-- `auto`: `triton` on CUDA, unless there is a `triton_problem` or `use_triton(False)`; `torch` elsewhere.
+- `triton`: titanlite's own kernels (`kernels_triton.py`), two-byte floats and float32, no
+  synchronization.
+- `torch`: `F.grouped_mm` on CUDA for what it serves; else a loop of matmuls that write into the
+  output. `F.grouped_mm` on CPU leaves rows beyond offsets[-1] uninitialized, wants 16-byte strides,
+  has no float64, and refuses float32 under compile; on Blackwell experts without rows get gradients
+  (pytorch #172439, open with torch 2.13).
+- `auto`: `triton` on CUDA, unless there is a `triton_problem` or `use_triton(False)`; `torch`
+  elsewhere.
 
-Shapes: M rows (tokens), E experts, K reduction, N columns. Weights of experts are usually kept as (E, N, K) and passed
-as `weight.mT`.
+Shapes: M rows (tokens), E experts, K reduction, N columns. Weights of experts are usually kept as
+(E, N, K) and passed as `weight.mT`.
 """
 
 import re
@@ -26,16 +31,18 @@ from titanlite.base.log import warn_once
 from titanlite.base.process import read_variable, remove_variable
 from titanlite.ops.kernels import has_triton, kernel_device
 
-# torch takes its initial setting from the first; cuBLAS reads the second when it starts, and obeys no other.
+# torch takes its initial setting from the first; cuBLAS reads the second when it starts, and obeys
+# no other.
 _TF32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 
 
 def keep_float32() -> None:
-    """Let products and convolutions of float32 be computed in float32 in this process, and not in TF32.
+    """Let products and convolutions of float32 be computed in float32 in this process, and not in
+    TF32.
 
-    TF32 has 11 significant bits: a class of transformers that multiplies rotary positions by frequencies would mix up
-    those beyond 2,048. cuDNN uses it by default, cuBLAS where an image sets one of the variables. Call before CUDA
-    starts: later, the second variable counts.
+    TF32 has 11 significant bits: a class of transformers that multiplies rotary positions by
+    frequencies would mix up those beyond 2,048. cuDNN uses it by default, cuBLAS where an image
+    sets one of the variables. Call before CUDA starts: later, the second variable counts.
     """
     torch.set_float32_matmul_precision("highest")
     cudnn: Any = torch.backends.cudnn
@@ -54,7 +61,9 @@ def keep_float32() -> None:
 def sum_over_rows(
     dy_MN: torch.Tensor, x_MK: torch.Tensor, out_NK: torch.Tensor, *, accumulate: bool = False
 ) -> torch.Tensor:
-    """Write or add `dy.T @ x`, the gradient of a weight, to `out`, which may have a wider dtype; not differentiable."""
+    """Write or add `dy.T @ x`, the gradient of a weight, to `out`, which may have a wider dtype;
+    not differentiable.
+    """
     if out_NK.dtype == x_MK.dtype:
         return out_NK.addmm_(dy_MN.T, x_MK) if accumulate else torch.mm(dy_MN.T, x_MK, out=out_NK)
     if kernel_device(x_MK.device) == "cuda" and accumulate:  # never rounded to two bytes
@@ -66,7 +75,8 @@ def sum_over_rows(
 def wide_linear(x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """Return `x.float() @ weight.float().T`, (..., N) float32, of x (..., K).
 
-    On CUDA two-byte operands are multiplied without a cast, which is exact, and kept so for backward.
+    On CUDA two-byte operands are multiplied without a cast, which is exact, and kept so for
+    backward.
     """
     if kernel_device(x.device) == "cuda" and x.dtype == weight_NK.dtype and x.dtype.itemsize == 2:
         return _WideLinear.apply(x, weight_NK)
@@ -82,7 +92,9 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split dy into two parts of two bytes, 16 bits of bfloat16 together, and multiply both in one product."""
+        """Split dy into two parts of two bytes, 16 bits of bfloat16 together, and multiply both in
+        one product.
+        """
         x, weight_NK = ctx.saved_tensors
         dy_MN, x_MK = dy.flatten(0, -2), x.flatten(0, -2)
         parts_M2N = x.new_empty(dy_MN.shape[0], 2 * dy_MN.shape[1])
@@ -94,7 +106,9 @@ class _WideLinear(torch.autograd.Function):
 
 
 def _multiply_wide(a: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-    """Return `a.float() @ b.float()`; torch multiplies narrow operands into a wide result on CUDA alone."""
+    """Return `a.float() @ b.float()`; torch multiplies narrow operands into a wide result on CUDA
+    alone.
+    """
     if kernel_device(a.device) == "cuda":
         return torch.mm(a, b_KN, out_dtype=torch.float32)
     return a.float() @ b_KN.float()
@@ -108,7 +122,10 @@ _TRITON_WITH_FENCES = (3, 7, 1)
 
 
 def grouped_gemm(
-    x_MK: torch.Tensor, weight_EKN: torch.Tensor, offsets_E: torch.Tensor, backend: GroupedGemmBackend = "auto"
+    x_MK: torch.Tensor,
+    weight_EKN: torch.Tensor,
+    offsets_E: torch.Tensor,
+    backend: GroupedGemmBackend = "auto",
 ) -> torch.Tensor:
     """Multiply each group of rows with its own matrix; returns (M, N) in the dtype of x.
 
@@ -116,46 +133,66 @@ def grouped_gemm(
 
     Args:
         x_MK: (M, K) rows, grouped by expert.
-        weight_EKN: (E, K, N), same dtype; K or N has stride 1. Its gradient has the same memory layout.
-        offsets_E: (E,) int32 end of each group, non-decreasing, on the device of x; offsets[-1] <= M.
+        weight_EKN: (E, K, N), same dtype; K or N has stride 1. Its gradient has the same memory
+            layout.
+        offsets_E: (E,) int32 end of each group, non-decreasing, on the device of x; offsets[-1] <=
+            M.
         backend: see the module's docstring.
 
     Raises ValueError: shapes, dtypes or layout do not fit, or the backend does not run here.
     """
     rows_fit = x_MK.dim() == 2 and (x_MK.shape[1] <= 1 or x_MK.stride(1) == 1)
-    weight_fits = weight_EKN.dim() == 3 and weight_EKN.shape[1] == x_MK.shape[-1] and 1 in weight_EKN.stride()[1:]
+    weight_fits = (
+        weight_EKN.dim() == 3
+        and weight_EKN.shape[1] == x_MK.shape[-1]
+        and 1 in weight_EKN.stride()[1:]
+    )
     offsets_fit = offsets_E.shape == weight_EKN.shape[:1] and offsets_E.dtype == torch.int32
     if not (rows_fit and weight_fits and offsets_fit and x_MK.dtype == weight_EKN.dtype):
         found = [(tuple(t.shape), t.stride(), t.dtype) for t in (x_MK, weight_EKN, offsets_E)]
         raise ValueError(f"grouped_gemm: shapes, strides and dtypes do not fit: {found}.")
-    return grouped_mm(x_MK, weight_EKN, offsets_E, resolve_backend(backend, x_MK.device, x_MK.dtype))
+    return grouped_mm(
+        x_MK, weight_EKN, offsets_E, resolve_backend(backend, x_MK.device, x_MK.dtype)
+    )
 
 
-def resolve_backend(backend: GroupedGemmBackend, device: torch.device, dtype: torch.dtype) -> GroupedGemmBackend:
+def resolve_backend(
+    backend: GroupedGemmBackend, device: torch.device, dtype: torch.dtype
+) -> GroupedGemmBackend:
     """Return the backend that serves tensors of `dtype` on `device`.
 
     Raises ValueError: `triton` was asked for and cannot run there.
     """
     where = kernel_device(device)
     if backend == "auto":
-        return "triton" if has_triton(device) and dtype in _TRITON_DTYPES and triton_problem() is None else "torch"
+        return (
+            "triton"
+            if has_triton(device) and dtype in _TRITON_DTYPES and triton_problem() is None
+            else "torch"
+        )
     if backend == "triton":
         interpreted = read_variable("TRITON_INTERPRET") == "1"
         if where not in ("cuda", "meta") and not interpreted:
             raise ValueError(
-                f"grouped_gemm: backend 'triton' needs a CUDA device, the tensors are on {where}. Use 'auto' or, "
-                "to test the kernels slowly on the CPU, set TRITON_INTERPRET=1 before the program starts."
+                f"grouped_gemm: backend 'triton' needs a CUDA device, the tensors are on {where}. "
+                "Use 'auto' or, "
+                "to test the kernels slowly on the CPU, set TRITON_INTERPRET=1 before the program "
+                "starts."
             )
         if dtype not in _TRITON_DTYPES:
             raise ValueError(f"grouped_gemm: backend 'triton' has no {dtype}. Use 'auto'.")
         if where == "cuda" and (problem := triton_problem()) is not None:
-            raise ValueError(f"grouped_gemm: backend 'triton': {problem} Install a newer torch, or use 'torch'.")
+            raise ValueError(
+                f"grouped_gemm: backend 'triton': {problem} Install a newer torch, or use 'torch'."
+            )
     return backend
 
 
 @torch.compiler.assume_constant_result  # a compiled graph would break at it
 def triton_problem() -> str | None:
-    """Return why Triton's code for this machine's GPU cannot be trusted, a sentence; None: it can, or there is none."""
+    """Return why Triton's code for this machine's GPU cannot be trusted, a sentence; None: it can,
+    or there is none.
+    """
     if not is_blackwell():
         return None
     import triton
@@ -163,22 +200,32 @@ def triton_problem() -> str | None:
     if has_fences(version := triton.__version__):
         return None
     wanted = ".".join(map(str, _TRITON_WITH_FENCES))
-    return f"Triton {version} leaves out fences between memory accesses on this GPU, {wanted} does not (triton #9610)."
+    return (
+        f"Triton {version} leaves out fences between memory accesses on this GPU, {wanted} "
+        "does "
+        "not (triton #9610)."
+    )
 
 
 def has_fences(version: str) -> bool:
-    """Return True if that Triton has the tensor cores wait for what `cp.async` writes (scripts/compile_kernels.py)."""
+    """Return True if that Triton has the tensor cores wait for what `cp.async` writes
+    (scripts/compile_kernels.py).
+    """
     return tuple(map(int, re.findall(r"\d+", version.split("+")[0])[:3])) >= _TRITON_WITH_FENCES
 
 
 @cache
 def is_blackwell() -> bool:
-    """Return True if there is a data-centre Blackwell GPU: with tensor cores that read memory asynchronously."""
+    """Return True if there is a data-centre Blackwell GPU: with tensor cores that read memory
+    asynchronously.
+    """
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in _BLACKWELL
 
 
 @torch.library.custom_op("titanlite::grouped_mm", mutates_args=())
-def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
+def grouped_mm(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str
+) -> torch.Tensor:
     """Compute `grouped_gemm` without argument checks, as a torch operator."""
     if backend == "triton":
         return get_launchers().row_grouped_gemm(x, weight, offsets)
@@ -206,18 +253,22 @@ def grouped_mm_wgrad(
     x_rows: torch.Tensor | None = None,
     dy_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return dweight[e] = x_e^T @ dy_e, (E, K, N); stored as (E, N, K) when `k_major`, as the weight is.
+    """Return dweight[e] = x_e^T @ dy_e, (E, K, N); stored as (E, N, K) when `k_major`, as the
+    weight is.
 
     With rows, int32, `triton` multiplies those of x or dy.
     """
     num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
     if backend == "triton":
-        return get_launchers().reduction_grouped_gemm(x, dy, offsets, x_rows, dy_rows, k_major=k_major)
+        return get_launchers().reduction_grouped_gemm(
+            x, dy, offsets, x_rows, dy_rows, k_major=k_major
+        )
     if _use_torch_kernel(x, dy):
         left, right = (dy, x) if k_major else (x, dy)
         dw = F.grouped_mm(left.mT, right, offs=offsets)
         return dw.mT if k_major else dw
-    dw = x.new_empty((num_experts, n, k) if k_major else (num_experts, k, n))  # a product over no rows is zeros
+    # a product over no rows is zeros
+    dw = x.new_empty((num_experts, n, k) if k_major else (num_experts, k, n))
     compute = get_compute_dtype(x)
     for expert, (start, end) in enumerate(get_groups(offsets)):
         left, right = (dy, x) if k_major else (x, dy)
@@ -229,26 +280,41 @@ def grouped_mm_wgrad(
 
 
 def get_launchers() -> Any:
-    """Import the Triton kernels where they are used: nothing else needs triton, and importing it takes a while."""
+    """Import the Triton kernels where they are used: nothing else needs triton, and importing it
+    takes a while.
+    """
     from titanlite.ops import launchers
 
     return launchers
 
 
 def _use_torch_kernel(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True for what F.grouped_mm serves: bfloat16 on CUDA with 16-byte rows and at least one row."""
+    """Return True for what F.grouped_mm serves: bfloat16 on CUDA with 16-byte rows and at least one
+    row.
+    """
     if not x.is_cuda or is_blackwell():
         return False
-    return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and other.shape[-1] % 8 == 0 and x.shape[0] > 0
+    return (
+        x.dtype == torch.bfloat16
+        and x.shape[1] % 8 == 0
+        and other.shape[-1] % 8 == 0
+        and x.shape[0] > 0
+    )
 
 
 def get_compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return float32 for two-byte floats on CPUs, which multiply those 16 to 50 times slower; else x.dtype."""
-    return torch.float32 if not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    """Return float32 for two-byte floats on CPUs, which multiply those 16 to 50 times slower; else
+    x.dtype.
+    """
+    return (
+        torch.float32 if not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    )
 
 
 def get_groups(offsets: torch.Tensor) -> list[tuple[int, int]]:
-    """Return (start, end) of each group. Copies the offsets to the host: a synchronization point on CUDA."""
+    """Return (start, end) of each group. Copies the offsets to the host: a synchronization point on
+    CUDA.
+    """
     ends = offsets.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -259,7 +325,15 @@ def _(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str
 
 
 @grouped_mm_wgrad.register_fake
-def _(x: Any, dy: Any, offsets: Any, k_major: bool, backend: str, x_rows: Any = None, dy_rows: Any = None) -> Any:
+def _(
+    x: Any,
+    dy: Any,
+    offsets: Any,
+    k_major: bool,
+    backend: str,
+    x_rows: Any = None,
+    dy_rows: Any = None,
+) -> Any:
     num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
     return x.new_empty(num_experts, n, k).mT if k_major else x.new_empty(num_experts, k, n)
 
@@ -275,7 +349,11 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     x, weight, offsets = ctx.saved_tensors
     dy = dy.contiguous()  # an expanded gradient (stride 0, from a sum) is no legal matmul operand
     dx = grouped_mm(dy, weight.mT, offsets, ctx.backend) if ctx.needs_input_grad[0] else None
-    dw = grouped_mm_wgrad(x, dy, offsets, ctx.k_major, ctx.backend) if ctx.needs_input_grad[1] else None
+    dw = (
+        grouped_mm_wgrad(x, dy, offsets, ctx.k_major, ctx.backend)
+        if ctx.needs_input_grad[1]
+        else None
+    )
     return dx, dw, None, None
 
 

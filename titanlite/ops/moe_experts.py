@@ -1,15 +1,18 @@
 """Mixture of experts on routed tokens: gather rows out, GEMM, SwiGLU, GEMM, gather-sum rows back.
 
 With the `triton` backend it is fused. Only
-`z = [gate | up]`, (R, 2 I), is kept for backward: h is computed again while its gradient is at hand, and neither the
-permuted tokens nor the results per row are needed, so that a recomputation ends before the second GEMM. The kernels
-gather the tokens inside the first GEMM and apply SwiGLU and the router's weight to its accumulator. Otherwise the same
-is composed of `permute_tokens`, `grouped_gemm`, `swiglu` and `unpermute_sum`.
+`z = [gate | up]`, (R, 2 I), is kept for backward: h is computed again while its gradient is at
+hand, and neither the permuted tokens nor the results per row are needed, so that a recomputation
+ends before the second GEMM. The kernels gather the tokens inside the first GEMM and apply SwiGLU
+and the router's weight to its accumulator. Otherwise the same is composed of `permute_tokens`,
+`grouped_gemm`, `swiglu` and `unpermute_sum`.
 
-Both directions of the permutation are gathers, each the other's gradient. A scatter-add (autograd's own backward of
-`index_select`) would use atomics on CUDA, whose order, and so whose rounding, changes from run to run.
+Both directions of the permutation are gathers, each the other's gradient. A scatter-add (autograd's
+own backward of `index_select`) would use atomics on CUDA, whose order, and so whose rounding,
+changes from run to run.
 
-Shapes: T tokens, k experts per token, R = T * k rows grouped by expert, E experts, I expert width, D hidden.
+Shapes: T tokens, k experts per token, R = T * k rows grouped by expert, E experts, I expert width,
+D hidden.
 """
 
 from typing import Any, Protocol
@@ -31,7 +34,8 @@ from titanlite.ops.matmul import (
 
 
 def gather_sum(y_RD: Tensor, rows_Tk: Tensor) -> Tensor:
-    """Return out[t] = sum over j of y[rows[t, j]], in order of j, in float32 or better; no (T, k, D) copy.
+    """Return out[t] = sum over j of y[rows[t, j]], in order of j, in float32 or better; no (T, k,
+    D) copy.
 
     Rows from R on, which only a token with fewer than k rows has, are zeros.
     """
@@ -73,8 +77,9 @@ class _Move(torch.autograd.Function):
 def sort_rows(ids_Tk: Tensor, num_rows: int | None = None) -> tuple[Tensor, ...]:
     """Order rows by their ids, stable in the tokens; return (ids_R, order_R, token_R, rows_Tk).
 
-    `order_R`, int64, has the place in the flattened (T, k) ids of each sorted row, or of the first `num_rows`, and
-    `token_R`, int32, its token. `rows_Tk`, int32, has the sorted row of each choice: the inverse of all of `order_R`.
+    `order_R`, int64, has the place in the flattened (T, k) ids of each sorted row, or of the first
+    `num_rows`, and `token_R`, int32, its token. `rows_Tk`, int32, has the sorted row of each
+    choice: the inverse of all of `order_R`.
     """
     ids_R, order_R = ids_Tk.flatten().sort(stable=True)
     arange_R = torch.arange(order_R.numel(), dtype=torch.int32, device=order_R.device)
@@ -84,7 +89,9 @@ def sort_rows(ids_Tk: Tensor, num_rows: int | None = None) -> tuple[Tensor, ...]
     return ids_R, order_R[:num_rows], token_R, rows_R.view(ids_Tk.shape)
 
 
-def group_by_expert(ids_Tk: Tensor, num_experts: int, num_rows: int | None = None) -> tuple[Tensor, ...]:
+def group_by_expert(
+    ids_Tk: Tensor, num_experts: int, num_rows: int | None = None
+) -> tuple[Tensor, ...]:
     """Return `sort_rows` without the sorted ids, and the end of each expert's rows, int32.
 
     Ids from `num_experts` on are last and not counted.
@@ -95,7 +102,8 @@ def group_by_expert(ids_Tk: Tensor, num_experts: int, num_rows: int | None = Non
 
 
 def permute_tokens(x_TD: Tensor, token_R: Tensor, rows_Tk: Tensor) -> Tensor:
-    """Gather `x[token_R]` (R, D) of `x_TD`; the gradient of a token is the ordered sum over its rows.
+    """Gather `x[token_R]` (R, D) of `x_TD`; the gradient of a token is the ordered sum over its
+    rows.
 
     `token_R` (R,) is the token of each row, `rows_Tk` (T, k) its inverse, the rows of each token.
     """
@@ -103,7 +111,9 @@ def permute_tokens(x_TD: Tensor, token_R: Tensor, rows_Tk: Tensor) -> Tensor:
 
 
 def unpermute_sum(y_RD: Tensor, token_R: Tensor, rows_Tk: Tensor) -> Tensor:
-    """Sum each token's rows in a fixed order: `out[t] = sum_j y[rows_Tk[t, j]]`, (T, D); arguments as above."""
+    """Sum each token's rows in a fixed order: `out[t] = sum_j y[rows_Tk[t, j]]`, (T, D); arguments
+    as above.
+    """
     return _Move.apply(y_RD, token_R, rows_Tk, True)
 
 
@@ -113,7 +123,8 @@ class Travel(Protocol):
     is_served: bool  # set by experts whose backward calls both `wait` and `begin`
 
     def wait(self) -> None: ...  # for the gradient of the results, before its first use
-    def begin(self, dx_TD: Tensor) -> None: ...  # send the gradient of x; meanwhile those of the weights are computed
+    # send the gradient of x; meanwhile those of the weights are computed
+    def begin(self, dx_TD: Tensor) -> None: ...
 
 
 def moe_experts(
@@ -127,12 +138,14 @@ def moe_experts(
     backend: GroupedGemmBackend = "auto",
     travel: Travel | None = None,
 ) -> Tensor:
-    """out[t] = sum over the rows r of token t of row_weight[r] * expert_of(r)(x[t]), (T, D) in the dtype of x.
+    """out[t] = sum over the rows r of token t of row_weight[r] * expert_of(r)(x[t]), (T, D) in the
+    dtype of x.
 
-    `gate_up_proj` is (E, 2 I, D), gate above up, `down_proj` (E, D, I); x has their dtype. `offsets_E`, int32, is the
-    end of each expert's rows; rows after the last end belong to none and add nothing. `token_R` and the float32
-    `row_weight_R` are the token of each row and the router's weight of it. `rows_Tk` are the rows of each token, summed
-    in this order; R or more means no row. `travel` is called in backward when a gradient is needed or can be sent.
+    `gate_up_proj` is (E, 2 I, D), gate above up, `down_proj` (E, D, I); x has their dtype.
+    `offsets_E`, int32, is the end of each expert's rows; rows after the last end belong to none and
+    add nothing. `token_R` and the float32 `row_weight_R` are the token of each row and the router's
+    weight of it. `rows_Tk` are the rows of each token, summed in this order; R or more means no
+    row. `travel` is called in backward when a gradient is needed or can be sent.
 
     Raises ValueError as `grouped_gemm`.
     """
@@ -145,15 +158,21 @@ def moe_experts(
         h_RI, z_R2I = gather_swiglu(x, gate_up, row_weight, token_R, offsets_E, keep)
         if travel is not None:
             travel.is_served = keep
-        anchor = _Experts.apply(*leaves, token_R, rows_Tk, offsets_E, z_R2I, travel) if keep else None
+        anchor = (
+            _Experts.apply(*leaves, token_R, rows_Tk, offsets_E, z_R2I, travel) if keep else None
+        )
         return _Results.apply(anchor, h_RI, down, rows_Tk, offsets_E)
-    gate_up_R2I = grouped_gemm(permute_tokens(x_TD, token_R, rows_Tk), gate_up_proj.mT, offsets_E, backend)
+    gate_up_R2I = grouped_gemm(
+        permute_tokens(x_TD, token_R, rows_Tk), gate_up_proj.mT, offsets_E, backend
+    )
     y_RD = grouped_gemm(swiglu(gate_up_R2I, row_weight_R), down_proj.mT, offsets_E, backend)
     return unpermute_sum(y_RD, token_R, rows_Tk)
 
 
 class _Experts(torch.autograd.Function):
-    """Backward of the whole operator. The one element of its result only carries the gradient from `_Results`."""
+    """Backward of the whole operator. The one element of its result only carries the gradient from
+    `_Results`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
@@ -186,7 +205,9 @@ class _Experts(torch.autograd.Function):
 
 
 class _Results(torch.autograd.Function):
-    """The second product and the sum. No tensor is saved: a recomputation that ends with the layer leaves it out."""
+    """The second product and the sum. No tensor is saved: a recomputation that ends with the layer
+    leaves it out.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Any, h: Any, down: Any, rows: Any, offsets: Any) -> Tensor:
@@ -201,7 +222,9 @@ class _Results(torch.autograd.Function):
 def gather_swiglu(
     x: Tensor, gate_up: Tensor, row_weight: Tensor, token: Tensor, offsets: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return (h, z) by Triton: h (R, I), multiplied by the row's weight, of z (R, 2 I); z is empty unless `keep`."""
+    """Return (h, z) by Triton: h (R, I), multiplied by the row's weight, of z (R, 2 I); z is empty
+    unless `keep`.
+    """
     h, z = get_launchers().row_grouped_swiglu(x, gate_up.mT, offsets, token, row_weight, keep=keep)
     return h, x.new_empty(0, 2 * h.shape[1]) if z is None else z
 
@@ -222,4 +245,8 @@ def _(x: Any, gate_up: Any, row_weight: Any, token: Any, offsets: Any, keep: boo
 
 @gather_swiglu_backward.register_fake
 def _(dout: Any, down: Any, row_weight: Any, token: Any, offsets: Any, z: Any) -> Any:
-    return torch.empty_like(z), z.new_empty(len(z), z.shape[1] // 2), torch.empty_like(row_weight, dtype=torch.float32)
+    return (
+        torch.empty_like(z),
+        z.new_empty(len(z), z.shape[1] // 2),
+        torch.empty_like(row_weight, dtype=torch.float32),
+    )

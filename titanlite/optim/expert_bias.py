@@ -1,4 +1,6 @@
-"""Aux-loss-free load balancing (arXiv:2408.15664): experts that got too few tokens become easier to choose."""
+"""Aux-loss-free load balancing (arXiv:2408.15664): experts that got too few tokens become easier to
+choose.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,16 +16,19 @@ from titanlite.models.interface import Model
 
 BIAS_UPDATE_RATE = 1e-3  # of arXiv:2408.15664
 AUX_LOSS_COEFF = 0.02
-"""Of 0.001 to 1 the most even load at the same loss: 4 experts, top-2, 100 steps; 0.02 and 0.1 also with the quick
-start's 8 experts, 30 steps."""
+"""Of 0.001 to 1 the most even load at the same loss: 4 experts, top-2, 100 steps; 0.02 and 0.1 also
+with the quick start's 8 experts, 30 steps.
+"""
 
 
 class ExpertBiasBalancer:
-    """Counts routed tokens per layer and expert over a step, and moves every router's `expert_bias` once per step.
+    """Counts routed tokens per layer and expert over a step, and moves every router's `expert_bias`
+    once per step.
 
-    A model of transformers has no such bias; its tokens are counted all the same, if its experts can be. A step adds
-    `update_rate` to a bias, or takes it away. `sum_over_ranks` sums a tensor on the model's device, in place. With
-    pipeline stages, of `stage_size` ranks each, the model has the counters of this stage's layers.
+    A model of transformers has no such bias; its tokens are counted all the same, if its experts
+    can be. A step adds `update_rate` to a bias, or takes it away. `sum_over_ranks` sums a tensor on
+    the model's device, in place. With pipeline stages, of `stage_size` ranks each, the model has
+    the counters of this stage's layers.
     """
 
     def __init__(
@@ -40,18 +45,29 @@ class ExpertBiasBalancer:
         self._here = slice(start, start + len(counters))
         self._counters = list(counters.values())
         self._routers = [moe.gate for moe in model.moe_layers().values()]
-        self._update_rate, self._sum_over_ranks, self._stage_size = update_rate, sum_over_ranks, stage_size
+        self._update_rate, self._sum_over_ranks, self._stage_size = (
+            update_rate,
+            sum_over_ranks,
+            stage_size,
+        )
         if numbers:
-            self.counts = self._make_counts(model)  # (layers, E) int64, rows of this rank since the last `step`
+            # (layers, E) int64, rows of this rank since the last `step`
+            self.counts = self._make_counts(model)
         frozen = sum(not router.weight.requires_grad for router in self._routers)
         if frozen and update_rate:
-            logger.info("moe: %d of %d routers are frozen, and so is their expert_bias", frozen, len(self._routers))
+            logger.info(
+                "moe: %d of %d routers are frozen, and so is their expert_bias",
+                frozen,
+                len(self._routers),
+            )
 
     def _make_counts(self, model: Model) -> torch.Tensor:
         if self._counters:
             return torch.zeros_like(self._counters[0].tokens_per_expert).repeat(self._num_layers, 1)
         device = next(buffer.device for buffer in model.buffers() if not buffer.is_meta)
-        return torch.zeros(self._num_layers, model.config.num_experts, dtype=torch.int64, device=device)
+        return torch.zeros(
+            self._num_layers, model.config.num_experts, dtype=torch.int64, device=device
+        )
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -60,15 +76,19 @@ class ExpertBiasBalancer:
         The counters overwrite their counts, so recomputation in backward does not count twice.
         """
         if self._counters:
-            self.counts[self._here] += torch.stack([counter.tokens_per_expert for counter in self._counters])
+            self.counts[self._here] += torch.stack(
+                [counter.tokens_per_expert for counter in self._counters]
+            )
 
     @torch.no_grad()
     def step(self, finite: torch.Tensor) -> torch.Tensor | None:
-        """Update the biases by `rate * sign(mean - count)`, centred; return the global counts (layers, E), or None.
+        """Update the biases by `rate * sign(mean - count)`, centred; return the global counts
+        (layers, E), or None.
 
-        Only differences of biases matter to a top-k. Without centring, their common part grows without bound and eats
-        float32's precision. Counts are integers: bfloat16 once flipped the sign of an update. Biases stay as they are
-        where the bool scalar `finite` is False, and where the router's weight is frozen.
+        Only differences of biases matter to a top-k. Without centring, their common part grows
+        without bound and eats float32's precision. Counts are integers: bfloat16 once flipped the
+        sign of an update. Biases stay as they are where the bool scalar `finite` is False, and
+        where the router's weight is frozen.
 
         Collectives: one sum over all ranks for all layers; every rank must call.
         """
@@ -80,15 +100,17 @@ class ExpertBiasBalancer:
         if self._update_rate:
             deficit = counts.sum(dim=1, keepdim=True) - counts * counts.shape[1]
             delta = deficit.sign().to(torch.float32)
-            delta = (delta - delta.mean(dim=1, keepdim=True)) * (self._update_rate * finite.to(delta.device))
+            delta = (delta - delta.mean(dim=1, keepdim=True)) * (
+                self._update_rate * finite.to(delta.device)
+            )
             for router, router_delta in zip(self._routers, delta[self._here], strict=True):
                 if router.weight.requires_grad:
                     router.expert_bias += router_delta
         return counts
 
     def bias_range(self) -> torch.Tensor | None:
-        """Return the smallest and largest `expert_bias` of each layer, (2, layers) float32 on the device; None without
-        any.
+        """Return the smallest and largest `expert_bias` of each layer, (2, layers) float32 on the
+        device; None without any.
 
         Collectives: with pipeline stages one sum over all ranks; every rank must call.
         """
@@ -105,7 +127,9 @@ class ExpertBiasBalancer:
 
 
 def get_bias_update_rate(section: MoESection, model: Model) -> float:
-    """Return the configured rate; unset, a bias is trained only where the exported architecture can hold it."""
+    """Return the configured rate; unset, a bias is trained only where the exported architecture can
+    hold it.
+    """
     if not model.moe_layers():
         return 0.0
     if section.expert_bias_update_rate is not None:
@@ -114,13 +138,18 @@ def get_bias_update_rate(section: MoESection, model: Model) -> float:
 
 
 def complete_balancing(
-    section: MoESection, model: AnyModelConfig, before: Mapping[str, str] | None = None, *, has_weights: bool
+    section: MoESection,
+    model: AnyModelConfig,
+    before: Mapping[str, str] | None = None,
+    *,
+    has_weights: bool,
 ) -> MoESection:
-    """Return `section` with the default balance of the experts of a native model from random weights.
+    """Return `section` with the default balance of the experts of a native model from random
+    weights.
 
-    The default is the bias if the exported architecture has one, else the balance loss; with `has_weights` there is
-    none. A resumed run keeps its balance loss: `before` is the identity in its checkpoint. Checkpoints without that
-    entry are of runs that had no balance loss by default.
+    The default is the bias if the exported architecture has one, else the balance loss; with
+    `has_weights` there is none. A resumed run keeps its balance loss: `before` is the identity in
+    its checkpoint. Checkpoints without that entry are of runs that had no balance loss by default.
     """
     rate, coeff = section.expert_bias_update_rate, section.aux_loss_coeff
     if not has_weights and isinstance(model, ModelConfig) and model.num_experts > model.top_k:
@@ -139,14 +168,24 @@ def complete_balancing(
 
 
 def advise_balancing(section: MoESection, implementation: str, model: Model) -> str:
-    """Return what to set where experts get no token; `implementation` is that of the model section."""
+    """Return what to set where experts get no token; `implementation` is that of the model
+    section.
+    """
     routers = [moe.gate for moe in model.moe_layers().values()]
     if isinstance(model.config, TransformersConfig):
-        own = f"transformers' {model.config.architecture} routes by itself, and no setting balances it"
+        own = (
+            f"transformers' {model.config.architecture} routes by itself, and no setting "
+            "balances it"
+        )
         if model.config.family in families() and implementation == "transformers":
-            return f'{own}. Set model.implementation = "native" and moe.aux_loss_coeff = {AUX_LOSS_COEFF:g}.'
+            return (
+                f'{own}. Set model.implementation = "native" and moe.aux_loss_coeff = '
+                f"{AUX_LOSS_COEFF:g}."
+            )
         return f"{own}: a native family (model.name) has moe.aux_loss_coeff."
-    if (rate := get_bias_update_rate(section, model)) and any(router.weight.requires_grad for router in routers):
+    if (rate := get_bias_update_rate(section, model)) and any(
+        router.weight.requires_grad for router in routers
+    ):
         return f"Raise moe.expert_bias_update_rate, which is {rate:g}."
     if section.aux_loss_coeff:
         return f"Raise moe.aux_loss_coeff, which is {section.aux_loss_coeff:g}."
@@ -154,8 +193,12 @@ def advise_balancing(section: MoESection, implementation: str, model: Model) -> 
 
 
 def warn_of_ignored_balancing(section: MoESection, num_experts: int) -> None:
-    """Warn on rank 0 of settings that a model without experts ignores. No error: families are compared on one file."""
+    """Warn on rank 0 of settings that a model without experts ignores. No error: families are
+    compared on one file.
+    """
     names = ("expert_bias_update_rate", "aux_loss_coeff", "z_loss_coeff")
     given = [f"moe.{name} = {value}" for name in names if (value := getattr(section, name))]
     if given and num_experts == 0 and get_rank() == 0:
-        logger.warning("moe: the model has no experts to balance: no effect of %s", ", ".join(given))
+        logger.warning(
+            "moe: the model has no experts to balance: no effect of %s", ", ".join(given)
+        )

@@ -1,4 +1,6 @@
-"""The optimizer that the configuration describes: which parameters it trains, how fast, and which steps it takes."""
+"""The optimizer that the configuration describes: which parameters it trains, how fast, and which
+steps it takes.
+"""
 
 import math
 import re
@@ -27,17 +29,20 @@ _MOST_PATTERNS = 8  # that a warning lists
 class LocalAdamW(torch.optim.AdamW):
     """torch's AdamW (arXiv:1711.05101) on this rank's shards; parameters and states stay DTensors.
 
-    A fused call of DTensors refuses two meshes, and DTensor takes longer to find the layout of the first results than
-    ten updates of a small model take.
+    A fused call of DTensors refuses two meshes, and DTensor takes longer to find the layout of the
+    first results than ten updates of a small model take.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, **options)
         for group in self.param_groups:
-            group["state_names"] = ("step", "exp_avg", "exp_avg_sq")  # what a checkpoint must have of each parameter
+            # what a checkpoint must have of each parameter
+            group["state_names"] = ("step", "exp_avg", "exp_avg_sq")
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-        """Fill `lists` with local tensors, in the order of the update's arguments; private to torch."""
+        """Fill `lists` with local tensors, in the order of the update's arguments; private to
+        torch.
+        """
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = [local_of(tensor) for tensor in tensors]
@@ -45,12 +50,14 @@ class LocalAdamW(torch.optim.AdamW):
 
 
 def build_optimizer(
-    model: Any, section: OptimizerSection, others: Mapping[str, Callable[..., torch.optim.Optimizer]] | None = None
+    model: Any,
+    section: OptimizerSection,
+    others: Mapping[str, Callable[..., torch.optim.Optimizer]] | None = None,
 ) -> torch.optim.Optimizer:
     """Build AdamW of the trained parameters, or call the builder in `others` for `section.name`.
 
-    `others[FORM]` builds user-defined optimizers. Parameters that other ranks hold are in the groups, too, and never
-    stepped here.
+    `others[FORM]` builds user-defined optimizers. Parameters that other ranks hold are in the
+    groups, too, and never stepped here.
 
     Raises ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
@@ -76,9 +83,11 @@ def build_adamw(groups: list[dict[str, Any]], section: OptimizerSection) -> Loca
 def group_parameters(
     model: nn.Module, section: OptimizerSection, apart: Container[nn.Parameter] = ()
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Group the trained parameters by rate and decay; return the groups of those in `apart`, and of the rest.
+    """Group the trained parameters by rate and decay; return the groups of those in `apart`, and of
+    the rest.
 
-    Only matrices decay: not norms and other vectors, nor biases, even if those of all experts are one matrix.
+    Only matrices decay: not norms and other vectors, nor biases, even if those of all experts are
+    one matrix.
 
     Raises ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
@@ -88,15 +97,22 @@ def group_parameters(
         if param.requires_grad:
             decays = param.dim() >= 2 and not name.endswith("bias")
             groups[param in apart, decays, multipliers.get(param, 1.0)].append(param)
-    if section.lr < _LEAST_BFLOAT16_LR and any(p.dtype == torch.bfloat16 for params in groups.values() for p in params):
+    if section.lr < _LEAST_BFLOAT16_LR and any(
+        p.dtype == torch.bfloat16 for params in groups.values() for p in params
+    ):
         logger.warning(
-            "optimizer: a weight in bfloat16 changes by 1/256 of its size or not at all; with optimizer.lr = %g most "
+            "optimizer: a weight in bfloat16 changes by 1/256 of its size or not at all; with "
+            "optimizer.lr = %g most "
             "never will. Set training.dtype = 'float32'.",
             section.lr,
         )
     in_apart, rest = (
         [
-            {"params": params, "weight_decay": section.weight_decay if decay else 0.0, "lr": section.lr * multiplier}
+            {
+                "params": params,
+                "weight_decay": section.weight_decay if decay else 0.0,
+                "lr": section.lr * multiplier,
+            }
             for (where, decay, multiplier), params in groups.items()
             if where == which
         ]
@@ -106,10 +122,11 @@ def group_parameters(
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
-    """Step `optimizer` if the bool scalar `finite` is True on the device; otherwise nothing changes.
+    """Step `optimizer` if the bool scalar `finite` is True on the device; otherwise nothing
+    changes.
 
-    A fused optimizer reads the flag inside its kernel (`found_inf`), so the host does not wait for the gradients. The
-    other implementations cost one synchronization.
+    A fused optimizer reads the flag inside its kernel (`found_inf`), so the host does not wait for
+    the gradients. The other implementations cost one synchronization.
     """
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
@@ -121,14 +138,23 @@ def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> No
 def lr_factor(step: int, steps: int, section: LRSchedulerSection) -> float:
     """Return the factor on the peak learning rate for optimizer step `step` (0-based) of `steps`.
 
-    Warmup-stable-decay (arXiv:2404.06395). Warm-up of -1 is 3% of all steps, at most 200. It reaches 1 at step
-    warmup_steps - 1, so that the first step is not wasted on a rate of 0. The decay covers the last decay_ratio of all
-    steps, or all after warm-up if unset, and ends at min_lr_factor on the last step.
+    Warmup-stable-decay (arXiv:2404.06395). Warm-up of -1 is 3% of all steps, at most 200. It
+    reaches 1 at step warmup_steps - 1, so that the first step is not wasted on a rate of 0. The
+    decay covers the last decay_ratio of all steps, or all after warm-up if unset, and ends at
+    min_lr_factor on the last step.
     """
-    warmup = min(section.warmup_steps, steps) if section.warmup_steps >= 0 else min(200, math.ceil(0.03 * steps))
+    warmup = (
+        min(section.warmup_steps, steps)
+        if section.warmup_steps >= 0
+        else min(200, math.ceil(0.03 * steps))
+    )
     if step < warmup:
         return (step + 1) / warmup
-    decay = steps - warmup if section.decay_ratio is None else min(round(steps * section.decay_ratio), steps - warmup)
+    decay = (
+        steps - warmup
+        if section.decay_ratio is None
+        else min(round(steps * section.decay_ratio), steps - warmup)
+    )
     done = step - (steps - decay) + 1
     if done <= 0 or decay == 0:
         return 1.0
@@ -144,10 +170,14 @@ def lr_factor(step: int, steps: int, section: LRSchedulerSection) -> float:
 def build_lr_scheduler(
     optimizer: torch.optim.Optimizer, section: LRSchedulerSection, steps: int, start_step: int = 0
 ) -> LambdaLR:
-    """Build the scheduler that applies `lr_factor`, from `start_step` steps done; step it after each optimizer step."""
+    """Build the scheduler that applies `lr_factor`, from `start_step` steps done; step it after
+    each optimizer step.
+    """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # LambdaLR requires it if last_epoch is not -1
-    return LambdaLR(optimizer, lambda step: lr_factor(step, steps, section), last_epoch=start_step - 1)
+    return LambdaLR(
+        optimizer, lambda step: lr_factor(step, steps, section), last_epoch=start_step - 1
+    )
 
 
 @dataclass(frozen=True)
@@ -166,22 +196,29 @@ class Diagnosis:
     """Why a loss or gradient is not finite, as all ranks found together."""
 
     text: str  # sentences for the user
-    repeats: bool  # True if the step is not finite when recomputed, either; otherwise a machine erred
+    # True if the step is not finite when recomputed, either; otherwise a machine erred
+    repeats: bool
 
     def to_error(self, found: NonFiniteSteps, saved: str, samples: int) -> TrainingError:
-        """Return the error that ends a run after `found`: a transient one if the step does not repeat it.
+        """Return the error that ends a run after `found`: a transient one if the step does not
+        repeat it.
 
         `samples`: number of sequences before that step in the data order.
         """
         in_a_row = f"; it is the first of {found.in_a_row} in a row" if found.in_a_row > 1 else ""
         start = (
-            f"training: the loss or gradient of step {found.first} is not finite{in_a_row}. {self.text} No such "
-            f"update was applied, so the weights are finite: those of step {found.first - 1}{saved}."
+            f"training: the loss or gradient of step {found.first} is not finite{in_a_row}. "
+            f"{self.text} No such "
+            "update was applied, so the weights are finite: those of step "
+            f"{found.first - 1}{saved}."
         )
         if not self.repeats:
-            return TransientError(f"{start} Start again from there; if it comes back, look for a faulty machine.")
+            return TransientError(
+                f"{start} Start again from there; if it comes back, look for a faulty machine."
+            )
         return TrainingError(
-            f"{start} Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's data: "
+            f"{start} Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's "
+            "data: "
             f"python -m titanlite data --config FILE --data.skip_to_sample={samples}."
         )
 
@@ -194,14 +231,17 @@ class Diagnosis:
 class FiniteGuard:
     """Decision on the device which steps are applied; the host waits for it only in `look`.
 
-    After `limit` non-finite steps in a row no step is applied any more, so that weights, optimizer states and biases
-    are those before the first of them when the host finds out. All ranks pass it the same reduced values, on `device`.
+    After `limit` non-finite steps in a row no step is applied any more, so that weights, optimizer
+    states and biases are those before the first of them when the host finds out. All ranks pass it
+    the same reduced values, on `device`.
     """
 
     def __init__(self, device: torch.device, limit: int = 1) -> None:
         self._limit = limit
-        self.in_a_row = torch.zeros((), dtype=torch.int64, device=device)  # non-finite steps up to the latest
-        self._seen: list[tuple[int, torch.Tensor]] = []  # steps since the last look, and whether each is finite
+        # non-finite steps up to the latest
+        self.in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        # steps since the last look, and whether each is finite
+        self._seen: list[tuple[int, torch.Tensor]] = []
         self._run: list[int] = []  # non-finite steps in a row, up to the last look
         self.total = 0  # steps that were not finite, up to the last look
 
@@ -213,7 +253,9 @@ class FiniteGuard:
         """
         finite = finite.to(self.in_a_row.device)
         is_frozen = self.in_a_row >= self._limit
-        self.in_a_row = torch.where(is_frozen, self.in_a_row, torch.where(finite, 0, self.in_a_row + 1))
+        self.in_a_row = torch.where(
+            is_frozen, self.in_a_row, torch.where(finite, 0, self.in_a_row + 1)
+        )
         self._seen.append((step, finite))
         return finite & ~is_frozen
 
@@ -231,15 +273,19 @@ class FiniteGuard:
             return None
         self.total += len(new)
         first = self._run[0] if self._run else -1
-        return NonFiniteSteps(new[0], first, len(self._run), self.total, fatal=len(self._run) >= self._limit)
+        return NonFiniteSteps(
+            new[0], first, len(self._run), self.total, fatal=len(self._run) >= self._limit
+        )
 
 
 def freeze_parameters(model: nn.Module, section: OptimizerSection) -> None:
-    """Turn gradients off for the parameters that `optimizer.freeze` names, in place. Before sharding, on meta or not.
+    """Turn gradients off for the parameters that `optimizer.freeze` names, in place. Before
+    sharding, on meta or not.
 
     A tied parameter is frozen under each of its names.
 
-    Raises ConfigError: a pattern matches no parameter, or nothing is left to train. The same on all ranks.
+    Raises ConfigError: a pattern matches no parameter, or nothing is left to train. The same on all
+    ranks.
     """
     patterns = split_patterns("optimizer.freeze", section.freeze)
     problems = []
@@ -255,13 +301,16 @@ def freeze_parameters(model: nn.Module, section: OptimizerSection) -> None:
 
 
 def lr_multipliers(model: nn.Module, section: OptimizerSection) -> dict[nn.Parameter, float]:
-    """Return the factor on the learning rate of each trained parameter that `optimizer.lr_multipliers` names.
+    """Return the factor on the learning rate of each trained parameter that
+    `optimizer.lr_multipliers` names.
 
     Raises ConfigError: a pattern matches no parameter, or only frozen ones. The same on all ranks.
     """
     found: dict[nn.Parameter, float] = {}
     problems = []
-    for pattern, factor in parse_multipliers("optimizer.lr_multipliers", section.lr_multipliers).items():
+    for pattern, factor in parse_multipliers(
+        "optimizer.lr_multipliers", section.lr_multipliers
+    ).items():
         matched = _matched(model, pattern)
         if not matched:
             problems.append(_no_match(pattern, model))
@@ -273,19 +322,25 @@ def lr_multipliers(model: nn.Module, section: OptimizerSection) -> dict[nn.Param
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Count the values of all parameters, and of the trained ones; of all ranks together, tied ones once."""
+    """Count the values of all parameters, and of the trained ones; of all ranks together, tied ones
+    once.
+    """
     params = list(model.parameters())
     return sum(map(num_values, params)), sum(num_values(p) for p in params if p.requires_grad)
 
 
 def describe_unreached(model: nn.Module, names: Sequence[str]) -> tuple[str, int]:
-    """Return the warning of trained parameters that the first step gave no gradient, by patterns of their names, and
-    how many values are trained without them.
+    """Return the warning of trained parameters that the first step gave no gradient, by patterns of
+    their names, and how many values are trained without them.
     """
-    params = {clean_name(name): param for name, param in model.named_parameters() if param.requires_grad}
+    params = {
+        clean_name(name): param for name, param in model.named_parameters() if param.requires_grad
+    }
     reached = params.keys() - set(names)
     pattern_of = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
-    too_wide = {p for p in set(pattern_of.values()) if any(fnmatchcase(name, p) for name in reached)}
+    too_wide = {
+        p for p in set(pattern_of.values()) if any(fnmatchcase(name, p) for name in reached)
+    }
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name, pattern in pattern_of.items():
         groups[name if pattern in too_wide else pattern].append(name)
@@ -295,13 +350,18 @@ def describe_unreached(model: nn.Module, names: Sequence[str]) -> tuple[str, int
         num_lost += size
         listed.append(f"{pattern} ({format_count(len(group), 'tensor')}, {size:,} elements)")
     if len(listed) > _MOST_PATTERNS:
-        listed[_MOST_PATTERNS:] = [f"and {format_count(len(listed) - _MOST_PATTERNS, 'other name')}"]
+        listed[_MOST_PATTERNS:] = [
+            f"and {format_count(len(listed) - _MOST_PATTERNS, 'other name')}"
+        ]
     total, trained = count_parameters(model)
     trained -= num_lost
     text = (
-        f"training: {format_count(len(names), 'tensor')} ({num_lost:,} elements) had no gradient in the first step: "
-        f"{', '.join(listed)}. They had no part in its loss and are as before, so {trained / 1e6:,.3f} M of "
-        f"{total / 1e6:,.3f} M parameters are trained. To keep them out of the optimizer, name them in "
+        f"training: {format_count(len(names), 'tensor')} ({num_lost:,} elements) had no gradient "
+        "in the first step: "
+        f"{', '.join(listed)}. They had no part in its loss and are as before, so "
+        f"{trained / 1e6:,.3f} M of "
+        f"{total / 1e6:,.3f} M parameters are trained. To keep them out of the optimizer, name "
+        "them in "
         "optimizer.freeze."
     )
     return text, trained
@@ -314,4 +374,7 @@ def _matched(model: nn.Module, pattern: str) -> list[torch.nn.Parameter]:
 
 def _no_match(pattern: str, model: nn.Module) -> str:
     last = [clean_name(name) for name, _ in model.named_parameters()][-1]
-    return f"'{pattern}' matches no parameter. Names are written out, as '{last}'; '*' stands for any characters."
+    return (
+        f"'{pattern}' matches no parameter. Names are written out, as '{last}'; '*' stands for "
+        "any characters."
+    )

@@ -11,7 +11,14 @@ from files import at_most
 
 from titanlite.base import files as run_files
 from titanlite.base.errors import ConfigError, TitanliteError
-from titanlite.base.files import AppendedFile, is_full, open_regular, parse_json, read_regular, replace_file
+from titanlite.base.files import (
+    AppendedFile,
+    is_full,
+    open_regular,
+    parse_json,
+    read_regular,
+    replace_file,
+)
 from titanlite.config import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import build_text_corpus
@@ -52,8 +59,14 @@ OPENED: dict[str, Callable[[Path], Any]] = {
     "corpus.txt": lambda path: dict(build_text_corpus(path.parent)),
     "image.png": lambda path: load_image("row 1", path),
     **{f"rows{ending}": lambda path: list(LocalRows((path,))) for ending in READERS},
-    **{f"skipped{ending}": lambda path: list(LocalRows((path,)).iterate_from(3)) for ending in READERS},
-    **{f"digest{ending}": lambda path: LocalRows((path,)).get_digest(path.parent) for ending in READERS},
+    **{
+        f"skipped{ending}": lambda path: list(LocalRows((path,)).iterate_from(3))
+        for ending in READERS
+    },
+    **{
+        f"digest{ending}": lambda path: LocalRows((path,)).get_digest(path.parent)
+        for ending in READERS
+    },
 }
 
 
@@ -64,14 +77,18 @@ def impatient() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_what_is_no_regular_file_is_named_and_not_waited_for(tmp_path: Path, impatient: None, kind: str) -> None:
+def test_what_is_no_regular_file_is_named_and_not_waited_for(
+    tmp_path: Path, impatient: None, kind: str
+) -> None:
     for number, (name, open_it) in enumerate(OPENED.items()):
         path = tmp_path / str(number) / name
         path.parent.mkdir()
         SPECIAL[kind](path)
         with pytest.raises(TitanliteError) as caught:
             open_it(path)
-        assert re.search(rf"{re.escape(name)}.*it is {kind}, not a regular file", str(caught.value)), name
+        assert re.search(
+            rf"{re.escape(name)}.*it is {kind}, not a regular file", str(caught.value)
+        ), name
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
@@ -153,7 +170,9 @@ def test_a_run_starts_again_on_a_full_disk_if_it_may_go_on(tmp_path: Path, run_r
     def rank_main() -> None:
         monkeypatch.setattr("titanlite.metrics.run_folder.save_resolved", fail)
         job = JobConfig()
-        with pytest.raises(ConfigError, match=r"job\.dump_folder: cannot write to .*No space left on device"):
+        with pytest.raises(
+            ConfigError, match=r"job\.dump_folder: cannot write to .*No space left on device"
+        ):
             make_dump_folder(job, tmp_path)
         job.checkpoint.on_save_error = "continue"
         make_dump_folder(job, tmp_path)

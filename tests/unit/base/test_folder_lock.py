@@ -30,7 +30,9 @@ time.sleep(100)
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds `tmp_path`."""
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "holds\n"
         yield process
         process.kill()
@@ -43,12 +45,17 @@ def test_one_process_at_a_time_writes_into_a_folder(tmp_path: Path, holder):
         FolderLock.take(tmp_path, rendezvous="node0:29400/run7", wait_s=0)
     job = JobConfig()
     job.comm.timeout_seconds = 1
-    text = rf"another run writes into .*: process {holder.pid} on .*, since 20\d\d-.* Remove .*/\.run\.lock if that"
+    text = (
+        rf"another run writes into .*: process {holder.pid} on .*, since 20\d\d-.* Remove "
+        r".*/\.run\.lock if that"
+    )
     with pytest.raises(ConfigError, match=text):
         hold_folders(job, tmp_path)
     holder.kill()
     lock = FolderLock.take(tmp_path)
-    assert lock is not None and FolderLock.take(tmp_path / ".") is lock, "the same process has it already"
+    assert lock is not None and FolderLock.take(tmp_path / ".") is lock, (
+        "the same process has it already"
+    )
     del lock
     fd = os.open(tmp_path / ".run.lock", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody has it
@@ -58,16 +65,22 @@ def test_one_process_at_a_time_writes_into_a_folder(tmp_path: Path, holder):
 def test_checkpoints_elsewhere_are_held_too(tmp_path: Path, holder):
     job = JobConfig()
     job.comm.timeout_seconds, job.checkpoint.folder = 1, str(tmp_path)
-    with pytest.raises(ConfigError, match=f"another run writes into {tmp_path}: process {holder.pid}"):
+    with pytest.raises(
+        ConfigError, match=f"another run writes into {tmp_path}: process {holder.pid}"
+    ):
         hold_folders(job, tmp_path / "run")
     job.checkpoint.enable = False
     assert hold_folders(job, tmp_path / "run") != []
 
 
-def test_a_machine_that_is_gone_loses_its_folder_to_those_of_the_same_rendezvous(tmp_path: Path, holder):
+def test_a_machine_that_is_gone_loses_its_folder_to_those_of_the_same_rendezvous(
+    tmp_path: Path, holder
+):
     """A file server keeps the lock of a machine without power."""
     path = tmp_path / ".run.lock"
-    path.write_text(json.dumps({"pid": 12, "host": "node1", "since": "noon", "rendezvous": "node0:29400/run7"}))
+    path.write_text(
+        json.dumps({"pid": 12, "host": "node1", "since": "noon", "rendezvous": "node0:29400/run7"})
+    )
     with pytest.raises(ConfigError, match="process 12 on node1, since noon"):
         FolderLock.take(tmp_path, rendezvous="node0:29400/run8", wait_s=0)
     assert FolderLock.take(tmp_path, rendezvous="node0:29400/run7", wait_s=0) is not None
@@ -86,12 +99,20 @@ def test_a_folder_of_which_nothing_was_used_is_removed_by_its_holder_alone(tmp_p
     locks = [FolderLock.take(folder) for folder in (unused, used)]
     (used / "config.toml").touch()
     FolderLock.remove_unused()
-    assert all(locks) and not unused.exists() and (used / ".run.lock").exists() and (tmp_path / ".run.lock").exists()
+    assert (
+        all(locks)
+        and not unused.exists()
+        and (used / ".run.lock").exists()
+        and (tmp_path / ".run.lock").exists()
+    )
 
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("titanlite.metrics.run_folder.logger.warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(
+        "titanlite.metrics.run_folder.logger.warning",
+        lambda text, *values: said.append(text % values),
+    )
 
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -99,12 +120,15 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     assert hold_folders(JobConfig(), tmp_path) == [None]
     assert said == [
-        f"job.dump_folder: the file system of {tmp_path} has no locks. Start no other run with this folder meanwhile: "
+        f"job.dump_folder: the file system of {tmp_path} has no locks. Start no other run with "
+        "this folder meanwhile: "
         "each would remove the other's checkpoints."
     ]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot write to .*/file/run: .* Choose another folder\."):
+    with pytest.raises(
+        ConfigError, match=r"cannot write to .*/file/run: .* Choose another folder\."
+    ):
         hold_folders(JobConfig(), tmp_path / "file/run")

@@ -1,4 +1,6 @@
-"""Nothing of a model's folder is run, and there is one place that asks transformers for anything."""
+"""Nothing of a model's folder is run, and there is one place that asks transformers for
+anything.
+"""
 
 import ast
 import json
@@ -23,8 +25,21 @@ PACKAGE = Path(titanlite.__file__).parent
 DOOR = "base/hf_objects.py"
 # What makes objects of files, or of what files say.
 INTO_TRANSFORMERS = {
-    *("from_pretrained", "from_config", "_from_config", "get_class_from_dynamic_module", "pipeline", "from_dict"),
-    *("get_cached_module_file", "load_dataset_builder", "trust_remote_code", "for_model", "from_json_file"),
+    *(
+        "from_pretrained",
+        "from_config",
+        "_from_config",
+        "get_class_from_dynamic_module",
+        "pipeline",
+        "from_dict",
+    ),
+    *(
+        "get_cached_module_file",
+        "load_dataset_builder",
+        "trust_remote_code",
+        "for_model",
+        "from_json_file",
+    ),
 }
 # What titanlite itself wrote, or has the values of.
 EXEMPT = {
@@ -39,7 +54,13 @@ def test_only_one_module_has_transformers_load_anything() -> None:
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            called = node.attr if isinstance(node, ast.Attribute) else node.arg if isinstance(node, ast.keyword) else ""
+            called = (
+                node.attr
+                if isinstance(node, ast.Attribute)
+                else node.arg
+                if isinstance(node, ast.keyword)
+                else ""
+            )
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 called = node.func.id
             if called in INTO_TRANSFORMERS:
@@ -55,7 +76,8 @@ def add_code(folder: Path, file: str, table: dict[str, Any]) -> None:
     path.write_text(json.dumps(known | table))
     (folder / "mine.py").write_text(
         f"open({str(folder / 'ran')!r}, 'w').close()\n"
-        "from transformers import PreTrainedConfig, CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast\n"
+        "from transformers import PreTrainedConfig, CLIPImageProcessor, LlavaProcessor, "
+        "PreTrainedTokenizerFast\n"
         "class Config(PreTrainedConfig): model_type = 'mine'\n"
         "class Images(CLIPImageProcessor): pass\nclass All(LlavaProcessor): pass\n"
         "class Tokens(PreTrainedTokenizerFast): pass\n"
@@ -63,7 +85,9 @@ def add_code(folder: Path, file: str, table: dict[str, Any]) -> None:
 
 
 def by_config_alone(folder: Path) -> None:
-    """Transformers finds the processor's class by config.json, and forgets on this way that no code may run."""
+    """Transformers finds the processor's class by config.json, and forgets on this way that no code
+    may run.
+    """
     (folder / "processor_config.json").unlink()
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
     tokenizer.pop("processor_class")
@@ -75,7 +99,9 @@ def by_config_alone(folder: Path) -> None:
 
 ATTACKS: dict[str, Callable[[Path], None]] = {
     "processor": lambda folder: add_code(
-        folder, "processor_config.json", {"processor_class": "All", "auto_map": {"AutoProcessor": "mine.All"}}
+        folder,
+        "processor_config.json",
+        {"processor_class": "All", "auto_map": {"AutoProcessor": "mine.All"}},
     ),
     "image processor": by_config_alone,
     "tokenizer": lambda folder: add_code(
@@ -84,8 +110,12 @@ ATTACKS: dict[str, Callable[[Path], None]] = {
         {"tokenizer_class": "Tokens", "auto_map": {"AutoTokenizer": [None, "mine.Tokens"]}},
     ),
     "configuration": lambda folder: (
-        add_code(folder, "config.json", {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}),
-        add_code(folder, "tokenizer_config.json", {"tokenizer_class": None, "processor_class": None}),
+        add_code(
+            folder, "config.json", {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+        ),
+        add_code(
+            folder, "tokenizer_config.json", {"tokenizer_class": None, "processor_class": None}
+        ),
         (folder / "processor_config.json").unlink(),
     ),
 }
@@ -112,12 +142,25 @@ def test_code_of_a_folder_is_not_run_whatever_the_terminal_answers(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "_experts_implementation"])
+@pytest.mark.parametrize(
+    "key", ["_attn_implementation", "attn_implementation", "_experts_implementation"]
+)
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_config_does_not_choose_kernels_of_the_hub(key: str, nested: bool) -> None:
     """Transformers would download the repository and import it."""
-    hf: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
-    hf |= {"num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32, "pad_token_id": 0, "eos_token_id": 1}
+    hf: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+    }
+    hf |= {
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
     if nested:
         hf = {"model_type": "gemma3", "text_config": hf | {key: "evil/kernel"}}
     else:
@@ -135,5 +178,7 @@ def test_special_files_are_refused_before_they_are_opened(tmp_path: Path) -> Non
     (tmp_path / "chat_template.jinja").unlink()
     os.mkfifo(tmp_path / "chat_template.jinja")
     for load in (load_tokenizer, load_processor):
-        with pytest.raises(DataError, match=r"it is a named pipe, not a regular file: .*chat_template\.jinja"):
+        with pytest.raises(
+            DataError, match=r"it is a named pipe, not a regular file: .*chat_template\.jinja"
+        ):
             load(str(tmp_path))

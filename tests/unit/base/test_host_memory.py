@@ -24,9 +24,13 @@ print(faults(keep=False), faults(keep=True))
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc gives memory back so eagerly")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only glibc gives memory back so eagerly"
+)
 def test_freed_memory_is_used_again_without_page_faults() -> None:
-    done = subprocess.run([sys.executable, "-c", FAULTS_OF_NEW_TENSORS], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS_OF_NEW_TENSORS], capture_output=True, text=True, check=True
+    )
     default, kept = map(int, done.stdout.split())
     if default <= 100:
         pytest.skip(f"this kernel makes or counts {default} page faults for 13,312 pages")

@@ -15,7 +15,9 @@ def rank_0(monkeypatch) -> None:
     monkeypatch.setenv("RANK", "0")
 
 
-def test_the_log_file_has_the_lines_from_before_it_was_known_and_a_resumed_run_appends(tmp_path: Path, capsys):
+def test_the_log_file_has_the_lines_from_before_it_was_known_and_a_resumed_run_appends(
+    tmp_path: Path, capsys
+):
     setup_logger()
     logger.info("early")
     log_to_folder(tmp_path)
@@ -41,7 +43,10 @@ def test_a_file_that_cannot_be_written_is_told_once(tmp_path: Path, capsys):
     logger.info("one")
     logger.info("two")
     out, err = capsys.readouterr()
-    assert err.startswith(f"titanlite: cannot write {tmp_path / 'run'}/log.txt: ") and err.count("cannot write") == 1
+    assert (
+        err.startswith(f"titanlite: cannot write {tmp_path / 'run'}/log.txt: ")
+        and err.count("cannot write") == 1
+    )
     assert [line.split(" ", 1)[1] for line in out.splitlines()] == ["one", "two"]
 
 
@@ -55,7 +60,8 @@ SPEAKERS = {
     "thread": "import threading; threading.Thread(target=lambda: int({0})).start()",
     "warning": "import warnings; warnings.warn({0})",
     "foreign logger": "import logging; logging.basicConfig(); logging.warning({0})",
-    "logger": "from titanlite.base.log import logger, setup_logger; setup_logger(); logger.warning({0})",
+    "logger": "from titanlite.base.log import logger, setup_logger; setup_logger(); "
+    "logger.warning({0})",
     "command": "import sys; from titanlite.__main__ import main; main([{0}])",
     "usage": "import sys; from titanlite.preflight import main; main(['--world-size', {0}])",
     "configuration": "from titanlite.preflight import main; main(['--config', {0}])",
@@ -63,11 +69,16 @@ SPEAKERS = {
 
 
 def run(code: str, *, stdout: str = "", **environment: str) -> subprocess.CompletedProcess[bytes]:
-    script = f"from titanlite.base.process import open_console\nopen_console(lossy={bool(stdout)})\n{code}"
+    script = (
+        "from titanlite.base.process import "
+        f"open_console\nopen_console(lossy={bool(stdout)})\n{code}"
+    )
     command = [sys.executable, "-c", script]
     if stdout:
         command = ["bash", "-c", f'exec "$@" {stdout}', "bash", *command]
-    return subprocess.run(command, capture_output=True, check=False, timeout=60, env={**os.environ, **environment})
+    return subprocess.run(
+        command, capture_output=True, check=False, timeout=60, env={**os.environ, **environment}
+    )
 
 
 @pytest.mark.parametrize("speaker", SPEAKERS)
@@ -77,7 +88,9 @@ def test_no_control_character_reaches_the_terminal(speaker: str, encoding: str) 
     done = run(SPEAKERS[speaker].format(ascii(EVIL)), PYTHONIOENCODING=encoding)
     said = (done.stdout + done.stderr).decode(encoding)
     assert "\\x1b" in said and "\x1b" not in said
-    assert re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", said) is None
+    assert (
+        re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", said) is None
+    )
     assert "UnicodeEncodeError" not in said and "Logging error" not in said
 
 
@@ -88,15 +101,24 @@ def test_text_in_any_script_is_left_as_it_is() -> None:
 
 
 def test_progress_bars_still_draw_over_their_line() -> None:
-    code = "import sys\nfor i in range(3): sys.stderr.write(f'\\r{i} %'); sys.stderr.write('\\r    \\r')"
+    code = (
+        "import sys\nfor i in range(3): sys.stderr.write(f'\\r{i} %'); sys.stderr.write('\\r   "
+        " "
+        "\\r')"
+    )
     assert run(code).stderr == b"\r0 %\r    \r\r1 %\r    \r\r2 %\r    \r"
-    code = "import sys; from titanlite.base.process import raw_output; raw_output().write('\\x1b[1mbold')"
+    code = (
+        "import sys; from titanlite.base.process import raw_output; "
+        "raw_output().write('\\x1b[1mbold')"
+    )
     assert run(code).stdout == b"\x1b[1mbold"
 
 
 @pytest.mark.parametrize("stdout", [">&-", "<&- >&-", "2>&- >&-", ">/dev/full", "| true"])
 def test_a_run_outlives_its_console(tmp_path: Path, stdout: str) -> None:
-    """Closed, full or not read any more: no traceback, and a file that is opened does not get what is printed."""
+    """Closed, full or not read any more: no traceback, and a file that is opened does not get what
+    is printed.
+    """
     code = f"""
 import os, time
 time.sleep(0.5)

@@ -1,4 +1,6 @@
-"""The collector is off while a program imports, on afterwards, for what is made then; how a program ends."""
+"""The collector is off while a program imports, on afterwards, for what is made then; how a program
+ends.
+"""
 
 import gc
 import os
@@ -28,8 +30,9 @@ gc.collect()
 last = Cycle("last")
 """
 
-# Rank 0 ends while its group's thread holds the last reference to a tensor. The sum, one call into C, makes that thread
-# wait for the interpreter exactly until Python would begin to tear itself down.
+# Rank 0 ends while its group's thread holds the last reference to a tensor. The sum, one call into
+# C, makes that thread wait for the interpreter exactly until Python would begin to tear itself
+# down.
 RANK = """
 import atexit, functools, os, sys, time
 from titanlite.base.process import lean_imports, leave
@@ -57,13 +60,20 @@ atexit.register(print, "handled")
 def _end_with_a_busy_group(folder: Path, code: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RANK]
     with subprocess.Popen([*command, "1", str(folder), "0"]):
-        return subprocess.run([*command, "0", str(folder), str(code)], capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            [*command, "0", str(folder), str(code)], capture_output=True, text=True, timeout=60
+        )
 
 
 def test_control_c_before_training_ends_a_process_without_a_traceback():
-    script = "import os, signal; from titanlite.base.process import begin_process; begin_process(lossy=True); "
+    script = (
+        "import os, signal; from titanlite.base.process import begin_process; "
+        "begin_process(lossy=True); "
+    )
     script += "os.kill(os.getpid(), signal.SIGINT); import torch"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -83,11 +93,15 @@ def test_the_collector_is_as_it_was_before_also_after_a_failed_import(enabled):
 
 
 def test_only_what_is_made_after_the_imports_is_looked_through_and_nothing_at_the_end():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.split() == ["True", "True", "True", "made", "end", "True"]
 
 
-@pytest.mark.parametrize("module", ["titanlite.train", "titanlite.launch.__main__", "titanlite.__main__"])
+@pytest.mark.parametrize(
+    "module", ["titanlite.train", "titanlite.launch.__main__", "titanlite.__main__"]
+)
 def test_entry_points_import_without_the_collector_and_leave_it_on(module):
     """Importing titanlite.train takes 5 collections of everything otherwise."""
     script = f"""
@@ -97,7 +111,9 @@ if "{module}" == "titanlite.__main__":
         entry.main(["inspect", "--help"])
 print("torch" in __import__("sys").modules, gc.isenabled(), gc.get_stats()[2]["collections"])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.split() == ["True", "True", "0"]
 
 
@@ -120,14 +136,18 @@ with lean_imports():
 leave(5)
 """
     environment = {**os.environ, variable: "1"} if variable else None
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment
+    )
     assert (done.returncode, done.stdout) == (5, "torn down" if variable else "")
 
 
 @pytest.mark.parametrize("code", [0, 3])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_exit_handlers_run_unless_the_end_is_at_once(code, at_once):
-    """After an error a handler may wait for a rank that is gone. What was printed is out in any case."""
+    """After an error a handler may wait for a rank that is gone. What was printed is out in any
+    case.
+    """
     script = f"""
 import atexit
 from titanlite.base.process import lean_imports, leave
@@ -137,17 +157,27 @@ with lean_imports():
 print("printed")
 leave({code}, at_once={at_once})
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.split()) == (code, ["printed"] if at_once else ["printed", "handled"])
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.split()) == (
+        code,
+        ["printed"] if at_once else ["printed", "handled"],
+    )
 
 
 def _under(limits: str, command: str) -> subprocess.CompletedProcess[str]:
     command = f"{limits} && exec {sys.executable} {command}"
-    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_the_limit_on_open_files_is_raised_as_far_as_it_may_be() -> None:
-    code = "import resource; from titanlite.base.process import *; allow_many_files(); print(resource.getrlimit(7)[0])"
+    code = (
+        "import resource; from titanlite.base.process import *; allow_many_files(); "
+        "print(resource.getrlimit(7)[0])"
+    )
     assert _under("ulimit -n 900; ulimit -Sn 60", f"-c '{code}'").stdout == "900\n"
 
 

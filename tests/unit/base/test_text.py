@@ -33,7 +33,9 @@ def test_dtypes_of_settings() -> None:
     job = load_config(["--config", CONFIG, *words])
     assert (job.training.dtype, job.training.mixed_precision_param) == ("bfloat16", "bfloat16")
     assert job.checkpoint.export_dtype == "float32"
-    with pytest.raises(ConfigError, match=r'training.dtype = "bf17" is not one of "float32", "bfloat16"'):
+    with pytest.raises(
+        ConfigError, match=r'training.dtype = "bf17" is not one of "float32", "bfloat16"'
+    ):
         load_config(["--config", CONFIG, "--training.dtype=bf17"])
 
 

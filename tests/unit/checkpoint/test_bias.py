@@ -31,16 +31,25 @@ MIXTURES = {
         qk_nope_head_dim=8,
         v_head_dim=8,
     ),
-    "dots1": transformers.Dots1Config(**EXPERTS, first_k_dense_replace=1, n_shared_experts=1, sliding_window=None),
+    "dots1": transformers.Dots1Config(
+        **EXPERTS, first_k_dense_replace=1, n_shared_experts=1, sliding_window=None
+    ),
 }
 
 
-KINDS = [("glm4_moe", "native"), ("deepseek_v3", "native"), ("dots1", "native"), ("glm4_moe", "transformers")]
+KINDS = [
+    ("glm4_moe", "native"),
+    ("deepseek_v3", "native"),
+    ("dots1", "native"),
+    ("glm4_moe", "transformers"),
+]
 
 
 @pytest.fixture(params=KINDS, ids=" ".join)
 def mixture(request, tmp_path):
-    """(implementation, `change(function of a bias)`) for a folder whose model has experts in layers 1 to 3."""
+    """(implementation, `change(function of a bias)`) for a folder whose model has experts in layers
+    1 to 3.
+    """
     name, implementation = request.param
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(MIXTURES[name]).save_pretrained(tmp_path)
@@ -63,17 +72,24 @@ def test_an_absent_bias_is_one_error_unless_it_is_allowed(mixture, tmp_path, cap
     kept = change(lambda key: None if int(key.split(".")[2]) in lost else torch.arange(8.0))
     text = refusal(tmp_path, implementation)
     name = f"model.layers.*.mlp.gate.e_score_correction_bias (layers {', '.join(map(str, lost))})"
-    assert text.startswith(f"materialize: {name}: missing, checkpoint {tmp_path} lacks {len(lost)} of 3 expert biases,")
+    assert text.startswith(
+        f"materialize: {name}: missing, checkpoint {tmp_path} lacks {len(lost)} of 3 expert biases,"
+    )
     assert "checkpoint.allow_missing_expert_bias = true" in text and "\n" not in text
 
     with caplog.at_level(logging.WARNING):
         loaded = load(tmp_path, implementation, allow_missing_expert_bias=True)
-    (line,) = [record.getMessage() for record in caplog.records if "expert biases" in record.getMessage()]
+    (line,) = [
+        record.getMessage() for record in caplog.records if "expert biases" in record.getMessage()
+    ]
     assert f"lacks {len(lost)} of 3 expert biases, which begin with zeros: {name}" in line
     found = {key: value for key, value in loaded.state_dict().items() if key.endswith("_bias")}
     assert len(found) == 3
     for key, value in found.items():
-        stored = next((bias for name, bias in kept.items() if name.split(".")[2] in key.split(".")), torch.zeros(8))
+        stored = next(
+            (bias for name, bias in kept.items() if name.split(".")[2] in key.split(".")),
+            torch.zeros(8),
+        )
         assert torch.equal(value, stored), key
 
 
@@ -83,8 +99,14 @@ def spread(low, high, dtype):
 
 
 ROUNDED = [
-    (spread(6.98, 7.04, torch.bfloat16), "only 3 distinct values of 8 experts between 6.96875 and 7.03125 in bfloat16"),
-    (spread(-300.01, -300.3, torch.float16), "only 2 distinct values of 8 experts between -300.25 and -300 in float16"),
+    (
+        spread(6.98, 7.04, torch.bfloat16),
+        "only 3 distinct values of 8 experts between 6.96875 and 7.03125 in bfloat16",
+    ),
+    (
+        spread(-300.01, -300.3, torch.float16),
+        "only 2 distinct values of 8 experts between -300.25 and -300 in float16",
+    ),
     (spread(6.8, 7.06, torch.float32), ""),  # not rounded
     (spread(-0.1, 0.1, torch.bfloat16), ""),
     (torch.zeros(8, dtype=torch.bfloat16), ""),  # as before the first step
@@ -99,8 +121,17 @@ def test_a_bias_rounded_until_experts_share_values_is_named(mixture, tmp_path, c
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             load(tmp_path, implementation)
-        lines = [record.getMessage() for record in caplog.records if "expert biases" in record.getMessage()]
+        lines = [
+            record.getMessage()
+            for record in caplog.records
+            if "expert biases" in record.getMessage()
+        ]
         assert len(lines) == bool(expected)
         if expected:
-            assert lines[0].startswith(f"checkpoint {tmp_path}: 3 of 3 expert biases were rounded until experts share")
-            assert f"{expected} (model.layers.*.mlp.gate.e_score_correction_bias (layers 1, 2, 3))" in lines[0]
+            assert lines[0].startswith(
+                f"checkpoint {tmp_path}: 3 of 3 expert biases were rounded until experts share"
+            )
+            assert (
+                f"{expected} (model.layers.*.mlp.gate.e_score_correction_bias (layers 1, 2, 3))"
+                in lines[0]
+            )

@@ -1,4 +1,6 @@
-"""A checkpoint folder is complete or not there; what is wrong with one is said; what a killed process left goes."""
+"""A checkpoint folder is complete or not there; what is wrong with one is said; what a killed
+process left goes.
+"""
 
 import errno
 import json
@@ -40,7 +42,10 @@ def process_group():
 def files_of(value: float, size: int = 100, file_bytes: int | None = None):
     region = Region((0,), (size,))
     tensors = {name: torch.full((size,), value + i) for i, name in enumerate("ab")}
-    items = [Item(name, torch.float32, region, (size,), tensor, region, True) for name, tensor in tensors.items()]
+    items = [
+        Item(name, torch.float32, region, (size,), tensor, region, True)
+        for name, tensor in tensors.items()
+    ]
     return lay_out(items, "model", file_bytes)
 
 
@@ -60,7 +65,11 @@ def fail(error: Exception):
 def complete_folder(folder: Path, text: str = "some bytes") -> Path:
     """A checkpoint with a manifest, made without the code under test."""
     (folder / "titanlite").mkdir(parents=True)
-    contents = {"model.safetensors": text.encode(), "config.json": b"{}", "titanlite/rng.safetensors": b"x" * 50}
+    contents = {
+        "model.safetensors": text.encode(),
+        "config.json": b"{}",
+        "titanlite/rng.safetensors": b"x" * 50,
+    }
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     files = {n: {"bytes": len(c), "adler32": f"{zlib.adler32(c):08x}"} for n, c in contents.items()}
@@ -128,27 +137,44 @@ def test_remains_of_a_killed_save_are_no_obstacle(tmp_path, process_group):
     commit_folder(tmp_path / "step-1", files_of(1.0), rest_of())
     commit_folder(tmp_path / "step-1", files_of(2.0), rest_of())
     assert load_file(tmp_path / "step-1" / "model.safetensors")["a"][0] == 2.0
-    assert names_in(tmp_path) == {"step-1", ".step-1.a.tmp", ".step-1.a.old"}  # of others; `clean_up` removes them
+    # of others; `clean_up` removes them
+    assert names_in(tmp_path) == {"step-1", ".step-1.a.tmp", ".step-1.a.old"}
     clean_up(tmp_path)
     assert names_in(tmp_path) == {"step-1"}
 
 
 REMEDIES = {
-    "full": (OSError(28, "No space left on device"), "Free space there, or set another job.dump_folder."),
-    "not writable": (PermissionError(13, "Permission denied"), "Make it writable, or set another job.dump_folder."),
-    "removed": (FileNotFoundError(2, "No such file"), "Another process removed it: let one run at a time have a"),
-    "a bug": (ValueError("no"), "ValueError: no. This is an error of titanlite, see its traceback above."),
+    "full": (
+        OSError(28, "No space left on device"),
+        "Free space there, or set another job.dump_folder.",
+    ),
+    "not writable": (
+        PermissionError(13, "Permission denied"),
+        "Make it writable, or set another job.dump_folder.",
+    ),
+    "removed": (
+        FileNotFoundError(2, "No such file"),
+        "Another process removed it: let one run at a time have a",
+    ),
+    "a bug": (
+        ValueError("no"),
+        "ValueError: no. This is an error of titanlite, see its traceback above.",
+    ),
 }
 
 
 @pytest.mark.parametrize(("error", "text"), REMEDIES.values(), ids=REMEDIES)
-def test_what_goes_wrong_in_the_rest_leaves_the_older_folder(tmp_path, process_group, monkeypatch, error, text):
+def test_what_goes_wrong_in_the_rest_leaves_the_older_folder(
+    tmp_path, process_group, monkeypatch, error, text
+):
     """And only a full disk is told to free space."""
     folder = complete_folder(tmp_path / "step-1")
     monkeypatch.setattr(Path, "write_bytes", fail(error))
     with pytest.raises(CheckpointError) as raised:
         commit_folder(folder, files_of(1.0), rest_of())
-    assert str(raised.value).startswith(f"checkpoint: cannot save to {folder}: ") and text in str(raised.value)
+    assert str(raised.value).startswith(f"checkpoint: cannot save to {folder}: ") and text in str(
+        raised.value
+    )
     assert names_in(tmp_path) == {"step-1"}
     assert check_folder(folder, checksums=True) == []
     assert (folder / "model.safetensors").read_text() == "some bytes"
@@ -156,7 +182,9 @@ def test_what_goes_wrong_in_the_rest_leaves_the_older_folder(tmp_path, process_g
 
 def test_place_that_cannot_be_written(tmp_path, process_group):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"cannot save to .*file/step-1: .*Make it writable, or set"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot save to .*file/step-1: .*Make it writable, or set"
+    ):
         commit_folder(tmp_path / "file" / "step-1", files_of(1.0), rest_of())
 
 
@@ -165,22 +193,36 @@ def test_nothing_appears_before_everything_is_on_the_disk(tmp_path, process_grou
     original = os.fsync
 
     def fsync(descriptor: int) -> None:
-        synced.append((os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")), folder.exists()))
+        synced.append(
+            (os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")), folder.exists())
+        )
         original(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
     commit_folder(folder, files_of(1.0), rest_of())
     before = {name for name, visible in synced if not visible}
     (temporary,) = (name for name in before if name.endswith(".tmp"))
-    assert before == {"model.safetensors", "config.json", "state.json", "manifest.json", "titanlite", temporary}
+    assert before == {
+        "model.safetensors",
+        "config.json",
+        "state.json",
+        "manifest.json",
+        "titanlite",
+        temporary,
+    }
     assert [name for name, visible in synced if visible] == [tmp_path.name]  # the rename itself
 
 
 @pytest.mark.parametrize(
-    ("spoil", "name"), [("remove", "model.safetensors"), ("cut", "config.json"), ("replace", "config.json")]
+    ("spoil", "name"),
+    [("remove", "model.safetensors"), ("cut", "config.json"), ("replace", "config.json")],
 )
-def test_what_another_process_changed_does_not_appear(tmp_path, process_group, monkeypatch, spoil, name):
-    """Listing what lies in the folder made checkpoints without a model, whose checksums were right."""
+def test_what_another_process_changed_does_not_appear(
+    tmp_path, process_group, monkeypatch, spoil, name
+):
+    """Listing what lies in the folder made checkpoints without a model, whose checksums were
+    right.
+    """
     folder = complete_folder(tmp_path / "step-1")
     original = Path.write_bytes
 
@@ -197,7 +239,8 @@ def test_what_another_process_changed_does_not_appear(tmp_path, process_group, m
 
     monkeypatch.setattr(Path, "write_bytes", write_bytes)
     with pytest.raises(
-        CheckpointError, match=rf"another process changed it: {name}: (No such|has 1 bytes|it is a folder)"
+        CheckpointError,
+        match=rf"another process changed it: {name}: (No such|has 1 bytes|it is a folder)",
     ):
         commit_folder(folder, files_of(1.0), rest_of())
     assert names_in(tmp_path) == {"step-1"} and check_folder(folder, checksums=True) == []
@@ -245,9 +288,18 @@ def flip(path: Path) -> None:
 RNG = "titanlite/rng.safetensors"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (Path.unlink, f"{RNG}: No such file or directory."),
-    "shorter": (lambda path: os.truncate(path, 49), f"{RNG}: has 49 bytes, titanlite/manifest.json says 50."),
-    "longer": (lambda path: os.truncate(path, 51), f"{RNG}: has 51 bytes, titanlite/manifest.json says 50."),
-    "flipped bit": (flip, f"{RNG}: its bytes are not those that were saved (the checksum differs)."),
+    "shorter": (
+        lambda path: os.truncate(path, 49),
+        f"{RNG}: has 49 bytes, titanlite/manifest.json says 50.",
+    ),
+    "longer": (
+        lambda path: os.truncate(path, 51),
+        f"{RNG}: has 51 bytes, titanlite/manifest.json says 50.",
+    ),
+    "flipped bit": (
+        flip,
+        f"{RNG}: its bytes are not those that were saved (the checksum differs).",
+    ),
 }
 
 
@@ -263,10 +315,22 @@ def test_a_file_that_is_not_the_saved_one_is_found(tmp_path, change, says):
 
 # Entry of the model in the manifest; what is said of it.
 WRONG_ENTRIES: list[tuple[Any, str]] = [
-    *((entry, "its entry in titanlite/manifest.json is damaged.") for entry in (5, None, "x", [10, "0"], {})),
-    *(({key: 1}, "its entry in titanlite/manifest.json is damaged.") for key in ("bytes", "adler32")),
-    *(({"bytes": n, "adler32": ""}, f"has 10 bytes, titanlite/manifest.json says {n}.") for n in (-1, 10**30, "many")),
-    *(({"bytes": 10, "adler32": sum_}, "its bytes are not those") for sum_ in ("-1", "1ffffffff", "", 7, None)),
+    *(
+        (entry, "its entry in titanlite/manifest.json is damaged.")
+        for entry in (5, None, "x", [10, "0"], {})
+    ),
+    *(
+        ({key: 1}, "its entry in titanlite/manifest.json is damaged.")
+        for key in ("bytes", "adler32")
+    ),
+    *(
+        ({"bytes": n, "adler32": ""}, f"has 10 bytes, titanlite/manifest.json says {n}.")
+        for n in (-1, 10**30, "many")
+    ),
+    *(
+        ({"bytes": 10, "adler32": sum_}, "its bytes are not those")
+        for sum_ in ("-1", "1ffffffff", "", 7, None)
+    ),
 ]
 
 
@@ -287,7 +351,9 @@ def test_what_the_manifest_cannot_say_is_a_problem(tmp_path):
         assert problem.startswith(f"{folder}: ") and "manifest.json" in problem
     (folder / MANIFEST_FILE).unlink()
     assert check_folder(folder) == [f"{folder}: there is no manifest.json."]
-    assert check_folder(tmp_path / "nowhere") == [f"{tmp_path / 'nowhere'}: there is no manifest.json."]
+    assert check_folder(tmp_path / "nowhere") == [
+        f"{tmp_path / 'nowhere'}: there is no manifest.json."
+    ]
 
 
 def test_checksum_of_a_file_larger_than_a_chunk(tmp_path, process_group):
@@ -306,7 +372,10 @@ def test_ranks_share_the_files(tmp_path, monkeypatch):
     everything = check_folder(folder, checksums=True)
     assert len(everything) == 3
     for num_ranks in (1, 2, 3, 4):
-        found = [check_folder(folder, checksums=True, share=(rank, num_ranks)) for rank in range(num_ranks)]
+        found = [
+            check_folder(folder, checksums=True, share=(rank, num_ranks))
+            for rank in range(num_ranks)
+        ]
         assert sorted(problem for problems in found for problem in problems) == sorted(everything)
         assert max(map(len, found)) == -(-3 // num_ranks)
 
@@ -315,7 +384,17 @@ def test_ranks_share_the_files(tmp_path, monkeypatch):
 
 
 def test_list_steps_has_only_folders_that_step_folder_finds(tmp_path):
-    names = ("step-10", "step-9", "step-0", "step-100", ".step-3.a.tmp", "step-5.bak", "step-", "step-x", "step--1")
+    names = (
+        "step-10",
+        "step-9",
+        "step-0",
+        "step-100",
+        ".step-3.a.tmp",
+        "step-5.bak",
+        "step-",
+        "step-x",
+        "step--1",
+    )
     for name in (*names, "Step-6", "step-7 ", "step-007", "model"):
         (tmp_path / name).mkdir()
     assert list_steps(tmp_path) == [0, 9, 10, 100]
@@ -338,7 +417,8 @@ def test_clean_up_removes_what_killed_processes_left(tmp_path):
 
 
 def test_clean_up_restores_a_whole_folder_that_was_set_aside(tmp_path):
-    (complete_folder(tmp_path / ".step-4.a.old") / "config.json").unlink()  # killed while removing it
+    # killed while removing it
+    (complete_folder(tmp_path / ".step-4.a.old") / "config.json").unlink()
     complete_folder(tmp_path / ".step-5.a.old", "the older one")
     complete_folder(tmp_path / ".step-5.a.tmp", "the newer one")
     clean_up(tmp_path)
@@ -377,7 +457,8 @@ def test_remove_old_never_leaves_half_a_folder_under_its_name(tmp_path, monkeypa
 
 
 def test_remove_old_counts_complete_checkpoints_only(tmp_path):
-    # A run resumed from step 4, for step 10 is damaged, and has just saved step 6. That must not be what goes.
+    # A run resumed from step 4, for step 10 is damaged, and has just saved step 6. That must not be
+    # what goes.
     for step in (4, 6, 10):
         complete_folder(step_folder(tmp_path, step))
     (tmp_path / "step-10" / "model.safetensors").unlink()
@@ -394,10 +475,14 @@ def test_a_file_system_that_does_not_answer_is_no_damage(tmp_path, number, monke
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("titanlite.checkpoint.commit._checksum_of", failing)
-    with pytest.raises(TransientError, match=f"model.safetensors cannot be read: {os.strerror(number)}"):
+    with pytest.raises(
+        TransientError, match=f"model.safetensors cannot be read: {os.strerror(number)}"
+    ):
         check_folder(folder, checksums=True)
     assert check_folder(folder) == []
 
     monkeypatch.setattr("titanlite.checkpoint.commit.check_regular", failing)
-    with pytest.raises(TransientError, match=f"model.safetensors cannot be read: {os.strerror(number)}"):
+    with pytest.raises(
+        TransientError, match=f"model.safetensors cannot be read: {os.strerror(number)}"
+    ):
         check_folder(folder)

@@ -18,7 +18,9 @@ QWEN3 = families()["qwen3"].presets["debug"]
 
 
 def write(config: ModelConfig, original: dict, folder: Path) -> dict:
-    """Beside the weights of `config`, which training began with those of a folder with the config.json `original`."""
+    """Beside the weights of `config`, which training began with those of a folder with the
+    config.json `original`.
+    """
     assets, out = folder / "assets", folder / "out"
     assets.mkdir(exist_ok=True)
     out.mkdir(exist_ok=True)
@@ -34,21 +36,36 @@ def describe_into(folder: Path, config: AnyModelConfig, assets: Path | None = No
 
 @pytest.mark.parametrize("family", sorted(families()))
 def test_the_rotary_scaling_of_the_run_is_what_is_read_back(tmp_path, family):
-    """The original's may stand in two places; one of them would count for more than the run's own."""
+    """The original's may stand in two places; one of them would count for more than the run's
+    own.
+    """
     for where in ["table", "top", "both"]:
         config = replace(families()[family].presets["debug"], rope_scaling=YARN)
         table = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
         top = {"original_max_position_embeddings": 512}
-        original = {"table": {"rope_scaling": table}, "top": top, "both": {"rope_scaling": table, **top}}[where]
+        original = {
+            "table": {"rope_scaling": table},
+            "top": top,
+            "both": {"rope_scaling": table, **top},
+        }[where]
         write(config, original, tmp_path)
         assert model_config_from_hf(tmp_path / "out") == config
 
 
 def test_code_that_is_not_written_is_not_named(tmp_path):
-    original = {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001}
+    original = {
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "aux_loss_alpha": 0.001,
+    }
     written = write(families()["deepseek_v3"].presets["debug"], original, tmp_path)
     assert "auto_map" not in written and written["aux_loss_alpha"] == 0.001
-    hf = {**original, "model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}
+    hf = {
+        **original,
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+    }
     out = tmp_path / "transformers"
     out.mkdir(exist_ok=True)
     describe_into(out, transformers_config(hf, "config.json"))
@@ -67,7 +84,9 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
 
 @pytest.mark.parametrize(("family", "keys", "named"), REFUSED.values(), ids=REFUSED)
 def test_what_transformers_refuses_is_named_with_value_and_file(tmp_path, family, keys, named):
-    """Before it is known whether training is worth anything: this is built before the first step."""
+    """Before it is known whether training is worth anything: this is built before the first
+    step.
+    """
     config = families()[family].presets["debug"]
     hf = {**families()[family].to_hf(config), "model_type": family, **keys}
     (tmp_path / "config.json").write_text(json.dumps(hf))
@@ -75,7 +94,9 @@ def test_what_transformers_refuses_is_named_with_value_and_file(tmp_path, family
     with pytest.raises(CheckpointError) as raised:
         describe_model(config, None, torch.float32, tmp_path)
     text = str(raised.value)
-    assert "refuses the config.json to be saved: " in text and named in text and list(keys)[-1] in text
+    assert (
+        "refuses the config.json to be saved: " in text and named in text and list(keys)[-1] in text
+    )
     assert f"({tmp_path}/config.json)" in text and "tokenizer" not in text and "space" not in text
 
 
@@ -90,15 +111,24 @@ def test_what_cannot_be_saved_is_named_without_a_file(tmp_path):
     with pytest.raises(CheckpointError, match=words):
         describe_model(QWEN3, Tokenizer(), torch.float32, None)
     config = replace(families()["llama"].presets["debug"], hidden_size=90)
-    with pytest.raises(CheckpointError, match=r"hidden_size = 90 \(\[model\]\), num_attention_heads = 4 \(\[model\]\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"hidden_size = 90 \(\[model\]\), num_attention_heads = 4 \(\[model\]\)",
+    ):
         describe_model(config, None, torch.float32, None)
 
 
 def test_generation_stops_where_trained_answers_end(tmp_path):
     path = tmp_path / "generation_config.json"
-    for known, eos in [({}, [7, 3]), ({"eos_token_id": 3}, [3, 7]), ({"eos_token_id": [7, 3]}, [7, 3])]:
+    for known, eos in [
+        ({}, [7, 3]),
+        ({"eos_token_id": 3}, [3, 7]),
+        ({"eos_token_id": [7, 3]}, [7, 3]),
+    ]:
         path.write_text(json.dumps(known | {"top_k": 5}))
-        written = json.loads(describe_model(QWEN3, None, torch.float32, tmp_path, [7, 3])["generation_config.json"])
+        written = json.loads(
+            describe_model(QWEN3, None, torch.float32, tmp_path, [7, 3])["generation_config.json"]
+        )
         assert (written["eos_token_id"], written["top_k"]) == (eos, 5)
     path.write_text("{")
     with pytest.raises(CheckpointError, match=rf"^{tmp_path}: generation_config.json "):
@@ -106,7 +136,12 @@ def test_generation_stops_where_trained_answers_end(tmp_path):
 
 
 def test_what_there_is_for_each_layer_is_derived_anew(tmp_path):
-    original = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5, "max_window_layers": 5, "x": [1] * 4}
+    original = {
+        "num_hidden_layers": 5,
+        "layer_types": ["full_attention"] * 5,
+        "max_window_layers": 5,
+        "x": [1] * 4,
+    }
     written = write(QWEN3, original, tmp_path)
     assert written["layer_types"] == ["full_attention"] * QWEN3.num_layers
     assert written["max_window_layers"] == QWEN3.num_layers and written["x"] == [1] * 4
@@ -118,7 +153,9 @@ def test_attention_width_of_transformers_classes():
         "deepseek_v2": 32 * 320 // 2,
         "gemma3_text": 8 * 256,
     }.items():
-        assert transformers_config({"model_type": model_type}, "config.json").attention_width == width
+        assert (
+            transformers_config({"model_type": model_type}, "config.json").attention_width == width
+        )
 
 
 ROPES = {
@@ -131,18 +168,28 @@ ROPES = {
 
 @pytest.mark.parametrize("family", sorted(families()))
 def test_older_readers_find_every_key_under_its_older_name(tmp_path, family):
-    """Transformers 4 does not know `rope_parameters` and takes its defaults; ours reads both forms."""
+    """Transformers 4 does not know `rope_parameters` and takes its defaults; ours reads both
+    forms.
+    """
     for scaling in ROPES:
-        config = replace(families()[family].presets["debug"], rope_theta=12345.0, rope_scaling=ROPES[scaling])
+        config = replace(
+            families()[family].presets["debug"], rope_theta=12345.0, rope_scaling=ROPES[scaling]
+        )
         if family == "glm4_moe":
             config = replace(config, partial_rotary_factor=0.25)
         written = write(config, {}, tmp_path)
         newer = {"rope_parameters": written.pop("rope_parameters")}
-        newer |= {"num_local_experts": written.pop("num_local_experts")} if "num_local_experts" in written else {}
+        newer |= (
+            {"num_local_experts": written.pop("num_local_experts")}
+            if "num_local_experts" in written
+            else {}
+        )
         (tmp_path / "older.json").write_text(json.dumps(written))
         assert model_config_from_hf(tmp_path / "older.json") == config
         older = {"model_type", "rope_theta", "rope_scaling", "partial_rotary_factor", "num_experts"}
-        rest = {key: value for key, value in written.items() if key == "model_type" or key not in older}
+        rest = {
+            key: value for key, value in written.items() if key == "model_type" or key not in older
+        }
         (tmp_path / "newer.json").write_text(json.dumps(rest | newer))
         assert model_config_from_hf(tmp_path / "newer.json") == config
 
@@ -207,7 +254,12 @@ def test_the_rotary_table_keeps_what_the_folder_said(tmp_path, family):
 def test_a_rotary_table_of_another_type_leaves_nothing(tmp_path):
     """The run overrode it: an entry of the folder's would describe what is no longer there."""
     config = replace(families()["qwen3"].presets["debug"], rope_scaling=ROPES["linear"])
-    table = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "finetuned": True}
+    table = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "finetuned": True,
+    }
     written = write(config, {"rope_parameters": table}, tmp_path)
     assert written["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
 
@@ -232,10 +284,17 @@ ROPE_OF_4 = {
 @pytest.mark.parametrize("form", ["older", "newer"])
 @pytest.mark.parametrize("model_type", ROPE_OF_4)
 def test_models_of_transformers_have_the_rotary_keys_of_4(tmp_path, model_type, form):
-    """From a folder of transformers 4 as from one of 5; read by 5 as if the older keys were not there."""
+    """From a folder of transformers 4 as from one of 5; read by 5 as if the older keys were not
+    there.
+    """
     from transformers import AutoConfig
 
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+    }
     hf = {"model_type": model_type, **sizes, **ROPE_OF_4[model_type]}
     read = AutoConfig.for_model(**json.loads(json.dumps(hf)))
     if form == "newer":
@@ -246,14 +305,23 @@ def test_models_of_transformers_have_the_rotary_keys_of_4(tmp_path, model_type, 
     out.mkdir(exist_ok=True)
     describe_into(out, transformers_config(hf, "config.json"))
     written = json.loads((out / "config.json").read_text())
-    assert written["rope_parameters"] == read.rope_parameters == AutoConfig.from_pretrained(out).rope_parameters
+    assert (
+        written["rope_parameters"]
+        == read.rope_parameters
+        == AutoConfig.from_pretrained(out).rope_parameters
+    )
     assert {key: written[key] for key in ROPE_OF_4[model_type]} == ROPE_OF_4[model_type]
 
 
 def test_tables_of_kinds_of_layers_are_as_of_transformers_5(tmp_path):
     from transformers import AutoConfig
 
-    hf = {"model_type": "gemma3_text", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    hf = {
+        "model_type": "gemma3_text",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+    }
     describe_into(tmp_path, transformers_config({**hf, "rope_local_base_freq": 7e3}, "config.json"))
     rope = AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert rope["sliding_attention"]["rope_theta"] == 7e3
@@ -261,13 +329,18 @@ def test_tables_of_kinds_of_layers_are_as_of_transformers_5(tmp_path):
 
 
 def test_a_saved_tokenizer_is_what_both_versions_read(tmp_path):
-    """Transformers 4 raises for a list of extra tokens, and a note of how a file was loaded is true once."""
+    """Transformers 4 raises for a list of extra tokens, and a note of how a file was loaded is true
+    once.
+    """
     from tokenizers import Tokenizer, models
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     inner = Tokenizer(models.WordLevel({"<eos>": 0, "<turn>": 1, "a": 2}, unk_token="<eos>"))
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<eos>", unk_token="<eos>", additional_special_tokens=["<turn>"]
+        tokenizer_object=inner,
+        eos_token="<eos>",
+        unk_token="<eos>",
+        additional_special_tokens=["<turn>"],
     )
     for folder in (tmp_path / "first", tmp_path / "again"):
         folder.mkdir()
@@ -275,22 +348,39 @@ def test_a_saved_tokenizer_is_what_both_versions_read(tmp_path):
         table = json.loads((folder / "tokenizer_config.json").read_text())
         assert table["additional_special_tokens"] == ["<turn>"] and table["eos_token"] == "<eos>"
         assert table["tokenizer_class"] == "PreTrainedTokenizerFast"
-        assert not {"extra_special_tokens", "is_local", "local_files_only", "name_or_path"} & table.keys()
+        assert (
+            not {"extra_special_tokens", "is_local", "local_files_only", "name_or_path"}
+            & table.keys()
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        assert tokenizer.extra_special_tokens == ["<turn>"] and tokenizer("<turn>a")["input_ids"] == [1, 2]
+        assert tokenizer.extra_special_tokens == ["<turn>"] and tokenizer("<turn>a")[
+            "input_ids"
+        ] == [1, 2]
 
 
 @pytest.mark.parametrize("form", ["table", "keys", "both kinds"])
 def test_named_special_tokens_are_a_table_for_both_versions(tmp_path, form):
-    """Transformers 5 writes each as a key, which 4 ignores, so that it takes the image token for a word."""
+    """Transformers 5 writes each as a key, which 4 ignores, so that it takes the image token for a
+    word.
+    """
     from tokenizers import Tokenizer, models
     from transformers import AutoTokenizer
 
-    inner = Tokenizer(models.WordLevel({"<eos>": 0, "<turn>": 1, "<image>": 2, "<boi>": 3, "a": 4}, unk_token="<eos>"))
+    inner = Tokenizer(
+        models.WordLevel(
+            {"<eos>": 0, "<turn>": 1, "<image>": 2, "<boi>": 3, "a": 4}, unk_token="<eos>"
+        )
+    )
     inner.add_special_tokens(["<eos>", "<turn>", "<image>", "<boi>"])
     inner.save(str(tmp_path / "tokenizer.json"))
-    table = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "unk_token": "<eos>"}
-    named = {"image_token": "<image>"} if form == "keys" else {"image_token": "<image>", "boi": "<boi>"}
+    table = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "unk_token": "<eos>",
+    }
+    named = (
+        {"image_token": "<image>"} if form == "keys" else {"image_token": "<image>", "boi": "<boi>"}
+    )
     table |= named if form == "keys" else {"extra_special_tokens": named}
     table |= {"additional_special_tokens": ["<turn>"]} if form == "both kinds" else {}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(table))
@@ -304,7 +394,10 @@ def test_named_special_tokens_are_a_table_for_both_versions(tmp_path, form):
         folder.mkdir()
         save_tokenizer(tokenizer, folder)
         written = json.loads((folder / "tokenizer_config.json").read_text())
-        assert written["extra_special_tokens"] == named and "model_specific_special_tokens" not in written
+        assert (
+            written["extra_special_tokens"] == named
+            and "model_specific_special_tokens" not in written
+        )
         assert written.get("additional_special_tokens", []) == unnamed
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         assert set(tokenizer.all_special_ids) == special and tokenizer.image_token == "<image>"

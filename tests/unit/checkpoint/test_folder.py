@@ -26,11 +26,15 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 
 def _save(path: Path, *keys: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({key: torch.full((2, 3), float(i)) for i, key in enumerate(keys)}, path, {"format": "pt"})
+    save_file(
+        {key: torch.full((2, 3), float(i)) for i, key in enumerate(keys)}, path, {"format": "pt"}
+    )
 
 
 def _save_index(folder: Path, weight_map: object, **others: object) -> None:
-    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": 72}, "weight_map": weight_map, **others}))
+    (folder / INDEX_FILE).write_text(
+        json.dumps({"metadata": {"total_size": 72}, "weight_map": weight_map, **others})
+    )
 
 
 def _refusal(folder: Path, *words: str) -> str:
@@ -59,9 +63,15 @@ def test_single_file(tmp_path: Path) -> None:
 
 def test_sharded(sharded: Path) -> None:
     stored = read_model_headers(sharded)
-    assert {key: tensor.file.name for key, tensor in stored.tensors.items()} == {"a": FIRST, "b": FIRST, "c": SECOND}
+    assert {key: tensor.file.name for key, tensor in stored.tensors.items()} == {
+        "a": FIRST,
+        "b": FIRST,
+        "c": SECOND,
+    }
     assert stored.tensors == read_header(sharded / FIRST) | read_header(sharded / SECOND)
-    assert stored.file_bytes == {sharded / name: (sharded / name).stat().st_size for name in (FIRST, SECOND)}
+    assert stored.file_bytes == {
+        sharded / name: (sharded / name).stat().st_size for name in (FIRST, SECOND)
+    }
 
 
 def test_links_into_a_cache_of_blobs(tmp_path: Path) -> None:
@@ -94,7 +104,9 @@ def test_other_files_are_not_looked_at(sharded: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(sharded)
     assert read_model_headers(Path(".")).tensors.keys() == {"a", "b", "c"}
     _save(sharded / SINGLE_FILE, "d")
-    assert read_model_headers(sharded).tensors.keys() == {"d"}, "a single file comes before the index"
+    assert read_model_headers(sharded).tensors.keys() == {"d"}, (
+        "a single file comes before the index"
+    )
 
 
 def test_names_of_files_may_be_unusual(tmp_path: Path) -> None:
@@ -102,7 +114,9 @@ def test_names_of_files_may_be_unusual(tmp_path: Path) -> None:
     for i, name in enumerate(names):
         _save(tmp_path / name, f"key.{i}")
     _save_index(tmp_path, {f"key.{i}": name for i, name in enumerate(names)})
-    assert {tensor.file.name for tensor in read_model_headers(tmp_path).tensors.values()} == set(names)
+    assert {tensor.file.name for tensor in read_model_headers(tmp_path).tensors.values()} == set(
+        names
+    )
 
 
 # ---- no model ----
@@ -117,7 +131,8 @@ def test_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _refusal(tmp_path / "nowhere", give)
     _refusal(tmp_path / "other.safetensors", give)
     _refusal(tmp_path / ("x" * 300))
-    (tmp_path / SINGLE_FILE).symlink_to("../blobs/aa11")  # an interrupted download, or a cache without its blobs
+    # an interrupted download, or a cache without its blobs
+    (tmp_path / SINGLE_FILE).symlink_to("../blobs/aa11")
     assert "neither" not in _refusal(tmp_path, SINGLE_FILE)
     (tmp_path / SINGLE_FILE).unlink()
     (tmp_path / SINGLE_FILE).mkdir()
@@ -133,7 +148,9 @@ def test_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "a\n\x1b[31m.pth"])
-def test_pickle_files_are_refused_and_never_opened(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickle_files_are_refused_and_never_opened(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.mkfifo(tmp_path / name)  # whoever opens it waits
     opened: list[str] = []
 
@@ -144,7 +161,11 @@ def test_pickle_files_are_refused_and_never_opened(tmp_path: Path, name: str, mo
     with monkeypatch.context() as patch, at_most(10):
         for module in (builtins, io, os):
             patch.setattr(module, "open", forbid)
-        text = _refusal(tmp_path, "Pickle files can run code", "convert the model with transformers' save_pretrained")
+        text = _refusal(
+            tmp_path,
+            "Pickle files can run code",
+            "convert the model with transformers' save_pretrained",
+        )
     assert not opened and name.encode("unicode_escape").decode() in text
 
 
@@ -178,7 +199,9 @@ NO_OBJECT: dict[str, tuple[bytes | str | None, str]] = {
 
 @pytest.mark.parametrize("name", [INDEX_FILE, "config.json"])
 @pytest.mark.parametrize(("content", "says"), NO_OBJECT.values(), ids=NO_OBJECT)
-def test_files_without_a_json_object_are_refused(tmp_path: Path, name: str, content: Any, says: str) -> None:
+def test_files_without_a_json_object_are_refused(
+    tmp_path: Path, name: str, content: Any, says: str
+) -> None:
     path = tmp_path / name
     if content is None:
         path.mkdir()
@@ -190,7 +213,9 @@ def test_files_without_a_json_object_are_refused(tmp_path: Path, name: str, cont
         if name == INDEX_FILE:
             text = _refusal(tmp_path, name, says)
         else:
-            text = assert_refused(lambda folder: read_json(path, f"checkpoint {folder}"), tmp_path, name, says)
+            text = assert_refused(
+                lambda folder: read_json(path, f"checkpoint {folder}"), tmp_path, name, says
+            )
     assert len(text) < 500 + len(str(tmp_path))
 
 
@@ -211,25 +236,57 @@ def test_index_without_weight_map(tmp_path: Path) -> None:
 
 
 OUTSIDE: list[Any] = [
-    *("../x.safetensors", "{root}/x.safetensors", "sub/x.safetensors", "./x.safetensors", "sub//x.safetensors"),
-    *("x.safetensors/", "", "..", "..\\x.safetensors", "C:\\x.safetensors", "pytorch_model.bin", "x.SAFETENSORS"),
-    *("x.safetensors\n", "x\0.safetensors", "x.bin\0.safetensors", "\x1b[31mx.safetensors", "\u202ex.safetensors"),
+    *(
+        "../x.safetensors",
+        "{root}/x.safetensors",
+        "sub/x.safetensors",
+        "./x.safetensors",
+        "sub//x.safetensors",
+    ),
+    *(
+        "x.safetensors/",
+        "",
+        "..",
+        "..\\x.safetensors",
+        "C:\\x.safetensors",
+        "pytorch_model.bin",
+        "x.SAFETENSORS",
+    ),
+    *(
+        "x.safetensors\n",
+        "x\0.safetensors",
+        "x.bin\0.safetensors",
+        "\x1b[31mx.safetensors",
+        "\u202ex.safetensors",
+    ),
     *("\ud800.safetensors", None, 1, [FIRST], {"file": FIRST}),
 ]
 
 
-def test_index_names_no_file_of_the_folder(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in (tmp_path.parent, tmp_path, sharded, sharded / "sub"):  # the files are there, and sound
+def test_index_names_no_file_of_the_folder(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the files are there, and sound
+    for place in (tmp_path.parent, tmp_path, sharded, sharded / "sub"):
         _save(place / "x.safetensors", "model.d.weight")
     monkeypatch.setattr(folder_module, "read_header", lambda path: pytest.fail(f"read {path}"))
-    names = [name.replace("{root}", str(tmp_path)) if isinstance(name, str) else name for name in OUTSIDE]
+    names = [
+        name.replace("{root}", str(tmp_path)) if isinstance(name, str) else name for name in OUTSIDE
+    ]
     for name in names:
         _save_index(sharded, {"a": FIRST, "b": FIRST, "c": SECOND, "model.d.weight": name})
-        words = "model.d.weight is said to be in ", "which is not the name of a safetensors file in this folder"
+        words = (
+            "model.d.weight is said to be in ",
+            "which is not the name of a safetensors file in this folder",
+        )
         _refusal(sharded, INDEX_FILE, *words)
     hostile = "k\n\x1b[31m\u202e\ud800"
-    _save_index(sharded, {"a": FIRST, hostile: "../x", **{f"d.{i}": name for i, name in enumerate(names)}})
-    _refusal(sharded, f"{len(names) + 1} problems:", r"k\n\x1b[31m\u202e\ud800 is said to be in '../x'")
+    _save_index(
+        sharded, {"a": FIRST, hostile: "../x", **{f"d.{i}": name for i, name in enumerate(names)}}
+    )
+    _refusal(
+        sharded, f"{len(names) + 1} problems:", r"k\n\x1b[31m\u202e\ud800 is said to be in '../x'"
+    )
 
 
 # ---- index and files ----
@@ -240,10 +297,16 @@ def test_shards_that_cannot_be_read_are_named(sharded: Path) -> None:
     assert FIRST not in _refusal(sharded, f"{sharded / SECOND}: there is no such file")
     (sharded / FIRST).unlink()
     (sharded / FIRST).symlink_to("nowhere")
-    _refusal(sharded, "2 problems:", *(f"{sharded / name}: there is no such file" for name in (FIRST, SECOND)))
+    _refusal(
+        sharded,
+        "2 problems:",
+        *(f"{sharded / name}: there is no such file" for name in (FIRST, SECOND)),
+    )
     os.mkfifo(sharded / SECOND)
     with at_most(10):
-        _refusal(sharded, f"{sharded / SECOND}: cannot be read: it is a named pipe, not a regular file")
+        _refusal(
+            sharded, f"{sharded / SECOND}: cannot be read: it is a named pipe, not a regular file"
+        )
     name = "x" * 300 + ".safetensors"
     _save_index(sharded, {"a": FIRST, "c": name})
     _refusal(sharded, f"{name}: cannot be read")
@@ -253,9 +316,20 @@ def test_several_damaged_files_at_once(sharded: Path) -> None:
     for name in (FIRST, SECOND):
         os.truncate(sharded / name, (sharded / name).stat().st_size - 1)
     _save(sharded / "third.safetensors", "d")
-    weight_map = {"a": FIRST, "b": FIRST, "c": SECOND, "d": "third.safetensors", "e": "fourth.safetensors"}
+    weight_map = {
+        "a": FIRST,
+        "b": FIRST,
+        "c": SECOND,
+        "d": "third.safetensors",
+        "e": "fourth.safetensors",
+    }
     _save_index(sharded, weight_map)
-    words = [": 3 problems:", f"{sharded / FIRST}: ", f"{sharded / SECOND}: ", f"{INDEX_FILE} says that it has e."]
+    words = [
+        ": 3 problems:",
+        f"{sharded / FIRST}: ",
+        f"{sharded / SECOND}: ",
+        f"{INDEX_FILE} says that it has e.",
+    ]
     words += [
         f"{INDEX_FILE} says that it has a and 1 more.",
         f"{sharded / 'fourth.safetensors'}: there is no such file",
@@ -280,7 +354,11 @@ def test_read_headers_collects_problems(tmp_path: Path) -> None:
     for i, keys in enumerate([("a", "b"), ("b", "c"), ("b",)]):
         _save(tmp_path / f"{i}.safetensors", *keys)
     (tmp_path / "3.safetensors").write_bytes(b"")
-    words = [": 4 problems:", "b: is in 0.safetensors and in 1.safetensors.", "b: is in 1.safetensors and in 2.safe"]
+    words = [
+        ": 4 problems:",
+        "b: is in 0.safetensors and in 1.safetensors.",
+        "b: is in 1.safetensors and in 2.safe",
+    ]
     words += [f"{tmp_path / '3.safetensors'}: is cut off, damaged"]
     words += [f"{tmp_path / '4.safetensors'}: there is no such file"]
     paths = [tmp_path / f"{i}.safetensors" for i in range(5)]

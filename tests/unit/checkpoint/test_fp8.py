@@ -26,7 +26,9 @@ def quantized(shape, block, seed, scale_dtype=torch.float32):
     """A weight and its factors."""
     generator = torch.Generator().manual_seed(seed)
     # Older versions of torch make NaN of what is above the largest, 448.
-    weight = (torch.randn(shape, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    weight = (
+        (torch.randn(shape, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    )
     scale = torch.rand(scale_shape(shape, block), generator=generator) * 0.01 + 1e-4
     return weight, scale.to(scale_dtype)
 
@@ -35,7 +37,10 @@ def plain_loop(weight, scale, block):
     values, factors = weight.to(torch.float32).tolist(), scale.to(torch.float32).tolist()
     return torch.tensor(
         [
-            [np.float32(value) * np.float32(factors[r // block[0]][c // block[1]]) for c, value in enumerate(row)]
+            [
+                np.float32(value) * np.float32(factors[r // block[0]][c // block[1]])
+                for c, value in enumerate(row)
+            ]
             for r, row in enumerate(values)
         ]
     )
@@ -48,14 +53,21 @@ def spread(weight, scale, block):
 
 
 def open_weight(folder, weight, scale, block, two_files=False):
-    files = [{"w": weight}, {"w_scale_inv": scale}] if two_files else [{"w": weight, "w_scale_inv": scale}]
+    files = (
+        [{"w": weight}, {"w_scale_inv": scale}]
+        if two_files
+        else [{"w": weight, "w_scale_inv": scale}]
+    )
     paths = [folder / f"{i}.safetensors" for i in range(len(files))]
     for path, tensors in zip(paths, files, strict=True):
         save_file(tensors, path)
     stored = {key: tensor for path in paths for key, tensor in read_header(path).items()}
     placed = Placed(stored["w"], Region((0, 0), tuple(weight.shape)), stored["w_scale_inv"], block)
     return SafetensorsReader(
-        "here", {"w": (tuple(weight.shape), [placed])}, {path: path.stat().st_size for path in paths}, 4
+        "here",
+        {"w": (tuple(weight.shape), [placed])},
+        {path: path.stat().st_size for path in paths},
+        4,
     )
 
 
@@ -114,15 +126,19 @@ def test_memory_beyond_the_shard_stays_small(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", sampled)
     reader.read([ReadRequest("w", Region((0, 0), shape), shard)])
     assert bool((shard == 1).all())
-    # Raw bytes, float32 values, their factors and products of what a thread has in hand; and the threads' arenas.
+    # Raw bytes, float32 values, their factors and products of what a thread has in hand; and the
+    # threads' arenas.
     assert max(seen) - before < (4 * num_threads + 6) * 2**20
 
 
 def test_factors_may_lie_in_another_file_than_the_weight(tmp_path):
-    # Files are cut by size, so a weight can be the last of one and its factors the first of the next.
+    # Files are cut by size, so a weight can be the last of one and its factors the first of the
+    # next.
     weight, scale = quantized((40, 50), (16, 24), 4)
     reader = open_weight(tmp_path, weight, scale, (16, 24), two_files=True)
-    assert torch.equal(read(reader, "w", Region((3, 0), (30, 50))), plain_loop(weight, scale, (16, 24))[3:33])
+    assert torch.equal(
+        read(reader, "w", Region((3, 0), (30, 50))), plain_loop(weight, scale, (16, 24))[3:33]
+    )
 
 
 # ---- a model on disk ----
@@ -146,7 +162,9 @@ def fp8_files(config, block, scale_dtype=torch.float32):
                 for i, (part, rows) in enumerate(parts.items()):
                     key = f"{prefix}.{expert}.{part}.weight"
                     shape = value[expert, rows].shape
-                    weight, scale = quantized(shape, block, 1000 * seed + 10 * expert + i, scale_dtype)
+                    weight, scale = quantized(
+                        shape, block, 1000 * seed + 10 * expert + i, scale_dtype
+                    )
                     stored[key], stored[f"{key}_scale_inv"] = weight, scale
                     expected[name][expert, rows] = spread(weight, scale, block)
         elif name.endswith("_proj.weight"):
@@ -174,7 +192,8 @@ def load(folder):
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 def test_model_with_stacked_experts(tmp_path, scale_dtype):
-    for block in [(10, 24), (128, 128)]:  # divides nothing here; what it is without a word in config.json
+    # divides nothing here; what it is without a word in config.json
+    for block in [(10, 24), (128, 128)]:
         folder = tmp_path / str(block[0])
         stored, expected = fp8_files(QWEN3_MOE, block, scale_dtype)
         write_model(folder, stored, block)
@@ -196,14 +215,18 @@ def test_regions_of_stacked_experts(tmp_path):
     gate_up, down = (f"model.layers.0.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj"))
     cases = [
         (gate_up, Region((2, 0, 0), (3, 64, 64))),  # expert parallel
-        (gate_up, Region((0, 17, 0), (8, 33, 64))),  # gate rows and up rows of every expert, blocks cut
+        # gate rows and up rows of every expert, blocks cut
+        (gate_up, Region((0, 17, 0), (8, 33, 64))),
         (gate_up, Region((5, 31, 23), (2, 2, 26))),
         (down, Region((1, 0, 13), (7, 64, 12))),
         (down, Region((7, 63, 31), (1, 1, 1))),
         (down, Region((8, 0, 0), (0, 64, 32))),
     ]
     for name, region in cases:
-        assert torch.equal(read(source.reader, name, region), expected[name][region.slices]), (name, region)
+        assert torch.equal(read(source.reader, name, region), expected[name][region.slices]), (
+            name,
+            region,
+        )
 
 
 def refusal(folder, config=QWEN3_MOE):
@@ -247,13 +270,27 @@ def test_one_factor_per_tensor_where_declared(tmp_path, shape):
 def test_other_quantization_is_refused(tmp_path):
     hf = families()["qwen3_moe"].to_hf(QWEN3_MOE)
     for block in ([128, 128], [64, 256], None):
-        quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
-        assert families()["qwen3_moe"].from_hf({**hf, "quantization_config": quantization}, "x") == QWEN3_MOE
-    blocks = [{"quant_method": "fp8", "weight_block_size": size} for size in ([128], [128, 0], ["128", "128"], 128)]
-    for quantization in (*blocks, {"quant_method": "compressed-tensors"}, {"load_in_8bit": True}):
-        with pytest.raises(ConfigError, match=r"quantization_config: weights of quant_method .* cannot be read, only"):
+        quantization = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": block,
+        }
+        assert (
             families()["qwen3_moe"].from_hf({**hf, "quantization_config": quantization}, "x")
-    # Sizes may come from a flavor. Then config.json is read for its blocks only, and no one has checked them.
+            == QWEN3_MOE
+        )
+    blocks = [
+        {"quant_method": "fp8", "weight_block_size": size}
+        for size in ([128], [128, 0], ["128", "128"], 128)
+    ]
+    for quantization in (*blocks, {"quant_method": "compressed-tensors"}, {"load_in_8bit": True}):
+        with pytest.raises(
+            ConfigError,
+            match=r"quantization_config: weights of quant_method .* cannot be read, only",
+        ):
+            families()["qwen3_moe"].from_hf({**hf, "quantization_config": quantization}, "x")
+    # Sizes may come from a flavor. Then config.json is read for its blocks only, and no one has
+    # checked them.
     write_model(tmp_path, fp8_files(QWEN3_MOE, (128, 128))[0], None)
     for quantization in blocks:
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))

@@ -24,7 +24,9 @@ from titanlite.checkpoint.folder import DTYPES, StoredTensor, encode_header, rea
 FIELDS = ["data_offsets", "dtype", "shape"]
 
 
-def _entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4), **extra: Any) -> dict[str, Any]:
+def _entry(
+    dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4), **extra: Any
+) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **extra}
 
 
@@ -56,11 +58,17 @@ def _example_tensors() -> dict[str, torch.Tensor]:
 
     def draw(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
-        raw = torch.randint(2 if dtype is torch.bool else 256, (nbytes,), dtype=torch.uint8, generator=generator)
+        raw = torch.randint(
+            2 if dtype is torch.bool else 256, (nbytes,), dtype=torch.uint8, generator=generator
+        )
         return raw.view(dtype).view(shape)
 
     shapes = [(3, 5), (), (0,), (4, 0, 2), (1, 1, 1), (7,)]
-    tensors = {f"{name}.{i}": draw(DTYPES[name], shape) for name in DTYPES for i, shape in enumerate(shapes)}
+    tensors = {
+        f"{name}.{i}": draw(DTYPES[name], shape)
+        for name in DTYPES
+        for i, shape in enumerate(shapes)
+    }
     strange = ("", " ", "\u00e9", "\U0001f600", "a\nb\x1b[31m", "\x00", "\\", '"')
     return tensors | {name: torch.ones(1) for name in strange}
 
@@ -72,7 +80,9 @@ def _check(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     for key, tensor in tensors.items():
         found = stored[key]
         payload = _payload(tensor)
-        assert found == StoredTensor(key, tensor.dtype, tuple(tensor.shape), path, found.offset, len(payload))
+        assert found == StoredTensor(
+            key, tensor.dtype, tuple(tensor.shape), path, found.offset, len(payload)
+        )
         assert raw[found.offset : found.offset + found.nbytes] == payload
     assert list(stored.values()) == sorted(stored.values(), key=lambda one: one.offset)
 
@@ -95,7 +105,11 @@ def test_headers_of_other_writers_are_read(file: Path) -> None:
     for header in ("{}", "  {}", "{}   ", '{"__metadata__": {}}', '{"__metadata__": null}'):
         file.write_bytes(_pack(header))
         assert read_header(file) == {}
-    header = {"b": _entry(offsets=[4, 8]), "none": _entry(shape=[0], offsets=[4, 4]), "a": _entry(offsets=[0, 4])}
+    header = {
+        "b": _entry(offsets=[4, 8]),
+        "none": _entry(shape=[0], offsets=[4, 4]),
+        "a": _entry(offsets=[0, 4]),
+    }
     file.write_bytes(_pack(header, b"aaaabbbb"))
     assert list(read_header(file)) == ["a", "none", "b"], "in the order of their bytes"
 
@@ -152,7 +166,8 @@ def test_what_is_no_regular_file_is_refused(file: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
-    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(tmp_path), at_most(10):  # a socket's path is short
+    # a socket's path is short
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(tmp_path), at_most(10):
         server.bind("socket")
         for name in ("pipe", "loop", "socket", "file/x", "x" * 300, "/dev/zero", "/dev/null", "."):
             _refusal(tmp_path / name, "cannot be read")
@@ -181,7 +196,11 @@ DAMAGED: dict[str, tuple[Any, int, str]] = {
     "pickle": (b"\x80\x02}q\x00.", 4, "no safetensors file: "),
     "two objects": (b"{}{}", 4, "no safetensors file: "),
     "deep lists": (b"[" * 100_000, 4, "no safetensors file: "),
-    "deep metadata": (b'{"__metadata__":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 4, "no safetensors file: "),
+    "deep metadata": (
+        b'{"__metadata__":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        4,
+        "no safetensors file: ",
+    ),
     "no object": ({"a": None}, 4, ""),
     "a list, which the library takes": ({"a": ["F32", [1], [0, 4]]}, 4, ""),
     "dtype hostile": ({"a": _entry("\x1b[31m\n\u202e\ud800")}, 4, ""),
@@ -227,12 +246,15 @@ def _is_refused_on_purpose(raw: bytes) -> bool:
     entries = [entry for key, entry in table.items() if key != "__metadata__"]
     if not all(isinstance(entry, dict) for entry in entries):
         return True
-    return not all(isinstance(entry["dtype"], str) and entry["dtype"] in DTYPES for entry in entries)
+    return not all(
+        isinstance(entry["dtype"], str) and entry["dtype"] in DTYPES for entry in entries
+    )
 
 
 def _check_raw(path: Path, raw: bytes) -> None:
-    """The property: refused with a message that names the file, or in range, without overlap, of the right size, and
-    what the reference implementation reads."""
+    """The property: refused with a message that names the file, or in range, without overlap, of
+    the right size, and what the reference implementation reads.
+    """
     path.write_bytes(raw)
     reference = _get_reference(path)
     try:
@@ -254,7 +276,10 @@ def _check_raw(path: Path, raw: bytes) -> None:
     with safe_open(path, "pt") as file:
         for key, tensor in stored.items():
             if tensor.nbytes:
-                assert _payload(file.get_tensor(key)) == raw[tensor.offset : tensor.offset + tensor.nbytes]
+                assert (
+                    _payload(file.get_tensor(key))
+                    == raw[tensor.offset : tensor.offset + tensor.nbytes]
+                )
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +307,9 @@ _JSON_BYTES = st.sampled_from(list(b'{}[]",:0123456789-.eE\\u \n\0\xff')) | st.i
 
 @st.composite
 def _damaged(draw: st.DrawFn) -> bytes:
-    """A valid file with a few bytes changed, added or taken away; sometimes with a length that fits again."""
+    """A valid file with a few bytes changed, added or taken away; sometimes with a length that fits
+    again.
+    """
     raw = _pack(_TABLE, bytes(range(13)))
     length = struct.unpack("<Q", raw[:8])[0]
     keep_length = draw(st.booleans())
@@ -315,15 +342,29 @@ def test_damaged_files(fuzzed: Path, raw: bytes) -> None:
 
 _EDGES = [-1, 0, 1, 2, 4, 8, 2**31, 2**32, 2**61, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30]
 _NUMBERS = st.integers(0, 8) | st.integers(-(2**70), 2**70) | st.sampled_from(_EDGES)
-_LEAVES = st.none() | st.booleans() | _NUMBERS | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
-_VALUES = _LEAVES | st.lists(_LEAVES, max_size=4) | st.dictionaries(st.text(max_size=3), _LEAVES, max_size=3)
+_LEAVES = (
+    st.none()
+    | st.booleans()
+    | _NUMBERS
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
+)
+_VALUES = (
+    _LEAVES
+    | st.lists(_LEAVES, max_size=4)
+    | st.dictionaries(st.text(max_size=3), _LEAVES, max_size=3)
+)
 # With halves of surrogate pairs, which `st.text()` leaves out.
-_TENSOR_NAMES = st.text(st.characters(exclude_categories=()), max_size=3) | st.sampled_from(["a", "b", "__metadata__"])
+_TENSOR_NAMES = st.text(st.characters(exclude_categories=()), max_size=3) | st.sampled_from(
+    ["a", "b", "__metadata__"]
+)
 
 
 @st.composite
 def _structured(draw: st.DrawFn) -> bytes:
-    """A file that is valid but for a field of an entry, an entry, names, metadata, or the amount of data."""
+    """A file that is valid but for a field of an entry, an entry, names, metadata, or the amount of
+    data.
+    """
     rows: list[tuple[str, Any]] = []
     start = 0
     for _ in range(draw(st.integers(0, 4))):
@@ -343,7 +384,12 @@ def _structured(draw: st.DrawFn) -> bytes:
         value = draw(values.get(field, st.lists(_NUMBERS, max_size=4)) | _VALUES)
         rows[chosen] = (name, value if field == "all" else {**entry, field: value})
     if draw(st.booleans()):
-        rows.append(("__metadata__", draw(st.dictionaries(st.text(max_size=3), st.text(max_size=3)) | _VALUES)))
+        rows.append(
+            (
+                "__metadata__",
+                draw(st.dictionaries(st.text(max_size=3), st.text(max_size=3)) | _VALUES),
+            )
+        )
     rows = draw(st.permutations(rows))
     text = ",".join(f"{json.dumps(name)}:{json.dumps(entry)}" for name, entry in rows)
     start += draw(st.sampled_from([0, 0, 0, 0, 1, -1]))

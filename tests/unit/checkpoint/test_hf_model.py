@@ -1,4 +1,6 @@
-"""A Hugging Face folder as a source: which stored tensors make up the model's, and everything that does not fit."""
+"""A Hugging Face folder as a source: which stored tensors make up the model's, and everything that
+does not fit.
+"""
 
 import dataclasses
 import json
@@ -25,14 +27,17 @@ from titanlite.models.decoder import build_decoder
 from titanlite.models.families import any_model_config_from_hf, families, family_of
 
 QWEN3, LLAMA, QWEN3_MOE, DOTS1, GLM4_MOE = (
-    families()[name].presets["debug"] for name in ("qwen3", "llama", "qwen3_moe", "dots1", "glm4_moe")
+    families()[name].presets["debug"]
+    for name in ("qwen3", "llama", "qwen3_moe", "dots1", "glm4_moe")
 )
 TIED = dataclasses.replace(QWEN3, tie_word_embeddings=True)
 UNTIED = dataclasses.replace(QWEN3, tie_word_embeddings=False)
 
 
 def weights_of(config, seed=3):
-    """All persistent tensors of a model, by name; the bias of every expert is a number that one recognizes."""
+    """All persistent tensors of a model, by name; the bias of every expert is a number that one
+    recognizes.
+    """
     model = build_decoder(config)
     materialize(model, "cpu", seed=seed)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -101,7 +106,9 @@ def assert_equal(got, expected, but=()):
 
 def test_dense_model_and_what_other_programs_add(tmp_path):
     weights = weights_of(UNTIED)
-    extra = {f"model.{place}rotary_emb.inv_freq": torch.ones(8) for place in ("", "layers.0.self_attn.")}
+    extra = {
+        f"model.{place}rotary_emb.inv_freq": torch.ones(8) for place in ("", "layers.0.self_attn.")
+    }
     assert_equal(load(save(tmp_path, weights | extra), UNTIED), weights)
 
 
@@ -164,14 +171,25 @@ def test_only_the_experts_of_a_shard_are_read(tmp_path):
 
 ATTENTION, NORM = "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"
 EXPERTS = "model.layers.0.mlp.experts"
-PER_EXPERT, FUSED, DENSE = partial(split_experts, weights_of(QWEN3_MOE)), partial(fused, weights_of(QWEN3_MOE)), dict
+PER_EXPERT, FUSED, DENSE = (
+    partial(split_experts, weights_of(QWEN3_MOE)),
+    partial(fused, weights_of(QWEN3_MOE)),
+    dict,
+)
 FEWER = dataclasses.replace(QWEN3_MOE, num_experts=6)
 MISSING = "missing, checkpoint {} does not have"
 # The model, what is stored of it, what of that is changed (None: left out), and the words.
-REFUSED: list[tuple[ModelConfig, Callable[..., dict], dict[str, torch.Tensor | None], list[str]]] = [
+REFUSED: list[
+    tuple[ModelConfig, Callable[..., dict], dict[str, torch.Tensor | None], list[str]]
+] = [
     (LLAMA, DENSE, {ATTENTION: None}, [f"materialize: {ATTENTION}: {MISSING} it."]),
     (UNTIED, DENSE, {"lm_head.weight": None}, [f"materialize: lm_head.weight: {MISSING} it."]),
-    (TIED, DENSE, {"lm_head.weight": torch.zeros(3, 3)}, ["with shape (3, 3), the model expects (2048, 64)."]),
+    (
+        TIED,
+        DENSE,
+        {"lm_head.weight": torch.zeros(3, 3)},
+        ["with shape (3, 3), the model expects (2048, 64)."],
+    ),
     (
         LLAMA,
         DENSE,
@@ -185,20 +203,35 @@ REFUSED: list[tuple[ModelConfig, Callable[..., dict], dict[str, torch.Tensor | N
     (
         QWEN3_MOE,
         PER_EXPERT,
-        {f"{EXPERTS}.7.down_proj.weight": torch.zeros(32, 64)},  # the other way round: as many bytes
-        [f"{EXPERTS}.down_proj: checkpoint {{}} has {EXPERTS}.7.down_proj.weight with shape (32, 64), the model"],
+        # the other way round: as many bytes
+        {f"{EXPERTS}.7.down_proj.weight": torch.zeros(32, 64)},
+        [
+            f"{EXPERTS}.down_proj: checkpoint {{}} has {EXPERTS}.7.down_proj.weight with shape "
+            "(32, 64), the model"
+        ],
     ),
     (
         QWEN3_MOE,
         FUSED,
         {f"{EXPERTS}.down_proj": torch.zeros(8, 32, 64), NORM: torch.zeros(())},
-        [f"{EXPERTS}.down_proj with shape (8, 32, 64), the model expects (8, 64, 32).", f"{NORM} with shape ()"],
+        [
+            f"{EXPERTS}.down_proj with shape (8, 32, 64), the model expects (8, 64, 32).",
+            f"{NORM} with shape ()",
+        ],
     ),
     (
         QWEN3_MOE,
         PER_EXPERT,
-        {f"{EXPERTS}.{e}.{part}_proj.weight": None for e in range(8) for part in ("gate", "up", "down")},
-        ["2 problems:", f"{EXPERTS}.gate_up_proj: {MISSING} it.", f"{EXPERTS}.down_proj: {MISSING} it."],
+        {
+            f"{EXPERTS}.{e}.{part}_proj.weight": None
+            for e in range(8)
+            for part in ("gate", "up", "down")
+        },
+        [
+            "2 problems:",
+            f"{EXPERTS}.gate_up_proj: {MISSING} it.",
+            f"{EXPERTS}.down_proj: {MISSING} it.",
+        ],
     ),
     (
         FEWER,
@@ -216,7 +249,10 @@ REFUSED: list[tuple[ModelConfig, Callable[..., dict], dict[str, torch.Tensor | N
         | {f"{EXPERTS}.1.gate_proj.weight": torch.zeros(1), "lm_head.bias": torch.zeros(2048)},
         [
             *("4 problems:", f"{EXPERTS}.gate_up_proj: {MISSING} {EXPERTS}.0.gate_proj.weight."),
-            *(f"{MISSING} {EXPERTS}.3.up_proj.weight.", f"{EXPERTS}.1.gate_proj.weight with shape (1,)"),
+            *(
+                f"{MISSING} {EXPERTS}.3.up_proj.weight.",
+                f"{EXPERTS}.1.gate_proj.weight with shape (1,)",
+            ),
             "lm_head.bias: unexpected",
         ],
     ),
@@ -241,7 +277,9 @@ def test_a_refused_checkpoint_leaves_the_model_on_meta(tmp_path):
 
 
 def test_configuration_that_cannot_be_used_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"):
+    with pytest.raises(
+        CheckpointError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"
+    ):
         hf_checkpoint(tmp_path, LLAMA)
     save(tmp_path, weights_of(LLAMA))
     tables = [json.dumps({"quantization_config": quantization}) for quantization in ("fp8", [1], 5)]
@@ -267,16 +305,23 @@ def warnings_said(caplog, monkeypatch):
 def test_tied_model_with_one_tensor_or_two_equal_ones(tmp_path, warnings_said):
     weights = weights_of(TIED)
     embedding = weights.pop("model.embed_tokens.weight")
-    both = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.to(torch.float64, copy=True)}
+    both = {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": embedding.to(torch.float64, copy=True),
+    }
     for i, names in enumerate([["model.embed_tokens.weight"], ["lm_head.weight"], list(both)]):
         got = load(save(tmp_path / str(i), weights | {name: both[name] for name in names}), TIED)
-        assert_equal(got, weights | {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding})
+        assert_equal(
+            got, weights | {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
+        )
     assert warnings_said() == []
 
 
 @pytest.mark.parametrize("row", [1000, -1])
 def test_tied_model_with_another_head_in_the_file(tmp_path, monkeypatch, row):
-    """It would be dropped, and transformers takes it. One value is enough, in whichever chunk it lies."""
+    """It would be dropped, and transformers takes it. One value is enough, in whichever chunk it
+    lies.
+    """
     monkeypatch.setattr(hf_model, "_CHUNK_ELEMENTS", 10_000)
     weights = weights_of(TIED)
     other = weights["model.embed_tokens.weight"].clone()
@@ -284,7 +329,8 @@ def test_tied_model_with_another_head_in_the_file(tmp_path, monkeypatch, row):
     folder = save(tmp_path, weights | {"lm_head.weight": other})
     text = refusal(folder, TIED)
     assert text.startswith(
-        f"materialize: lm_head.weight: checkpoint {folder} has it with other values than model.embed"
+        f"materialize: lm_head.weight: checkpoint {folder} has it with other values than "
+        "model.embed"
     )
     assert "tie_word_embeddings = false in its config.json" in text
     got = load(folder, replace(TIED, tie_word_embeddings=False))
@@ -295,13 +341,18 @@ def test_tied_model_with_another_head_in_the_file(tmp_path, monkeypatch, row):
 def test_every_tool_refuses_another_head_of_a_tied_model(tmp_path, capsys, tool):
     """And what the message says to change in config.json helps there."""
     weights = weights_of(TIED)
-    folder = save(tmp_path / "base", weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1})
+    folder = save(
+        tmp_path / "base", weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}
+    )
     table = {**family_of(TIED).to_hf(TIED), "model_type": TIED.family}
     adapters = tmp_path / "adapters"
     adapters.mkdir()
     pair = {"lora_A": torch.ones(2, 64), "lora_B": torch.zeros(64, 2)}
     name = "base_model.model.model.layers.0.self_attn.q_proj.{}.weight"
-    save_file({name.format(key): value for key, value in pair.items()}, adapters / "adapter_model.safetensors")
+    save_file(
+        {name.format(key): value for key, value in pair.items()},
+        adapters / "adapter_model.safetensors",
+    )
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "base_model_name_or_path": str(folder)}
     (adapters / "adapter_config.json").write_text(json.dumps(config))
 
@@ -311,7 +362,9 @@ def test_every_tool_refuses_another_head_of_a_tied_model(tmp_path, capsys, tool)
         if tool == "merge":
             return export_checkpoint.main([str(adapters), str(out), "--merge"])
         try:
-            load_model(folder, any_model_config_from_hf(folder, "generate"), "float32", torch.device("cpu"))
+            load_model(
+                folder, any_model_config_from_hf(folder, "generate"), "float32", torch.device("cpu")
+            )
         except PlanError as error:
             print(error)
             return 2
@@ -328,7 +381,9 @@ def test_every_tool_refuses_another_head_of_a_tied_model(tmp_path, capsys, tool)
 
 def test_rank_0_alone_reads_what_is_compared(tmp_path, run_ranks):
     weights = weights_of(TIED)
-    folder = save(tmp_path, weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()})
+    folder = save(
+        tmp_path, weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    )
 
     def rank_main() -> int:
         calls, original = [], os.preadv
@@ -391,12 +446,18 @@ def test_sidecar_that_does_not_fit(tmp_path):
 
 
 def masters_of(weights):
-    return {f"master.{name}": tensor for name, tensor in weights.items() if not name.endswith("expert_bias")}
+    return {
+        f"master.{name}": tensor
+        for name, tensor in weights.items()
+        if not name.endswith("expert_bias")
+    }
 
 
 def test_exact_reads_what_the_run_had(tmp_path):
     weights = weights_of(QWEN3_MOE)
-    save(tmp_path, {key: tensor.to(torch.bfloat16) for key, tensor in split_experts(weights).items()})
+    save(
+        tmp_path, {key: tensor.to(torch.bfloat16) for key, tensor in split_experts(weights).items()}
+    )
     masters = masters_of(weights)
     names = sorted(masters)
     for i in range(2):
@@ -414,10 +475,16 @@ def test_exact_takes_the_rest_from_the_model(tmp_path):
     weights = weights_of(LLAMA)
     stored = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
     save(tmp_path, stored)
-    save(tmp_path, {"master.model.norm.weight": torch.full((64,), 1.001)}, "titanlite/weights.safetensors")
+    save(
+        tmp_path,
+        {"master.model.norm.weight": torch.full((64,), 1.001)},
+        "titanlite/weights.safetensors",
+    )
     got = load(tmp_path, LLAMA, exact=True)
     assert torch.equal(got["model.norm.weight"], torch.full((64,), 1.001))
-    assert_equal(got, {name: t.float() for name, t in stored.items() if name != "model.norm.weight"})
+    assert_equal(
+        got, {name: t.float() for name, t in stored.items() if name != "model.norm.weight"}
+    )
 
 
 def test_exact_masters_must_fit(tmp_path):

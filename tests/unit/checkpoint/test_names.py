@@ -1,4 +1,6 @@
-"""Checkpoints whose keys are not the model's, as training programs leave them, and values that are not finite."""
+"""Checkpoints whose keys are not the model's, as training programs leave them, and values that are
+not finite.
+"""
 
 import math
 import re
@@ -28,20 +30,29 @@ TOKENS = torch.arange(12)[None]
 @pytest.fixture(scope="module")
 def models():
     torch.manual_seed(0)
-    return {name: transformers.AutoModelForCausalLM.from_config(config).eval() for name, config in DENSE.items()}
+    return {
+        name: transformers.AutoModelForCausalLM.from_config(config).eval()
+        for name, config in DENSE.items()
+    }
 
 
 def rewrite(folder, name_of):
     path = folder / "model.safetensors"
-    save_file({name_of(key): tensor for key, tensor in load_file(path).items()}, path, {"format": "pt"})
+    save_file(
+        {name_of(key): tensor for key, tensor in load_file(path).items()}, path, {"format": "pt"}
+    )
 
 
-@pytest.mark.parametrize(("name", "prefix"), [*zip(DENSE, cycle(["module.", "base_model.model.", "a.inner."]))])
+@pytest.mark.parametrize(
+    ("name", "prefix"), [*zip(DENSE, cycle(["module.", "base_model.model.", "a.inner."]))]
+)
 def test_a_wrong_prefix_is_one_sentence_that_names_it(models, tmp_path, name, prefix):
     models[name].save_pretrained(tmp_path)
     rewrite(tmp_path, lambda key: prefix + key)
     text = refusal(tmp_path)
-    assert text.startswith(f"checkpoint {tmp_path}: its keys begin with '{prefix}', which the model's do not.")
+    assert text.startswith(
+        f"checkpoint {tmp_path}: its keys begin with '{prefix}', which the model's do not."
+    )
     assert f"key.replace('{prefix}', '', 1)" in text and "missing" not in text and "\n" not in text
     rewrite(tmp_path, lambda key: key.replace(prefix, "", 1))
     load(tmp_path)
@@ -51,16 +62,26 @@ def test_a_wrong_prefix_is_one_sentence_that_names_it(models, tmp_path, name, pr
 def test_wrappers_inside_of_names_are_one_sentence(models, tmp_path, name):
     """As FSDP1 and torch.compile of each layer leave them in a state dict."""
     models[name].save_pretrained(tmp_path)
-    rewrite(tmp_path, lambda key: re.sub(r"(layers\.\d+)", r"\1._fsdp_wrapped_module._orig_mod", key))
+    rewrite(
+        tmp_path, lambda key: re.sub(r"(layers\.\d+)", r"\1._fsdp_wrapped_module._orig_mod", key)
+    )
     text = refusal(tmp_path)
-    assert "'_fsdp_wrapped_module.'" in text and "'_orig_mod.'" in text and "missing" not in text and "\n" not in text
+    assert (
+        "'_fsdp_wrapped_module.'" in text
+        and "'_orig_mod.'" in text
+        and "missing" not in text
+        and "\n" not in text
+    )
 
 
 def test_a_prefix_in_place_of_another_is_one_sentence(models, tmp_path):
     models["qwen3, untied"].save_pretrained(tmp_path)
     rewrite(tmp_path, lambda key: key.replace("model.", "language_model.decoder.", 1))
     text = refusal(tmp_path)
-    assert "its keys begin with 'language_model.decoder.', the model's with 'model.'." in text and "\n" not in text
+    assert (
+        "its keys begin with 'language_model.decoder.', the model's with 'model.'." in text
+        and "\n" not in text
+    )
 
 
 def test_names_that_differ_in_several_ways_are_listed(models, tmp_path):
@@ -80,23 +101,36 @@ def test_the_base_models_prefix_is_as_in_from_pretrained(models, tmp_path, name,
     if how == "base model":  # as AutoModel saves it
         model.base_model.save_pretrained(tmp_path)
     else:
-        rewrite(tmp_path, lambda key: prefix + key if how == "doubled" else key.removeprefix(prefix))
+        rewrite(
+            tmp_path, lambda key: prefix + key if how == "doubled" else key.removeprefix(prefix)
+        )
     if how == "base model" and "untied" in name:
         text = refusal(tmp_path)
-        assert "weight: missing, checkpoint" in text and "has the base model alone" in text and "\n" not in text
+        assert (
+            "weight: missing, checkpoint" in text
+            and "has the base model alone" in text
+            and "\n" not in text
+        )
         return
-    theirs, found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    if found["missing_keys"]:  # GPT-NeoX's head has another name in files, which transformers does not find then
+    theirs, found = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    # GPT-NeoX's head has another name in files, which transformers does not find then
+    if found["missing_keys"]:
         assert how == "doubled" and "lm_head.weight: missing" in refusal(tmp_path)
         return
     with torch.no_grad():
-        torch.testing.assert_close(load(tmp_path)(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            load(tmp_path)(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-5
+        )
 
 
 # ---- values that are not finite ----
 
 
-@pytest.mark.parametrize(("name", "value"), [("qwen3, untied", math.nan), ("gemma2, tied", math.inf)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("qwen3, untied", math.nan), ("gemma2, tied", math.inf)]
+)
 def test_what_is_not_finite_in_the_file_is_said_to_be(models, tmp_path, name, value):
     models[name].save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -106,7 +140,10 @@ def test_what_is_not_finite_in_the_file_is_said_to_be(models, tmp_path, name, va
     save_file(stored, path, {"format": "pt"})
     text = refusal(tmp_path)
     num_nan = 2 if value != value else 0
-    assert f"{key} in {path} (2 of 32 elements, {num_nan} NaN)" in text and "because its file holds that" in text
+    assert (
+        f"{key} in {path} (2 of 32 elements, {num_nan} NaN)" in text
+        and "because its file holds that" in text
+    )
     assert "not filled" not in text
 
 
@@ -114,4 +151,7 @@ def test_what_the_file_does_not_hold_is_not_blamed_on_it(models, tmp_path, monke
     models["qwen3, untied"].save_pretrained(tmp_path)
     monkeypatch.setattr(SafetensorsReader, "read", lambda self, requests: None)
     text = refusal(tmp_path)
-    assert "model.norm.weight: not filled, or NaN, in " in text and "Its file has finite values there." in text
+    assert (
+        "model.norm.weight: not filled, or NaN, in " in text
+        and "Its file has finite values there." in text
+    )

@@ -1,4 +1,6 @@
-"""Reading parts of safetensors files: the right bytes, only those, once, however the system cuts them up."""
+"""Reading parts of safetensors files: the right bytes, only those, once, however the system cuts
+them up.
+"""
 
 import itertools
 import os
@@ -44,8 +46,12 @@ def write_files(folder: Path, *files: dict[str, torch.Tensor]) -> list[Path]:
 def open_reader(paths, threads=0) -> tuple[SafetensorsReader, dict[str, StoredTensor]]:
     """Every stored tensor under its own key."""
     stored = {key: tensor for path in paths for key, tensor in read_header(path).items()}
-    placed = {key: (tensor.shape, [Placed(tensor, whole(tensor.shape))]) for key, tensor in stored.items()}
-    return SafetensorsReader("here", placed, {path: path.stat().st_size for path in paths}, threads), stored
+    placed = {
+        key: (tensor.shape, [Placed(tensor, whole(tensor.shape))]) for key, tensor in stored.items()
+    }
+    return SafetensorsReader(
+        "here", placed, {path: path.stat().st_size for path in paths}, threads
+    ), stored
 
 
 def empty(shape, dtype):
@@ -90,7 +96,9 @@ class Calls:
 
 def random_region(shape, rng):
     starts = [rng.randint(0, size) for size in shape]
-    return Region(tuple(starts), tuple(rng.randint(0, n - s) for n, s in zip(shape, starts, strict=True)))
+    return Region(
+        tuple(starts), tuple(rng.randint(0, n - s) for n, s in zip(shape, starts, strict=True))
+    )
 
 
 SHAPES = [(), (1,), (17,), (0, 5), (6, 7), (300, 11), (5, 1, 9), (4, 6, 10), (2, 3, 4, 5)]
@@ -108,7 +116,11 @@ def test_random_regions_of_every_dtype(tmp_path, cast, threads, monkeypatch):
     reader, _ = open_reader(write_files(tmp_path, *files), threads)
     requests = []
     for key, tensor in tensors.items():
-        to = rng.choice([torch.float32, torch.bfloat16, torch.int32, torch.float64]) if cast else tensor.dtype
+        to = (
+            rng.choice([torch.float32, torch.bfloat16, torch.int32, torch.float64])
+            if cast
+            else tensor.dtype
+        )
         regions = [whole(tensor.shape), *(random_region(tensor.shape, rng) for _ in range(3))]
         requests += [ReadRequest(key, region, empty(region.lengths, to)) for region in regions]
     rng.shuffle(requests)
@@ -131,7 +143,8 @@ def test_only_the_bytes_of_the_shard_are_read_and_each_once(tmp_path, dtype, mon
     reader.read([ReadRequest("w", region, shard)])
     assert torch.equal(shard, tensor[10:30, 30:37].to(dtype))
     wanted = {
-        (stored["w"].offset + (row * 96 + 30) * 4, stored["w"].offset + (row * 96 + 37) * 4) for row in range(10, 30)
+        (stored["w"].offset + (row * 96 + 30) * 4, stored["w"].offset + (row * 96 + 37) * 4)
+        for row in range(10, 30)
     }
     assert {(start, end) for _, start, end, _ in calls.made} == wanted
     assert len(calls.made) == len(wanted)
@@ -157,7 +170,9 @@ def test_tensors_larger_than_a_block(tmp_path, shape, region, dtype, monkeypatch
     assert torch.equal(shard, tensor[region.slices].to(dtype))
     assert calls.nbytes == 4 * region.numel
     calls.assert_disjoint()
-    assert max(end - start for _, start, end, _ in calls.made) <= (8 * MIB if dtype == torch.float32 else MIB)
+    assert max(end - start for _, start, end, _ in calls.made) <= (
+        8 * MIB if dtype == torch.float32 else MIB
+    )
 
 
 def test_one_shard_from_many_stored_tensors(tmp_path, monkeypatch):
@@ -168,8 +183,14 @@ def test_one_shard_from_many_stored_tensors(tmp_path, monkeypatch):
     ]
     paths = write_files(tmp_path, *files)
     stored = {key: tensor for path in paths for key, tensor in read_header(path).items()}
-    placed = [Placed(stored[f"{e}.{half}"], Region((e, 4 * half, 0), (1, 4, 10))) for e in range(6) for half in (0, 1)]
-    reader = SafetensorsReader("here", {"w": ((6, 8, 10), placed)}, {path: path.stat().st_size for path in paths})
+    placed = [
+        Placed(stored[f"{e}.{half}"], Region((e, 4 * half, 0), (1, 4, 10)))
+        for e in range(6)
+        for half in (0, 1)
+    ]
+    reader = SafetensorsReader(
+        "here", {"w": ((6, 8, 10), placed)}, {path: path.stat().st_size for path in paths}
+    )
     calls = Calls(monkeypatch)
     for region in [
         whole((6, 8, 10)),
@@ -182,10 +203,12 @@ def test_one_shard_from_many_stored_tensors(tmp_path, monkeypatch):
         reader.read([ReadRequest("w", region, shard)])
         assert torch.equal(shard, experts[region.slices])
         assert calls.nbytes - before == 4 * region.numel
-    with pytest.raises(CheckpointError, match=r"checkpoint here: w is incomplete: 40 elements are missing\."):
-        SafetensorsReader("here", {"w": ((6, 8, 10), placed[:-1])}, {p: p.stat().st_size for p in paths}).read(
-            [ReadRequest("w", whole((6, 8, 10)), empty((6, 8, 10), torch.float32))]
-        )
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint here: w is incomplete: 40 elements are missing\."
+    ):
+        SafetensorsReader(
+            "here", {"w": ((6, 8, 10), placed[:-1])}, {p: p.stat().st_size for p in paths}
+        ).read([ReadRequest("w", whole((6, 8, 10)), empty((6, 8, 10), torch.float32))])
 
 
 def test_only_the_files_that_are_needed_are_opened(tmp_path):
@@ -193,7 +216,12 @@ def test_only_the_files_that_are_needed_are_opened(tmp_path):
     reader, _ = open_reader(paths)
     paths[1].unlink()
     shard = empty((4,), torch.float32)
-    reader.read([ReadRequest("a", whole((4,)), shard), ReadRequest("b", Region((4, 0), (0, 4)), torch.empty(0, 4))])
+    reader.read(
+        [
+            ReadRequest("a", whole((4,)), shard),
+            ReadRequest("b", Region((4, 0), (0, 4)), torch.empty(0, 4)),
+        ]
+    )
     assert shard.tolist() == [1.0] * 4
 
 
@@ -203,7 +231,9 @@ def test_memory_beyond_the_shards_is_a_mebibyte_per_thread(tmp_path, dtype, monk
     tensors = {name: torch.ones(12 * MIB) for name in "ab"}  # 96 MiB
     reader, _ = open_reader(write_files(tmp_path, tensors), threads)
     del tensors
-    requests = [ReadRequest(name, whole((12 * MIB,)), torch.zeros(12 * MIB, dtype=dtype)) for name in "ab"]
+    requests = [
+        ReadRequest(name, whole((12 * MIB,)), torch.zeros(12 * MIB, dtype=dtype)) for name in "ab"
+    ]
     seen = []
     Calls(monkeypatch, before=lambda: seen.append(anonymous_bytes()))
     before = anonymous_bytes()
@@ -220,7 +250,9 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
     reader, _ = open_reader(write_files(tmp_path, tensors), 4)
     calls = Calls(monkeypatch, most_bytes=lambda: rng.choice([1, 3, 52, 53, 200]))
     for dtype in (torch.float32, torch.float64):
-        requests = [ReadRequest(key, whole(t.shape), empty(t.shape, dtype)) for key, t in tensors.items()]
+        requests = [
+            ReadRequest(key, whole(t.shape), empty(t.shape, dtype)) for key, t in tensors.items()
+        ]
         done = calls.nbytes
         reader.read(requests)
         assert all(torch.equal(r.destination, tensors[r.name].to(dtype)) for r in requests)
@@ -228,12 +260,15 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
 
 
 def test_a_file_that_changed_after_its_header_was_read_is_named(tmp_path, monkeypatch):
-    paths = write_files(tmp_path, {"a": torch.ones(4)}, {"b": torch.ones(4)}, {"c": torch.ones(3 * MIB)})
+    paths = write_files(
+        tmp_path, {"a": torch.ones(4)}, {"b": torch.ones(4)}, {"c": torch.ones(3 * MIB)}
+    )
     reader, stored = open_reader(paths, 1)
 
     def refusal(*names):
         requests = [
-            ReadRequest(name, whole(stored[name].shape), empty(stored[name].shape, torch.float32)) for name in names
+            ReadRequest(name, whole(stored[name].shape), empty(stored[name].shape, torch.float32))
+            for name in names
         ]
         with pytest.raises(CheckpointError) as error:
             reader.read(requests)
@@ -243,16 +278,27 @@ def test_a_file_that_changed_after_its_header_was_read_is_named(tmp_path, monkey
     for change in (-1, 1):
         os.truncate(paths[1], size + change)
         text, requests = refusal("a", "b")
-        words = f"checkpoint {paths[1]}: has {size + change} bytes, but had {size} when its header was read."
-        assert text.startswith(words) and all(bits(request.destination).eq(0x5A).all() for request in requests)
+        words = (
+            f"checkpoint {paths[1]}: has {size + change} bytes, but had {size} when its "
+            "header "
+            "was read."
+        )
+        assert text.startswith(words) and all(
+            bits(request.destination).eq(0x5A).all() for request in requests
+        )
     paths[1].unlink()
     assert refusal("b")[0] == f"checkpoint {paths[1]}: cannot be opened: No such file or directory."
     cut = stored["c"].offset + 9 * MIB
     Calls(monkeypatch, before=lambda: os.truncate(paths[2], cut))
-    assert refusal("c")[0] == f"checkpoint {paths[2]}: ended at byte {cut} while it was read; it was cut off."
+    assert (
+        refusal("c")[0]
+        == f"checkpoint {paths[2]}: ended at byte {cut} while it was read; it was cut off."
+    )
 
 
-@pytest.mark.parametrize(("dtype", "threads"), [(torch.float32, 1), (torch.bfloat16, 8)], ids=["direct", "staged"])
+@pytest.mark.parametrize(
+    ("dtype", "threads"), [(torch.float32, 1), (torch.bfloat16, 8)], ids=["direct", "staged"]
+)
 def test_an_error_in_one_thread_ends_all(tmp_path, dtype, threads, monkeypatch):
     (path,) = write_files(tmp_path, {"a": torch.ones(10, 2 * MIB)})  # 80 MiB: 80 jobs
     reader, _ = open_reader([path], threads)
@@ -268,7 +314,10 @@ def test_an_error_in_one_thread_ends_all(tmp_path, dtype, threads, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", fail_once)
     descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(CheckpointError, match=f"checkpoint {path}: cannot be read at byte [0-9]+: Input/output error."):
+    with pytest.raises(
+        CheckpointError,
+        match=f"checkpoint {path}: cannot be read at byte [0-9]+: Input/output error.",
+    ):
         reader.read([ReadRequest("a", whole((10, 2 * MIB)), torch.empty(10, 2 * MIB, dtype=dtype))])
     assert threading.active_count() == running
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -278,11 +327,15 @@ def test_an_error_in_one_thread_ends_all(tmp_path, dtype, threads, monkeypatch):
 
 def test_shard_that_is_not_contiguous_is_refused(tmp_path):
     reader, _ = open_reader(write_files(tmp_path, {"w": torch.ones(4, 6)}))
-    with pytest.raises(CheckpointError, match=r"checkpoint here: w has a shard that is not contiguous in memory\."):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint here: w has a shard that is not contiguous in memory\."
+    ):
         reader.read([ReadRequest("w", whole((4, 6)), torch.empty(6, 4).T)])
 
 
-@pytest.mark.parametrize(("cores", "ranks", "expected"), [(2, 1, 2), (64, 8, 8), (64, 1, 16), (4, 8, 1)])
+@pytest.mark.parametrize(
+    ("cores", "ranks", "expected"), [(2, 1, 2), (64, 8, 8), (64, 1, 16), (4, 8, 1)]
+)
 def test_threads_of_a_rank(cores, ranks, expected, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))

@@ -32,14 +32,19 @@ def series():
 def test_round_trip(tmp_path, series):
     written = make(tmp_path, validation=series)
     assert Progress.read(tmp_path) == written
-    assert Results(JobConfig().validation, "none", Progress.read(tmp_path).results).validation.best == 2.5
+    assert (
+        Results(JobConfig().validation, "none", Progress.read(tmp_path).results).validation.best
+        == 2.5
+    )
 
 
 @pytest.mark.parametrize("change", [{"more": 1}, {"step": None}])
 def test_other_fields_are_refused(tmp_path, change):
     make(tmp_path)
     table = json.loads((tmp_path / STATE_FILE).read_text()) | change
-    (tmp_path / STATE_FILE).write_text(json.dumps({name: value for name, value in table.items() if value is not None}))
+    (tmp_path / STATE_FILE).write_text(
+        json.dumps({name: value for name, value in table.items() if value is not None})
+    )
     with pytest.raises(CheckpointError, match="is damaged"):
         Progress.read(tmp_path)
 
@@ -50,7 +55,8 @@ def test_other_fields_are_refused(tmp_path, change):
         (None, False, 0.0),  # nobody would look at them
         (None, True, None),
         ({"data.validation_share": "0"}, False, 0.0),
-        ({"data.validation_share": ""}, False, None),  # it began with validation, and goes on with the same rows
+        # it began with validation, and goes on with the same rows
+        ({"data.validation_share": ""}, False, None),
         ({"data.validation_share": ""}, True, None),
     ],
 )
@@ -65,7 +71,9 @@ def test_a_run_goes_on_with_the_rows_that_it_was_trained_on(identity, wants, sha
 def test_rows_that_were_trained_on_are_not_held_out_later():
     before = Progress(7, 56, "data", 4, {}, identity={"data.validation_share": "0"})
     data = DataSection()
-    with pytest.raises(ConfigError, match=r"was trained on all rows, .* Set data\.validation_path to others"):
+    with pytest.raises(
+        ConfigError, match=r"was trained on all rows, .* Set data\.validation_path to others"
+    ):
         resolve_held_out(data, before, "outputs", wanted=True)
     data.validation_path = "others.jsonl"
     assert resolve_held_out(data, before, "outputs", wanted=True).validation_share == 0

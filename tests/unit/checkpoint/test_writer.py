@@ -1,4 +1,6 @@
-"""Writing safetensors files in place: layout, bits, checksums from shares, on as many ranks as one likes."""
+"""Writing safetensors files in place: layout, bits, checksums from shares, on as many ranks as one
+likes.
+"""
 
 import os
 import random
@@ -32,7 +34,15 @@ def item(key, tensor, dtype=None, local_region=None, mine=True):
     """All of `tensor` under `key`; this rank has `local_region` of it, or all."""
     local_region = whole(tensor.shape) if local_region is None else local_region
     local = tensor[local_region.slices]
-    return Item(key, dtype or tensor.dtype, whole(tensor.shape), tuple(tensor.shape), local, local_region, mine)
+    return Item(
+        key,
+        dtype or tensor.dtype,
+        whole(tensor.shape),
+        tuple(tensor.shape),
+        local,
+        local_region,
+        mine,
+    )
 
 
 def random_tensor(shape, dtype=torch.float32, seed=0):
@@ -46,10 +56,14 @@ def same_bits(a, b):
 
 
 def write(folder, *of_ranks, file_bytes=None, stem="model"):
-    """Write the items of each rank into the same files; the first rank creates them. Returns their names."""
+    """Write the items of each rank into the same files; the first rank creates them. Returns their
+    names.
+    """
     layouts = [lay_out(items, stem, file_bytes) for items in of_ranks]
     described = [[(file.name, file.header, file.nbytes) for file in files] for files in layouts]
-    assert all(files == described[0] for files in described), "every rank must come to the same layout"
+    assert all(files == described[0] for files in described), (
+        "every rank must come to the same layout"
+    )
     create_files(folder, layouts[0])
     shares = [write_items(folder, files, "writing") for files in layouts]
     for file in layouts[0]:
@@ -64,7 +78,9 @@ def write(folder, *of_ranks, file_bytes=None, stem="model"):
 def test_one_file_has_a_plain_name_and_more_are_numbered():
     items = [item(f"{i}", torch.zeros(10)) for i in range(5)]  # 40 bytes each
     assert [file.name for file in lay_out(items, "model")] == ["model.safetensors"]
-    assert [file.name for file in lay_out(items, "titanlite/optimizer", 200)] == ["titanlite/optimizer.safetensors"]
+    assert [file.name for file in lay_out(items, "titanlite/optimizer", 200)] == [
+        "titanlite/optimizer.safetensors"
+    ]
     files = lay_out(items, "titanlite/optimizer", 199)
     assert [file.name for file in files] == [
         "titanlite/optimizer-00001-of-00002.safetensors",
@@ -89,7 +105,10 @@ def test_default_limit_is_4_gib():
     (one,) = lay_out([item("a", meta)], "model")
     assert one.nbytes == len(one.header) + 4 * 2**30
     assert len(lay_out([item("a", meta), item("b", torch.zeros(1))], "model")) == 2
-    assert len(lay_out([item("a", meta, torch.bfloat16), item("b", meta, torch.bfloat16)], "model")) == 1
+    assert (
+        len(lay_out([item("a", meta, torch.bfloat16), item("b", meta, torch.bfloat16)], "model"))
+        == 1
+    )
 
 
 def test_offsets_are_those_that_the_header_tells(tmp_path):
@@ -99,7 +118,9 @@ def test_offsets_are_those_that_the_header_tells(tmp_path):
     create_files(tmp_path, files)
     for file in files:
         header = read_header(tmp_path / file.name)  # checks for overlaps and gaps
-        assert {held.key: start for held, start in file.items} == {key: t.offset for key, t in header.items()}
+        assert {held.key: start for held, start in file.items} == {
+            key: t.offset for key, t in header.items()
+        }
         assert len(file.header) % 8 == 0
         assert file.nbytes == len(file.header) + sum(held.nbytes for held, _ in file.items)
         for held, _ in file.items:
@@ -164,7 +185,15 @@ def test_parameters_are_written_without_their_gradients(tmp_path):
 def test_parts_of_one_tensor_under_several_keys(tmp_path):
     experts = random_tensor((3, 8, 5))
     items = [
-        Item(f"{e}.{part}", torch.float32, Region((e, start, 0), (1, 4, 5)), (4, 5), experts, whole((3, 8, 5)), True)
+        Item(
+            f"{e}.{part}",
+            torch.float32,
+            Region((e, start, 0), (1, 4, 5)),
+            (4, 5),
+            experts,
+            whole((3, 8, 5)),
+            True,
+        )
         for e in range(3)
         for part, start in (("gate", 0), ("up", 4))
     ]
@@ -195,7 +224,10 @@ def columns(tensor):
     cut = (tensor.shape[-1] + 2) // 2
     outer = tensor.shape[:-1]
     zeros = (0,) * len(outer)
-    return [Region((*zeros, 0), (*outer, cut)), Region((*zeros, cut), (*outer, tensor.shape[-1] - cut))]
+    return [
+        Region((*zeros, 0), (*outer, cut)),
+        Region((*zeros, cut), (*outer, tensor.shape[-1] - cut)),
+    ]
 
 
 def rows(tensor):
@@ -211,7 +243,8 @@ def rows(tensor):
 @pytest.mark.parametrize("split", [columns, rows])
 def test_ranks_write_their_shards_into_the_same_files(tmp_path, split, dtype):
     tensors = {
-        f"{i}": random_tensor(shape, seed=i) for i, shape in enumerate([(7, 10), (4, 3), (30, 1, 9), (600, 901)])
+        f"{i}": random_tensor(shape, seed=i)
+        for i, shape in enumerate([(7, 10), (4, 3), (30, 1, 9), (600, 901)])
     }
     names = write(tmp_path, *on_ranks(tensors, split, dtype), file_bytes=400)
     assert len(names) == 3
@@ -276,9 +309,19 @@ def test_error_of_the_disk_reaches_the_caller(tmp_path, monkeypatch):
 
 def test_snapshot_copies_each_shard_once_and_reuses_memory():
     first, second = random_tensor((3, 5), torch.bfloat16), random_tensor((7, 2), seed=1)
-    tensors = {"a": first, "tied": first, "b": second.T, "empty": first[:0], "none": second[:0], "flag": first > 0}
+    tensors = {
+        "a": first,
+        "tied": first,
+        "b": second.T,
+        "empty": first[:0],
+        "none": second[:0],
+        "flag": first > 0,
+    }
     tensors["scalar"] = torch.tensor(3.0)
-    items = [*(item(key, tensor) for key, tensor in tensors.items()), item("not mine", first + 1, mine=False)]
+    items = [
+        *(item(key, tensor) for key, tensor in tensors.items()),
+        item("not mine", first + 1, mine=False),
+    ]
     files = lay_out(items, "model")
     copied, copies = snapshot(files, {})
     assert sum(copy.nbytes for copy in copies.values()) == 30 + 56 + 15 + 4
@@ -286,7 +329,16 @@ def test_snapshot_copies_each_shard_once_and_reuses_memory():
     first.zero_(), second.zero_()
     for (copy, offset), (original, same) in zip(copied[0].items, files[0].items, strict=True):
         assert offset == same and replace(copy, local=original.local) == original
-        assert copy.local is original.local if not copy.mine else same_bits(copy.local, before[copy.key])
+        assert (
+            copy.local is original.local
+            if not copy.mine
+            else same_bits(copy.local, before[copy.key])
+        )
     again, kept = snapshot(files, copies)
-    assert all(kept[identity] is copy for identity, copy in copies.items()) and not again[0].items[0][0].local.any()
-    assert len(snapshot(lay_out(items[:2], "model"), copies)[1]) == 1, "memory of shards that are gone is given back"
+    assert (
+        all(kept[identity] is copy for identity, copy in copies.items())
+        and not again[0].items[0][0].local.any()
+    )
+    assert len(snapshot(lay_out(items[:2], "model"), copies)[1]) == 1, (
+        "memory of shards that are gone is given back"
+    )

@@ -1,4 +1,6 @@
-"""What the configuration calls a model: a folder stays one, a repository of the hub becomes one, offline too."""
+"""What the configuration calls a model: a folder stays one, a repository of the hub becomes one,
+offline too.
+"""
 
 import json
 import os
@@ -42,7 +44,9 @@ def write_model(folder: Path, *, weights: bool = True, tokenizer: bool = True) -
     return folder
 
 
-def add_to_cache(cache: Path, repository: str, revision: str = "main", commit: str = COMMIT, **options: bool) -> Path:
+def add_to_cache(
+    cache: Path, repository: str, revision: str = "main", commit: str = COMMIT, **options: bool
+) -> Path:
     """A repository as the hub's library lays it out in its cache."""
     root = cache / f"models--{repository.replace('/', '--')}"
     (root / "refs").mkdir(parents=True, exist_ok=True)
@@ -91,7 +95,8 @@ def paths_of(job):
 def test_folder_passes_through(tmp_path, asked):
     folder = write_model(tmp_path / "owner" / "model")
     assert local_folder(KEY, str(folder), weights=True) == str(folder)
-    assert local_folder(KEY, "owner/model", weights=True) == "owner/model"  # it is there, so it is meant
+    # it is there, so it is meant
+    assert local_folder(KEY, "owner/model", weights=True) == "owner/model"
     assert asked == []
 
 
@@ -105,7 +110,22 @@ def test_home_is_expanded(tmp_path, asked, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["./a/b", "../a/b", "/a", "/a/b", "a/b/c", "a", "a/", "/a/b@main", "a/b/", "a/b@", "-a/b", "a b/c", ".a/b", "a/.b"],
+    [
+        "./a/b",
+        "../a/b",
+        "/a",
+        "/a/b",
+        "a/b/c",
+        "a",
+        "a/",
+        "/a/b@main",
+        "a/b/",
+        "a/b@",
+        "-a/b",
+        "a b/c",
+        ".a/b",
+        "a/.b",
+    ],
 )
 def test_what_looks_like_a_path_never_goes_to_the_hub(name, asked):
     folder = local_folder(KEY, name, weights=True)
@@ -129,7 +149,9 @@ def test_home_of_nobody_is_no_traceback(asked):
 def test_a_model_path_that_does_not_exist_is_one_problem(init, asked):
     Path("run.toml").write_text(f'[model]\npath = "./nowhere"\ninit = "{init}"\n')
     (problem,) = find_missing_files(load_config(["--config", "run.toml"]))
-    assert problem.startswith("model.path: ./nowhere does not exist. Give a path that exists or an id")
+    assert problem.startswith(
+        "model.path: ./nowhere does not exist. Give a path that exists or an id"
+    )
 
 
 # ---- the hub ----
@@ -157,9 +179,20 @@ def test_repository_and_revision(name, repository, revision, asked):
 def test_weights_only_where_wanted_and_never_pickle_files(asked, weights):
     with pytest.raises(ConfigError):
         local_folder(KEY, "a/b", weights=weights)
-    names = ["config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin", "model.pth", "run.py"]
+    names = [
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "pytorch_model.bin",
+        "model.pth",
+        "run.py",
+    ]
     for _, options in asked:
-        wanted = list(huggingface_hub.utils.filter_repo_objects(names, allow_patterns=options["allow_patterns"]))
+        wanted = list(
+            huggingface_hub.utils.filter_repo_objects(
+                names, allow_patterns=options["allow_patterns"]
+            )
+        )
         assert wanted == names[: 3 if weights else 2]
 
 
@@ -203,16 +236,21 @@ def test_neither_cached_nor_online(cache):
     assert time.perf_counter() - start < 5
     text = str(error.value)
     assert text.startswith(
-        "checkpoint.initial_load_path: 'owner/model' is no folder here, not in the cache of the Hugging Face hub, and "
+        "checkpoint.initial_load_path: 'owner/model' is no folder here, not in the cache of the "
+        "Hugging Face hub, and "
         "cannot be downloaded: "
     )
-    assert ". Correct the name, give a local folder, or set HF_HOME to a cache that has it; of a gated" in text
+    assert (
+        ". Correct the name, give a local folder, or set HF_HOME to a cache that has it; of a gated"
+        in text
+    )
     assert ".." not in text
     assert "\n" not in text
 
 
 @pytest.mark.parametrize(
-    ("status", "remedy"), [(401, "set HF_TOKEN."), (403, "hf auth login"), (404, "give a local folder")]
+    ("status", "remedy"),
+    [(401, "set HF_TOKEN."), (403, "hf auth login"), (404, "give a local folder")],
 )
 def test_remedy_follows_from_what_the_hub_answers(cache, monkeypatch, status, remedy):
     class Answer:
@@ -226,7 +264,9 @@ def test_remedy_follows_from_what_the_hub_answers(cache, monkeypatch, status, re
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ConfigError, match=rf"cannot be downloaded: No access\. Correct the name.*{remedy}"):
+    with pytest.raises(
+        ConfigError, match=rf"cannot be downloaded: No access\. Correct the name.*{remedy}"
+    ):
         local_folder(KEY, "owner/model", weights=False)
 
 
@@ -235,17 +275,25 @@ def test_remedy_follows_from_what_the_hub_answers(cache, monkeypatch, status, re
 
 def test_pretrained_model_alone_supplies_sizes_and_tokenizer(tmp_path):
     folder = str(write_model(tmp_path / "model"))
-    assert paths_of(resolve_assets(job_of(folder))) == (folder, folder, "")  # a tokenizer is looked for in the assets
+    # a tokenizer is looked for in the assets
+    assert paths_of(resolve_assets(job_of(folder))) == (folder, folder, "")
 
 
 def test_pretrained_model_with_a_flavor_supplies_the_tokenizer(tmp_path):
     folder = str(write_model(tmp_path / "model"))
     assert paths_of(resolve_assets(job_of(folder, flavor="debug"))) == (folder, "", folder)
-    assert paths_of(resolve_assets(job_of(folder, flavor="debug", tokenizer_path="mine"))) == (folder, "", "mine")
+    assert paths_of(resolve_assets(job_of(folder, flavor="debug", tokenizer_path="mine"))) == (
+        folder,
+        "",
+        "mine",
+    )
 
 
 def test_assets_of_their_own_come_first(tmp_path):
-    model, assets = str(write_model(tmp_path / "model")), str(write_model(tmp_path / "assets", weights=False))
+    model, assets = (
+        str(write_model(tmp_path / "model")),
+        str(write_model(tmp_path / "assets", weights=False)),
+    )
     assert paths_of(resolve_assets(job_of(model, assets))) == (model, assets, "")
 
 
@@ -274,17 +322,22 @@ def test_check_resolves_the_model(cache, tmp_path):
 
 
 def test_check_lists_a_model_that_is_not_there_with_other_problems(cache, tmp_path):
-    job = load(tmp_path, "--model.hf_assets_path=owner/model", "--parallelism.tensor_parallel_degree=3")
+    job = load(
+        tmp_path, "--model.hf_assets_path=owner/model", "--parallelism.tensor_parallel_degree=3"
+    )
     with pytest.raises(ConfigError) as error:
         check(job, 4)
     text = str(error.value)
-    assert text.startswith("configuration: 2 problems:\n  model.hf_assets_path: 'owner/model' is no folder here")
+    assert text.startswith(
+        "configuration: 2 problems:\n  model.hf_assets_path: 'owner/model' is no folder here"
+    )
     assert "tp (3) = 3 does not divide the world size (4)" in text
 
 
 def test_check_of_a_path_that_is_not_there_says_so(cache, tmp_path):
     with pytest.raises(
-        ConfigError, match=r"checkpoint\.initial_load_path: models/nowhere/config\.json does not exist\. Give"
+        ConfigError,
+        match=r"checkpoint\.initial_load_path: models/nowhere/config\.json does not exist\. Give",
     ):
         check(load(tmp_path, "--checkpoint.initial_load_path=./models/nowhere"), 1)
 
@@ -292,9 +345,16 @@ def test_check_of_a_path_that_is_not_there_says_so(cache, tmp_path):
 def test_command_offline_ends_at_once_without_a_traceback(tmp_path):
     file = tmp_path / "x.toml"
     file.write_text('[checkpoint]\ninitial_load_path = "owner/model"\n')
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HOME": str(tmp_path)}
+    env = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_HOME": str(tmp_path),
+    }
     command = [sys.executable, "-m", "titanlite.preflight", "--config", str(file)]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
-    assert line.startswith("titanlite: error: configuration: checkpoint.initial_load_path: 'owner/model' is no folder")
+    assert line.startswith(
+        "titanlite: error: configuration: checkpoint.initial_load_path: 'owner/model' is no folder"
+    )

@@ -33,14 +33,20 @@ def make_job(**values: Any) -> JobConfig:
         ("lr_scheduler.warmup_steps", [0, -1], [-2]),
         ("lr_scheduler.decay_ratio", [None, 0.1, 1.0], [0.0, 1.1]),
         ("parallelism.data_parallel_shard_degree", [-1, 1], [0, -2]),
-        ("activation_checkpoint.selective_ac_option", ["op", "1", "12"], ["", "0", "-1", "1.5", "ops", "01", "2\n"]),
+        (
+            "activation_checkpoint.selective_ac_option",
+            ["op", "1", "12"],
+            ["", "0", "-1", "1.5", "ops", "01", "2\n"],
+        ),
         ("data.bpe_vocab_size", [257], [256]),
     ],
 )
 def test_range_is_enforced_at_its_ends(key: str, good: list[Any], bad: list[Any]) -> None:
     name = key.replace(".", "__")
     for value in good:
-        assert check_values(make_job(**{name: value}, activation_checkpoint__mode="selective")) == []
+        assert (
+            check_values(make_job(**{name: value}, activation_checkpoint__mode="selective")) == []
+        )
     for value in bad:
         problems = check_values(make_job(**{name: value}))
         assert len(problems) == 1, value
@@ -59,11 +65,14 @@ def test_problem_says_what_is_allowed() -> None:
 
 def test_there_is_a_model() -> None:
     assert check_values(JobConfig()) == [
-        "model.path and model.flavor are both empty, so there is no model. Set model.path to a folder or hub id, or "
+        "model.path and model.flavor are both empty, so there is no model. Set model.path to a "
+        "folder or hub id, or "
         "model.name and model.flavor for a new model with random weights."
     ]
     assert check_values(make_job(model__flavor="", model__hf_assets_path="assets")) == []
-    assert check_values(make_job(model__hf_assets_path="assets")) == [], "the tokenizer of one, the sizes of the other"
+    assert check_values(make_job(model__hf_assets_path="assets")) == [], (
+        "the tokenizer of one, the sizes of the other"
+    )
 
 
 def test_text_dataset_needs_a_path() -> None:
@@ -79,11 +88,20 @@ EXAMPLES = {"data__dataset": "examples", "data__path": "rows.jsonl"}
 @pytest.mark.parametrize(
     ("settings", "ignored"),
     [
-        ({"activation_checkpoint__selective_ac_option": "3"}, "activation_checkpoint.selective_ac_option"),
+        (
+            {"activation_checkpoint__selective_ac_option": "3"},
+            "activation_checkpoint.selective_ac_option",
+        ),
         ({**EXAMPLES, "data__split": "test"}, "data.split"),
         ({**EXAMPLES, "data__subset": "de"}, "data.subset"),
-        ({**EXAMPLES, "data__path": "a/b", "data__validation_split": "test"}, "data.validation_split"),
-        ({**EXAMPLES, "data__validation_path": "b.jsonl", "data__validation_split": "test"}, "data.validation_split"),
+        (
+            {**EXAMPLES, "data__path": "a/b", "data__validation_split": "test"},
+            "data.validation_split",
+        ),
+        (
+            {**EXAMPLES, "data__validation_path": "b.jsonl", "data__validation_split": "test"},
+            "data.validation_split",
+        ),
         ({**EXAMPLES, "data__streaming_block_rows": 64}, "data.streaming_block_rows"),
     ],
 )
@@ -94,20 +112,31 @@ def test_a_setting_that_would_be_ignored_is_refused(settings: dict[str, Any], ig
 
 def test_settings_of_the_hub_and_of_streams_are_taken_there() -> None:
     hub = {**EXAMPLES, "data__path": "a/b@v1", "data__split": "test", "data__subset": "de"}
-    assert check_values(make_job(**hub, data__validation_path="a/b", data__validation_split="dev")) == []
-    assert check_values(make_job(**EXAMPLES, data__streaming=True, data__streaming_block_rows=64)) == []
+    assert (
+        check_values(make_job(**hub, data__validation_path="a/b", data__validation_split="dev"))
+        == []
+    )
+    assert (
+        check_values(make_job(**EXAMPLES, data__streaming=True, data__streaming_block_rows=64))
+        == []
+    )
 
 
 def test_rows_are_held_out_where_someone_wants_them() -> None:
     assert (
-        check_values(make_job(data__validation_share=0.0)) == check_values(make_job(data__validation_share=0.1)) == []
+        check_values(make_job(data__validation_share=0.0))
+        == check_values(make_job(data__validation_share=0.1))
+        == []
     )
     for other in ({"data__validation_path": "b.jsonl"}, {"data__streaming": True}):
         (problem,) = check_values(make_job(**EXAMPLES, **other, data__validation_share=0.1))
         assert problem.startswith("data.validation_share = 0.1 has no effect on this data"), problem
     for user in ("validation__enable", "evaluation__enable"):
         (problem,) = check_values(make_job(**EXAMPLES, **{user: True}, data__validation_share=0.0))
-        assert problem.startswith("no rows are held out") and f"{user.replace('__', '.')} is on" in problem
+        assert (
+            problem.startswith("no rows are held out")
+            and f"{user.replace('__', '.')} is on" in problem
+        )
     elsewhere = {"evaluation__enable": True, "evaluation__path": "test.jsonl"}
     assert check_values(make_job(**EXAMPLES, **elsewhere, data__validation_share=0.0)) == []
 
@@ -118,16 +147,24 @@ def test_epochs_of_a_stream_are_unknown() -> None:
     assert problem.startswith("training.epochs needs data whose end is known")
 
 
-def test_a_folder_that_is_named_like_a_dataset_of_the_hub_is_a_folder(tmp_path, monkeypatch) -> None:
+def test_a_folder_that_is_named_like_a_dataset_of_the_hub_is_a_folder(
+    tmp_path, monkeypatch
+) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert check_values(make_job(**EXAMPLES | {"data__path": "a/b"}, data__split="test")) == []
     (problem,) = check_values(make_job(**EXAMPLES | {"data__path": "a/b"}, data__subset="test"))
-    assert problem == 'data.subset = "test" has no effect on this data (data.dataset = "examples"). Leave it out.'
+    assert (
+        problem
+        == 'data.subset = "test" has no effect on this data (data.dataset = "examples"). Leave it '
+        "out."
+    )
 
 
 def test_all_problems_are_listed() -> None:
-    problems = check_values(make_job(training__steps=-1, comm__timeout_seconds=0, data__dataset="text"))
+    problems = check_values(
+        make_job(training__steps=-1, comm__timeout_seconds=0, data__dataset="text")
+    )
     assert [problem.split()[0] for problem in problems] == [
         "training.steps",
         "comm.timeout_seconds",
@@ -156,16 +193,31 @@ LORA = {"lora__rank": 8, "checkpoint__initial_load_path": "model", "model__flavo
             {"lora__rank": 8},
             ["adapters of a pretrained model, and there is none. Set model.path to that model."],
         ),
-        ({"evaluation__path": "rows.csv", "evaluation__enable": True, "evaluation__split": "train"}, []),
-        ({**LORA, "moe__expert_bias_update_rate": 0.1}, ["moe.expert_bias_update_rate = 0.1: with lora.rank = 8"]),
+        (
+            {
+                "evaluation__path": "rows.csv",
+                "evaluation__enable": True,
+                "evaluation__split": "train",
+            },
+            [],
+        ),
+        (
+            {**LORA, "moe__expert_bias_update_rate": 0.1},
+            ["moe.expert_bias_update_rate = 0.1: with lora.rank = 8"],
+        ),
         ({**LORA, "lora__targets": "a,,b"}, ["nothing between two commas"]),
         ({"training__objective": "dpo", "dpo__beta": 0.3}, []),
-        ({"training__objective": "dpo", "dpo__reference": "adapters_off"}, ["needs adapters, but lora.rank = 0"]),
+        (
+            {"training__objective": "dpo", "dpo__reference": "adapters_off"},
+            ["needs adapters, but lora.rank = 0"],
+        ),
         ({**LORA, "training__objective": "dpo", "dpo__reference": "adapters_off"}, []),
         ({**LORA, "training__objective": "dpo", "dpo__reference": "cached"}, []),
     ],
 )
-def test_settings_of_fine_tuning_that_contradict_each_other(values: dict[str, Any], words: list[str]) -> None:
+def test_settings_of_fine_tuning_that_contradict_each_other(
+    values: dict[str, Any], words: list[str]
+) -> None:
     problems = check_values(make_job(**values))
     assert len(problems) == len(words)
     for problem, expected in zip(problems, words, strict=True):

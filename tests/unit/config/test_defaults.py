@@ -14,9 +14,20 @@ from titanlite.config.defaults import find_kind
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with data of each kind and a model."""
     monkeypatch.chdir(tmp_path)
-    for name in ("chats.jsonl", "rows.jsonl.gz", "rows.parquet", "rows.csv", "book.txt", "notes.md"):
+    for name in (
+        "chats.jsonl",
+        "rows.jsonl.gz",
+        "rows.parquet",
+        "rows.csv",
+        "book.txt",
+        "notes.md",
+    ):
         (tmp_path / name).write_text("")
-    for name, files in {"rows": ["a.jsonl", "README.md"], "books": ["a/b.txt"], "both": ["a.txt", "b.jsonl"]}.items():
+    for name, files in {
+        "rows": ["a.jsonl", "README.md"],
+        "books": ["a/b.txt"],
+        "both": ["a.txt", "b.jsonl"],
+    }.items():
         for file in files:
             (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name / file).write_text("")
@@ -44,22 +55,38 @@ def test_one_key_names_configuration_tokenizer_and_weights() -> None:
     job = load(f'{MODEL}init = "random"\n')
     assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("model", "")
     job = load(f'{MODEL}flavor = "8B"\n{DATA}')
-    assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("", "model"), "the flavor has the sizes"
+    assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("", "model"), (
+        "the flavor has the sizes"
+    )
     job = load('[model]\nhf_assets_path = "model"\ninit = "pretrained"\n' + DATA)
     assert job.checkpoint.initial_load_path == "model"
     job = load('[model]\nhf_assets_path = "model"\n')
     assert job.checkpoint.initial_load_path == "", "as before"
     job = load(f'{MODEL}flavor = "8B"\ninit = "random"\n')
-    assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("model", ""), "for its tokenizer"
+    assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("model", ""), (
+        "for its tokenizer"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (f'{MODEL}[checkpoint]\ninitial_load_path = "b"\n', "Leave checkpoint.initial_load_path out."),
-        (f'{MODEL}hf_assets_path = "b"\n', "Leave model.hf_assets_path out; another tokenizer is data.tokenizer_path."),
-        ('[model]\nflavor = "8B"\ninit = "random"\n[checkpoint]\ninitial_load_path = "b"\n', "contradict each other"),
-        ('[model]\nflavor = "8B"\ninit = "pretrained"\n', 'model.init = "pretrained" needs model.path'),
+        (
+            f'{MODEL}[checkpoint]\ninitial_load_path = "b"\n',
+            "Leave checkpoint.initial_load_path out.",
+        ),
+        (
+            f'{MODEL}hf_assets_path = "b"\n',
+            "Leave model.hf_assets_path out; another tokenizer is data.tokenizer_path.",
+        ),
+        (
+            '[model]\nflavor = "8B"\ninit = "random"\n[checkpoint]\ninitial_load_path = "b"\n',
+            "contradict each other",
+        ),
+        (
+            '[model]\nflavor = "8B"\ninit = "pretrained"\n',
+            'model.init = "pretrained" needs model.path',
+        ),
         ("[model]\n", "model.path and model.flavor are both empty, so there is no model."),
     ],
 )
@@ -77,8 +104,18 @@ def test_a_model_that_is_named_twice_or_not_at_all(text: str, said: str) -> None
     ("path", "kind"),
     [
         *(("chats.jsonl", "examples"), ("rows.jsonl.gz", "examples"), ("rows.parquet", "examples")),
-        *(("rows.csv", "examples"), ("book.txt", "text"), ("notes.md", "text"), ("rows", "examples")),
-        *(("books", "text"), ("both", "mixed"), ("owner/dataset", "examples"), ("nothere.jsonl", "examples")),
+        *(
+            ("rows.csv", "examples"),
+            ("book.txt", "text"),
+            ("notes.md", "text"),
+            ("rows", "examples"),
+        ),
+        *(
+            ("books", "text"),
+            ("both", "mixed"),
+            ("owner/dataset", "examples"),
+            ("nothere.jsonl", "examples"),
+        ),
         *(("nothere/below", "examples"), ("/nothere", "text")),
     ],
 )
@@ -101,7 +138,13 @@ def test_sources_are_of_one_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", ['path = "chats.jsonl"', 'path = "both"\npattern = "*.jsonl"', 'path = "rows.csv"', 'path = "a.json"']
+    "data",
+    [
+        'path = "chats.jsonl"',
+        'path = "both"\npattern = "*.jsonl"',
+        'path = "rows.csv"',
+        'path = "a.json"',
+    ],
 )
 def test_chats_are_never_trained_as_they_are_written(data: str) -> None:
     with pytest.raises(ConfigError, match="with braces and field names"):
@@ -123,7 +166,9 @@ def test_chats_are_never_trained_as_they_are_written(data: str) -> None:
 def test_defaults_of_fine_tuning(more: str, lr: float) -> None:
     optimizer = load(f'{MODEL}[data]\npath = "chats.jsonl"\n{more}').optimizer
     assert (optimizer.lr, optimizer.weight_decay, optimizer.beta2) == (lr, 0.0, 0.999)
-    optimizer = load(f'{MODEL}[data]\npath = "chats.jsonl"\n{more}[optimizer]\nlr = 1.0\nbeta2 = 0.5\n').optimizer
+    optimizer = load(
+        f'{MODEL}[data]\npath = "chats.jsonl"\n{more}[optimizer]\nlr = 1.0\nbeta2 = 0.5\n'
+    ).optimizer
     assert (optimizer.lr, optimizer.weight_decay, optimizer.beta2) == (1.0, 0.0, 0.5)
 
 
@@ -137,7 +182,9 @@ def test_defaults_of_pretraining(text: str) -> None:
 def test_the_command_line_says_how_long(first: str) -> None:
     text = f"{NEW}[training]\n{first}"
     if "epochs" in first and "steps" in first:
-        with pytest.raises(ConfigError, match=r"steps = 7 and training\.epochs = 3 both say how long"):
+        with pytest.raises(
+            ConfigError, match=r"steps = 7 and training\.epochs = 3 both say how long"
+        ):
             load(text)
     job = load(text, "--training.steps=5")
     assert (job.training.steps, job.training.epochs) == (5, 0)
@@ -152,7 +199,9 @@ def test_the_folder_has_the_name_of_the_configuration() -> None:
     assert load(f'[job]\ndump_folder = "x"\n{NEW}').job.dump_folder == "x"
 
 
-@pytest.mark.parametrize("text", [f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nepochs = 2\n', NEW])
+@pytest.mark.parametrize(
+    "text", [f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nepochs = 2\n', NEW]
+)
 def test_what_was_filled_in_is_saved(text: str, folder: Path) -> None:
     job = load(text)
     job.training.steps = 123 if job.training.epochs else 1000  # as many as the epochs are
@@ -172,7 +221,9 @@ def test_columns_are_named_in_the_file_and_on_the_command_line() -> None:
     assert json.loads(job.data.chat_template_kwargs) == {"enable_thinking": False}
     save_resolved(job, "saved.toml")
     assert load_config(["--config", "saved.toml"]).data == job.data
-    with pytest.raises(ConfigError, match=r"qestion = .q. is not FIELD = .column.\. Did you mean .question.\?"):
+    with pytest.raises(
+        ConfigError, match=r"qestion = .q. is not FIELD = .column.\. Did you mean .question.\?"
+    ):
         load(text, "--data.fields.qestion=q")
     for name in ("a", "b"):
         text += f'[data.sources.{name}]\npath = "rows.csv"\nfields.answer = "{name}"\n'

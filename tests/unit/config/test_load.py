@@ -1,4 +1,6 @@
-"""From arguments and TOML to a JobConfig, the wording of every refusal, and the way back through save_resolved."""
+"""From arguments and TOML to a JobConfig, the wording of every refusal, and the way back through
+save_resolved.
+"""
 
 import json
 import os
@@ -19,11 +21,14 @@ from titanlite.config.check import check_values
 from titanlite.config.defaults import fill_in
 from titanlite.config.settings import Setting, get_settings, get_value, walk_schema
 
-# Tests share a busy machine: nothing here is timed. 50 examples of 12 ms each keep a property under a second.
+# Tests share a busy machine: nothing here is timed. 50 examples of 12 ms each keep a property under
+# a second.
 PROPERTY = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 
 ROOT = Path(__file__).parents[3]
-OTHER_NAMES = "Names of other trainers: docs/from_trl.md, docs/from_axolotl.md, docs/from_torchtitan.md."
+OTHER_NAMES = (
+    "Names of other trainers: docs/from_trl.md, docs/from_axolotl.md, docs/from_torchtitan.md."
+)
 BASE = '[model]\nflavor = "30B-A3B"\n'
 
 
@@ -37,7 +42,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An absolute good file, for property tests (hypothesis wants fixtures that live longer than one example)."""
+    """An absolute good file, for property tests (hypothesis wants fixtures that live longer than
+    one example).
+    """
     path = tmp_path_factory.mktemp("base") / "base.toml"
     path.write_text(BASE, encoding="utf-8")
     return str(path)
@@ -68,7 +75,8 @@ def refuse_text(text: str, *overrides: str) -> str:
 
 def test_file_sets_values_and_the_rest_is_default() -> None:
     job = load_text(
-        '[training]\nsteps = 5\nmax_norm = 2\n[compile]\nenable = true\n[data]\npath = "off"\n[model]\nflavor = "x"\n'
+        "[training]\nsteps = 5\nmax_norm = 2\n[compile]\nenable = true\n[data]\npath = "
+        '"off"\n[model]\nflavor = "x"\n'
         '[model.overrides]\nnum_layers = 4\nscore_func = "sigmoid"\n'
     )
     expected = JobConfig()
@@ -108,11 +116,18 @@ def test_spellings_of_the_file_flag(argv: list[str]) -> None:
         (["--config"], "--config: no file follows it. Write --config FILE."),
         (["--config="], "--config: no file follows it. Write --config FILE."),
         (["--config", "--config=base.toml"], "--config: no file follows it. Write --config FILE."),
-        (["--config=base.toml", "--config=b.toml"], "--config: given 2 times: base.toml, b.toml. Keep one."),
+        (
+            ["--config=base.toml", "--config=b.toml"],
+            "--config: given 2 times: base.toml, b.toml. Keep one.",
+        ),
         (["--config", "bsae.toml"], "bsae.toml: no such file. Did you mean 'base.toml'?"),
         (["--config", "base"], "base: no such file. Did you mean 'base.toml'?"),
         (["--config", "zzz"], "zzz: no such file. Check --config."),
-        (["--config", "."], ".: cannot be read: it is a folder. Pass a file with --config FILE. Files in .: base.toml"),
+        (
+            ["--config", "."],
+            ".: cannot be read: it is a folder. Pass a file with --config FILE. Files in .: "
+            "base.toml",
+        ),
         (
             ["--config", "base.toml/x"],
             "base.toml/x: cannot be read: Not a directory. Pass a file with --config FILE.",
@@ -128,9 +143,13 @@ def test_missing_file_argument_lists_configs(folder: Path) -> None:
     for name in ("b.toml", "a.toml", "notes.txt"):
         (folder / "configs" / name).touch()
     assert refuse() == (
-        "command line: no configuration file. Pass one with --config FILE. Files in configs: a.toml, b.toml"
+        "command line: no configuration file. Pass one with --config FILE. Files in configs: "
+        "a.toml, b.toml"
     )
-    assert refuse("--config", "zzz.toml") == "zzz.toml: no such file. Check --config. Files in configs: a.toml, b.toml"
+    assert (
+        refuse("--config", "zzz.toml")
+        == "zzz.toml: no such file. Check --config. Files in configs: a.toml, b.toml"
+    )
 
 
 def test_toml_syntax_error_has_line_and_column() -> None:
@@ -141,29 +160,49 @@ def test_toml_syntax_error_has_line_and_column() -> None:
 
 def test_file_that_is_not_text(folder: Path) -> None:
     (folder / "x.toml").write_bytes(b'a = "\xff"')
-    assert "x.toml: not valid TOML: 'utf-8' codec can't decode byte 0xff in position 5" in refuse("--config=x.toml")
+    assert "x.toml: not valid TOML: 'utf-8' codec can't decode byte 0xff in position 5" in refuse(
+        "--config=x.toml"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('training.seq_len = "long"', 'training.seq_len = "long" is not an int. Write a whole number.'),
-        ('training.steps = "1_0"', 'training.steps = "1_0" is not an int. Write 10 without quotes.'),
+        (
+            'training.seq_len = "long"',
+            'training.seq_len = "long" is not an int. Write a whole number.',
+        ),
+        (
+            'training.steps = "1_0"',
+            'training.steps = "1_0" is not an int. Write 10 without quotes.',
+        ),
         ("training.steps = true", "training.steps = true is not an int. Write a whole number."),
         ("training.steps = 1.5", "training.steps = 1.5 is not an int. Write a whole number."),
-        ("training.steps = 1979-05-27", "training.steps = 1979-05-27 is not an int. Write a whole number."),
+        (
+            "training.steps = 1979-05-27",
+            "training.steps = 1979-05-27 is not an int. Write a whole number.",
+        ),
         ("training.steps = [1]", "training.steps = [1] is not an int. Write a whole number."),
-        (f"training.seed = {2**63}", f"training.seed = {2**63} does not fit in 64 bits. Write a smaller number."),
+        (
+            f"training.seed = {2**63}",
+            f"training.seed = {2**63} does not fit in 64 bits. Write a smaller number.",
+        ),
         (
             f"training.seed = {10**400}",
             f"training.seed = 1{'0' * 76}... does not fit in 64 bits. Write a smaller number.",
         ),
-        (f"optimizer.lr = {10**400}", f"optimizer.lr = 1{'0' * 76}... is not finite. Write a finite number."),
+        (
+            f"optimizer.lr = {10**400}",
+            f"optimizer.lr = 1{'0' * 76}... is not finite. Write a finite number.",
+        ),
         ("optimizer.lr = true", "optimizer.lr = true is not a float. Write a number."),
         ("optimizer.lr = nan", "optimizer.lr = nan is not finite. Write a finite number."),
         ("optimizer.lr = -inf", "optimizer.lr = -inf is not finite. Write a finite number."),
         ("compile.enable = 1", "compile.enable = 1 is not a bool. Write true or false."),
-        ('compile.enable = "false"', 'compile.enable = "false" is not a bool. Write false without quotes.'),
+        (
+            'compile.enable = "false"',
+            'compile.enable = "false" is not a bool. Write false without quotes.',
+        ),
         ('compile.enable = "on"', 'compile.enable = "on" is not a bool. Write true or false.'),
         ("data.path = 5", 'data.path = 5 is not a str. Put it in quotes: "5".'),
         ("data.path = true", 'data.path = true is not a str. Put it in quotes: "true".'),
@@ -177,12 +216,17 @@ def test_file_that_is_not_text(folder: Path) -> None:
         ),
         (
             'training.dtype = "float16"',
-            'training.dtype = "float16" is not one of "float32", "bfloat16"; did you mean "bfloat16"?',
+            'training.dtype = "float16" is not one of "float32", "bfloat16"; did you mean '
+            '"bfloat16"?',
         ),
-        ("training.dtype = 16", 'training.dtype = 16 is not one of "float32", "bfloat16". Write one of these.'),
+        (
+            "training.dtype = 16",
+            'training.dtype = 16 is not one of "float32", "bfloat16". Write one of these.',
+        ),
         (
             'job.description = "a ${b}"',
-            "job.description = \"a ${b}\" contains '${', which OmegaConf takes for an interpolation. "
+            "job.description = \"a ${b}\" contains '${', which OmegaConf takes for an "
+            "interpolation. "
             "Write the value it stands for.",
         ),
         (
@@ -190,11 +234,23 @@ def test_file_that_is_not_text(folder: Path) -> None:
             'job.description = "???" is OmegaConf\'s mark of a missing value. Write another text.',
         ),
         ("training = 5", "training = 5 is not a section. Write [training] and its keys below."),
-        ("[[training]]\nsteps = 1", "training = [{'steps': 1}] is not a section. Write [training] and its keys below."),
-        ("[training.steps]\nx = 1", "training.steps = {'x': 1} is not an int. Write a whole number."),
+        (
+            "[[training]]\nsteps = 1",
+            "training = [{'steps': 1}] is not a section. Write [training] and its keys below.",
+        ),
+        (
+            "[training.steps]\nx = 1",
+            "training.steps = {'x': 1} is not an int. Write a whole number.",
+        ),
         ("training.step = 5", "unknown key 'training.step'; did you mean 'training.steps'?"),
-        ("validation.seq_len = 5", "unknown key 'validation.seq_len'; did you mean 'training.seq_len'?"),
-        ("training.warmup_steps = 5", "unknown key 'training.warmup_steps'; did you mean 'lr_scheduler.warmup_steps'?"),
+        (
+            "validation.seq_len = 5",
+            "unknown key 'validation.seq_len'; did you mean 'training.seq_len'?",
+        ),
+        (
+            "training.warmup_steps = 5",
+            "unknown key 'training.warmup_steps'; did you mean 'lr_scheduler.warmup_steps'?",
+        ),
         (
             "profiling.enable = true",
             "unknown key 'profiling.enable'; did you mean 'profiling.enable_profiling' or "
@@ -202,16 +258,24 @@ def test_file_that_is_not_text(folder: Path) -> None:
         ),
         (
             "job.zzz = 1",
-            f"unknown key 'job.zzz'. Keys of [job]: dump_folder, description, stop_grace_seconds. {OTHER_NAMES}",
+            "unknown key 'job.zzz'. Keys of [job]: dump_folder, description, stop_grace_seconds. "
+            f"{OTHER_NAMES}",
         ),
         (
             "[metrics.log]\nfreq = 1",
-            "unknown section 'metrics.log'. Keys of [metrics]: log_freq, function, enable_tensorboard, save_tb_folder, "
+            "unknown section 'metrics.log'. Keys of [metrics]: log_freq, function, "
+            "enable_tensorboard, save_tb_folder, "
             f"enable_wandb, wandb_project, grad_norm_groups, enable_progress_bar. {OTHER_NAMES}",
         ),
         ("[trainin]\nsteps = 5", "unknown section 'trainin'; did you mean 'training'?"),
-        ("[model.override]\nnum_layers = 1", "unknown section 'model.override'; did you mean 'model.overrides'?"),
-        ('"training.steps" = 5', "key 'training.steps' has a dot inside its quotes. Write it without quotes."),
+        (
+            "[model.override]\nnum_layers = 1",
+            "unknown section 'model.override'; did you mean 'model.overrides'?",
+        ),
+        (
+            '"training.steps" = 5',
+            "key 'training.steps' has a dot inside its quotes. Write it without quotes.",
+        ),
     ],
 )
 def test_wrong_file_content(text: str, problem: str) -> None:
@@ -231,7 +295,9 @@ def test_keys_outside_sections_and_unknown_sections() -> None:
 
 def test_long_values_are_cut() -> None:
     message = refuse_text(f'[training]\nsteps = "{"x" * 1000}"\n')
-    assert message == f'x.toml: training.steps = "{"x" * 76}... is not an int. Write a whole number.'
+    assert (
+        message == f'x.toml: training.steps = "{"x" * 76}... is not an int. Write a whole number.'
+    )
 
 
 # Overrides
@@ -276,7 +342,9 @@ def test_override_is_read_by_the_declared_type(override: str, value: Any) -> Non
 
 def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
     text = "[training]\nsteps = 1\n[lr_scheduler]\ndecay_ratio = 0.5\n"
-    job = load_text(text, "--training.steps=2", "--lr_scheduler.decay_ratio=none", "--training.steps", "3")
+    job = load_text(
+        text, "--training.steps=2", "--lr_scheduler.decay_ratio=none", "--training.steps", "3"
+    )
     assert job.training.steps == 3
     assert job.lr_scheduler.decay_ratio is None
 
@@ -287,13 +355,22 @@ def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
         ("--training.step=5", "unknown key 'training.step'; did you mean 'training.steps'?"),
         ("--steps=5", "unknown key 'steps'; did you mean 'training.steps' or 'validation.steps'?"),
         ("--trainin.steps=5", "unknown key 'trainin.steps'; did you mean 'training.steps'?"),
-        ("--training.seq-len=5", "unknown key 'training.seq-len'; did you mean 'training.seq_len'?"),
-        ("--model.num_layers=4", "unknown key 'model.num_layers'; did you mean 'model.overrides.num_layers'?"),
+        (
+            "--training.seq-len=5",
+            "unknown key 'training.seq-len'; did you mean 'training.seq_len'?",
+        ),
+        (
+            "--model.num_layers=4",
+            "unknown key 'model.num_layers'; did you mean 'model.overrides.num_layers'?",
+        ),
         (
             "--compile.enable.x=1",
             f"unknown key 'compile.enable.x'. Keys of [compile]: enable. {OTHER_NAMES}",
         ),
-        ("--training=5", "'training' is a section. Set its keys one by one: --training.steps=VALUE."),
+        (
+            "--training=5",
+            "'training' is a section. Set its keys one by one: --training.steps=VALUE.",
+        ),
         ("--training.steps", "has no value. Write --training.steps=VALUE."),
         ("--compile.enable", "has no value. Write --compile.enable=VALUE."),
         ("--training.steps=1e3", "training.steps = 1e3 is not an int. Write a whole number."),
@@ -302,21 +379,32 @@ def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
         ("--training.steps=1__0", "training.steps = 1__0 is not an int. Write a whole number."),
         ("--training.steps=none", "training.steps = none is not an int. Write a whole number."),
         ("--training.steps=\u0665", "training.steps = \u0665 is not an int. Write a whole number."),
-        (f"--training.steps={'9' * 5000}", f"training.steps = {'9' * 77}... is not an int. Write a whole number."),
-        (f"--training.seed={2**63}", f"training.seed = {2**63} does not fit in 64 bits. Write a smaller number."),
-        ("--model.overrides.top_k=x", "model.overrides.top_k = x is not an int. Write a whole number, or none."),
+        (
+            f"--training.steps={'9' * 5000}",
+            f"training.steps = {'9' * 77}... is not an int. Write a whole number.",
+        ),
+        (
+            f"--training.seed={2**63}",
+            f"training.seed = {2**63} does not fit in 64 bits. Write a smaller number.",
+        ),
+        (
+            "--model.overrides.top_k=x",
+            "model.overrides.top_k = x is not an int. Write a whole number, or none.",
+        ),
         ("--optimizer.lr=nan", "optimizer.lr = nan is not a float. Write a number."),
         ("--optimizer.lr=1e999", "optimizer.lr = inf is not finite. Write a finite number."),
         ("--optimizer.lr=0,1", "optimizer.lr = 0,1 is not a float. Write a number."),
         ("--compile.enable=True", "compile.enable = True is not a bool. Write true or false."),
         (
             "--data.dataset=c4",
-            'data.dataset = "c4" is not one of "stdlib", "text", "examples", "images", "none". For your own '
+            'data.dataset = "c4" is not one of "stdlib", "text", "examples", "images", "none". For '
+            "your own "
             "data set data.path: a file, folder or hub id.",
         ),
         (
             "--job.description=${oc.env:HOME}",
-            "job.description = \"${oc.env:HOME}\" contains '${', which OmegaConf takes for an interpolation. "
+            "job.description = \"${oc.env:HOME}\" contains '${', which OmegaConf takes for an "
+            "interpolation. "
             "Write the value it stands for.",
         ),
         (
@@ -331,7 +419,9 @@ def test_wrong_override(override: str, problem: str) -> None:
 
 
 def test_override_shows_how_it_was_written() -> None:
-    message = "override '--training.step 5': unknown key 'training.step'; did you mean 'training.steps'?"
+    message = (
+        "override '--training.step 5': unknown key 'training.step'; did you mean 'training.steps'?"
+    )
     assert refuse("--config=base.toml", "--training.step", "5") == message
     message = "override '--training.steps': has no value. Write --training.steps=VALUE."
     assert refuse("--config=base.toml", "--training.steps", "--compile.enable=true") == message
@@ -361,7 +451,9 @@ def test_help_prints_usage_and_leaves(flag: str, capsys: pytest.CaptureFixture[s
     assert leave.value.code == 0
     output = capsys.readouterr().out
     assert output.startswith("usage: --config FILE [--section.key=value ...]\n")
-    assert "sections: job, model, model.overrides, model.overrides.rope_scaling, training, " in output
+    assert (
+        "sections: job, model, model.overrides, model.overrides.rope_scaling, training, " in output
+    )
 
 
 # Problems together
@@ -381,7 +473,8 @@ def test_all_problems_come_in_one_error() -> None:
         '  x.toml: training.seq_len = "long" is not an int. Write a whole number.',
         "  override '--compile.enable=on': compile.enable = on is not a bool. Write true or false.",
         # training.steps = -1 is not reported: its key may be what training.step was meant for.
-        "  override '--optimizer.lr=-1': optimizer.lr = -1.0 is out of range. Set it to more than 0 and at most 1.",
+        "  override '--optimizer.lr=-1': optimizer.lr = -1.0 is out of range. Set it to more than "
+        "0 and at most 1.",
         "  x.toml: optimizer.eps = 0.0 is out of range. Set it to more than 0.",
     ]
 
@@ -394,7 +487,8 @@ def test_range_problem_names_the_file_or_the_override() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['[model]\nflavour = "x"', "[model]\nflavor = 1", '[modle]\nflavor = "x"', "[model]\npath = 1"]
+    "text",
+    ['[model]\nflavour = "x"', "[model]\nflavor = 1", '[modle]\nflavor = "x"', "[model]\npath = 1"],
 )
 def test_no_range_problem_on_top_of_a_misspelt_or_mistyped_key(text: str) -> None:
     Path("x.toml").write_text(text, encoding="utf-8")
@@ -414,7 +508,9 @@ def test_a_field_of_an_unreadable_type_is_a_schema_error() -> None:
     class Section:
         names: list[str] = field(default_factory=list)
 
-    with pytest.raises(TypeError, match=r"schema: x\.names has type list\[str\], which no value can be read as"):
+    with pytest.raises(
+        TypeError, match=r"schema: x\.names has type list\[str\], which no value can be read as"
+    ):
         list(walk_schema(Section, "x"))
 
 
@@ -457,7 +553,8 @@ def build_job(chosen: list[tuple[Setting, Any]]) -> JobConfig:
             setattr(section, setting.name, before)
     given = {setting.key: "override" for setting, _ in chosen}
     assume(not fill_in(job, given, "base"))
-    job.training.steps = job.training.steps if not job.training.epochs else 1000  # then they are not written
+    # then they are not written
+    job.training.steps = job.training.steps if not job.training.epochs else 1000
     return job
 
 
@@ -467,7 +564,9 @@ EVERY_CONTROL = "".join(map(chr, range(0x21))) + '\x7f\x80\u2028\U0001f600"\\'
 @settings(PROPERTY, max_examples=25)
 @given(chosen=assignments)
 @example(chosen=[(get_settings()["job.description"], EVERY_CONTROL)])
-@example(chosen=[(get_settings()["optimizer.lr"], 5e-324), (get_settings()["training.max_norm"], 1e300)])
+@example(
+    chosen=[(get_settings()["optimizer.lr"], 5e-324), (get_settings()["training.max_norm"], 1e300)]
+)
 @example(chosen=[(get_settings()["model.overrides.score_func"], "sigmoid")])
 def test_saved_configuration_loads_equal(base: str, chosen: list[tuple[Setting, Any]]) -> None:
     job = build_job(chosen)
@@ -484,7 +583,11 @@ def test_changes_since_a_configuration_was_saved(folder: Path) -> None:
     assert find_changes(job, path) == {}, "there is no such file"
     save_resolved(job, path)
     assert find_changes(job, path) == {}
-    arguments += ["--optimizer.lr=1e-5", "--model.overrides.num_layers=none", "--data.sources.a.path=y"]
+    arguments += [
+        "--optimizer.lr=1e-5",
+        "--model.overrides.num_layers=none",
+        "--data.sources.a.path=y",
+    ]
     other = load_config([*arguments, "--data.sources.b.path=z"])
     assert {*format_changes(find_changes(other, path)).split(", ")} == {
         f"optimizer.lr {job.optimizer.lr} -> 1e-05",
@@ -502,16 +605,24 @@ def test_saved_configuration_is_complete(folder: Path) -> None:
     text = (folder / "resolved.toml").read_text(encoding="utf-8")
     assert '\nname = "qwen3_moe"\nflavor = "30B-A3B"\n' in text
     assert "\n[model.overrides]\nnum_layers = 4\n\n[training]\nsteps = 1000\n" in text
-    missing = [key for key, item in get_settings().items() if not item.optional and f"\n{item.name} = " not in text]
+    missing = [
+        key
+        for key, item in get_settings().items()
+        if not item.optional and f"\n{item.name} = " not in text
+    ]
     assert missing == []
 
 
 @PROPERTY
 @given(setting=st.sampled_from(list(get_settings().values())), data=st.data())
-def test_any_value_is_the_same_as_an_override(base: str, setting: Setting, data: st.DataObject) -> None:
+def test_any_value_is_the_same_as_an_override(
+    base: str, setting: Setting, data: st.DataObject
+) -> None:
     job = build_job([(setting, data.draw(values_of(setting)))])
     value = get_value(job, setting.key)
-    text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = (
+        "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
     assume("\x00" not in text)  # no argument of a process holds one
     assert load_config(["--config", base, f"--{setting.key}={text}"]) == job
 
@@ -536,10 +647,13 @@ def test_import_is_light() -> None:
         "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     added = set(json.loads(result.stdout))
     assert "titanlite" in added
-    # So neither torch nor transformers, nor anything else that is slow or that machines with GPUs may not have.
+    # So neither torch nor transformers, nor anything else that is slow or that machines with GPUs
+    # may not have.
     assert added - set(sys.stdlib_module_names) == {"titanlite"}
 
 
@@ -552,7 +666,11 @@ def test_every_one_of_many_problems_is_shown() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.yaml", "base_model: Qwen/Qwen3-0.6B\ndatasets:\n  - path: x.jsonl\n", "YAML.*docs/from_axolotl.md"),
+        (
+            "a.yaml",
+            "base_model: Qwen/Qwen3-0.6B\ndatasets:\n  - path: x.jsonl\n",
+            "YAML.*docs/from_axolotl.md",
+        ),
         ("a.yml", "# TRL\nmodel_name_or_path: q\nlearning_rate: 1e-4\n", "YAML.*docs/from_trl.md"),
         ("a.conf", "model:\n  path: q\n", "YAML.*docs/config.md"),
         ("a.toml", "training:\n  steps: 3\n", "YAML.*docs/config.md"),
@@ -560,10 +678,16 @@ def test_every_one_of_many_problems_is_shown() -> None:
         ("a.json", '{"model_name_or_path": "q"}', "JSON.*docs/from_trl.md"),
         ("a.json", '{"train_batch_size": 8}', "JSON.*docs/config.md"),
         ("a.toml", '{\n  "lr": 1e-4\n}', "JSON.*docs/config.md"),
-        ("a.py", "from torchtitan.trainer import Trainer\n\ndef llama3():\n    return 1\n", "Python.*docs/from_torch"),
+        (
+            "a.py",
+            "from torchtitan.trainer import Trainer\n\ndef llama3():\n    return 1\n",
+            "Python.*docs/from_torch",
+        ),
     ],
 )
-def test_a_file_in_another_language_is_named_with_the_page_that_helps(name: str, text: str, said: str) -> None:
+def test_a_file_in_another_language_is_named_with_the_page_that_helps(
+    name: str, text: str, said: str
+) -> None:
     Path(name).write_text(text)
     message = refuse("--config", name)
     assert re.search(said, message) and "titanlite reads TOML" in message
@@ -571,7 +695,9 @@ def test_a_file_in_another_language_is_named_with_the_page_that_helps(name: str,
         assert (ROOT / page).is_file()
 
 
-@pytest.mark.parametrize("text", ["[model]\nname = qwen3\n", "steps = 5\nsteps = 6\n", "[training\nsteps: 3 4\n"])
+@pytest.mark.parametrize(
+    "text", ["[model]\nname = qwen3\n", "steps = 5\nsteps = 6\n", "[training\nsteps: 3 4\n"]
+)
 def test_wrong_toml_is_not_taken_for_another_language(text: str) -> None:
     Path("a.toml").write_text(text)
     assert "a.toml: not valid TOML" in refuse("--config", "a.toml")

@@ -85,7 +85,11 @@ def test_stages_have_all_layers_once_and_about_equally_many(pp, num_layers):
 def test_layers_of_stages_as_they_are_given():
     degrees = resolve_degrees(section(pp=3, layers=" 1,5, 2"), 6)
     assert degrees.layers == (1, 5, 2) and degrees.dp_shard == 2
-    assert [degrees.stage_layers(8, stage) for stage in range(3)] == [range(1), range(1, 6), range(6, 8)]
+    assert [degrees.stage_layers(8, stage) for stage in range(3)] == [
+        range(1),
+        range(1, 6),
+        range(6, 8),
+    ]
 
 
 def test_a_stage_is_ahead_of_those_behind_it():
@@ -99,13 +103,30 @@ def test_a_stage_is_ahead_of_those_behind_it():
         (
             section(replicate=1, shard=4, tp=4),
             8,
-            "parallelism: dp_replicate (1) * dp_shard (4) * tp (4) = 16, but the world size is 8. Set "
+            "parallelism: dp_replicate (1) * dp_shard (4) * tp (4) = 16, but the world size is 8. "
+            "Set "
             "data_parallel_shard_degree = -1 to use the rest, or change a degree.",
         ),
-        (section(replicate=3), 4, "dp_replicate (3) * tp (1) = 3 does not divide the world size (4)."),
-        (section(ep=3), 4, "ep (3) does not divide dp_shard (4) * tp (1) = 4. Lower expert_parallel_degree;"),
-        (section(shard=2, cp=4), 4, "* dp_shard (2) * cp (4) * tp (1) = 8, but the world size is 4."),
-        (section(pp=2, shard=4), 4, "pp (2) * dp_replicate (1) * dp_shard (4) * tp (1) = 8, but the world size is 4."),
+        (
+            section(replicate=3),
+            4,
+            "dp_replicate (3) * tp (1) = 3 does not divide the world size (4).",
+        ),
+        (
+            section(ep=3),
+            4,
+            "ep (3) does not divide dp_shard (4) * tp (1) = 4. Lower expert_parallel_degree;",
+        ),
+        (
+            section(shard=2, cp=4),
+            4,
+            "* dp_shard (2) * cp (4) * tp (1) = 8, but the world size is 4.",
+        ),
+        (
+            section(pp=2, shard=4),
+            4,
+            "pp (2) * dp_replicate (1) * dp_shard (4) * tp (1) = 8, but the world size is 4.",
+        ),
         *(
             (
                 section(pp=2, layers=layers),
@@ -114,7 +135,11 @@ def test_a_stage_is_ahead_of_those_behind_it():
             )
             for layers in ("4", "2,2,2", "2,-2", "2,x")
         ),
-        (section(layers="28"), 4, "pipeline_parallel_layers = '28' has no effect, for pipeline_parallel_degree is 1."),
+        (
+            section(layers="28"),
+            4,
+            "pipeline_parallel_layers = '28' has no effect, for pipeline_parallel_degree is 1.",
+        ),
         (section(cp=2, ep=3), 4, "ep (3) does not divide dp_shard (2) * cp (2) * tp (1) = 4."),
     ],
 )
@@ -133,8 +158,18 @@ def test_a_good_job_has_no_problems():
     ("changes", "degrees", "training", "text"),
     [
         ({"num_kv_heads": 2}, Degrees(tp=4), {}, "num_kv_heads (2)"),
-        ({"vocab_size": 97}, Degrees(tp=2), {}, "tensor_parallel_degree (2) does not divide vocab_size (97)."),
-        ({"num_experts": 0, "intermediate_size": 130}, Degrees(tp=4), {}, "does not divide intermediate_size (130)."),
+        (
+            {"vocab_size": 97},
+            Degrees(tp=2),
+            {},
+            "tensor_parallel_degree (2) does not divide vocab_size (97).",
+        ),
+        (
+            {"num_experts": 0, "intermediate_size": 130},
+            Degrees(tp=4),
+            {},
+            "does not divide intermediate_size (130).",
+        ),
         (
             {"num_shared_experts": 1, "moe_intermediate_size": 33},
             Degrees(tp=2),
@@ -145,7 +180,8 @@ def test_a_good_job_has_no_problems():
             {},
             Degrees(cp=4, tp=2),
             {"seq_len": 124},
-            "training.seq_len (124) is not a multiple of context_parallel_degree (4) * tensor_parallel_degree (2)",
+            "training.seq_len (124) is not a multiple of context_parallel_degree (4) * "
+            "tensor_parallel_degree (2)",
         ),
         (
             {},
@@ -157,9 +193,15 @@ def test_a_good_job_has_no_problems():
             {"num_heads": 12, "num_kv_heads": 4},
             Degrees(cp=6),
             {"seq_len": 126},
-            "neither a divisor nor a multiple of the 4 key/value heads, that tensor_parallel_degree (1) leaves",
+            "neither a divisor nor a multiple of the 4 key/value heads, that "
+            "tensor_parallel_degree (1) leaves",
         ),
-        ({"tie_word_embeddings": True}, Degrees(pp=2), {}, "is 2, but the model's output head is its embedding (tied)"),
+        (
+            {"tie_word_embeddings": True},
+            Degrees(pp=2),
+            {},
+            "is 2, but the model's output head is its embedding (tied)",
+        ),
         (
             {"num_layers": 4},
             Degrees(pp=5),
@@ -178,26 +220,39 @@ def test_a_good_job_has_no_problems():
             {},
             "expert_parallel_degree is 2, but the model has no experts",
         ),
-        ({"num_experts": 6}, Degrees(dp_shard=4, ep=4), {}, "(4) does not divide the model's num_experts (6)."),
+        (
+            {"num_experts": 6},
+            Degrees(dp_shard=4, ep=4),
+            {},
+            "(4) does not divide the model's num_experts (6).",
+        ),
         (
             {"moe_intermediate_size": 33},
             Degrees(dp_shard=16, ep=4),
             {},
-            "16 ranks share 8 experts, so each is split in 4, but that does not divide 2 * moe_intermediate_size (66).",
+            "16 ranks share 8 experts, so each is split in 4, but that does not divide 2 * "
+            "moe_intermediate_size (66).",
         ),
         (
             {},
             Degrees(dp_replicate=2, dp_shard=2),
             {"global_batch_size": 6, "local_batch_size": 2},
-            "training.global_batch_size (6) is not a multiple of local_batch_size (2) * data-parallel degree (4) = 8.",
+            "training.global_batch_size (6) is not a multiple of local_batch_size (2) * "
+            "data-parallel degree (4) = 8.",
         ),
         (
             {"rope_scaling": RopeScaling("yarn", factor=2.0, original_max_position_embeddings=100)},
             Degrees(),
             {"seq_len": 201},
-            "training.seq_len (201) exceeds the 200 tokens that YaRN reaches here, its factor * original_",
+            "training.seq_len (201) exceeds the 200 tokens that YaRN reaches here, its factor * "
+            "original_",
         ),
-        ({}, Degrees(), {"seq_len": 513}, "training.seq_len (513) exceeds the model's max_position_embeddings (512)."),
+        (
+            {},
+            Degrees(),
+            {"seq_len": 513},
+            "training.seq_len (513) exceeds the model's max_position_embeddings (512).",
+        ),
     ],
 )
 def test_each_problem_is_named(changes, degrees, training, text):
@@ -213,7 +268,8 @@ def test_what_is_kept_for_a_step_cannot_be_freed_before():
     assert check_parallelism(job, MODEL, Degrees()) == []
     job.parallelism.fsdp_reshard_after_forward = "always"
     assert check_parallelism(job, MODEL, Degrees()) == [
-        "parallelism.fsdp_once_per_step keeps gathered parameters for a whole step, and fsdp_reshard_after_forward = "
+        "parallelism.fsdp_once_per_step keeps gathered parameters for a whole step, and "
+        "fsdp_reshard_after_forward = "
         "'always' frees them after each forward. Leave one of the two out."
     ]
 
@@ -227,11 +283,14 @@ def test_width_of_dense_layers_does_not_matter_where_there_are_none():
 
 
 def test_all_problems_are_listed():
-    found = problems(replace(MODEL, num_kv_heads=1), Degrees(tp=2, ep=16), seq_len=601, global_batch_size=1)
+    found = problems(
+        replace(MODEL, num_kv_heads=1), Degrees(tp=2, ep=16), seq_len=601, global_batch_size=1
+    )
     assert len(found) == 4
 
 
-# 16 examples or 32 pairs, a 32nd of the data at most, whole micro-batches, one on each rank at least.
+# 16 examples or 32 pairs, a 32nd of the data at most, whole micro-batches, one on each rank at
+# least.
 @pytest.mark.parametrize(
     ("objective", "examples", "num_sequences", "of_ranks"),
     [
@@ -247,7 +306,9 @@ def test_all_problems_are_listed():
 def test_a_batch_that_is_not_set(objective, examples, num_sequences, of_ranks):
     job = JobConfig()
     job.training.global_batch_size, job.training.objective = None, objective
-    assert {dp: resolve_global_batch_size(job, dp, examples, num_sequences) for dp in of_ranks} == of_ranks
+    assert {
+        dp: resolve_global_batch_size(job, dp, examples, num_sequences) for dp in of_ranks
+    } == of_ranks
 
 
 @pytest.mark.parametrize(
@@ -261,4 +322,6 @@ def test_a_batch_that_is_not_set(objective, examples, num_sequences, of_ranks):
 def test_a_resumed_run_keeps_its_batch(before, of_ranks):
     job = JobConfig()
     job.training.global_batch_size = None
-    assert {dp: resolve_global_batch_size(job, dp, 2.0, 10_000, before) for dp in of_ranks} == of_ranks
+    assert {
+        dp: resolve_global_batch_size(job, dp, 2.0, 10_000, before) for dp in of_ranks
+    } == of_ranks

@@ -1,4 +1,6 @@
-"""Data from several places: `[data.sources.NAME]` in files and overrides, what a source has from `[data]`, mistakes."""
+"""Data from several places: `[data.sources.NAME]` in files and overrides, what a source has from
+`[data]`, mistakes.
+"""
 
 import tomllib
 from collections.abc import Callable
@@ -62,8 +64,18 @@ def test_without_sources_the_section_is_the_only_one(load: Load) -> None:
 
 
 def test_overrides_change_and_add_sources(load: Load) -> None:
-    job = load(TWO, "--data.sources.math.weight=7", "--data.sources.web.path=w.jsonl", "--data.sources.web.weight", "1")
-    assert {name: source.weight for name, source in job.data.sources.items()} == {"math": 7.0, "chat_2": 1.5, "web": 1}
+    job = load(
+        TWO,
+        "--data.sources.math.weight=7",
+        "--data.sources.web.path=w.jsonl",
+        "--data.sources.web.weight",
+        "1",
+    )
+    assert {name: source.weight for name, source in job.data.sources.items()} == {
+        "math": 7.0,
+        "chat_2": 1.5,
+        "web": 1,
+    }
     assert get_sources(job.data)["web"].path == "w.jsonl"
 
 
@@ -71,22 +83,44 @@ def test_the_resolved_file_gives_the_same_job(load: Load, tmp_path: Path) -> Non
     job = load(TWO)
     save_resolved(job, tmp_path / "resolved.toml")
     assert load_config(["--config", str(tmp_path / "resolved.toml")]) == job
-    assert tomllib.loads((tmp_path / "resolved.toml").read_text())["data"]["sources"]["math"]["weight"] == 3.0
+    assert (
+        tomllib.loads((tmp_path / "resolved.toml").read_text())["data"]["sources"]["math"]["weight"]
+        == 3.0
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ("weight = 3|wieght = 3", "unknown key 'data.sources.math.wieght'; did you mean 'data.sources.math.weight'?"),
-        ("weight = 3|colour = 3", "unknown key 'data.sources.math.colour'. Keys of [data.sources.math]: path, weight,"),
+        (
+            "weight = 3|wieght = 3",
+            "unknown key 'data.sources.math.wieght'; did you mean 'data.sources.math.weight'?",
+        ),
+        (
+            "weight = 3|colour = 3",
+            "unknown key 'data.sources.math.colour'. Keys of [data.sources.math]: path, weight,",
+        ),
         (
             "weight = 3|",
-            "data.sources.math.weight is not set, but other sources have weights. Set all of them, or none.",
+            "data.sources.math.weight is not set, but other sources have weights. Set all of them, "
+            "or none.",
         ),
-        ('path = "math.jsonl"|', "needs data.sources.math.path, which is empty. Set it to a file, folder or hub id."),
-        ("[data.sources.math]|[data.sources.My-Data]", "Name a source with small letters, digits and underscores"),
-        ("weight = 3|weight = 3\nsplit = 'test'", 'data.sources.math.split = "test" has no effect on this data'),
-        ("weight = 3|weight = 3\nformat = 'preference'", 'data.train_on = "all" does not go with data.sources.math.f'),
+        (
+            'path = "math.jsonl"|',
+            "needs data.sources.math.path, which is empty. Set it to a file, folder or hub id.",
+        ),
+        (
+            "[data.sources.math]|[data.sources.My-Data]",
+            "Name a source with small letters, digits and underscores",
+        ),
+        (
+            "weight = 3|weight = 3\nsplit = 'test'",
+            'data.sources.math.split = "test" has no effect on this data',
+        ),
+        (
+            "weight = 3|weight = 3\nformat = 'preference'",
+            'data.train_on = "all" does not go with data.sources.math.f',
+        ),
         (
             'train_on = "all"|path = "a.jsonl"',
             "data.path has no effect next to data.sources. Set data.sources.math.path.",
@@ -99,7 +133,10 @@ def test_the_resolved_file_gives_the_same_job(load: Load, tmp_path: Path) -> Non
             "weight = 1.5|weight = 1.5\nvalidation_share = 0.5",
             "data.sources.chat_2.validation_share = 0.5 has no effect on this data",
         ),
-        ("[data.sources.math]|[data.sources]\nmath = 3\n[data.sources.x]", "data.sources.math = 3 is not a section."),
+        (
+            "[data.sources.math]|[data.sources]\nmath = 3\n[data.sources.x]",
+            "data.sources.math = 3 is not a section.",
+        ),
     ],
 )
 def test_mistakes(load: Load, change: str, expected: str) -> None:
@@ -109,7 +146,9 @@ def test_mistakes(load: Load, change: str, expected: str) -> None:
 
 
 def test_an_empty_table_is_a_source_without_a_path(load: Load) -> None:
-    assert "needs data.sources.math.path, which is empty" in problem(load, f"{HEAD}[data.sources.math]\n")
+    assert "needs data.sources.math.path, which is empty" in problem(
+        load, f"{HEAD}[data.sources.math]\n"
+    )
 
 
 def test_what_is_wrong_in_the_section_is_said_once(load: Load) -> None:
@@ -118,26 +157,33 @@ def test_what_is_wrong_in_the_section_is_said_once(load: Load) -> None:
 
 
 def test_overrides_of_tables(load: Load) -> None:
-    assert "'data.sources' is a section. Set its keys one by one: --data.sources.NAME.path=VALUE." in problem(
-        load, TWO, "--data.sources=a"
+    assert (
+        "'data.sources' is a section. Set its keys one by one: --data.sources.NAME.path=VALUE."
+        in problem(load, TWO, "--data.sources=a")
     )
-    assert "'data.sources.math' is a section. Set its keys one by one: --data.sources.math.path=VALUE" in problem(
-        load, TWO, "--data.sources.math=a"
+    assert (
+        "'data.sources.math' is a section. Set its keys one by one: --data.sources.math.path=VALUE"
+        in problem(load, TWO, "--data.sources.math=a")
     )
 
 
 def test_streams_need_weights_and_have_no_epochs(load: Load) -> None:
     bare = TWO.replace("weight = 3\n", "streaming = true\n").replace("weight = 1.5\n", "")
-    assert "data.sources.math.streaming: how many sequences a stream has is not known" in problem(load, bare)
+    assert "data.sources.math.streaming: how many sequences a stream has is not known" in problem(
+        load, bare
+    )
     text = TWO.replace("weight = 3", "weight = 3\nstreaming = true")
     assert load(text).data.sources["math"].streaming
-    assert "training.epochs needs data whose end is known, but data.sources.math.streaming is on." in problem(
-        load, text, "--training.epochs=2"
+    assert (
+        "training.epochs needs data whose end is known, but data.sources.math.streaming is on."
+        in problem(load, text, "--training.epochs=2")
     )
 
 
 def test_epochs_need_sources_without_weights(load: Load) -> None:
-    assert "training.epochs needs sources without weights" in problem(load, TWO, "--training.epochs=2")
+    assert "training.epochs needs sources without weights" in problem(
+        load, TWO, "--training.epochs=2"
+    )
     bare = TWO.replace("weight = 3\n", "").replace("weight = 1.5\n", "")
     assert load(bare, "--training.epochs=2").training.epochs == 2
 
@@ -147,8 +193,8 @@ def test_a_validation_needs_one_source_with_held_out_rows(load: Load) -> None:
     assert load(text, "--validation.enable=true").validation.enable
     none = text.replace('validation_path = "held_out.jsonl"\n', "streaming = true\n")
     assert (
-        "no rows are held out (data.validation_share is 0, or data.streaming is on), but validation.enable is on"
-        in (problem(load, none, "--validation.enable=true"))
+        "no rows are held out (data.validation_share is 0, or data.streaming is on), but "
+        "validation.enable is on" in (problem(load, none, "--validation.enable=true"))
     )
     shares = TWO.replace('validation_path = "held_out.jsonl"\n', "")
     assert "no rows are held out" in problem(
@@ -158,7 +204,10 @@ def test_a_validation_needs_one_source_with_held_out_rows(load: Load) -> None:
 
 def test_a_list_of_sources_is_refused_with_the_right_form(load: Load) -> None:
     text = problem(load, f'{HEAD}[[data.sources]]\npath = "a.jsonl"\n')
-    assert "is not a section. Write [data.sources.NAME] and its keys below." in text and text.count("data.path") == 0
+    assert (
+        "is not a section. Write [data.sources.NAME] and its keys below." in text
+        and text.count("data.path") == 0
+    )
 
 
 def test_what_no_source_uses_is_refused(load: Load) -> None:
@@ -168,4 +217,7 @@ def test_what_no_source_uses_is_refused(load: Load) -> None:
     assert load(head.replace('"math.jsonl"', '"owner/math"')).data.split == "test"
     rows = TWO.replace('train_on = "all"', "streaming_block_rows = 7")
     assert "data.streaming_block_rows = 7 has no effect on this data" in problem(load, rows)
-    assert load(rows.replace("weight = 3", "weight = 3\nstreaming = true")).data.streaming_block_rows == 7
+    assert (
+        load(rows.replace("weight = 3", "weight = 3\nstreaming = true")).data.streaming_block_rows
+        == 7
+    )

@@ -51,7 +51,9 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(text_folder: Path, tmp_path: Path) -> DataSection:
     """A [data] section over `text_folder` with an empty cache."""
     cache_folder = str(tmp_path / "cache")
-    return DataSection(dataset="text", path=str(text_folder), bpe_vocab_size=300, cache_folder=cache_folder)
+    return DataSection(
+        dataset="text", path=str(text_folder), bpe_vocab_size=300, cache_folder=cache_folder
+    )
 
 
 @pytest.fixture
@@ -86,11 +88,15 @@ def _chat_tokenizer_json() -> str:
 
 @pytest.fixture
 def make_tokenizer(_chat_tokenizer_json: str) -> Callable[..., PreTrainedTokenizerFast]:
-    """`make_tokenizer(template, eos)`: a small byte-level tokenizer with the special tokens of `templates`."""
+    """`make_tokenizer(template, eos)`: a small byte-level tokenizer with the special tokens of
+    `templates`.
+    """
 
     def make(template: str | None = CHATML, eos: str = "<|endoftext|>") -> PreTrainedTokenizerFast:
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(_chat_tokenizer_json), bos_token="<s>", eos_token=eos
+            tokenizer_object=Tokenizer.from_str(_chat_tokenizer_json),
+            bos_token="<s>",
+            eos_token=eos,
         )
         tokenizer.chat_template = template
         return tokenizer
@@ -99,12 +105,20 @@ def make_tokenizer(_chat_tokenizer_json: str) -> Callable[..., PreTrainedTokeniz
 
 
 @pytest.fixture
-def make_job(tmp_path: Path, make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> Callable[..., JobConfig]:
-    """`make_job(rows, template, **settings)`: a job over rows written to rows.jsonl, with a cache of its own."""
+def make_job(
+    tmp_path: Path, make_tokenizer: Callable[..., PreTrainedTokenizerFast]
+) -> Callable[..., JobConfig]:
+    """`make_job(rows, template, **settings)`: a job over rows written to rows.jsonl, with a cache
+    of its own.
+    """
 
-    def make(rows: Sequence[object] | str, template: str | None = CHATML, **settings: object) -> JobConfig:
+    def make(
+        rows: Sequence[object] | str, template: str | None = CHATML, **settings: object
+    ) -> JobConfig:
         path = tmp_path / "rows.jsonl"
-        path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text(
+            rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
+        )
         make_tokenizer(template).save_pretrained(tmp_path / "tokenizer")
         job = JobConfig(data=DataSection(dataset="examples", path=str(path)))
         job.validation.enable = True  # then some rows are held out

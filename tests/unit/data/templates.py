@@ -8,9 +8,10 @@ CHATML = """{%- if tools %}<|im_start|>system
 {%- for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{% endif %}"""  # noqa: E501
 
-# Thoughts are shown behind the last message of a user only, and an answer without any gets empty ones.
+# Thoughts are shown behind the last message of a user only, and an answer without any gets empty
+# ones.
 THINKING = """{%- set ns = namespace(last=-1) %}
 {%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for message in messages %}<|im_start|>{{ message.role }}
@@ -26,7 +27,7 @@ THINKING = """{%- set ns = namespace(last=-1) %}
 
 </think>
 
-{% endif %}{% endif %}"""
+{% endif %}{% endif %}"""  # noqa: E501
 
 LLAMA3 = """{{ bos_token }}
 {%- for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>
@@ -70,9 +71,17 @@ MARKED = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {%- else %}{{ message.content }}<|im_end|>
 {% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{% endif %}"""  # noqa: E501
 
 SPECIAL_TOKENS = [
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|start_header_id|>", "<|end_header_id|>"),
+    *(
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<s>",
+        "</s>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+    ),
     *("<|eot_id|>", "<start_of_turn>", "<end_of_turn>"),
 ]

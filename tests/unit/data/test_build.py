@@ -26,14 +26,20 @@ def job(data: DataSection) -> JobConfig:
 def test_build_data_from_config(job: JobConfig, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="titanlite")
     tokenizer, loader = build_data(job, dp_rank=1, dp_degree=3)
-    assert (loader.global_batch_size, loader.num_micro_batches, loader.dp_rank, loader.seed) == (6, 1, 1, 42)
+    assert (loader.global_batch_size, loader.num_micro_batches, loader.dp_rank, loader.seed) == (
+        6,
+        1,
+        1,
+        42,
+    )
     (batch,) = loader.micro_batches(0)
     assert batch.tokens.shape == (2, 16)
     dataset = loader.dataset
     text = tokenizer.decode(dataset.tokenized.tokens.tolist())
     assert text == "".join(document + tokenizer.eos_token for _, document in build_corpus(job.data))
     assert (
-        f"data: {len(dataset.tokenized.tokens)} tokens, vocabulary 300, in 40 documents; sequences of 16 tokens: "
+        f"data: {len(dataset.tokenized.tokens)} tokens, vocabulary 300, in 40 documents; sequences "
+        "of 16 tokens: "
         f"{dataset.num_train_sequences} to train on, {dataset.num_validation_sequences} held out"
     ) in caplog.text
     assert "validation.steps" not in caplog.text
@@ -67,7 +73,10 @@ def test_tokenizer_of_the_pretrained_model_is_used(
 
 def test_the_bpe_has_the_form_of_the_model(job: JobConfig, tmp_path: Path) -> None:
     def splits_digits() -> bool:
-        return len(build_data(job, 0, 1)[0].backend_tokenizer.pre_tokenizer.pre_tokenize_str("123")) == 3
+        return (
+            len(build_data(job, 0, 1)[0].backend_tokenizer.pre_tokenizer.pre_tokenize_str("123"))
+            == 3
+        )
 
     job.model.name = "llama"
     assert not splits_digits()
@@ -77,9 +86,13 @@ def test_the_bpe_has_the_form_of_the_model(job: JobConfig, tmp_path: Path) -> No
 
 
 def test_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An eighth of the real data of the default configuration. The quick start in test_end_to_end.py has all of it."""
+    """An eighth of the real data of the default configuration. The quick start in
+    test_end_to_end.py has all of it.
+    """
     corpus = corpus_module.build_stdlib_corpus()
-    monkeypatch.setattr(corpus_module, "build_stdlib_corpus", lambda: replace(corpus, files=corpus.files[::8]))
+    monkeypatch.setattr(
+        corpus_module, "build_stdlib_corpus", lambda: replace(corpus, files=corpus.files[::8])
+    )
     job = JobConfig(data=DataSection(cache_folder=str(tmp_path), bpe_vocab_size=512))
     _, loader = build_data(job, 0, 1)
     assert loader.dataset.num_train_sequences > 125
@@ -89,4 +102,8 @@ def test_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_import_does_not_import_transformers() -> None:
     script = "import sys, titanlite.data; assert 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-W", "error", "-c", script], cwd=Path(titanlite.__file__).parents[1], check=True)
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        cwd=Path(titanlite.__file__).parents[1],
+        check=True,
+    )

@@ -49,7 +49,8 @@ def test_concurrent_callers_build_once(tmp_path: Path) -> None:
         thread.join()
     assert len(builds) == 1
     assert [value for value, _ in results] == ["content"] * 4
-    assert all(elapsed_s > 0 for _, elapsed_s in results)  # the waiters report their wait: rank 0 logs it
+    # the waiters report their wait: rank 0 logs it
+    assert all(elapsed_s > 0 for _, elapsed_s in results)
     assert load_or_build(path, lambda: _load(path), build) == ("content", 0.0)
 
 
@@ -76,7 +77,10 @@ def test_unusable_folder_and_damaged_result_are_named(tmp_path: Path) -> None:
         with write_atomic(path):
             pass
 
-    with pytest.raises(DataError, match=rf"data: cannot use the cache folder {path.parent}: .*Set data\.cache_folder"):
+    with pytest.raises(
+        DataError,
+        match=rf"data: cannot use the cache folder {path.parent}: .*Set data\.cache_folder",
+    ):
         load_or_build(path, lambda: None, build)
     path = tmp_path / "x"
     with pytest.raises(DataError, match=rf"data: {path} is damaged although it was just written"):
@@ -98,7 +102,8 @@ def test_files_are_read_once_until_they_change(tmp_path: Path) -> None:
 
     assert read() == read() == ["a", "b"] and reads == ["text"]
     before = files[0].stat()
-    files[0].write_text("c")  # at once, of the same size, and with the old time: nothing but ctime tells
+    # at once, of the same size, and with the old time: nothing but ctime tells
+    files[0].write_text("c")
     os.utime(files[0], ns=(before.st_atime_ns, before.st_mtime_ns))
     assert read() == read() == ["c", "b"] and len(reads) == 2
     (tmp_path / "new").write_text("d")

@@ -1,7 +1,7 @@
 """What chat templates do, one small template for each mechanism, and what the rule makes of it.
 
-The prompt is that of inference; the trained text is what the finished turn shows behind it, up to the token that ends
-it. Tokens are compared, not texts alone.
+The prompt is that of inference; the trained text is what the finished turn shows behind it, up to
+the token that ends it. Tokens are compared, not texts alone.
 """
 
 import json
@@ -32,40 +32,63 @@ CALLS = "{% for c in m.tool_calls or [] %}<think>{{ c.function.name }} %s</think
 
 EMPTY_THOUGHT = TURN + ASK.replace("%s", "<think>\n\n</think>\n\n")
 LEFT_OVER = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}</think>{% endif %}{{ m.content }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}</think>{% "
+    "endif %}{{ m.content }}"
     "<|im_end|>\n{% endfor %}" + ASK.replace("%s", "<think></think>")
 )
-NEXT_HEADER = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}" + ASK.replace("%s", "")
+NEXT_HEADER = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    + ASK.replace("%s", "")
+)
 TOO_WIDE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n{{ m.content }}"
-    "<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation "
+    "%}<|im_start|>assistant\n{{ m.content }}"
+    "<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content "
+    "}}<|im_end|>\n{% endif %}"
     "{% endfor %}" + ASK.replace("%s", "")
 )
 REWRITTEN = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last or m.role != 'tool' else 'gone' }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last or m.role != "
+    "'tool' else 'gone' }}"
     "<|im_end|>\n{% endfor %}" + ASK.replace("%s", "")
 )
 TWO_ENDS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|eot_id|><|im_end|>{% endfor %}"
-    "{% if messages[-1].role == 'assistant' or add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|eot_id|><|im_end|>{% endfor "
+    "%}"
+    "{% if messages[-1].role == 'assistant' or add_generation_prompt %}<|im_start|>assistant\n{% "
+    "endif %}"
 )
 INNER_END = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}hm<|eot_id|>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}hm<|eot_id|>{% "
+    "endif %}"
     "{{ m.content }}<|eot_id|><|im_end|>\n{% endfor %}" + ASK.replace("%s", "")
 )
 OTHER_LAST_END = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{{ '</s>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}" + ASK.replace("%s", "")
+    "{{ '</s>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}"
+    + ASK.replace("%s", "")
 )
-AS_TEXT = HEAD + "{{ m.content }}" + CALLS.replace("%s", "{{ '' + c.function.arguments }}") + "<|im_end|>\n{% endfor %}"
-AS_REPR = HEAD + "{{ m.content }}" + CALLS.replace("%s", "{{ c.function.arguments }}") + "<|im_end|>\n{% endfor %}"
+AS_TEXT = (
+    HEAD
+    + "{{ m.content }}"
+    + CALLS.replace("%s", "{{ '' + c.function.arguments }}")
+    + "<|im_end|>\n{% endfor %}"
+)
+AS_REPR = (
+    HEAD
+    + "{{ m.content }}"
+    + CALLS.replace("%s", "{{ c.function.arguments }}")
+    + "<|im_end|>\n{% endfor %}"
+)
 
 
 def chat(*texts: str) -> list[dict[str, Any]]:
     return [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(texts)]
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, messages: Any, **more: Any) -> tuple[list[Document], ExampleEncoder]:
+def encode(
+    tokenizer: PreTrainedTokenizerFast, messages: Any, **more: Any
+) -> tuple[list[Document], ExampleEncoder]:
     encoder = ExampleEncoder(tokenizer, "messages", train_all=False)
     (found,) = encoder.encode([{"messages": messages, **more}])
     if isinstance(found, RowError):
@@ -73,8 +96,12 @@ def encode(tokenizer: PreTrainedTokenizerFast, messages: Any, **more: Any) -> tu
     return [document for example in found for document in example], encoder
 
 
-def check(tokenizer: PreTrainedTokenizerFast, messages: Any, *answers: str, end: str, **more: Any) -> list[Document]:
-    """Each answer follows the tokens of its prompt, in full, and ends with `end`, where generation stops."""
+def check(
+    tokenizer: PreTrainedTokenizerFast, messages: Any, *answers: str, end: str, **more: Any
+) -> list[Document]:
+    """Each answer follows the tokens of its prompt, in full, and ends with `end`, where generation
+    stops.
+    """
     documents, encoder = encode(tokenizer, messages, **more)
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     found = []
@@ -85,7 +112,9 @@ def check(tokenizer: PreTrainedTokenizerFast, messages: Any, *answers: str, end:
             stop = next(i for i in range(start, len(ids)) if flags[i] & END) + 1
             row = {"messages": messages[: places[len(found)]], **more}
             assert ids[:start] == encode_prompt(tokenizer, row)
-            assert all(flag & TRAINED for flag in flags[start:stop]) and not any(flags[stop : stop + 1])
+            assert all(flag & TRAINED for flag in flags[start:stop]) and not any(
+                flags[stop : stop + 1]
+            )
             found.append(tokenizer.decode(ids[start:stop]))
     assert found == [answer + end for answer in answers]
     assert encoder.stop_token_ids == {tokenizer.convert_tokens_to_ids(end)}
@@ -93,13 +122,19 @@ def check(tokenizer: PreTrainedTokenizerFast, messages: Any, *answers: str, end:
 
 
 @pytest.mark.parametrize("template", [EMPTY_THOUGHT, LEFT_OVER])
-def test_a_closed_empty_thought_belongs_to_the_prompt(make_tokenizer: MakeTokenizer, template: str) -> None:
-    documents = check(make_tokenizer(template), chat("a", "b", "c", "d"), "b", "d", end="<|im_end|>")
+def test_a_closed_empty_thought_belongs_to_the_prompt(
+    make_tokenizer: MakeTokenizer, template: str
+) -> None:
+    documents = check(
+        make_tokenizer(template), chat("a", "b", "c", "d"), "b", "d", end="<|im_end|>"
+    )
     assert len(documents) == 2  # what the second is asked after shows no empty thought
 
 
 def test_the_next_header_ends_a_turn(make_tokenizer: MakeTokenizer) -> None:
-    (document,) = check(make_tokenizer(NEXT_HEADER), chat("a", "b", "c", "d"), "b", "d", end="<|im_start|>")
+    (document,) = check(
+        make_tokenizer(NEXT_HEADER), chat("a", "b", "c", "d"), "b", "d", end="<|im_start|>"
+    )
     assert document.flags[-1] & END  # appended, for nothing follows
 
 
@@ -108,7 +143,11 @@ def test_marks_are_cut_to_the_answer(make_tokenizer: MakeTokenizer) -> None:
 
 
 def test_history_may_be_rewritten(make_tokenizer: MakeTokenizer) -> None:
-    messages = [*chat("a", "b"), {"role": "tool", "content": "r"}, {"role": "assistant", "content": "d"}]
+    messages = [
+        *chat("a", "b"),
+        {"role": "tool", "content": "r"},
+        {"role": "assistant", "content": "d"},
+    ]
     check(make_tokenizer(REWRITTEN), messages, "b", "d", end="<|im_end|>")
 
 
@@ -121,7 +160,9 @@ def test_history_may_be_rewritten(make_tokenizer: MakeTokenizer) -> None:
     ],
 )
 def test_of_two_ends(make_tokenizer: MakeTokenizer, template: str, answer: str, end: str) -> None:
-    """The first one, if it does not stand inside of answers; not the next header that a finished turn shows too."""
+    """The first one, if it does not stand inside of answers; not the next header that a finished
+    turn shows too.
+    """
     check(make_tokenizer(template), chat("a", "b"), answer, end=end)
 
 
@@ -132,30 +173,50 @@ def test_an_added_token_proves_no_end(make_tokenizer: MakeTokenizer) -> None:
 
 def test_tokens_that_reach_over_a_seam_part_the_answers(make_tokenizer: MakeTokenizer) -> None:
     messages = chat("a", "\n\nis the answer", "c", "d")
-    assert len(check(make_tokenizer(CHATML), messages, "\n\nis the answer", "d", end="<|im_end|>")) == 2
-    assert len(check(make_tokenizer(CHATML), chat("a", "b", "c", "d"), "b", "d", end="<|im_end|>")) == 1
+    assert (
+        len(check(make_tokenizer(CHATML), messages, "\n\nis the answer", "d", end="<|im_end|>"))
+        == 2
+    )
+    assert (
+        len(check(make_tokenizer(CHATML), chat("a", "b", "c", "d"), "b", "d", end="<|im_end|>"))
+        == 1
+    )
 
 
 def test_a_seam_is_seen_however_far_a_token_reaches() -> None:
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    long = ["y" * n + "z" for n in range(41)]  # each merge needs the one before, from the last letter on
+    # each merge needs the one before, from the last letter on
+    long = ["y" * n + "z" for n in range(41)]
     merges = [*(("y", text) for text in long[:-1]), ("\u010a", long[-1])]
     vocab = {token: i for i, token in enumerate([*symbols, *long[1:], "\u010a" + long[-1]])}
     backend = Tokenizer(models.BPE(vocab, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "</s>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=CHATML)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", chat_template=CHATML
+    )
     for text, num_documents in ((long[-1], 2), (long[-2], 1)):
-        assert len(check(tokenizer, chat("a", text, "c", "d"), text, "d", end="<|im_end|>")) == num_documents
+        assert (
+            len(check(tokenizer, chat("a", text, "c", "d"), text, "d", end="<|im_end|>"))
+            == num_documents
+        )
 
 
 @pytest.mark.parametrize("value", [{"a": True}, [{"b": None}], ["x"], {"c": [False]}])
-def test_a_nested_argument_is_never_written_as_python_would(make_tokenizer: MakeTokenizer, value: Any) -> None:
+def test_a_nested_argument_is_never_written_as_python_would(
+    make_tokenizer: MakeTokenizer, value: Any
+) -> None:
     each = "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}" + (
         "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endif %}"
     )
-    template = HEAD + "{{ m.content }}" + CALLS.replace("%s", each) + "<|im_end|>\n{% endfor %}" + ASK.replace("%s", "")
+    template = (
+        HEAD
+        + "{{ m.content }}"
+        + CALLS.replace("%s", each)
+        + "<|im_end|>\n{% endfor %}"
+        + ASK.replace("%s", "")
+    )
     call = {"type": "function", "function": {"name": "f", "arguments": {"k": value}}}
     plain = {"type": "function", "function": {"name": "f", "arguments": {"k": 5}}}
     tokenizer = make_tokenizer(template)
@@ -166,7 +227,9 @@ def test_a_nested_argument_is_never_written_as_python_would(make_tokenizer: Make
 
 
 @pytest.mark.parametrize("template", [AS_TEXT, AS_REPR])
-def test_arguments_are_text_where_the_template_needs_text(make_tokenizer: MakeTokenizer, template: str) -> None:
+def test_arguments_are_text_where_the_template_needs_text(
+    make_tokenizer: MakeTokenizer, template: str
+) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
     messages = [*chat("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
     template += ASK.replace("%s", "")
@@ -179,13 +242,17 @@ LOSSES = {
         r"messages\[0\], of the role 'user'",
     ),
     "thought": ("{{ m.content }}", r"messages\[1\]\.reasoning_content"),
-    "name": ("{{ m.content }}{{ m.reasoning_content }}", r"messages\[1\]\.tool_calls, a call of 'f'"),
+    "name": (
+        "{{ m.content }}{{ m.reasoning_content }}",
+        r"messages\[1\]\.tool_calls, a call of 'f'",
+    ),
     "second call": (
         "{{ m.content }}{{ m.reasoning_content }}{{ (m.tool_calls or [''])[0] }}",
         r"messages\[1\]\.tool_calls\[1\], a call of 'g'",
     ),
     "argument": (
-        "{{ m.content }}{{ m.reasoning_content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}",
+        "{{ m.content }}{{ m.reasoning_content }}{% for c in m.tool_calls or [] %}{{ "
+        "c.function.name }}{% endfor %}",
         r"messages\[1\]\.tool_calls\[0\]\.function\.arguments\['x'\]",
     ),
     "tool": ("{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}", r"tools\[0\]\.name"),
@@ -195,7 +262,9 @@ LOSSES = {
 @pytest.mark.parametrize("what", LOSSES)
 def test_each_part_that_is_dropped_is_named(make_tokenizer: MakeTokenizer, what: str) -> None:
     shown, text = LOSSES[what]
-    template = HEAD + "{{ m.role }}" + shown + "<|im_end|>{% endfor %}" + ASK.replace("%s", "assistant")
+    template = (
+        HEAD + "{{ m.role }}" + shown + "<|im_end|>{% endfor %}" + ASK.replace("%s", "assistant")
+    )
     calls = [{"function": {"name": name, "arguments": {"x": name * 3}}} for name in "fg"]
     answer = {"role": "assistant", "content": "b", "reasoning_content": "t", "tool_calls": calls}
     row: dict[str, Any] = {"messages": [*chat("a"), answer]}
@@ -211,7 +280,9 @@ def test_each_part_that_is_dropped_is_named(make_tokenizer: MakeTokenizer, what:
 
 def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer: MakeTokenizer) -> None:
     """So that whatever renders a saved template takes them; those of a row go before."""
-    template = TURN + ASK.replace("%s", "{{ '<think></think>' if thinking is defined and not thinking }}")
+    template = TURN + ASK.replace(
+        "%s", "{{ '<think></think>' if thinking is defined and not thinking }}"
+    )
     off = make_tokenizer(set_arguments(template, {"thinking": False}))
     check(off, chat("a", "b"), "b", end="<|im_end|>")
     assert off.decode(encode_prompt(off, {"messages": chat("a")})).endswith("<think></think>")
@@ -219,22 +290,38 @@ def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer: MakeToken
     assert not off.decode(encode_prompt(off, row)).endswith("<think></think>")
 
 
-def test_an_error_names_the_arguments_that_the_template_reads(make_tokenizer: MakeTokenizer) -> None:
+def test_an_error_names_the_arguments_that_the_template_reads(
+    make_tokenizer: MakeTokenizer,
+) -> None:
     template = TURN + ASK.replace("%s", "{{ '<think>' if thinking }}")
-    with pytest.raises(RowError, match=r"The template reads thinking: set them with data\.chat_template_kwargs"):
+    with pytest.raises(
+        RowError, match=r"The template reads thinking: set them with data\.chat_template_kwargs"
+    ):
         encode(make_tokenizer(template), chat("a", "b"), chat_template_kwargs={"thinking": True})
 
 
 @pytest.mark.parametrize(
     "template",
-    ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 'a' * 99999999999999999 }}", "{{ m[0].x|tojson }}"],
+    [
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 'a' * 99999999999999999 }}",
+        "{{ m[0].x|tojson }}",
+    ],
 )
-def test_what_is_too_much_for_python_is_an_error_of_its_row(make_tokenizer: MakeTokenizer, template: str) -> None:
+def test_what_is_too_much_for_python_is_an_error_of_its_row(
+    make_tokenizer: MakeTokenizer, template: str
+) -> None:
     deep: Any = "a"
     for _ in range(5000):
         deep = [deep]
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": deep}}}]}
-    for messages in ([*chat("a"), {"role": "assistant", "content": "b", "x": deep}], [*chat("a"), call]):
+    call = {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"x": deep}}}],
+    }
+    for messages in (
+        [*chat("a"), {"role": "assistant", "content": "b", "x": deep}],
+        [*chat("a"), call],
+    ):
         with pytest.raises(RowError):
             encode(make_tokenizer(template.replace("m[0]", "messages[-1]")), messages)
 
@@ -245,8 +332,13 @@ def test_a_run_has_one_date(make_tokenizer: MakeTokenizer) -> None:
     encoder = ExampleEncoder(make_tokenizer(template), "messages", renderer=renderer)
     (found,) = encoder.encode([{"messages": chat("a", "b")}])
     assert not isinstance(found, RowError)
-    assert make_tokenizer(template).decode(found[0][0].ids.tolist()).startswith("03 Feb 2025<|im_start|>")
-    assert set_date(template, "2025-02-03") != set_date(template, "2025-02-04")  # which are part of keys
+    assert (
+        make_tokenizer(template)
+        .decode(found[0][0].ids.tolist())
+        .startswith("03 Feb 2025<|im_start|>")
+    )
+    # which are part of keys
+    assert set_date(template, "2025-02-03") != set_date(template, "2025-02-04")
 
 
 def test_a_greeting_may_come_first_untrained(make_tokenizer: MakeTokenizer) -> None:
@@ -285,11 +377,16 @@ validation_share = 0.0
 chat_template_kwargs = {{quiet = true}}
 """
     toml.write_text(text)
-    with pytest.raises(DataError, match=r"line 1: .* drops messages\[1\]\.tool_calls, a call of 'f'"):
+    with pytest.raises(
+        DataError, match=r"line 1: .* drops messages\[1\]\.tool_calls, a call of 'f'"
+    ):
         build_data(load_config(["--job.config_file", str(toml)]), 0, 1)
     toml.write_text(text + 'dropped_parts = "warn"\n')
     tokenizer, loader = build_data(load_config(["--job.config_file", str(toml)]), 0, 1)
     assert isinstance(loader.dataset, ExampleDataset)
     examples = loader.dataset.train.examples
-    assert sum(count for what, count in examples.header.counts.items() if what.startswith(DROPPED)) == 3
+    assert (
+        sum(count for what, count in examples.header.counts.items() if what.startswith(DROPPED))
+        == 3
+    )
     assert str(tokenizer.decode(examples.tokens)).startswith("quietly ")

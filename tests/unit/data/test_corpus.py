@@ -7,7 +7,13 @@ import pytest
 
 from titanlite.base.errors import DataError
 from titanlite.config.data import DataSection
-from titanlite.data.corpus import build_corpus, build_stdlib_corpus, build_text_corpus, choose_split, split_text
+from titanlite.data.corpus import (
+    build_corpus,
+    build_stdlib_corpus,
+    build_text_corpus,
+    choose_split,
+    split_text,
+)
 
 
 def test_stdlib_of_this_python() -> None:
@@ -15,7 +21,11 @@ def test_stdlib_of_this_python() -> None:
     names = [name for name, _ in corpus]
     assert names == sorted(names)
     assert {"os.py", "json/decoder.py"} <= set(names)
-    assert not [name for name in names if set(name.split("/")) & {"site-packages", "test", "tests", "idle_test"}]
+    assert not [
+        name
+        for name in names
+        if set(name.split("/")) & {"site-packages", "test", "tests", "idle_test"}
+    ]
     assert 5e6 < corpus.num_bytes < 50e6
     assert len(list(corpus)) == len(names)
     stdlib = sysconfig.get_path("stdlib")
@@ -48,12 +58,16 @@ def test_text_folder_is_sorted_by_relative_path_whatever_the_disk_says(
 ) -> None:
     expected = build_text_corpus(text_folder)
     names = [name for name, _ in expected]
-    assert names == sorted(path.relative_to(text_folder).as_posix() for path in text_folder.rglob("*.txt"))
+    assert names == sorted(
+        path.relative_to(text_folder).as_posix() for path in text_folder.rglob("*.txt")
+    )
     assert "sub/07.txt" in names
     walk = os.walk
 
     def shuffled_walk(root: Path) -> list[tuple[str, list[str], list[str]]]:
-        return [(folder, folders, names[::-1]) for folder, folders, names in reversed(list(walk(root)))]
+        return [
+            (folder, folders, names[::-1]) for folder, folders, names in reversed(list(walk(root)))
+        ]
 
     monkeypatch.setattr(os, "walk", shuffled_walk)
     corpus = build_text_corpus(text_folder)
@@ -63,7 +77,10 @@ def test_text_folder_is_sorted_by_relative_path_whatever_the_disk_says(
 
 def test_text_pattern_matches_name_or_relative_path(text_folder: Path) -> None:
     assert [name for name, _ in build_text_corpus(text_folder, "0[12].txt")] == ["01.txt", "02.txt"]
-    assert [name for name, _ in build_text_corpus(text_folder, "sub/*")] == ["sub/07.txt", "sub/27.txt"]
+    assert [name for name, _ in build_text_corpus(text_folder, "sub/*")] == [
+        "sub/07.txt",
+        "sub/27.txt",
+    ]
 
 
 def test_text_file_is_one_document_with_its_newlines(tmp_path: Path) -> None:
@@ -80,7 +97,14 @@ def test_digest_covers_names_and_bytes_and_their_borders(tmp_path: Path) -> None
             (folder / name).write_text(text)
         return build_text_corpus(folder, "*").digest
 
-    corpora = [{"a": "xy"}, {"b": "xy"}, {"a": "xz"}, {"a": "x", "b": "y"}, {"a": "xb", "b": "y"}, {"ax": "y"}]
+    corpora = [
+        {"a": "xy"},
+        {"b": "xy"},
+        {"a": "xz"},
+        {"a": "x", "b": "y"},
+        {"a": "xb", "b": "y"},
+        {"ax": "y"},
+    ]
     assert len({digest(corpus) for corpus in corpora}) == len(corpora)
     assert build_text_corpus(tmp_path, "*/a").digest == build_text_corpus(tmp_path, "*/a").digest
 
@@ -90,7 +114,9 @@ def test_errors_name_the_path_and_the_setting(tmp_path: Path) -> None:
     empty.touch()
     (tmp_path / "latin.md").write_bytes(b"caf\xe9")
     cases = {
-        str(tmp_path / "nowhere"): rf"data: {tmp_path}/nowhere does not exist\. Give a path that exists",
+        str(
+            tmp_path / "nowhere"
+        ): rf"data: {tmp_path}/nowhere does not exist\. Give a path that exists",
         str(empty): rf"data: {empty} is empty: 1 file\(s\), 0 bytes\.",
         str(tmp_path): rf"data: {tmp_path} is empty: 1 file\(s\), 0 bytes\.",
     }
@@ -122,16 +148,24 @@ def test_split_text_loses_nothing_and_cuts_after_newlines(max_chars: int) -> Non
         (["test.jsonl", "train.jsonl"], "train", ["train.jsonl"]),
         (["test.jsonl", "train.jsonl"], "eval", ["test.jsonl"]),
         (["train_prefs-0.jsonl", "train_sft-0.jsonl"], "train_prefs", ["train_prefs-0.jsonl"]),
-        (["train_prefs-0.jsonl", "train_sft-0.jsonl"], "train", ["train_prefs-0.jsonl", "train_sft-0.jsonl"]),
+        (
+            ["train_prefs-0.jsonl", "train_sft-0.jsonl"],
+            "train",
+            ["train_prefs-0.jsonl", "train_sft-0.jsonl"],
+        ),
         (["a.jsonl", "test.jsonl"], "train", ["a.jsonl"]),
         (["eval.jsonl"], "validation", ["eval.jsonl"]),
     ],
 )
 def test_files_of_a_split(tmp_path, names, split, chosen):
-    assert [file.name for file in choose_split([tmp_path / name for name in names], tmp_path, split)] == chosen
+    assert [
+        file.name for file in choose_split([tmp_path / name for name in names], tmp_path, split)
+    ] == chosen
 
 
-@pytest.mark.parametrize(("name", "split"), [("test.jsonl", "train"), ("train.jsonl", "test"), ("dev.jsonl", "train")])
+@pytest.mark.parametrize(
+    ("name", "split"), [("test.jsonl", "train"), ("train.jsonl", "test"), ("dev.jsonl", "train")]
+)
 def test_held_out_files_are_not_trained_and_training_files_not_held_out(tmp_path, name, split):
     with pytest.raises(DataError, match=rf"is of split '{split}'"):
         choose_split([tmp_path / name], tmp_path, split)

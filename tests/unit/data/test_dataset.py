@@ -32,7 +32,9 @@ def test_batch_against_a_naive_reference(make_dataset: MakeDataset) -> None:
     assert batch.document_ids.max() > 2
 
 
-def test_on_its_way_to_cuda_a_batch_learns_where_documents_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_its_way_to_cuda_a_batch_learns_where_documents_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tokens = np.array([5, 6, 0, 7, 0, 0, 8, 9, 9, 0, 9, 9, 9], dtype=np.uint32)
     batch = PackedDataset(TokenizedCorpus(tokens, 0, 10, 3), seq_len=6).batch([0, 1])
     assert not batch.to("cpu").inputs
@@ -48,7 +50,9 @@ def test_batch_tensors_are_contiguous_int64(make_dataset: MakeDataset) -> None:
     for tensor in (batch.tokens, batch.labels, batch.positions, batch.document_ids):
         assert (tensor.dtype, tensor.shape, tensor.is_contiguous()) == (torch.int64, (2, 10), True)
     moved = batch.to("meta")
-    assert {t.device.type for t in (moved.tokens, moved.labels, moved.positions, moved.document_ids)} == {"meta"}
+    assert {
+        t.device.type for t in (moved.tokens, moved.labels, moved.positions, moved.document_ids)
+    } == {"meta"}
     assert batch.tokens.device.type == "cpu"
 
 
@@ -58,7 +62,9 @@ def test_batch_refuses_indices_outside(make_dataset: MakeDataset, indices: list[
         make_dataset(2001).batch(indices)
 
 
-def test_each_epoch_is_another_permutation_of_the_training_sequences(make_dataset: MakeDataset) -> None:
+def test_each_epoch_is_another_permutation_of_the_training_sequences(
+    make_dataset: MakeDataset,
+) -> None:
     dataset = make_dataset()
     num_train = dataset.num_train_sequences
     epochs = [dataset.get_train_indices(7, e * num_train, (e + 1) * num_train) for e in range(3)]
@@ -74,7 +80,9 @@ def test_train_indices_do_not_depend_on_how_they_are_asked_for(make_dataset: Mak
     dataset = make_dataset()
     stop = 3 * dataset.num_train_sequences + 5
     whole = dataset.get_train_indices(3, 0, stop)
-    parts = [dataset.get_train_indices(3, start, min(start + 13, stop)) for start in range(0, stop, 13)]
+    parts = [
+        dataset.get_train_indices(3, start, min(start + 13, stop)) for start in range(0, stop, 13)
+    ]
     assert np.concatenate(parts).tolist() == whole.tolist()
     assert dataset.get_train_indices(3, 100, 120).tolist() == whole[100:120].tolist()
 
@@ -90,15 +98,22 @@ def test_validation_sequences_are_never_trained_on(make_dataset: MakeDataset) ->
     validation = dataset.get_validation_indices(0, dataset.num_validation_sequences).tolist()
     assert not train & set(validation)
     assert sorted(train) + validation == list(range(dataset.num_sequences))
-    assert dataset.get_validation_indices(0, 100).tolist() == validation * 5  # 20 held out, repeated
+    # 20 held out, repeated
+    assert dataset.get_validation_indices(0, 100).tolist() == validation * 5
 
 
 @pytest.mark.parametrize(
-    ("num_sequences", "num_validation"), [(2, 1), (10, 1), (200, 20), (640, 64), (6400, 64), (6401, 65), (20000, 200)]
+    ("num_sequences", "num_validation"),
+    [(2, 1), (10, 1), (200, 20), (640, 64), (6400, 64), (6401, 65), (20000, 200)],
 )
-def test_number_of_held_out_sequences(make_dataset: MakeDataset, num_sequences: int, num_validation: int) -> None:
+def test_number_of_held_out_sequences(
+    make_dataset: MakeDataset, num_sequences: int, num_validation: int
+) -> None:
     dataset = make_dataset(num_sequences + 1, seq_len=1)
-    assert (dataset.num_sequences, dataset.num_validation_sequences) == (num_sequences, num_validation)
+    assert (dataset.num_sequences, dataset.num_validation_sequences) == (
+        num_sequences,
+        num_validation,
+    )
     assert dataset.num_train_sequences == num_sequences - num_validation
 
 
@@ -113,7 +128,8 @@ def test_no_label_is_both_trained_and_validated() -> None:
 def test_too_few_sequences(make_dataset: MakeDataset) -> None:
     assert make_dataset(num_tokens=21, seq_len=10).num_sequences == 2
     text = (
-        r"data: 20 tokens give 1 sequence\(s\) of training\.seq_len \(10\), but 2 are needed, .*Lower training\.seq_len"
+        r"data: 20 tokens give 1 sequence\(s\) of training\.seq_len \(10\), but 2 are needed, "
+        r".*Lower training\.seq_len"
     )
     with pytest.raises(DataError, match=text):
         make_dataset(num_tokens=20, seq_len=10)
@@ -124,9 +140,14 @@ def test_share_of_the_sequences_that_is_held_out():
     corpus = TokenizedCorpus(tokens, 0, 2002, 1)
     for share, held_out in ((None, 20), (0.0, 0), (0.25, 50)):
         dataset = PackedDataset(corpus, 10, share)
-        assert (dataset.num_train_sequences, dataset.num_validation_sequences) == (200 - held_out, held_out)
+        assert (dataset.num_train_sequences, dataset.num_validation_sequences) == (
+            200 - held_out,
+            held_out,
+        )
         assert set(dataset.get_train_indices(1, 0, 400).tolist()) == set(range(200 - held_out))
-        assert dataset.fingerprint.endswith("sequences of 10" if share is None else f"of 10, {held_out} held out")
+        assert dataset.fingerprint.endswith(
+            "sequences of 10" if share is None else f"of 10, {held_out} held out"
+        )
     assert PackedDataset(TokenizedCorpus(tokens[:11], 0, 2002, 1), 10, 0.0).num_train_sequences == 1
     with pytest.raises(DataError, match=r"give 0 sequence.*, but 1 is needed"):
         PackedDataset(TokenizedCorpus(tokens[:10], 0, 2002, 1), 10, 0.0)

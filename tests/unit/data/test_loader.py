@@ -8,14 +8,17 @@ from titanlite.data.loader import TrainLoader
 from titanlite.ops import IGNORE_INDEX
 
 MakeDataset = Callable[..., PackedDataset]
-MESHES = [(1, 1), (1, 3), (1, 12), (2, 1), (2, 6), (3, 2), (4, 3), (12, 1)]  # (dp_degree, local_batch_size), G = 12
+# (dp_degree, local_batch_size), G = 12
+MESHES = [(1, 1), (1, 3), (1, 12), (2, 1), (2, 6), (3, 2), (4, 3), (12, 1)]
 
 
 def _make_loader(
     dataset: PackedDataset, dp_degree: int, local_batch_size: int, dp_rank: int = 0, **kwargs: int
 ) -> TrainLoader:
     settings = {"seed": 5, "global_batch_size": 12} | kwargs
-    return TrainLoader(dataset, local_batch_size=local_batch_size, dp_rank=dp_rank, dp_degree=dp_degree, **settings)
+    return TrainLoader(
+        dataset, local_batch_size=local_batch_size, dp_rank=dp_rank, dp_degree=dp_degree, **settings
+    )
 
 
 def _rows(batches: list[Batch]) -> list[tuple[int, ...]]:
@@ -23,14 +26,18 @@ def _rows(batches: list[Batch]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("dp_degree", "local_batch_size"), MESHES)
-def test_any_mesh_sees_the_same_global_batch(make_dataset: MakeDataset, dp_degree: int, local_batch_size: int) -> None:
+def test_any_mesh_sees_the_same_global_batch(
+    make_dataset: MakeDataset, dp_degree: int, local_batch_size: int
+) -> None:
     for step in [0, 14, 15]:  # 180 training sequences: step 14 ends the first epoch
         dataset = make_dataset()
         indices = dataset.get_train_indices(5, step * 12, step * 12 + 12)
         expected = _rows([dataset.batch(indices)])
         seen = []
         for dp_rank in range(dp_degree):
-            batches = _make_loader(dataset, dp_degree, local_batch_size, dp_rank).micro_batches(step)
+            batches = _make_loader(dataset, dp_degree, local_batch_size, dp_rank).micro_batches(
+                step
+            )
             assert len(batches) == 12 // (dp_degree * local_batch_size)
             assert {batch.tokens.shape for batch in batches} == {(local_batch_size, 10)}
             seen += _rows(batches)
@@ -45,7 +52,9 @@ def test_ranks_take_contiguous_slices_of_each_micro_batch(make_dataset: MakeData
     assert _rows([second]) == rows[9:12]
 
 
-def test_steps_cover_every_sequence_once_per_epoch_and_straddle_epochs(make_dataset: MakeDataset) -> None:
+def test_steps_cover_every_sequence_once_per_epoch_and_straddle_epochs(
+    make_dataset: MakeDataset,
+) -> None:
     dataset = make_dataset()
     loader = _make_loader(dataset, 1, 7, global_batch_size=7)  # 180 = 25 * 7 + 5
     rows = [row for step in range(52) for row in _rows(loader.micro_batches(step))]
@@ -71,7 +80,8 @@ def test_validation_takes_every_held_out_row_once_on_any_mesh(
     make_dataset: MakeDataset, dp_degree: int, local_batch_size: int
 ) -> None:
     for num_steps in [0, 1, 4, 10]:
-        dataset = make_dataset(num_tokens=5001)  # 500 sequences, 50 held out: 4 batches of 12, and 2 more
+        # 500 sequences, 50 held out: 4 batches of 12, and 2 more
+        dataset = make_dataset(num_tokens=5001)
         count = min(num_steps * 12, 50) or 50
         expected = _rows([dataset.batch(range(450, 450 + count))])
         num_labels = int((dataset.batch(range(450, 450 + count)).labels != IGNORE_INDEX).sum())
@@ -87,8 +97,12 @@ def test_validation_takes_every_held_out_row_once_on_any_mesh(
             found_labels += sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
             for batch in batches:
                 is_row = batch.document_ids[:, 0] >= 0
-                assert (batch.labels[~is_row] == IGNORE_INDEX).all() and (batch.document_ids[~is_row] == -1).all()
-                seen += [row for row, real in zip(_rows([batch]), is_row.tolist(), strict=True) if real]
+                assert (batch.labels[~is_row] == IGNORE_INDEX).all() and (
+                    batch.document_ids[~is_row] == -1
+                ).all()
+                seen += [
+                    row for row, real in zip(_rows([batch]), is_row.tolist(), strict=True) if real
+                ]
         assert sorted(seen) == sorted(expected)
         assert found_labels == num_labels
         assert lengths == {-(-count // (dp_degree * local_batch_size))}, (
@@ -100,7 +114,9 @@ def test_validation_does_not_depend_on_the_batch_size(make_dataset: MakeDataset)
     for size in [1, 7, 60]:
         dataset = make_dataset(num_tokens=5001)
         batches = list(_make_loader(dataset, 1, size, global_batch_size=size).validation_batches(0))
-        labels = sum(int(batch.labels.where(batch.labels != IGNORE_INDEX, 0).sum()) for batch in batches)
+        labels = sum(
+            int(batch.labels.where(batch.labels != IGNORE_INDEX, 0).sum()) for batch in batches
+        )
         expected = dataset.batch(range(450, 500)).labels
         assert labels == int(expected.where(expected != IGNORE_INDEX, 0).sum())
 

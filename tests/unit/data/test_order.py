@@ -13,13 +13,19 @@ def test_every_sequence_has_one_place(size: int) -> None:
     for seed, epoch in ((0, 0), (-1, 3), (42, 1)):
         found = permute_places(seed, epoch, size, np.arange(size))
         assert np.array_equal(np.sort(found), np.arange(size))
-    assert size < 64 or not np.array_equal(found, permute_places(42, 2, size, np.arange(size))), "by epoch"
-    assert size < 64 or not np.array_equal(found, permute_places(43, 1, size, np.arange(size))), "by seed"
+    assert size < 64 or not np.array_equal(found, permute_places(42, 2, size, np.arange(size))), (
+        "by epoch"
+    )
+    assert size < 64 or not np.array_equal(found, permute_places(43, 1, size, np.arange(size))), (
+        "by seed"
+    )
 
 
 def test_places_do_not_depend_on_how_they_are_asked_for() -> None:
     whole = permute_places(7, 0, 1000, np.arange(1000))
-    assert [int(permute_places(7, 0, 1000, np.array([i]))[0]) for i in range(0, 1000, 97)] == whole[::97].tolist()
+    assert [int(permute_places(7, 0, 1000, np.array([i]))[0]) for i in range(0, 1000, 97)] == whole[
+        ::97
+    ].tolist()
 
 
 def test_the_keyed_order_is_pinned() -> None:
@@ -34,7 +40,9 @@ def test_the_keyed_order_is_pinned() -> None:
 
 
 def test_it_is_as_even_as_chance() -> None:
-    """Pairs (place, sequence) in 16 x 16 cells, over epochs: chi-square with 15 * 15 degrees of freedom, 5 sigma."""
+    """Pairs (place, sequence) in 16 x 16 cells, over epochs: chi-square with 15 * 15 degrees of
+    freedom, 5 sigma.
+    """
     size, epochs = 1009, 200
     counts = np.zeros((16, 16))
     for epoch in range(epochs):

@@ -82,11 +82,15 @@ for number, variable in enumerate(("RAYON_NUM_THREADS=1", "TOKENIZERS_PARALLELIS
         finally:
             os._exit(0)
     os.wait()
-"""
+"""  # noqa: E501
 
 
-def test_training_does_not_depend_on_threads(text_folder: Path, tmp_path: Path, bpe: Tokenizer) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TOKENIZERS_PARALLELISM"}
+def test_training_does_not_depend_on_threads(
+    text_folder: Path, tmp_path: Path, bpe: Tokenizer
+) -> None:
+    environment = {
+        key: value for key, value in os.environ.items() if key != "TOKENIZERS_PARALLELISM"
+    }
     command = [
         sys.executable,
         "-W",
@@ -134,7 +138,9 @@ def test_first_use_trains_and_the_next_one_loads(
     assert len(build_tokenizer(data, corpus)) == 301
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda _: b"", lambda _: b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[: len(content) // 2], lambda _: b"", lambda _: b"\xff\xfe"]
+)
 def test_damaged_cache_is_rebuilt(
     data: DataSection, built: PreTrainedTokenizerFast, damage: Callable[[bytes], bytes]
 ) -> None:
@@ -151,18 +157,24 @@ def test_small_corpus_gives_a_smaller_vocabulary(data: DataSection, tmp_path: Pa
     assert len(build_tokenizer(data, build_corpus(data))) == 260  # ab, abc, abcabc
 
 
-@pytest.mark.parametrize("model_type", [*families(), "gemma3_text", "gpt_neox", "mistral", "phi", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "model_type", [*families(), "gemma3_text", "gpt_neox", "mistral", "phi", "qwen3_5_text"]
+)
 def test_a_bpe_is_trained_in_the_form_that_the_model_s_class_reads(
     data: DataSection, tmp_path: Path, model_type: str
 ) -> None:
-    """Qwen2's class, for one, takes vocabulary and merges from tokenizer.json, and its own splitting and NFC."""
+    """Qwen2's class, for one, takes vocabulary and merges from tokenizer.json, and its own
+    splitting and NFC.
+    """
     tokenizer = build_tokenizer(data, build_corpus(data), model_type)
     save_tokenizer(tokenizer, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     assert theirs.encode(TEXT) == tokenizer.encode(TEXT) and len(theirs) == len(tokenizer) == 300
     splits_digits = model_type.startswith("qwen")
-    assert (len(tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("123")) == 3) == splits_digits
+    assert (
+        len(tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("123")) == 3
+    ) == splits_digits
 
 
 def test_a_bpe_of_another_form_is_found_and_read_as_it_was_trained(
@@ -180,12 +192,16 @@ def test_a_bpe_of_another_form_is_found_and_read_as_it_was_trained(
 def test_a_class_that_is_named_is_built(built: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     save_tokenizer(built, tmp_path)
     table = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(table | {"tokenizer_class": "Qwen2Tokenizer"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(table | {"tokenizer_class": "Qwen2Tokenizer"})
+    )
     loaded = load_tokenizer(tmp_path)
     assert type(loaded).__name__ == "Qwen2Tokenizer"
 
 
-def test_load_folder_file_and_folder_without_config(built: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_load_folder_file_and_folder_without_config(
+    built: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     built.save_pretrained(tmp_path)
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -196,17 +212,28 @@ def test_load_folder_file_and_folder_without_config(built: PreTrainedTokenizerFa
         assert loaded.eos_token_id == 0
 
 
-def test_errors_name_path_and_setting(built: PreTrainedTokenizerFast, data: DataSection, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"data: tokenizer_path {tmp_path}: {tmp_path}/tokenizer\.json does not exist"):
+def test_errors_name_path_and_setting(
+    built: PreTrainedTokenizerFast, data: DataSection, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        DataError,
+        match=rf"data: tokenizer_path {tmp_path}: {tmp_path}/tokenizer\.json does not exist",
+    ):
         load_tokenizer(tmp_path)
     broken = tmp_path / "broken.json"
     broken.write_text("{}")
-    with pytest.raises(DataError, match=rf"data: tokenizer_path {broken}: transformers cannot load it \("):
+    with pytest.raises(
+        DataError, match=rf"data: tokenizer_path {broken}: transformers cannot load it \("
+    ):
         load_tokenizer(broken)
     nameless = tmp_path / "nameless.json"
-    serialized = json.dumps(json.loads(built.backend_tokenizer.to_str())).replace(END_OF_TEXT, "<|stop|>")
+    serialized = json.dumps(json.loads(built.backend_tokenizer.to_str())).replace(
+        END_OF_TEXT, "<|stop|>"
+    )
     nameless.write_text(serialized)
-    with pytest.raises(DataError, match=rf"data: tokenizer_path {nameless}: no end-of-text token\. Add eos_token"):
+    with pytest.raises(
+        DataError, match=rf"data: tokenizer_path {nameless}: no end-of-text token\. Add eos_token"
+    ):
         load_tokenizer(nameless)
 
 
@@ -215,7 +242,9 @@ def test_code_in_the_folder_is_never_run(built: PreTrainedTokenizerFast, tmp_pat
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Mine: pass\n")
+    (tmp_path / "mine.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Mine: pass\n"
+    )
     with pytest.raises(DataError, match="contains custom code"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
@@ -223,12 +252,16 @@ def test_code_in_the_folder_is_never_run(built: PreTrainedTokenizerFast, tmp_pat
 
 def test_ids_with_holes_are_counted_to_the_last_one(bpe: Tokenizer) -> None:
     vocab = {"a": 0, "b": 7, "<eos>": 40}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocab, unk_token="a")), eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocab, unk_token="a")), eos_token="<eos>"
+    )
     assert (len(tokenizer), count_ids(tokenizer)) == (3, 41)
 
 
 @pytest.mark.parametrize("nested", [200, 5_000])
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "config.json", "special_tokens_map.json"]
+)
 def test_deeply_nested_files_of_a_folder_are_named(
     built: PreTrainedTokenizerFast, tmp_path: Path, name: str, nested: int
 ) -> None:

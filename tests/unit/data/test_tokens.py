@@ -32,7 +32,9 @@ def _get_file(data: DataSection) -> Path:
     return file
 
 
-def test_every_document_is_followed_by_end_of_text(data: DataSection, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_document_is_followed_by_end_of_text(
+    data: DataSection, tokenizer: PreTrainedTokenizerFast
+) -> None:
     expected = []
     for _, text in build_corpus(data):
         expected += [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
@@ -46,9 +48,14 @@ def test_every_document_is_followed_by_end_of_text(data: DataSection, tokenizer:
 
 @pytest.mark.parametrize("begin", ["<|begin|>", END_OF_TEXT])
 def test_every_document_begins_with_what_the_tokenizer_puts_before_a_text(
-    begin: str, data: DataSection, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    begin: str,
+    data: DataSection,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Llama's begin-of-text token; where it is the end-of-text token too, the document before has left it."""
+    """Llama's begin-of-text token; where it is the end-of-text token too, the document before has
+    left it.
+    """
     monkeypatch.setattr(tokens_module, "_PIECE_CHARS", 50)  # documents of several pieces
     plain = _build(data, tokenizer).tokens.tolist()
     tokenizer = copy.deepcopy(tokenizer)
@@ -76,10 +83,13 @@ def test_text_that_spells_a_special_token_is_text(
     ids = _build(data, tokenizer).tokens.tolist()
     assert [i for i, token in enumerate(ids) if token == tokenizer.eos_token_id] == [len(ids) - 1]
     assert tokenizer.decode(ids[:-1]) == text
-    assert tokenizer.encode(text).count(tokenizer.eos_token_id) == 1  # the caller's tokenizer is left as it was
+    # the caller's tokenizer is left as it was
+    assert tokenizer.encode(text).count(tokenizer.eos_token_id) == 1
 
 
-def test_large_vocabulary_gives_uint32(data: DataSection, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_large_vocabulary_gives_uint32(
+    data: DataSection, tokenizer: PreTrainedTokenizerFast
+) -> None:
     small = _build(data, tokenizer).tokens.tolist()
     tokenizer.add_tokens([f"<extra-{i}>" for i in range(2**16 - 300)])
     assert _build(data, tokenizer).tokens.dtype == np.uint16  # exactly 65536 still fit
@@ -118,7 +128,9 @@ def test_second_call_maps_the_file_of_the_first(
     assert caplog.text.count("tokenized") == 1
 
 
-def test_key_follows_text_and_tokenizer(data: DataSection, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_key_follows_text_and_tokenizer(
+    data: DataSection, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     data.path = str(tmp_path / "a.txt")
     Path(data.path).write_text("aa bb")
     first = _build(data, tokenizer).tokens.tolist()
@@ -145,7 +157,9 @@ def _remove_header(file: Path) -> None:
 
 def _change_header(file: Path) -> None:
     header = json.loads(file.with_suffix(".json").read_text())
-    file.with_suffix(".json").write_text(json.dumps(header | {"num_tokens": header["num_tokens"] + 1}))
+    file.with_suffix(".json").write_text(
+        json.dumps(header | {"num_tokens": header["num_tokens"] + 1})
+    )
 
 
 DAMAGES = [
@@ -166,7 +180,8 @@ def test_damaged_cache_is_rebuilt(
     assert not list(file.parent.glob("*.tmp"))
 
 
-# Two processes meet before they start; each notes what it builds, and takes so long that the other must wait.
+# Two processes meet before they start; each notes what it builds, and takes so long that the other
+# must wait.
 BUILDER_SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -190,13 +205,18 @@ while len(list(folder.glob("ready-*"))) < 2:
     time.sleep(0.001)
 corpus = build_corpus(data)
 print(build_tokens(data, corpus, build_tokenizer(data, corpus)).tokens.tolist())
-"""
+"""  # noqa: E501
 
 
 def test_concurrent_processes_build_once(text_folder: Path, tmp_path: Path) -> None:
-    commands = [[sys.executable, "-c", BUILDER_SCRIPT, str(tmp_path), str(text_folder), me] for me in "ab"]
+    commands = [
+        [sys.executable, "-c", BUILDER_SCRIPT, str(tmp_path), str(text_folder), me] for me in "ab"
+    ]
     root = Path(titanlite.__file__).parents[1]
-    processes = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for command in commands]
+    processes = [
+        subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
+        for command in commands
+    ]
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert outputs[0] == outputs[1]

@@ -33,14 +33,17 @@ CONFIG = ModelConfig(
 @pytest.mark.parametrize(
     ("degrees", "param_dtype", "expected"),
     [
-        (Degrees(dp_shard=4, ep=4), "float32", False),  # whole on their ranks: one rank has nothing to gather
+        # whole on their ranks: one rank has nothing to gather
+        (Degrees(dp_shard=4, ep=4), "float32", False),
         (Degrees(dp_shard=4, ep=4), "bfloat16", False),  # `ExpertCopies` cast
         (Degrees(dp_shard=4, ep=2), "float32", True),
         (Degrees(dp_replicate=2, dp_shard=2, ep=2), "float32", True),  # FSDP reduces over replicas
         (Degrees(dp_shard=2, tp=2, ep=4), "float32", False),
     ],
 )
-def test_experts_are_units_where_that_changes_anything(degrees: Degrees, param_dtype: str, expected: bool) -> None:
+def test_experts_are_units_where_that_changes_anything(
+    degrees: Degrees, param_dtype: str, expected: bool
+) -> None:
     job = JobConfig()
     job.training.mixed_precision_param = param_dtype  # type: ignore[assignment]
     with fake_ranks(4):
@@ -59,7 +62,9 @@ def test_of_a_model_on_one_rank_fsdp_has_what_it_casts(param_dtype: str) -> None
     with fake_ranks(1):
         model = build_decoder(CONFIG)
         parallelize(model, job, ParallelDims.build(Degrees(), "cpu"), "cpu")
-        assert {isinstance(param, DTensor) for param in model.parameters()} == {param_dtype == "bfloat16"}
+        assert {isinstance(param, DTensor) for param in model.parameters()} == {
+            param_dtype == "bfloat16"
+        }
 
 
 def test_copies_of_experts_add_gradients_in_float32() -> None:
@@ -116,7 +121,9 @@ def test_tokens_do_not_share_a_group_with_parameters(ep: int) -> None:
         (Degrees(pp=2, dp_shard=2, ep=2), ("pp", "dp_shard"), ("pp", "efsdp", "ep")),
     ],
 )
-def test_an_axis_of_one_rank_has_no_group(degrees: Degrees, dense: tuple, sparse: tuple | None) -> None:
+def test_an_axis_of_one_rank_has_no_group(
+    degrees: Degrees, dense: tuple, sparse: tuple | None
+) -> None:
     """But for those that FSDP units are split over."""
     for rank in range(4):
         with fake_ranks(4, rank):
@@ -128,7 +135,11 @@ def test_an_axis_of_one_rank_has_no_group(degrees: Degrees, dense: tuple, sparse
             assert dims.dropout_rank == rank // degrees.tp
             assert dims.dense.get_coordinate() == tuple(
                 c
-                for c, axis in zip(_place(rank, degrees), ("pp", "dp_replicate", degrees.fsdp_axis, "tp"), strict=True)
+                for c, axis in zip(
+                    _place(rank, degrees),
+                    ("pp", "dp_replicate", degrees.fsdp_axis, "tp"),
+                    strict=True,
+                )
                 if axis in dense
             )
 
@@ -142,7 +153,9 @@ def test_an_axis_of_one_rank_has_no_group(degrees: Degrees, dense: tuple, sparse
     ],
 )
 def test_pieces_of_sequences_lie_on_neighbours(degrees: Degrees, groups: list[list[int]]) -> None:
-    """Those that read the same data, with the same place among the tp ranks; the group is no other group."""
+    """Those that read the same data, with the same place among the tp ranks; the group is no other
+    group.
+    """
     for rank in range(8):
         with fake_ranks(8, rank):
             dims = ParallelDims.build(degrees, "cpu")
@@ -153,4 +166,9 @@ def test_pieces_of_sequences_lie_on_neighbours(degrees: Degrees, groups: list[li
 
 def _place(rank: int, degrees: Degrees) -> tuple[int, int, int, int]:
     stage, rank = divmod(rank, degrees.stage_size)
-    return stage, rank // (degrees.fsdp * degrees.tp), rank // degrees.tp % degrees.fsdp, rank % degrees.tp
+    return (
+        stage,
+        rank // (degrees.fsdp * degrees.tp),
+        rank // degrees.tp % degrees.fsdp,
+        rank % degrees.tp,
+    )

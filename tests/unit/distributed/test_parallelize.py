@@ -1,4 +1,6 @@
-"""Where torch.compile keeps what it loads and runs, and what a recomputation of a layer takes from the forward."""
+"""Where torch.compile keeps what it loads and runs, and what a recomputation of a layer takes from
+the forward.
+"""
 
 import os
 import stat
@@ -48,19 +50,24 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch, is_own):
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with pytest.raises(
-        ConfigError, match=rf"loads libraries from .*, which user {owner} owns \(mode 7.*\); user {owner + 1}"
+        ConfigError,
+        match=rf"loads libraries from .*, which user {owner} owns \(mode 7.*\); user {owner + 1}",
     ):
         parallelize.secure_cache()
 
 
-def test_a_folder_that_others_can_write_to_or_that_cannot_be_made_is_refused(chosen, tmp_path, monkeypatch):
+def test_a_folder_that_others_can_write_to_or_that_cannot_be_made_is_refused(
+    chosen, tmp_path, monkeypatch
+):
     with pytest.raises(ConfigError, match=r"owns \(mode 775\); user .* \(`chmod go-w`\)\."):
         parallelize.secure_cache()
     chosen.chmod(0o755)
     parallelize.secure_cache()
     (tmp_path / "file").touch()
     monkeypatch.setenv(NAME, str(tmp_path / "file/cache"))
-    with pytest.raises(ConfigError, match=rf"cannot use the cache folder .*/file/cache: .* Set {NAME} to a folder"):
+    with pytest.raises(
+        ConfigError, match=rf"cannot use the cache folder .*/file/cache: .* Set {NAME} to a folder"
+    ):
         parallelize.secure_cache()
 
 
@@ -76,7 +83,9 @@ def test_all_that_compiles_has_looked_before():
     with pytest.raises(ConfigError, match="loads libraries from"):
         parallelize.wrap_layers(Model(), job, experts_on_own_mesh=False)
     package = Path(parallelize.__file__).parents[1]
-    calls = [p.name for p in package.rglob("*.py") if "torch.compile(" in p.read_text(encoding="utf-8")]
+    calls = [
+        p.name for p in package.rglob("*.py") if "torch.compile(" in p.read_text(encoding="utf-8")
+    ]
     assert calls == ["parallelize.py"], "the only place that calls it"
 
 
@@ -93,7 +102,8 @@ def test_what_is_kept_is_made_once_however_often_a_layer_is_recomputed():
     made.clear()
     out = [parallelize._checkpoint(layer, x, weight).sum()]
     assert len(made) == 1
-    out.append(parallelize._checkpoint(layer, x, weight).sum())  # a layer's next micro-batch has values of its own
+    # a layer's next micro-batch has values of its own
+    out.append(parallelize._checkpoint(layer, x, weight).sum())
     assert len(made) == 2
     for _ in range(2):
         torch.testing.assert_close(
@@ -102,4 +112,6 @@ def test_what_is_kept_is_made_once_however_often_a_layer_is_recomputed():
     assert len(made) == 2
     expected = torch.autograd.grad(out[1], (x, weight))
     made.pop()
-    torch.testing.assert_close(torch.autograd.grad(layer(x, weight).sum(), (x, weight)), expected, rtol=0, atol=0)
+    torch.testing.assert_close(
+        torch.autograd.grad(layer(x, weight).sum(), (x, weight)), expected, rtol=0, atol=0
+    )

@@ -9,7 +9,10 @@ import torch.distributed as dist
 from titanlite.base.errors import NEVER_RESTARTED, ConfigError, TransientError
 from titanlite.distributed import parallel_dims
 
-UNREACHED = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused\nframe #0"
+UNREACHED = (
+    "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection "
+    "refused\nframe #0"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +27,14 @@ def _rank(monkeypatch):
 def test_a_wrong_interface_is_final_an_unreached_rank_is_not():
     error = parallel_dims._explain(RuntimeError("ifa != nullptr. Unable to find address for: eth7"))
     assert isinstance(error, ConfigError) and error.exit_code in NEVER_RESTARTED
-    assert "by the interface eth7 and port 29500: ifa != nullptr. Unable to find address" in str(error)
+    assert "by the interface eth7 and port 29500: ifa != nullptr. Unable to find address" in str(
+        error
+    )
     error = parallel_dims._explain(RuntimeError(UNREACHED))
     assert isinstance(error, TransientError) and error.exit_code not in NEVER_RESTARTED
-    assert "rank 3 on " in str(error) and "by the interface eth7 and port 29500: Gloo connectFullMesh" in str(error)
+    assert "rank 3 on " in str(
+        error
+    ) and "by the interface eth7 and port 29500: Gloo connectFullMesh" in str(error)
     assert "frame" not in str(error)
     error = RuntimeError("out of file descriptors")
     assert parallel_dims._explain(error) is error
@@ -59,8 +66,12 @@ def test_the_interface_is_chosen_unless_the_user_names_one(monkeypatch):
     ("world_size", "on_this_machine", "expected"),
     [("4", "4", "lo"), ("1", None, "lo"), (None, None, "lo"), ("4", None, None)],
 )
-def test_ranks_of_one_machine_listen_on_the_loopback_interface(monkeypatch, world_size, on_this_machine, expected):
-    """Also those of torchrun, and one process alone; not where nobody knows how many ranks are here."""
+def test_ranks_of_one_machine_listen_on_the_loopback_interface(
+    monkeypatch, world_size, on_this_machine, expected
+):
+    """Also those of torchrun, and one process alone; not where nobody knows how many ranks are
+    here.
+    """
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     environment = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": on_this_machine}
     for before, after in ((None, expected), ("lo", expected), ("eth7", "eth7")):
@@ -75,13 +86,19 @@ def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TITANLITE_GPUS", "8")
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(ConfigError, match=r"nvidia-smi lists 8 .* it was built without CUDA\. Install"):
+    with pytest.raises(
+        ConfigError, match=r"nvidia-smi lists 8 .* it was built without CUDA\. Install"
+    ):
         parallel_dims.init_distributed(60)
 
     def init() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040).\nPlease update"
+        )
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
-    with pytest.raises(ConfigError, match=r"driver on your system is too old \(found version 11040\)\. Install"):
+    with pytest.raises(
+        ConfigError, match=r"driver on your system is too old \(found version 11040\)\. Install"
+    ):
         parallel_dims.init_distributed(60)

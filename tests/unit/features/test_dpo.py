@@ -1,4 +1,6 @@
-"""DPO on packed pairs against a direct implementation on transformers' models, and the cache of references."""
+"""DPO on packed pairs against a direct implementation on transformers' models, and the cache of
+references.
+"""
 
 import pytest
 import torch
@@ -35,7 +37,9 @@ def relative(actual, expected):
     return (actual.double() - expected.double()).norm() / expected.double().norm()
 
 
-@pytest.mark.parametrize(("family", "smoothing"), [("qwen3", 0.2), ("llama", 0.0), ("qwen3_moe", 0.0), ("dots1", 0.2)])
+@pytest.mark.parametrize(
+    ("family", "smoothing"), [("qwen3", 0.2), ("llama", 0.0), ("qwen3_moe", 0.0), ("dots1", 0.2)]
+)
 def test_loss_metrics_and_gradients_equal_the_formula_on_transformers(tiny, family, smoothing):
     config = tiny.config(family)
     ours, before = tiny.ours(config, seed=1), tiny.ours(config, seed=2)
@@ -55,7 +59,8 @@ def test_loss_metrics_and_gradients_equal_the_formula_on_transformers(tiny, fami
     for name, value in metrics.items():
         assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     gradients = {name: param.grad for name, param in policy.named_parameters()}
-    floor = 1e-3 * torch.stack([g.norm() for g in gradients.values()]).norm()  # of rounding in gradients that vanish
+    # of rounding in gradients that vanish
+    floor = 1e-3 * torch.stack([g.norm() for g in gradients.values()]).norm()
     for name, param in ours.named_parameters():
         error = (param.grad - gradients[name]).norm() / torch.maximum(gradients[name].norm(), floor)
         assert error <= BOUND, f"{name}: {error:.1e}"
@@ -63,7 +68,9 @@ def test_loss_metrics_and_gradients_equal_the_formula_on_transformers(tiny, fami
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_reference_without_adapters(tiny):
-    """The policy is the model with adapters, the reference the same model without them; as peft's `disable_adapter`."""
+    """The policy is the model with adapters, the reference the same model without them; as peft's
+    `disable_adapter`.
+    """
     from peft import LoraConfig, get_peft_model
 
     config = tiny.config("qwen3")
@@ -73,11 +80,15 @@ def test_reference_without_adapters(tiny):
     materialize(model, "cpu")
     model.load_state_dict(base.state_dict(), strict=False)
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    theirs = get_peft_model(tiny.theirs(config, base), LoraConfig(r=4, lora_alpha=8, target_modules=names))
+    theirs = get_peft_model(
+        tiny.theirs(config, base), LoraConfig(r=4, lora_alpha=8, target_modules=names)
+    )
     pairs = {}
     for name, param in theirs.named_parameters():
         if "lora_" in name:
-            mine = model.get_parameter(name.removeprefix("base_model.model.").replace(".default.weight", ""))
+            mine = model.get_parameter(
+                name.removeprefix("base_model.model.").replace(".default.weight", "")
+            )
             pairs[name] = (mine, param)
             with torch.no_grad():
                 mine.normal_(std=0.1, generator=torch.Generator().manual_seed(len(pairs)))
@@ -128,7 +139,9 @@ def test_rows_of_padding_add_nothing(tiny):
 
 @pytest.fixture
 def cache(tiny, run_ranks):
-    """`cache(batches, look)`: fill a reference on one rank, return `look(reference, calls, model)`."""
+    """`cache(batches, look)`: fill a reference on one rank, return `look(reference, calls,
+    model)`.
+    """
     model = tiny.ours(tiny.config("qwen3"), 1)
 
     def fill(batches, look):

@@ -47,11 +47,18 @@ def save_alone(model: Any, folder: Path) -> None:
         dist.destroy_process_group()
 
 
-def with_more(saved: Path, folder: Path, more: Mapping[str, torch.Tensor], **config: Any) -> dict[str, torch.Tensor]:
-    """Copy the model to `folder` with `more` tensors and settings in config.json; return its own tensors."""
+def with_more(
+    saved: Path, folder: Path, more: Mapping[str, torch.Tensor], **config: Any
+) -> dict[str, torch.Tensor]:
+    """Copy the model to `folder` with `more` tensors and settings in config.json; return its own
+    tensors.
+    """
     folder.mkdir()
     tensors = load_file(saved / "model.safetensors")
-    save_file(tensors | {key: tensor.clone() for key, tensor in more.items()}, folder / "model.safetensors")
+    save_file(
+        tensors | {key: tensor.clone() for key, tensor in more.items()},
+        folder / "model.safetensors",
+    )
     table = json.loads((saved / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps(table))
     return tensors
@@ -86,7 +93,11 @@ def carried_in(folder: Path, config: Any = GLM) -> tuple[Any, Any]:
     ],
 )
 def test_which_tensors_may_be_carried(key: str, is_one: bool) -> None:
-    used = {"model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.vision_part.proj.weight"}
+    used = {
+        "model.layers.1.mlp.up_proj.weight",
+        "model.embed_tokens.weight",
+        "model.vision_part.proj.weight",
+    }
     keys = [*used, "model.layers.2.eh_proj.weight", key]
     assert (key in find_passengers(keys, used, ["^passed.over"])) == is_one
 
@@ -95,14 +106,23 @@ def test_what_is_neither_computed_nor_a_passenger_is_refused(saved: Path, tmp_pa
     with_more(saved, tmp_path / "base", EH_PROJ | {"model.layers.0.mlp.up.weight": torch.ones(2)})
     with pytest.raises(PlanError) as error:
         carried_in(tmp_path / "base")
-    text = "unexpected, checkpoint {} has it and the model does not. Correct its name, or remove it there."
-    assert str(error.value).endswith(f"model.layers.0.mlp.up.weight: {text.format(tmp_path / 'base')}")
+    text = (
+        "unexpected, checkpoint {} has it and the model does not. Correct its name, or remove "
+        "it there."
+    )
+    assert str(error.value).endswith(
+        f"model.layers.0.mlp.up.weight: {text.format(tmp_path / 'base')}"
+    )
 
 
 def test_copies_are_told_by_their_names_and_said(saved: Path, tmp_path: Path, caplog: Any) -> None:
     tensors = load_file(saved / "model.safetensors")
     embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
-    more = EH_PROJ | {COPY_OF_EMBEDDING: embedding, COPY_OF_HEAD: head, f"{LAYER}other.weight": embedding + 1}
+    more = EH_PROJ | {
+        COPY_OF_EMBEDDING: embedding,
+        COPY_OF_HEAD: head,
+        f"{LAYER}other.weight": embedding + 1,
+    }
     with_more(saved, tmp_path / "base", more)
     with caplog.at_level(logging.WARNING):
         _, carried = carried_in(tmp_path / "base")
@@ -112,17 +132,27 @@ def test_copies_are_told_by_their_names_and_said(saved: Path, tmp_path: Path, ca
     }
     name = LAYER.removesuffix(".")
     said = [record.message for record in caplog.records if "not trained" in record.message]
-    assert len(said) == 1 and "4 tensors (" in said[0] and f"into what is saved: {name} (4). {COPY_OF_EMB}" in said[0]
+    assert (
+        len(said) == 1
+        and "4 tensors (" in said[0]
+        and f"into what is saved: {name} (4). {COPY_OF_EMB}" in said[0]
+    )
 
 
-COPY_OF_EMB = f"{COPY_OF_EMBEDDING} follows model.embed_tokens.weight. {COPY_OF_HEAD} follows lm_head.weight."
+COPY_OF_EMB = (
+    f"{COPY_OF_EMBEDDING} follows model.embed_tokens.weight. {COPY_OF_HEAD} follows lm_head.weight."
+)
 
 
 def test_of_a_tied_model_the_copy_of_the_head_follows_the_embedding(tmp_path: Path) -> None:
     config = dataclasses.replace(QWEN3, tie_word_embeddings=True)
     save_alone(build_decoder(config), tmp_path / "model")
     embedding = load_file(tmp_path / "model/model.safetensors")["model.embed_tokens.weight"]
-    with_more(tmp_path / "model", tmp_path / "base", {"lm_head.weight": embedding, "mtp.lm_head.weight": embedding})
+    with_more(
+        tmp_path / "model",
+        tmp_path / "base",
+        {"lm_head.weight": embedding, "mtp.lm_head.weight": embedding},
+    )
     plan, carried = carried_in(tmp_path / "base", config)
     with torch.no_grad():
         plan.model.model.embed_tokens.weight.add_(1)
@@ -130,7 +160,9 @@ def test_of_a_tied_model_the_copy_of_the_head_follows_the_embedding(tmp_path: Pa
     assert {item.key for file in files for item, _ in file.items} >= {"mtp.lm_head.weight"}
     create_files(tmp_path, files)
     write_items(tmp_path, files, "writing")
-    assert torch.equal(load_file(tmp_path / "model.safetensors")["mtp.lm_head.weight"], embedding + 1)
+    assert torch.equal(
+        load_file(tmp_path / "model.safetensors")["mtp.lm_head.weight"], embedding + 1
+    )
 
 
 def test_fp8_is_dequantized_as_the_trained_weights_are(saved: Path, tmp_path: Path) -> None:
@@ -151,21 +183,29 @@ def test_fp8_is_dequantized_as_the_trained_weights_are(saved: Path, tmp_path: Pa
 
     with_more(saved, tmp_path / "bad", EH_PROJ | {key: codes, f"{key}_scale_inv": scale[:2]})
     with pytest.raises(
-        CheckpointError, match=rf"{key}_scale_inv has shape .* Dequantize the checkpoint with transformers first\."
+        CheckpointError,
+        match=rf"{key}_scale_inv has shape .* Dequantize the checkpoint with transformers first\.",
     ):
         carried_in(tmp_path / "bad")
 
 
 def test_mxfp4_is_carried_byte_for_byte(saved: Path, tmp_path: Path) -> None:
-    packed = {"mtp.w_blocks": torch.randint(256, (3, 2, 16)).byte(), "mtp.w_scales": torch.randint(256, (3, 2)).byte()}
+    packed = {
+        "mtp.w_blocks": torch.randint(256, (3, 2, 16)).byte(),
+        "mtp.w_scales": torch.randint(256, (3, 2)).byte(),
+    }
     with_more(saved, tmp_path / "base", packed)
     export_checkpoint(tmp_path / "base", tmp_path / "out", torch.bfloat16)
     got = load_file(tmp_path / "out/model.safetensors")
     assert all(torch.equal(got[key], tensor) for key, tensor in packed.items())
 
 
-def test_they_are_never_in_memory(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one tensor of 96 MiB the largest buffer has 1 MiB, also when the shards are copied for the background."""
+def test_they_are_never_in_memory(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one tensor of 96 MiB the largest buffer has 1 MiB, also when the shards are copied for the
+    background.
+    """
     large = torch.arange(12 << 20, dtype=torch.int64).view(3, 4, -1)
     with_more(saved, tmp_path / "base", {"mtp.large": large})
     plan, carried = carried_in(tmp_path / "base")
@@ -187,11 +227,19 @@ def test_they_are_never_in_memory(saved: Path, tmp_path: Path, monkeypatch: pyte
 
 def test_the_text_part_of_a_larger_model_stays_a_part_of_it(tmp_path: Path) -> None:
     """Vision tower and config.json survive, so that the whole can be loaded again."""
-    text: dict[str, Any] = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 8)
+    text: dict[str, Any] = dict.fromkeys(
+        ("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 8
+    )
     text |= dict.fromkeys(("num_attention_heads", "linear_num_value_heads"), 4)
     text |= dict.fromkeys(("num_hidden_layers", "num_key_value_heads", "linear_num_key_heads"), 2)
-    text |= {"vocab_size": 96, "hidden_size": 32, "layer_types": ["linear_attention", "full_attention"]}
-    vision = dict.fromkeys(("hidden_size", "intermediate_size", "out_hidden_size", "num_position_embeddings"), 16)
+    text |= {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+    }
+    vision = dict.fromkeys(
+        ("hidden_size", "intermediate_size", "out_hidden_size", "num_position_embeddings"), 16
+    )
     vision |= {"depth": 1, "num_heads": 2, "patch_size": 4}
     transformers.utils.logging.disable_progress_bar()
     config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
@@ -208,5 +256,8 @@ def test_the_text_part_of_a_larger_model_stays_a_part_of_it(tmp_path: Path) -> N
     _, info = load(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
     tokens = torch.arange(10)[None]
-    loaded = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "out")]
+    loaded = [
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        for name in ("base", "out")
+    ]
     assert torch.equal(loaded[0](tokens).logits, loaded[1](tokens).logits)

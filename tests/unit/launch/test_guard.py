@@ -54,7 +54,9 @@ def compute(): time.sleep(100)
 
 @pytest.fixture
 def start(tmp_path):
-    """`start(rank, what, code=, timeout_s=, grace_s=)` -> pid of a rank whose notices are in `tmp_path`/notices."""
+    """`start(rank, what, code=, timeout_s=, grace_s=)` -> pid of a rank whose notices are in
+    `tmp_path`/notices.
+    """
     (tmp_path / "notices").mkdir()
     script = tmp_path / "rank.py"
     script.write_text(RANK)
@@ -68,7 +70,9 @@ def start(tmp_path):
             "PYTHONPATH": str(ROOT),
         }
         arguments = [str(timeout_s), str(grace_s), str(tmp_path / "run"), what, str(code)]
-        process = subprocess.Popen([sys.executable, str(script), *arguments], env=environment, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, str(script), *arguments], env=environment, stdout=subprocess.PIPE
+        )
         started.append(process)
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         return process.pid
@@ -113,18 +117,29 @@ def test_signal_is_named(start, tmp_path):
 
 
 def test_a_rank_that_fails_after_the_look_and_before_torchs_is_started_again(tmp_path, monkeypatch):
-    """torch's look ends all ranks and waits for them: `watch` would never see the one that failed."""
+    """torch's look ends all ranks and waits for them: `watch` would never see the one that
+    failed.
+    """
     options = {
-        "failures": {1: SimpleNamespace(exitcode=-15, timestamp=20), 2: SimpleNamespace(exitcode=-9, timestamp=10)}
+        "failures": {
+            1: SimpleNamespace(exitcode=-15, timestamp=20),
+            2: SimpleNamespace(exitcode=-9, timestamp=10),
+        }
     }
     found = RunResult(WorkerState.FAILED, **options)
-    monkeypatch.setattr(LocalElasticAgent, "__init__", lambda self: setattr(self, "_remaining_restarts", 3))
+    monkeypatch.setattr(
+        LocalElasticAgent, "__init__", lambda self: setattr(self, "_remaining_restarts", 3)
+    )
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: found)
     agent = Agent(Guard(str(tmp_path)), str(tmp_path))
     agent._pcontext = None
     assert agent._monitor_workers(SimpleNamespace(spec=SimpleNamespace(max_restarts=3))) is found
-    assert agent._guard.failure == Failure("rank 2 was ended by SIGKILL (often: out of memory)", 128 + 9)
-    assert agent._remaining_restarts == 3 and read_restart_in(tmp_path, monkeypatch).why.startswith("rank 2 was ended")
+    assert agent._guard.failure == Failure(
+        "rank 2 was ended by SIGKILL (often: out of memory)", 128 + 9
+    )
+    assert agent._remaining_restarts == 3 and read_restart_in(tmp_path, monkeypatch).why.startswith(
+        "rank 2 was ended"
+    )
     agent._guard.note_failure(0, 1)
     assert agent._guard.failure.code == 128 + 9, "the first is the cause"
 
@@ -150,7 +165,9 @@ def test_hang_says_where_each_rank_stands_and_where_the_stacks_are(start, tmp_pa
     failure = watch(Guard(str(tmp_path / "notices")), pids)
     assert failure.code == 124 and failure.said
     said = capfd.readouterr().err
-    assert re.search(r"ranks 0, 1, 2 have not moved for \d+ s since step 2, forward\. Stacks: ", said)
+    assert re.search(
+        r"ranks 0, 1, 2 have not moved for \d+ s since step 2, forward\. Stacks: ", said
+    )
     stacks = tmp_path / "run/stacks"
     assert f"Stacks: {stacks}\n" in said
     assert "in compute" in (stacks / "rank-0.txt").read_text()
@@ -180,7 +197,10 @@ def test_run_that_does_not_stop_in_its_grace_is_ended(start, tmp_path, capfd):
     request_stop(folder)
     failure = watch(guard, pids)
     assert failure.code == 128 + signal.SIGTERM and is_gone(pids[0])
-    assert "job.stop_grace_seconds (1 s) are over and the ranks are still in step 2 (forward)" in capfd.readouterr().err
+    assert (
+        "job.stop_grace_seconds (1 s) are over and the ranks are still in step 2 (forward)"
+        in capfd.readouterr().err
+    )
     assert not guard.wants_restart(0, 3)
 
 
@@ -195,7 +215,9 @@ def test_run_that_does_not_stop_in_its_grace_is_ended(start, tmp_path, capfd):
         (None, 0, False, False),
     ],
 )
-def test_restarts_only_where_they_may_help(tmp_path, monkeypatch, failure, restarts, stopped, expected):
+def test_restarts_only_where_they_may_help(
+    tmp_path, monkeypatch, failure, restarts, stopped, expected
+):
     monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))
     guard = Guard(str(tmp_path))
     guard.failure = failure
@@ -215,7 +237,9 @@ def test_notes_of_the_last_start_go_but_not_those_of_the_user(tmp_path, monkeypa
     assert claim("traceback")
 
 
-def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step_after_loading(tmp_path, monkeypatch):
+def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step_after_loading(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))
     monkeypatch.setenv("RANK", "7")
     start_heartbeat()
@@ -223,8 +247,16 @@ def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step_after_lo
         configure_heartbeat(30, 0, "run")
         limits, done, trains = [], [], []
         for phase, step in (
-            *(("loading", 0), ("data", 1), ("forward", None), ("data", 2), ("forward", None), ("saving", None)),
-            *(("data", 3), ("diagnosing", None), ("loading", 1), ("data", 2), ("data", 3)),  # a resume of step 1
+            *(
+                ("loading", 0),
+                ("data", 1),
+                ("forward", None),
+                ("data", 2),
+                ("forward", None),
+                ("saving", None),
+            ),
+            # a resume of step 1
+            *(("data", 3), ("diagnosing", None), ("loading", 1), ("data", 2), ("data", 3)),
         ):
             beat(phase, step)
             latest = read_beats(tmp_path)[7]
@@ -238,11 +270,26 @@ def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step_after_lo
         os.close(protocol._heart.file)
         start_heartbeat()
     assert limits == [
-        *((0, "loading", 0), (1, "data", 0), (1, "forward", 0), (2, "data", 30), (2, "forward", 30), (2, "saving", 0)),
-        *((3, "data", 30), (3, "diagnosing", 0), (1, "loading", 0), (2, "data", 0), (3, "data", 30)),
+        *(
+            (0, "loading", 0),
+            (1, "data", 0),
+            (1, "forward", 0),
+            (2, "data", 30),
+            (2, "forward", 30),
+            (2, "saving", 0),
+        ),
+        *(
+            (3, "data", 30),
+            (3, "diagnosing", 0),
+            (1, "loading", 0),
+            (2, "data", 0),
+            (3, "data", 30),
+        ),
     ]
     assert done == [0, 0, 0, 1, 1, 2, 2, 3, 1, 1, 2]
-    assert trains == [False] + 10 * [True], "from the first step on, also after a return to a checkpoint"
+    assert trains == [False] + 10 * [True], (
+        "from the first step on, also after a return to a checkpoint"
+    )
 
 
 def test_torchrun_still_has_what_the_agent_uses():
@@ -252,15 +299,22 @@ def test_torchrun_still_has_what_the_agent_uses():
     from torch.distributed.launcher import api
 
     source = inspect.getsource(SimpleElasticAgent)
-    assert "self._remaining_restarts" in source, "titanlite.launch.guard sets it to end the restarts"
+    assert "self._remaining_restarts" in source, (
+        "titanlite.launch.guard sets it to end the restarts"
+    )
     assert "_monitor_workers" in source and "_start_workers" in source
-    assert "LocalElasticAgent(" in inspect.getsource(api.launch_agent), "titanlite.launch exchanges it"
+    assert "LocalElasticAgent(" in inspect.getsource(api.launch_agent), (
+        "titanlite.launch exchanges it"
+    )
 
 
 def test_who_was_ended_is_told_that_the_same_command_resumes(tmp_path):
     assert describe_resume(tmp_path) == "", "a script that is no training run"
     for rank in range(2):
-        (tmp_path / f"beat-{rank}").write_text(json.dumps(asdict(Beat(rank, 1, dump_folder="outputs/mine"))))
+        (tmp_path / f"beat-{rank}").write_text(
+            json.dumps(asdict(Beat(rank, 1, dump_folder="outputs/mine")))
+        )
     assert describe_resume(tmp_path) == (
-        " The same command resumes from the newest checkpoint in outputs/mine, or begins anew without one."
+        " The same command resumes from the newest checkpoint in outputs/mine, or begins anew "
+        "without one."
     )

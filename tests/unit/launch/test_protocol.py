@@ -1,4 +1,6 @@
-"""The folder of a launcher and its ranks: nobody else's, gone when it is; and ranks that end with their launcher."""
+"""The folder of a launcher and its ranks: nobody else's, gone when it is; and ranks that end with
+their launcher.
+"""
 
 import os
 import shutil
@@ -82,15 +84,24 @@ def test_a_rank_that_begins_after_the_launcher_was_killed_ends_at_once(launcher)
 
 
 def test_a_rank_of_a_launcher_that_has_removed_its_folder_ends_and_other_processes_go_on(tmp_path):
-    script = "from titanlite.launch.protocol import end_with_launcher; end_with_launcher(); print('goes on')"
+    script = (
+        "from titanlite.launch.protocol import end_with_launcher; end_with_launcher(); "
+        "print('goes on')"
+    )
     for variables, expected in (
-        ({NOTICE_FOLDER: str(tmp_path / "gone"), "TORCHELASTIC_RUN_ID": "run"}, (128 + signal.SIGKILL, "")),
-        ({NOTICE_FOLDER: str(tmp_path), "TORCHELASTIC_RUN_ID": "run"}, (0, "goes on\n")),  # nothing is known of locks
+        (
+            {NOTICE_FOLDER: str(tmp_path / "gone"), "TORCHELASTIC_RUN_ID": "run"},
+            (128 + signal.SIGKILL, ""),
+        ),
+        # nothing is known of locks
+        ({NOTICE_FOLDER: str(tmp_path), "TORCHELASTIC_RUN_ID": "run"}, (0, "goes on\n")),
         ({"TORCHELASTIC_RUN_ID": "run"}, (0, "goes on\n")),  # torchrun's
         ({}, (0, "goes on\n")),
     ):
         command = [sys.executable, "-c", script]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | variables, stdout=subprocess.PIPE, text=True
+        )
         assert (done.returncode, done.stdout) == expected, variables
 
 
@@ -109,8 +120,13 @@ def test_the_folder_is_private_and_goes_with_those_of_killed_launchers(tmp_path,
         Path(folder, "torchelastic").mkdir()
         forget_last_start(folder)
         assert {path.name for path in Path(folder).iterdir()} == {"launcher", "torchelastic"}
-        assert len(list(tmp_path.iterdir())) == 4, "of the living launcher, this one's, and two that are no leftovers"
-    assert {path.name for path in tmp_path.iterdir()} >= {"titanlite-launch-empty", "titanlite-other"}
+        assert len(list(tmp_path.iterdir())) == 4, (
+            "of the living launcher, this one's, and two that are no leftovers"
+        )
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        "titanlite-launch-empty",
+        "titanlite-other",
+    }
     assert len(list(tmp_path.iterdir())) == 3
 
 

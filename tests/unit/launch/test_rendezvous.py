@@ -37,18 +37,24 @@ def test_a_loopback_rendezvous_stays_on_this_machine():
 def test_the_route_to_another_machine_says_which_address(monkeypatch):
     monkeypatch.setattr(rendezvous, "resolve", lambda host: ["10.1.2.3"])
     monkeypatch.setattr(rendezvous, "_source_towards", {"10.1.2.3": "10.1.0.9"}.get)
-    monkeypatch.setattr(rendezvous, "_addresses", lambda: [("lo", "127.0.0.1"), ("eth1", "10.1.0.9")])
+    monkeypatch.setattr(
+        rendezvous, "_addresses", lambda: [("lo", "127.0.0.1"), ("eth1", "10.1.0.9")]
+    )
     assert find_local_address("node7") == "10.1.0.9"
     assert find_interface("node7") == "eth1"
 
 
 def test_the_own_name_that_resolves_to_loopback_as_on_debian(monkeypatch):
-    """The machine of the rendezvous: it takes the address of its default route, or else of its first interface."""
+    """The machine of the rendezvous: it takes the address of its default route, or else of its
+    first interface.
+    """
     routes = {"127.0.1.1": "127.0.0.1", rendezvous._SOMEWHERE: "10.1.0.1"}
     monkeypatch.setattr(rendezvous, "resolve", lambda host: ["127.0.1.1"])
     monkeypatch.setattr(rendezvous, "_source_towards", routes.get)
     monkeypatch.setattr(
-        rendezvous, "_addresses", lambda: [("lo", "127.0.0.1"), ("ib0", "10.9.0.1"), ("eth0", "10.1.0.1")]
+        rendezvous,
+        "_addresses",
+        lambda: [("lo", "127.0.0.1"), ("ib0", "10.9.0.1"), ("eth0", "10.1.0.1")],
     )
     assert (find_local_address("node0"), find_interface("node0")) == ("10.1.0.1", "eth0")
     del routes[rendezvous._SOMEWHERE]
@@ -59,12 +65,17 @@ def test_the_own_name_that_resolves_to_loopback_as_on_debian(monkeypatch):
 
 def test_an_address_without_an_interface_is_an_error_with_a_remedy(monkeypatch):
     monkeypatch.setattr(rendezvous, "find_local_address", lambda host: "10.5.5.5")
-    with pytest.raises(ConfigError, match=r"no interface has 10\.5\.5\.5, .* Set GLOO_SOCKET_IFNAME to the interface"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no interface has 10\.5\.5\.5, .* Set GLOO_SOCKET_IFNAME to the interface",
+    ):
         find_interface("node0")
 
 
 def test_an_unknown_host_is_named():
-    with pytest.raises(ConfigError, match=r"the host 'no\.such\.host\.invalid' of the rendezvous is not known on "):
+    with pytest.raises(
+        ConfigError, match=r"the host 'no\.such\.host\.invalid' of the rendezvous is not known on "
+    ):
         find_local_address("no.such.host.invalid")
 
 
@@ -83,7 +94,12 @@ def _clean_environment(monkeypatch):
 
 
 def options(**changed) -> argparse.Namespace:
-    values = {"standalone": False, "nnodes": "2", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:29400"}
+    values = {
+        "standalone": False,
+        "nnodes": "2",
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "localhost:29400",
+    }
     values |= {"rdzv_conf": "", "rdzv_id": "run", "local_addr": None, "node_rank": 0}
     return argparse.Namespace(**values | {"master_addr": "node0", "master_port": 29500} | changed)
 
@@ -97,20 +113,28 @@ def listener() -> socket.socket:
 
 @pytest.mark.parametrize(
     ("endpoint", "expected"),
-    [("node0:1234", ("node0", 1234)), ("[fd00::2]:99", ("fd00::2", 99)), ("node0", ("node0", 29400))],
+    [
+        ("node0:1234", ("node0", 1234)),
+        ("[fd00::2]:99", ("fd00::2", 99)),
+        ("node0", ("node0", 29400)),
+    ],
 )
 def test_endpoint(endpoint, expected):
     assert get_endpoint(options(rdzv_endpoint=endpoint)) == expected
 
 
 @pytest.mark.parametrize("changed", [{"standalone": True}, {"nnodes": "1"}, {"nnodes": "1:1"}])
-def test_one_machine_meets_without_a_port_and_each_start_of_its_ranks_in_a_new_file(changed, tmp_path, monkeypatch):
+def test_one_machine_meets_without_a_port_and_each_start_of_its_ranks_in_a_new_file(
+    changed, tmp_path, monkeypatch
+):
     os.environ[NOTICE_FOLDER] = str(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(rendezvous, "is_free", pytest.fail)
         ready = prepare_rendezvous(options(**changed))
     assert not ready.standalone, "or torchrun would take its own"
-    handler = get_rendezvous_handler(RendezvousParameters(ready.rdzv_backend, ready.rdzv_endpoint, ready.rdzv_id, 1, 1))
+    handler = get_rendezvous_handler(
+        RendezvousParameters(ready.rdzv_backend, ready.rdzv_endpoint, ready.rdzv_id, 1, 1)
+    )
     files = []
     for _ in range(2):
         info = handler.next_rendezvous()
@@ -127,24 +151,35 @@ def is_listening(port: int) -> bool:
 
 
 def test_other_machines_do_not_host_the_store_and_are_known_by_their_address(monkeypatch, capsys):
-    """torchrun takes a machine for the host if the names are equal, as those of two containers may be."""
+    """torchrun takes a machine for the host if the names are equal, as those of two containers may
+    be.
+    """
     with listener() as server:
         port = server.getsockname()[1]
         monkeypatch.setattr(rendezvous, "is_this_machine", lambda host: False)
         monkeypatch.setattr(rendezvous, "find_local_address", lambda host: "10.1.0.9")
         endpoint = f"127.0.0.1:{port}"
-        ready = prepare_rendezvous(options(rdzv_endpoint=endpoint, rdzv_conf="join_timeout=9", nnodes="1:4"))
+        ready = prepare_rendezvous(
+            options(rdzv_endpoint=endpoint, rdzv_conf="join_timeout=9", nnodes="1:4")
+        )
     assert (ready.rdzv_conf, ready.local_addr) == ("join_timeout=9,is_host=0", "10.1.0.9")
-    assert capsys.readouterr().err == f"titanlite: waiting for 1 to 4 machines at {endpoint}, rendezvous 'run' ...\n"
+    assert (
+        capsys.readouterr().err
+        == f"titanlite: waiting for 1 to 4 machines at {endpoint}, rendezvous 'run' ...\n"
+    )
 
 
 def test_the_first_launcher_on_the_machine_of_the_endpoint_hosts_the_store():
     with listener() as server:
         port = server.getsockname()[1]
-        assert prepare_rendezvous(options(rdzv_endpoint=f"127.0.0.1:{port}")).rdzv_conf == "is_host=0"
+        assert (
+            prepare_rendezvous(options(rdzv_endpoint=f"127.0.0.1:{port}")).rdzv_conf == "is_host=0"
+        )
     assert prepare_rendezvous(options(rdzv_endpoint=f"127.0.0.1:{port}")).rdzv_conf == "is_host=1"
     assert prepare_rendezvous(options(rdzv_endpoint=f"localhost:{port}")).rdzv_conf == ""
-    assert prepare_rendezvous(options(rdzv_conf="is_host=0")).rdzv_conf == "is_host=0", "the user knows better"
+    assert prepare_rendezvous(options(rdzv_conf="is_host=0")).rdzv_conf == "is_host=0", (
+        "the user knows better"
+    )
 
 
 @pytest.mark.parametrize("backend", ["c10d", "static"])
@@ -163,7 +198,8 @@ def test_a_rendezvous_that_nobody_opens_is_one_error(backend, monkeypatch):
     )
     monkeypatch.setattr(rendezvous, "_JOIN_TIMEOUT_S", 0)
     with pytest.raises(
-        ConfigError, match=rf"rendezvous at 127.0.0.1:{port}: not reached within 0 s: Connection refused"
+        ConfigError,
+        match=rf"rendezvous at 127.0.0.1:{port}: not reached within 0 s: Connection refused",
     ):
         prepare_rendezvous(given)
 
@@ -171,8 +207,14 @@ def test_a_rendezvous_that_nobody_opens_is_one_error(backend, monkeypatch):
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (RendezvousTimeoutError(), "2 machines did not come together within 600 s. Start the same command"),
-        (RendezvousClosedError(), "the run 'run' has ended on another machine; the output there says why."),
+        (
+            RendezvousTimeoutError(),
+            "2 machines did not come together within 600 s. Start the same command",
+        ),
+        (
+            RendezvousClosedError(),
+            "the run 'run' has ended on another machine; the output there says why.",
+        ),
         (
             DistNetworkError("Broken pipe\nframe #0"),
             "rendezvous at localhost:29400: Broken pipe. Start the same command",
@@ -183,7 +225,9 @@ def test_a_rendezvous_that_nobody_opens_is_one_error(backend, monkeypatch):
 def test_failures_in_one_line(error, expected):
     text = describe_failure(error, options())
     assert expected in text and "\n" not in text
-    assert text.startswith("rendezvous at localhost:29400: " if not isinstance(error, ConfigError) else "network")
+    assert text.startswith(
+        "rendezvous at localhost:29400: " if not isinstance(error, ConfigError) else "network"
+    )
 
 
 def test_a_port_that_another_process_has():
@@ -191,7 +235,8 @@ def test_a_port_that_another_process_has():
         TCPStore("127.0.0.1", server.getsockname()[1], is_master=True)
     static = options(rdzv_backend="static", master_addr="node0", master_port=29500)
     assert describe_failure(caught.value, static) == (
-        "rendezvous at node0:29500: another process on this machine has the port. Start the same command on all "
+        "rendezvous at node0:29500: another process on this machine has the port. Start the same "
+        "command on all "
         "machines, with the same RDZV_ID, NNODES and a free port in RDZV_ENDPOINT (or MASTER_PORT)."
     )
 

@@ -14,7 +14,8 @@ from titanlite.launch import protocol
 from titanlite.launch.protocol import is_stop_requested, request_stop, was_asked_to_stop
 
 ROOT = Path(__file__).parents[3]
-# A rank that stops in good order says so; a stuck one waits for something that never comes, as for a peer that is gone.
+# A rank that stops in good order says so; a stuck one waits for something that never comes, as for
+# a peer that is gone.
 RANK = """
 import _thread, sys, threading, time
 from titanlite.launch import protocol
@@ -66,12 +67,18 @@ def test_first_request_stops_and_the_next_ones_abort(tmp_path):
     assert not request_stop(folder)
 
 
-def start_rank(kind: str = "free", linger_s: float = 0, folder: Path | None = None) -> subprocess.Popen[str]:
+def start_rank(
+    kind: str = "free", linger_s: float = 0, folder: Path | None = None
+) -> subprocess.Popen[str]:
     env = {key: value for key, value in os.environ.items() if key != NOTICE_FOLDER}
     if folder is not None:
         env[NOTICE_FOLDER] = str(folder)
     process = subprocess.Popen(
-        [sys.executable, "-c", RANK, kind, str(linger_s)], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", RANK, kind, str(linger_s)],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout.readline() == "ready\n"
     return process
@@ -103,7 +110,8 @@ def test_second_signal_ends_it_at_once():
 
 def test_rank_of_a_launcher_stops_for_a_note_and_not_for_the_signal(tmp_path):
     process = start_rank(folder=tmp_path)
-    process.send_signal(signal.SIGTERM)  # the launcher's, or that of the terminal, which goes to all
+    # the launcher's, or that of the terminal, which goes to all
+    process.send_signal(signal.SIGTERM)
     request_stop(str(tmp_path))  # after it, or the rank could end before the signal comes
     assert end_of(process) == ("stops\n", 0)
 

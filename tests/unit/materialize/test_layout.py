@@ -15,15 +15,21 @@ from titanlite.materialize import Region, region_of
 def shape_and_region(draw, min_dims=0, max_dims=4, max_size=6):
     shape = tuple(draw(st.lists(st.integers(1, max_size), min_size=min_dims, max_size=max_dims)))
     starts = tuple(draw(st.integers(0, size)) for size in shape)
-    lengths = tuple(draw(st.integers(0, size - start)) for size, start in zip(shape, starts, strict=True))
+    lengths = tuple(
+        draw(st.integers(0, size - start)) for size, start in zip(shape, starts, strict=True)
+    )
     return shape, Region(starts, lengths)
 
 
 @st.composite
 def two_regions(draw):
     shape, first = draw(shape_and_region())
-    kinds = [draw(st.sampled_from(["whole", "one", "any"])) for _ in shape]  # as shards and experts are
-    starts = tuple(0 if kind == "whole" else draw(st.integers(0, n - 1)) for kind, n in zip(kinds, shape, strict=True))
+    # as shards and experts are
+    kinds = [draw(st.sampled_from(["whole", "one", "any"])) for _ in shape]
+    starts = tuple(
+        0 if kind == "whole" else draw(st.integers(0, n - 1))
+        for kind, n in zip(kinds, shape, strict=True)
+    )
     lengths = tuple(
         {"whole": n, "one": 1}.get(kind) or draw(st.integers(0, n - start))
         for kind, n, start in zip(kinds, shape, starts, strict=True)
@@ -72,18 +78,25 @@ def test_overlap_and_where_it_is_in_each(case):
 def test_slabs_follow_one_another_and_keep_to_the_limit(case, elements):
     shape, region = case
     slabs = list(region.slabs(elements))
-    assert [number for slab in slabs for number in numbers_in(shape, slab)] == numbers_in(shape, region)
+    assert [number for slab in slabs for number in numbers_in(shape, slab)] == numbers_in(
+        shape, region
+    )
     assert all(slab.numel <= max(elements, 1) for slab in slabs)
 
 
 @pytest.mark.parametrize(
     ("region", "shape", "expected"),
     [
-        (((0, 0), (7, 5)), (7, 5), [(0, 35)]),  # a matrix that is all there: one run, however many rows
+        # a matrix that is all there: one run, however many rows
+        (((0, 0), (7, 5)), (7, 5), [(0, 35)]),
         (((2, 0), (3, 5)), (7, 5), [(10, 15)]),
         (((0, 2), (3, 2)), (3, 5), [(2, 2), (7, 2), (12, 2)]),  # columns: a run per row
         (((1, 5, 0), (2, 2, 5)), (9, 8, 5), [(65, 10), (105, 10)]),
-        (((2**20 - 2, 5), (2, 3)), (2**20, 2**17), [(2**37 - 2**18 + 5, 3), (2**37 - 2**17 + 5, 3)]),
+        (
+            ((2**20 - 2, 5), (2, 3)),
+            (2**20, 2**17),
+            [(2**37 - 2**18 + 5, 3), (2**37 - 2**17 + 5, 3)],
+        ),
         (((), ()), (), [(0, 1)]),
     ],
 )

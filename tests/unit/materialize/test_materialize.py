@@ -1,4 +1,6 @@
-"""Allocate, fill and verify on modules of any kind: identity, attributes, kept values, poison, dtypes, sources."""
+"""Allocate, fill and verify on modules of any kind: identity, attributes, kept values, poison,
+dtypes, sources.
+"""
 
 import math
 from collections.abc import Callable
@@ -77,7 +79,9 @@ def test_tensors_that_were_never_on_meta_keep_bits_and_memory():
     values = torch.tensor([1.0, -0.0, 1e-40, float("-inf")])
     model.register_buffer("bias_table", values)
     model.register_buffer("flags", torch.tensor([True, False]), persistent=False)
-    kept = {name: t for name, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta}
+    kept = {
+        name: t for name, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta
+    }
     assert set(kept) == {"1.weight", "1.bias", "bias_table", "flags"}
     bits = {name: (t.data_ptr(), t.detach().clone()) for name, t in kept.items()}
     materialize(model, "cpu", [{"0.*": Init(Normal())}])
@@ -114,7 +118,11 @@ def test_a_second_time_does_nothing():
 
 
 def test_allocate_poisons_everything_that_was_on_meta():
-    model = Holder(a=lambda: torch.zeros(3), i=lambda: torch.zeros(2, dtype=torch.int32), z=lambda: torch.zeros(()))
+    model = Holder(
+        a=lambda: torch.zeros(3),
+        i=lambda: torch.zeros(2, dtype=torch.int32),
+        z=lambda: torch.zeros(()),
+    )
     model.register_buffer("kept", torch.ones(2))
     plan = build_plan(model)
     allocate(plan, CPU)
@@ -136,7 +144,11 @@ def test_tensors_that_are_not_filled_are_named():
     model = nn.Sequential(meta_linear())
     model.register_buffer("steps", torch.empty(2, dtype=torch.int64, device="meta"))
     with pytest.raises(VerifyError) as error:
-        materialize(model, "cpu", [{"0.weight": Init(Forgetful()), "0.bias": ZEROS, "steps": Init(Forgetful())}])
+        materialize(
+            model,
+            "cpu",
+            [{"0.weight": Init(Forgetful()), "0.bias": ZEROS, "steps": Init(Forgetful())}],
+        )
     text = str(error.value)
     assert "0.weight: not filled, or NaN, in 12 of 12 elements." in text and "0.bias" not in text
     assert f"steps: not filled (all its elements are {torch.iinfo(torch.int64).min})." in text
@@ -166,12 +178,16 @@ def test_verify_names_what_changed_after_the_plan():
     model = nn.Sequential(meta_linear(bias=False), meta_linear(bias=False), meta_linear(bias=False))
     model[1].weight = model[0].weight
     plan = build_plan(model, [{"*": ONES}])
-    with pytest.raises(VerifyError, match=r"2 problems:\n  0.weight: still on the meta device.\n  2.weight: still"):
+    with pytest.raises(
+        VerifyError, match=r"2 problems:\n  0.weight: still on the meta device.\n  2.weight: still"
+    ):
         verify(plan)
     allocate(plan, CPU)
     fill(plan, 0)
     model[1].weight = nn.Parameter(torch.ones(4, 3))
-    with pytest.raises(VerifyError, match=r"1.weight: is no longer the tensor that was planned as 0.weight"):
+    with pytest.raises(
+        VerifyError, match=r"1.weight: is no longer the tensor that was planned as 0.weight"
+    ):
         verify(plan)
 
 
@@ -198,7 +214,10 @@ def test_declared_dtype_heals_a_cast_of_the_whole_model():
                 "expert_bias": Init(Zeros(), dtype=torch.float32, may_be_absent=True),
             }
 
-    for sources in ([], [Checkpoint(StateDictReader({"scale": torch.ones(2), "expert_bias": torch.zeros(3)}))]):
+    for sources in (
+        [],
+        [Checkpoint(StateDictReader({"scale": torch.ones(2), "expert_bias": torch.zeros(3)}))],
+    ):
         with torch.device("meta"):
             model = Rotary()
         model.to(torch.bfloat16)
@@ -211,7 +230,9 @@ def test_declared_dtype_heals_a_cast_of_the_whole_model():
 def test_errors_of_computed_sources_are_not_swallowed():
     model = Holder(a=lambda: torch.zeros(3))
     model._functions["a"] = lambda: torch.zeros(4)
-    with pytest.raises(PlanError, match=r"a: compute <lambda> gave shape \(4,\), the model expects \(3,\)"):
+    with pytest.raises(
+        PlanError, match=r"a: compute <lambda> gave shape \(4,\), the model expects \(3,\)"
+    ):
         materialize(model, "cpu")
     model = Holder(a=lambda: torch.zeros(1))
     model._functions["a"] = lambda: torch.zeros(1)[5]
@@ -219,7 +240,15 @@ def test_errors_of_computed_sources_are_not_swallowed():
         materialize(model, "cpu")
 
 
-FLOAT8 = [*(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)]
+FLOAT8 = [
+    *(
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+    )
+]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8]
 INTEGERS = [
     *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -238,7 +267,9 @@ def test_parameters_and_buffers_of_all_dtypes(dtype: torch.dtype) -> None:
     for shape in [(3,), (), (2, 0)]:
         value = torch.tensor([1.0, 0.5, 2.0])[: math.prod(shape)].view(shape).to(dtype)
         model = Holder(b=lambda value=value: value)
-        model.register_parameter("p", nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False))
+        model.register_parameter(
+            "p", nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
+        )
         materialize(model, "cpu", [{"p": Compute(lambda value=value: value)}])
         assert model.b.dtype == model.p.dtype == dtype
         assert torch.equal(bits(model.b), bits(value)) and torch.equal(bits(model.p), bits(value))
@@ -249,15 +280,25 @@ def test_parameters_and_buffers_of_all_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)
 def test_nan_and_infinity_of_all_dtypes_are_found(dtype: torch.dtype) -> None:
     weight = torch.ones(4, 3).to(dtype)
-    values = [(weight.clone(), "not filled, or NaN, in 2 of 12 elements."), (weight.clone(), "has infinite elements.")]
+    values = [
+        (weight.clone(), "not filled, or NaN, in 2 of 12 elements."),
+        (weight.clone(), "has infinite elements."),
+    ]
     values[0][0][:2, 0] = float("nan")
-    if dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu):
+    if dtype in (
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+    ):
         values.pop()  # they have no infinity
     else:
         values[1][0][1, 1] = float("inf")
     for value, text in values:
         model = nn.Module()
-        model.register_parameter("w", nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False))
+        model.register_parameter(
+            "w", nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
+        )
         with pytest.raises(VerifyError) as error:
             materialize(model, "cpu", [{"w": Compute(lambda value=value: value)}])
         assert str(error.value) == f"materialize: w: {text}"
@@ -266,23 +307,34 @@ def test_nan_and_infinity_of_all_dtypes_are_found(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("make", "form"),
     [
-        (lambda: torch.empty(3, dtype=torch.float4_e2m1fn_x2, device="meta"), "of torch.float4_e2m1fn_x2"),
+        (
+            lambda: torch.empty(3, dtype=torch.float4_e2m1fn_x2, device="meta"),
+            "of torch.float4_e2m1fn_x2",
+        ),
         (lambda: torch.empty(3, dtype=torch.uint4, device="meta"), "of torch.uint4"),
         (lambda: torch.empty(3, dtype=torch.qint8, device="meta"), "of torch.qint8"),
         (lambda: torch.eye(3).to_sparse().to("meta"), "with layout torch.sparse_coo"),
         (lambda: torch.eye(3).to_sparse_csr().to("meta"), "with layout torch.sparse_csr"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*quantized tensor creation", "ignore:Sparse CSR tensor support is in beta")
-def test_a_form_that_cannot_be_filled_is_refused(make: Callable[[], torch.Tensor], form: str) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:.*quantized tensor creation", "ignore:Sparse CSR tensor support is in beta"
+)
+def test_a_form_that_cannot_be_filled_is_refused(
+    make: Callable[[], torch.Tensor], form: str
+) -> None:
     model = nn.Module()
     model.register_buffer("table", make())
     with pytest.raises(PlanError) as error:
         materialize(model, "cpu", [{"table": ZEROS}])
-    assert str(error.value).startswith(f"materialize: table: a buffer {form} on the meta device cannot be filled.")
+    assert str(error.value).startswith(
+        f"materialize: table: a buffer {form} on the meta device cannot be filled."
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.*quantized tensor creation", "ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings(
+    "ignore:.*quantized tensor creation", "ignore:Sparse CSR tensor support is in beta"
+)
 def test_values_of_any_form_are_kept_and_have_a_digest() -> None:
     model = meta_linear()
     kept = {
@@ -371,13 +423,19 @@ def test_channels_last_convolution():
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_ranks_wait_for_slow_readers_in_the_group_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default group ends after `comm.timeout_seconds`, which a rank on a cold disk may need more than."""
+def test_ranks_wait_for_slow_readers_in_the_group_that_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The default group ends after `comm.timeout_seconds`, which a rank on a cold disk may need
+    more than.
+    """
     groups: list[object] = []
     monkeypatch.setattr(execute, "raise_together", lambda *arguments: groups.append(arguments[-1]))
     weight = torch.randn(3, 2)
     with torch.device("meta"):
         model = nn.Linear(2, 3, bias=False)
     waiting = cast(dist.ProcessGroup, object())
-    plan = materialize(model, "cpu", [Checkpoint(StateDictReader({"weight": weight}))], waiting=waiting)
+    plan = materialize(
+        model, "cpu", [Checkpoint(StateDictReader({"weight": weight}))], waiting=waiting
+    )
     assert groups == [waiting] and plan.waiting is waiting and torch.equal(model.weight, weight)

@@ -15,11 +15,21 @@ def test_offloaded_shards_stay_where_they_are():
         mesh = init_device_mesh("cuda", (4,))
         shape, meta = torch.Size((8, 3)), torch.empty(2, 3, device="meta")
         param = nn.Parameter(
-            DTensor.from_local(meta, mesh, [Shard(0)], run_check=False, shape=shape, stride=(3, 1)), requires_grad=False
+            DTensor.from_local(meta, mesh, [Shard(0)], run_check=False, shape=shape, stride=(3, 1)),
+            requires_grad=False,
         )
         local = torch.arange(6.0).view(2, 3)
         exchange(param, sharded_like(param, local))
-        assert isinstance(param, nn.Parameter) and isinstance(param, DTensor) and param.shape == shape
-        assert param.device == param.to_local().device == torch.device("cpu") and param.device_mesh == mesh
-        assert param.to_local().data_ptr() == local.data_ptr() and torch.equal(param.to_local(), local)
-        assert torch.zeros_like(param).to_local().device == torch.device("cpu"), "an optimizer's state"
+        assert (
+            isinstance(param, nn.Parameter) and isinstance(param, DTensor) and param.shape == shape
+        )
+        assert (
+            param.device == param.to_local().device == torch.device("cpu")
+            and param.device_mesh == mesh
+        )
+        assert param.to_local().data_ptr() == local.data_ptr() and torch.equal(
+            param.to_local(), local
+        )
+        assert torch.zeros_like(param).to_local().device == torch.device("cpu"), (
+            "an optimizer's state"
+        )

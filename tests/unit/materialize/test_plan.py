@@ -1,4 +1,6 @@
-"""The plan: one source for every tensor, every problem named, all problems at once, nothing allocated."""
+"""The plan: one source for every tensor, every problem named, all problems at once, nothing
+allocated.
+"""
 
 from functools import partial
 
@@ -9,7 +11,17 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from titanlite.base.errors import PlanError
-from titanlite.materialize import Alias, Compute, Init, Keep, Normal, Ones, Zeros, build_plan, materialize
+from titanlite.materialize import (
+    Alias,
+    Compute,
+    Init,
+    Keep,
+    Normal,
+    Ones,
+    Zeros,
+    build_plan,
+    materialize,
+)
 
 ZEROS, ONES = Init(Zeros()), Init(Ones())
 
@@ -39,13 +51,19 @@ class Outer(nn.Module):
 
 
 def tied(sources):
-    model = Outer(sources, a=nn.Linear(2, 2, bias=False, device="meta"), b=nn.Linear(2, 2, bias=False, device="meta"))
+    model = Outer(
+        sources,
+        a=nn.Linear(2, 2, bias=False, device="meta"),
+        b=nn.Linear(2, 2, bias=False, device="meta"),
+    )
     model.b.weight = model.a.weight
     return model
 
 
 def checkpoint(**values):
-    return Checkpoint(StateDictReader({name.replace("__", "."): value for name, value in values.items()}))
+    return Checkpoint(
+        StateDictReader({name.replace("__", "."): value for name, value in values.items()})
+    )
 
 
 def test_sources_in_order_of_strength():
@@ -78,7 +96,9 @@ def untied():
 
 def narrow(device):
     """A part whose module declares float32 and that holds something else."""
-    model = Outer(x=Part({"w": Init(Zeros(), dtype=torch.float32), "b": Init(Zeros(), dtype=torch.float32)}))
+    model = Outer(
+        x=Part({"w": Init(Zeros(), dtype=torch.float32), "b": Init(Zeros(), dtype=torch.float32)})
+    )
     if device == "meta":
         return model.to(torch.bfloat16)
     model.x.b = torch.zeros(4, dtype=torch.bfloat16)
@@ -101,22 +121,54 @@ DECLARED_TWICE = "two sources, 'init constant(value=1)' from"
             f"w: {DECLARED_TWICE} sources and 'init constant()' from sources. Remove",
         ),
         (Part(), [{"*": ZEROS, "w": ONES}], "w: two sources"),
-        (Part(), [checkpoint(**WHOLE), checkpoint(**WHOLE)], "w: two sources, 'checkpoint state dict:w' from"),
-        (Outer({"x.w": ONES}, x=Part()), [], f"x.w: {DECLARED_TWICE} Outer and 'init constant()' from Part 'x'."),
-        (parts(), [{"y.w": ONES}], "y.w: two sources, it already has a value on cpu and 'init constant(value=1)'"),
-        (tied({"a.weight": ONES, "b.weight": ZEROS}), [], "a.weight: two sources for one tied tensor"),
+        (
+            Part(),
+            [checkpoint(**WHOLE), checkpoint(**WHOLE)],
+            "w: two sources, 'checkpoint state dict:w' from",
+        ),
+        (
+            Outer({"x.w": ONES}, x=Part()),
+            [],
+            f"x.w: {DECLARED_TWICE} Outer and 'init constant()' from Part 'x'.",
+        ),
+        (
+            parts(),
+            [{"y.w": ONES}],
+            "y.w: two sources, it already has a value on cpu and 'init constant(value=1)'",
+        ),
+        (
+            tied({"a.weight": ONES, "b.weight": ZEROS}),
+            [],
+            "a.weight: two sources for one tied tensor",
+        ),
         (tied({}), [{"a.weight": ONES}, {"b.weight": ZEROS}], "two sources"),
-        (Outer(x=named("w", "b", "v")), [], "x.v: unexpected, Part 'x' has it and the model does not."),
+        (
+            Outer(x=named("w", "b", "v")),
+            [],
+            "x.v: unexpected, Part 'x' has it and the model does not.",
+        ),
         (Part(), [{"q.*": ZEROS}], "q.*: unexpected, sources has it and the model does not."),
-        (Part(), [checkpoint(**WHOLE, v=torch.zeros(1))], "v: unexpected, checkpoint state dict has it"),
-        (Part(), [checkpoint(w=torch.zeros(2, 3))], "b: missing, checkpoint state dict does not have it."),
+        (
+            Part(),
+            [checkpoint(**WHOLE, v=torch.zeros(1))],
+            "v: unexpected, checkpoint state dict has it",
+        ),
+        (
+            Part(),
+            [checkpoint(w=torch.zeros(2, 3))],
+            "b: missing, checkpoint state dict does not have it.",
+        ),
         (
             Part(),
             [checkpoint(**{**WHOLE, "w": torch.zeros(3, 2)})],
             "w: state dict has (3, 2), the model expects (2, 3).",
         ),
         (tied({}), [WRONG_TIE], "b.weight"),
-        (narrow("meta"), [], "x.w: is torch.bfloat16, but its module declares torch.float32. Keep it out of casts"),
+        (
+            narrow("meta"),
+            [],
+            "x.w: is torch.bfloat16, but its module declares torch.float32. Keep it out of casts",
+        ),
         (narrow("cpu"), [], "x.b: is torch.bfloat16, but its module declares torch.float32."),
         (untied(), [], "b.weight: declared tied to 'a.weight', but they are two tensors now"),
         (
@@ -137,7 +189,9 @@ def test_no_source_or_two_is_refused_before_allocation(model, sources, text):
 
 
 def test_all_problems_are_in_one_error():
-    model = Outer({"x.w": ONES, "ghost": ONES}, x=Part(), y=Part({}), z=Part(), k=Part(device="cpu"))
+    model = Outer(
+        {"x.w": ONES, "ghost": ONES}, x=Part(), y=Part({}), z=Part(), k=Part(device="cpu")
+    )
     with pytest.raises(PlanError, match="10 problems:") as error:
         materialize(model, "cpu", [{"k.b": ONES, "q": ONES}, checkpoint(z__w=torch.zeros(1))])
     for name in ("ghost", "x.w", "y.w", "y.b", "z.w", "z.b", "x.b", "k.b", "q"):
@@ -178,7 +232,9 @@ def test_checkpoint_with_a_tied_tensor_once_or_under_each_name():
     values = {"a.weight": torch.full((2, 2), 3.0), "b.weight": torch.full((2, 2), 3.0)}
     for names in (["a.weight"], ["b.weight"], ["a.weight", "b.weight"]):
         model = tied({})
-        materialize(model, "cpu", [Checkpoint(StateDictReader({name: values[name] for name in names}))])
+        materialize(
+            model, "cpu", [Checkpoint(StateDictReader({name: values[name] for name in names}))]
+        )
         assert model.b.weight is model.a.weight
         assert (model.a.weight == 3).all()
 
@@ -191,7 +247,9 @@ def test_wrappers_leave_no_trace_in_names():
     for model in (torch.compile(nn.Sequential(linear())), nn.Sequential(torch.compile(linear()))):
         assert names(model) == ["0.weight", "0.bias"]
     beside = names(Outer(module=linear(), other=linear()))
-    assert beside == ["module.weight", "module.bias", "other.weight", "other.bias"], "a layer may be called module"
+    assert beside == ["module.weight", "module.bias", "other.weight", "other.bias"], (
+        "a layer may be called module"
+    )
     for wrap in (torch.compile, checkpoint_wrapper):
         assert [entry.fqn for entry in build_plan(Outer(x=wrap(Part()))).entries] == ["x.w", "x.b"]
 
@@ -208,10 +266,28 @@ def test_table():
     model.register_buffer("t", torch.empty(1, device="meta"))
     model.register_parameter("again", model.x.w)
     lines = str(build_plan(model, [{"again": Init(Normal(std=0.5))}])).splitlines()
-    assert lines[0].split() == ["tensor", "global", "shape", "dtype", "on", "this", "rank", "source"]
+    assert lines[0].split() == [
+        "tensor",
+        "global",
+        "shape",
+        "dtype",
+        "on",
+        "this",
+        "rank",
+        "source",
+    ]
     table = {line.split("  ")[0]: line for line in lines[1:]}
     assert set(table) == {"again", "x.w", "x.b", "k.w", "k.b", "t"}
-    assert table["again"].split() == ["again", "(2,", "3)", "float32", "[0:2,", "0:3]", "init", "normal(std=0.5)"]
+    assert table["again"].split() == [
+        "again",
+        "(2,",
+        "3)",
+        "float32",
+        "[0:2,",
+        "0:3]",
+        "init",
+        "normal(std=0.5)",
+    ]
     assert table["x.w"].endswith("alias of again")
     assert table["x.b"].endswith("init constant()")
     assert table["k.w"].endswith("keep")

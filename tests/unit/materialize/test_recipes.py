@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.materialize import Constant, Normal, Ones, Recipe, Region, TruncatedNormal, Uniform, Zeros
+from titanlite.materialize import (
+    Constant,
+    Normal,
+    Ones,
+    Recipe,
+    Region,
+    TruncatedNormal,
+    Uniform,
+    Zeros,
+)
 
 RECIPES = [
     Normal(std=0.02),
@@ -30,9 +39,14 @@ def cases(draw):
     dims = draw(st.integers(1, 4))
     limits = {1: [1200], 2: [600, 600], 3: [5, 300, 300], 4: [3, 3, 40, 300]}[dims]
     shape = tuple(draw(st.integers(1, limit) | st.integers(limit // 2, limit)) for limit in limits)
-    # Half of the starts lie at or beyond a tile's edge, where there is one; integers() alone prefers small numbers.
-    starts = tuple(draw(st.integers(0, size - 1) | st.integers(min(size - 1, 255), size - 1)) for size in shape)
-    lengths = tuple(draw(st.integers(0, size - start)) for size, start in zip(shape, starts, strict=True))
+    # Half of the starts lie at or beyond a tile's edge, where there is one; integers() alone
+    # prefers small numbers.
+    starts = tuple(
+        draw(st.integers(0, size - 1) | st.integers(min(size - 1, 255), size - 1)) for size in shape
+    )
+    lengths = tuple(
+        draw(st.integers(0, size - start)) for size, start in zip(shape, starts, strict=True)
+    )
     return shape, Region(starts, lengths)
 
 
@@ -116,7 +130,9 @@ def test_constants():
     assert fill(Constant(value=1.0, zero_row=0), (2, 2)).tolist() == [[0, 0], [1, 1]]
 
 
-@pytest.mark.parametrize("recipe", [Normal(zero_row=2), Uniform(low=1.0, high=2.0, zero_row=2)], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [Normal(zero_row=2), Uniform(low=1.0, high=2.0, zero_row=2)], ids=str
+)
 def test_zero_row_in_the_shard_that_holds_it(recipe):
     whole = fill(recipe, (5, 4))
     assert whole[2].count_nonzero() == 0

@@ -16,8 +16,17 @@ from titanlite.materialize.replicas import broadcast, share_out
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 LAYOUTS = [None, *itertools.product([R, S0, S1], repeat=2)]  # None: a plain tensor
 SHAPES = [(8, 6), (5, 7), (1, 1), (1, 3), (3, 1), (0, 4), (33, 3)]
-SIZES = (10 ** (torch.rand(200, generator=torch.Generator().manual_seed(1)) * 3)).int().tolist()  # 1 to 1000
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float64]
+# 1 to 1000
+SIZES = (10 ** (torch.rand(200, generator=torch.Generator().manual_seed(1)) * 3)).int().tolist()
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float64,
+]
 
 
 def numbers(shape, dtype, seed):
@@ -31,12 +40,16 @@ def bits(tensor):
 
 
 def sharded(shape, dtype, mesh, placements, fill=0):
-    """A DTensor over `mesh` in `torch.chunk` sizes, made without communication; plain if `placements` is None."""
+    """A DTensor over `mesh` in `torch.chunk` sizes, made without communication; plain if
+    `placements` is None.
+    """
     lengths = list(shape)
     if placements is None:
         local = torch.empty(shape, dtype=dtype)
     else:
-        for placement, size, index in zip(placements, mesh.shape, mesh.get_coordinate(), strict=True):
+        for placement, size, index in zip(
+            placements, mesh.shape, mesh.get_coordinate(), strict=True
+        ):
             if isinstance(placement, Shard):
                 chunk = -(-lengths[placement.dim] // size)
                 begin = min(index * chunk, lengths[placement.dim])
@@ -46,11 +59,15 @@ def sharded(shape, dtype, mesh, placements, fill=0):
     if placements is None:
         return local
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def deliver(tensors, values):
-    """Fill what this rank is in charge of, broadcast, and list the tensors that are not what they must be."""
+    """Fill what this rank is in charge of, broadcast, and list the tensors that are not what they
+    must be.
+    """
     shares = list(share_out(tensors))
     for share, value in zip(shares, values, strict=True):
         if share.mine:
@@ -67,7 +84,11 @@ def deliver(tensors, values):
 
 
 def share_out_all(mesh):
-    tensors = [sharded(shape, torch.float32, mesh, placements) for shape in SHAPES for placements in LAYOUTS]
+    tensors = [
+        sharded(shape, torch.float32, mesh, placements)
+        for shape in SHAPES
+        for placements in LAYOUTS
+    ]
     shares = list(share_out(tensors))
     assert all(share.tensor is tensor for share, tensor in zip(shares, tensors, strict=True))
     return [(share.mine, region_of(share.tensor), len(share.hops)) for share in shares]
@@ -77,7 +98,9 @@ def loads_of_layouts(mesh):
     loads = {}
     for placements in [None, (R, R), (R, S0), (S0, R)]:
         tensors = [sharded((4 * size,), torch.float32, mesh, placements) for size in SIZES]
-        loads[placements] = sum(local_of(share.tensor).nbytes for share in share_out(tensors) if share.mine)
+        loads[placements] = sum(
+            local_of(share.tensor).nbytes for share in share_out(tensors) if share.mine
+        )
     return loads
 
 
@@ -89,7 +112,9 @@ def turns_of_plain_tensors(mesh):
 def deliver_every_layout(mesh):
     cases = [(shape, dtype, where) for shape in SHAPES for where in LAYOUTS for dtype in DTYPES]
     cases += [((), dtype, where) for dtype in DTYPES for where in (None, (R, R))]
-    tensors = [sharded(shape, dtype, mesh, placements, fill=1) for shape, dtype, placements in cases]
+    tensors = [
+        sharded(shape, dtype, mesh, placements, fill=1) for shape, dtype, placements in cases
+    ]
     values = [numbers(shape, dtype, seed) for seed, (shape, dtype, _) in enumerate(cases)]
     return [cases[i] for i in deliver(tensors, values)], len(cases)
 
@@ -101,9 +126,16 @@ def deliver_large_and_small(mesh):
     wrong = []
     for placements in [None, (R, R), (R, S0), (S0, R)]:
         tensors = [sharded((length,), torch.float32, mesh, placements) for length in lengths]
-        wrong.append(deliver(tensors, [torch.arange(length, dtype=torch.float32) for length in lengths]))
-    tensors = [torch.zeros(3000, 1000).T, torch.zeros(20, 30).T, torch.zeros(7)]  # and not contiguous
-    wrong.append(deliver(tensors, [torch.arange(t.numel(), dtype=torch.float32).view(t.shape) for t in tensors]))
+        wrong.append(
+            deliver(tensors, [torch.arange(length, dtype=torch.float32) for length in lengths])
+        )
+    # and not contiguous
+    tensors = [torch.zeros(3000, 1000).T, torch.zeros(20, 30).T, torch.zeros(7)]
+    wrong.append(
+        deliver(
+            tensors, [torch.arange(t.numel(), dtype=torch.float32).view(t.shape) for t in tensors]
+        )
+    )
     return wrong
 
 
@@ -116,7 +148,10 @@ def packets_of_small_tensors(mesh):
 
     dist.broadcast = counted
     try:
-        wrong = deliver([torch.zeros(100) for _ in range(400)], [torch.full((100,), float(i)) for i in range(400)])
+        wrong = deliver(
+            [torch.zeros(100) for _ in range(400)],
+            [torch.full((100,), float(i)) for i in range(400)],
+        )
     finally:
         dist.broadcast = original
     return wrong, packets
@@ -124,7 +159,12 @@ def packets_of_small_tensors(mesh):
 
 def deliver_empty_shards(mesh):
     row = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp_replicate", "dp_shard"))
-    cases = [((1, 5), row, (R, S0)), ((1, 5), mesh, (R, S0)), ((1, 5), mesh, (S0, R)), ((5, 1), mesh, (S1, R))]
+    cases = [
+        ((1, 5), row, (R, S0)),
+        ((1, 5), mesh, (R, S0)),
+        ((1, 5), mesh, (S0, R)),
+        ((5, 1), mesh, (S1, R)),
+    ]
     tensors = [sharded(shape, torch.bfloat16, *where) for shape, *where in cases]
     values = [numbers(shape, torch.bfloat16, i) for i, (shape, *_) in enumerate(cases)]
     return deliver(tensors, values), [local_of(tensor).numel() for tensor in tensors]
@@ -134,7 +174,11 @@ def deliver_over_two_axes(mesh):
     tensors = [sharded((9,), torch.float32, mesh, (R, R)) for _ in range(4)]
     shares = list(share_out(tensors))
     wrong = deliver(tensors, [torch.arange(9.0) + 100 * i for i in range(4)])
-    return [share.mine for share in shares], wrong, [[hop.takes_part for hop in share.hops] for share in shares]
+    return (
+        [share.mine for share in shares],
+        wrong,
+        [[hop.takes_part for hop in share.hops] for share in shares],
+    )
 
 
 WORK = (
@@ -174,7 +218,9 @@ def test_one_process_is_in_charge_of_everything():
 
 def test_one_rank_of_every_replica_set_is_in_charge(ranks):
     cases = itertools.product(SHAPES, LAYOUTS)
-    for (shape, placements), column in zip(cases, zip(*ranks[share_out_all], strict=True), strict=True):
+    for (shape, placements), column in zip(
+        cases, zip(*ranks[share_out_all], strict=True), strict=True
+    ):
         in_charge = collections.defaultdict(list)
         for mine, region, num_hops in column:
             in_charge[region].append(mine)
@@ -220,7 +266,10 @@ def test_shards_that_are_empty_on_some_ranks(ranks):
 
 def test_two_replicated_axes_are_reached_from_every_rank(ranks):
     results = ranks[deliver_over_two_axes]
-    assert sorted((mine for mine, _, _ in results), reverse=True) == [[i == j for j in range(4)] for i in range(4)]
+    assert sorted((mine for mine, _, _ in results), reverse=True) == [
+        [i == j for j in range(4)] for i in range(4)
+    ]
     assert [wrong for _, wrong, _ in results] == [[]] * 4
     for hops in zip(*(hops for _, _, hops in results), strict=True):  # of one tensor, by rank
-        assert [sum(of_hop) for of_hop in zip(*hops, strict=True)] == [2, 4]  # one axis, then all from there
+        # one axis, then all from there
+        assert [sum(of_hop) for of_hop in zip(*hops, strict=True)] == [2, 4]

@@ -109,7 +109,10 @@ def test_a_tensor_inside_another_object_is_refused_with_its_path() -> None:
         assert f" {path}: tensor (" in refuse(build(lambda _, make=make: make()))
     with torch.device("meta"):
         model = nn.Sequential(Model(lambda _: {"causal": mask()}))
-    text = "0.held['causal']: tensor (4, 4) of torch.float32 is on the meta device, but neither a parameter nor"
+    text = (
+        "0.held['causal']: tensor (4, 4) of torch.float32 is on the meta device, but neither a "
+        "parameter nor"
+    )
     assert text in refuse(model)
 
 
@@ -137,10 +140,19 @@ def test_a_tensor_of_the_class_or_on_a_parameter_is_refused() -> None:
     ("held", "remedy"),
     [
         (lambda model: mask(), "Register it as a buffer."),
-        (lambda model: [nn.Parameter(mask())], "Register it, or its module, for example in an nn.ParameterList"),
+        (
+            lambda model: [nn.Parameter(mask())],
+            "Register it, or its module, for example in an nn.ParameterList",
+        ),
         (lambda model: [nn.Linear(2, 2, bias=False)], "or nn.ModuleList."),
-        (lambda model: model.weight[:2], "It shares the memory of weight: take the view in forward."),
-        (lambda model: [model.weight.data], "It shares the memory of weight: take the view in forward."),
+        (
+            lambda model: model.weight[:2],
+            "It shares the memory of weight: take the view in forward.",
+        ),
+        (
+            lambda model: [model.weight.data],
+            "It shares the memory of weight: take the view in forward.",
+        ),
     ],
 )
 def test_the_remedy_fits_the_tensor(held: Callable[[Model], Any], remedy: str) -> None:
@@ -222,7 +234,9 @@ def _two_parameters(module: nn.Module) -> None:
         (_two_parameters, "second: shares memory with first, so both would be written twice."),
     ],
 )
-def test_tensors_that_share_memory_are_refused(register: Callable[[nn.Module], None], text: str) -> None:
+def test_tensors_that_share_memory_are_refused(
+    register: Callable[[nn.Module], None], text: str
+) -> None:
     with torch.device("meta"):
         model = Viewed(register)
     with pytest.raises(PlanError) as error:
@@ -242,7 +256,11 @@ def test_parts_without_common_elements_are_independent() -> None:
 
     with torch.device("meta"):
         model = Halves()
-    sources = {"first": Init(Zeros()), "second": Init(Normal()), "positions": Compute(lambda: torch.arange(5)[None])}
+    sources = {
+        "first": Init(Zeros()),
+        "second": Init(Normal()),
+        "positions": Compute(lambda: torch.arange(5)[None]),
+    }
     materialize(model, "cpu", [sources])
     assert model.first.tolist() == [0.0] * 3 and bool((model.second != 0).all())
     assert model.positions.tolist() == [[0, 1, 2, 3, 4]]

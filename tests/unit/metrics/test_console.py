@@ -30,7 +30,9 @@ def test_line_of_an_moe_model():
 def test_the_worst_load_there_can_be_stands_beside_it():
     """2.00 may be anything, until one knows that all tokens cannot give more."""
     collapsed = {"moe/load_max_over_mean": [2.0, 1.0]}
-    assert format_line(50, 300, VALUES, collapsed, most_load=2.0).endswith("expert load max/mean 2.00 of at most 2.00")
+    assert format_line(50, 300, VALUES, collapsed, most_load=2.0).endswith(
+        "expert load max/mean 2.00 of at most 2.00"
+    )
 
 
 def test_line_leaves_out_what_is_unknown_and_shows_mfu_when_known():
@@ -42,20 +44,32 @@ def test_line_leaves_out_what_is_unknown_and_shows_mfu_when_known():
 def test_line_shows_padding_where_there_is_much_of_it():
     full = format_line(1, 10, VALUES)
     assert format_line(1, 10, {**VALUES, "data/padding": 0.099}) == full
-    assert "4.1 TFLOP/s  padding 63%  host mem" in format_line(1, 10, {**VALUES, "data/padding": 0.634})
+    assert "4.1 TFLOP/s  padding 63%  host mem" in format_line(
+        1, 10, {**VALUES, "data/padding": 0.634}
+    )
 
 
 def test_bar_begins_at_the_resumed_step_and_shows_the_latest_values() -> None:
     stream = io.StringIO()
-    terminal = Console(file=stream, force_terminal=True, width=140, color_system=None, soft_wrap=True)
+    terminal = Console(
+        file=stream, force_terminal=True, width=140, color_system=None, soft_wrap=True
+    )
     with ProgressBar(300, 40, 80.0, terminal) as bar:
         bar.show(44, VALUES | {"rewards/accuracy": 0.625, "rewards/margin": 0.125})
         bar.show(45, VALUES)
     text = re.sub(r"\x1b\[[?0-9]*[A-Za-z]", "", stream.getvalue()).replace("\r", "\n")
-    lines = [re.sub(r"/300 [^a-z]+", "/300 | ", line).rstrip() for line in text.splitlines() if "step" in line]
+    lines = [
+        re.sub(r"/300 [^a-z]+", "/300 | ", line).rstrip()
+        for line in text.splitlines()
+        if "step" in line
+    ]
     assert lines[0].startswith("step 40/300 ")
-    assert lines[1].startswith("step 44/300 | epoch 0.55  loss 4.8123  accuracy 0.62  margin 0.125  12,345 tok/s 0:0")
-    assert re.fullmatch(r"step 45/300 \| epoch 0.56  loss 4.8123  12,345 tok/s 0:00:0\d 0:00:0\d", lines[2]), lines[2]
+    assert lines[1].startswith(
+        "step 44/300 | epoch 0.55  loss 4.8123  accuracy 0.62  margin 0.125  12,345 tok/s 0:0"
+    )
+    assert re.fullmatch(
+        r"step 45/300 \| epoch 0.56  loss 4.8123  12,345 tok/s 0:00:0\d 0:00:0\d", lines[2]
+    ), lines[2]
 
 
 def test_lines_above_the_bar_are_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +78,9 @@ def test_lines_above_the_bar_are_not_wrapped(monkeypatch: pytest.MonkeyPatch) ->
     handler = _OutputHandler()
     logger.addHandler(handler)
     long = f"a line of the log {'and more of it ' * 20}"
-    terminal = Console(file=stream, force_terminal=True, width=60, color_system=None, soft_wrap=True)
+    terminal = Console(
+        file=stream, force_terminal=True, width=60, color_system=None, soft_wrap=True
+    )
     try:
         with ProgressBar(300, console=terminal) as bar:
             bar.show(49)
@@ -88,5 +104,7 @@ def test_text_above_the_bar_is_spelled_out_too():
         print("evil \x1b[31m\x9b text")
         print("also \x1b[31m there", file=sys.stderr)
         bar.show(1, VALUES)
-    assert "evil \\x1b[31m\\x9b text" in file.getvalue() and "also \\x1b[31m there" in file.getvalue()
+    assert (
+        "evil \\x1b[31m\\x9b text" in file.getvalue() and "also \\x1b[31m there" in file.getvalue()
+    )
     assert (sys.stdout, sys.stderr) == before

@@ -30,9 +30,13 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_cannot_be_written_is_a_warning_with_the_event_which_is_written_later(tmp_path: Path, monkeypatch):
+def test_a_file_that_cannot_be_written_is_a_warning_with_the_event_which_is_written_later(
+    tmp_path: Path, monkeypatch
+):
     warnings = []
-    monkeypatch.setattr(events.logger, "warning", lambda text, *values: warnings.append(text % values))
+    monkeypatch.setattr(
+        events.logger, "warning", lambda text, *values: warnings.append(text % values)
+    )
     (tmp_path / "run").write_text("")
     open_events(tmp_path / "run")
     record_event("skip", "step 5 was skipped", 5)
@@ -40,5 +44,8 @@ def test_a_file_that_cannot_be_written_is_a_warning_with_the_event_which_is_writ
     assert "cannot write" in warning and "step 5 was skipped" in warning
     (tmp_path / "run").unlink()
     record_event("save", "step 6 was saved", 6)
-    kinds = [json.loads(line)["kind"] for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    kinds = [
+        json.loads(line)["kind"]
+        for line in (tmp_path / "run/events.jsonl").read_text().splitlines()
+    ]
     assert kinds == ["skip", "save"]

@@ -33,8 +33,13 @@ TINY_DENSE = ModelConfig(
 def num_parameters(config: ModelConfig) -> tuple[int, int]:
     """All parameters, and those that are active for one token."""
     sizes = {name: param.numel() for name, param in build_decoder(config).named_parameters()}
-    total, routed = sum(sizes.values()), sum(size for name, size in sizes.items() if is_routed(name))
-    return total, total - (routed * (config.num_experts - config.top_k) // config.num_experts if routed else 0)
+    total, routed = (
+        sum(sizes.values()),
+        sum(size for name, size in sizes.items() if is_routed(name)),
+    )
+    return total, total - (
+        routed * (config.num_experts - config.top_k) // config.num_experts if routed else 0
+    )
 
 
 def flops_of_config(config: ModelConfig, seq_len: int) -> int:
@@ -53,11 +58,14 @@ def test_published_sizes(family: str, flavor: str, total: float, active: float):
     found, found_active = num_parameters(config)
     assert found == pytest.approx(total, rel=0.01)
     # Published without embedding and head.
-    assert found_active - 2 * config.vocab_size * config.hidden_size == pytest.approx(active, rel=0.03)
+    assert found_active - 2 * config.vocab_size * config.hidden_size == pytest.approx(
+        active, rel=0.03
+    )
 
 
 def test_train_flops_per_token_by_hand():
-    matrices = num_parameters(TINY_DENSE)[0]  # tied: the one matrix is the output projection, so it multiplies
+    # tied: the one matrix is the output projection, so it multiplies
+    matrices = num_parameters(TINY_DENSE)[0]
     assert flops_of_config(TINY_DENSE, 32) == 6 * matrices + 6 * 2 * 2 * 2 * 32
     # Untying adds a table that is only looked up: no FLOPs.
     untied = replace(TINY_DENSE, tie_word_embeddings=False)
@@ -65,13 +73,17 @@ def test_train_flops_per_token_by_hand():
 
 
 SEQ_LEN = 16
-DENSE = replace(families()["qwen3"].presets["debug"], num_layers=3, vocab_size=64, tie_word_embeddings=False)
+DENSE = replace(
+    families()["qwen3"].presets["debug"], num_layers=3, vocab_size=64, tie_word_embeddings=False
+)
 TIED = replace(DENSE, tie_word_embeddings=True)
 MOE = replace(families()["dots1"].presets["debug"], num_layers=3, vocab_size=64, num_dense_layers=1)
 
 
 def recorded_flops(config: ModelConfig, freeze: str) -> int:
-    """What the products of a training step of one row compute, by the recorder of the planner, per token."""
+    """What the products of a training step of one row compute, by the recorder of the planner, per
+    token.
+    """
     model = build_decoder(config)
     freeze_parameters(model, OptimizerSection(freeze=freeze))
     materialize(model, "cpu")
@@ -105,7 +117,8 @@ def test_what_frozen_parameters_save_is_what_backward_leaves_out(
     below = tuple(f"model.layers.{layer}." for layer in range(unreached_layers))
     if unreached_layers == config.num_layers:
         below += ("model.norm.",)
-    for name, param in model.named_parameters():  # we count norms as matrices, the recorder does not count them
+    # we count norms as matrices, the recorder does not count them
+    for name, param in model.named_parameters():
         if "norm" in name:
             saved -= 2 * param.numel() * ((not param.requires_grad) + name.startswith(below))
     assert saved == recorded
@@ -113,9 +126,15 @@ def test_what_frozen_parameters_save_is_what_backward_leaves_out(
 
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 0}, {"v_head_dim": 30}])
 def test_flops_of_latent_attention(changes: dict[str, int]):
-    """The recorder's, but for norms, which count as matrices; on the CPU no causal kernel takes such heads."""
-    config = replace(families()["deepseek_v3"].presets["debug"], num_layers=2, vocab_size=64, **changes)
-    norms = 6 * sum(p.numel() for name, p in build_decoder(config).named_parameters() if "norm" in name)
+    """The recorder's, but for norms, which count as matrices; on the CPU no causal kernel takes
+    such heads.
+    """
+    config = replace(
+        families()["deepseek_v3"].presets["debug"], num_layers=2, vocab_size=64, **changes
+    )
+    norms = 6 * sum(
+        p.numel() for name, p in build_decoder(config).named_parameters() if "norm" in name
+    )
     width = config.qk_head_dim + config.value_head_dim
     above_diagonal = 6 * config.num_layers * config.num_heads * width * SEQ_LEN // 2
     assert recorded_flops(config, "") == flops_of_config(config, SEQ_LEN) - norms + above_diagonal
@@ -127,7 +146,9 @@ def flops_of(section: ModelSection, freeze: str) -> int:
     return train_flops_per_token(model, SEQ_LEN)
 
 
-@pytest.mark.parametrize("freeze", ["", "model.embed_tokens*, model.layers.0.*", "*.experts.*", "model.*"])
+@pytest.mark.parametrize(
+    "freeze", ["", "model.embed_tokens*, model.layers.0.*", "*.experts.*", "model.*"]
+)
 def test_a_model_of_transformers_has_the_flops_of_the_native_one(freeze: str):
     native = ModelSection(name="qwen3_moe", flavor="debug", implementation="native")
     other = replace(native, implementation="transformers")
@@ -148,9 +169,14 @@ def test_a_frozen_vision_tower_has_no_backward(tmp_path: Path):
 def test_flops_of_adapters_are_four_sixths_and_backward_ends_at_the_first():
     config = DENSE
     matrices = num_parameters(config)[0] - config.vocab_size * config.hidden_size
-    layer = (matrices - config.vocab_size * config.hidden_size - config.hidden_size) // config.num_layers
+    layer = (
+        matrices - config.vocab_size * config.hidden_size - config.hidden_size
+    ) // config.num_layers
     attention = config.num_heads * config.head_dim * SEQ_LEN
-    for targets, unreached in (("*.q_proj", 0), ("model.layers.1.*.q_proj, model.layers.2.mlp.*", 1)):
+    for targets, unreached in (
+        ("*.q_proj", 0),
+        ("model.layers.1.*.q_proj, model.layers.2.mlp.*", 1),
+    ):
         model = build_decoder(config)
         apply_lora(model, LoRASection(rank=2, targets=targets), torch.float32)
         flops = train_flops_per_token(model, SEQ_LEN)

@@ -58,7 +58,9 @@ def moe(counts: torch.Tensor = COUNTS) -> MoEState:
 
 def log(metrics: MetricsLogger, step: int, loss: float = 2.5, **options) -> None:
     phases = {"data": 0.5, "forward": 1.0, "backward": 1.5, "optimizer": 0.25}
-    metrics.log_step(StepPoint(step, loss, 0.91, 1e-3, tokens=8000, seconds=4.0, phases=phases, **options))
+    metrics.log_step(
+        StepPoint(step, loss, 0.91, 1e-3, tokens=8000, seconds=4.0, phases=phases, **options)
+    )
 
 
 def read_lines(folder: Path) -> list[dict]:
@@ -102,7 +104,12 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig,
     assert {name: first[name] for name in expected} == pytest.approx(expected)
     assert first["loss/aux"] == 0.125
     assert {name: first[name] for name in layers} == layers and first["moe/layers"] == [3, 4]
-    assert second["memory/host_peak_rss_gib"] == 2.5 and second["ranks/memory_gib"] == [2.0, 2.5, 2.0, 2.0]
+    assert second["memory/host_peak_rss_gib"] == 2.5 and second["ranks/memory_gib"] == [
+        2.0,
+        2.5,
+        2.0,
+        2.0,
+    ]
     assert second["ranks/data_s"] == [0.0, 0.0, 0.075, 0.0]
     assert {**validation, "time": 0} == {"step": 10, "time": 0, "loss/validation": 2.25}
     assert (first["step"], second["step"]) == (10, 20)
@@ -110,9 +117,17 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig,
 
     events = read_events(tmp_path / "tb")
     per_layer = {f"{name}/layer_{i:02d}" for name in layers for i in (3, 4)}
-    written = {name for line in (first, second, validation) for name, value in line.items() if type(value) is float}
+    written = {
+        name
+        for line in (first, second, validation)
+        for name, value in line.items()
+        if type(value) is float
+    }
     assert set(events.Tags()["scalars"]) == (written | per_layer) - {"step", "time"}
-    assert [point.value for point in events.Scalars("moe/load_max_over_mean/layer_04")] == [4.0, 4.0]
+    assert [point.value for point in events.Scalars("moe/load_max_over_mean/layer_04")] == [
+        4.0,
+        4.0,
+    ]
     for name, value in expected.items():
         points = events.Scalars(name)
         assert [point.step for point in points] == [10, 20]
@@ -120,7 +135,9 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig,
 
 
 def test_rows_have_the_numbers_of_their_layers(job: JobConfig, tmp_path: Path):
-    """Where dense layers lie between, all are written. What a model cannot say of its experts is left out."""
+    """Where dense layers lie between, all are written. What a model cannot say of its experts is
+    left out.
+    """
     with build(job, tmp_path, moe_layers=[1, 3]) as metrics:
         log(metrics, 10, moe=MoEState(COUNTS, None))
     (line,) = read_lines(tmp_path)
@@ -144,7 +161,11 @@ def test_largest_values_are_in_both_and_their_steps_in_the_lines(job: JobConfig,
     with build(job, tmp_path) as metrics:
         log(metrics, 20, largest=largest, slowest_s=1.25)
     (line,) = read_lines(tmp_path)
-    assert (line["loss/train_max"], line["loss/train_max_step"], line["time/step_max_s"]) == (7.5, 13, 1.25)
+    assert (line["loss/train_max"], line["loss/train_max_step"], line["time/step_max_s"]) == (
+        7.5,
+        13,
+        1.25,
+    )
     assert (line["grad_norm_max"], line["grad_norm_max_step"]) == (None, 17)
     events = read_events(tmp_path / "tb")
     assert [event.value for event in events.Scalars("loss/train_max")] == [7.5]
@@ -162,7 +183,9 @@ def test_each_line_is_on_disk_before_close(job: JobConfig, tmp_path: Path):
     assert len(read_lines(tmp_path)) == 1
 
 
-def test_a_resumed_run_appends_and_tensorboard_drops_the_steps_done_twice(job: JobConfig, tmp_path: Path):
+def test_a_resumed_run_appends_and_tensorboard_drops_the_steps_done_twice(
+    job: JobConfig, tmp_path: Path
+):
     with build(job, tmp_path) as metrics:
         for step in (10, 20, 30):
             log(metrics, step, loss=1.0)
@@ -180,13 +203,17 @@ def test_console_line(job: JobConfig, tmp_path: Path, console):
         log(metrics, 50, moe=moe())
         metrics.log_validation(50, 2.25)
     train, validation = console.getvalue().splitlines()
-    assert train.startswith("step    50/300  loss  2.5000  grad norm  0.91  lr 1.0e-03      2,000 tok/s  0.5 MFLOP/s")
+    assert train.startswith(
+        "step    50/300  loss  2.5000  grad norm  0.91  lr 1.0e-03      2,000 tok/s  0.5 MFLOP/s"
+    )
     assert "expert load max/mean 4.00  left 0:0" in train
     assert validation == "step    50/300  validation loss  2.2500"
 
 
 def test_idle_experts_are_warned_of_when_they_become_more(job: JobConfig, tmp_path: Path, console):
-    """Over a whole interval, not in a step of it, by layer and once; the point of step 1 is part of the first one."""
+    """Over a whole interval, not in a step of it, by layer and once; the point of step 1 is part of
+    the first one.
+    """
     job.metrics.log_freq = 10
     busy = torch.tensor([[9000, 300, 5000, 5700], [4000, 8000, 4000, 4000]])
     lazy = torch.tensor([[9000, 0, 5000, 6000], [0, 9999, 9999, 2]])
@@ -204,7 +231,11 @@ def test_idle_experts_are_warned_of_when_they_become_more(job: JobConfig, tmp_pa
         f"{IDLE} in steps 11 to 20: 1 of 4 in layer 3, 2 of 4 in layer 7. Set this.",
         f"{IDLE} in steps 51 to 60: 1 of 4 in layer 3, 2 of 4 in layer 7. Set this.",
     ]
-    assert all("expert load max/mean 2.00 of at most 2.00" in line for line in lines if line.startswith("step"))
+    assert all(
+        "expert load max/mean 2.00 of at most 2.00" in line
+        for line in lines
+        if line.startswith("step")
+    )
 
 
 def test_mfu_of_a_known_gpu(job: JobConfig, tmp_path: Path, monkeypatch):
@@ -236,12 +267,16 @@ def test_tensorboard_can_be_off_and_is_imported_only_when_on(tmp_path: Path):
         "MetricsLogger(job, sys.argv[1], 1, 1, torch.device('cpu')).close()\n"
         "print('tensorboard' in sys.modules)\n"
     )
-    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert run.stdout.strip() == "False"
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_full_disk_is_one_warning_and_the_points_come_later(job: JobConfig, tmp_path, console, full_disk, capfd):
+def test_a_full_disk_is_one_warning_and_the_points_come_later(
+    job: JobConfig, tmp_path, console, full_disk, capfd
+):
     job.metrics.enable_tensorboard = False
     full_disk(0)
     with build(job, tmp_path) as metrics:
@@ -274,11 +309,16 @@ def test_metrics_that_cannot_be_written_are_a_warning(job: JobConfig, tmp_path: 
         with build(job, folder) as metrics:
             log(metrics, 1)
             log(metrics, 2)
-        assert f"metrics: cannot write {folder / 'metrics.jsonl'}: {reason}. Training goes on" in console.getvalue()
+        assert (
+            f"metrics: cannot write {folder / 'metrics.jsonl'}: {reason}. Training goes on"
+            in console.getvalue()
+        )
     assert console.getvalue().count("Only metrics.jsonl goes on") == 1, "of TensorBoard's folder"
 
 
-def test_a_broken_progress_bar_falls_back_to_plain_lines(job: JobConfig, tmp_path: Path, monkeypatch, console):
+def test_a_broken_progress_bar_falls_back_to_plain_lines(
+    job: JobConfig, tmp_path: Path, monkeypatch, console
+):
     class BrokenBar:
         def __init__(self, *_) -> None: ...
 

@@ -19,7 +19,8 @@ def build(family: str = "qwen3_moe", **sizes):
 def names_by_group(model: nn.Module, groups: dict[str, list[nn.Parameter]]) -> dict[str, set[str]]:
     names = {param: name for name, param in model.named_parameters()}
     return {
-        group: {names[param].removeprefix("model.layers.0.") for param in params} for group, params in groups.items()
+        group: {names[param].removeprefix("model.layers.0.") for param in params}
+        for group, params in groups.items()
     }
 
 

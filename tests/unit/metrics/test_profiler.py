@@ -19,7 +19,9 @@ def one_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(folder: Path, freq: int, first: int, last: int, fail_in: int | None = None) -> None:
-    """The steps `first` to `last` of a run, as one process trains them, each with one matrix product."""
+    """The steps `first` to `last` of a run, as one process trains them, each with one matrix
+    product.
+    """
     job = JobConfig()
     job.profiling.enable_profiling, job.profiling.profile_freq = True, freq
     with profiling(job.profiling, folder) as end_step:
@@ -31,11 +33,16 @@ def train(folder: Path, freq: int, first: int, last: int, fail_in: int | None = 
 
 
 def traces(folder: Path) -> dict[int, Path]:
-    return {int(path.parent.name.removeprefix("step-")): path for path in folder.glob("profile_traces/*/rank-0.json")}
+    return {
+        int(path.parent.name.removeprefix("step-")): path
+        for path in folder.glob("profile_traces/*/rank-0.json")
+    }
 
 
 def num_products(path: Path) -> int:
-    return sum(event.get("name") == "aten::mm" for event in json.loads(path.read_text())["traceEvents"])
+    return sum(
+        event.get("name") == "aten::mm" for event in json.loads(path.read_text())["traceEvents"]
+    )
 
 
 def test_traces_are_named_by_the_step_of_the_run(tmp_path: Path):
@@ -50,7 +57,9 @@ def test_traces_are_named_by_the_step_of_the_run(tmp_path: Path):
 
 @pytest.mark.parametrize(("freq", "last"), [(1, 2), (3, 5)])
 def test_what_follows_the_last_step_is_no_trace(tmp_path: Path, freq: int, last: int):
-    """The profiler has begun to record a step by then: with freq 1 it would replace the trace of the last one."""
+    """The profiler has begun to record a step by then: with freq 1 it would replace the trace of
+    the last one.
+    """
     train(tmp_path, freq, 1, last)
     assert {step: num_products(path) for step, path in traces(tmp_path).items()} == dict.fromkeys(
         range(freq, last + 1, freq), 1

@@ -10,15 +10,17 @@ from titanlite.metrics.point import Results
 
 
 def make(saved=None, *, patience=0, min_delta=0.0, save_best="none"):
-    validation = ValidationSection(enable=True, early_stopping_patience=patience, early_stopping_min_delta=min_delta)
+    validation = ValidationSection(
+        enable=True, early_stopping_patience=patience, early_stopping_min_delta=min_delta
+    )
     return Results(validation, save_best, saved)
 
 
 def test_lower_losses_and_higher_scores_are_better():
     results = make(save_best="validation")
-    assert [results.add_validation(i + 1, loss) for i, loss in enumerate([3.0, 2.5, 2.5, 2.7, 2.4])] == [
-        *(True, True, False, False, True)
-    ]
+    assert [
+        results.add_validation(i + 1, loss) for i, loss in enumerate([3.0, 2.5, 2.5, 2.7, 2.4])
+    ] == [*(True, True, False, False, True)]
     assert (results.validation.best, results.validation.best_step) == (2.4, 5)
     assert not results.add_evaluation(5, "exact_match", 1.0), "save_best asks for the loss"
     results = make(save_best="evaluation")
@@ -33,7 +35,13 @@ def test_what_was_found_before_training_is_first_but_never_best():
     assert not results.add_evaluation(0, "f", 0.9), "there is no checkpoint of step 0"
     assert results.add_evaluation(5, "f", 0.1)
     series = results.evaluation
-    assert (series.first, series.last, series.last_step, series.best, series.best_step) == (0.9, 0.1, 5, 0.1, 5)
+    assert (series.first, series.last, series.last_step, series.best, series.best_step) == (
+        0.9,
+        0.1,
+        5,
+        0.1,
+        5,
+    )
 
 
 def test_patience():
@@ -91,4 +99,8 @@ def test_another_scorer_starts_anew():
     results = make(save_best="evaluation")
     results.add_evaluation(1, "exact_match", 0.9)
     assert results.add_evaluation(2, "bleu", 0.1)
-    assert (results.evaluation.name, results.evaluation.first, results.evaluation.best_step) == ("bleu", 0.1, 2)
+    assert (results.evaluation.name, results.evaluation.first, results.evaluation.best_step) == (
+        "bleu",
+        0.1,
+        2,
+    )

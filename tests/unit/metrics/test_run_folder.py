@@ -26,16 +26,23 @@ def test_a_model_of_the_hub_is_known_by_its_id() -> None:
         ("lora", "rank", 8, False),
     ],
 )
-def test_another_run_is_refused(section: str, name: str, value: object, can_be_forced: bool) -> None:
+def test_another_run_is_refused(
+    section: str, name: str, value: object, can_be_forced: bool
+) -> None:
     job = JobConfig()
     before = get_identity(job)
     check_same_run(job, 3, before)
     setattr(getattr(job, section), name, value)
     shown = "0 -> 8" if value == 8 else f'-> "{value}"'
-    forced = r"train more than 3 steps .*=force\.$" if can_be_forced else r"begin with its weights\.$"
+    forced = (
+        r"train more than 3 steps .*=force\.$" if can_be_forced else r"begin with its weights\.$"
+    )
     for steps in (1000, 2):
         job.training.steps = steps
-        with pytest.raises(ConfigError, match=rf"holds another run, at step 3: {section}\.{name} .*{shown}.*{forced}"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"holds another run, at step 3: {section}\.{name} .*{shown}.*{forced}",
+        ):
             check_same_run(job, 3, before)
     job.training.steps = 1000
     job.checkpoint.resume = "force"

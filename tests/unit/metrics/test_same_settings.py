@@ -22,7 +22,11 @@ def test_paths_may_differ_and_other_settings_may_not(monkeypatch):
     job = JobConfig()
     job = replace(job, lora=replace(job.lora, init_from="/cache/of/this/machine/adapters"))
     job = replace(job, evaluation=replace(job.evaluation, path="/cache/of/this/machine/examples"))
-    job = replace(job, checkpoint=replace(job.checkpoint, initial_load_path="/cache/of/this/machine/model"))
+    job = replace(
+        job, checkpoint=replace(job.checkpoint, initial_load_path="/cache/of/this/machine/model")
+    )
     check_same_settings(job)
-    with pytest.raises(ConfigError, match=r"configuration: training\.steps = 7 on .*, 1000 on rank 0"):
+    with pytest.raises(
+        ConfigError, match=r"configuration: training\.steps = 7 on .*, 1000 on rank 0"
+    ):
         check_same_settings(replace(job, training=replace(job.training, steps=7)))

@@ -1,4 +1,6 @@
-"""Fixtures: small configurations, the decoder with random values, and transformers' model with the same values."""
+"""Fixtures: small configurations, the decoder with random values, and transformers' model with the
+same values.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,13 +23,17 @@ def small_config(family: str, **changes: Any) -> ModelConfig:
 
 
 def build_ours(config: ModelConfig, seed: int = 0) -> Decoder:
-    """Decoder with random values that are not symmetric: norms and biases too, and a selection bias."""
+    """Decoder with random values that are not symmetric: norms and biases too, and a selection
+    bias.
+    """
     model = build_decoder(config)
     materialize(model, "cpu", seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(torch.randn(param.shape, generator=generator) * (0.3 if param.dim() < 2 else 0.1))
+            param.copy_(
+                torch.randn(param.shape, generator=generator) * (0.3 if param.dim() < 2 else 0.1)
+            )
             if name.endswith("norm.weight"):
                 param.add_(1.0)
         for name, buffer in model.named_buffers():
@@ -40,7 +46,9 @@ def build_theirs(config: ModelConfig, ours: Decoder) -> torch.nn.Module:
     """transformers' own model with the values of `ours`, plain attention and plain experts."""
     hf_config = AutoConfig.for_model(config.family, **family_of(config).to_hf(config))
     hf_config._experts_implementation = "eager"
-    theirs = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_config(
+        hf_config, attn_implementation="eager", dtype=torch.float32
+    )
     key = family_of(config).expert_bias_key
     values = {
         name.replace("expert_bias", key) if key else name: value
@@ -56,5 +64,9 @@ def build_theirs(config: ModelConfig, ours: Decoder) -> torch.nn.Module:
 @pytest.fixture(scope="session")
 def tiny() -> SimpleNamespace:
     """`tiny.config(family, **changes)`, `tiny.ours(config)`, `tiny.theirs(config, ours)`."""
-    make: dict[str, Callable[..., Any]] = {"config": small_config, "ours": build_ours, "theirs": build_theirs}
+    make: dict[str, Callable[..., Any]] = {
+        "config": small_config,
+        "ours": build_ours,
+        "theirs": build_theirs,
+    }
     return SimpleNamespace(**make)

@@ -1,4 +1,6 @@
-"""The example of docs/add_a_model.md is executed, and the model it describes equals transformers' own."""
+"""The example of docs/add_a_model.md is executed, and the model it describes equals transformers'
+own.
+"""
 
 import re
 from dataclasses import replace
@@ -43,7 +45,9 @@ def test_the_documented_family_matches_transformers(mistral: Family) -> None:
     assert families.check_model_config(config) == []
     ours = build_decoder(config)
     materialize(ours, "cpu", seed=1)
-    theirs = transformers.MistralForCausalLM(transformers.MistralConfig(**mistral.to_hf(config))).eval()
+    theirs = transformers.MistralForCausalLM(
+        transformers.MistralConfig(**mistral.to_hf(config))
+    ).eval()
     theirs.load_state_dict(ours.state_dict())
 
     tokens = torch.arange(40).reshape(2, 20) * 3 % 128
@@ -55,6 +59,8 @@ def test_the_documented_family_matches_transformers(mistral: Family) -> None:
 
 def test_the_documented_family_reads_a_config_and_refuses_a_sliding_window(mistral: Family) -> None:
     config = mistral.presets["7B-v0.3"]
-    assert mistral.from_hf({**mistral.to_hf(config), "model_type": "mistral"}, "config.json") == config
+    assert (
+        mistral.from_hf({**mistral.to_hf(config), "model_type": "mistral"}, "config.json") == config
+    )
     with pytest.raises(Exception, match="sliding_window = 4096 is not supported"):
         mistral.from_hf({**mistral.to_hf(config), "sliding_window": 4096}, "config.json")

@@ -1,4 +1,5 @@
-"""Every decoder layer is one graph for torch.compile, shared by all layers of its kind, and computes the same.
+"""Every decoder layer is one graph for torch.compile, shared by all layers of its kind, and
+computes the same.
 
 Layers are traced as torch.compile does it, forward and backward, and run without code generation.
 """
@@ -23,8 +24,9 @@ from titanlite.models.families import families
 
 pytestmark = TORCH_COMPILE_WARNINGS
 
-# Traced operations are the same ones but for the norm's and for rotary positions, whose product and sum are two there,
-# in another order where autograd sums (float32, 6e-8 each); gradients of biases are sums that cancel.
+# Traced operations are the same ones but for the norm's and for rotary positions, whose product and
+# sum are two there, in another order where autograd sums (float32, 6e-8 each); gradients of biases
+# are sums that cancel.
 BOUND = 5e-6
 LORA = LoRASection(rank=4, alpha=8.0, dropout=0.2, base_dtype="float32")
 
@@ -62,11 +64,16 @@ def train(model: Decoder, steps: int) -> list[torch.Tensor]:
         loss = sums.cross_entropy if sums.aux is None else sums.cross_entropy + sums.aux
         model.zero_grad()
         loss.backward()
-        results += [loss.detach(), *(param.grad for param in model.parameters() if param.grad is not None)]
+        results += [
+            loss.detach(),
+            *(param.grad for param in model.parameters() if param.grad is not None),
+        ]
     return results
 
 
-def assert_traced_alike(graphs: Graphs, build: Callable[[], Decoder], checkpointing: str = "none") -> None:
+def assert_traced_alike(
+    graphs: Graphs, build: Callable[[], Decoder], checkpointing: str = "none"
+) -> None:
     plain, compiled = build(), build()
     wrap_layers(plain, job_of(checkpointing, compiled=False), experts_on_own_mesh=False)
     wrap_layers(compiled, job_of(checkpointing, compiled=True), experts_on_own_mesh=False)
@@ -88,7 +95,9 @@ CHECKPOINTING = {"llama": "full", "qwen3": "selective", "qwen3_moe": "full", "do
 @pytest.mark.parametrize("family", families())
 def test_families_without_and_with_checkpointing(tiny, graphs, family):
     build = partial(tiny.ours, tiny.config(family))
-    assert_traced_alike(graphs, lambda: with_balance_losses(build()), CHECKPOINTING.get(family, "none"))
+    assert_traced_alike(
+        graphs, lambda: with_balance_losses(build()), CHECKPOINTING.get(family, "none")
+    )
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
@@ -105,7 +114,9 @@ def test_varlen_attention(tiny, graphs, checkpointing):
     model = build()
     wrap_layers(model, job_of(checkpointing, compiled=False), experts_on_own_mesh=False)
     train(model, 1)
-    assert len(varlen_kernel.forwards) == len(model.model.layers) * (2 if checkpointing == "full" else 1)
+    assert len(varlen_kernel.forwards) == len(model.model.layers) * (
+        2 if checkpointing == "full" else 1
+    )
 
 
 @pytest.mark.parametrize(("checkpointing", "base"), [("none", "float32"), ("selective", "nf4")])
@@ -115,7 +126,8 @@ def test_adapters_with_dropout(tiny, graphs, checkpointing, base):
         apply_lora(model, LORA, torch.float32)
         if base != "float32":
             encode_weights(model, base)
-        materialize(model, "cpu", [{"*lora_B": Init(Normal(std=0.1))}], seed=0)  # zeros hide the gradient of lora_A
+        # zeros hide the gradient of lora_A
+        materialize(model, "cpu", [{"*lora_B": Init(Normal(std=0.1))}], seed=0)
         return model
 
     assert_traced_alike(graphs, build, checkpointing)
@@ -123,8 +135,10 @@ def test_adapters_with_dropout(tiny, graphs, checkpointing, base):
 
 @torch._dynamo.config.patch(recompile_limit=3)
 def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, graphs):
-    """Graphs are counted for all layers together, for they are of the same code; torch's own limit is 8, here it is 3.
-    On CUDA backward, which computes checkpointed layers again, is in a thread of its own; so are all calls here."""
+    """Graphs are counted for all layers together, for they are of the same code; torch's own limit
+    is 8, here it is 3. On CUDA backward, which computes checkpointed layers again, is in a thread
+    of its own; so are all calls here.
+    """
     model = tiny.ours(tiny.config("dots1", num_layers=2))
     wrap_layers(model, job_of("none", compiled=True), experts_on_own_mesh=False)
     tokens, documents = batch_of(0)

@@ -1,7 +1,8 @@
-"""Random changes of config.json: refused before the first step, or understood as transformers understands it.
+"""Random changes of config.json: refused before the first step, or understood as transformers
+understands it.
 
-CI draws a few of each kind for each family. `TITANLITE_MUTATIONS=300 pytest <this file>` draws more, and
-`TITANLITE_SEED=7` others; a failure names the file's content.
+CI draws a few of each kind for each family. `TITANLITE_MUTATIONS=300 pytest <this file>` draws
+more, and `TITANLITE_SEED=7` others; a failure names the file's content.
 """
 
 import json
@@ -23,7 +24,10 @@ from titanlite.checkpoint.description import describe_model
 from titanlite.models.families import any_model_config_from_hf, families, model_config_from_hf
 from titanlite.models.families.keys import NotNativeError
 
-DRAWS, SEED = int(os.environ.get("TITANLITE_MUTATIONS", "6")), int(os.environ.get("TITANLITE_SEED", "0"))
+DRAWS, SEED = (
+    int(os.environ.get("TITANLITE_MUTATIONS", "6")),
+    int(os.environ.get("TITANLITE_SEED", "0")),
+)
 KINDS = ("rope", "missing", "value", "number", "flag")
 BOUND = 1e-5
 INFINITY = float("inf")
@@ -52,7 +56,13 @@ VALUES: list[Any] = [
         {"1": "a"},
         "gelu",
     ),
-    *(["full_attention"], ["full_attention"] * 2, ["sliding_attention"] * 2, ["dense", "sparse"], {"factor": INFINITY}),
+    *(
+        ["full_attention"],
+        ["full_attention"] * 2,
+        ["sliding_attention"] * 2,
+        ["dense", "sparse"],
+        {"factor": INFINITY},
+    ),
 ]
 ROPE_VALUES: dict[str, list[Any]] = {
     "rope_type": ["default", "linear", "llama3", "yarn", "dynamic", None],
@@ -69,16 +79,52 @@ ROPE_VALUES: dict[str, list[Any]] = {
     "partial_rotary_factor": [0.5, 1.0, None, 0],
     "full_attention": [{"rope_type": "default", "rope_theta": 1e4}, None],
 }
-# Read by transformers from any configuration, or written by other versions, without being declared by the class.
+# Read by transformers from any configuration, or written by other versions, without being declared
+# by the class.
 OTHERS = (
-    *("is_causal", "per_layer_config", "head_dim", "num_local_experts", "rope_theta", "partial_rotary_factor"),
-    *("original_max_position_embeddings", "layer_types", "mlp_layer_types", "sliding_window", "max_window_layers"),
-    *("use_sliding_window", "moe_layer_freq", "scoring_func", "topk_method", "qk_head_dim", "num_labels", "mlp_bias"),
-    *("use_cache", "bos_token_id", "hidden_act", "attention_dropout", "decoder_sparse_step", "mlp_only_layers"),
+    *(
+        "is_causal",
+        "per_layer_config",
+        "head_dim",
+        "num_local_experts",
+        "rope_theta",
+        "partial_rotary_factor",
+    ),
+    *(
+        "original_max_position_embeddings",
+        "layer_types",
+        "mlp_layer_types",
+        "sliding_window",
+        "max_window_layers",
+    ),
+    *(
+        "use_sliding_window",
+        "moe_layer_freq",
+        "scoring_func",
+        "topk_method",
+        "qk_head_dim",
+        "num_labels",
+        "mlp_bias",
+    ),
+    *(
+        "use_cache",
+        "bos_token_id",
+        "hidden_act",
+        "attention_dropout",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+    ),
     *("output_router_logits", "num_nextn_predict_layers", "id2label"),
 )
 FLAGS = (
-    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window", "norm_topk_prob"),
+    *(
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "use_cache",
+        "use_sliding_window",
+        "norm_topk_prob",
+    ),
     *("use_qk_norm", "rope_interleave", "is_causal"),
 )
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_layers": 2, "intermediate_size": 24}
@@ -91,7 +137,13 @@ def base_of(family: str) -> dict[str, Any]:
     preset = families()[family].presets["debug"]
     hf = families()[family].to_hf(replace(preset, **SMALL, head_dim=8, rope_scaling=None))
     theta = hf.pop("rope_parameters")["rope_theta"]
-    return {"model_type": family, **hf, "rope_theta": theta, "hidden_act": "silu", "use_cache": True}
+    return {
+        "model_type": family,
+        **hf,
+        "rope_theta": theta,
+        "hidden_act": "silu",
+        "use_cache": True,
+    }
 
 
 def mutate(hf: dict[str, Any], kind: str, family: str, draw: random.Random) -> None:
@@ -101,11 +153,15 @@ def mutate(hf: dict[str, Any], kind: str, family: str, draw: random.Random) -> N
         if draw.random() < 0.6:
             rope_type = draw.choice(["linear", "llama3", "yarn"])
             table = {"rope_type": rope_type, "factor": 4.0, **table}
-            table |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
+            table |= (
+                {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
+            )
         hf[draw.choice(["rope_scaling", "rope_parameters"])] = table
         return
     known = sorted({*families()[family].declared, *families()[family].keys.values()})
-    numbers = [name for name in hf if isinstance(hf[name], int | float) and not isinstance(hf[name], bool)]
+    numbers = [
+        name for name in hf if isinstance(hf[name], int | float) and not isinstance(hf[name], bool)
+    ]
     match kind:
         case "missing":
             hf.pop(draw.choice([name for name in hf if name != "model_type"]))
@@ -113,9 +169,17 @@ def mutate(hf: dict[str, Any], kind: str, family: str, draw: random.Random) -> N
             hf[draw.choice([*known, *known, *OTHERS])] = deepcopy(draw.choice(VALUES))
         case "number":
             now = hf[key := draw.choice(numbers)]
-            hf[key] = draw.choice([float(now), int(now), now * 2, now / 2, now + 1, -now, now * 10**12, INFINITY])
+            hf[key] = draw.choice(
+                [float(now), int(now), now * 2, now / 2, now + 1, -now, now * 10**12, INFINITY]
+            )
         case "flag":
-            key = draw.choice([name for name in {**hf, "attention_bias": 0, "tie_word_embeddings": 0} if name in FLAGS])
+            key = draw.choice(
+                [
+                    name
+                    for name in {**hf, "attention_bias": 0, "tie_word_embeddings": 0}
+                    if name in FLAGS
+                ]
+            )
             hf[key] = draw.choice([True, False, True, False, 0, "no"])
 
 
@@ -123,9 +187,13 @@ def text_of(hf: dict[str, Any]) -> str:
     return json.dumps(hf, indent=1).replace("Infinity", "1e400")
 
 
-def logits_of(hf_config: Any, values: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+def logits_of(
+    hf_config: Any, values: dict[str, torch.Tensor], tokens: torch.Tensor
+) -> torch.Tensor:
     hf_config._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        hf_config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     missing, unexpected = model.load_state_dict(values, strict=False)
     assert (missing, unexpected) == ([], []), f"other tensors: {missing} {unexpected}"
     with torch.no_grad():
@@ -163,7 +231,9 @@ def hold(folder: Path, tiny: Any) -> str:
     for name, content in description.items():
         (out / name).write_bytes(content)
     again = logits_of(AutoConfig.from_pretrained(out), values, tokens)
-    assert (again - expected).norm() <= BOUND * expected.norm(), "the saved configuration has other logits"
+    assert (again - expected).norm() <= BOUND * expected.norm(), (
+        "the saved configuration has other logits"
+    )
     return "equal"
 
 
@@ -194,7 +264,11 @@ def test_mutations_are_refused_or_understood(family, tiny, tmp_path):
             result = hold(folder, tiny)
             assert result == "equal" or kind != "none", "the base is native"
         except Exception as error:  # noqa: BLE001 - each is a failure, whatever it is
-            changes = {k: hf.get(k, "<missing>") for k in {*hf, *base} if hf.get(k, "-") != base.get(k, "-")}
+            changes = {
+                k: hf.get(k, "<missing>")
+                for k in {*hf, *base}
+                if hf.get(k, "-") != base.get(k, "-")
+            }
             failures.append(f"{type(error).__name__}: {str(error)[:300]}\n    {kind}: {changes}")
             result = "failed"
         found.setdefault(kind, Counter())[result] += 1

@@ -31,7 +31,8 @@ def test_presets_have_their_parameters_and_take_no_memory():
         model = build_decoder(families()[family].presets[flavor], torch.bfloat16)
         assert sum(param.numel() for param in model.parameters()) == total
         assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    assert time.process_time() - start < 10  # about 0.5 s; a real allocation of 470 GB would not end at all
+    # about 0.5 s; a real allocation of 470 GB would not end at all
+    assert time.process_time() - start < 10
 
 
 def test_build_does_not_change_the_default_dtype():
@@ -48,7 +49,9 @@ def test_buffers_stay_float32_in_a_bfloat16_model(tiny, family):
     materialize(model, "cpu")
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
     for name, buffer in model.named_buffers():
-        assert buffer.dtype == (torch.int64 if name.endswith("tokens_per_expert") else torch.float32), name
+        assert buffer.dtype == (
+            torch.int64 if name.endswith("tokens_per_expert") else torch.float32
+        ), name
 
 
 def test_tie_is_one_object_and_declared():
@@ -60,12 +63,16 @@ def test_tie_is_one_object_and_declared():
 
 
 def pack(config: ModelConfig, lengths, padding, generator):
-    """Tokens and labels of documents, and the packed row: tokens, labels, positions, document ids."""
+    """Tokens and labels of documents, and the packed row: tokens, labels, positions, document
+    ids.
+    """
     documents = [torch.randint(config.vocab_size, (2, n), generator=generator) for n in lengths]
     tokens = torch.cat([d[0] for d in documents] + [torch.zeros(padding, dtype=torch.int64)])
     labels = torch.cat([d[1] for d in documents] + [torch.full((padding,), -100)])
     positions = torch.cat([torch.arange(n) for n in (*lengths, padding)])
-    ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((padding,), -1)])
+    ids = torch.cat(
+        [torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((padding,), -1)]
+    )
     return documents, [x[None] for x in (tokens, labels, positions, ids)]
 
 
@@ -76,17 +83,25 @@ def test_packed_documents_equal_separate_documents(tiny, family):
     documents, packed = pack(config, [5, 1, 9], 4, torch.Generator().manual_seed(0))
     tokens, labels, positions, ids = packed
     loss = model(tokens, labels, positions, ids).cross_entropy
-    packed_counts = {name: moe.gate.tokens_per_expert.clone() for name, moe in model.moe_layers().items()}
+    packed_counts = {
+        name: moe.gate.tokens_per_expert.clone() for name, moe in model.moe_layers().items()
+    }
     gradients = torch.autograd.grad(loss, list(model.parameters()))
 
     total, counts = 0.0, dict.fromkeys(packed_counts, 0)
     for document in documents:
         total = total + model(document[0][None], document[1][None]).cross_entropy
-        counts = {name: counts[name] + moe.gate.tokens_per_expert for name, moe in model.moe_layers().items()}
-    # The router computes its logits in float32 whatever the model's dtype, so float64 does not reach further than that.
+        counts = {
+            name: counts[name] + moe.gate.tokens_per_expert
+            for name, moe in model.moe_layers().items()
+        }
+    # The router computes its logits in float32 whatever the model's dtype, so float64 does not
+    # reach further than that.
     bound = 1e-6 if config.num_experts else 1e-12
     assert abs(loss - total) <= bound * total
-    for actual, expected in zip(gradients, torch.autograd.grad(total, list(model.parameters())), strict=True):
+    for actual, expected in zip(
+        gradients, torch.autograd.grad(total, list(model.parameters())), strict=True
+    ):
         assert (actual - expected).norm() <= bound * 100 * expected.norm()
     for name in counts:
         assert torch.equal(packed_counts[name], counts[name])
@@ -98,7 +113,9 @@ def test_loss_sums(tiny):
     labels = tokens.roll(-1, 1)
     labels[:, -1] = -100
     sums = model(tokens, labels)
-    expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+    expected = torch.nn.functional.cross_entropy(
+        model(tokens).flatten(0, 1), labels.flatten(), reduction="sum"
+    )
     torch.testing.assert_close(sums.cross_entropy, expected, rtol=1e-6, atol=0)
     assert sums.aux.item() == 0.0
     for moe in model.moe_layers().values():
@@ -126,10 +143,14 @@ def test_recomputation_changes_neither_counts_nor_gradients(tiny):
         if recompute:
             for layer in model.decoder_layers():
                 plain = layer.forward
-                layer.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=False)
+                layer.forward = lambda *args, plain=plain: checkpoint(
+                    plain, *args, use_reentrant=False
+                )
         model(tokens, tokens).cross_entropy.backward()
         counts = [moe.gate.tokens_per_expert.clone() for moe in model.moe_layers().values()]
         results.append(([param.grad for param in model.parameters()], counts))
     for kind in range(2):
         assert len(results[0][kind]) > 0
-        assert all(torch.equal(a, b) for a, b in zip(results[0][kind], results[1][kind], strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(results[0][kind], results[1][kind], strict=True)
+        )

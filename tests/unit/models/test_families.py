@@ -1,4 +1,6 @@
-"""Families: presets against hub-style config.json files, round trips through transformers' AutoConfig, refusals."""
+"""Families: presets against hub-style config.json files, round trips through transformers'
+AutoConfig, refusals.
+"""
 
 import json
 from copy import deepcopy
@@ -27,8 +29,15 @@ from titanlite.ops import inverse_frequencies
 
 PRESETS = [(family.name, flavor) for family in families().values() for flavor in family.presets]
 # As published on the hub, by flavor; keys that have no bearing on the architecture included.
-HUB: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
-QWEN3, LLAMA, GLM, DEEPSEEK = HUB["0.6B"], HUB["3.1-8B"], HUB["4.5-Air-106B-A12B"], HUB["V3-671B-A37B"]
+HUB: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "published_configs.json").read_text()
+)
+QWEN3, LLAMA, GLM, DEEPSEEK = (
+    HUB["0.6B"],
+    HUB["3.1-8B"],
+    HUB["4.5-Air-106B-A12B"],
+    HUB["V3-671B-A37B"],
+)
 
 
 def from_hf(hf: dict[str, Any]) -> ModelConfig:
@@ -40,7 +49,8 @@ def test_hub_config_in_both_forms_equals_the_preset():
         preset = families()[hf["model_type"]].presets[flavor]
         assert from_hf(hf) == preset
         kept = {k: v for k, v in hf.items() if k != "torch_dtype"}
-        again = AutoConfig.for_model(**deepcopy(kept)).to_dict()  # transformers writes into the tables it is given
+        # transformers writes into the tables it is given
+        again = AutoConfig.for_model(**deepcopy(kept)).to_dict()
         assert "rope_parameters" in again
         assert from_hf(again) == preset
 
@@ -51,14 +61,23 @@ def test_presets_are_consistent_and_survive_transformers(tmp_path):
         assert config.family == family == family_of(config).name
         assert check_model_config(config) == []
         AutoConfig.for_model(family, **family_of(config).to_hf(config)).save_pretrained(tmp_path)
-        assert model_config_from_hf(tmp_path) == model_config_from_hf(tmp_path / "config.json") == config
+        assert (
+            model_config_from_hf(tmp_path)
+            == model_config_from_hf(tmp_path / "config.json")
+            == config
+        )
         loaded = AutoConfig.from_pretrained(tmp_path)
         assert loaded.architectures == [families()[family].architecture]
         assert type(loaded).model_type == family
 
 
 UNUSUAL: list[dict[str, Any]] = [
-    {"attention_bias": True, "tie_word_embeddings": True, "initializer_range": 0.006, "rms_norm_eps": 3e-6}
+    {
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.006,
+        "rms_norm_eps": 3e-6,
+    }
     | {"rope_theta": 12345.0, "num_kv_heads": 4, "rope_scaling": RopeScaling("linear", factor=3.0)},
     {"rope_scaling": RopeScaling("yarn", factor=4.0, original_max_position_embeddings=512)},
     {"rope_scaling": RopeScaling("yarn", 4.0, truncate=False, attention_factor=1.5, mscale=0.7)},
@@ -69,7 +88,9 @@ def test_unusual_values_survive_transformers(tmp_path):
     for family in families():
         for changes in UNUSUAL:
             config = replace(families()[family].presets["debug"], **changes)
-            AutoConfig.for_model(family, **family_of(config).to_hf(config)).save_pretrained(tmp_path)
+            AutoConfig.for_model(family, **family_of(config).to_hf(config)).save_pretrained(
+                tmp_path
+            )
             assert model_config_from_hf(tmp_path) == config
 
 
@@ -93,19 +114,31 @@ def test_keys_that_may_be_left_out_or_have_another_name():
     assert from_hf({**hf, "num_local_experts": 128}) == families()["qwen3_moe"].presets["30B-A3B"]
     old = from_hf({**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}})
     assert old.rope_scaling == RopeScaling("linear", factor=4.0)
-    assert from_hf({**QWEN3, "rope_parameters": {"rope_type": "default"}}).rope_theta == 1e6, "beside the table"
+    assert from_hf({**QWEN3, "rope_parameters": {"rope_type": "default"}}).rope_theta == 1e6, (
+        "beside the table"
+    )
 
 
 def test_where_the_length_of_pretraining_may_stand():
-    """In the table, else on its own; else it is the longest sequence, as for transformers. On its own, it counts."""
+    """In the table, else on its own; else it is the longest sequence, as for transformers. On its
+    own, it counts.
+    """
     table = {"rope_type": "yarn", "factor": 4.0}
     for hf, length in (
         ({"rope_scaling": table}, 40960),
         ({"rope_scaling": {**table, "original_max_position_embeddings": 32768}}, 32768),
-        ({"rope_scaling": {"original_max_position_embeddings": 7, **table}, "original_max_position_embeddings": 9}, 9),
+        (
+            {
+                "rope_scaling": {"original_max_position_embeddings": 7, **table},
+                "original_max_position_embeddings": 9,
+            },
+            9,
+        ),
     ):
         found = from_hf({**QWEN3, **hf})
-        assert found.rope_scaling == RopeScaling("yarn", factor=4.0, original_max_position_embeddings=length)
+        assert found.rope_scaling == RopeScaling(
+            "yarn", factor=4.0, original_max_position_embeddings=length
+        )
         theirs = AutoConfig.for_model(**{**QWEN3, **hf})
         theirs.standardize_rope_params()
         assert theirs.rope_parameters["original_max_position_embeddings"] == length
@@ -133,15 +166,19 @@ def yarn(**entries: Any) -> dict[str, Any]:
 
 
 INF, NAN = float("inf"), float("nan")
-# What the decoder cannot express and transformers' class may have: a family or a published file, changes, and the words
-# that must be said.
+# What the decoder cannot express and transformers' class may have: a family or a published file,
+# changes, and the words that must be said.
 NOT_NATIVE: list[tuple[Any, dict[str, Any], str]] = [
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
     ("qwen3", {"is_causal": False}, "is_causal = False"),
     ("llama", {"per_layer_config": {}}, "per_layer_config"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
-    ("dots1", {"sliding_window": ..., "max_window_layers": 1}, "sliding_window = 4096, which transformers takes"),
+    (
+        "dots1",
+        {"sliding_window": ..., "max_window_layers": 1},
+        "sliding_window = 4096, which transformers takes",
+    ),
     ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
     ("qwen3", {"attention_dropout": "x"}, "attention_dropout = 'x'"),
     ("llama", {"mlp_bias": True}, "mlp_bias = True"),
@@ -149,17 +186,33 @@ NOT_NATIVE: list[tuple[Any, dict[str, Any], str]] = [
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
     ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     # transformers rotates half of each head then, for every scaled rope_type.
-    (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "partial_rotary"),
+    (
+        LLAMA,
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+        "partial_rotary",
+    ),
     (GLM, {"head_dim": 42}, "partial_rotary_factor rotates 21 of 42, an odd number"),
     (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
-    ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "'full_attention'"),
-    (DEEPSEEK, {"rope_scaling": {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}}, "mscale_all_dim"),
+    (
+        "qwen3",
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "'full_attention'",
+    ),
+    (
+        DEEPSEEK,
+        {"rope_scaling": {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}},
+        "mscale_all_dim",
+    ),
 ]
 # What nothing can compute.
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     ("qwen3_moe", {"num_experts": None}, "num_experts = null"),
     ("deepseek_v3", {"qk_rope_head_dim": None}, "qk_rope_head_dim = null"),
-    ("dots1", {"routed_scaling_factor": 4}, "routed_scaling_factor = 4 is of the wrong type: transformers expects"),
+    (
+        "dots1",
+        {"routed_scaling_factor": 4},
+        "routed_scaling_factor = 4 is of the wrong type: transformers expects",
+    ),
     ("dots1", {"routed_scaling_factor": 4}, "Write 4.0."),
     ("qwen3", {"attention_bias": 0}, "attention_bias = 0"),
     ("llama", {"vocab_size": "10"}, "vocab_size = '10'"),
@@ -168,12 +221,28 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     ("llama", {"rms_norm_eps": INF}, "rms_norm_eps = inf is not a finite number"),
     ("llama", {"anything": [{"deep": NAN}]}, "anything.deep = nan is not a finite number"),
     ("llama", {"pad_token_id": 40}, "pad_token_id (40) is not less than vocab_size (40)"),
-    ("llama", {"hidden_size": 30, "head_dim": 8}, "hidden_size (30) is no multiple of num_heads (4)"),
+    (
+        "llama",
+        {"hidden_size": 30, "head_dim": 8},
+        "hidden_size (30) is no multiple of num_heads (4)",
+    ),
     ("llama", {"num_labels": 10**9}, "num_labels"),
     ("llama", {"num_hidden_layers": 2**31}, "num_hidden_layers = 2147483648 is more than 4096"),
-    ("llama", {"num_hidden_layers": 2**12, "hidden_size": 2**20, "intermediate_size": 2**24}, "parameters or more"),
-    ("qwen3_moe", {"num_local_experts": 4}, "num_experts = 8, but num_local_experts = 4. Give one."),
-    ("glm4_moe", {"n_routed_experts": 1, "num_experts_per_tok": 1}, "num_experts (1) is less than 2"),
+    (
+        "llama",
+        {"num_hidden_layers": 2**12, "hidden_size": 2**20, "intermediate_size": 2**24},
+        "parameters or more",
+    ),
+    (
+        "qwen3_moe",
+        {"num_local_experts": 4},
+        "num_experts = 8, but num_local_experts = 4. Give one.",
+    ),
+    (
+        "glm4_moe",
+        {"n_routed_experts": 1, "num_experts_per_tok": 1},
+        "num_experts (1) is less than 2",
+    ),
     ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank = 0"),
     ("deepseek_v3", {"q_lora_rank": -1}, "q_lora_rank = -1"),
     ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank = 0"),
@@ -188,7 +257,11 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": {"rope_type": None}}, "rope_type = null"),
     ("llama", {"rope_scaling": {"rope_theta": None}}, "rope_theta = null"),
     ("llama", {**yarn(), "rope_parameters": {"rope_type": "default"}}, "contradict each other"),
-    ("llama", {**yarn(), "original_max_position_embeddings": None}, "original_max_position_embeddings"),
+    (
+        "llama",
+        {**yarn(), "original_max_position_embeddings": None},
+        "original_max_position_embeddings",
+    ),
     (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "factor"),
     ("qwen3", {"rope_scaling": {"rope_type": "yarn"}}, "factor"),
     ("qwen3", yarn(factor=0.0), "factor"),
@@ -225,7 +298,11 @@ def test_files_that_cannot_be_read(tmp_path):
     path = tmp_path / "config.json"
     for content, text in [
         ("{", "cannot read"),
-        ("[]", "model_type 'None' has no native decoder; there are deepseek_v3, dots1, glm4_moe, llama, qwen2, "),
+        (
+            "[]",
+            "model_type 'None' has no native decoder; there are deepseek_v3, dots1, glm4_moe, "
+            "llama, qwen2, ",
+        ),
         ('{"model_type": ["qwen3"]}', "has no native decoder"),
     ]:
         path.write_text(content)
@@ -254,42 +331,86 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_overrides_change_single_sizes(tmp_path):
     preset = families()["qwen3_moe"].presets["debug"]
     assert resolve_model_config(section()) == preset
-    changes = {"num_layers": 7, "norm_topk_prob": False, "rope_theta": 5e4, "max_position_embeddings": 131072}
+    changes = {
+        "num_layers": 7,
+        "norm_topk_prob": False,
+        "rope_theta": 5e4,
+        "max_position_embeddings": 131072,
+    }
     expected = replace(preset, **changes, rope_scaling=RopeScaling(**YARN))
     assert resolve_model_config(section(**changes, **scaling(**YARN))) == expected
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     given = {"flavor": "", "hf_assets_path": str(tmp_path)}
     llama = families()["llama"].presets["3.1-8B"]
     factor = RopeScaling("llama3", factor=16.0)
-    assert resolve_model_config(section(**given, **scaling(factor=16.0))) == replace(llama, rope_scaling=factor)
-    assert resolve_model_config(section(**given, **scaling(**YARN))).rope_scaling == RopeScaling(**YARN)
+    assert resolve_model_config(section(**given, **scaling(factor=16.0))) == replace(
+        llama, rope_scaling=factor
+    )
+    assert resolve_model_config(section(**given, **scaling(**YARN))).rope_scaling == RopeScaling(
+        **YARN
+    )
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "high_freq_factor": 4.0,
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"name": "qwen3moe"}, "unknown family 'qwen3moe'. Did you mean 'qwen3_moe'? There are: deepseek_v3, dots1, "),
-        ({"flavor": "30B-A3"}, "family 'qwen3_moe' has no flavor '30B-A3'. Did you mean '30B-A3B'? There are: "),
+        (
+            {"name": "qwen3moe"},
+            "unknown family 'qwen3moe'. Did you mean 'qwen3_moe'? There are: deepseek_v3, dots1, ",
+        ),
+        (
+            {"flavor": "30B-A3"},
+            "family 'qwen3_moe' has no flavor '30B-A3'. Did you mean '30B-A3B'? There are: ",
+        ),
         ({"num_kv_heads": 3}, "num_heads (4) is not a multiple of num_kv_heads (3)."),
         ({"head_dim": 7}, "head_dim (7) is odd"),
         ({"hidden_size": 0, "rope_theta": 0.0, "moe_intermediate_size": 0}, "model: 3 problems:"),
         ({"top_k": 9}, "top_k (9) is more than num_experts (8)."),
         ({"num_expert_groups": 3}, "num_experts (8) is not a multiple of num_expert_groups (3)."),
         ({"num_expert_groups": 0}, "num_experts (8) is not a multiple of num_expert_groups (0)."),
-        ({"num_expert_groups": 4, "num_limited_groups": 5}, "num_limited_groups (5) is not between 1 and 4."),
-        ({"num_expert_groups": 4, "top_k": 3}, "top_k (3) is more than the experts in 1 of 4 groups (2)."),
-        ({"num_shared_experts": 1}, "overrides.num_shared_experts = 1: every qwen3_moe has 0, and its Hugging Face"),
+        (
+            {"num_expert_groups": 4, "num_limited_groups": 5},
+            "num_limited_groups (5) is not between 1 and 4.",
+        ),
+        (
+            {"num_expert_groups": 4, "top_k": 3},
+            "top_k (3) is more than the experts in 1 of 4 groups (2).",
+        ),
+        (
+            {"num_shared_experts": 1},
+            "overrides.num_shared_experts = 1: every qwen3_moe has 0, and its Hugging Face",
+        ),
         ({"name": "qwen3", "qk_norm": False}, "overrides.qk_norm = False: every qwen3 has True"),
-        (scaling(factor=4.0), "model.overrides.rope_scaling: rope_type is missing. Set it, for example to 'yarn'."),
+        (
+            scaling(factor=4.0),
+            "model.overrides.rope_scaling: rope_type is missing. Set it, for example to 'yarn'.",
+        ),
         (scaling(rope_type="yarn", factor=4.0), "original_max_position_embeddings is missing"),
-        (scaling(**YARN, high_freq_factor=2.0), "high_freq_factor means nothing for 'yarn'. Leave it out."),
+        (
+            scaling(**YARN, high_freq_factor=2.0),
+            "high_freq_factor means nothing for 'yarn'. Leave it out.",
+        ),
         (scaling(**{**YARN, "factor": 0.5}), "rope_scaling.factor = 0.5 is less than 1"),
-        (scaling(**YARN, mscale=0.7), "mscale has no effect without mscale_all_dim. Set both, or none."),
-        (scaling(**YARN, mscale=-20.0, mscale_all_dim=1.0), "mscale (-20.0) and mscale_all_dim (1.0)"),
-        (scaling(**YARN, beta_slow=40.0), "beta_slow (40.0) is not less than rope_scaling.beta_fast (32.0)."),
+        (
+            scaling(**YARN, mscale=0.7),
+            "mscale has no effect without mscale_all_dim. Set both, or none.",
+        ),
+        (
+            scaling(**YARN, mscale=-20.0, mscale_all_dim=1.0),
+            "mscale (-20.0) and mscale_all_dim (1.0)",
+        ),
+        (
+            scaling(**YARN, beta_slow=40.0),
+            "beta_slow (40.0) is not less than rope_scaling.beta_fast (32.0).",
+        ),
         (
             scaling(**LLAMA3, low_freq_factor=4.0),
             "low_freq_factor (4.0) is not less than rope_scaling.high_freq_factor",

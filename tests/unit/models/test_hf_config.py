@@ -1,4 +1,6 @@
-"""Configurations of transformers that are no plain tables of numbers, and classes under another name."""
+"""Configurations of transformers that are no plain tables of numbers, and classes under another
+name.
+"""
 
 import json
 import math
@@ -17,7 +19,13 @@ from titanlite.features.transformers.build import build_transformers
 from titanlite.models.families import resolve_model_config
 from titanlite.models.families.config_json import load_config_and_class, transformers_config
 
-_MAMBA2 = {"model_type": "mamba2", "hidden_size": 32, "num_heads": 8, "head_dim": 8, "vocab_size": 64}
+_MAMBA2 = {
+    "model_type": "mamba2",
+    "hidden_size": 32,
+    "num_heads": 8,
+    "head_dim": 8,
+    "vocab_size": 64,
+}
 
 
 def resolve(folder: Path, content: str) -> TransformersConfig:
@@ -28,14 +36,32 @@ def resolve(folder: Path, content: str) -> TransformersConfig:
 
 
 def test_attributes_that_each_layer_has_for_itself() -> None:
-    """Gemma 4's layers of full attention have wider heads, and transformers names no width of the whole."""
-    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "num_key_value_heads": 2}
-    sizes |= {"num_hidden_layers": 2, "vocab_size": 128, "vocab_size_per_layer_input": 128, "intermediate_size": 64}
-    layers = {"layer_types": ["sliding_attention", "full_attention"], "per_layer_config": {"1": {"head_dim": 32}}}
+    """Gemma 4's layers of full attention have wider heads, and transformers names no width of the
+    whole.
+    """
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+    }
+    sizes |= {
+        "num_hidden_layers": 2,
+        "vocab_size": 128,
+        "vocab_size_per_layer_input": 128,
+        "intermediate_size": 64,
+    }
+    layers = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "per_layer_config": {"1": {"head_dim": 32}},
+    }
     hf = transformers.Gemma4TextConfig(**sizes, **layers).to_dict()
     config = transformers_config(hf, "test")
     assert config.attention_width == 4 * 32
-    assert build_transformers(config).state_shapes["model.layers.1.self_attn.q_proj.weight"] == (128, 64)
+    assert build_transformers(config).state_shapes["model.layers.1.self_attn.q_proj.weight"] == (
+        128,
+        64,
+    )
 
 
 @pytest.mark.parametrize("form", ["Infinity", '{"__float__": "Infinity"}'])
@@ -44,7 +70,9 @@ def test_infinities_are_read_and_kept(tmp_path: Path, form: str) -> None:
     config = resolve(tmp_path, content)
     assert load_config_and_class(config.hf, "test")[0].time_step_limit == [0.0, math.inf]
     written = describe_model(config, None, torch.float32, None)["config.json"].decode()
-    assert json.loads(written)["time_step_limit"] == [0.0, {"__float__": "Infinity"}], "as transformers 5 writes it"
+    assert json.loads(written)["time_step_limit"] == [0.0, {"__float__": "Infinity"}], (
+        "as transformers 5 writes it"
+    )
     again = resolve(tmp_path, written)
     assert build_transformers(again).state_shapes == build_transformers(config).state_shapes
     assert read_json(tmp_path / "config.json", "test")["model_type"] == "mamba2"
@@ -74,5 +102,9 @@ def test_the_class_that_architectures_names(model_type: str, name: str) -> None:
 
 def test_other_classes_are_not_taken() -> None:
     for named in (["MusicgenForConditionalGeneration"], ["LlamaForCausalLM"], []):
-        with pytest.raises(ConfigError, match="no class that generates text for model_type 'musicgen_decoder'"):
-            load_config_and_class({"model_type": "musicgen_decoder", "architectures": named}, "test")
+        with pytest.raises(
+            ConfigError, match="no class that generates text for model_type 'musicgen_decoder'"
+        ):
+            load_config_and_class(
+                {"model_type": "musicgen_decoder", "architectures": named}, "test"
+            )

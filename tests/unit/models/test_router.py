@@ -1,4 +1,6 @@
-"""Router: selection and weights, counts, groups, balance losses; local dispatch against a loop over tokens."""
+"""Router: selection and weights, counts, groups, balance losses; local dispatch against a loop over
+tokens.
+"""
 
 from dataclasses import replace
 
@@ -11,7 +13,12 @@ from titanlite.materialize import materialize
 from titanlite.models.moe import Experts, MoE, Router, dispatch_locally, group_by_expert
 
 CONFIG = ModelConfig(
-    hidden_size=12, num_experts=6, top_k=2, moe_intermediate_size=8, initializer_range=0.5, norm_topk_prob=False
+    hidden_size=12,
+    num_experts=6,
+    top_k=2,
+    moe_intermediate_size=8,
+    initializer_range=0.5,
+    norm_topk_prob=False,
 )
 
 
@@ -23,7 +30,9 @@ def build(module_class, **changes):
 
 
 def make_tokens(batch=2, seq_len=7, seed=0, dtype=torch.float32):
-    return torch.randn(batch, seq_len, 12, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return torch.randn(
+        batch, seq_len, 12, generator=torch.Generator().manual_seed(seed), dtype=dtype
+    )
 
 
 def scores_of(router, x):
@@ -40,7 +49,8 @@ def test_bias_moves_the_selection_and_not_the_weights(score_func):
     assert (after.topk_expert_ids_Tk == 4).any(dim=1).all()
     assert not (before.topk_expert_ids_Tk == 4).any(dim=1).all()
     expected = scores_of(router, x).gather(1, after.topk_expert_ids_Tk) * 2.5
-    torch.testing.assert_close(after.topk_scores_Tk, expected, rtol=1e-5, atol=0)  # float32, one sum of 12 terms
+    # float32, one sum of 12 terms
+    torch.testing.assert_close(after.topk_scores_Tk, expected, rtol=1e-5, atol=0)
     assert after.topk_scores_Tk.max() <= 2.5
 
 
@@ -97,8 +107,11 @@ def test_recomputation_does_not_double_the_counts():
 
 @pytest.mark.parametrize(("groups", "limited"), [(3, 1), (3, 2), (2, 1), (6, 3)])
 def test_group_limited_selection(groups, limited):
-    router = build(Router, score_func="sigmoid", num_expert_groups=groups, num_limited_groups=limited)
-    router.expert_bias.copy_(torch.linspace(-0.4, -0.9, 6))  # negative: a masked expert must not win with zero
+    router = build(
+        Router, score_func="sigmoid", num_expert_groups=groups, num_limited_groups=limited
+    )
+    # negative: a masked expert must not win with zero
+    router.expert_bias.copy_(torch.linspace(-0.4, -0.9, 6))
     x = make_tokens(4, 16)
     ids = router(x).topk_expert_ids_Tk
     choice = (scores_of(router, x) + router.expert_bias).tolist()
@@ -111,7 +124,9 @@ def test_group_limited_selection(groups, limited):
 
 
 def naive_balance_loss(router, x, valid, ids):
-    """arXiv:2412.19437, eq. 17 to 20, of every sequence, times its number of tokens (the code sums over tokens)."""
+    """arXiv:2412.19437, eq. 17 to 20, of every sequence, times its number of tokens (the code sums
+    over tokens).
+    """
     num_experts, top_k = router.config.num_experts, router.config.top_k
     total = 0.0
     for b in range(x.shape[0]):
@@ -120,7 +135,9 @@ def naive_balance_loss(router, x, valid, ids):
             continue
         scores = scores_of(router, x[b : b + 1])
         for i in range(num_experts):
-            chosen = sum(1 for t in tokens if i in ids.view(x.shape[0], x.shape[1], -1)[b, t].tolist())
+            chosen = sum(
+                1 for t in tokens if i in ids.view(x.shape[0], x.shape[1], -1)[b, t].tolist()
+            )
             f_i = num_experts / (top_k * len(tokens)) * chosen
             p_i = sum(scores[t, i] / scores[t].sum() for t in tokens) / len(tokens)
             total = total + f_i * p_i * len(tokens)
@@ -131,7 +148,9 @@ def naive_balance_loss(router, x, valid, ids):
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
 def test_weights_and_balance_loss_and_their_gradients(score_func, normalized, padded):
-    router = build(Router, score_func=score_func, norm_topk_prob=normalized, routed_scaling_factor=1.5)
+    router = build(
+        Router, score_func=score_func, norm_topk_prob=normalized, routed_scaling_factor=1.5
+    )
     x, valid, router.aux_loss_coeff = make_tokens(), None, 0.3
     router.expert_bias[1] = 3.0
     if padded:
@@ -142,12 +161,19 @@ def test_weights_and_balance_loss_and_their_gradients(score_func, normalized, pa
     weights = scores_of(router, x).gather(1, ids)
     weights = 1.5 * (weights / weights.sum(dim=1, keepdim=True) if normalized else weights)
     balance = 0.3 * naive_balance_loss(router, x, valid, ids)
-    # float32, sums of 12 terms; the pull of the experts nearly cancels in softmax, so gradients have an absolute bound.
+    # float32, sums of 12 terms; the pull of the experts nearly cancels in softmax, so gradients
+    # have an absolute bound.
     torch.testing.assert_close(routing.topk_scores_Tk, weights, rtol=1e-5, atol=0)
     torch.testing.assert_close(routing.aux_loss, balance, rtol=1e-5, atol=0)
     upstream = torch.randn(14, 2, generator=torch.Generator().manual_seed(4))
-    for actual, expected in ((routing.topk_scores_Tk * upstream, weights * upstream), (routing.aux_loss, balance)):
-        gradients = [torch.autograd.grad(y.sum(), router.weight, retain_graph=True)[0] for y in (actual, expected)]
+    for actual, expected in (
+        (routing.topk_scores_Tk * upstream, weights * upstream),
+        (routing.aux_loss, balance),
+    ):
+        gradients = [
+            torch.autograd.grad(y.sum(), router.weight, retain_graph=True)[0]
+            for y in (actual, expected)
+        ]
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=3e-5)
 
 
@@ -156,7 +182,8 @@ def test_sequence_sum_sees_the_counts_of_each_sequence():
     router.aux_loss_coeff = 1.0
     plain = router(x).aux_loss
     seen = []
-    router.sequence_sums = [lambda counts: seen.append(counts.clone()) or counts * 2]  # ranks with equal halves
+    # ranks with equal halves
+    router.sequence_sums = [lambda counts: seen.append(counts.clone()) or counts * 2]
     torch.testing.assert_close(router(x).aux_loss, plain, rtol=1e-6, atol=0)
     assert seen[0].shape == (2, 6)
     assert seen[0].dtype == torch.int64
@@ -193,7 +220,9 @@ def naive_experts(experts, x, scores, ids):
         for j in range(ids.shape[1]):
             e = ids[t, j]
             gate, up = (experts.gate_up_proj[e] @ x[t]).chunk(2)
-            total = total + scores[t, j] * (experts.down_proj[e] @ (torch.nn.functional.silu(gate) * up))
+            total = total + scores[t, j] * (
+                experts.down_proj[e] @ (torch.nn.functional.silu(gate) * up)
+            )
         out.append(total)
     return torch.stack(out)
 
@@ -204,10 +233,14 @@ def test_local_dispatch_equals_a_loop_over_tokens(ids):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(9, 12, generator=generator, dtype=torch.float64, requires_grad=True)
     scores = torch.rand(9, 2, generator=generator, dtype=torch.float64, requires_grad=True)
-    chosen = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(9)])  # expert 5 gets nothing
+    # expert 5 gets nothing
+    chosen = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(9)])
     if ids == "one expert":
         chosen = torch.full((9, 2), 3)
-    actual, expected = dispatch_locally(experts, x, scores, chosen), naive_experts(experts, x, scores, chosen)
+    actual, expected = (
+        dispatch_locally(experts, x, scores, chosen),
+        naive_experts(experts, x, scores, chosen),
+    )
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)  # float64 sums of 12 terms
     upstream = torch.randn(actual.shape, generator=generator, dtype=torch.float64)
     inputs = (x, scores, experts.gate_up_proj, experts.down_proj)

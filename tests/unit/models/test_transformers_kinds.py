@@ -1,4 +1,6 @@
-"""Kinds of models of transformers that need care: rotary frequencies, widths of experts, sizes of vocabularies."""
+"""Kinds of models of transformers that need care: rotary frequencies, widths of experts, sizes of
+vocabularies.
+"""
 
 import json
 from pathlib import Path
@@ -21,10 +23,18 @@ from titanlite.models.families.config_json import transformers_config
 from titanlite.preflight import check
 
 LIMIT, LONGEST = 8, 48
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "rope_theta": 1e4,
+}
 ROPES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 longrope": ("phi3", {**LONGROPE, "original_max_position_embeddings": LIMIT}),
-    "llama longrope": ("llama", {**LONGROPE, "original_max_position_embeddings": LIMIT, "factor": 6.0}),
+    "llama longrope": (
+        "llama",
+        {**LONGROPE, "original_max_position_embeddings": LIMIT, "factor": 6.0},
+    ),
 }
 
 
@@ -51,15 +61,22 @@ def test_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path, rope: str) -
     """Each text is that of its tokens alone, in whatever order and company they come."""
     model = make(tmp_path, rope)
     new, lengths = 12, (3, 20, 7, 30, 9)
-    prompts = [torch.randint(3, 128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
-    together = generate(model, prompts, max_new_tokens=new, device=torch.device("cpu"), batch_size=4)
+    prompts = [
+        torch.randint(3, 128, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+        for n in lengths
+    ]
+    together = generate(
+        model, prompts, max_new_tokens=new, device=torch.device("cpu"), batch_size=4
+    )
     alone = []
     for prompt in reversed(prompts):
         fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
         text = list(prompt)
         for _ in range(new):
             with torch.no_grad():
-                text.append(int(fresh(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+                text.append(
+                    int(fresh(torch.tensor([text]), use_cache=False).logits[0, -1].argmax())
+                )
         alone.insert(0, text[len(prompt) :])
     assert [continuation.tokens for continuation in together] == alone
 
@@ -85,7 +102,8 @@ def test_the_limit_is_that_of_the_class(tmp_path: Path, rope: str) -> None:
     positions[:, -1] = torch.tensor([5, LIMIT - 1, LIMIT])
     with torch.no_grad():
         short, same, other = (
-            model(torch.arange(20, 26).view(1, -1), None, row.view(1, -1))[0, :5] for row in positions
+            model(torch.arange(20, 26).view(1, -1), None, row.view(1, -1))[0, :5]
+            for row in positions
         )
     assert torch.equal(short, same) and (other - short).norm() > 1e-3 * short.norm()
 
@@ -96,7 +114,11 @@ def test_training_beyond_the_original_length_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("")
     base = [
         *("--config", f"{tmp_path}/run.toml"),
-        *(f"--model.hf_assets_path={tmp_path}/model", "--data.dataset=examples", f"--data.path={tmp_path}/rows.jsonl"),
+        *(
+            f"--model.hf_assets_path={tmp_path}/model",
+            "--data.dataset=examples",
+            f"--data.path={tmp_path}/rows.jsonl",
+        ),
         f"--data.tokenizer_path={tmp_path}/model",
     ]
 
@@ -104,7 +126,10 @@ def test_training_beyond_the_original_length_is_refused(tmp_path: Path) -> None:
         check(load_config([*base, *overrides]), 1)
 
     run(f"--training.seq_len={LIMIT}")
-    message = r"training.seq_len \(16\): beyond 8 tokens .* Set training.seq_len = 8; examples .* data.packing = false"
+    message = (
+        r"training.seq_len \(16\): beyond 8 tokens .* Set training.seq_len = 8; examples .* "
+        r"data.packing = false"
+    )
     for overrides in ((), ("--data.packing=false",), ("--training.local_batch_size=1",)):
         with pytest.raises(ConfigError, match=message):
             run("--training.seq_len=16", "--training.local_batch_size=2", *overrides)

@@ -14,7 +14,9 @@ from titanlite.models.families import check_model_config, families
 BOUND = 1e-5
 
 # So short a length in pretraining that 17 positions are many.
-YARN = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=2.0, beta_slow=0.5)
+YARN = RopeScaling(
+    "yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=2.0, beta_slow=0.5
+)
 VARIATIONS = [
     ("llama", {"num_kv_heads": 1, "attention_bias": True}),
     ("llama", {"tie_word_embeddings": True, "rope_scaling": None}),
@@ -23,18 +25,35 @@ VARIATIONS = [
     ("qwen3_moe", {"top_k": 8, "tie_word_embeddings": True}),
     ("dots1", {"num_dense_layers": 0, "num_shared_experts": 2}),
     ("dots1", {"norm_topk_prob": False, "top_k": 1, "routed_scaling_factor": 1.0}),
-    ("dots1", {"num_expert_groups": 2, "num_limited_groups": 1, "top_k": 4, "attention_bias": True}),
+    (
+        "dots1",
+        {"num_expert_groups": 2, "num_limited_groups": 1, "top_k": 4, "attention_bias": True},
+    ),
     ("dots1", {"num_experts": 9, "num_expert_groups": 3, "num_limited_groups": 2, "top_k": 5}),
     ("qwen2", {"tie_word_embeddings": True, "num_kv_heads": 1}),
     ("glm4_moe", {"qk_norm": False, "num_dense_layers": 0, "num_shared_experts": 2}),
     ("glm4_moe", {"attention_bias": False, "partial_rotary_factor": 0.25}),
     ("glm4_moe", {"partial_rotary_factor": 1.0, "norm_topk_prob": False, "top_k": 3}),
     ("deepseek_v3", {"q_lora_rank": 0, "rope_interleave": False, "attention_bias": True}),
-    ("deepseek_v3", {"num_dense_layers": 0, "num_expert_groups": 1, "num_limited_groups": 1, "num_shared_experts": 2}),
+    (
+        "deepseek_v3",
+        {
+            "num_dense_layers": 0,
+            "num_expert_groups": 1,
+            "num_limited_groups": 1,
+            "num_shared_experts": 2,
+        },
+    ),
     ("deepseek_v3", {"rope_scaling": None, "v_head_dim": 24, "rms_norm_eps": 1e-4}),
     ("deepseek_v3", {"rope_scaling": YARN, "attention_bias": True}),
-    *((family, {"rope_scaling": YARN}) for family in ("llama", "qwen2", "qwen3", "qwen3_moe", "dots1", "glm4_moe")),
-    ("qwen3_moe", {"rope_scaling": replace(YARN, attention_factor=1.5, beta_fast=8.0, truncate=False)}),
+    *(
+        (family, {"rope_scaling": YARN})
+        for family in ("llama", "qwen2", "qwen3", "qwen3_moe", "dots1", "glm4_moe")
+    ),
+    (
+        "qwen3_moe",
+        {"rope_scaling": replace(YARN, attention_factor=1.5, beta_fast=8.0, truncate=False)},
+    ),
 ]
 
 
@@ -52,14 +71,17 @@ def compare(tiny, config, batch=2, seq_len=17, seed=0):
     assert (logits - expected).norm() <= BOUND * expected.norm()
 
     loss = ours(tokens, labels).cross_entropy
-    expected_loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum")
+    expected_loss = torch.nn.functional.cross_entropy(
+        expected.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
     assert abs(loss - expected_loss) <= BOUND * expected_loss
     loss.backward()
     expected_loss.backward()
     gradients = {name: param.grad for name, param in theirs.named_parameters()}
     assert set(gradients) == {name for name, _ in ours.named_parameters()}
-    # A gradient that is zero by nature (the router's with top_k = 1 normalized to 1, the query's at a single position)
-    # holds rounding errors only: it is measured against a thousandth of the total norm.
+    # A gradient that is zero by nature (the router's with top_k = 1 normalized to 1, the query's at
+    # a single position) holds rounding errors only: it is measured against a thousandth of the
+    # total norm.
     floor = 1e-3 * torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     for name, param in ours.named_parameters():
         error = (param.grad - gradients[name]).norm() / torch.maximum(gradients[name].norm(), floor)
@@ -91,7 +113,11 @@ def test_random_sizes(tiny, data):
         "rope_theta": data.draw(st.sampled_from([1e4, 1e6])),
     }
     if families()[family].presets["debug"].num_experts:
-        groups = data.draw(st.sampled_from([1, 2])) if family in ("deepseek_v3", "dots1", "glm4_moe") else 1
+        groups = (
+            data.draw(st.sampled_from([1, 2]))
+            if family in ("deepseek_v3", "dots1", "glm4_moe")
+            else 1
+        )
         changes |= {
             "num_experts": groups * data.draw(st.integers(2, 5)),
             "num_expert_groups": groups,

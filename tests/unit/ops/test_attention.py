@@ -15,7 +15,8 @@ SCALE = 16**-0.5
 def make_qkv(batch, seq_len, heads=4, kv_heads=2, width=16, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return tuple(
-        torch.randn(batch, seq_len, h, width, generator=generator, dtype=dtype) for h in (heads, kv_heads, kv_heads)
+        torch.randn(batch, seq_len, h, width, generator=generator, dtype=dtype)
+        for h in (heads, kv_heads, kv_heads)
     )
 
 
@@ -38,7 +39,9 @@ def test_causal_with_grouped_heads(heads):
     mask = build_attention_mask(None)
     assert mask.allowed_B1SS is None
     # float64 sums of 9 terms in another order.
-    torch.testing.assert_close(attention(q, k, v, mask, SCALE), reference(q, k, v, causal(2, 9)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        attention(q, k, v, mask, SCALE), reference(q, k, v, causal(2, 9)), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -66,7 +69,11 @@ def test_values_of_another_width_than_keys(backend, width):
     allowed = causal(1, 7)
     if document_ids is not None:
         allowed &= document_ids[:, :, None] == document_ids[:, None, :]
-    mask = build_attention_mask(document_ids) if backend is None else build_attention_mask(document_ids, backend)
+    mask = (
+        build_attention_mask(document_ids)
+        if backend is None
+        else build_attention_mask(document_ids, backend)
+    )
     out, expected = attention(q, k, v, mask, SCALE), reference(q, k, v, allowed)
     assert out.shape == (1, 7, 4, width)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
@@ -100,7 +107,9 @@ def test_padding_gives_no_nan_and_touches_no_document(backend):
 def test_gradient_with_padding_equals_separate_documents(backend):
     document_ids = torch.tensor([[0, 0, 0, 1, 1, -1, -1]])
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 7))
-    attention(q, k, v, build_attention_mask(document_ids, backend), SCALE)[:, :5].square().sum().backward()
+    attention(q, k, v, build_attention_mask(document_ids, backend), SCALE)[
+        :, :5
+    ].square().sum().backward()
     assert all(torch.equal(x.grad[:, 5:], torch.zeros_like(x.grad[:, 5:])) for x in (q, k, v))
     for rows in (slice(0, 3), slice(3, 5)):
         parts = [x.detach()[:, rows].requires_grad_() for x in (q, k, v)]
@@ -112,7 +121,9 @@ def test_gradient_with_padding_equals_separate_documents(backend):
 def test_scale_is_used():
     q, k, v = make_qkv(1, 6)
     expected = reference(q, k, v, causal(1, 6), scale=0.5)
-    torch.testing.assert_close(attention(q, k, v, build_attention_mask(None), 0.5), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        attention(q, k, v, build_attention_mask(None), 0.5), expected, rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,4 +1,6 @@
-"""`linear_cross_entropy` against `F.cross_entropy`: value, gradients, chunks, vocabulary shards, largest tensor."""
+"""`linear_cross_entropy` against `F.cross_entropy`: value, gradients, chunks, vocabulary shards,
+largest tensor.
+"""
 
 import os
 import threading
@@ -11,8 +13,8 @@ from torch.utils._pytree import tree_iter
 
 from titanlite.ops import IGNORE_INDEX, VocabShard, cross_entropy, linear_cross_entropy
 
-# Relative Frobenius error against float64 of the same rounded inputs. bfloat16: logits, softmax and gradients are each
-# rounded to 8 bits (3.9e-3).
+# Relative Frobenius error against float64 of the same rounded inputs. bfloat16: logits, softmax and
+# gradients are each rounded to 8 bits (3.9e-3).
 BOUNDS = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DTYPES = [torch.float32, torch.bfloat16]
@@ -48,8 +50,14 @@ def backend(request, monkeypatch):
 
 def make_inputs(tokens=13, dim=8, vocab=23, dtype=torch.float32, ignored=(2, 5)):
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn(vocab, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    hidden = (
+        torch.randn(tokens, dim, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
+    weight = (
+        torch.randn(vocab, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    )
     labels = torch.randint(vocab, (tokens,), generator=generator)
     labels[list(ignored)] = IGNORE_INDEX
     return hidden, weight, labels
@@ -80,7 +88,9 @@ def test_equals_cross_entropy(vocab, chunk_tokens, reduction, backend):
         hidden, weight, labels = make_inputs(vocab=vocab, dtype=dtype)
         upstream = make_upstream(reduction)
         loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens, reduction=reduction)
-        assert loss.dtype == torch.promote_types(dtype, torch.float32) and loss.shape == upstream.shape
+        assert (
+            loss.dtype == torch.promote_types(dtype, torch.float32) and loss.shape == upstream.shape
+        )
         loss.backward(upstream.to(loss.dtype))
         expected = reference(hidden, weight, labels, reduction, upstream)
         for actual, wanted in zip((loss, hidden.grad, weight.grad), expected, strict=True):
@@ -122,7 +132,9 @@ def test_only_wanted_gradients(reduction):
 
 
 class SizeLog(TorchDispatchMode):
-    """Largest number of elements of any tensor that an operator returned, and the names of the operators."""
+    """Largest number of elements of any tensor that an operator returned, and the names of the
+    operators.
+    """
 
     def __init__(self):
         super().__init__()
@@ -132,7 +144,8 @@ class SizeLog(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.names.append(str(func))
         for value in tree_iter(out):
-            if isinstance(value, torch.Tensor) and func is not torch.ops.aten.detach.default:  # a view
+            # a view
+            if isinstance(value, torch.Tensor) and func is not torch.ops.aten.detach.default:
                 self.largest = max(self.largest, value.numel())
                 self.shapes.add(tuple(value.shape))
         return out
@@ -176,7 +189,9 @@ class Ranks:
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("splits", [(0, 1, VOCAB), (0, 50, 100, VOCAB)])
 def test_vocabulary_shards_equal_the_whole(splits, reduction, backend):
-    """Each rank is a thread. It has the whole loss, and gradients that are parts of a sum or rows."""
+    """Each rank is a thread. It has the whole loss, and gradients that are parts of a sum or
+    rows.
+    """
     dtype = torch.float32 if backend == "kernels" else torch.float64
     hidden, weight, labels = make_inputs(vocab=VOCAB, dtype=dtype)
     upstream = make_upstream(reduction)
@@ -215,8 +230,11 @@ def test_bfloat16_gradients_are_scaled_alike():
     scale = 1 / 24571  # bfloat16 has 8 bits: it would become 1 / 24528
     loss = linear_cross_entropy(hidden, weight, labels)
     for x in (hidden, weight):
-        whole, scaled = (torch.autograd.grad(loss * s, x, retain_graph=True)[0].double() for s in (1.0, scale))
-        # Rounding errors of 2048 elements cancel in the norm to far below this; a wrong factor does not.
+        whole, scaled = (
+            torch.autograd.grad(loss * s, x, retain_graph=True)[0].double() for s in (1.0, scale)
+        )
+        # Rounding errors of 2048 elements cancel in the norm to far below this; a wrong factor does
+        # not.
         assert abs(scaled.norm() / whole.norm() / scale - 1) < 1e-3
 
 
@@ -238,7 +256,9 @@ def test_nan_gives_nan_and_a_logit_of_minus_infinity_does_not(backend):
         hidden.fill_(1.0)
         weight[:100, 0] = -float("inf")  # a whole block of columns
     labels.fill_(140)
-    assert_close(linear_cross_entropy(hidden, weight, labels, 5), reference(hidden, weight, labels)[0], 1e-5)
+    assert_close(
+        linear_cross_entropy(hidden, weight, labels, 5), reference(hidden, weight, labels)[0], 1e-5
+    )
     with torch.no_grad():
         weight[3, 3] = float("nan")
     assert linear_cross_entropy(hidden, weight, labels, 5).isnan()
@@ -251,4 +271,6 @@ def test_operators_pass_opcheck(kernels, monkeypatch):
     logits, column = torch.randn(3, VOCAB), torch.tensor([[0], [70], [149]])
     row = torch.rand(3)
     torch.library.opcheck(torch.ops.titanlite.softmax_statistics.default, (logits, column))
-    torch.library.opcheck(torch.ops.titanlite.softmax_gradient_.default, (logits, row, row, row, column))
+    torch.library.opcheck(
+        torch.ops.titanlite.softmax_gradient_.default, (logits, row, row, row, column)
+    )

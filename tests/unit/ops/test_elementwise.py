@@ -12,8 +12,14 @@ EPS = 1e-6
 @pytest.mark.parametrize("shape", [(32,), (3, 32), (2, 5, 4, 32)])
 def test_value_and_gradients(shape, dtype):
     generator = torch.Generator().manual_seed(0)
-    x = (torch.randn(shape, generator=generator, dtype=torch.float64) * 3).to(dtype).requires_grad_()
-    weight = torch.randn(shape[-1], generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    x = (
+        (torch.randn(shape, generator=generator, dtype=torch.float64) * 3)
+        .to(dtype)
+        .requires_grad_()
+    )
+    weight = (
+        torch.randn(shape[-1], generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    )
     dout = torch.randn(shape, generator=generator, dtype=torch.float64)
     exact = [t.detach().double().requires_grad_() for t in (x, weight)]
     expected = exact[0] * (exact[0].square().mean(-1, keepdim=True) + EPS).rsqrt() * exact[1]

@@ -1,4 +1,6 @@
-"""`grouped_gemm` against a float64 loop: values, gradients, layouts, rows beyond the groups, compile, error texts."""
+"""`grouped_gemm` against a float64 loop: values, gradients, layouts, rows beyond the groups,
+compile, error texts.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -10,10 +12,16 @@ from hypothesis import strategies as st
 
 from titanlite.ops import cross_entropy, grouped_gemm
 from titanlite.ops.kernels import plan_for_device, use_triton
-from titanlite.ops.matmul import grouped_mm, grouped_mm_wgrad, is_blackwell, resolve_backend, triton_problem
+from titanlite.ops.matmul import (
+    grouped_mm,
+    grouped_mm_wgrad,
+    is_blackwell,
+    resolve_backend,
+    triton_problem,
+)
 
-# Relative Frobenius error against float64 of the same rounded inputs. float32: 1.8e-8 * sqrt(K) was measured for a
-# sequential sum; bfloat16: rounding of the result alone gives 1.7e-3.
+# Relative Frobenius error against float64 of the same rounded inputs. float32: 1.8e-8 * sqrt(K) was
+# measured for a sequential sum; bfloat16: rounding of the result alone gives 1.7e-3.
 BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 5e-3}
 
 
@@ -30,7 +38,9 @@ def make_offsets(sizes: list[int]) -> torch.Tensor:
 
 
 def make_inputs(sizes, tail, k, n, dtype, k_major, seed=0):
-    """x with `tail` NaN rows beyond the groups, a weight (E, K, N) stored as (E, N, K) if `k_major`, and offsets."""
+    """x with `tail` NaN rows beyond the groups, a weight (E, K, N) stored as (E, N, K) if
+    `k_major`, and offsets.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = sum(sizes)
     x = torch.randn(rows + tail, k, generator=generator, dtype=torch.float64).to(dtype)
@@ -43,7 +53,11 @@ def make_inputs(sizes, tail, k, n, dtype, k_major, seed=0):
 def reference(x, weight, dy, sizes):
     """y, dx, dweight in float64 by a loop over groups, zero beyond the groups."""
     x, weight, dy = x.detach().double(), weight.detach().double(), dy.double()
-    y, dx, dw = x.new_zeros(x.shape[0], weight.shape[2]), torch.zeros_like(x), torch.zeros_like(weight)
+    y, dx, dw = (
+        x.new_zeros(x.shape[0], weight.shape[2]),
+        torch.zeros_like(x),
+        torch.zeros_like(weight),
+    )
     start = 0
     for e, size in enumerate(sizes):
         rows = slice(start, start + size)
@@ -60,15 +74,21 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Te
 
 
 def check(sizes, tail, k, n, dtype, k_major, seed=0, *, may_cancel=False):
-    """`may_cancel`: of results so few that all may be sums near 0, errors are relative to the sums of magnitudes."""
+    """`may_cancel`: of results so few that all may be sums near 0, errors are relative to the sums
+    of magnitudes.
+    """
     x, stored, offsets = make_inputs(sizes, tail, k, n, dtype, k_major, seed)
     weight = stored.mT if k_major else stored
     y = grouped_gemm(x, weight, offsets)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64).to(dtype)
+    dy = torch.randn(
+        y.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64
+    ).to(dtype)
     dy[sum(sizes) :] = float("nan")
     y.backward(dy)
     expected_y, expected_dx, expected_dw = expected = reference(x, weight, dy, sizes)
-    scale_y, scale_dx, scale_dw = reference(x.abs(), weight.abs(), dy.abs(), sizes) if may_cancel else expected
+    scale_y, scale_dx, scale_dw = (
+        reference(x.abs(), weight.abs(), dy.abs(), sizes) if may_cancel else expected
+    )
 
     bound = BOUNDS[dtype]
     assert y.dtype == dtype
@@ -87,9 +107,13 @@ def check(sizes, tail, k, n, dtype, k_major, seed=0, *, may_cancel=False):
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("sizes", [[7], [0, 4, 3], [4, 0, 0, 3, 0], [0, 0, 0], [0, 1, 0], [33, 0, 1, 64, 17]], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[7], [0, 4, 3], [4, 0, 0, 3, 0], [0, 0, 0], [0, 1, 0], [33, 0, 1, 64, 17]], ids=str
+)
 def test_equals_float64_loop(sizes, dtype):
-    """Rows of 80 bytes and more, and rows that are no multiple of 16 bytes, which torch's own operator needs."""
+    """Rows of 80 bytes and more, and rows that are no multiple of 16 bytes, which torch's own
+    operator needs.
+    """
     check(sizes, tail=3, k=40, n=56, dtype=dtype, k_major=True)
     check(sizes, tail=0, k=7, n=5, dtype=dtype, k_major=False, may_cancel=True)
 
@@ -141,7 +165,9 @@ def test_opcheck_of_both_operators():
         x, stored, offsets = make_inputs([2, 0, 3], 0, 4, 6, torch.float32, k_major)
         weight = stored.detach().mT if k_major else stored.detach()
         torch.library.opcheck(grouped_mm, (x, weight.requires_grad_(), offsets, "auto"))
-        torch.library.opcheck(grouped_mm_wgrad, (x.detach(), torch.randn(5, 6), offsets, k_major, "auto"))
+        torch.library.opcheck(
+            grouped_mm_wgrad, (x.detach(), torch.randn(5, 6), offsets, k_major, "auto")
+        )
 
 
 @pytest.mark.parametrize("k_major", [True, False])
@@ -179,7 +205,9 @@ OFFSETS = torch.tensor([1, 2], dtype=torch.int32)
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(x, weight, offsets):
-    with pytest.raises(ValueError, match=r"^grouped_gemm: shapes, strides and dtypes do not fit: \[\(\(2,"):
+    with pytest.raises(
+        ValueError, match=r"^grouped_gemm: shapes, strides and dtypes do not fit: \[\(\(2,"
+    ):
         grouped_gemm(x, weight, offsets)
 
 
@@ -205,7 +233,8 @@ def test_blackwell_gets_no_triton_that_leaves_out_fences(capability, triton, sou
             assert resolve_backend("triton", cuda, torch.bfloat16) == "triton"
         else:
             with pytest.raises(
-                ValueError, match=rf"Triton {triton.replace('+', '.')} leaves out .* 3\.7\.1 .* newer torch"
+                ValueError,
+                match=rf"Triton {triton.replace('+', '.')} leaves out .* 3\.7\.1 .* newer torch",
             ):
                 resolve_backend("triton", cuda, torch.bfloat16)
     finally:

@@ -30,7 +30,8 @@ if kernels.INTERPRETED:
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
 pytestmark = [
     pytest.mark.skipif(
-        not kernels.INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
+        not kernels.INTERPRETED and not torch.cuda.is_available(),
+        reason="needs a GPU or TRITON_INTERPRET=1",
     ),
     *([] if kernels.INTERPRETED else [pytest.mark.gpu]),  # part of `pytest -m gpu`
 ]
@@ -46,8 +47,9 @@ SIZES = {
     "many_small": [1, 2, 0, 3, 1, 0, 0, 5, 1, 1, 2, 0, 1, 4, 1, 1, 7],
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Relative Frobenius error against float64 of the same inputs. float32: 1.8e-8 * sqrt(K) was measured for a sum in
-# sequence; two-byte floats: rounding of the result alone gives 1.7e-3 and 2.1e-4.
+# Relative Frobenius error against float64 of the same inputs. float32: 1.8e-8 * sqrt(K) was
+# measured for a sum in sequence; two-byte floats: rounding of the result alone gives 1.7e-3 and
+# 2.1e-4.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 
@@ -61,7 +63,11 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "new_empty", lambda self, *args, **kw: poison(new_empty(self, *args, **kw)))
+        patch.setattr(
+            torch.Tensor,
+            "new_empty",
+            lambda self, *args, **kw: poison(new_empty(self, *args, **kw)),
+        )
         patch.setattr(torch, "empty", lambda *args, **kw: poison(empty(*args, **kw)))
         yield
 
@@ -77,9 +83,18 @@ def slices(sizes: list[int]) -> list[slice]:
 
 
 def check(
-    sizes: list[int], tail: int, k: int, n: int, dtype: torch.dtype, k_major: bool, tma: bool, seed: int = 0
+    sizes: list[int],
+    tail: int,
+    k: int,
+    n: int,
+    dtype: torch.dtype,
+    k_major: bool,
+    tma: bool,
+    seed: int = 0,
 ) -> None:
-    """Forward, input gradient and weight gradient, as a whole and expert by expert; `tail` rows of NaN behind them."""
+    """Forward, input gradient and weight gradient, as a whole and expert by expert; `tail` rows of
+    NaN behind them.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -97,19 +112,29 @@ def check(
         dx = kernels.row_grouped_gemm(dy, weight.mT, offsets)
         dw = kernels.reduction_grouped_gemm(x, dy, offsets, k_major=k_major)
     bound = max(BOUNDS[dtype], 2.5e-8 * max(k, n, *sizes) ** 0.5)
-    assert (y.shape, dx.shape, dw.shape) == ((rows + tail, n), (rows + tail, k), (num_experts, k, n))
+    assert (y.shape, dx.shape, dw.shape) == (
+        (rows + tail, n),
+        (rows + tail, k),
+        (num_experts, k, n),
+    )
     assert (dw.mT if k_major else dw).is_contiguous()
     assert not y[rows:].any() and not dx[rows:].any()
     for e, where in enumerate(slices(sizes)):
         w = weight[e].double()
         assert error(y[where], x[where].double() @ w) <= 2 * bound, f"y of expert {e}"
         assert error(dx[where], dy[where].double() @ w.T) <= 2 * bound, f"dx of expert {e}"
-        assert error(dw[e], x[where].double().T @ dy[where].double()) <= 2 * bound, f"dw of expert {e}"
-    expected = torch.cat([x[where].double() @ weight[e].double() for e, where in enumerate(slices(sizes))])
+        assert error(dw[e], x[where].double().T @ dy[where].double()) <= 2 * bound, (
+            f"dw of expert {e}"
+        )
+    expected = torch.cat(
+        [x[where].double() @ weight[e].double() for e, where in enumerate(slices(sizes))]
+    )
     assert error(y[:rows], expected) <= bound
 
 
-@pytest.mark.parametrize(("dtype", "tma"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tma"), [(torch.float32, False), (torch.bfloat16, True)], ids=str
+)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_forward_and_gradients(sizes, dtype, tma):
     """Whole tiles of columns. The next test has each dtype with pointers and with descriptors."""
@@ -144,7 +169,9 @@ def test_strided_input_and_weight():
     weight = torch.randn(3, 48, 64, device=DEVICE)[:, :, 16:48]
     offsets = torch.tensor([10, 10, 40], dtype=torch.int32, device=DEVICE)
     y = kernels.row_grouped_gemm(x, weight.mT, offsets)
-    expected = torch.cat([x[:10].double() @ weight[0].double().T, x[10:].double() @ weight[2].double().T])
+    expected = torch.cat(
+        [x[:10].double() @ weight[0].double().T, x[10:].double() @ weight[2].double().T]
+    )
     assert error(y, expected) <= BOUNDS[torch.float32]
 
 
@@ -154,11 +181,17 @@ def test_gather_sum(top_k, index, dtype):
     y = torch.randn(24 * top_k, 72, device=DEVICE).to(dtype)
     rows = torch.randperm(24 * top_k, device=DEVICE).view(24, top_k).to(index)
     assert error(kernels.gather_sum(y, rows), y.double()[rows.long()].sum(1)) <= BOUNDS[dtype]
-    fewer = torch.cat([y[:30].double(), torch.zeros(24 * top_k, 72, device=DEVICE, dtype=torch.float64)])
-    assert error(kernels.gather_sum(y[:30], rows), fewer[rows.long()].sum(1)) <= BOUNDS[dtype], "rows from M on"
+    fewer = torch.cat(
+        [y[:30].double(), torch.zeros(24 * top_k, 72, device=DEVICE, dtype=torch.float64)]
+    )
+    assert error(kernels.gather_sum(y[:30], rows), fewer[rows.long()].sum(1)) <= BOUNDS[dtype], (
+        "rows from M on"
+    )
 
 
-def layer_of(sizes: list[int], top_k: int, dtype: torch.dtype = torch.float32, **widths: int) -> ExpertLayer:
+def layer_of(
+    sizes: list[int], top_k: int, dtype: torch.dtype = torch.float32, **widths: int
+) -> ExpertLayer:
     """Two tiles of rows for some experts; by default, one tile of columns."""
     return ExpertLayer(sizes, top_k, dtype, **widths, device=DEVICE)
 
@@ -166,7 +199,11 @@ def layer_of(sizes: list[int], top_k: int, dtype: torch.dtype = torch.float32, *
 @pytest.mark.parametrize(
     ("sizes", "top_k", "dtype"),
     [
-        *(("uneven", 1, torch.bfloat16), ("uneven", 4, torch.float32), ("all_to_last", 1, torch.float32)),
+        *(
+            ("uneven", 1, torch.bfloat16),
+            ("uneven", 4, torch.float32),
+            ("all_to_last", 1, torch.float32),
+        ),
         *(("one_row", 1, torch.bfloat16), ("one_row", 1, torch.float32)),
         *(("whole_tiles", 8, torch.bfloat16), ("many_small", 2, torch.float32)),
     ],
@@ -176,19 +213,27 @@ def test_the_fused_experts_equal_a_float64_loop(sizes, top_k, dtype):
     """With several tiles of columns and of the reduction where there are few of rows."""
     wide = {"hidden": 48, "inner": 40} if sizes in ("uneven", "one_row") else {}
     layer = layer_of(SIZES[sizes], top_k, dtype, **wide)
-    bound = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2}[dtype]  # three roundings to bfloat16 in a row
+    # three roundings to bfloat16 in a row
+    bound = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2}[dtype]
     if sizes == "one_row":
         bound *= 2  # one number, a sum in which products cancel: nothing averages out
-    for name, mine, reference in zip(NAMES, layer.results(layer.run("triton")), layer.expected(), strict=True):
+    for name, mine, reference in zip(
+        NAMES, layer.results(layer.run("triton")), layer.expected(), strict=True
+    ):
         assert error(mine, reference) <= bound, name
 
 
 def test_no_rows_at_all():
     x = torch.randn(0, 16, device=DEVICE, requires_grad=True)
-    gate_up, down = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((2, 24, 16), (2, 16, 12)))
+    gate_up, down = (
+        torch.randn(*shape, device=DEVICE, requires_grad=True)
+        for shape in ((2, 24, 16), (2, 16, 12))
+    )
     empty = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     offsets = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    out = moe_experts(x, gate_up, down, torch.zeros(0, device=DEVICE), empty, empty.view(0, 2), offsets, "triton")
+    out = moe_experts(
+        x, gate_up, down, torch.zeros(0, device=DEVICE), empty, empty.view(0, 2), offsets, "triton"
+    )
     out.sum().backward()
     assert out.shape == (0, 16) and not gate_up.grad.any() and not down.grad.any()
 
@@ -215,7 +260,10 @@ def test_the_same_bits_every_time():
 def test_recomputed_under_activation_checkpointing():
     layer = layer_of(SIZES["uneven"], 2)
     again = checkpoint(layer.run, "triton", use_reentrant=False)
-    assert all(torch.equal(a, b) for a, b in zip(layer.results(layer.run("triton")), layer.results(again), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(layer.results(layer.run("triton")), layer.results(again), strict=True)
+    )
 
 
 class Alive(TorchDispatchMode):
@@ -228,24 +276,33 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         tensors = [tensor for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor)]
-        self._made += [(func.__name__, tensor.shape, weakref.ref(tensor.untyped_storage())) for tensor in tensors]
+        self._made += [
+            (func.__name__, tensor.shape, weakref.ref(tensor.untyped_storage()))
+            for tensor in tensors
+        ]
         return out
 
     def of(self, name: str) -> list[torch.Size]:
         """Shapes of what is left of the results of an operator; the interpreter leaves cycles."""
         gc.collect()
-        return [shape for func, shape, storage in self._made if func == name and storage() is not None]
+        return [
+            shape for func, shape, storage in self._made if func == name and storage() is not None
+        ]
 
 
 def test_selective_checkpointing_keeps_nothing_of_the_second_product():
     layer = layer_of(SIZES["uneven"], 4)
     x, gate_up, down, *routed = layer.arguments()
-    config: Any = SimpleNamespace(num_experts=5, hidden_size=24, moe_intermediate_size=20, initializer_range=0.02)
+    config: Any = SimpleNamespace(
+        num_experts=5, hidden_size=24, moe_intermediate_size=20, initializer_range=0.02
+    )
     experts = Experts(config)
     experts.grouped_gemm_backend = "triton"
     experts.read = lambda parameter: gate_up if parameter.shape == gate_up.shape else down
     model: Any = SimpleNamespace(modules=lambda: [experts], draws_random=lambda: False)
-    checkpoint_operations(model, ActivationCheckpointSection(mode="selective", selective_ac_option="op"))
+    checkpoint_operations(
+        model, ActivationCheckpointSection(mode="selective", selective_ac_option="op")
+    )
     with Alive() as alive:
         out = experts(x, *routed)
     assert alive.of("gather_swiglu.default") == [(116, 40)] and not alive.of("grouped_mm.default")
@@ -259,31 +316,42 @@ def test_rows_that_are_copied_before_give_the_same(dtype, monkeypatch):
     layer, copied = layer_of(SIZES["uneven"], 4, dtype), []
     gathered = layer.results(layer.run("triton"))
     index_select = torch.Tensor.index_select
-    monkeypatch.setattr(torch.Tensor, "index_select", lambda *a: (copied.append(a[0].dim()), index_select(*a))[1])
+    monkeypatch.setattr(
+        torch.Tensor, "index_select", lambda *a: (copied.append(a[0].dim()), index_select(*a))[1]
+    )
     monkeypatch.setattr(kernels, "_is_unfenced", lambda x: True)
     for one, other in zip(layer.results(layer.run("triton")), gathered, strict=True):
         assert torch.equal(one, other)
-    assert copied.count(2) == 4, "tokens, gradients of the results, and both for the gradients of the weights"
+    assert copied.count(2) == 4, (
+        "tokens, gradients of the results, and both for the gradients of the weights"
+    )
 
 
 def test_opcheck():
     layer = ExpertLayer([5, 0, 9], 2, hidden=16, inner=16, device=DEVICE)
     x, gate_up, down, weight, token, rows, offsets = layer.arguments()
-    x, gate_up, down, weight, token, rows = (t.detach() for t in (x, gate_up, down, weight, token.int(), rows.int()))
-    torch.library.opcheck(torch.ops.titanlite.gather_swiglu.default, (x, gate_up, weight, token, offsets, True))
+    x, gate_up, down, weight, token, rows = (
+        t.detach() for t in (x, gate_up, down, weight, token.int(), rows.int())
+    )
+    torch.library.opcheck(
+        torch.ops.titanlite.gather_swiglu.default, (x, gate_up, weight, token, offsets, True)
+    )
     _, z = torch.ops.titanlite.gather_swiglu(x, gate_up, weight, token, offsets, True)
     args = (torch.randn_like(x), down, weight, token, offsets, z)
     torch.library.opcheck(torch.ops.titanlite.gather_swiglu_backward.default, args)
     rows = torch.randn(14, 16, device=DEVICE, requires_grad=True)
     torch.library.opcheck(
-        torch.ops.titanlite.grouped_mm.default, (rows, gate_up.detach().mT.requires_grad_(), offsets, "triton")
+        torch.ops.titanlite.grouped_mm.default,
+        (rows, gate_up.detach().mT.requires_grad_(), offsets, "triton"),
     )
 
 
 def test_compiles_without_a_graph_break():
     layer = layer_of(SIZES["uneven"], 2)
     compiled = torch.compile(layer.run, fullgraph=True, backend="aot_eager")("triton")
-    for mine, reference in zip(layer.results(compiled), layer.results(layer.run("triton")), strict=True):
+    for mine, reference in zip(
+        layer.results(compiled), layer.results(layer.run("triton")), strict=True
+    ):
         assert torch.equal(mine, reference)
 
 
@@ -292,5 +360,7 @@ def test_grouped_gemm_takes_the_backend():
     offsets = torch.tensor([2, 5], dtype=torch.int32, device=DEVICE)
     y = grouped_gemm(x, weight, offsets, "triton")
     assert error(y, grouped_gemm(x, weight, offsets, "torch").double()) <= 1e-6
-    with pytest.raises(ValueError, match=r"grouped_gemm: backend 'triton' has no torch\.float64\. Use 'auto'"):
+    with pytest.raises(
+        ValueError, match=r"grouped_gemm: backend 'triton' has no torch\.float64\. Use 'auto'"
+    ):
         grouped_gemm(x.double(), weight.double(), offsets, "triton")

@@ -1,4 +1,6 @@
-"""Every kernel in every configuration compiles for real GPUs, without one: scripts/compile_kernels.py."""
+"""Every kernel in every configuration compiles for real GPUs, without one:
+scripts/compile_kernels.py.
+"""
 
 import os
 import subprocess

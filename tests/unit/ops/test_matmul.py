@@ -1,4 +1,6 @@
-"""Products on CUDA's branch: float32 sums of two-byte operands. Values on the CPU, kernels chosen with fake tensors."""
+"""Products on CUDA's branch: float32 sums of two-byte operands. Values on the CPU, kernels chosen
+with fake tensors.
+"""
 
 import os
 import subprocess
@@ -11,7 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.features.estimate.tracker import FixedScalars  # torch 2.11 computes no sizes of addmm by itself
+# torch 2.11 computes no sizes of addmm by itself
+from titanlite.features.estimate.tracker import FixedScalars
 from titanlite.ops import linear_cross_entropy
 from titanlite.ops.kernels import plan_for_device
 from titanlite.ops.matmul import _WideLinear, wide_linear
@@ -34,7 +37,10 @@ class Calls(TorchDispatchMode):
 
 def test_the_router_follows_float64() -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(3, 40, 64).to(BF16).requires_grad_(), torch.randn(16, 64).to(BF16).requires_grad_()
+    x, weight = (
+        torch.randn(3, 40, 64).to(BF16).requires_grad_(),
+        torch.randn(16, 64).to(BF16).requires_grad_(),
+    )
     dy = torch.randn(3, 40, 16)
     wide_x, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
     y = _WideLinear.apply(x, weight)
@@ -44,14 +50,18 @@ def test_the_router_follows_float64() -> None:
     expected.backward(dy.double())
     for actual, wanted in ((x.grad, wide_x.grad), (weight.grad, wide_weight.grad)):
         assert actual is not None and wanted is not None and actual.dtype == BF16
-        # Nearly always the nearest number: with dy rounded to bfloat16 one in four would be another.
+        # Nearly always the nearest number: with dy rounded to bfloat16 one in four would be
+        # another.
         assert (actual == wanted.to(BF16)).double().mean() > 0.98
 
 
 def test_the_router_compiles() -> None:
     """On CUDA it is part of a layer's graph, which must not break."""
     torch.manual_seed(0)
-    x, weight = torch.randn(6, 16).to(BF16).requires_grad_(), torch.randn(4, 16).to(BF16).requires_grad_()
+    x, weight = (
+        torch.randn(6, 16).to(BF16).requires_grad_(),
+        torch.randn(4, 16).to(BF16).requires_grad_(),
+    )
 
     def grads(function: Any) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(function(x, weight).sin().sum(), (x, weight))
@@ -80,7 +90,9 @@ def test_the_head_adds_its_weight_gradient_inside_the_product(reduction: Any) ->
     with FakeTensorMode(), FixedScalars(), plan_for_device("cuda"), Calls() as calls:
         hidden, weight = torch.zeros(8192, 16, dtype=BF16), torch.zeros(96, 16, dtype=BF16)
         labels = torch.zeros(8192, dtype=torch.int64)
-        loss = linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), labels, reduction=reduction)
+        loss = linear_cross_entropy(
+            hidden.requires_grad_(), weight.requires_grad_(), labels, reduction=reduction
+        )
         loss.sum().backward()
         assert weight.grad is not None and weight.grad.dtype == BF16
     assert calls.found["addmm.dtype_out"] == 2 and not calls.found["add_.Tensor"]
@@ -90,12 +102,23 @@ def test_the_head_adds_its_weight_gradient_inside_the_product(reduction: Any) ->
 def test_rows_are_summed_by_titanlites_kernel_on_cuda(top_k: int, summed: int, picked: int) -> None:
     """And picked where there is one row per token. Forward and backward, both ways."""
     with FakeTensorMode(), plan_for_device("cuda"), Calls() as calls:
-        x, rows = torch.zeros(6, 8, dtype=BF16, requires_grad=True), torch.zeros(6, top_k, dtype=torch.int64)
+        x, rows = (
+            torch.zeros(6, 8, dtype=BF16, requires_grad=True),
+            torch.zeros(6, top_k, dtype=torch.int64),
+        )
         token = torch.zeros(6 * top_k, dtype=torch.int64)
         out = unpermute_sum(permute_tokens(x, token, rows), token, rows)
         out.sum().backward()
-        assert out.shape == x.shape and out.dtype == BF16 and x.grad is not None and x.grad.shape == x.shape
-    assert (calls.found["gather_sum.default"], calls.found["index_select.default"]) == (summed, picked)
+        assert (
+            out.shape == x.shape
+            and out.dtype == BF16
+            and x.grad is not None
+            and x.grad.shape == x.shape
+        )
+    assert (calls.found["gather_sum.default"], calls.found["index_select.default"]) == (
+        summed,
+        picked,
+    )
     assert not any("embedding_bag" in name for name in calls.found)
 
 
@@ -119,17 +142,27 @@ print(get(), [name for name, value in os.environ.items() if "_TF32_" in name and
 
 
 @pytest.mark.parametrize("values", [("1", "1"), ("0", "0")])
-def test_ranks_multiply_float32_whatever_an_image_sets(values: tuple[str | None, str | None]) -> None:
-    """torch begins with TF32 in cuDNN, and in cuBLAS where the first variable is 1; cuBLAS obeys the second alone."""
+def test_ranks_multiply_float32_whatever_an_image_sets(
+    values: tuple[str | None, str | None],
+) -> None:
+    """torch begins with TF32 in cuDNN, and in cuBLAS where the first variable is 1; cuBLAS obeys
+    the second alone.
+    """
     names = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
     given = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-    environment = {key: value for key, value in os.environ.items() if key not in (*names, "RANK", "WORLD_SIZE")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in (*names, "RANK", "WORLD_SIZE")
+    }
     command = [sys.executable, "-W", "error", "-c", PRECISIONS]
-    done = subprocess.run(command, env=environment | given, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command, env=environment | given, capture_output=True, text=True, timeout=120, check=True
+    )
     before, *lines, after = done.stdout.splitlines()
-    assert before.startswith("('high', True, True, 'tf32'" if values[0] == "1" else "('highest', False, True, 'none'")
+    assert before.startswith(
+        "('high', True, True, 'tf32'" if values[0] == "1" else "('highest', False, True, 'none'"
+    )
     assert after == "('highest', False, False, 'ieee', 'ieee', 'ieee') []"
     expected = [name for name, value in given.items() if value == "1"]
-    assert [name in line and "is ignored" in line for name, line in zip(expected, lines, strict=True)] == [
-        True for _ in expected
-    ]
+    assert [
+        name in line and "is ignored" in line for name, line in zip(expected, lines, strict=True)
+    ] == [True for _ in expected]

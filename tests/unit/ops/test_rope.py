@@ -1,4 +1,6 @@
-"""Rotary frequencies against transformers' own, positions beyond bfloat16's 256, and the rotation itself."""
+"""Rotary frequencies against transformers' own, positions beyond bfloat16's 256, and the rotation
+itself.
+"""
 
 import pytest
 import torch
@@ -18,11 +20,26 @@ from titanlite.ops import apply_rope, inverse_frequencies, rope_cos_sin
         RopeScaling("llama3", 4.0, 1.5, 3.0, 512),
         RopeScaling("linear", factor=4.0),
         RopeScaling("yarn", factor=4.0, original_max_position_embeddings=32768),
-        RopeScaling("yarn", factor=2.5, original_max_position_embeddings=4096, beta_fast=20.0, beta_slow=2.0),
-        RopeScaling("yarn", factor=8.0, original_max_position_embeddings=512, truncate=False, attention_factor=1.25),
-        RopeScaling("yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.707),
+        RopeScaling(
+            "yarn", factor=2.5, original_max_position_embeddings=4096, beta_fast=20.0, beta_slow=2.0
+        ),
+        RopeScaling(
+            "yarn",
+            factor=8.0,
+            original_max_position_embeddings=512,
+            truncate=False,
+            attention_factor=1.25,
+        ),
+        RopeScaling(
+            "yarn",
+            factor=40.0,
+            original_max_position_embeddings=4096,
+            mscale=1.0,
+            mscale_all_dim=0.707,
+        ),
         RopeScaling("yarn", factor=1.0, original_max_position_embeddings=4096),
-        RopeScaling("yarn", factor=4.0, original_max_position_embeddings=8),  # hardly a turn: all are divided
+        # hardly a turn: all are divided
+        RopeScaling("yarn", factor=4.0, original_max_position_embeddings=8),
     ],
 )
 def test_scaled_frequencies_equal_transformers(scaling):
@@ -65,7 +82,8 @@ def test_positions_beyond_256_are_told_apart_in_bfloat16():
     assert cos.dtype == sin.dtype == torch.bfloat16
     assert cos.shape == (1, 6, 1, 64)
     angles = positions.double()[..., None] * inv_freq.double()
-    # Half a unit in the last of bfloat16's 8 bits, plus the float32 rounding of an angle of up to 4e4 radians.
+    # Half a unit in the last of bfloat16's 8 bits, plus the float32 rounding of an angle of up to
+    # 4e4 radians.
     for actual, exact in ((cos, angles.cos()), (sin, angles.sin())):
         assert (actual[0, :, 0, :32].double() - exact[0]).abs().max() < 2**-9 + 4e-3
         assert torch.equal(actual[..., :32], actual[..., 32:])
@@ -82,13 +100,30 @@ def test_bfloat16_frequencies_are_not_multiplied_in_bfloat16():
 def test_rotation_equals_transformers():
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, 9, heads, 16, generator=generator) for heads in (4, 2))
-    cos, sin = rope_cos_sin(inverse_frequencies(16, 1e4), torch.arange(9).expand(2, 9), torch.float32)
-    expected = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos[:, :, 0], sin[:, :, 0])
-    for actual, wanted in zip((apply_rope(q, cos, sin), apply_rope(k, cos, sin)), expected, strict=True):
-        torch.testing.assert_close(actual, wanted.transpose(1, 2), rtol=0, atol=1e-6)  # fused multiply-add or not
+    cos, sin = rope_cos_sin(
+        inverse_frequencies(16, 1e4), torch.arange(9).expand(2, 9), torch.float32
+    )
+    expected = apply_rotary_pos_emb(
+        q.transpose(1, 2), k.transpose(1, 2), cos[:, :, 0], sin[:, :, 0]
+    )
+    for actual, wanted in zip(
+        (apply_rope(q, cos, sin), apply_rope(k, cos, sin)), expected, strict=True
+    ):
+        # fused multiply-add or not
+        torch.testing.assert_close(actual, wanted.transpose(1, 2), rtol=0, atol=1e-6)
 
 
 def test_gradient_of_the_rotation():
-    cos, sin = rope_cos_sin(inverse_frequencies(8, 1e4), torch.arange(3, 8).expand(2, 5), torch.float64)
-    x = torch.randn(2, 5, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    cos, sin = rope_cos_sin(
+        inverse_frequencies(8, 1e4), torch.arange(3, 8).expand(2, 5), torch.float64
+    )
+    x = torch.randn(
+        2,
+        5,
+        3,
+        8,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(0),
+        requires_grad=True,
+    )
     assert torch.autograd.gradcheck(lambda x: apply_rope(x, cos, sin), x)

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from titanlite.ops import swiglu
 
-# float32: a handful of roundings of 6e-8 each. bfloat16: results are rounded to 8 bits a few times (3.9e-3 each).
+# float32: a handful of roundings of 6e-8 each. bfloat16: results are rounded to 8 bits a few times
+# (3.9e-3 each).
 BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1.5e-2}
 
 
@@ -56,7 +57,9 @@ def test_arguments_stay_and_constant_weight_has_no_gradient():
 def test_only_the_arguments_are_kept_for_backward():
     gate_up, weight = torch.randn(5, 8, requires_grad=True), torch.rand(5, requires_grad=True)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.data_ptr()) or t, lambda t: t
+    ):
         swiglu(gate_up, weight)
     assert sorted(kept) == sorted([gate_up.data_ptr(), weight.data_ptr()])
 
@@ -69,11 +72,15 @@ def test_compiled_it_is_one_graph_and_keeps_its_input_alone(dtype, weighted):
     inputs = (gate_up, weight) if weighted else (gate_up,)
     kept: list[tuple[int, ...]] = []
     compiled = torch.compile(swiglu, fullgraph=True, backend="aot_eager_decomp_partition")
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(tuple(t.shape)) or t, lambda t: t
+    ):
         out = compiled(*inputs)
     assert out.dtype == dtype and sorted(shape for shape in kept if len(shape) == 2) == [(40, 64)]
     dout, expected = torch.randn_like(out), swiglu(*inputs)
     assert_close(out, expected, BOUNDS[dtype])
-    pairs = zip(*(torch.autograd.grad(result, inputs, dout) for result in (out, expected)), strict=True)
+    pairs = zip(
+        *(torch.autograd.grad(result, inputs, dout) for result in (out, expected)), strict=True
+    )
     for actual, eager in pairs:
         assert_close(actual, eager, BOUNDS[dtype])

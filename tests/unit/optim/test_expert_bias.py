@@ -1,4 +1,6 @@
-"""What balances experts by default, and the bias: its direction, integer counts, skipped steps; one process."""
+"""What balances experts by default, and the bias: its direction, integer counts, skipped steps; one
+process.
+"""
 
 from dataclasses import replace
 
@@ -29,7 +31,11 @@ def build(rate=0.01, family="qwen3_moe"):
     config: ModelConfig = families()[family].presets["debug"]
     model = build_decoder(config)
     materialize(model, "cpu")
-    return model, ExpertBiasBalancer(model, rate, one_rank), [moe.gate for moe in model.moe_layers().values()]
+    return (
+        model,
+        ExpertBiasBalancer(model, rate, one_rank),
+        [moe.gate for moe in model.moe_layers().values()],
+    )
 
 
 def complete(family="qwen3_moe", before=None, weights="", sizes=None, **given):
@@ -61,16 +67,21 @@ def test_from_random_weights_every_moe_is_balanced(family):
         assert complete(family) == (None, AUX_LOSS_COEFF)
     else:
         assert complete(family) == (BIAS_UPDATE_RATE, None)
-    assert complete(family, weights="folder") == (None, None), "trained weights are as their model's authors left them"
+    assert complete(family, weights="folder") == (None, None), (
+        "trained weights are as their model's authors left them"
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({"family": "qwen3_moe", "aux_loss_coeff": 0.3}, (None, 0.3)),
-        ({"family": "qwen3_moe", "expert_bias_update_rate": 0.01}, (0.01, None)),  # the bias is to balance
-        ({"family": "qwen3_moe", "expert_bias_update_rate": 0.0}, (0.0, AUX_LOSS_COEFF)),  # as by default
-        ({"family": "deepseek_v3", "expert_bias_update_rate": 0.0}, (0.0, None)),  # nothing is to balance
+        # the bias is to balance
+        ({"family": "qwen3_moe", "expert_bias_update_rate": 0.01}, (0.01, None)),
+        # as by default
+        ({"family": "qwen3_moe", "expert_bias_update_rate": 0.0}, (0.0, AUX_LOSS_COEFF)),
+        # nothing is to balance
+        ({"family": "deepseek_v3", "expert_bias_update_rate": 0.0}, (0.0, None)),
         ({"family": "deepseek_v3", "aux_loss_coeff": 1e-4}, (BIAS_UPDATE_RATE, 1e-4)),
         ({"sizes": {"num_experts": 2, "top_k": 2}}, (None, None)),  # no choice
         ({"before": {KEPT: "0.05"}}, (None, 0.05)),
@@ -87,7 +98,9 @@ def test_what_is_set_and_what_a_run_had_wins(given, expected):
 def test_idle_experts_are_told_what_to_set():
     job = JobConfig()
     model, _, routers = build()
-    assert advise(job, model) == f"Nothing balances them: set moe.aux_loss_coeff = {AUX_LOSS_COEFF:g}."
+    assert (
+        advise(job, model) == f"Nothing balances them: set moe.aux_loss_coeff = {AUX_LOSS_COEFF:g}."
+    )
     job.moe.aux_loss_coeff = 0.02
     assert advise(job, model) == "Raise moe.aux_loss_coeff, which is 0.02."
     job.moe.expert_bias_update_rate = 1e-3
@@ -122,7 +135,9 @@ def test_busy_experts_become_harder_to_choose():
     counts = balancer.step(TRUE)
     assert counts.dtype == torch.int64
     assert torch.equal(counts, torch.stack([router.tokens_per_expert for router in routers]))
-    for router, signs in zip(routers, [[-1, 1, 0, 0, 0, 0, 0, 1], [0] * 8, [-1] + [1] * 7], strict=True):
+    for router, signs in zip(
+        routers, [[-1, 1, 0, 0, 0, 0, 0, 1], [0] * 8, [-1] + [1] * 7], strict=True
+    ):
         centred = torch.tensor(signs, dtype=torch.float32) - sum(signs) / 8
         # Float32 of 0.01 and one product.
         torch.testing.assert_close(router.expert_bias, 0.01 * centred, rtol=1e-6, atol=0)
@@ -135,14 +150,17 @@ def test_bias_of_a_frozen_router_stays():
     for router in routers:
         router.tokens_per_expert.copy_(torch.tensor([9, 0, 4, 4, 4, 4, 4, 3]))
     balancer.accumulate()
-    assert torch.equal(balancer.step(TRUE)[0], routers[0].tokens_per_expert), "it is counted all the same"
+    assert torch.equal(balancer.step(TRUE)[0], routers[0].tokens_per_expert), (
+        "it is counted all the same"
+    )
     assert not routers[0].expert_bias.any() and routers[1].expert_bias.any()
 
 
 def test_counts_above_two_to_the_24_are_exact():
     _, balancer, routers = build()
     big = 2**24
-    counts = torch.full((8,), big)  # float32 cannot tell 2**24 and 2**24 + 1 apart, nor the mean from either
+    # float32 cannot tell 2**24 and 2**24 + 1 apart, nor the mean from either
+    counts = torch.full((8,), big)
     counts[0] += 1
     routers[0].tokens_per_expert.copy_(counts)
     balancer.accumulate()

@@ -41,14 +41,19 @@ def test_rises_stays_and_falls(steps, warmup_steps, decay_ratio, decay_type, min
         assert found[:warmup] == [(i + 1) / warmup for i in range(warmup)]
     after = found[warmup:]
     assert all(b <= a for a, b in itertools.pairwise(after))
-    decay = steps - warmup if decay_ratio is None else min(round(steps * decay_ratio), steps - warmup)
+    decay = (
+        steps - warmup if decay_ratio is None else min(round(steps * decay_ratio), steps - warmup)
+    )
     assert after[: len(after) - decay] == [1.0] * (len(after) - decay)
     if decay:
-        assert found[-1] == pytest.approx(min_lr_factor, abs=1e-12)  # cos(pi) and 1 - 1 are exact up to rounding
+        # cos(pi) and 1 - 1 are exact up to rounding
+        assert found[-1] == pytest.approx(min_lr_factor, abs=1e-12)
         assert min(found[warmup:]) >= min_lr_factor - 1e-12
 
 
-@pytest.mark.parametrize(("decay_type", "middle"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))])
+@pytest.mark.parametrize(
+    ("decay_type", "middle"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))]
+)
 def test_shape_in_the_middle_of_the_decay(decay_type, middle):
     found = factors(20, warmup_steps=4, decay_ratio=0.5, decay_type=decay_type, min_lr_factor=0.2)
     assert found[:4] == [0.25, 0.5, 0.75, 1.0]
@@ -71,7 +76,9 @@ def test_steps_beyond_the_run_stay_at_the_end_value():
 def test_scheduler_sets_the_rate_of_the_coming_step():
     param = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([param], lr=2.0)
-    scheduler = build_lr_scheduler(optimizer, LRSchedulerSection(warmup_steps=2, decay_type="linear"), 6)
+    scheduler = build_lr_scheduler(
+        optimizer, LRSchedulerSection(warmup_steps=2, decay_type="linear"), 6
+    )
     rates = []
     for _ in range(6):
         rates.append(optimizer.param_groups[0]["lr"])

@@ -38,8 +38,12 @@ def set_gradients(model, value=1.0):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_decay_on_matrices_only(implementation):
-    model, optimizer = build(implementation, weight_decay=0.3, lr=0.01, beta1=0.8, beta2=0.7, eps=1e-5)
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    model, optimizer = build(
+        implementation, weight_decay=0.3, lr=0.01, beta1=0.8, beta2=0.7, eps=1e-5
+    )
+    decay = {
+        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
     assert decay == {
         id(model.linear.weight): 0.3,
         id(model.linear.bias): 0.0,
@@ -58,7 +62,10 @@ def test_decay_on_matrices_only(implementation):
 )
 def test_small_steps_in_bfloat16_are_warned_of(dtype, lr, warned, caplog):
     build_optimizer(Model().to(getattr(torch, dtype)), OptimizerSection(lr=lr))
-    assert len([r for r in caplog.records if "most never will. Set training.dtype" in r.getMessage()]) == warned
+    assert (
+        len([r for r in caplog.records if "most never will. Set training.dtype" in r.getMessage()])
+        == warned
+    )
 
 
 def test_tied_parameter_is_optimized_once():
@@ -77,7 +84,10 @@ def test_finite_step_equals_torch(implementation):
     expected.load_state_dict(model.state_dict())
     groups = [
         {"params": [expected.linear.weight, expected.experts], "weight_decay": 0.1},
-        {"params": [expected.linear.bias, expected.norm.weight, expected.experts_bias], "weight_decay": 0.0},
+        {
+            "params": [expected.linear.bias, expected.norm.weight, expected.experts_bias],
+            "weight_decay": 0.0,
+        },
     ]
     reference = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     for value in (1.0, -0.3):
@@ -86,7 +96,8 @@ def test_finite_step_equals_torch(implementation):
         step_if_finite(optimizer, torch.tensor(True))
         reference.step()
     for actual, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)  # float32, another order of operations
+        # float32, another order of operations
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
     assert torch.equal(model.frozen, torch.ones(2, 2))
 
 
@@ -96,7 +107,9 @@ def test_not_finite_leaves_weights_and_state(implementation):
 
     def get_values():
         weights = [param.detach().clone() for param in model.parameters()]
-        return weights, [value.clone() for state in optimizer.state.values() for value in state.values()]
+        return weights, [
+            value.clone() for state in optimizer.state.values() for value in state.values()
+        ]
 
     for bad in (float("nan"), float("inf"), float("nan")):  # the first step, too
         weights, states = get_values()
@@ -109,7 +122,11 @@ def test_not_finite_leaves_weights_and_state(implementation):
         set_gradients(model, 0.5)
         step_if_finite(optimizer, torch.tensor(True))  # the flag does not stick
         moved = [param for param in model.parameters() if param.requires_grad]
-        kept = [old for param, old in zip(model.parameters(), weights, strict=True) if param.requires_grad]
+        kept = [
+            old
+            for param, old in zip(model.parameters(), weights, strict=True)
+            if param.requires_grad
+        ]
         assert not any(torch.equal(param, old) for param, old in zip(moved, kept, strict=True))
     assert {int(state["step"]) for state in optimizer.state.values()} == {3}
 
@@ -132,23 +149,33 @@ class DTensorOperations(TorchDispatchMode):
 def test_shards_on_two_meshes_are_stepped_where_they_are(implementation):
     """One group has both meshes; the values are torch's own for the same numbers without meshes."""
     with fake_ranks(4):
-        dense, sparse = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+        dense, sparse = (
+            init_device_mesh("cpu", (4,)),
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"],
+        )
         whole = {"dense": (torch.randn(8, 3), dense), "sparse": (torch.randn(6, 2, 3), sparse)}
         model = nn.Module()
         for name, (value, mesh) in whole.items():
-            model.register_parameter(name, nn.Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)))
+            model.register_parameter(
+                name, nn.Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None))
+            )
         optimizer = build_optimizer(model, OptimizerSection(implementation=implementation, lr=0.1))
         assert len(optimizer.param_groups) == 1
         plain = [nn.Parameter(param.to_local().detach().clone()) for param in model.parameters()]
         flags = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-        reference = torch.optim.AdamW(plain, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **flags)
+        reference = torch.optim.AdamW(
+            plain, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **flags
+        )
         for step in range(3):
             for param, alone in zip(model.parameters(), plain, strict=True):
                 alone.grad = torch.randn_like(alone)
-                param.grad = DTensor.from_local(alone.grad.clone(), param.device_mesh, param.placements)
+                param.grad = DTensor.from_local(
+                    alone.grad.clone(), param.device_mesh, param.placements
+                )
             with DTensorOperations() as seen:
                 step_if_finite(optimizer, torch.tensor(True))
-            assert set(seen.names) == ({"aten.zeros_like.default"} if step == 0 else set())  # new states
+            # new states
+            assert set(seen.names) == ({"aten.zeros_like.default"} if step == 0 else set())
             reference.step()
         for param, alone in zip(model.parameters(), plain, strict=True):
             assert torch.equal(param.to_local(), alone)

@@ -9,7 +9,12 @@ from titanlite.base.errors import ConfigError
 from titanlite.config.schema import OptimizerSection
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
-from titanlite.optim.optimizer import build_optimizer, count_parameters, freeze_parameters, lr_multipliers
+from titanlite.optim.optimizer import (
+    build_optimizer,
+    count_parameters,
+    freeze_parameters,
+    lr_multipliers,
+)
 
 
 def build(family="qwen3_moe", **changes):
@@ -47,7 +52,10 @@ def test_bad_patterns_are_one_error():
         freeze_parameters(build(), OptimizerSection(freeze="embed_tokens, *.gate.weigth"))
     text = str(error.value)
     assert text.startswith("optimizer.freeze: 2 problems:")
-    assert "'embed_tokens' matches no parameter" in text and "'*.gate.weigth' matches no parameter" in text
+    assert (
+        "'embed_tokens' matches no parameter" in text
+        and "'*.gate.weigth' matches no parameter" in text
+    )
 
 
 def test_everything_frozen_is_refused():
@@ -57,7 +65,9 @@ def test_everything_frozen_is_refused():
 
 def test_learning_rates_by_pattern():
     model = build(num_layers=2)
-    section = OptimizerSection(lr=0.1, lr_multipliers="*.experts.*=0.5, lm_head*=2, *.1.mlp.experts.down*=3")
+    section = OptimizerSection(
+        lr=0.1, lr_multipliers="*.experts.*=0.5, lm_head*=2, *.1.mlp.experts.down*=3"
+    )
     freeze_parameters(model, OptimizerSection(freeze="model.layers.0.mlp.experts.down_proj"))
     optimizer = build_optimizer(model, section)
     rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
@@ -74,7 +84,9 @@ def test_step_moves_by_the_multiplied_rate():
     """AdamW's first step is lr in size, whatever the gradient."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer = build_optimizer(model, OptimizerSection(lr=0.1, weight_decay=0.0, lr_multipliers="1.*=0.25"))
+    optimizer = build_optimizer(
+        model, OptimizerSection(lr=0.1, weight_decay=0.0, lr_multipliers="1.*=0.25")
+    )
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -89,7 +101,10 @@ def test_bad_multipliers_are_one_error():
     with pytest.raises(ConfigError) as error:
         lr_multipliers(model, OptimizerSection(lr_multipliers="head*=2, lm_head*=3"))
     text = str(error.value)
-    assert "'head*' matches no parameter" in text and "'lm_head*' matches frozen parameters only" in text
+    assert (
+        "'head*' matches no parameter" in text
+        and "'lm_head*' matches frozen parameters only" in text
+    )
 
 
 @pytest.mark.parametrize(

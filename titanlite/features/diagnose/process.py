@@ -1,4 +1,5 @@
-"""Set-up of a process before training: determinism, flight recorder, kernels, memory history; and its failures.
+"""Set-up of a process before training: determinism, flight recorder, kernels, memory history; and
+its failures.
 
 `training.deterministic` gives the same bits in every run on the same mesh, and in a resumed one.
 """
@@ -27,14 +28,16 @@ from titanlite.distributed.parallelize import choose_attention
 from titanlite.ops.attention import varlen_attention
 from titanlite.ops.matmul import triton_problem
 
-_CODE = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>\S+)', re.MULTILINE)
-# Read by cuBLAS and NCCL when they start: a workspace of fixed size, and sums over ranks in a fixed order, whatever the
-# message size and the load of the links.
+_CODE = re.compile(
+    r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>\S+)', re.MULTILINE
+)
+# Read by cuBLAS and NCCL when they start: a workspace of fixed size, and sums over ranks in a fixed
+# order, whatever the message size and the load of the links.
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 # What cuBLAS documents as deterministic.
 _WORKSPACES = (":4096:8", ":16:8")
-# Names that torch 2.11 to 2.14 read for the flight recorder, each with the older one that it still honours. 2,000
-# collectives take about 1 MiB per rank and are several steps of a large model.
+# Names that torch 2.11 to 2.14 read for the flight recorder, each with the older one that it still
+# honours. 2,000 collectives take about 1 MiB per rank and are several steps of a large model.
 _FLIGHT_RECORDER = (
     ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
     ("TORCH_NCCL_DUMP_ON_TIMEOUT", "", "1"),
@@ -43,33 +46,42 @@ _FLIGHT_RECORDER = (
 
 
 def prepare_process(job: JobConfig, folder: Path) -> None:
-    """Run the set-up that must precede the process group and CUDA: `make_deterministic`, `start_flight_recorder`."""
+    """Run the set-up that must precede the process group and CUDA: `make_deterministic`,
+    `start_flight_recorder`.
+    """
     make_deterministic(job)
     start_flight_recorder(folder)
 
 
 def prepare_device(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
-    """Try the kernels, and record the memory history, as `job` says. Collective: every rank must call."""
+    """Try the kernels, and record the memory history, as `job` says. Collective: every rank must
+    call.
+    """
     check_triton(job, device)
     use_flash_attention_3(job, model_config, device)
     start_memory_history(job, device)
 
 
 def explain_failure(error: BaseException, job: JobConfig | None) -> TitanliteError | None:
-    """Turn an error of torch that full memory or a setting of `job` caused into one that names it; None for others."""
+    """Turn an error of torch that full memory or a setting of `job` caused into one that names it;
+    None for others.
+    """
     return (job and explain_out_of_memory(job, error)) or explain_refusal(error)
 
 
 def make_deterministic(job: JobConfig) -> None:
-    """Set up this process as `training.deterministic` says; call before the process group and CUDA start.
+    """Set up this process as `training.deterministic` says; call before the process group and CUDA
+    start.
 
-    No-op without the flag. Seeds the generators of Python and numpy (torch's depend on step and rank: `train_step`;
-    titanlite's own numbers come from counters). Selects deterministic algorithms, no autotuning, attention kernels
-    whose backward adds in fixed order, and the environment of cuBLAS and NCCL. An operation without a deterministic
-    form raises, with its name, when it is first called.
+    No-op without the flag. Seeds the generators of Python and numpy (torch's depend on step and
+    rank: `train_step`; titanlite's own numbers come from counters). Selects deterministic
+    algorithms, no autotuning, attention kernels whose backward adds in fixed order, and the
+    environment of cuBLAS and NCCL. An operation without a deterministic form raises, with its name,
+    when it is first called.
 
     Raises:
-        ConfigError: a setting cannot be deterministic, or the environment forbids it. The same on all ranks.
+        ConfigError: a setting cannot be deterministic, or the environment forbids it. The same on
+            all ranks.
     """
     if not job.training.deterministic:
         return
@@ -79,23 +91,26 @@ def make_deterministic(job: JobConfig) -> None:
     for name, given in set_defaults(_ENVIRONMENT).items():
         if name == "CUBLAS_WORKSPACE_CONFIG" and given not in _WORKSPACES:
             problems.append(
-                f"the environment has {name}={given}, which is not deterministic. Unset it, or set it to "
+                f"the environment has {name}={given}, which is not deterministic. Unset it, or set "
+                "it to "
                 f"{' or '.join(_WORKSPACES)}."
             )
     raise_problems(ConfigError, "training.deterministic", problems)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]  a pass over each new tensor
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    # FlashAttention's backward honours the flag above; these two do not, or choose their plan by themselves.
+    # FlashAttention's backward honours the flag above; these two do not, or choose their plan by
+    # themselves.
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def start_flight_recorder(dump_folder: Path) -> None:
-    """Make NCCL, if there are GPUs, dump to `dump_folder/flight_recorder/rank_N` when a collective times out.
+    """Make NCCL, if there are GPUs, dump to `dump_folder/flight_recorder/rank_N` when a collective
+    times out.
 
-    Call before the process group is made, which reads the environment. Variables of the user stay. gloo has no flight
-    recorder; there, the error of the rank that waited names the collective.
+    Call before the process group is made, which reads the environment. Variables of the user stay.
+    gloo has no flight recorder; there, the error of the rank that waited names the collective.
     """
     if not torch.cuda.is_available():
         return
@@ -103,13 +118,15 @@ def start_flight_recorder(dump_folder: Path) -> None:
     for name, old_name, value in _FLIGHT_RECORDER:
         if read_variable(old_name) is None:
             set_defaults({name: value or f"{folder}/rank_"})
-    # NCCL's watchdog makes no folder. A run that cannot write here ends soon with a clear error of `make_dump_folder`.
+    # NCCL's watchdog makes no folder. A run that cannot write here ends soon with a clear error of
+    # `make_dump_folder`.
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def check_triton(job: JobConfig, device: torch.device) -> None:
-    """Run a small kernel, if Triton is to be used: it needs a C compiler. Warn if its code for this GPU is wrong.
+    """Run a small kernel, if Triton is to be used: it needs a C compiler. Warn if its code for this
+    GPU is wrong.
 
     Collective: every rank must call.
 
@@ -119,7 +136,9 @@ def check_triton(job: JobConfig, device: torch.device) -> None:
     if device.type != "cuda" or not job.training.triton_kernels:
         return
     if (problem := triton_problem()) is not None:
-        logger.warning("%s titanlite's kernels are not used, which is slower. Install a newer torch.", problem)
+        logger.warning(
+            "%s titanlite's kernels are not used, which is slower. Install a newer torch.", problem
+        )
         return
     problem = None
     try:
@@ -129,8 +148,10 @@ def check_triton(job: JobConfig, device: torch.device) -> None:
     except Exception as error:  # noqa: BLE001 - whatever it is: a kernel that does not run is the problem
         problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
     text = (
-        f"a first Triton kernel fails on {socket.gethostname()}: {problem}. Triton compiles with gcc and Python's "
-        "headers: install them (Debian and Ubuntu: apt install gcc python3-dev), or set training.triton_kernels = "
+        f"a first Triton kernel fails on {socket.gethostname()}: {problem}. Triton compiles with "
+        "gcc and Python's "
+        "headers: install them (Debian and Ubuntu: apt install gcc python3-dev), or set "
+        "training.triton_kernels = "
         "false, which is slower."
     )
     raise_together(ConfigError, "training.triton_kernels", [] if problem is None else [text])
@@ -139,24 +160,32 @@ def check_triton(job: JobConfig, device: torch.device) -> None:
 def _run_kernel(device: torch.device) -> None:
     from titanlite.ops.launchers import gather_sum  # nothing else here needs triton
 
-    gather_sum(torch.zeros(1, 16, device=device), torch.zeros(1, 1, device=device, dtype=torch.int32))
+    gather_sum(
+        torch.zeros(1, 16, device=device), torch.zeros(1, 1, device=device, dtype=torch.int32)
+    )
     torch.cuda.synchronize(device)
 
 
 _FLASH_3, _FLASH_3_PACKAGE = "FA3", "flash_attn_interface"
 
 
-def use_flash_attention_3(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
-    """Use FlashAttention 3 for `model.attention_backend` = "auto" on Hopper, if all ranks have its package.
+def use_flash_attention_3(
+    job: JobConfig, model_config: AnyModelConfig, device: torch.device
+) -> None:
+    """Use FlashAttention 3 for `model.attention_backend` = "auto" on Hopper, if all ranks have its
+    package.
 
-    torch activates it in the whole process. It is tried with heads of this model, forward and backward; where that
-    fails, torch's own FlashAttention 2 stays. So it does with `training.deterministic`, which needs its backward.
+    torch activates it in the whole process. It is tried with heads of this model, forward and
+    backward; where that fails, torch's own FlashAttention 2 stays. So it does with
+    `training.deterministic`, which needs its backward.
 
     Collective: every rank must call.
     """
     if device.type != "cuda" or job.model.attention_backend != "auto" or job.training.deterministic:
         return
-    if choose_attention(job, model_config, device.type) != "varlen" or not isinstance(model_config, ModelConfig):
+    if choose_attention(job, model_config, device.type) != "varlen" or not isinstance(
+        model_config, ModelConfig
+    ):
         return
     attention = torch.nn.attention
     found = (
@@ -178,13 +207,26 @@ def use_flash_attention_3(job: JobConfig, model_config: AnyModelConfig, device: 
     if found and attention.current_flash_attention_impl() == _FLASH_3:
         attention.restore_flash_attention_impl()
     if why := next(filter(None, problems), None):
-        logger.warning("attention: FlashAttention 2 is used: 3 fails with the heads of this model: %s.", why)
+        logger.warning(
+            "attention: FlashAttention 2 is used: 3 fails with the heads of this model: %s.", why
+        )
 
 
 def _try_attention(config: ModelConfig, device: torch.device) -> None:
-    heads, kv_heads, starts = config.num_heads, config.num_kv_heads, torch.tensor([0, 5, 16], device=device)
-    shapes = ((heads, config.qk_head_dim), (kv_heads, config.qk_head_dim), (kv_heads, config.value_head_dim))
-    q, k, v = (torch.zeros(1, 16, *each, dtype=torch.bfloat16, device=device, requires_grad=True) for each in shapes)
+    heads, kv_heads, starts = (
+        config.num_heads,
+        config.num_kv_heads,
+        torch.tensor([0, 5, 16], device=device),
+    )
+    shapes = (
+        (heads, config.qk_head_dim),
+        (kv_heads, config.qk_head_dim),
+        (kv_heads, config.value_head_dim),
+    )
+    q, k, v = (
+        torch.zeros(1, 16, *each, dtype=torch.bfloat16, device=device, requires_grad=True)
+        for each in shapes
+    )
     varlen_attention(q, k, v, starts.int(), 1.0).sum().backward()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -193,27 +235,37 @@ def _try_attention(config: ModelConfig, device: torch.device) -> None:
 def explain_refusal(error: BaseException) -> ConfigError | None:
     """Return the remedy for an error of torch that a setting caused; None for other errors.
 
-    That is an operation under `training.deterministic`, or a layer that cannot be traced or compiled.
+    That is an operation under `training.deterministic`, or a layer that cannot be traced or
+    compiled.
     """
     if match := re.search(r"(\S+) does not have a deterministic implementation", str(error)):
         return ConfigError(
-            f"training.deterministic: {match[1]} has no deterministic form on this device. Set training.deterministic "
+            f"training.deterministic: {match[1]} has no deterministic form on this device. Set "
+            "training.deterministic "
             "= false, or change the model or setting that uses it."
         )
-    if not any(kind.__module__.startswith(("torch._dynamo.", "torch._inductor.")) for kind in type(error).__mro__):
+    if not any(
+        kind.__module__.startswith(("torch._dynamo.", "torch._inductor."))
+        for kind in type(error).__mro__
+    ):
         return None
     text = str(error)
     message, _, code = text.partition("from user code:")
-    reason = next((line.strip() for line in message.splitlines() if line.strip()), type(error).__name__)
+    reason = next(
+        (line.strip() for line in message.splitlines() if line.strip()), type(error).__name__
+    )
     if explanation := re.search(r"^\s*Explanation: (.*)$", message, re.MULTILINE):
         reason = f"{reason.rstrip('.')}: {explanation[1]}"
     frames = list(_CODE.finditer(code))
-    place = f" (in {frames[-1]['name']}, {frames[-1]['file']}:{frames[-1]['line']})" if frames else ""
+    place = (
+        f" (in {frames[-1]['name']}, {frames[-1]['file']}:{frames[-1]['line']})" if frames else ""
+    )
     remedy = "Change that code" if frames else "See what it says"
     if "C++ compiler" in reason:
         remedy = "Install one (Debian and Ubuntu: apt install g++)"
     return ConfigError(
-        f"compile.enable: torch cannot compile a layer: {reason.rstrip('.')}{place}. {remedy}, or set compile.enable = "
+        f"compile.enable: torch cannot compile a layer: {reason.rstrip('.')}{place}. {remedy}, or "
+        "set compile.enable = "
         "false."
     )
 
@@ -222,42 +274,52 @@ FOLDER = "memory"
 _GIB = 2**30
 # Allocations and frees that are kept with their stacks: some steps, and some 100 MB of host memory.
 _ENTRIES = 100_000
-# A private part of torch: looked up, so that a version without it is one clear error and not an AttributeError.
+# A private part of torch: looked up, so that a version without it is one clear error and not an
+# AttributeError.
 _RECORD, _DUMP = "_record_memory_history", "_dump_snapshot"
 _REMEDY = (
-    'Lower training.local_batch_size or training.seq_len, set activation_checkpoint.mode = "full", train on more ranks '
+    'Lower training.local_batch_size or training.seq_len, set activation_checkpoint.mode = "full", '
+    "train on more ranks "
     "(parallelism.data_parallel_shard_degree), or give data in smaller files (data.path)."
 )
-# Errors that have no class of their own: torch's allocator of the host; cudaHostAlloc, for one, and Triton; cuBLAS.
+# Errors that have no class of their own: torch's allocator of the host; cudaHostAlloc, for one, and
+# Triton; cuBLAS.
 _OF_HOST = "DefaultCPUAllocator"
 _OF_DEVICE = ("CUDA error: out of memory", "[CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def start_memory_history(job: JobConfig, device: torch.device) -> None:
-    """Record allocations from now on, with `profiling.enable_memory_snapshot`. Call once the device is set.
+    """Record allocations from now on, with `profiling.enable_memory_snapshot`. Call once the device
+    is set.
 
     Raises:
-        ConfigError: without a CUDA device, or with a torch that cannot record. The same on all ranks.
+        ConfigError: without a CUDA device, or with a torch that cannot record. The same on all
+            ranks.
     """
     if not job.profiling.enable_memory_snapshot:
         return
     key = "profiling.enable_memory_snapshot"
     if device.type != "cuda":
-        raise ConfigError(f"{key}: only memory of CUDA devices can be recorded, and there is none. Set it to false.")
+        raise ConfigError(
+            f"{key}: only memory of CUDA devices can be recorded, and there is none. Set it to "
+            "false."
+        )
     record = getattr(torch.cuda.memory, _RECORD, None)
     if record is None or not hasattr(torch.cuda.memory, _DUMP):
         raise ConfigError(
-            f"{key}: torch {torch.__version__} has no torch.cuda.memory.{_RECORD}. Set it to false, or use torch 2.11 "
+            f"{key}: torch {torch.__version__} has no torch.cuda.memory.{_RECORD}. Set it to "
+            "false, or use torch 2.11 "
             "to 2.14."
         )
     record(max_entries=_ENTRIES)
 
 
 def explain_out_of_memory(job: JobConfig, error: BaseException) -> TrainingError | None:
-    """Turn running out of memory into one clear error, and dump the recorded history if there is one.
+    """Turn running out of memory into one clear error, and dump the recorded history if there is
+    one.
 
-    The snapshot is `dump_folder/memory/rankN.pickle`, for https://pytorch.org/memory_viz. None for other errors. Other
-    ranks wait for this one until the launcher ends them.
+    The snapshot is `dump_folder/memory/rankN.pickle`, for https://pytorch.org/memory_viz. None for
+    other errors. Other ranks wait for this one until the launcher ends them.
     """
     if not is_out_of_memory(error):
         return None
@@ -289,7 +351,9 @@ def _is_of_device(error: BaseException) -> bool:
 def _place(error: BaseException) -> str:
     """Return the innermost line of titanlite on the way to the error."""
     package = Path(__file__).parents[2]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__
+    ]
     frames = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
     if not frames:
         return ""
@@ -301,13 +365,16 @@ def _device_memory() -> str:
     free, total = torch.cuda.mem_get_info()
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return (
-        f" At most {allocated / _GIB:.2f} GiB were allocated and {reserved / _GIB:.2f} GiB reserved, of "
+        f" At most {allocated / _GIB:.2f} GiB were allocated and {reserved / _GIB:.2f} GiB "
+        "reserved, of "
         f"{total / _GIB:.2f} GiB; {free / _GIB:.2f} GiB are free."
     )
 
 
 def _dump(job: JobConfig) -> str:
-    """Write the snapshot, if allocations were recorded; return a sentence on where it is, or how to get one."""
+    """Write the snapshot, if allocations were recorded; return a sentence on where it is, or how to
+    get one.
+    """
     if not job.profiling.enable_memory_snapshot:
         return " For a snapshot of the memory, set profiling.enable_memory_snapshot = true."
     path = Path(job.job.dump_folder) / FOLDER / f"rank{read_rank()}.pickle"

@@ -26,10 +26,11 @@ class _Found:
 
     stage: int  # of the pipeline
     weights: list[str]  # that hold values that are not finite
-    # Micro-batch, place in the order of the forward, and module of the first output that is not finite, per
-    # micro-batch that has one.
+    # Micro-batch, place in the order of the forward, and module of the first output that is not
+    # finite, per micro-batch that has one.
     outputs: list[tuple[int, int, str]] = field(default_factory=list)
-    # The first micro-batch that has such gradients, and their parameters, each with its place in the model.
+    # The first micro-batch that has such gradients, and their parameters, each with its place in
+    # the model.
     grads: tuple[int, list[tuple[int, str]]] | None = None
 
 
@@ -41,7 +42,8 @@ def diagnose(
     whole_layers: bool,
     stage: int = 0,
 ) -> Diagnosis:
-    """Compute a step again on the current weights; report the tensors that are not finite, with their ranks.
+    """Compute a step again on the current weights; report the tensors that are not finite, with
+    their ranks.
 
     Nothing is applied: gradients are dropped, and random generators are restored.
 
@@ -52,12 +54,14 @@ def diagnose(
         whole_layers: look at whole modules below the root only, because the insides are compiled.
         stage: this rank's pipeline stage; its forward begins where that of the one before ends.
 
-    Collectives: those of forward and backward, and one all-gather of small objects; every rank must call.
+    Collectives: those of forward and backward, and one all-gather of small objects; every rank must
+    call.
     """
     params = list(model.named_parameters())
     mine = _Found(stage, [name for name, param in params if not _has_finite_values(param)])
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):  # dropout draws the same numbers after this as without it
+    # dropout draws the same numbers after this as without it
+    with torch.random.fork_rng(devices=devices):
         for number, batch in enumerate(micro_batches):
             with _watched(model, whole_layers) as first:
                 loss = scaled_loss(batch)
@@ -81,24 +85,38 @@ def _describe(gathered: Sequence[_Found]) -> Diagnosis:
     weights = sorted({name for f in gathered for name in f.weights})
     if weights:
         ranks = [rank for rank, f in enumerate(gathered) if f.weights]
-        sentences.append(f"Weights are not finite: {_names(weights)}, on ranks {list_names(ranks, most=8)}.")
-    # Attention spreads non-finite values to other ranks: the origin is the first place on any of them.
+        sentences.append(
+            f"Weights are not finite: {_names(weights)}, on ranks {list_names(ranks, most=8)}."
+        )
+    # Attention spreads non-finite values to other ranks: the origin is the first place on any of
+    # them.
     outputs = sorted(
-        (number, f.stage, place, rank, name) for rank, f in enumerate(gathered) for number, place, name in f.outputs
+        (number, f.stage, place, rank, name)
+        for rank, f in enumerate(gathered)
+        for number, place, name in f.outputs
     )
     # Likewise, later stages got them from the earliest one.
     lowest = {number: stage for number, stage, *_ in reversed(outputs)}
     outputs = [found for found in outputs if found[1] == lowest[found[0]]]
     if outputs:
-        places = [f"{name} (micro-batch {number}, rank {rank})" for number, _, _, rank, name in outputs[:_SHOWN]]
-        sentences.append(f"Computed again, the first output that is not finite is {', '.join(places)}.")
+        places = [
+            f"{name} (micro-batch {number}, rank {rank})"
+            for number, _, _, rank, name in outputs[:_SHOWN]
+        ]
+        sentences.append(
+            f"Computed again, the first output that is not finite is {', '.join(places)}."
+        )
     grads = [f.grads for f in gathered if f.grads is not None]
     if grads:
         number = min(number for number, _ in grads)
-        closest_to_loss = sorted({param for at, found in grads if at == number for param in found}, reverse=True)
+        closest_to_loss = sorted(
+            {param for at, found in grads if at == number for param in found}, reverse=True
+        )
         again = "Computed again, g" if not outputs else "G"
         names = _names([name for _, name in closest_to_loss])
-        sentences.append(f"{again}radients that are not finite, from micro-batch {number} on: {names}.")
+        sentences.append(
+            f"{again}radients that are not finite, from micro-batch {number} on: {names}."
+        )
     repeats = bool(weights or outputs or grads)
     if not repeats:
         sentences.append("Computed again, the step is finite on all ranks.")
@@ -121,7 +139,13 @@ def _has_finite_values(param: torch.Tensor) -> bool:
 def _floating(output: Any) -> Iterator[torch.Tensor]:
     if isinstance(output, torch.Tensor) and output.is_floating_point():
         yield output
-    parts = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    parts = (
+        output.values()
+        if isinstance(output, dict)
+        else output
+        if isinstance(output, list | tuple)
+        else ()
+    )
     for part in parts:
         yield from _floating(part)
 
@@ -132,7 +156,9 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[tuple[int, str]]]:
-    """Collect modules with non-finite outputs, in order: number of modules that ended before, and name."""
+    """Collect modules with non-finite outputs, in order: number of modules that ended before, and
+    name.
+    """
     names: list[tuple[int, str]] = []
     ended = itertools.count()
 
@@ -144,7 +170,12 @@ def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[tuple[int, s
 
         return hook
 
-    layers = {id(child) for module in model.modules() if isinstance(module, nn.ModuleList) for child in module}
+    layers = {
+        id(child)
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList)
+        for child in module
+    }
     handles = [
         module.register_forward_hook(look_at(name))
         for name, module in model.named_modules()

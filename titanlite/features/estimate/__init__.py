@@ -1,1 +1,3 @@
-"""Estimate of a run before its start: memory, bytes read, communication, time. Needs no GPU and no weights."""
+"""Estimate of a run before its start: memory, bytes read, communication, time. Needs no GPU and no
+weights.
+"""

@@ -1,4 +1,6 @@
-"""`python -m titanlite plan`: whether a run fits, how fast it is and what to change, without a GPU or weights."""
+"""`python -m titanlite plan`: whether a run fits, how fast it is and what to change, without a GPU
+or weights.
+"""
 
 import argparse
 import logging
@@ -33,8 +35,16 @@ from titanlite.preflight import Checked, check
 _FIGURES = {
     "flops": ("flops", 1e12, "TFLOP/s of the GPU in bfloat16"),
     "memory-gbps": ("memory_bytes_s", 1e9, "Gbyte/s of the GPU's memory"),
-    "intra-node-gbps": ("intra_node_bytes_s", 1e9 / 8, "Gbit/s of a GPU to others of its node, one direction"),
-    "inter-node-gbps": ("inter_node_bytes_s", 1e9 / 8, "Gbit/s of a GPU to other nodes, one direction"),
+    "intra-node-gbps": (
+        "intra_node_bytes_s",
+        1e9 / 8,
+        "Gbit/s of a GPU to others of its node, one direction",
+    ),
+    "inter-node-gbps": (
+        "inter_node_bytes_s",
+        1e9 / 8,
+        "Gbit/s of a GPU to other nodes, one direction",
+    ),
     "gpus-per-node": ("gpus_per_node", 1, "ranks on one node (default: 8)"),
     "memory-gib": ("memory_bytes", 2**30, "memory of the GPU"),
     "reserved-gib": ("reserved_bytes", 2**30, "of it, what is not for training (default: 3)"),
@@ -68,7 +78,9 @@ class Request:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan; exit code 0, 1 if the run does not fit the GPU, or 2 after one clear error."""
+    """Print the plan; exit code 0, 1 if the run does not fit the GPU, or 2 after one clear
+    error.
+    """
     given = list(sys.argv[1:] if argv is None else argv)
     level = logger.level
     logger.setLevel(logging.ERROR)  # without the log lines of a run
@@ -86,8 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "plan",
-        "Say before a run is started whether it fits the GPUs, how fast it is, and what to change; then "
-        "memory by purpose and where the time goes. Takes --config FILE and overrides as training does, or --model "
+        "Say before a run is started whether it fits the GPUs, how fast it is, and what to change; "
+        "then "
+        "memory by purpose and where the time goes. Takes --config FILE and overrides as training "
+        "does, or --model "
         "without a file. Nothing is downloaded except the config.json of a model of the hub.",
     )
     add = parser.add_argument
@@ -99,7 +113,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpu", default=DEFAULT_GPU, help=f"{', '.join(GPUS)} (default: %(default)s)")
     add("--tokens", type=float, help="tokens to train on, such as 2e9 (default: those of the run)")
     add("--sweep", action="store_true", help="try all degrees instead")
-    add("--proposals", action=argparse.BooleanOptionalAction, help="say what to change (default: if that is quick)")
+    add(
+        "--proposals",
+        action=argparse.BooleanOptionalAction,
+        help="say what to change (default: if that is quick)",
+    )
     add("--rank", type=int, default=0, help="rank to look at (default: 0)")
     add("--every-layer", action="store_true", help="trace all layers, not few of each kind; slower")
     for option, (_, _, text) in _FIGURES.items():
@@ -117,25 +135,38 @@ def read_request(argv: Sequence[str]) -> Request:
     if known.gpus is not None:
         match = re.fullmatch(r"\s*(\d+)\s*(?:x\s*(.+))?", known.gpus)
         if match is None:
-            raise ConfigError(f"--gpus={known.gpus}: not a number of GPUs. Write --gpus=8xh100, or --gpus=8.")
+            raise ConfigError(
+                f"--gpus={known.gpus}: not a number of GPUs. Write --gpus=8xh100, or --gpus=8."
+            )
         known.world_size, known.gpu = int(match[1]), match[2] or known.gpu
     hardware = _hardware(known)
     if known.world_size < 1:
-        raise ConfigError(f"--world-size={known.world_size}: a run has at least 1 rank. Write --gpus=8xh100.")
+        raise ConfigError(
+            f"--world-size={known.world_size}: a run has at least 1 rank. Write --gpus=8xh100."
+        )
     if not 0 <= known.rank < known.world_size:
         last = known.world_size - 1
-        raise ConfigError(f"--rank={known.rank}: with --world-size={known.world_size} there are ranks 0 to {last}.")
+        raise ConfigError(
+            f"--rank={known.rank}: with --world-size={known.world_size} there are ranks 0 to "
+            f"{last}."
+        )
     has_file = any(argument.split("=")[0] in ("--config", "--job.config_file") for argument in rest)
     has_flavor = any(word.startswith("--model.flavor") for word in rest)
     if not (has_file or known.model or has_flavor):
-        raise ConfigError("plan: nothing to plan. Write --model=Qwen/Qwen3-8B --gpus=8xh100, or --config FILE.")
+        raise ConfigError(
+            "plan: nothing to plan. Write --model=Qwen/Qwen3-8B --gpus=8xh100, or --config FILE."
+        )
     model = [f"--model.path={known.model}"] if known.model else []
     objective = list(_OBJECTIVES.get(known.objective or ("" if has_file else "sft"), ()))
     if has_file:
         job = load_config([*model, *objective, *rest])
     else:
         objective.append(f"--data.path={_SOME_DATA[known.objective or 'sft']}")
-        objective += [] if any(word.startswith("--training.epochs") for word in rest) else ["--training.steps=1000"]
+        objective += (
+            []
+            if any(word.startswith("--training.epochs") for word in rest)
+            else ["--training.steps=1000"]
+        )
         reader = Reader()
         texts = reader.read_arguments(["--config", CODE, *model, *objective, *rest])[1]
         job = reader.finish(None, texts, is_whole=True)
@@ -143,7 +174,9 @@ def read_request(argv: Sequence[str]) -> Request:
 
 
 def _localize(job: JobConfig) -> tuple[JobConfig, str, str]:
-    """Return `job` for a machine without the weights, and the origins of weights and sizes, in words."""
+    """Return `job` for a machine without the weights, and the origins of weights and sizes, in
+    words.
+    """
     model, checkpoint = job.model, job.checkpoint
     weights = checkpoint.initial_load_path
     if weights and not any(Path(weights).expanduser().glob("*.safetensors")):
@@ -161,7 +194,9 @@ def _hardware(known: argparse.Namespace) -> Hardware:
         if value is None:
             continue
         if not (0 < value < float("inf") or (option == "reserved-gib" and value == 0)):
-            raise ConfigError(f"--{option}={value:g}: a rate, size or number is more than 0. Correct it.")
+            raise ConfigError(
+                f"--{option}={value:g}: a rate, size or number is more than 0. Correct it."
+            )
         changed: Any = {name: type(getattr(hardware, name))(value * unit)}
         hardware = replace(hardware, **changed)
     return hardware
@@ -188,10 +223,15 @@ def _plan(request: Request, plan: Plan) -> int:
     base = plan(())
     checked, stages, wanted = base.checked, base.stages, known.proposals
     if wanted is None:  # one trace of every layer takes as long as all proposals together
-        is_quick = layers_to_trace(checked.job, checked.model_config, checked.degrees, 0) is not None
+        is_quick = (
+            layers_to_trace(checked.job, checked.model_config, checked.degrees, 0) is not None
+        )
         wanted = is_quick and not known.every_layer and checked.job.optimizer.name != "Muon"
     proposals = propose(base, plan) if wanted else None
-    print(render.render_verdict(base, request.weights, request.sizes, known.tokens, proposals) + "\n", flush=True)
+    print(
+        render.render_verdict(base, request.weights, request.sizes, known.tokens, proposals) + "\n",
+        flush=True,
+    )
     estimate = stages[checked.degrees.stage_of(known.rank)]
     parts = [render.render_memory(estimate, known.rank)]
     if checked.degrees.pp > 1:
@@ -214,13 +254,28 @@ def _assumptions(checked: Checked) -> Iterator[str]:
     """Yield the assumptions behind the figures."""
     job = checked.job
     if checked.model_config.num_experts:
-        yield "  routing is balanced: each expert gets equally many tokens, each rank sends equally many rows"
+        yield (
+            "  routing is balanced: each expert gets equally many tokens, each rank sends "
+            "equally many rows"
+        )
     if job.compile.enable:
         yield "  compile.enable: traced uncompiled, which keeps as much or more, and is slower"
     if job.training.enable_cpu_offload:
-        yield "  training.enable_cpu_offload: weights, gradients and states taken off; no time to copy them added"
+        yield (
+            "  training.enable_cpu_offload: weights, gradients and states taken off; no time to "
+            "copy them added"
+        )
     if job.data.dataset == "images":
-        yield "  images are not traced: add the vision tower's activations, which depend on their sizes"
+        yield (
+            "  images are not traced: add the vision tower's activations, which depend on their "
+            "sizes"
+        )
     if job.training.global_batch_size is None:
-        yield "  training.global_batch_size is not set: one example in a sequence; packed, a step has fewer"
-    yield "  expected: published and assumed efficiencies, not measured here (docs/plan.md); no validation, no saving"
+        yield (
+            "  training.global_batch_size is not set: one example in a sequence; packed, a step "
+            "has fewer"
+        )
+    yield (
+        "  expected: published and assumed efficiencies, not measured here (docs/plan.md); no "
+        "validation, no saving"
+    )

@@ -1,7 +1,9 @@
-"""Figures of a plan: memory by purpose, whether it fits, how long a step takes; and the GPUs and links behind them.
+"""Figures of a plan: memory by purpose, whether it fits, how long a step takes; and the GPUs and
+links behind them.
 
-No time was measured. At best is a bound: products at the data sheet's peak, links at their rate, all at the same time.
-Expected takes the shares of these rates in `RATES`, measured on an H200 or assumed.
+No time was measured. At best is a bound: products at the data sheet's peak, links at their rate,
+all at the same time. Expected takes the shares of these rates in `RATES`, measured on an H200 or
+assumed.
 """
 
 import re
@@ -20,10 +22,12 @@ from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS, Kind
 
 _GIB = 2**30
 
-# What calls reach, as a share of a peak: of products in bfloat16 ("flops"), in float32, or of the memory. Measured on
-# an H200 by scripts/bench/step_gpu.py (docs/benchmarks.md), except those marked assumed.
+# What calls reach, as a share of a peak: of products in bfloat16 ("flops"), in float32, or of the
+# memory. Measured on an H200 by scripts/bench/step_gpu.py (docs/benchmarks.md), except those marked
+# assumed.
 RATES = {
-    "dense": ("flops", 0.72),  # cuBLAS, all dims of 512 or more; 0.82 alone: a whole step is at the GPU's power limit
+    # cuBLAS, all dims of 512 or more; 0.82 alone: a whole step is at the GPU's power limit
+    "dense": ("flops", 0.72),
     "thin": ("flops", 0.40),  # products with a smaller dim
     "grouped": ("flops", 0.54),  # rows through small experts
     "grouped weights": ("flops", 0.40),  # their weight gradients
@@ -31,7 +35,8 @@ RATES = {
     "grouped wide weights": ("flops", 0.48),
     "flash": ("flops", 0.33),  # FlashAttention-2, causal
     "flash backward": ("flops", 0.28),
-    "masked": ("flops", 0.115),  # the memory-efficient kernel, which takes a mask and computes what is masked
+    # the memory-efficient kernel, which takes a mask and computes what is masked
+    "masked": ("flops", 0.115),
     "float32": ("float32_flops", 0.80),  # without tensor cores; assumed
     "memory": ("memory_bytes_s", 0.70),  # copies, casts, permutations, float32
     "elementwise": ("memory_bytes_s", 0.40),  # norms, rope and activations of two bytes
@@ -50,14 +55,16 @@ class Hardware:
     """One GPU, and the links it has."""
 
     name: str  # as `--gpu` takes it
-    memory_bytes: int  # what torch reports as the device's total memory, about 1 % less than the name says
+    # what torch reports as the device's total memory, about 1 % less than the name says
+    memory_bytes: int
     flops: float  # of dense matrix products in bfloat16, per second
     float32_flops: float  # of those in float32, without tensor cores
     memory_bytes_s: float  # read from and written to its memory
     intra_node_bytes_s: float  # sent to other GPUs of its node, in one direction
     inter_node_bytes_s: float  # the same through its network adapter to other nodes
     gpus_per_node: int = 8  # ranks r with equal r // gpus_per_node are on one node
-    reserved_bytes: int = 3 * _GIB  # an allowance for the CUDA context, NCCL, cuBLAS and fragmentation: not traced
+    # an allowance for the CUDA context, NCCL, cuBLAS and fragmentation: not traced
+    reserved_bytes: int = 3 * _GIB
 
     @property
     def usable_bytes(self) -> int:
@@ -69,15 +76,18 @@ class Hardware:
         return getattr(self, peak) * share
 
     def collective_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> tuple[float, float]:
-        """Seconds on (links inside nodes, network between nodes) that one collective over `ranks` takes at least.
+        """Seconds on (links inside nodes, network between nodes) that one collective over `ranks`
+        takes at least.
 
-        Latency is not counted. Gathers, scatters and reductions send (n - 1) / n of the bytes around a ring over the n
-        ranks, reductions to all twice. A ring over several nodes crosses between them with the adapters of all its
-        ranks on a node together. An all-to-all sends to each rank its share directly.
+        Latency is not counted. Gathers, scatters and reductions send (n - 1) / n of the bytes
+        around a ring over the n ranks, reductions to all twice. A ring over several nodes crosses
+        between them with the adapters of all its ranks on a node together. An all-to-all sends to
+        each rank its share directly.
 
         Args:
             ranks: global ranks of the group.
-            nbytes: of the whole tensor: gathered, to be scattered, reduced; for an all-to-all what each rank sends.
+            nbytes: of the whole tensor: gathered, to be scattered, reduced; for an all-to-all what
+                each rank sends.
         """
         size = len(ranks)
         if size < 2:
@@ -86,7 +96,9 @@ class Hardware:
         on_node = nodes.count(nodes[0])
         if kind == "send":  # to a neighbour along the axis
             return (
-                (nbytes / self.intra_node_bytes_s, 0.0) if on_node == size else (0.0, nbytes / self.inter_node_bytes_s)
+                (nbytes / self.intra_node_bytes_s, 0.0)
+                if on_node == size
+                else (0.0, nbytes / self.inter_node_bytes_s)
             )
         if kind.endswith("all_to_all"):
             inside, outside = nbytes * (on_node - 1) / size, nbytes * (size - on_node) / size
@@ -98,10 +110,11 @@ class Hardware:
         return 0.0, sent / (min(rate, self.intra_node_bytes_s) if on_node > 1 else rate)
 
 
-# Name, TFLOP/s of dense products in bfloat16 (with float32 sums) and in float32, GiB as torch reports them, TB/s of the
-# memory; GB/s in one direction of NVLink (PCIe x16 where there is none) and of one network adapter per GPU, as in the
-# vendors' own machines with 8. From the data sheets of NVIDIA and AMD; for RTX from the white papers of GA102, Ada and
-# Blackwell. A short name selects the first entry that begins with it.
+# Name, TFLOP/s of dense products in bfloat16 (with float32 sums) and in float32, GiB as torch
+# reports them, TB/s of the memory; GB/s in one direction of NVLink (PCIe x16 where there is none)
+# and of one network adapter per GPU, as in the vendors' own machines with 8. From the data sheets
+# of NVIDIA and AMD; for RTX from the white papers of GA102, Ada and Blackwell. A short name selects
+# the first entry that begins with it.
 _TABLE = (
     ("h100-80gb", 989, 67, 79.1, 3.35, 450, 50),
     ("h200-141gb", 989, 67, 139.7, 4.8, 450, 50),
@@ -115,7 +128,9 @@ _TABLE = (
     ("mi300x-192gb", 1307, 163.4, 191.5, 5.3, 448, 50),
 )
 GPUS = {
-    name: Hardware(name, int(gib * _GIB), flops * 1e12, wide * 1e12, memory * 1e12, intra * 1e9, inter * 1e9)
+    name: Hardware(
+        name, int(gib * _GIB), flops * 1e12, wide * 1e12, memory * 1e12, intra * 1e9, inter * 1e9
+    )
     for name, flops, wide, gib, memory, intra, inter in _TABLE
 }
 DEFAULT_GPU = "h100-80gb"
@@ -139,7 +154,8 @@ def get_hardware(name: str) -> Hardware:
     near = find_near(wanted, map(plain, GPUS))
     hint = next((f"Did you mean {known}? " for known in GPUS if plain(known) == near), "")
     raise ConfigError(
-        f"--gpu={name}: not in the table. {hint}Known are {', '.join(GPUS)}; --flops, --memory-gib and others change "
+        f"--gpu={name}: not in the table. {hint}Known are {', '.join(GPUS)}; --flops, --memory-gib "
+        "and others change "
         "single figures of one of them."
     )
 
@@ -163,7 +179,9 @@ class Memory:
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return self.weights + self.optimizer + self.buffers + sum(self.working.values()) - self.on_host
+        return (
+            self.weights + self.optimizer + self.buffers + sum(self.working.values()) - self.on_host
+        )
 
 
 @dataclass(frozen=True)
@@ -175,14 +193,17 @@ class Part:
     hidden_s: float = 0.0  # those next to other parts
 
     def __add__(self, other: "Part") -> "Part":
-        return Part(self.work + other.work, self.exposed_s + other.exposed_s, self.hidden_s + other.hidden_s)
+        return Part(
+            self.work + other.work, self.exposed_s + other.exposed_s, self.hidden_s + other.hidden_s
+        )
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of an optimizer step."""
 
-    parts: dict[str, Part]  # `tracker.PARTS`, collectives of each axis, and what the host makes the device wait for
+    # `tracker.PARTS`, collectives of each axis, and what the host makes the device wait for
+    parts: dict[str, Part]
     compute_s: float  # FLOPs at the GPU's peak
     intra_node_s: float  # bytes on the links inside nodes, at their rate
     inter_node_s: float
@@ -190,7 +211,9 @@ class StepTime:
 
     @property
     def best_s(self) -> float:
-        """The longest of products, links inside nodes and links between them, at their peak rates."""
+        """The longest of products, links inside nodes and links between them, at their peak
+        rates.
+        """
         return max(self.compute_s, self.intra_node_s, self.inter_node_s) / (1 - self.waiting)
 
     @property
@@ -238,13 +261,20 @@ def estimate_stages(
     rank: int = 0,
     every_layer: bool = False,
 ) -> dict[int, Estimate]:
-    """Figures of the pipeline stage of `rank`, first, and of one of each kind of the others, by stage."""
+    """Figures of the pipeline stage of `rank`, first, and of one of each kind of the others, by
+    stage.
+    """
     others = [stage * degrees.stage_size for stage in stages_to_trace(model_config, degrees)]
-    ranks = [rank, *(other for other in others if degrees.stage_of(other) != degrees.stage_of(rank))]
+    ranks = [
+        rank,
+        *(other for other in others if degrees.stage_of(other) != degrees.stage_of(rank)),
+    ]
     found = {}
     for one in ranks:
         trace = trace_step(job, model_config, degrees, rank=one, every_layer=every_layer)
-        tokens = trace.micro_batches * job.training.local_batch_size * job.training.seq_len * degrees.dp
+        tokens = (
+            trace.micro_batches * job.training.local_batch_size * job.training.seq_len * degrees.dp
+        )
         memory = get_memory(trace, offload=job.training.enable_cpu_offload)
         time = step_time(trace, degrees, hardware, one)
         found[degrees.stage_of(one)] = Estimate(degrees, hardware, memory, time, trace, tokens)
@@ -252,11 +282,18 @@ def estimate_stages(
 
 
 def stages_to_trace(model_config: AnyModelConfig, degrees: Degrees) -> list[int]:
-    """Select stages to trace: the first and the last of all (embedding, output head), and of consecutive stages with
-    equal layers the first, which has the most micro-batches in flight.
+    """Select stages to trace: the first and the last of all (embedding, output head), and of
+    consecutive stages with equal layers the first, which has the most micro-batches in flight.
     """
     kinds = [layers_by_kind(model_config, degrees, stage) for stage in range(degrees.pp)]
-    first = [0, *(stage for stage in range(1, degrees.pp) if stage == 1 or kinds[stage] != kinds[stage - 1])]
+    first = [
+        0,
+        *(
+            stage
+            for stage in range(1, degrees.pp)
+            if stage == 1 or kinds[stage] != kinds[stage - 1]
+        ),
+    ]
     return sorted({*first, degrees.pp - 1})
 
 
@@ -268,7 +305,9 @@ def merge_stages(stages: Mapping[int, Estimate]) -> Estimate:
 
 
 def get_memory(trace: StepTrace, *, offload: bool = False) -> Memory:
-    """Find the fullest moment of `trace`; with `offload`, weights, gradients and optimizer states are on the host."""
+    """Find the fullest moment of `trace`; with `offload`, weights, gradients and optimizer states
+    are on the host.
+    """
 
     def on_device(moment: Moment) -> int:
         peak = trace.peaks[moment]
@@ -278,7 +317,9 @@ def get_memory(trace: StepTrace, *, offload: bool = False) -> Memory:
     working = {name: trace.peaks[fullest][name] for name in CATEGORIES}
     weights = trace.weights + trace.padding
     on_host = weights + trace.optimizer + working[GRADIENTS] if offload else 0
-    return Memory(weights, trace.optimizer, trace.buffers, working, on_host, _describe_moment(fullest, trace))
+    return Memory(
+        weights, trace.optimizer, trace.buffers, working, on_host, _describe_moment(fullest, trace)
+    )
 
 
 def _describe_moment(moment: Moment, trace: StepTrace) -> str:
@@ -291,7 +332,9 @@ def _describe_moment(moment: Moment, trace: StepTrace) -> str:
     if moment.kind < 0:
         return outside[moment.phase]
     num = trace.num_layers[moment.kind]
-    index = (num - 1 - moment.index if moment.from_end else moment.index) + (trace.num_layers[0] * moment.kind)
+    index = (num - 1 - moment.index if moment.from_end else moment.index) + (
+        trace.num_layers[0] * moment.kind
+    )
     return f"{moment.phase} of layer {trace.layers[index]}"
 
 
@@ -319,8 +362,9 @@ def axis_ranks(degrees: Degrees, axis: str, rank: int = 0) -> list[int]:
 def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int = 0) -> StepTime:
     """Estimate the seconds of a step on `hardware`.
 
-    Kernels run one after the other; so do the collectives that layers wait for. The others overlap with kernels of the
-    same forward or backward, and are exposed where they take longer. Host launches overlap with the device.
+    Kernels run one after the other; so do the collectives that layers wait for. The others overlap
+    with kernels of the same forward or backward, and are exposed where they take longer. Host
+    launches overlap with the device.
     """
     parts: dict[str, Part] = {}
     compute = intra = inter = 0.0
@@ -338,7 +382,9 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int 
             launches += work.launches * LAUNCH_S
             if not kind.group:
                 seconds = work.launches * KERNEL_S + kernel_s(kind, work, hardware)
-                compute += work.flops / (hardware.float32_flops if kind.call.rate == "float32" else hardware.flops)
+                compute += work.flops / (
+                    hardware.float32_flops if kind.call.rate == "float32" else hardware.flops
+                )
                 add(kind.part, Part(replace(work, syncs=0), seconds))
                 if work.syncs:
                     add(_SYNCS, Part(Work(syncs=work.syncs), work.syncs * SYNC_S))
@@ -347,7 +393,9 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int 
             ranks = axis_ranks(degrees, kind.group, rank)
             inside, outside = hardware.collective_s(kind.call.rate, ranks, work.nbytes)
             intra, inter = intra + inside, inter + outside
-            seconds = (inside + outside) / LINKS + (work.launches * COLLECTIVE_S if len(ranks) > 1 else 0.0)
+            seconds = (inside + outside) / LINKS + (
+                work.launches * COLLECTIVE_S if len(ranks) > 1 else 0.0
+            )
             name = f"{kind.call.rate} over {kind.group}"
             waits = kind.group in _WAITED_FOR and not kind.call.rate.startswith(BESIDE)
             if waits or micro_batch < 0:
@@ -366,7 +414,9 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int 
 
 
 def kernel_s(kind: Kind, work: Work, hardware: Hardware) -> float:
-    """Return the expected seconds of kernels: of a product for its FLOPs or its bytes, whichever take longer."""
+    """Return the expected seconds of kernels: of a product for its FLOPs or its bytes, whichever
+    take longer.
+    """
     call = kind.call
     if not call.flops:
         return work.nbytes / hardware.rate(call.rate)

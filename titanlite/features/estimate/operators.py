@@ -1,4 +1,6 @@
-"""Operators as a plan counts them: products, bytes to memory and between ranks, memory inside of CUDA kernels."""
+"""Operators as a plan counts them: products, bytes to memory and between ranks, memory inside of
+CUDA kernels.
+"""
 
 import math
 from collections.abc import Callable
@@ -24,7 +26,8 @@ _c10d, _functional = torch.ops.c10d, torch.ops._c10d_functional
 class Work:
     """Work of calls."""
 
-    flops: int = 0  # multiplications and additions of matrix products, as kernels do them: causal ones half
+    # multiplications and additions of matrix products, as kernels do them: causal ones half
+    flops: int = 0
     nbytes: int = 0  # read from and written to memory; of collectives, the bytes of their tensors
     launches: int = 0  # kernels
     syncs: int = 0  # how often the host waits for the device
@@ -40,15 +43,23 @@ class Call(NamedTuple):
     """All that the time of one call depends on."""
 
     rate: str  # key of `estimate.RATES`
-    # Of a product, which takes as long as the slower of the two; the time of other calls follows from all their bytes.
+    # Of a product, which takes as long as the slower of the two; the time of other calls follows
+    # from all their bytes.
     flops: int = 0
     nbytes: int = 0
 
 
 def _rows_through(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> dict[str, int]:
-    """Rows (R, K) through matrices (E, K, N), or as in their gradient (M, R) and (R, N), group by group."""
+    """Rows (R, K) through matrices (E, K, N), or as in their gradient (M, R) and (R, N), group by
+    group.
+    """
     if weight.dim() == 2:
-        return {f"{_grouped(x.shape[0], weight.shape[1])} weights": 2 * x.shape[0] * x.shape[1] * weight.shape[1]}
+        return {
+            f"{_grouped(x.shape[0], weight.shape[1])} weights": 2
+            * x.shape[0]
+            * x.shape[1]
+            * weight.shape[1]
+        }
     return {_grouped(*weight.shape[1:]): 2 * x.shape[0] * x.shape[1] * weight.shape[-1]}
 
 
@@ -61,12 +72,16 @@ def _weights_of_rows(x: torch.Tensor, dy: torch.Tensor, *rest: Any) -> dict[str,
 _WIDE_EXPERTS = 1024
 
 
-def _gather_swiglu(x: torch.Tensor, gate_up: torch.Tensor, row_weight: torch.Tensor, *rest: Any) -> dict[str, int]:
+def _gather_swiglu(
+    x: torch.Tensor, gate_up: torch.Tensor, row_weight: torch.Tensor, *rest: Any
+) -> dict[str, int]:
     _, two_inner, hidden = gate_up.shape
     return {_grouped(hidden, two_inner // 2): 2 * row_weight.shape[0] * hidden * two_inner}
 
 
-def _gather_swiglu_backward(dout: Any, down: torch.Tensor, row_weight: torch.Tensor, *rest: Any) -> dict[str, int]:
+def _gather_swiglu_backward(
+    dout: Any, down: torch.Tensor, row_weight: torch.Tensor, *rest: Any
+) -> dict[str, int]:
     return {_grouped(*down.shape[1:]): 2 * row_weight.shape[0] * down.shape[1] * down.shape[2]}
 
 
@@ -75,24 +90,39 @@ def _grouped(hidden: int, inner: int) -> str:
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, products: tuple[int, int]) -> int:
-    """Count FLOPs of so many products over the width of keys, and of values; each query head has its keys."""
-    return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (products[0] * q.shape[3] + products[1] * v.shape[3])
+    """Count FLOPs of so many products over the width of keys, and of values; each query head has
+    its keys.
+    """
+    return (
+        2
+        * q.shape[0]
+        * q.shape[1]
+        * q.shape[2]
+        * k.shape[2]
+        * (products[0] * q.shape[3] + products[1] * v.shape[3])
+    )
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
     return _scores(q, k, v, (1, 1))
 
 
-def _sdpa_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
+def _sdpa_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+) -> int:
     return _scores(q, k, v, (3, 2))
 
 
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
-    """Assume that each document is as long as the longest may be: tokens x longest x (width + width of values)."""
+    """Assume that each document is as long as the longest may be: tokens x longest x (width + width
+    of values).
+    """
     return 2 * q.shape[0] * rest[2] * q.shape[1] * (q.shape[2] + v.shape[2])
 
 
-def _varlen_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
+def _varlen_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+) -> int:
     """`rest` begins with the output, its logsumexp, and where documents begin."""
     return 2 * q.shape[0] * rest[4] * q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])
 
@@ -123,13 +153,24 @@ ATTENTION_OPS: dict[Any, tuple[str, Callable[..., int]]] = {
     _EFFICIENT_BACKWARD: ("masked", _sdpa_backward),
 }
 # Operator -> place of `is_causal` among its arguments.
-_CAUSAL = {_FLASH: 4, _FLASH_BACKWARD: 11, _HOST_FLASH: 4, _HOST_FLASH_BACKWARD: 7, _VARLEN: 7, _VARLEN_BACKWARD: 10}
+_CAUSAL = {
+    _FLASH: 4,
+    _FLASH_BACKWARD: 11,
+    _HOST_FLASH: 4,
+    _HOST_FLASH_BACKWARD: 7,
+    _VARLEN: 7,
+    _VARLEN_BACKWARD: 10,
+}
 _CAUSAL |= {_EFFICIENT: 6, _EFFICIENT_BACKWARD: 11}
 _THIN = 512  # a product with a dim of fewer elements fills no tensor cores
 
 
-def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> dict[str, int]:
-    """FLOPs of one call by rate, forward or backward; nothing for operators that multiply no matrices."""
+def count_flops(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> dict[str, int]:
+    """FLOPs of one call by rate, forward or backward; nothing for operators that multiply no
+    matrices.
+    """
     packet = getattr(func, "_overloadpacket", None)
     if func in GROUPED_OPS:
         counts = GROUPED_OPS[func](*args)
@@ -137,7 +178,11 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
         rate, formula = ATTENTION_OPS[func]
         counts = {rate: formula(*args)}
     elif packet in (_aten.mm, _aten.addmm, _aten.addmm_):  # with or without a wider result
-        a, b = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:] if packet is _aten.mm else args[1:3]
+        a, b = (
+            [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
+            if packet is _aten.mm
+            else args[1:3]
+        )
         sizes = (*a.shape, b.shape[1])
         counts = {"dense" if min(sizes) >= _THIN else "thin": 2 * math.prod(sizes)}
     else:  # torch has formulas for the others
@@ -149,7 +194,8 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
     if place is not None and (args[place] if len(args) > place else kwargs.get("is_causal", False)):
         # The memory-efficient kernel skips blocks above the diagonal, too.
         return {rate: count - count // 2 for rate, count in counts.items()}
-    added = packet in (_aten.addmm, _aten.addmm_)  # to the first, which may be wider than the factors
+    # to the first, which may be wider than the factors
+    added = packet in (_aten.addmm, _aten.addmm_)
     first = next(arg for arg in args[added:] if isinstance(arg, torch.Tensor))
     if first.dtype.itemsize > 2:
         return {"float32": sum(counts.values())}
@@ -157,13 +203,29 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
 
 
 # Those that read as much as they write, whatever the size of what they read from.
-_PICKING = {_aten.embedding.default, _aten.index_select.default, _aten.index.Tensor, _aten.gather.default}
-_OVERWRITING = {_aten.copy_.default, _aten._foreach_copy_.default, _aten.fill_.Scalar, _aten.zero_.default}
+_PICKING = {
+    _aten.embedding.default,
+    _aten.index_select.default,
+    _aten.index.Tensor,
+    _aten.gather.default,
+}
+_OVERWRITING = {
+    _aten.copy_.default,
+    _aten._foreach_copy_.default,
+    _aten.fill_.Scalar,
+    _aten.zero_.default,
+}
 _OVERWRITING |= {torch.ops.fsdp.split_with_sizes_copy.default, torch.ops.fsdp.chunk_cat.default}
 # As fast with two-byte numbers as with others.
 _MOVING = (_OVERWRITING | _PICKING) - {torch.ops.fsdp.chunk_cat.default} | {_own.gather_sum.default}
 _MOVING |= {_aten._to_copy.default, _aten.clone.default, _aten.cat.default}
-_WITHOUT_KERNEL = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+_WITHOUT_KERNEL = {
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+}
 
 
 @cache
@@ -186,7 +248,8 @@ _KERNELS = {
 def measure(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, moves: bool, inside: int
 ) -> dict[Call, Work]:
-    """Return the work of one call. Views launch nothing; a collective (`moves`) takes its time on links.
+    """Return the work of one call. Views launch nothing; a collective (`moves`) takes its time on
+    links.
 
     `inside` are the bytes that the kernel holds while it runs, which it writes and reads.
     """
@@ -205,15 +268,25 @@ def measure(
     else:
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         changed = {name: sum(map(_held, _tensors(given.get(name)))) for name in written}
-        nbytes = sum(map(_held, read)) + (sum(changed.values()) if written else sum(map(_held, made)))
+        nbytes = sum(map(_held, read)) + (
+            sum(changed.values()) if written else sum(map(_held, made))
+        )
         nbytes -= sum(changed[name] for name, is_overwritten in written.items() if is_overwritten)
         if func is _aten._fused_adamw_.default:
             nbytes -= changed["grads"]  # it writes gradients only to unscale them
     nbytes += 2 * inside
     launches = _KERNELS.get(func.name(), 1)
     if not flops:
-        two_bytes = func not in _MOVING and any(tensor.dtype.itemsize == 2 for tensor in (*read, *made))
-        rate = "sum of rows" if "_embedding_bag" in func.name() else "elementwise" if two_bytes else "memory"
+        two_bytes = func not in _MOVING and any(
+            tensor.dtype.itemsize == 2 for tensor in (*read, *made)
+        )
+        rate = (
+            "sum of rows"
+            if "_embedding_bag" in func.name()
+            else "elementwise"
+            if two_bytes
+            else "memory"
+        )
         rate = "optimizer" if func is _aten._fused_adamw_.default else rate
         return {Call(rate): Work(nbytes=nbytes, launches=launches)}
     found = {}
@@ -228,7 +301,8 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _held(tensor: torch.Tensor) -> int:
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())  # an expanded one has more elements than memory
+    # an expanded one has more elements than memory
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _share_storage(read: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
@@ -241,13 +315,15 @@ class Moved(NamedTuple):
 
     kind: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "send"
     group: str  # name of the process group
-    tensor: torch.Tensor  # what is gathered, scattered or reduced as a whole; of an all-to-all what this rank sends
+    # what is gathered, scattered or reduced as a whole; of an all-to-all what this rank sends
+    tensor: torch.Tensor
 
 
 BESIDE = "overlapped "
 """Prefix of a collective's kind that kernels run next to, whatever its axis."""
 
-# Operator -> (kind, place of the group among the arguments, place of the tensor or -1 for the result).
+# Operator -> (kind, place of the group among the arguments, place of the tensor or -1 for the
+# result).
 _COLLECTIVES: dict[Any, tuple[str, int, int]] = {
     _c10d._allgather_base_.default: ("all_gather", 2, 0),
     _c10d._reduce_scatter_base_.default: ("reduce_scatter", 2, 1),
@@ -267,40 +343,57 @@ _COLLECTIVES: dict[Any, tuple[str, int, int]] = {
     _own.gather_parts.default: ("all_gather", 2, -1),
     _own.all_to_all.default: ("all_to_all", 3, 0),
 }
-_WITHOUT_BYTES = {_functional.wait_tensor.default, _c10d.barrier.default, _c10d.recv_.default}  # sent by others
+# sent by others
+_WITHOUT_BYTES = {_functional.wait_tensor.default, _c10d.barrier.default, _c10d.recv_.default}
 
 
 def moved_by(func: Any, args: tuple[Any, ...], out: Any) -> list[Moved]:
     """Bytes that one call of an operator moves between ranks; mostly nothing.
 
     Raises:
-        NotImplementedError: a collective that is not in the table, which would be left out in silence.
+        NotImplementedError: a collective that is not in the table, which would be left out in
+            silence.
     """
     if func in _COLLECTIVES:
         kind, group, place = _COLLECTIVES[func]
-        name = args[group] if isinstance(args[group], str) else dist.ProcessGroup.unbox(args[group]).group_name
+        name = (
+            args[group]
+            if isinstance(args[group], str)
+            else dist.ProcessGroup.unbox(args[group]).group_name
+        )
         moved = out if place < 0 else args[place]
-        return [Moved(kind, name, tensor) for tensor in (moved if isinstance(moved, list | tuple) else [moved])]
+        return [
+            Moved(kind, name, tensor)
+            for tensor in (moved if isinstance(moved, list | tuple) else [moved])
+        ]
     if func.namespace in ("c10d", "_c10d_functional") and func not in _WITHOUT_BYTES:
-        raise NotImplementedError(f"plan: the collective {func} is not in titanlite.features.estimate.operators.")
+        raise NotImplementedError(
+            f"plan: the collective {func} is not in titanlite.features.estimate.operators."
+        )
     return []
 
 
 def cuda_workspace(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Bytes that CUDA's kernel of `func` holds only while it runs, in addition to its arguments and its result."""
+    """Bytes that CUDA's kernel of `func` holds only while it runs, in addition to its arguments and
+    its result.
+    """
     count = _INSIDE.get(func)
     return 0 if count is None else count(args, out)
 
 
 def _pieces(args: tuple[Any, ...], out: Any) -> int:
-    """Count the bytes of the copy in order of the ranks, made before a gather into, or a scatter from, a later dim."""
+    """Count the bytes of the copy in order of the ranks, made before a gather into, or a scatter
+    from, a later dim.
+    """
     whole = max(args[0].nbytes, out.nbytes)
     # Along the first dim that has more than one element the orders are the same.
     return 0 if math.prod(args[0].shape[: args[1]]) == 1 else whole
 
 
 def _flash_backward_inside(args: tuple[Any, ...], out: Any) -> int:
-    """Count the bytes of q's gradient and row sums in float32, and of shared heads' gradients for each query head."""
+    """Count the bytes of q's gradient and row sums in float32, and of shared heads' gradients for
+    each query head.
+    """
     _, q, k, *_ = args
     if q.dim() == 3:  # tokens of all documents, heads, width
         q, k = (x.transpose(0, 1).unsqueeze(0) for x in (q, k))
@@ -321,7 +414,9 @@ def _efficient_backward_inside(args: tuple[Any, ...], out: Any) -> int:
 def _copied_rows(args: tuple[Any, ...], out: Any) -> int:
     """Count the bytes of operands whose rows are copied, as Hopper does."""
     gathered = zip(args[:2], args[5:], strict=False)  # rows may be left out
-    return sum(rows.numel() * t.shape[1] * t.element_size() for t, rows in gathered if rows is not None)
+    return sum(
+        rows.numel() * t.shape[1] * t.element_size() for t, rows in gathered if rows is not None
+    )
 
 
 _INSIDE = {

@@ -1,6 +1,8 @@
-"""Settings that make a run fit or faster, and a sweep of degrees: each is planned by itself, as the command line would.
+"""Settings that make a run fit or faster, and a sweep of degrees: each is planned by itself, as the
+command line would.
 
-A candidate is a list of arguments of `python -m titanlite plan`. Its figures are those that the command shows with it.
+A candidate is a list of arguments of `python -m titanlite plan`. Its figures are those that the
+command shows with it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +20,9 @@ MODES = ("none", "selective", "full")
 _WORTH = 1.02  # times as fast, or as small: less is not proposed
 _MOST = 5
 _SHORTEST_PIECE = 4096
-"""Tokens of a sequence that a rank keeps at least in combinations with cp: it is for sequences that are long."""
+"""Tokens of a sequence that a rank keeps at least in combinations with cp: it is for sequences that
+are long.
+"""
 _PARALLELISM = "--parallelism."
 _THE_REST = f"{_PARALLELISM}data_parallel_shard_degree=-1"
 
@@ -79,28 +83,40 @@ _rate, _merit = attrgetter("rate"), attrgetter("merit")
 
 
 def _try_all(plan: Plan, candidates: Iterable[_Arguments]) -> Iterator[Planned]:
-    """Yield those that are legal; one that fails for another reason is named, and costs nothing but itself."""
+    """Yield those that are legal; one that fails for another reason is named, and costs nothing but
+    itself.
+    """
     for arguments in candidates:
         try:
             yield plan(arguments)
         except TitanliteError:
             continue
         except Exception as error:  # noqa: BLE001  of torch or transformers, while they trace what is not asked for
-            logger.error("plan: %s is left out: %s: %s", " ".join(arguments), type(error).__name__, error)
+            logger.error(
+                "plan: %s is left out: %s: %s", " ".join(arguments), type(error).__name__, error
+            )
 
 
 def _join(arguments: _Arguments, more: _Arguments) -> _Arguments:
     """Join both; the later value of an option wins."""
-    return tuple({argument.partition("=")[0]: argument for argument in (*arguments, *more)}.values())
+    return tuple(
+        {argument.partition("=")[0]: argument for argument in (*arguments, *more)}.values()
+    )
 
 
 def _candidates(base: Planned) -> Iterator[_Arguments]:
     """Yield single settings that train the same."""
     job, degrees = base.checked.job, base.estimate.degrees
-    training, model, per_node = job.training, base.checked.model_config, base.estimate.hardware.gpus_per_node
+    training, model, per_node = (
+        job.training,
+        base.checked.model_config,
+        base.estimate.hardware.gpus_per_node,
+    )
     if isinstance(model, ModelConfig) and job.model.attention_backend == "sdpa":
         yield ("--model.attention_backend=varlen",)
-    yield from ((f"--activation_checkpoint.mode={m}",) for m in MODES if m != job.activation_checkpoint.mode)
+    yield from (
+        (f"--activation_checkpoint.mode={m}",) for m in MODES if m != job.activation_checkpoint.mode
+    )
     sizes = (training.local_batch_size * 2, training.local_batch_size // 2)
     yield from ((f"--training.local_batch_size={size}",) for size in sizes if size)
     if base.estimate.trace.micro_batches > 1 and not job.parallelism.fsdp_once_per_step:
@@ -117,11 +133,13 @@ def _candidates(base: Planned) -> Iterator[_Arguments]:
         yield f"{_PARALLELISM}context_parallel_degree={2 * degrees.cp}", _THE_REST
 
 
-def sweep(job: JobConfig, hardware: Hardware, world_size: int, plan: Plan) -> tuple[list[Planned], int]:
+def sweep(
+    job: JobConfig, hardware: Hardware, world_size: int, plan: Plan
+) -> tuple[list[Planned], int]:
     """Try all legal degrees.
 
-    Replicas are one or the number of nodes; cp is that of `job`, or leaves a rank 4096 tokens of a sequence or more;
-    pipeline stages are those of `job`.
+    Replicas are one or the number of nodes; cp is that of `job`, or leaves a rank 4096 tokens of a
+    sequence or more; pipeline stages are those of `job`.
 
     Returns:
         Those that fit first, the fastest of them first; and how many were not legal.
@@ -132,27 +150,43 @@ def sweep(job: JobConfig, hardware: Hardware, world_size: int, plan: Plan) -> tu
     pp = job.parallelism.pipeline_parallel_degree
     if world_size % pp:
         raise ConfigError(
-            f"parallelism: pipeline_parallel_degree ({pp}) does not divide the world size ({world_size}), and a sweep "
+            f"parallelism: pipeline_parallel_degree ({pp}) does not divide the world size "
+            f"({world_size}), and a sweep "
             "leaves the stages as they are. Change one of the two."
         )
     refused, found = list[str](), list[Planned]()
-    for replicate, cp, tp, ep in _combinations(world_size // pp, {1, world_size // hardware.gpus_per_node}):
+    for replicate, cp, tp, ep in _combinations(
+        world_size // pp, {1, world_size // hardware.gpus_per_node}
+    ):
         long = job.training.seq_len >= _SHORTEST_PIECE * cp * tp
         if cp not in (1, job.parallelism.context_parallel_degree) and not long:
             continue
-        names = ("data_parallel_replicate", "context_parallel", "tensor_parallel", "expert_parallel")
+        names = (
+            "data_parallel_replicate",
+            "context_parallel",
+            "tensor_parallel",
+            "expert_parallel",
+        )
         values = zip(names, (replicate, cp, tp, ep), strict=True)
         try:
-            found.append(plan((_THE_REST, *(f"{_PARALLELISM}{name}_degree={value}" for name, value in values))))
+            found.append(
+                plan(
+                    (_THE_REST, *(f"{_PARALLELISM}{name}_degree={value}" for name, value in values))
+                )
+            )
         except TitanliteError as error:
             refused.append(str(error))
     if not found:
-        raise ConfigError(f"plan --sweep: of {len(refused)} combinations none is legal. The first: {refused[0]}")
+        raise ConfigError(
+            f"plan --sweep: of {len(refused)} combinations none is legal. The first: {refused[0]}"
+        )
     return sorted(found, key=_merit, reverse=True), len(refused)
 
 
 def _combinations(ranks: int, replicas: set[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (replicate, cp, tp, ep) that may be legal, few replicas first; all ep that divide what they fold over."""
+    """Yield (replicate, cp, tp, ep) that may be legal, few replicas first; all ep that divide what
+    they fold over.
+    """
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for replicate, cp, tp in product(sorted(replicas.intersection(divisors)), divisors, divisors):
         if ranks % (replicate * cp * tp) == 0:

@@ -17,35 +17,53 @@ _EXPLAINED = {
 
 
 def render_verdict(
-    base: Planned, weights: str, sizes: str, tokens: float | None, proposals: Sequence[Planned] | None
+    base: Planned,
+    weights: str,
+    sizes: str,
+    tokens: float | None,
+    proposals: Sequence[Planned] | None,
 ) -> str:
-    """Render whether it fits, what bounds it, how fast it is, how long it takes, and what to change."""
+    """Render whether it fits, what bounds it, how fast it is, how long it takes, and what to
+    change.
+    """
     estimate, job = base.estimate, base.checked.job
     hardware, time, training = estimate.hardware, estimate.time, job.training
     what = f"adapters of rank {job.lora.rank}" if job.lora.rank else "all weights"
-    start = f"{what} of {weights}" if weights else f"{what} of a new {base.checked.model_config.family}"
+    start = (
+        f"{what} of {weights}" if weights else f"{what} of a new {base.checked.model_config.family}"
+    )
     objective = "sft" if job.data.dataset in ("examples", "images") else "pretrain"
     objective = "dpo" if training.objective == "dpo" else objective
     verdict = _verdict(estimate, "DOES NOT FIT")
-    held = f"{format_memory(estimate.memory.total)} of {format_memory(hardware.usable_bytes)} per GPU"
+    held = (
+        f"{format_memory(estimate.memory.total)} of {format_memory(hardware.usable_bytes)} per GPU"
+    )
     expected_s = time.expected_s * (1 - time.waiting)
-    exposed = sorted(((part.exposed_s / expected_s, name) for name, part in time.parts.items()), reverse=True)
+    exposed = sorted(
+        ((part.exposed_s / expected_s, name) for name, part in time.parts.items()), reverse=True
+    )
     bounds = ", ".join(f"{name} {share:.0%}" for share, name in exposed[:4])
     waiting = f"; waiting for other stages {time.waiting:.0%}" if time.waiting else ""
     mfu = estimate.trace.model_flops_per_token / hardware.flops
     lines = [
-        f"{objective} of {start} ({sizes}) on {estimate.degrees.world_size} x {hardware.name}: {estimate.degrees}",
+        f"{objective} of {start} ({sizes}) on {estimate.degrees.world_size} x {hardware.name}: "
+        f"{estimate.degrees}",
         f"memory    {verdict}: {held}, fullest in {estimate.memory.where}",
         f"bound by  {bounds} of an expected step{waiting}",
-        f"speed     {_rate(estimate.expected_rate)} per GPU expected (MFU {mfu * estimate.expected_rate:.1%}); at best "
+        f"speed     {_rate(estimate.expected_rate)} per GPU expected (MFU "
+        f"{mfu * estimate.expected_rate:.1%}); at best "
         f"{_rate(estimate.best_rate)} ({mfu * estimate.best_rate:.1%})",
         _length(estimate, training.steps if not training.epochs else 0, tokens),
     ]
     if proposals is None:
-        return "\n".join([*lines, "to change: not looked at, which would take minutes here; --proposals does"])
+        return "\n".join(
+            [*lines, "to change: not looked at, which would take minutes here; --proposals does"]
+        )
     if not proposals:
         found = (
-            "nothing that is faster by 2%" if estimate.fits else "nothing that fits; take more GPUs or --lora.rank=16"
+            "nothing that is faster by 2%"
+            if estimate.fits
+            else "nothing that fits; take more GPUs or --lora.rank=16"
         )
         return "\n".join([*lines, f"to change: {found}; --sweep tries all degrees"])
     rows = [("memory", "expected", "", "to change")]
@@ -68,7 +86,9 @@ def _rate(tokens_per_s: float) -> str:
 
 
 def _count(number: float) -> str:
-    scale, unit = next((pair for pair in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if number >= pair[0]), (1e3, "k"))
+    scale, unit = next(
+        (pair for pair in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if number >= pair[0]), (1e3, "k")
+    )
     return f"{number / scale:.3g} {unit}"
 
 
@@ -77,14 +97,28 @@ def _length(estimate: Estimate, steps: int, tokens: float | None) -> str:
         tokens, name = 1e9, "1 B tokens; how many the epochs have depends on the data"
     else:
         tokens = float(steps * estimate.tokens) if tokens is None else tokens
-        name = f"{_count(tokens)} tokens in {-(-tokens // estimate.tokens):,.0f} steps of {estimate.tokens:,}"
+        name = (
+            f"{_count(tokens)} tokens in {-(-tokens // estimate.tokens):,.0f} steps of "
+            f"{estimate.tokens:,}"
+        )
     ranks = estimate.degrees.world_size
-    expected, best = (tokens / rate / ranks / 3600 for rate in (estimate.expected_rate, estimate.best_rate))
-    return f"time      {_hours(expected)} expected, {_hours(expected * ranks)} of GPUs; at best {_hours(best)}: {name}"
+    expected, best = (
+        tokens / rate / ranks / 3600 for rate in (estimate.expected_rate, estimate.best_rate)
+    )
+    return (
+        f"time      {_hours(expected)} expected, {_hours(expected * ranks)} of GPUs; at best "
+        f"{_hours(best)}: {name}"
+    )
 
 
 def _hours(hours: float) -> str:
-    return f"{hours:,.0f} h" if hours >= 100 else f"{hours:.2g} h" if hours >= 1 else f"{hours * 60:.2g} min"
+    return (
+        f"{hours:,.0f} h"
+        if hours >= 100
+        else f"{hours:.2g} h"
+        if hours >= 1
+        else f"{hours * 60:.2g} min"
+    )
 
 
 def render_memory(estimate: Estimate, rank: int) -> str:
@@ -103,7 +137,8 @@ def render_memory(estimate: Estimate, rank: int) -> str:
         rows.append((f"{name}{where}", format_memory(nbytes), _EXPLAINED[name]))
     rows.append(("total on the GPU", format_memory(memory.total), f"fullest: {memory.where}"))
     reserved = (
-        f"of {format_memory(hardware.memory_bytes)}, {format_memory(hardware.reserved_bytes)} left to the "
+        f"of {format_memory(hardware.memory_bytes)}, {format_memory(hardware.reserved_bytes)} left "
+        "to the "
         "CUDA context, NCCL, cuBLAS and fragmentation"
     )
     rows.append((f"{hardware.name}", format_memory(hardware.usable_bytes), reserved))
@@ -117,7 +152,9 @@ def render_stages(stages: Mapping[int, Estimate]) -> str:
     for stage, estimate in sorted(stages.items()):
         degrees, trace = estimate.degrees, estimate.trace
         first = stage * degrees.stage_size
-        ranks = f"{first}-{first + degrees.stage_size - 1}" if degrees.stage_size > 1 else str(first)
+        ranks = (
+            f"{first}-{first + degrees.stage_size - 1}" if degrees.stage_size > 1 else str(first)
+        )
         layers = f"{trace.layers[0]}-{trace.layers[-1]}"
         turns_open = min(degrees.turns_ahead(stage) + 1, trace.micro_batches)
         fits = "fits" if estimate.fits else "does not fit"
@@ -127,21 +164,31 @@ def render_stages(stages: Mapping[int, Estimate]) -> str:
     count = f"{some.degrees.pp} stages, {some.trace.micro_batches} micro-batches"
     lines = [f"pipeline: {count} a step, {some.time.waiting:.0%} of it waiting", format_table(rows)]
     if left_out := some.degrees.pp - len(stages):
-        lines.append(f"  {left_out} more have as many layers as the one before, and fewer micro-batches open")
+        lines.append(
+            f"  {left_out} more have as many layers as the one before, and fewer micro-batches open"
+        )
     return "\n".join(lines)
 
 
 def render_parts(estimate: Estimate) -> str:
-    """Render the time of an average micro-batch of this rank by parts, with its share of once-per-step work."""
+    """Render the time of an average micro-batch of this rank by parts, with its share of
+    once-per-step work.
+    """
     time, trace, peak = estimate.time, estimate.trace, estimate.hardware.flops / 1e12
     count = trace.micro_batches
     rows = [("per micro-batch", "TFLOP", "GB", "launches", "syncs", "exposed ms", "hidden ms")]
     order = {name: place for place, name in enumerate(PARTS)}
-    for name, part in sorted(time.parts.items(), key=lambda item: (order.get(item[0], len(order)), item[0])):
+    for name, part in sorted(
+        time.parts.items(), key=lambda item: (order.get(item[0], len(order)), item[0])
+    ):
         work = part.work
         amounts = (work.flops / 1e12, work.nbytes / 1e9, part.exposed_s * 1e3, part.hidden_s * 1e3)
-        flops, nbytes, exposed, hidden = (f"{amount / count:,.2f}" if amount else "" for amount in amounts)
-        calls, syncs = (f"{amount / count:,.0f}" if amount else "" for amount in (work.launches, work.syncs))
+        flops, nbytes, exposed, hidden = (
+            f"{amount / count:,.2f}" if amount else "" for amount in amounts
+        )
+        calls, syncs = (
+            f"{amount / count:,.0f}" if amount else "" for amount in (work.launches, work.syncs)
+        )
         rows.append((name, flops, nbytes, calls, syncs, exposed, hidden))
     if time.waiting:
         waited = f"{time.expected_s * time.waiting * 1e3 / count:,.2f}"
@@ -151,10 +198,13 @@ def render_parts(estimate: Estimate) -> str:
     return "\n".join(
         [
             format_table(rows),
-            f"  {trace.model_flops_per_token / 1e9:.2f} GFLOP per token (model, as MFU counts), {done / 1e9:.2f} done"
-            f"{where} (recomputation included); {count} micro-batches in a step of {estimate.tokens:,} tokens",
+            f"  {trace.model_flops_per_token / 1e9:.2f} GFLOP per token (model, as MFU counts), "
+            f"{done / 1e9:.2f} done"
+            f"{where} (recomputation included); {count} micro-batches in a step of "
+            f"{estimate.tokens:,} tokens",
             f"  at best {_ms(time.best_s)} a step: products {_ms(time.compute_s)} at {peak:.0f} "
-            f"TFLOP/s, links inside nodes {_ms(time.intra_node_s)}, between nodes {_ms(time.inter_node_s)}",
+            f"TFLOP/s, links inside nodes {_ms(time.intra_node_s)}, between nodes "
+            f"{_ms(time.inter_node_s)}",
             f"total: {time.expected_s * 1e3 / count:,.1f} ms per micro-batch",
         ]
     )
@@ -163,14 +213,26 @@ def render_parts(estimate: Estimate) -> str:
 def render_sweep(found: Sequence[Planned]) -> str:
     """Return a table of the best combinations of degrees."""
     gpu = found[0].estimate.hardware.name
-    head = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "checkpointing", "memory", "expected", "at best")
+    head = (
+        "dp_replicate",
+        "dp_shard",
+        "cp",
+        "tp",
+        "ep",
+        "checkpointing",
+        "memory",
+        "expected",
+        "at best",
+    )
     rows: list[tuple[str, ...]] = [head]
     fitting = [one for one in found if one.fits]
     for one in (fitting or found)[:_MOST_SWEPT]:
         d, mode = one.estimate.degrees, one.checked.job.activation_checkpoint.mode
         memory = format_memory(one.estimate.memory.total)
         rates = (f"{_rate(one.rate)} per GPU", f"{one.estimate.best_rate:,.0f}")
-        rows.append((*map(str, (d.dp_replicate, d.dp_shard, d.cp, d.tp, d.ep)), mode, memory, *rates))
+        rows.append(
+            (*map(str, (d.dp_replicate, d.dp_shard, d.cp, d.tp, d.ep)), mode, memory, *rates)
+        )
     title = f"{len(fitting)} of {len(found)} legal combinations of degrees fit {gpu}; the fastest:"
     if not fitting:
         title = f"none of {len(found)} legal combinations of degrees fits {gpu}; the smallest:"

@@ -1,7 +1,9 @@
-"""A trainer without memory: titanlite's own model, optimizer and step on fake tensors of a fake rank.
+"""A trainer without memory: titanlite's own model, optimizer and step on fake tensors of a fake
+rank.
 
-Parameters are described and sharded by the functions of a real run, FSDP2's hooks run, and `TrainStep` is the
-trainer's. Only the tensors have no data, and the process group has no other ranks.
+Parameters are described and sharded by the functions of a real run, FSDP2's hooks run, and
+`TrainStep` is the trainer's. Only the tensors have no data, and the process group has no other
+ranks.
 """
 
 import math
@@ -41,12 +43,21 @@ DeviceType = Literal["cuda", "cpu"]
 
 
 class StandInTrainer(TrainStep):
-    """The steps of a run on `device_type`, as a rank of `fake_ranks`. Use it inside `without_data`."""
+    """The steps of a run on `device_type`, as a rank of `fake_ranks`. Use it inside
+    `without_data`.
+    """
 
-    def __init__(self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, device_type: DeviceType) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        model_config: AnyModelConfig,
+        degrees: Degrees,
+        device_type: DeviceType,
+    ) -> None:
         device = torch.device("cpu")  # where fake tensors are; FSDP2 needs no streams there
         dims = ParallelDims.build(degrees, "cpu")
-        # Also takes the meshes that a step needs out of `dims`: without data a mesh cannot look its ranks up.
+        # Also takes the meshes that a step needs out of `dims`: without data a mesh cannot look its
+        # ranks up.
         model = build_on_meta(job, model_config, dims, torch.device(device_type))
         self.plan = build_plan(model)
         with FakeTensorMode() as self.fake:
@@ -64,7 +75,9 @@ class StandInTrainer(TrainStep):
                 self._make_optimizer_states()
 
     def _make_optimizer_states(self) -> None:
-        """Make states as a first step does; DTensor's temporaries of global size are no memory of a run."""
+        """Make states as a first step does; DTensor's temporaries of global size are no memory of a
+        run.
+        """
         for param in filterfalse(is_elsewhere, self.model.parameters()):
             param.grad = torch.zeros_like(param) if param.requires_grad else None
         step_if_finite(self.optimizer, torch.ones((), dtype=torch.bool))
@@ -84,7 +97,9 @@ class StandInTrainer(TrainStep):
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def make_batches(self, count: int, *, documents: bool = True) -> list[Batch]:
-        """Make `count` micro-batches of the configured size, without content; one document a row unless `documents`."""
+        """Make `count` micro-batches of the configured size, without content; one document a row
+        unless `documents`.
+        """
         training = self.job.training
 
         def ids() -> torch.Tensor:
@@ -100,7 +115,9 @@ class StandInTrainer(TrainStep):
 
 @contextmanager
 def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[None]:
-    """Give tensors made inside no data: operators compute sizes only, and kernels are chosen as on `device_type`."""
+    """Give tensors made inside no data: operators compute sizes only, and kernels are chosen as on
+    `device_type`.
+    """
     with ExitStack() as stack:
         stand_ins: dict[str, Callable[..., Any]] = {"expert_splits": _even_splits}
         stack.enter_context(_exchanged(grouped_mm=_grouped_mm))
@@ -109,7 +126,10 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
         stack.enter_context(plan_for_device(device_type, stand_ins))
         if device_type == "cuda":
             # Composed of many operators on the CPU, and one kernel on CUDA.
-            attend, norm = partial(_attention, F.scaled_dot_product_attention), partial(_rms_norm, F.rms_norm)
+            attend, norm = (
+                partial(_attention, F.scaled_dot_product_attention),
+                partial(_rms_norm, F.rms_norm),
+            )
             stack.enter_context(_exchanged(scaled_dot_product_attention=attend, rms_norm=norm))
         stack.enter_context(trainer.fake)
         stack.enter_context(FixedScalars())
@@ -118,7 +138,9 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
 
 @contextmanager
 def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
-    """Tell `recorder` where segments of a step begin, while `trainer` runs one; real trainers work too."""
+    """Tell `recorder` where segments of a step begin, while `trainer` runs one; real trainers work
+    too.
+    """
     model, enter = trainer.model, trainer.enter
     layers = model.decoder_layers()
     turns = {"forward": -1, "backward": -1}  # the latest micro-batch of each
@@ -133,7 +155,9 @@ def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
                 recorder.begin(turns["forward"], "head")
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
-                hidden.register_hook(lambda grad: recorder.begin(turns["backward"], "backward", index))
+                hidden.register_hook(
+                    lambda grad: recorder.begin(turns["backward"], "backward", index)
+                )
 
         handles.append(layer.register_forward_pre_hook(before, prepend=True))
         handles.append(layer.register_forward_hook(after))
@@ -167,7 +191,8 @@ def _allocate(plan: Plan, model: Model) -> None:
         if entry.info.kind == "parameter" and isinstance(entry.tensor, DTensor):
             exchange(entry.tensor, sharded_like(entry.tensor, local))
             continue
-        # Without a DTensor around it, a fake tensor cannot take another one's place: modules get another object.
+        # Without a DTensor around it, a fake tensor cannot take another one's place: modules get
+        # another object.
         if entry.info.kind == "parameter":
             local = nn.Parameter(local, requires_grad=entry.tensor.requires_grad)
             vars(local).update(vars(entry.tensor))
@@ -175,14 +200,19 @@ def _allocate(plan: Plan, model: Model) -> None:
             owner, _, leaf = name.rpartition(".")
             try:
                 module = model.get_submodule(owner)
-            except AttributeError:  # those of a transformers model lie below an attribute that names leave out
+            # those of a transformers model lie below an attribute that names leave out
+            except AttributeError:
                 module = model.get_submodule(f"_transformers_model.{owner}")
-            held: dict[str, Any] = module._parameters if entry.info.kind == "parameter" else module._buffers
+            held: dict[str, Any] = (
+                module._parameters if entry.info.kind == "parameter" else module._buffers
+            )
             held[leaf] = local
 
 
 def _build_objective(job: JobConfig, vocab_size: int) -> Objective:
-    """Return the run's objective; references of preference pairs that are cached cost nothing in a step."""
+    """Return the run's objective; references of preference pairs that are cached cost nothing in a
+    step.
+    """
     objective = build_objective(job, vocab_size)
     if isinstance(objective, DPO) and not isinstance(objective.reference, AdaptersOff):
         objective.reference = _NoReference()
@@ -210,21 +240,33 @@ def _exchanged(**functions: Callable[..., torch.Tensor]) -> Iterator[None]:
             setattr(F, name, function)
 
 
-def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor, **rest: Any) -> torch.Tensor:
-    """Call titanlite's grouped GEMM for transformers' experts: without data torch's takes two-byte floats alone."""
+def _grouped_mm(
+    x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor, **rest: Any
+) -> torch.Tensor:
+    """Call titanlite's grouped GEMM for transformers' experts: without data torch's takes two-byte
+    floats alone.
+    """
     return grouped_gemm(x, weight, offs)
 
 
-def _even_splits(shape: torch.Size, num_experts: int, num_ranks: int) -> tuple[list[int], list[int], int]:
-    """Give every rank the average number of copies and rows of `shape` (T, k), whatever the router chose."""
+def _even_splits(
+    shape: torch.Size, num_experts: int, num_ranks: int
+) -> tuple[list[int], list[int], int]:
+    """Give every rank the average number of copies and rows of `shape` (T, k), whatever the router
+    chose.
+    """
     tokens, top_k = shape
-    elsewhere = math.comb(num_experts - num_experts // num_ranks, top_k) / math.comb(num_experts, top_k)
+    elsewhere = math.comb(num_experts - num_experts // num_ranks, top_k) / math.comb(
+        num_experts, top_k
+    )
     even = [round(tokens * (1 - elsewhere))] * num_ranks
     return even, even, tokens * top_k
 
 
 def _mask(training: TrainingSection, backend: AttentionBackend) -> AttentionMask | None:
-    """Return a mask that needs no document ids, which have no data: of one document per row; none for `sdpa`."""
+    """Return a mask that needs no document ids, which have no data: of one document per row; none
+    for `sdpa`.
+    """
     if backend == "sdpa":
         return None
     return AttentionMask(starts_N1=torch.zeros(training.local_batch_size + 1, dtype=torch.int32))
@@ -241,26 +283,39 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Call the kernel that CUDA takes for two-byte floats: flash without a mask, memory-efficient with one.
+    """Call the kernel that CUDA takes for two-byte floats: flash without a mask, memory-efficient
+    with one.
 
     The latter also where values are of another width than queries and keys.
     """
     aten = torch.ops.aten
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if attn_mask is None and q.shape[-1] != v.shape[-1] and q.shape[1] == k.shape[1]:
-        return aten._scaled_dot_product_efficient_attention(q, k, v, None, keep, dropout_p, is_causal, scale=scale)[0]
+        return aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, keep, dropout_p, is_causal, scale=scale
+        )[0]
     if attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[
+            0
+        ]
     if q.shape[1] != k.shape[1]:
-        # With a mask no fused kernel takes grouped heads: the composed one keeps all scores, and is traced as such.
-        return composed(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        # With a mask no fused kernel takes grouped heads: the composed one keeps all scores, and is
+        # traced as such.
+        return composed(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     bias = attn_mask
     if bias.dtype == torch.bool:
-        bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+        bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(
+            attn_mask.logical_not(), float("-inf")
+        )
     if bias.shape[-1] % 16:
-        bias = F.pad(bias, (0, 16 - bias.shape[-1] % 16))[..., : attn_mask.shape[-1]]  # rows at aligned addresses
+        # rows at aligned addresses
+        bias = F.pad(bias, (0, 16 - bias.shape[-1] % 16))[..., : attn_mask.shape[-1]]
     bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, keep, dropout_p, False, scale=scale)[0]
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, keep, dropout_p, False, scale=scale
+    )[0]
 
 
 def _rms_norm(
@@ -277,7 +332,9 @@ def _rms_norm(
 
 @torch.library.custom_op("titanlite::planned_rms_norm", mutates_args=())
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what CUDA's kernel does, which torch does not have on the CPU: the result, and one float32 per row."""
+    """Return what CUDA's kernel does, which torch does not have on the CPU: the result, and one
+    float32 per row.
+    """
     return torch.empty_like(x), x.new_empty(x.shape[: x.dim() - weight.dim()], dtype=torch.float32)
 
 
@@ -303,4 +360,6 @@ class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grads = _norm_backward(grad, *ctx.saved_tensors)
-        return tuple(one if need else None for one, need in zip(grads, ctx.needs_input_grad, strict=True))
+        return tuple(
+            one if need else None for one, need in zip(grads, ctx.needs_input_grad, strict=True)
+        )

@@ -1,9 +1,10 @@
 """One training step, traced on a fake rank: live bytes of each segment, collectives, FLOPs.
 
-Layers of one kind are alike, so few of each are traced and the rest is extrapolated: with n and with n + 1 of them (or
-n + p, if they repeat with period p), every quantity differs by the share of one more layer. This holds for each moment,
-counted from the first or the last layer of its kind; between those, memory is linear, so its peak is at an end.
-`trace_step(..., every_layer=True)` traces all of them; the results are equal.
+Layers of one kind are alike, so few of each are traced and the rest is extrapolated: with n and
+with n + 1 of them (or n + p, if they repeat with period p), every quantity differs by the share of
+one more layer. This holds for each moment, counted from the first or the last layer of its kind;
+between those, memory is linear, so its peak is at an end. `trace_step(..., every_layer=True)`
+traces all of them; the results are equal.
 """
 
 import re
@@ -29,11 +30,14 @@ from titanlite.models.interface import Model
 from titanlite.models.moe import Experts
 
 _FEWEST = 3  # layers of a kind: the first and the last two
-_FEWEST_WITH_SUMS = 4  # where gradients add up over micro-batches outside of FSDP, the last but one is the fullest
+# where gradients add up over micro-batches outside of FSDP, the last but one is the fullest
+_FEWEST_WITH_SUMS = 4
 
 
 def count_micro_batches(job: JobConfig, dp_degree: int) -> int:
-    """Micro-batches of a data-parallel rank in an optimizer step; at most so many where that depends on the data."""
+    """Micro-batches of a data-parallel rank in an optimizer step; at most so many where that
+    depends on the data.
+    """
     return resolve_global_batch_size(job, dp_degree) // (job.training.local_batch_size * dp_degree)
 
 
@@ -42,7 +46,8 @@ class Moment(NamedTuple):
 
     micro_batch: int
     phase: str
-    kind: int  # 0: leading dense layers of an MoE model or all layers of others; 1: the rest; -1: no layer
+    # 0: leading dense layers of an MoE model or all layers of others; 1: the rest; -1: no layer
+    kind: int
     from_end: bool  # `index` counts from the last layer of the kind
     index: int
     turn: int
@@ -52,9 +57,11 @@ class Moment(NamedTuple):
 class StepTrace:
     """Cost of one optimizer step on this rank."""
 
-    peaks: dict[Moment, dict[str, int]]  # live bytes by category (`tracker.CATEGORIES`) when each stretch is fullest
-    # Work of one of each traced micro-batch, and of the once-per-step part, recomputation included; the group of a
-    # collective is its axis of the mesh, or "stage" (all ranks of a pipeline stage), or "world".
+    # live bytes by category (`tracker.CATEGORIES`) when each stretch is fullest
+    peaks: dict[Moment, dict[str, int]]
+    # Work of one of each traced micro-batch, and of the once-per-step part, recomputation included;
+    # the group of a collective is its axis of the mesh, or "stage" (all ranks of a pipeline stage),
+    # or "world".
     work: dict[Kind, Work]
     repeats: tuple[int, ...]  # how often the step does the work of each traced micro-batch
     model_flops_per_token: int  # as MFU counts them: causal attention, no recomputation
@@ -63,7 +70,8 @@ class StepTrace:
     buffers: int
     padding: int  # that FSDP2 adds to shards of uneven size
     micro_batches: int  # per step
-    num_layers: tuple[int, ...]  # that the figures are of, by kind; with pipeline stages those of this rank's
+    # that the figures are of, by kind; with pipeline stages those of this rank's
+    num_layers: tuple[int, ...]
     traced_layers: int  # that were really traced
     layers: range  # numbers of this rank's
 
@@ -77,14 +85,20 @@ class StepTrace:
         return sum((work for kind, work in self.step_work() if not kind.group), Work())
 
     def plus(self, times: int, larger: "StepTrace", smaller: "StepTrace") -> "StepTrace":
-        """Return this trace with `times` the difference of two others added: as many layers more."""
+        """Return this trace with `times` the difference of two others added: as many layers
+        more.
+        """
 
         def grown(name: str) -> Any:
             here, more, less = (getattr(trace, name) for trace in (self, larger, smaller))
             if isinstance(here, dict):
                 none = Work()
-                keys = {**here, **more}  # of one layer more, a call on all layers' tensors at once has another size
-                found = {k: here.get(k, none) + (more.get(k, none) + less.get(k, none) * -1) * times for k in keys}
+                # of one layer more, a call on all layers' tensors at once has another size
+                keys = {**here, **more}
+                found = {
+                    k: here.get(k, none) + (more.get(k, none) + less.get(k, none) * -1) * times
+                    for k in keys
+                }
                 return {key: work for key, work in found.items() if work != none}
             return here + (more + less * -1) * times
 
@@ -113,8 +127,9 @@ def trace_step(
 ) -> StepTrace:
     """Trace one optimizer step of rank `rank`, with few layers of each kind unless `every_layer`.
 
-    Rows are packed with several documents as the trainer's data is, which takes a mask, unless `documents` is False.
-    Makes and destroys a process group of fake ranks; there must be none. Nothing is read, sent or computed.
+    Rows are packed with several documents as the trainer's data is, which takes a mask, unless
+    `documents` is False. Makes and destroys a process group of fake ranks; there must be none.
+    Nothing is read, sent or computed.
 
     Raises:
         ConfigError: patterns that name nothing, or transformers cannot build the model.
@@ -132,7 +147,9 @@ def trace_step(
     if every_layer or selected is None:
         return trace()
     wanted, few, period = selected
-    more_layers = sum(sum(few) + period for num, num_few in zip(wanted, few, strict=True) if num > num_few)
+    more_layers = sum(
+        sum(few) + period for num, num_few in zip(wanted, few, strict=True) if num > num_few
+    )
     if sum(few) + more_layers >= sum(wanted):
         return trace()
     found = base = trace(few)
@@ -149,9 +166,13 @@ def trace_step(
 def layers_to_trace(
     job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, stage: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """Return (layers by kind, how many of them are traced, period of their repetition); None: they are not alike."""
+    """Return (layers by kind, how many of them are traced, period of their repetition); None: they
+    are not alike.
+    """
     named = (job.optimizer.freeze, job.optimizer.lr_multipliers, job.lora.targets)
-    if not isinstance(model_config, ModelConfig) or any(re.search(r"\.[\d\[]", patterns) for patterns in named):
+    if not isinstance(model_config, ModelConfig) or any(
+        re.search(r"\.[\d\[]", patterns) for patterns in named
+    ):
         return None
     wanted = layers_by_kind(model_config, degrees, stage)
     section, period = job.activation_checkpoint, 1
@@ -168,10 +189,14 @@ def layers_to_trace(
 
 
 def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -> tuple[int, int]:
-    """Count leading dense layers of an MoE model, or all of others, and the rest: of one pipeline stage."""
+    """Count leading dense layers of an MoE model, or all of others, and the rest: of one pipeline
+    stage.
+    """
     if not isinstance(model_config, ModelConfig):
         return model_config.num_layers, 0
-    num_dense = model_config.num_dense_layers if model_config.num_experts else model_config.num_layers
+    num_dense = (
+        model_config.num_dense_layers if model_config.num_experts else model_config.num_layers
+    )
     layers = degrees.stage_layers(model_config.num_layers, stage)
     dense = sum(layer < num_dense for layer in layers)
     return dense, len(layers) - dense
@@ -180,22 +205,32 @@ def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -
 def _with_layers(
     model_config: ModelConfig, degrees: Degrees, stage: int, by_kind: tuple[int, ...]
 ) -> tuple[ModelConfig, Degrees]:
-    """Return model and degrees with so many layers in one pipeline stage, the others as they are."""
+    """Return model and degrees with so many layers in one pipeline stage, the others as they
+    are.
+    """
     sizes = degrees.stage_sizes(model_config.num_layers)
     removed = sizes[stage] - sum(by_kind)
     sizes[stage] = sum(by_kind)
     dense = model_config.num_dense_layers
     if model_config.num_experts:
         dense -= layers_by_kind(model_config, degrees, stage)[0] - by_kind[0]
-    changed = replace(model_config, num_layers=model_config.num_layers - removed, num_dense_layers=dense)
+    changed = replace(
+        model_config, num_layers=model_config.num_layers - removed, num_dense_layers=dense
+    )
     return changed, replace(degrees, layers=tuple(sizes))
 
 
 def _trace(
-    job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, rank: int, device_type: DeviceType, documents: bool
+    job: JobConfig,
+    model_config: AnyModelConfig,
+    degrees: Degrees,
+    rank: int,
+    device_type: DeviceType,
+    documents: bool,
 ) -> StepTrace:
     """Trace a step with every layer of `model_config`."""
-    job = replace(job, compile=replace(job.compile, enable=False))  # traced uncompiled; compiled code keeps no more
+    # traced uncompiled; compiled code keeps no more
+    job = replace(job, compile=replace(job.compile, enable=False))
     job = replace(job, training=replace(job.training, enable_cpu_offload=False))
     repeats = _repeats(count_micro_batches(job, degrees.dp), job, degrees)
     with fake_ranks(degrees.world_size, rank):
@@ -205,7 +240,12 @@ def _trace(
             if isinstance(trainer.model, TransformersModel):
                 trainer.train_step(batches)  # its first forward looks at how the model works
             workspace = cuda_workspace if device_type == "cuda" else lambda *_: 0
-            given = [value for batch in batches for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+            given = [
+                value
+                for batch in batches
+                for value in vars(batch).values()
+                if isinstance(value, torch.Tensor)
+            ]
             recorder = StepRecorder([*trainer.persistent(), *given], workspace)
             with observed(trainer, recorder):
                 trainer.train_step(batches)
@@ -220,14 +260,20 @@ def _trace(
 def _expert_copies(model: Model) -> list[torch.Tensor]:
     """Return what stands in for gathered experts where FSDP has none to gather."""
     readers = [module.read for module in model.modules() if isinstance(module, Experts)]
-    return [copy for read in readers if isinstance(read, ExpertCopies) for copy, _ in read.by_param.values()]
+    return [
+        copy
+        for read in readers
+        if isinstance(read, ExpertCopies)
+        for copy, _ in read.by_param.values()
+    ]
 
 
 def _repeats(micro_batches: int, job: JobConfig, degrees: Degrees) -> tuple[int, ...]:
     """Return how often a step does the work of each micro-batch that is traced.
 
-    Traced are the first micro-batch, one of the following, and the last if it reduces gradients that others do not
-    (`prepare_backward`). A pipeline stage accumulates activations of as many micro-batches as there are stages.
+    Traced are the first micro-batch, one of the following, and the last if it reduces gradients
+    that others do not (`prepare_backward`). A pipeline stage accumulates activations of as many
+    micro-batches as there are stages.
     """
     last_differs = degrees.dp_replicate > 1 or job.parallelism.fsdp_once_per_step
     traced = min(micro_batches, degrees.pp + 1 + last_differs)
@@ -236,9 +282,14 @@ def _repeats(micro_batches: int, job: JobConfig, degrees: Degrees) -> tuple[int,
 
 
 def _summarize(
-    recorder: StepRecorder, trainer: StandInTrainer, num_layers: tuple[int, ...], repeats: tuple[int, ...]
+    recorder: StepRecorder,
+    trainer: StandInTrainer,
+    num_layers: tuple[int, ...],
+    repeats: tuple[int, ...],
 ) -> StepTrace:
-    """Return the figures of a recorded step; each of its micro-batches stands for `repeats` many."""
+    """Return the figures of a recorded step; each of its micro-batches stands for `repeats`
+    many.
+    """
     assert dist.group.WORLD is not None
     world = dist.group.WORLD.group_name
     axes = axis_names(trainer.dims) | {"": ""}
@@ -277,7 +328,9 @@ def _moment(segment: Segment, num_layers: tuple[int, ...]) -> Moment:
 
 
 def axis_names(dims: ParallelDims) -> dict[str, str]:
-    """Name of the process group -> mesh axis, "cp" or "stage"; an axis with all ranks may have the group of them."""
+    """Name of the process group -> mesh axis, "cp" or "stage"; an axis with all ranks may have the
+    group of them.
+    """
     assert dist.group.WORLD is not None
     names: dict[str, str] = {dist.group.WORLD.group_name: "world"}
     for mesh in [dims.dense] if dims.sparse is None else [dims.sparse, dims.dense]:

@@ -1,8 +1,9 @@
 """A training step, operation by operation: live bytes, and work by part of the step.
 
-`StepRecorder` watches every operator that reaches local tensors and follows their storages by weak references, so that
-memory is counted when it is really given back: views share, in-place results add nothing, and what autograd or FSDP2
-keeps stays alive. It works alike on real tensors and on fake ones, which have sizes but no data.
+`StepRecorder` watches every operator that reaches local tensors and follows their storages by weak
+references, so that memory is counted when it is really given back: views share, in-place results
+add nothing, and what autograd or FSDP2 keeps stays alive. It works alike on real tensors and on
+fake ones, which have sizes but no data.
 """
 
 import gc
@@ -19,7 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from titanlite.base.errors import ConfigError
-from titanlite.features.estimate.operators import ATTENTION_OPS, GROUPED_OPS, Call, Work, measure, moved_by
+from titanlite.features.estimate.operators import (
+    ATTENTION_OPS,
+    GROUPED_OPS,
+    Call,
+    Work,
+    measure,
+    moved_by,
+)
 
 GRADIENTS, ACTIVATIONS, UNITS, TEMPORARIES = "gradients", "activations", "FSDP units", "temporaries"
 _PERSISTENT = "persistent"  # came into being in this step, to stay
@@ -37,7 +45,9 @@ class Segment(NamedTuple):
     micro_batch: int  # -1 for what happens once per step
     phase: str  # "forward", "head", "backward" or "optimizer"
     layer: int  # index of the decoder layer, or -1 outside of layers
-    turn: int = 0  # how often the same stretch came before in this micro-batch: a second forward for a reference model
+    # how often the same stretch came before in this micro-batch: a second forward for a reference
+    # model
+    turn: int = 0
 
 
 class Kind(NamedTuple):
@@ -50,7 +60,12 @@ class Kind(NamedTuple):
     call: Call
 
 
-ATTENTION, DENSE, GROUPED, ROUTING = "attention", "dense GEMM", "grouped GEMM", "routing and permutation"
+ATTENTION, DENSE, GROUPED, ROUTING = (
+    "attention",
+    "dense GEMM",
+    "grouped GEMM",
+    "routing and permutation",
+)
 ELEMENTWISE, HEAD, FSDP = "norms / rope / elementwise", "head and loss", "FSDP copies and casts"
 CLIPPING, OPTIMIZER = "norm and clipping", "optimizer"
 PARTS = (ATTENTION, DENSE, GROUPED, ROUTING, ELEMENTWISE, HEAD, FSDP, CLIPPING, OPTIMIZER)
@@ -68,14 +83,17 @@ _PLACES = {
     "/titanlite/optim/": OPTIMIZER,
     "/torch/distributed/fsdp/": FSDP,
 }
-_ENGINE = "/torch/autograd/graph.py"  # which calls the backward of an operator: no file says what that belongs to
+# which calls the backward of an operator: no file says what that belongs to
+_ENGINE = "/torch/autograd/graph.py"
 _ACCUMULATES = (1 << 64) - 1  # number of the nodes that add up the gradient of a parameter
 _place_of_file: dict[str, str] = {}
 
 
 def _place(filename: str) -> str:
     if filename not in _place_of_file:
-        _place_of_file[filename] = next((part for end, part in _PLACES.items() if end in filename), "")
+        _place_of_file[filename] = next(
+            (part for end, part in _PLACES.items() if end in filename), ""
+        )
     return _place_of_file[filename]
 
 
@@ -85,25 +103,31 @@ Workspace = Callable[[Any, tuple[Any, ...], Any], int]
 
 
 def _ask_autograd(owner: Any, name: str) -> Any:
-    """Call a private function of torch, so that a version without it is one clear error and not an AttributeError."""
+    """Call a private function of torch, so that a version without it is one clear error and not an
+    AttributeError.
+    """
     if (ask := getattr(owner, name, None)) is None:
         raise ConfigError(f"plan: torch {torch.__version__} has no {name}. Use torch 2.11 to 2.14.")
     return ask()
 
 
 class StepRecorder(TorchDispatchMode):
-    """Recording of one training step. Enter it around the step; call `begin` where a stretch of it begins.
+    """Recording of one training step. Enter it around the step; call `begin` where a stretch of it
+    begins.
 
     Args:
-        persistent: tensors that exist before and after: weights, optimizer states, buffers, the batch. Not counted.
-            What a first step makes of that kind is named afterwards, to `leave_out`.
+        persistent: tensors that exist before and after: weights, optimizer states, buffers, the
+            batch. Not counted. What a first step makes of that kind is named afterwards, to
+            `leave_out`.
         workspace: (operator, arguments, result) -> bytes that its kernel holds only while it runs.
 
     Attributes:
         work: by kind of call.
     """
 
-    def __init__(self, persistent: Iterable[torch.Tensor], workspace: Workspace = lambda *_: 0) -> None:
+    def __init__(
+        self, persistent: Iterable[torch.Tensor], workspace: Workspace = lambda *_: 0
+    ) -> None:
         super().__init__()
         self.work: dict[Kind, Work] = {}
         self._parts: dict[int, str] = {}  # by number of the autograd node that a forward made
@@ -114,12 +138,14 @@ class StepRecorder(TorchDispatchMode):
         self._serials: dict[int, int | None] = {}  # by address of the storage; None: persistent
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._count = 0
-        # Kept, or one that is replaced in the step would leave its address to another storage, which is to be counted.
+        # Kept, or one that is replaced in the step would leave its address to another storage,
+        # which is to be counted.
         self._persistent = [_local(tensor).untyped_storage() for tensor in persistent]
         self._serials.update((storage._cdata, None) for storage in self._persistent)
 
     def __enter__(self) -> "StepRecorder":
-        gc.disable()  # or memory in reference cycles would be given back at moments that change from run to run
+        # or memory in reference cycles would be given back at moments that change from run to run
+        gc.disable()
         self._resize = torch.UntypedStorage.resize_
         recorder = self
 
@@ -129,8 +155,8 @@ class StepRecorder(TorchDispatchMode):
             recorder._resized(storage)
             return result
 
-        # FSDP2's first gather makes parameters of what tensor parallelism has split; torch 2.13 works out the layout of
-        # that in tensors of global size, on which no kernel runs.
+        # FSDP2's first gather makes parameters of what tensor parallelism has split; torch 2.13
+        # works out the layout of that in tensors of global size, on which no kernel runs.
         def propagate(propagator: ShardingPropagator, schema: Any) -> Any:
             recorder._is_propagating = True
             try:
@@ -152,7 +178,9 @@ class StepRecorder(TorchDispatchMode):
 
     def begin(self, micro_batch: int, phase: str, layer: int = -1) -> None:
         """Begin a segment, and end the one before."""
-        self._segment = Segment(micro_batch, phase, layer, self._begun.count((micro_batch, phase, layer)))
+        self._segment = Segment(
+            micro_batch, phase, layer, self._begun.count((micro_batch, phase, layer))
+        )
         self._begun.append(self._segment[:3])
         self._events.append(self._segment)
 
@@ -178,7 +206,10 @@ class StepRecorder(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._serials:
-                    self._seen(storage, is_argument=any(_holds(argument, storage) for argument in tree_iter(args)))
+                    self._seen(
+                        storage,
+                        is_argument=any(_holds(argument, storage) for argument in tree_iter(args)),
+                    )
         inside = self._workspace(func, args, out)
         if inside:
             self._events.append((_INSIDE_KERNEL, inside))
@@ -187,7 +218,9 @@ class StepRecorder(TorchDispatchMode):
         where = self._segment.micro_batch, self._segment.phase
         for kind, group, tensor in moved:
             self.add(Kind(*where, "", group, Call(kind)), Work(nbytes=tensor.nbytes, launches=1))
-        for call, work in measure(func, args, kwargs, out, moves=bool(moved), inside=inside).items():
+        for call, work in measure(
+            func, args, kwargs, out, moves=bool(moved), inside=inside
+        ).items():
             self.add(Kind(*where, self._part_of(func, asked_by, call), "", call), work)
         return out
 
@@ -200,7 +233,8 @@ class StepRecorder(TorchDispatchMode):
         self.work[kind] = self.work.get(kind, Work()) + work
 
     def _asked_by(self) -> str:
-        """Return the part whose code called an operator, or called the forward of this backward; "": no part.
+        """Return the part whose code called an operator, or called the forward of this backward;
+        "": no part.
 
         Nodes of autograd are numbered as forwards make them.
         """
@@ -215,7 +249,8 @@ class StepRecorder(TorchDispatchMode):
             frame = frame.f_back
         else:
             part = ""
-        # The node of the operator was made before its kernel; an operator without one must not claim the node before.
+        # The node of the operator was made before its kernel; an operator without one must not
+        # claim the node before.
         self._parts.setdefault(_ask_autograd(torch.autograd, "_get_sequence_nr") - 1, part)
         return part
 
@@ -231,7 +266,9 @@ class StepRecorder(TorchDispatchMode):
         return DENSE if is_product and asked_by in ("", ELEMENTWISE) else asked_by or ELEMENTWISE
 
     def _seen(self, storage: torch.UntypedStorage, *, is_argument: bool = False) -> None:
-        """Add an unknown storage. One among the arguments existed before, such as a buffer of gloo."""
+        """Add an unknown storage. One among the arguments existed before, such as a buffer of
+        gloo.
+        """
         address = storage._cdata
         if is_argument:
             self._serials[address] = None
@@ -271,7 +308,9 @@ class StepRecorder(TorchDispatchMode):
             self.mark(args[:1], UNITS)
 
     def peaks(self) -> dict[Segment, dict[str, int]]:
-        """Return live bytes by category at the fullest moment of each stretch, without persistent tensors."""
+        """Return live bytes by category at the fullest moment of each stretch, without persistent
+        tensors.
+        """
         category = self._kinds()
         live: dict[int, int] = {}
         totals: dict[str, int] = dict.fromkeys((*CATEGORIES, _PERSISTENT), 0)
@@ -290,11 +329,15 @@ class StepRecorder(TorchDispatchMode):
             total = sum(totals[name] for name in CATEGORIES) + inside
             if total > most:
                 most = total
-                peaks[segment] = {name: totals[name] + inside * (name == TEMPORARIES) for name in CATEGORIES}
+                peaks[segment] = {
+                    name: totals[name] + inside * (name == TEMPORARIES) for name in CATEGORIES
+                }
         return peaks
 
     def _kinds(self) -> dict[int, str]:
-        """Return the category of every storage. Activations are left by forwards whose backward has not run yet."""
+        """Return the category of every storage. Activations are left by forwards whose backward has
+        not run yet.
+        """
         kinds = dict(self._category)
         born: dict[int, Segment] = {}
         segment = self._segment
@@ -307,7 +350,8 @@ class StepRecorder(TorchDispatchMode):
                 segment = event
             elif event[1]:
                 born.setdefault(event[0], segment)
-            elif born.pop(event[0], None) is not None:  # or it was resized, and is known to be gathered
+            # or it was resized, and is known to be gathered
+            elif born.pop(event[0], None) is not None:
                 kinds.setdefault(event[0], TEMPORARIES)
         return {serial: kinds.get(serial, TEMPORARIES) for serial in range(1, self._count + 1)}
 
@@ -321,10 +365,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FixedScalars(TorchDispatchMode):
-    """Make tensors without data read as 1 or True where the host looks at one: a finite norm, a count, a flag."""
+    """Make tensors without data read as 1 or True where the host looks at one: a finite norm, a
+    count, a flag.
+    """
 
     def __enter__(self) -> "FixedScalars":
-        def tolist(tensor: torch.Tensor) -> Any:  # one read, where by itself it would be one of each element
+        # one read, where by itself it would be one of each element
+        def tolist(tensor: torch.Tensor) -> Any:
             values: Any = tensor.flatten()[0].item() if tensor.numel() else 1
             for size in reversed(tensor.shape):
                 values = [values] * size

@@ -47,39 +47,53 @@ class EvaluationPrompt(NamedTuple):
 
 
 def evaluation_prompts(dataset: TrainDataset, tokenizer: Any) -> list[EvaluationPrompt]:
-    """Return the held-out examples, each as the prompt up to its last answer; of preference pairs, the chosen side.
+    """Return the held-out examples, each as the prompt up to its last answer; of preference pairs,
+    the chosen side.
 
-    The same on every rank; no collectives. Prompt and reference are the tokens of the training data, so additions of a
-    template to an answer (Qwen3: empty thoughts) are part of the reference, as a trained model generates them too.
-    Examples are taken in full, also where `data.too_long` cuts them for training.
+    The same on every rank; no collectives. Prompt and reference are the tokens of the training
+    data, so additions of a template to an answer (Qwen3: empty thoughts) are part of the reference,
+    as a trained model generates them too. Examples are taken in full, also where `data.too_long`
+    cuts them for training.
 
     Raises:
         DataError: the held-out rows are plain text, which has no answers; nothing is held out.
     """
     parts = [source.dataset for source in get_sources(dataset)]
-    held_out = [part.held_out for part in parts if isinstance(part, ExampleDataset | StreamDataset) and part.held_out]
+    held_out = [
+        part.held_out
+        for part in parts
+        if isinstance(part, ExampleDataset | StreamDataset) and part.held_out
+    ]
     if not held_out:
-        raise DataError("data: streaming holds no rows out. Set data.validation_path or evaluation.path.")
+        raise DataError(
+            "data: streaming holds no rows out. Set data.validation_path or evaluation.path."
+        )
     found = [_prompts(part.examples, part.selected.tolist(), tokenizer) for part in held_out]
     if not any(found):
         raise _no_answers("held-out", held_out[0].examples)
     return list(chain.from_iterable(found))
 
 
-def read_evaluation_prompts(data: DataSection, path: str, split: str, tokenizer: Any) -> list[EvaluationPrompt]:
-    """Read prompts of all rows at `path`: what `data.path` may be; `split` is that of a dataset of the hub.
+def read_evaluation_prompts(
+    data: DataSection, path: str, split: str, tokenizer: Any
+) -> list[EvaluationPrompt]:
+    """Read prompts of all rows at `path`: what `data.path` may be; `split` is that of a dataset of
+    the hub.
 
-    Rows have the columns, are converted and rendered as `data` says for training, but may be of another form; all of
-    them must be usable.
+    Rows have the columns, are converted and rendered as `data` says for training, but may be of
+    another form; all of them must be usable.
 
     Raises:
-        DataError: there are no rows, a row cannot be used, or they are plain text, which has no answers.
+        DataError: there are no rows, a row cannot be used, or they are plain text, which has no
+            answers.
     """
     from titanlite.features.sft.examples import build_examples
     from titanlite.features.sft.rows import ConvertedRows, find_rows
 
     try:
-        rows = ConvertedRows(find_rows(path, subset=data.subset, split=split), get_fields(data), data.converter)
+        rows = ConvertedRows(
+            find_rows(path, subset=data.subset, split=split), get_fields(data), data.converter
+        )
         settings = replace(data, format="auto", bad_rows="error", train_on="assistant")
         examples = build_examples(settings, rows, tokenizer)
         count = (len(examples.offsets) - 1) // examples.header.documents_per_example
@@ -91,7 +105,9 @@ def read_evaluation_prompts(data: DataSection, path: str, split: str, tokenizer:
         raise DataError(f"evaluation.path: {error}") from None
 
 
-def _prompts(examples: "TokenizedExamples", which: Iterable[int], tokenizer: Any) -> list[EvaluationPrompt]:
+def _prompts(
+    examples: "TokenizedExamples", which: Iterable[int], tokenizer: Any
+) -> list[EvaluationPrompt]:
     found = []
     for example in which:
         place = next(iter(examples.get_documents(example)))
@@ -105,13 +121,16 @@ def _prompts(examples: "TokenizedExamples", which: Iterable[int], tokenizer: Any
         start = int(before[-1]) + 1 if len(before) else 0
         ids = examples.tokens[place]
         reference = tokenizer.decode(ids[start:stop].tolist(), skip_special_tokens=True)
-        found.append(EvaluationPrompt(ids[:start].tolist(), str(reference), examples.describe_place(example)))
+        found.append(
+            EvaluationPrompt(ids[:start].tolist(), str(reference), examples.describe_place(example))
+        )
     return found
 
 
 def _no_answers(what: str, examples: "TokenizedExamples") -> DataError:
     return DataError(
-        f"data: the {what} examples ({examples.header.form}) have no answers to compare with. Evaluate by generation "
+        f"data: the {what} examples ({examples.header.form}) have no answers to compare with. "
+        "Evaluate by generation "
         "on messages or prompt and completion only."
     )
 
@@ -130,7 +149,9 @@ def get_scorer(name: str) -> tuple[str, Scorer]:
     """Return (name of the score, function) for `evaluation.scorer`; raises as `load_extension`."""
     if name in ("exact_match", "contains"):
         return name, {"exact_match": exact_match, "contains": contains}[name]
-    return name.partition(":")[2], load_extension("evaluation.scorer", name, ["prediction, reference"])
+    return name.partition(":")[2], load_extension(
+        "evaluation.scorer", name, ["prediction, reference"]
+    )
 
 
 class Evaluator:
@@ -146,11 +167,17 @@ class Evaluator:
         device: torch.device,
     ) -> None:
         prompts = build_evaluation_prompts(job, dataset, tokenizer)
-        self._section, self._tokenizer, self._dims, self._device = job.evaluation, tokenizer, dims, device
+        self._section, self._tokenizer, self._dims, self._device = (
+            job.evaluation,
+            tokenizer,
+            dims,
+            device,
+        )
         self.name, self._scorer = get_scorer(self._section.scorer)
         if not prompts:
             raise DataError(
-                "evaluation: there are no prompts. Hold out more examples, or set evaluation.enable = false."
+                "evaluation: there are no prompts. Hold out more examples, or set "
+                "evaluation.enable = false."
             )
         count = min(self._section.samples or len(prompts), len(prompts))
         # Spread over the set, because rows are often sorted by kind or difficulty.
@@ -160,16 +187,20 @@ class Evaluator:
             DataError,
             "evaluation",
             [
-                f"{p.where}: the prompt has {len(p.prompt_ids)} tokens, which with evaluation.max_new_tokens = "
+                f"{p.where}: the prompt has {len(p.prompt_ids)} tokens, which with "
+                "evaluation.max_new_tokens = "
                 f"{self._section.max_new_tokens} is more than max_position_embeddings "
                 f"({longest}). Lower max_new_tokens, or leave the row out."
                 for p in self._prompts
-                if longest is not None and len(p.prompt_ids) + self._section.max_new_tokens > longest
+                if longest is not None
+                and len(p.prompt_ids) + self._section.max_new_tokens > longest
             ],
         )
         self._vocab_size = min(count_ids(tokenizer), model_config.vocab_size)
         ends = get_end_of_turn_ids(tokenizer, dataset)
-        self._eos_token_ids = sorted({*get_eos_token_ids(tokenizer, assets_folder(job.model, job.checkpoint)), *ends})
+        self._eos_token_ids = sorted(
+            {*get_eos_token_ids(tokenizer, assets_folder(job.model, job.checkpoint)), *ends}
+        )
 
     def is_due(self, step: int, last: bool) -> bool:
         return step == 0 or step % self._section.freq == 0 or last
@@ -193,7 +224,9 @@ class Evaluator:
             vocab_size=self._vocab_size,
             batch_size=self._section.batch_size,
         )
-        texts: list[str] = [self._tokenizer.decode(c.tokens, skip_special_tokens=True) for c in continuations]
+        texts: list[str] = [
+            self._tokenizer.decode(c.tokens, skip_special_tokens=True) for c in continuations
+        ]
         rank, world_size = dist.get_rank(), dist.get_world_size()
         scores, problems = torch.zeros(len(texts), dtype=torch.float64), []
         for i in range(rank, len(texts), world_size):
@@ -210,7 +243,9 @@ class Evaluator:
         ]
         ended = sum(c.ended for c in continuations) / len(texts)
         seconds = time.perf_counter() - began
-        return EvaluationResult(self.name, scores.mean().item(), ended, len(texts), seconds, examples)
+        return EvaluationResult(
+            self.name, scores.mean().item(), ended, len(texts), seconds, examples
+        )
 
     def _score(self, prediction: str, prompt: EvaluationPrompt) -> float:
         where = f"{prompt.where}: evaluation.scorer '{self._section.scorer}'"
@@ -223,15 +258,20 @@ class Evaluator:
         raise DataError(f"{where} returned {score!r}, not a finite number.")
 
 
-def build_evaluation_prompts(job: JobConfig, dataset: TrainDataset, tokenizer: Any) -> Sequence[EvaluationPrompt]:
-    """Return the prompts of `evaluation.path`, or the held-out ones of `dataset`; raises ConfigError if it has none."""
+def build_evaluation_prompts(
+    job: JobConfig, dataset: TrainDataset, tokenizer: Any
+) -> Sequence[EvaluationPrompt]:
+    """Return the prompts of `evaluation.path`, or the held-out ones of `dataset`; raises
+    ConfigError if it has none.
+    """
     section = job.evaluation
     if section.path:
         return read_evaluation_prompts(job.data, section.path, section.split, tokenizer)
     if job.data.dataset == "examples":
         return evaluation_prompts(dataset, tokenizer)
     raise ConfigError(
-        f'evaluation.enable = true needs examples with answers, but data.dataset = "{job.data.dataset}" is plain text. '
+        "evaluation.enable = true needs examples with answers, but data.dataset = "
+        f'"{job.data.dataset}" is plain text. '
         "Set evaluation.path, or evaluation.enable = false."
     )
 
@@ -247,7 +287,8 @@ def build_evaluator(
     """Return the evaluator that `[evaluation]` describes, or None if it is not enabled.
 
     Raises:
-        ConfigError: there are no prompts with answers, or the scorer cannot be imported; the same on all ranks.
+        ConfigError: there are no prompts with answers, or the scorer cannot be imported; the same
+            on all ranks.
         DataError: likewise; prompts cannot be read, or leave no room for `max_new_tokens`.
 
     Collectives: one gather of small objects; every rank must call.

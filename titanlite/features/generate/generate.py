@@ -1,19 +1,22 @@
-"""Generation: continue prompts token by token, batched, with a model that may be sharded over any mesh.
+"""Generation: continue prompts token by token, batched, with a model that may be sharded over any
+mesh.
 
-A model that caches keys and values (`Model.can_cache`: the native decoder, most of transformers') computes each token
-once. Any other model that maps tokens (B, S) to logits (B, S, V) recomputes the whole text for every token, and the log
-says so.
+A model that caches keys and values (`Model.can_cache`: the native decoder, most of transformers')
+computes each token once. Any other model that maps tokens (B, S) to logits (B, S, V) recomputes the
+whole text for every token, and the log says so.
 
-**Cache.** A token's slot is its position. Prompts of different lengths are padded on the right: padding writes to slots
-after the row's last token, which no query sees and the row's next tokens overwrite. After the prompts, the new tokens
-of all rows are one sequence (1, B). Context and sequence parallelism split the sequence over cp * tp ranks, so a step
-of one token per row needs B to be a multiple of that, and not that many tokens per row.
+**Cache.** A token's slot is its position. Prompts of different lengths are padded on the right:
+padding writes to slots after the row's last token, which no query sees and the row's next tokens
+overwrite. After the prompts, the new tokens of all rows are one sequence (1, B). Context and
+sequence parallelism split the sequence over cp * tp ranks, so a step of one token per row needs B
+to be a multiple of that, and not that many tokens per row.
 
-**Collectives.** FSDP and expert parallelism need every rank in every forward. Prompts are split over the data-parallel
-ranks, and all ranks run the same number of batches and, by one small all-reduce per token, of steps.
+**Collectives.** FSDP and expert parallelism need every rank in every forward. Prompts are split
+over the data-parallel ranks, and all ranks run the same number of batches and, by one small
+all-reduce per token, of steps.
 
-Shapes: B rows, S sequence, V vocabulary, k tokens to choose from; of the cache T = max_len slots, H query heads, G
-key/value heads, K and V head widths, D hidden.
+Shapes: B rows, S sequence, V vocabulary, k tokens to choose from; of the cache T = max_len slots, H
+query heads, G key/value heads, K and V head widths, D hidden.
 """
 
 import math
@@ -45,8 +48,8 @@ from titanlite.ops.attention import AttentionMask, attention
 class Sampling:
     """Settings for choosing the next token; see `choose_tokens`.
 
-    Each prompt draws from a stream of its own, keyed by (seed, number of the prompt): the same on any mesh and in any
-    batch, up to the rounding of the logits.
+    Each prompt draws from a stream of its own, keyed by (seed, number of the prompt): the same on
+    any mesh and in any batch, up to the rounding of the logits.
     """
 
     temperature: float = 0.0  # greedy decoding
@@ -61,7 +64,11 @@ class Sampling:
             ("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1"),
         ]
-        return [f"{name} = {value} is out of range. Set it to {to}." for name, value, fits, to in values if not fits]
+        return [
+            f"{name} = {value} is out of range. Set it to {to}."
+            for name, value, fits, to in values
+            if not fits
+        ]
 
 
 @dataclass(frozen=True)
@@ -85,23 +92,29 @@ def generate(
     sampling: Sampling | None = None,
     batch_size: int = 16,
 ) -> list[Continuation]:
-    """Continue each of `prompts` by at most `max_new_tokens` tokens; the result is in their order, on all ranks.
+    """Continue each of `prompts` by at most `max_new_tokens` tokens; the result is in their order,
+    on all ranks.
 
-    The model is in evaluation mode meanwhile, and runs uncompiled: its shapes change with every token.
+    The model is in evaluation mode meanwhile, and runs uncompiled: its shapes change with every
+    token.
 
     Args:
-        model: maps int64 tokens to logits, and may be a `Model`; parallelized over `dims`, if given.
+        model: maps int64 tokens to logits, and may be a `Model`; parallelized over `dims`, if
+            given.
         prompts: token ids, each at least one; the same on all ranks.
         dims: meshes of the model; None: this process has all of it.
         eos_token_ids: tokens that end a text.
-        vocab_size: only smaller ids are chosen. An embedding may have more rows than the tokenizer has tokens.
+        vocab_size: only smaller ids are chosen. An embedding may have more rows than the tokenizer
+            has tokens.
         sampling: greedy if None.
         batch_size: prompts at once on each data-parallel rank.
 
     Raises:
-        ConfigError: an empty prompt; the same on all ranks. Callers check numbers, `Sampling.check` among them.
+        ConfigError: an empty prompt; the same on all ranks. Callers check numbers, `Sampling.check`
+            among them.
 
-    Collectives: those of the forwards, one all-reduce per token, one gather at the end; every rank must call alike.
+    Collectives: those of the forwards, one all-reduce per token, one gather at the end; every rank
+    must call alike.
     """
     sampling = sampling or Sampling()
     empty = [f"prompt {i} has no tokens." for i, prompt in enumerate(prompts) if not prompt]
@@ -109,8 +122,13 @@ def generate(
     limit = _get_rope_limit(model)
     if limit is not None and any(len(prompt) + max_new_tokens > limit for prompt in prompts):
         batch_size = 1  # or the longest text of a batch would choose the frequencies of all
-        logger.info("generate: one prompt at a time: beyond %d tokens rotary frequencies depend on the longest", limit)
-    # Prompts of similar length share a batch: least padding, and equal work on the data-parallel ranks.
+        logger.info(
+            "generate: one prompt at a time: beyond %d tokens rotary frequencies depend on the "
+            "longest",
+            limit,
+        )
+    # Prompts of similar length share a batch: least padding, and equal work on the data-parallel
+    # ranks.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     dp, dp_rank = (1, 0) if dims is None else (dims.degrees.dp, dims.dp_rank)
     mine = order[dp_rank::dp]
@@ -119,13 +137,27 @@ def generate(
     with evaluation(model), torch.compiler.set_stance("force_eager"):
         cached = isinstance(model, Model) and model.can_cache(device)
         if not cached:
-            logger.info("generate: %s keeps no keys and values: every token costs a full forward", name_of(model))
-        batch = _Batch(model, cached, device, dims, max_new_tokens, frozenset(eos_token_ids), vocab_size, sampling)
+            logger.info(
+                "generate: %s keeps no keys and values: every token costs a full forward",
+                name_of(model),
+            )
+        batch = _Batch(
+            model,
+            cached,
+            device,
+            dims,
+            max_new_tokens,
+            frozenset(eos_token_ids),
+            vocab_size,
+            sampling,
+        )
         for start in range(0, num_batches * batch_size, batch_size):
             numbers = mine[start : start + batch_size]
             found.update(batch.run({i: prompts[i] for i in numbers}))
     if dims is not None and dist.get_world_size() > 1:
-        found = {i: continuation for part in gather_objects(found) for i, continuation in part.items()}
+        found = {
+            i: continuation for part in gather_objects(found) for i, continuation in part.items()
+        }
     return [found[i] for i in range(len(prompts))]
 
 
@@ -135,7 +167,9 @@ def _get_rope_limit(model: nn.Module) -> int | None:
 
 def name_of(model: nn.Module) -> str:
     """Return the class of `model`, or of the model of transformers in it."""
-    return model.config.architecture if isinstance(model, TransformersModel) else type(model).__name__
+    return (
+        model.config.architecture if isinstance(model, TransformersModel) else type(model).__name__
+    )
 
 
 @dataclass(frozen=True)
@@ -152,9 +186,13 @@ class _Batch:
     sampling: Sampling
 
     def run(self, prompts: dict[int, Sequence[int]]) -> dict[int, Continuation]:
-        """Continue these prompts, by number. With none it takes part in the other ranks' forwards."""
+        """Continue these prompts, by number. With none it takes part in the other ranks'
+        forwards.
+        """
         rows = list(prompts.values()) or [[0]]
-        streams = [random.Random(f"{self.sampling.seed} {number}") for number in prompts] or [random.Random(0)]
+        streams = [random.Random(f"{self.sampling.seed} {number}") for number in prompts] or [
+            random.Random(0)
+        ]
         new: list[list[int]] = [[] for _ in rows]
         ended = [not prompts] * len(rows)
         longest, limit = max(map(len, rows)), _get_rope_limit(self.model)
@@ -177,7 +215,9 @@ class _Batch:
         steps.close()
         return {i: Continuation(new[row], ended[row]) for row, i in enumerate(prompts)}
 
-    def _cached_steps(self, rows: list[Sequence[int]]) -> Generator[torch.Tensor, torch.Tensor, None]:
+    def _cached_steps(
+        self, rows: list[Sequence[int]]
+    ) -> Generator[torch.Tensor, torch.Tensor, None]:
         """Yield logits (B, V) of the next token; takes the chosen tokens (B,) by `send`."""
         tokens_BS = self._padded(rows)
         max_len = max(tokens_BS.shape[1], max(map(len, rows)) + self.max_new_tokens)
@@ -187,7 +227,9 @@ class _Batch:
             chosen_B = yield self.model(self._padded([chosen_B.tolist()]), cache=cache)
 
     def _full_steps(self, rows: list[Sequence[int]]) -> Generator[torch.Tensor, torch.Tensor, None]:
-        """Do the same with a forward over the whole text each time. Causal: no token sees the padding on its right."""
+        """Do the same with a forward over the whole text each time. Causal: no token sees the
+        padding on its right.
+        """
         texts = [list(row) for row in rows]
         while True:
             last_B = torch.tensor([len(text) - 1 for text in texts], device=self.device)
@@ -197,10 +239,14 @@ class _Batch:
                 text.append(token)
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return (B, S) int64, zeros on the right; S is a multiple of the ranks over which the sequence is split."""
+        """Return (B, S) int64, zeros on the right; S is a multiple of the ranks over which the
+        sequence is split.
+        """
         pieces = 1 if self.dims is None else self.dims.degrees.ranks_per_sequence
         length = -(-max(map(len, rows)) // pieces) * pieces
-        return torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device)
+        return torch.tensor(
+            [[*row, *[0] * (length - len(row))] for row in rows], device=self.device
+        )
 
     def _choose(self, logits_BV: torch.Tensor, streams: Sequence[random.Random]) -> torch.Tensor:
         chosen_B = choose_tokens(
@@ -210,8 +256,8 @@ class _Batch:
             top_k=self.sampling.top_k,
             top_p=self.sampling.top_p,
         )
-        # The tp ranks, and then the cp ranks, have the same logits. If a kernel rounded differently on one of them,
-        # their texts would diverge, and then the shapes of their collectives.
+        # The tp ranks, and then the cp ranks, have the same logits. If a kernel rounded differently
+        # on one of them, their texts would diverge, and then the shapes of their collectives.
         if self.dims is not None:
             tp_group = self.dims.tp_mesh.get_group() if self.dims.degrees.tp > 1 else None
             for group in filter(None, (tp_group, self.dims.cp_group)):
@@ -228,32 +274,43 @@ class _Batch:
 
 
 def choose_tokens(
-    logits_BV: torch.Tensor, uniform_B: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+    logits_BV: torch.Tensor,
+    uniform_B: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
 ) -> torch.Tensor:
-    """Choose one int64 token per row: the most likely one at temperature 0, otherwise by inverse cumulative sum.
+    """Choose one int64 token per row: the most likely one at temperature 0, otherwise by inverse
+    cumulative sum.
 
-    The randomness is `uniform_B`, numbers in [0, 1): a row's draw depends neither on other rows nor on the device.
+    The randomness is `uniform_B`, numbers in [0, 1): a row's draw depends neither on other rows nor
+    on the device.
 
     Args:
         logits_BV: logits of any float dtype.
         uniform_B: one per row; unused at temperature 0.
         top_k: only the k most likely tokens can be drawn; 0: all.
-        top_p: only the most likely tokens that together have this probability (arXiv:1904.09751); after `top_k`.
+        top_p: only the most likely tokens that together have this probability (arXiv:1904.09751);
+            after `top_k`.
     """
     if temperature == 0:
         return logits_BV.argmax(dim=-1)
     device = logits_BV.device
     if torch.are_deterministic_algorithms_enabled():
         logits_BV = logits_BV.cpu()  # torch has no deterministic cumulative sum of floats on CUDA
-    # The best one at 0, so that a temperature next to 0 leads to -inf for the others, and never to inf.
+    # The best one at 0, so that a temperature next to 0 leads to -inf for the others, and never to
+    # inf.
     logits_BV = (logits_BV.float() - logits_BV.amax(dim=-1, keepdim=True).float()) / temperature
     sorted_Bk, ids_Bk = logits_BV.sort(dim=-1, descending=True, stable=True)
     if top_k:
         sorted_Bk, ids_Bk = sorted_Bk[:, :top_k], ids_Bk[:, :top_k]
-    # float64: in float32 the sum over a vocabulary of 150,000 is off by 1e-4, which would move the last draws.
+    # float64: in float32 the sum over a vocabulary of 150,000 is off by 1e-4, which would move the
+    # last draws.
     probs_Bk = sorted_Bk.double().softmax(dim=-1)
     cumulative_Bk = probs_Bk.cumsum(dim=-1)
-    kept_B1 = (cumulative_Bk - probs_Bk < top_p).sum(dim=-1, keepdim=True)  # the one that crosses top_p included
+    # the one that crosses top_p included
+    kept_B1 = (cumulative_Bk - probs_Bk < top_p).sum(dim=-1, keepdim=True)
     mass_B1 = cumulative_Bk.gather(1, kept_B1 - 1)
     target_B1 = uniform_B.to(mass_B1).unsqueeze(1) * mass_B1
     index_B1 = torch.minimum((cumulative_Bk <= target_B1).sum(dim=-1, keepdim=True), kept_B1 - 1)
@@ -261,9 +318,11 @@ def choose_tokens(
 
 
 def get_eos_token_ids(tokenizer: Any, folder: Path | None = None) -> list[int]:
-    """Return the tokens that end a text: the tokenizer's own, and those that the model in `folder` names, if given.
+    """Return the tokens that end a text: the tokenizer's own, and those that the model in `folder`
+    names, if given.
 
-    generation_config.json overrides config.json, as in transformers; both may name one id or several.
+    generation_config.json overrides config.json, as in transformers; both may name one id or
+    several.
 
     Raises:
         CheckpointError: such a file cannot be read, or names something else.
@@ -277,29 +336,34 @@ def get_eos_token_ids(tokenizer: Any, folder: Path | None = None) -> list[int]:
             ids = named if isinstance(named, list) else [named]
             if not all(type(token) is int for token in ids):
                 raise CheckpointError(
-                    f"generate: {path}: eos_token_id = {named!r} is neither a token id nor a list of them."
+                    f"generate: {path}: eos_token_id = {named!r} is neither a token id nor a list "
+                    "of them."
                 )
             return sorted(found | set(ids))
     return sorted(found)
 
 
 def get_end_of_turn_ids(tokenizer: Any, dataset: TrainDataset | None = None) -> list[int]:
-    """Return the tokens that end answers of chats: those that end the answers of `dataset`, if it knows any.
+    """Return the tokens that end answers of chats: those that end the answers of `dataset`, if it
+    knows any.
 
-    Otherwise the special token that ends an answer of the tokenizer's chat template, if it has one. A base model's
-    `eos_token_id` often is another one.
+    Otherwise the special token that ends an answer of the tokenizer's chat template, if it has one.
+    A base model's `eos_token_id` often is another one.
     """
     from titanlite.features.sft.chat import get_end_token
 
     collected = get_stop_token_ids(dataset)
-    if dataset is not None and collected and dataset.num_train_sequences is not None:  # a stream knows only some
+    # a stream knows only some
+    if dataset is not None and collected and dataset.num_train_sequences is not None:
         return collected
     token = get_end_token(tokenizer)
     return sorted({*collected, *([] if token is None else [token])})
 
 
 def build_cache(model: Model, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
-    """Make an empty cache, of the model's own kind if it has one, for prompts that grow to at most `max_len` tokens."""
+    """Make an empty cache, of the model's own kind if it has one, for prompts that grow to at most
+    `max_len` tokens.
+    """
     own = model.build_cache(lengths, max_len, device)
     return KVCache(len(model.all_layers()), lengths, max_len, device) if own is None else own
 
@@ -307,12 +371,15 @@ def build_cache(model: Model, lengths: Sequence[int], max_len: int, device: torc
 class KVCache:
     """A `Cache` of a whole model for one batch of rows; made by `build_cache`, held by the caller.
 
-    A rank holds the key/value heads that it computes, in the dtype of its activations: heads / (cp * tp), and the rows
-    of its own data-parallel share. Memory: layers * B * G * T * (K + V) elements, allocated at once in the first
-    forward. `lengths_B` are tokens in the cache, by row; also the position of the next token.
+    A rank holds the key/value heads that it computes, in the dtype of its activations: heads / (cp
+    * tp), and the rows of its own data-parallel share. Memory: layers * B * G * T * (K + V)
+    elements, allocated at once in the first forward. `lengths_B` are tokens in the cache, by row;
+    also the position of the next token.
     """
 
-    def __init__(self, num_layers: int, lengths: Sequence[int], max_len: int, device: torch.device) -> None:
+    def __init__(
+        self, num_layers: int, lengths: Sequence[int], max_len: int, device: torch.device
+    ) -> None:
         self.lengths_B = torch.tensor(lengths, dtype=torch.int64, device=device)
         self.max_len = max_len
         self.rows_B = torch.arange(len(lengths), device=device)
@@ -332,7 +399,9 @@ class KVCache:
         return hidden[0, : len(self.lengths_B)]
 
     def visible(self) -> torch.Tensor:
-        """Return (B, slots in use) bool: the slots that the row's new token sees, its own included."""
+        """Return (B, slots in use) bool: the slots that the row's new token sees, its own
+        included.
+        """
         return self._slots_T[: self._longest + 1] <= self.lengths_B.unsqueeze(1)
 
     def advance(self) -> None:
@@ -343,7 +412,9 @@ class KVCache:
 
 
 class LayerCache:
-    """Keys and values of one layer, (B, G, T, K) and (B, G, T, V); latent attention's are kept expanded."""
+    """Keys and values of one layer, (B, G, T, K) and (B, G, T, V); latent attention's are kept
+    expanded.
+    """
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -362,7 +433,9 @@ class LayerCache:
         self._keys[cache.rows_B, :, cache.lengths_B] = k[0, :count]
         self._values[cache.rows_B, :, cache.lengths_B] = v[0, :count]
         used = visible_BT.shape[1]
-        out_BHK = cached_attention(q[0, :count], self._keys[:, :, :used], self._values[:, :, :used], visible_BT, scale)
+        out_BHK = cached_attention(
+            q[0, :count], self._keys[:, :, :used], self._values[:, :, :used], visible_BT, scale
+        )
         return F.pad(out_BHK, (0, 0, 0, 0, 0, q.shape[1] - count)).unsqueeze(0)
 
     def _start(self, x_BSGK: torch.Tensor) -> torch.Tensor:
@@ -374,14 +447,20 @@ class LayerCache:
 
 
 def cached_attention(
-    q_BHK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, visible_BT: torch.Tensor, scale: float
+    q_BHK: torch.Tensor,
+    k_BGTK: torch.Tensor,
+    v_BGTV: torch.Tensor,
+    visible_BT: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
-    """Compute attention of one new query per row over T cached keys; `visible_BT` (bool) masks those it sees.
+    """Compute attention of one new query per row over T cached keys; `visible_BT` (bool) masks
+    those it sees.
 
-    Returns (B, H, V). H must be a multiple of G, as in `attention`. Cached values must be finite where they are not
-    visible too: their weight is 0, and 0 * nan is nan.
+    Returns (B, H, V). H must be a multiple of G, as in `attention`. Cached values must be finite
+    where they are not visible too: their weight is 0, and 0 * nan is nan.
     """
-    # Heads that share a key/value head are treated as that many queries: the cache is never repeated.
+    # Heads that share a key/value head are treated as that many queries: the cache is never
+    # repeated.
     q_BGRK = q_BHK.unflatten(1, (k_BGTK.shape[1], -1))
     out_BGRV = F.scaled_dot_product_attention(
         q_BGRK, k_BGTK, v_BGTV, attn_mask=visible_BT[:, None, None, :], scale=scale

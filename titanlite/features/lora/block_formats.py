@@ -1,20 +1,24 @@
-"""Frozen weights in few bits: runs of values share a factor, and each value is a small code (QLoRA, arXiv:2305.14314).
+"""Frozen weights in few bits: runs of values share a factor, and each value is a small code (QLoRA,
+arXiv:2305.14314).
 
-- `fp8`: codes are float8_e4m3fn, 128 values share a factor. DeepSeek-V3's weights (arXiv:2412.19437, section 3.3),
-  whose factors serve 128 x 128 values, are kept in it bit for bit.
-- `nf4`: codes are 4-bit NormalFloat (arXiv:2305.14314, section 3 and appendix E), 64 values share their largest
-  magnitude. Two codes are in a byte, the first one in the upper half, as in bitsandbytes.
+- `fp8`: codes are float8_e4m3fn, 128 values share a factor. DeepSeek-V3's weights
+  (arXiv:2412.19437, section 3.3), whose factors serve 128 x 128 values, are kept in it bit for bit.
+- `nf4`: codes are 4-bit NormalFloat (arXiv:2305.14314, section 3 and appendix E), 64 values share
+  their largest magnitude. Two codes are in a byte, the first one in the upper half, as in
+  bitsandbytes.
 
-A record holds the codes of one run and after them its factor, float32 in the byte order of the machine. Records follow
-one another along the last dim of a weight and are independent, so a weight may be cut between any rows, and along its
-columns between records.
+A record holds the codes of one run and after them its factor, float32 in the byte order of the
+machine. Records follow one another along the last dim of a weight and are independent, so a weight
+may be cut between any rows, and along its columns between records.
 
-`encode_weights` replaces parameters of a model on meta, in place: `weight` (out, in) becomes records (out, n, r),
-marked by a `materialize.layout.Encoding`. Its name stays, and so does its form in checkpoints, recipes and plans.
-Records are stored in the matmul dtype, so that FSDP all-gathers them without a cast; r is their size in its elements.
-Products decode them in forward and again in backward, so autograd keeps only the records.
+`encode_weights` replaces parameters of a model on meta, in place: `weight` (out, in) becomes
+records (out, n, r), marked by a `materialize.layout.Encoding`. Its name stays, and so does its form
+in checkpoints, recipes and plans. Records are stored in the matmul dtype, so that FSDP all-gathers
+them without a cast; r is their size in its elements. Products decode them in forward and again in
+backward, so autograd keeps only the records.
 
-Shapes: N rows, W values per row, n records per row; of products M rows, E groups, K reduction, N columns.
+Shapes: N rows, W values per row, n records per row; of products M rows, E groups, K reduction, N
+columns.
 """
 
 from dataclasses import dataclass
@@ -45,7 +49,8 @@ _NORMAL_FLOAT = (
 )
 """Quantiles of the normal distribution, scaled to -1 and 1, as appendix E prints them."""
 _CHUNK = 1 << 20
-"""Values that torch's operators decode at once; what they need in between is a few times as large."""
+"""Values that torch's operators decode at once; what they need in between is a few times as large.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,16 +82,23 @@ BLOCK_FORMATS = {layout.name: layout for layout in (FP8, NF4)}
 
 
 def encode_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
-    """Encode values as records (N, n, record_bytes), uint8, on their device; one with NaN or inf is NaN. A value that
-    is as far from one code as from the next may get either.
+    """Encode values as records (N, n, record_bytes), uint8, on their device; one with NaN or inf is
+    NaN. A value that is as far from one code as from the next may get either.
     """
     values_NnB = _in_blocks(values_NW.to(torch.float32), layout)
     largest_Nn1 = values_NnB.abs().amax(dim=-1, keepdim=True)
     largest_Nn1 = torch.where(largest_Nn1.isfinite(), largest_Nn1, torch.nan)
     # The smallest normal float32: blocks of zeros need a factor, too, and no 0 / 0.
-    factor_Nn1 = (largest_Nn1 / (_LARGEST_FP8 if layout is FP8 else 1)).clamp(min=torch.finfo(torch.float32).tiny)
+    factor_Nn1 = (largest_Nn1 / (_LARGEST_FP8 if layout is FP8 else 1)).clamp(
+        min=torch.finfo(torch.float32).tiny
+    )
     if layout is FP8:
-        codes = (values_NnB / factor_Nn1).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = (
+            (values_NnB / factor_Nn1)
+            .clamp(-_LARGEST_FP8, _LARGEST_FP8)
+            .to(torch.float8_e4m3fn)
+            .view(torch.uint8)
+        )
         return _join(codes, factor_Nn1)
     middles = _table(NF4.name, values_NW.device)
     middles = (middles[1:] + middles[:-1]) / 2
@@ -95,8 +107,12 @@ def encode_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
 
 
 def keep_fp8(codes_NW: torch.Tensor, factors_Nn: torch.Tensor) -> torch.Tensor:
-    """Join codes that are float8_e4m3fn already, and the factor of every 128 of them, into records of `fp8`, uint8."""
-    return _join(_in_blocks(codes_NW.view(torch.uint8), FP8), factors_Nn.to(torch.float32).unsqueeze(-1))
+    """Join codes that are float8_e4m3fn already, and the factor of every 128 of them, into records
+    of `fp8`, uint8.
+    """
+    return _join(
+        _in_blocks(codes_NW.view(torch.uint8), FP8), factors_Nn.to(torch.float32).unsqueeze(-1)
+    )
 
 
 def _in_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
@@ -110,7 +126,9 @@ def _join(codes: torch.Tensor, factor_Nn1: torch.Tensor) -> torch.Tensor:
 
 
 def count_not_finite(records: torch.Tensor, layout: BlockFormat) -> int:
-    """Count the records (..., n, record_bytes in any dtype) with a value that is NaN or infinite."""
+    """Count the records (..., n, record_bytes in any dtype) with a value that is NaN or
+    infinite.
+    """
     if not records.numel():  # of shape (0, 0, 0) where other pipeline stages hold it
         return 0
     codes, factor = _split(records, layout)
@@ -121,12 +139,18 @@ def count_not_finite(records: torch.Tensor, layout: BlockFormat) -> int:
 
 
 def decode_blocks(
-    records: torch.Tensor, layout: BlockFormat, width: int, dtype: torch.dtype, *, in_backward: bool = False
+    records: torch.Tensor,
+    layout: BlockFormat,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    in_backward: bool = False,
 ) -> torch.Tensor:
-    """Values (..., width) of records (..., n, record_bytes in any dtype): code times factor in float32, rounded once.
+    """Values (..., width) of records (..., n, record_bytes in any dtype): code times factor in
+    float32, rounded once.
 
-    Not differentiable. `in_backward` keeps a compiler from merging the call with that of forward, whose result it would
-    keep.
+    Not differentiable. `in_backward` keeps a compiler from merging the call with that of forward,
+    whose result it would keep.
     """
     return decode_blocks_op(records, layout.name, width, dtype, in_backward)
 
@@ -141,7 +165,8 @@ def decode_blocks_op(
     if not values.numel():
         return values
     if records.is_cuda and has_triton(records.device):
-        from titanlite.features.lora import block_formats_triton as kernels  # nothing else needs triton
+        # nothing else needs triton
+        from titanlite.features.lora import block_formats_triton as kernels
 
         table = _table(layout, records.device)
         kernels.decode_blocks(records.contiguous().view(torch.uint8), table, values, form)
@@ -157,14 +182,18 @@ def decode_blocks_op(
 
 
 @decode_blocks_op.register_fake
-def _(records: torch.Tensor, layout: str, width: int, dtype: torch.dtype, in_backward: bool) -> torch.Tensor:
+def _(
+    records: torch.Tensor, layout: str, width: int, dtype: torch.dtype, in_backward: bool
+) -> torch.Tensor:
     return records.new_empty((*records.shape[:-2], width), dtype=dtype)
 
 
 def _split(records: torch.Tensor, layout: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (..., code_bytes) uint8 and factors (..., 1) float32."""
     data = records.contiguous().view(torch.uint8)
-    return data[..., : layout.code_bytes], data[..., layout.code_bytes :].contiguous().view(torch.float32)
+    return data[..., : layout.code_bytes], data[..., layout.code_bytes :].contiguous().view(
+        torch.float32
+    )
 
 
 def _decode_codes(codes: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
@@ -176,11 +205,18 @@ def _decode_codes(codes: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
 
 @cache
 def _table(layout: str, device: torch.device) -> torch.Tensor:
-    """Return the value of each code, float32: (256,) or (16,). Made once: copying it to a GPU makes the host wait."""
+    """Return the value of each code, float32: (256,) or (16,). Made once: copying it to a GPU makes
+    the host wait.
+    """
     with torch.inference_mode(False), torch.device(device):
         if layout == NF4.name:
             return torch.tensor(_NORMAL_FLOAT, dtype=torch.float32)
-        return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+        return (
+            torch.arange(256, dtype=torch.int32)
+            .to(torch.uint8)
+            .view(torch.float8_e4m3fn)
+            .to(torch.float32)
+        )
 
 
 @cache
@@ -203,7 +239,9 @@ class BlockEncoding:
         return self.layout.name
 
     def values_in(self, stored: Region) -> Region:
-        """Return the region of the values in `stored` records: equal rows, and the records' columns."""
+        """Return the region of the values in `stored` records: equal rows, and the records'
+        columns.
+        """
         *rows, first, _ = stored.starts
         *heights, count, _ = stored.lengths
         start = min(first * self.layout.block, self.shape[-1])
@@ -224,14 +262,19 @@ class BlockEncoding:
 
 
 def encode_weights(model: Model, format_name: str) -> None:
-    """Keep the frozen matrices of linear layers and experts of `model` in the format of this name, in place, on meta.
+    """Keep the frozen matrices of linear layers and experts of `model` in the format of this name,
+    in place, on meta.
 
-    Call before sharding. Embedding, output head, routers, and layers of `TransformersModel` stay as they are.
+    Call before sharding. Embedding, output head, routers, and layers of `TransformersModel` stay as
+    they are.
     """
     assert not isinstance(model, TransformersModel), "refused by the configuration"
     layout = BLOCK_FORMATS[format_name]
     # The same two for all layers: a compiled graph is then one for all of them.
-    multiply, multiply_grouped = partial(frozen_linear, layout), partial(frozen_grouped_gemm, layout)
+    multiply, multiply_grouped = (
+        partial(frozen_linear, layout),
+        partial(frozen_grouped_gemm, layout),
+    )
     for module in model.modules():
         if isinstance(module, Linear) and not isinstance(module, OutputHead):
             module.weight = _encoded(module.weight, layout)
@@ -244,17 +287,28 @@ def encode_weights(model: Model, format_name: str) -> None:
 
 def _encoded(weight: nn.Parameter, layout: BlockFormat) -> nn.Parameter:
     assert weight.is_meta and not weight.requires_grad, "encoded after materialization, or trained"
-    shape = (*weight.shape[:-1], layout.num_records(weight.shape[-1]), layout.record_bytes // weight.dtype.itemsize)
-    records = nn.Parameter(torch.empty(shape, dtype=weight.dtype, device="meta"), requires_grad=False)
+    shape = (
+        *weight.shape[:-1],
+        layout.num_records(weight.shape[-1]),
+        layout.record_bytes // weight.dtype.itemsize,
+    )
+    records = nn.Parameter(
+        torch.empty(shape, dtype=weight.dtype, device="meta"), requires_grad=False
+    )
     vars(records).update(vars(weight))
     set_encoding(records, BlockEncoding(layout, tuple(weight.shape)))
     return records
 
 
 def frozen_linear(
-    layout: BlockFormat, x: torch.Tensor, records_Nnr: torch.Tensor, bias_N: torch.Tensor | None = None
+    layout: BlockFormat,
+    x: torch.Tensor,
+    records_Nnr: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `x @ weight.T + bias`, (..., N), of x (..., K) and the records of weight (N, K); differentiable in x."""
+    """Return `x @ weight.T + bias`, (..., N), of x (..., K) and the records of weight (N, K);
+    differentiable in x.
+    """
     return _FrozenProduct.apply(x, records_Nnr, layout, bias_N, None, "auto")
 
 
@@ -265,7 +319,9 @@ def frozen_grouped_gemm(
     offsets_E: torch.Tensor,
     backend: GroupedGemmBackend,
 ) -> torch.Tensor:
-    """`grouped_gemm` (M, N) of the weights (E, N, K) in the records, transposed; differentiable in x, once."""
+    """`grouped_gemm` (M, N) of the weights (E, N, K) in the records, transposed; differentiable in
+    x, once.
+    """
     return _FrozenProduct.apply(x_MK, records_ENnr, layout, None, offsets_E, backend)
 
 
@@ -285,7 +341,11 @@ class _FrozenProduct(torch.autograd.Function):
         ctx.save_for_backward(records, offsets)
         ctx.layout, ctx.width, ctx.backend = layout, x.shape[-1], backend
         weight = decode_blocks(records, layout, x.shape[-1], x.dtype)
-        return F.linear(x, weight, bias) if offsets is None else grouped_gemm(x, weight.mT, offsets, backend)
+        return (
+            F.linear(x, weight, bias)
+            if offsets is None
+            else grouped_gemm(x, weight.mT, offsets, backend)
+        )
 
     @staticmethod
     @once_differentiable
@@ -294,4 +354,11 @@ class _FrozenProduct(torch.autograd.Function):
         weight = decode_blocks(records, ctx.layout, ctx.width, dy.dtype, in_backward=True)
         if offsets is None:
             return F.linear(dy, weight.mT), None, None, None, None, None
-        return grouped_gemm(dy.contiguous(), weight, offsets, ctx.backend), None, None, None, None, None
+        return (
+            grouped_gemm(dy.contiguous(), weight, offsets, ctx.backend),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )

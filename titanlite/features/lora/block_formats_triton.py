@@ -1,6 +1,8 @@
-"""Triton kernel of the block formats, with its launcher: records are read once, values written once.
+"""Triton kernel of the block formats, with its launcher: records are read once, values written
+once.
 
-Torch's operators would go through memory several times, and look codes up with an index of four bytes each.
+Torch's operators would go through memory several times, and look codes up with an index of four
+bytes each.
 """
 
 import torch
@@ -13,8 +15,12 @@ from titanlite.ops.launchers import device_of
 VALUES, WARPS = 4096, 8  # of one program
 
 
-def decode_blocks(records: torch.Tensor, table: torch.Tensor, out: torch.Tensor, layout: BlockFormat) -> None:
-    """Write the values of contiguous uint8 `records` (..., n, record_bytes) to contiguous `out` (..., width)."""
+def decode_blocks(
+    records: torch.Tensor, table: torch.Tensor, out: torch.Tensor, layout: BlockFormat
+) -> None:
+    """Write the values of contiguous uint8 `records` (..., n, record_bytes) to contiguous `out`
+    (..., width).
+    """
     if records.data_ptr() % 4:  # a part of a larger buffer, in which a factor is no aligned float32
         records = records.clone()
     count, at_once = records.numel() // layout.record_bytes, VALUES // layout.block
@@ -22,7 +28,9 @@ def decode_blocks(records: torch.Tensor, table: torch.Tensor, out: torch.Tensor,
     sizes = (count, records.shape[-2], out.shape[-1])
     constants = {"BLOCK": layout.block, "CODE_BYTES": layout.code_bytes, "RECORDS": at_once}
     with device_of(records):
-        decode_blocks_kernel[(triton.cdiv(count, at_once),)](*pointers, *sizes, **constants, num_warps=WARPS)
+        decode_blocks_kernel[(triton.cdiv(count, at_once),)](
+            *pointers, *sizes, **constants, num_warps=WARPS
+        )
 
 
 @triton.jit
@@ -38,18 +46,24 @@ def decode_blocks_kernel(
     CODE_BYTES: tl.constexpr,
     RECORDS: tl.constexpr,
 ):
-    """Values of RECORDS records. `codes` and `factors` are the same memory, as bytes and as float32."""
+    """Values of RECORDS records. `codes` and `factors` are the same memory, as bytes and as
+    float32.
+    """
     PER_BYTE: tl.constexpr = BLOCK // CODE_BYTES
     RECORD_BYTES: tl.constexpr = CODE_BYTES + 4
     record = tl.program_id(0).to(tl.int64) * RECORDS + tl.arange(0, RECORDS)
     here = record < num_records
     j = tl.arange(0, BLOCK)
     code = tl.load(
-        codes_ptr + record[:, None] * RECORD_BYTES + (j // PER_BYTE)[None, :], mask=here[:, None], other=0
+        codes_ptr + record[:, None] * RECORD_BYTES + (j // PER_BYTE)[None, :],
+        mask=here[:, None],
+        other=0,
     ).to(tl.int32)
     if PER_BYTE == 2:
         code = (code >> ((1 - j % 2) * 4)[None, :]) & 15
-    factor = tl.load(factors_ptr + record * (RECORD_BYTES // 4) + CODE_BYTES // 4, mask=here, other=0.0)
+    factor = tl.load(
+        factors_ptr + record * (RECORD_BYTES // 4) + CODE_BYTES // 4, mask=here, other=0.0
+    )
     value = tl.load(table_ptr + code) * factor[:, None]
     row = record // records_per_row
     column = ((record - row * records_per_row) * BLOCK)[:, None] + j[None, :]

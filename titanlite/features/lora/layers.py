@@ -1,8 +1,10 @@
-"""LoRA (arXiv:2106.09685): frozen layers with a trained correction of low rank, `W x + alpha / rank * B (A x)`.
+"""LoRA (arXiv:2106.09685): frozen layers with a trained correction of low rank, `W x + alpha / rank
+* B (A x)`.
 
-`apply_lora` replaces layers of a model on meta by the classes below, which hold the same weights under the same names,
-with adapters next to them. So the rest of titanlite treats them alike. In a model of transformers these are linear
-layers inside its repeated layers; the experts that transformers' experts interface serves get parameters.
+`apply_lora` replaces layers of a model on meta by the classes below, which hold the same weights
+under the same names, with adapters next to them. So the rest of titanlite treats them alike. In a
+model of transformers these are linear layers inside its repeated layers; the experts that
+transformers' experts interface serves get parameters.
 
 Shapes: R routed rows, E experts, D hidden, I expert width, r rank.
 """
@@ -30,11 +32,15 @@ from titanlite.ops import grouped_gemm, local_tensor
 
 
 def match_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return those of the dotted `names` that `pattern` matches as a whole, or from one of their segments on.
+    """Return those of the dotted `names` that `pattern` matches as a whole, or from one of their
+    segments on.
 
-    So `q_proj` and `self_attn.q_proj` match `model.layers.0.self_attn.q_proj`, as in PEFT's target_modules.
+    So `q_proj` and `self_attn.q_proj` match `model.layers.0.self_attn.q_proj`, as in PEFT's
+    target_modules.
     """
-    return [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
+    return [
+        name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+    ]
 
 
 def scaling_of(section: LoRASection) -> float:
@@ -43,7 +49,9 @@ def scaling_of(section: LoRASection) -> float:
 
 
 def _adapter_sources(prefix: str, in_features: int) -> dict[str, Source]:
-    """Return sources: A uniform within 1 / sqrt(in), Kaiming's with a = sqrt(5) as in PEFT; B zero, to begin at W."""
+    """Return sources: A uniform within 1 / sqrt(in), Kaiming's with a = sqrt(5) as in PEFT; B zero,
+    to begin at W.
+    """
     bound = in_features**-0.5
     return {
         f"{prefix}lora_A": Init(Uniform(low=-bound, high=bound), may_be_absent=True),
@@ -52,11 +60,12 @@ def _adapter_sources(prefix: str, in_features: int) -> dict[str, Source]:
 
 
 class LoRALinear(Linear):
-    """A frozen `Linear` with `lora_A` (r, in) and `lora_B` (out, r); `dropout` is on the adapters' input, in training
-    mode.
+    """A frozen `Linear` with `lora_A` (r, in) and `lora_B` (out, r); `dropout` is on the adapters'
+    input, in training mode.
 
-    Under tensor parallelism a layer that splits its output splits B, one that splits its input splits A; the other one
-    is replicated, and its gradient is a part of a sum like that of every replicated parameter.
+    Under tensor parallelism a layer that splits its output splits B, one that splits its input
+    splits A; the other one is replicated, and its gradient is a part of a sum like that of every
+    replicated parameter.
     """
 
     def __init__(self, base: nn.Linear, section: LoRASection, dtype: torch.dtype) -> None:
@@ -68,7 +77,11 @@ class LoRALinear(Linear):
         like: dict[str, Any] = {"dtype": dtype, "device": base.weight.device}
         self.lora_A = nn.Parameter(torch.empty(section.rank, base.in_features, **like))
         self.lora_B = nn.Parameter(torch.empty(base.out_features, section.rank, **like))
-        self.scaling, self.dropout, self.adapter_enabled = scaling_of(section), section.dropout, True
+        self.scaling, self.dropout, self.adapter_enabled = (
+            scaling_of(section),
+            section.dropout,
+            True,
+        )
 
     def split_parameters(self, dim: int) -> list[nn.Parameter]:
         return [*super().split_parameters(dim), self.lora_B if dim == 0 else self.lora_A]
@@ -88,10 +101,12 @@ class LoRALinear(Linear):
 def _add_expert_adapters(
     experts: Any, adapted: frozenset[str], section: LoRASection, dtype: torch.dtype
 ) -> dict[str, Source]:
-    """Add adapters for the weights `adapted`, transposed or not, to `experts`; return their sources.
+    """Add adapters for the weights `adapted`, transposed or not, to `experts`; return their
+    sources.
 
-    `gate_up_lora_A` (E, r, D) and `gate_up_lora_B` (E, 2 I, r), `down_lora_A` (E, r, I) and `down_lora_B` (E, D, r);
-    the attributes `scaling`, `dropout` and `adapter_enabled` are as in `LoRALinear`.
+    `gate_up_lora_A` (E, r, D) and `gate_up_lora_B` (E, 2 I, r), `down_lora_A` (E, r, I) and
+    `down_lora_B` (E, D, r); the attributes `scaling`, `dropout` and `adapter_enabled` are as in
+    `LoRALinear`.
     """
     sources: dict[str, Source] = {}
     for name in sorted(adapted):
@@ -100,10 +115,22 @@ def _add_expert_adapters(
             weight.mT if getattr(experts, "is_transposed", False) else weight
         ).shape
         like: dict[str, Any] = {"dtype": dtype, "device": weight.device}
-        setattr(experts, f"{prefix}lora_A", nn.Parameter(torch.empty(num_experts, section.rank, in_features, **like)))
-        setattr(experts, f"{prefix}lora_B", nn.Parameter(torch.empty(num_experts, out_features, section.rank, **like)))
+        setattr(
+            experts,
+            f"{prefix}lora_A",
+            nn.Parameter(torch.empty(num_experts, section.rank, in_features, **like)),
+        )
+        setattr(
+            experts,
+            f"{prefix}lora_B",
+            nn.Parameter(torch.empty(num_experts, out_features, section.rank, **like)),
+        )
         sources |= _adapter_sources(prefix, in_features)
-    experts.adapted, experts.scaling, experts.dropout = adapted, scaling_of(section), section.dropout
+    experts.adapted, experts.scaling, experts.dropout = (
+        adapted,
+        scaling_of(section),
+        section.dropout,
+    )
     experts.adapter_enabled = True
     return sources
 
@@ -111,8 +138,8 @@ def _add_expert_adapters(
 class LoRAExperts(Experts):
     """Frozen `Experts` with adapters.
 
-    The experts are computed by single grouped GEMMs instead of the fused operator, because the adapters of the first
-    projection act before its SwiGLU.
+    The experts are computed by single grouped GEMMs instead of the fused operator, because the
+    adapters of the first projection act before its SwiGLU.
     """
 
     adapted: frozenset[str]
@@ -121,7 +148,12 @@ class LoRAExperts(Experts):
     adapter_enabled: bool
 
     def __init__(
-        self, base: Experts, config: ModelConfig, adapted: frozenset[str], section: LoRASection, dtype: torch.dtype
+        self,
+        base: Experts,
+        config: ModelConfig,
+        adapted: frozenset[str],
+        section: LoRASection,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(config)
         self.gate_up_proj, self.down_proj = base.gate_up_proj, base.down_proj
@@ -148,10 +180,11 @@ class LoRAExperts(Experts):
 
 
 def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
-    """Freeze `model` and give the layers that `section.targets` names adapters of `dtype`, in place. Before sharding.
+    """Freeze `model` and give the layers that `section.targets` names adapters of `dtype`, in
+    place. Before sharding.
 
-    No-op if `section.rank` is 0. Raises ConfigError, the same on all ranks: a pattern matches nothing that can have an
-    adapter.
+    No-op if `section.rank` is 0. Raises ConfigError, the same on all ranks: a pattern matches
+    nothing that can have an adapter.
     """
     if not section.rank:
         return
@@ -167,14 +200,20 @@ def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
                 root.set_submodule(name, LoRAExperts(module, model.config, adapted, section, dtype))
             else:  # transformers' own class stays, and titanlite's forward of it looks for adapters
                 sources = _add_expert_adapters(module, adapted, section, dtype)
-                cast(TransformersModel, model).sources |= {f"{name}.{leaf}": s for leaf, s in sources.items()}
+                cast(TransformersModel, model).sources |= {
+                    f"{name}.{leaf}": s for leaf, s in sources.items()
+                }
     if isinstance(model, TransformersModel) and any(targets.values()):
         use_titanlite_experts(model.transformers_model)
 
 
 def adapted_modules(model: nn.Module) -> dict[str, Any]:
     """Return the modules with adapters, `LoRALinear` or experts, by name; none without LoRA."""
-    return {name: module for name, module in root_of(model).named_modules() if hasattr(module, "adapter_enabled")}
+    return {
+        name: module
+        for name, module in root_of(model).named_modules()
+        if hasattr(module, "adapter_enabled")
+    }
 
 
 def root_of(model: nn.Module) -> nn.Module:
@@ -196,8 +235,8 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def adaptable(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """Return what can have an adapter by name, as (module, weight): linear layers except the output head, with "" for
-    the weight, and the experts' weights.
+    """Return what can have an adapter by name, as (module, weight): linear layers except the output
+    head, with "" for the weight, and the experts' weights.
     """
     experts, found = adaptable_experts(model), dict[str, tuple[str, str]]()
     layers: set[nn.Module] = set()
@@ -215,26 +254,45 @@ def adaptable_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the modules of experts by name, and those of their weights that can have adapters."""
     if isinstance(model, TransformersModel):
         gated = {name: module.has_gate for name, module in model.expert_modules.items()}
-        return {name: ("gate_up_proj" if has_gate else "up_proj", "down_proj") for name, has_gate in gated.items()}
+        return {
+            name: ("gate_up_proj" if has_gate else "up_proj", "down_proj")
+            for name, has_gate in gated.items()
+        }
     modules = model.named_modules()
-    return {name: ("gate_up_proj", "down_proj") for name, module in modules if isinstance(module, Experts)}
+    return {
+        name: ("gate_up_proj", "down_proj")
+        for name, module in modules
+        if isinstance(module, Experts)
+    }
 
 
 def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]]:
-    """Return the weights of experts that get an adapter, by module name; for a linear layer the empty set."""
+    """Return the weights of experts that get an adapter, by module name; for a linear layer the
+    empty set.
+    """
     possible = adaptable(model)
     patterns = split_patterns("lora.targets", section.targets)
     chosen = set() if patterns else set(possible)
     problems = []
     for pattern in patterns:
-        whole = set(match_names(pattern, {module for module, weight in possible.values() if weight}))
+        whole = set(
+            match_names(pattern, {module for module, weight in possible.values() if weight})
+        )
         matched = {
             *match_names(pattern, possible),
             *(name for name, (module, _) in possible.items() if module in whole),
         }
         if not matched:
-            others = [name for name, _ in root_of(model).named_modules() if fnmatchcase(name, f"*{pattern}")]
-            found = f"matches {others[0]}, which cannot have an adapter" if others else "matches no layer"
+            others = [
+                name
+                for name, _ in root_of(model).named_modules()
+                if fnmatchcase(name, f"*{pattern}")
+            ]
+            found = (
+                f"matches {others[0]}, which cannot have an adapter"
+                if others
+                else "matches no layer"
+            )
             layers = dict.fromkeys(name.rpartition(".")[2] for name in possible)
             problems.append(f"'{pattern}' {found}. Layers that can: {list_names(layers)}.")
         chosen |= matched

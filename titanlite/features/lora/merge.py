@@ -1,4 +1,6 @@
-"""Adapters merged into the weights of their model: `W + alpha / rank * B A`, any part of a weight at a time."""
+"""Adapters merged into the weights of their model: `W + alpha / rank * B A`, any part of a weight
+at a time.
+"""
 
 import re
 from collections import defaultdict
@@ -16,7 +18,16 @@ from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.features.lora.layers import adaptable_experts
 from titanlite.features.lora.peft_format import PREFIX, AdapterConfig, read_adapter
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize import Read, ReadRequest, Region, Source, SourceProvider, TensorInfo, TensorReader, Unfit
+from titanlite.materialize import (
+    Read,
+    ReadRequest,
+    Region,
+    Source,
+    SourceProvider,
+    TensorInfo,
+    TensorReader,
+    Unfit,
+)
 from titanlite.models.interface import Model
 
 _CHUNK_ELEMENTS = 4 << 20
@@ -25,12 +36,14 @@ _EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class MergedSource:
-    """A `SourceProvider` of the weights of `source`, for `model`, with the corrections of the adapters in `folder`.
+    """A `SourceProvider` of the weights of `source`, for `model`, with the corrections of the
+    adapters in `folder`.
 
     Adapters that `peft` trained are served too, if they are of linear layers or of fused experts.
 
     Raises:
-        CheckpointError: there are no adapters, they are damaged or, found when it is called, do not fit the model.
+        CheckpointError: there are no adapters, they are damaged or, found when it is called, do not
+            fit the model.
     """
 
     def __init__(self, source: SourceProvider, folder: Path, model: Model) -> None:
@@ -38,22 +51,28 @@ class MergedSource:
         self._source, self._folder, self._transposed = source, folder, _transposed_experts(model)
         self._stored, self._config = read_adapter(folder)
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        self._tied = names - {name for name, _ in model.named_parameters()}  # no weights of their own to add to
+        # no weights of their own to add to
+        self._tied = names - {name for name, _ in model.named_parameters()}
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
         own = {name: info for name, info in tensors.items() if name not in self._tied}
         shapes = {name: info.shape for name, info in own.items() if info.kind == "parameter"}
-        corrections = _Corrections(self._folder, self._stored, self._config, shapes, self._transposed)
+        corrections = _Corrections(
+            self._folder, self._stored, self._config, shapes, self._transposed
+        )
         readers: dict[int, _MergingReader] = {}  # all reads of one reader are handed over together
         for name, source in self._source(tensors):
             if isinstance(source, Read):
-                reader = readers.setdefault(id(source.reader), _MergingReader(source.reader, corrections))
+                reader = readers.setdefault(
+                    id(source.reader), _MergingReader(source.reader, corrections)
+                )
                 source = replace(source, reader=reader)
             yield name, source
 
 
 class _Corrections:
-    """The corrections to weights of these global shapes, by name; experts named in `transposed` are (E, in, out).
+    """The corrections to weights of these global shapes, by name; experts named in `transposed` are
+    (E, in, out).
 
     Reads one pair of matrices at a time.
     """
@@ -66,9 +85,18 @@ class _Corrections:
         shapes: Mapping[str, tuple[int, ...]],
         transposed: Collection[str],
     ) -> None:
-        self._scaling, self._stored, self._shapes, self._transposed = config.scaling, stored, shapes, transposed
+        self._scaling, self._stored, self._shapes, self._transposed = (
+            config.scaling,
+            stored,
+            shapes,
+            transposed,
+        )
         self._pairs: dict[str, list[str]] = {}
-        weights, modules, problems = _weights_by_module(shapes, config.target_parameters), dict[str, str](), list[str]()
+        weights, modules, problems = (
+            _weights_by_module(shapes, config.target_parameters),
+            dict[str, str](),
+            list[str](),
+        )
         for key in stored.tensors:
             if (match := _KEY.fullmatch(key)) is None:
                 problems.append(f"{key}: is no LoRA adapter.")
@@ -87,7 +115,8 @@ class _Corrections:
             for key, tensor in stored.tensors.items()
         }
         self._reader = SafetensorsReader(str(folder), placed, stored.file_bytes)
-        self._pair = lru_cache(maxsize=2)(self._read_pair)  # the pieces of one weight are asked for in a row
+        # the pieces of one weight are asked for in a row
+        self._pair = lru_cache(maxsize=2)(self._read_pair)
 
     def _misfits(self, name: str, keys: Sequence[str], rank: int) -> list[str]:
         shape = self._shapes[name]
@@ -96,13 +125,18 @@ class _Corrections:
         experts = shape[0] if len(shape) == 3 else 1
         if (a, b) == ((rank * experts, shape[-1]), (shape[-2], rank * experts)):
             return []
-        return [f"{keys[0]}: shapes {a} and {b} (lora_B) do not fit rank {rank} and the model's weight {shape}."]
+        return [
+            f"{keys[0]}: shapes {a} and {b} (lora_B) do not fit rank {rank} and the model's weight "
+            f"{shape}."
+        ]
 
     def __contains__(self, name: str) -> bool:
         return name in self._pairs
 
     def add(self, name: str, region: Region, values: torch.Tensor) -> torch.Tensor:
-        """Return `values` (float64), the `region` of the weight `name`, with its correction added."""
+        """Return `values` (float64), the `region` of the weight `name`, with its correction
+        added.
+        """
         a, b = self._pair(name)
         rows, columns = region.slices[-2:]
         if name in self._transposed:
@@ -120,15 +154,21 @@ class _Corrections:
         shapes = {key: self._stored.tensors[key].shape for key in self._pairs[name]}
         a, b = (torch.empty(shape, dtype=torch.float64) for shape in shapes.values())
         regions = [whole(key, shape).region for key, shape in shapes.items()]
-        self._reader.read_quietly([ReadRequest(*read) for read in zip(shapes, regions, (a, b), strict=True)])
+        self._reader.read_quietly(
+            [ReadRequest(*read) for read in zip(shapes, regions, (a, b), strict=True)]
+        )
         if len(self._shapes[name]) == 2:
             return a, b
         num_experts = self._shapes[name][0]
-        return a.unflatten(0, (num_experts, -1)), b.unflatten(1, (-1, num_experts)).permute(2, 0, 1).contiguous()
+        return a.unflatten(0, (num_experts, -1)), b.unflatten(1, (-1, num_experts)).permute(
+            2, 0, 1
+        ).contiguous()
 
 
 def _weights_by_module(shapes: Iterable[str], targets: Sequence[str]) -> dict[str, str]:
-    """Return the weights that can have adapters by the name of the module that peft wraps; `targets` are parameters."""
+    """Return the weights that can have adapters by the name of the module that peft wraps;
+    `targets` are parameters.
+    """
     experts: defaultdict[str, list[str]] = defaultdict(list)
     for name in shapes:
         module, _, leaf = name.rpartition(".")
@@ -144,7 +184,9 @@ def _weights_by_module(shapes: Iterable[str], targets: Sequence[str]) -> dict[st
 
 
 class _MergingReader:
-    """A `TensorReader` that adds the corrections of adapters in float64, a few MiB at a time, and rounds once."""
+    """A `TensorReader` that adds the corrections of adapters in float64, a few MiB at a time, and
+    rounds once.
+    """
 
     proves_coverage = False
 
@@ -152,7 +194,9 @@ class _MergingReader:
         self.name, self._inner, self._corrections = inner.name, inner, corrections
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        read_quietly(self._inner, [request for request in requests if request.name not in self._corrections])
+        read_quietly(
+            self._inner, [request for request in requests if request.name not in self._corrections]
+        )
         for request in requests:
             (first, *starts), (length, *lengths) = request.region.starts, request.region.lengths
             rows = max(1, _CHUNK_ELEMENTS * length // max(request.region.numel, 1))
@@ -161,7 +205,9 @@ class _MergingReader:
                 region = Region((first + row, *starts), (count, *lengths))
                 values = torch.empty(region.lengths, dtype=torch.float64)
                 read_quietly(self._inner, [ReadRequest(request.name, region, values)])
-                request.destination[row : row + count] = self._corrections.add(request.name, region, values)
+                request.destination[row : row + count] = self._corrections.add(
+                    request.name, region, values
+                )
 
 
 def read_quietly(reader: TensorReader, requests: Sequence[ReadRequest]) -> None:
@@ -175,4 +221,9 @@ def _transposed_experts(model: Model) -> list[str]:
         return []
     modules = dict(model.transformers_model.named_modules())
     experts = adaptable_experts(model).items()
-    return [f"{name}.{weight}" for name, weights in experts if modules[name].is_transposed for weight in weights]
+    return [
+        f"{name}.{weight}"
+        for name, weights in experts
+        if modules[name].is_transposed
+        for weight in weights
+    ]

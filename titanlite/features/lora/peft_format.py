@@ -1,9 +1,10 @@
-"""Adapters on disk, in the format of the `peft` library: adapter_model.safetensors and adapter_config.json.
+"""Adapters on disk, in the format of the `peft` library: adapter_model.safetensors and
+adapter_config.json.
 
-`peft` wraps the module with an adapter: a linear layer X has `base_model.model.X.lora_A.weight` (r, in) and `lora_B`
-(out, r). Fused experts are parameters, and it wraps their module once per parameter, the first one innermost (under
-`base_layer`). Their matrices are flat: A is (E * r, in), and B is (out, r * E) with the experts running fastest, so
-that B[e][o, j] is at column j * E + e.
+`peft` wraps the module with an adapter: a linear layer X has `base_model.model.X.lora_A.weight` (r,
+in) and `lora_B` (out, r). Fused experts are parameters, and it wraps their module once per
+parameter, the first one innermost (under `base_layer`). Their matrices are flat: A is (E * r, in),
+and B is (out, r * E) with the experts running fastest, so that B[e][o, j] is at column j * E + e.
 """
 
 import json
@@ -63,18 +64,25 @@ _HUB_SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/([0-9a-f]+)/?$")
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """Key and shape of a stored adapter, and the run-time dims in the order on disk, before some are joined."""
+    """Key and shape of a stored adapter, and the run-time dims in the order on disk, before some
+    are joined.
+    """
 
     key: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
 
     def stored_region(self, region: Region) -> Region:
-        return Region(tuple(region.starts[dim] for dim in self.order), tuple(region.lengths[dim] for dim in self.order))
+        return Region(
+            tuple(region.starts[dim] for dim in self.order),
+            tuple(region.lengths[dim] for dim in self.order),
+        )
 
 
 def adapter_place(name: str, shape: tuple[int, ...], names: Iterable[str]) -> AdapterPlace:
-    """Return the place of the adapter `name` of global `shape`; `names` are those of all adapters of the model."""
+    """Return the place of the adapter `name` of global `shape`; `names` are those of all adapters
+    of the model.
+    """
     match = _EXPERT_ADAPTER.fullmatch(name)
     if match is None:
         module, _, leaf = name.rpartition(".")
@@ -88,19 +96,25 @@ def adapter_place(name: str, shape: tuple[int, ...], names: Iterable[str]) -> Ad
 
 
 def _name_of_base(folder: str) -> tuple[str, str]:
-    """Return name and revision of the model in `folder`: those of the hub if it is a local copy of one."""
+    """Return name and revision of the model in `folder`: those of the hub if it is a local copy of
+    one.
+    """
     hub = _HUB_SNAPSHOT.search(folder)
     return (f"{hub[1]}/{hub[2]}", hub[3]) if hub else (str(Path(folder).absolute()), "")
 
 
-def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "", *, key: str = "") -> "AdapterCheckpoint":
-    """Return the adapters in `folder` as a source for `materialize`, next to the one of the model in the folder `base`.
+def adapter_checkpoint(
+    folder: Path, section: LoRASection, base: str = "", *, key: str = ""
+) -> "AdapterCheckpoint":
+    """Return the adapters in `folder` as a source for `materialize`, next to the one of the model
+    in the folder `base`.
 
-    Warns if they were trained on a model of another name. `key` is the setting that asks for them; without one they are
-    of the run to resume.
+    Warns if they were trained on a model of another name. `key` is the setting that asks for them;
+    without one they are of the run to resume.
 
     Raises:
-        CheckpointError: on all ranks; there are none, they are damaged, or of another alpha or scaling than `section`.
+        CheckpointError: on all ranks; there are none, they are damaged, or of another alpha or
+            scaling than `section`.
 
     Collectives: one broadcast; every rank must call.
     """
@@ -109,19 +123,23 @@ def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "", *, ke
         stored, config = read_adapter(folder, f"{key}: " if key else "", exact=not key)
         if key and config.rank != section.rank:
             raise CheckpointError(
-                f"{key}: the adapters in {folder} have rank {config.rank}, but lora.rank is {section.rank}. Set it to "
+                f"{key}: the adapters in {folder} have rank {config.rank}, but lora.rank is "
+                f"{section.rank}. Set it to "
                 f"{config.rank}, or leave {key} out."
             )
         if config.scaling != scaling_of(section) and config.rank == section.rank:
             raise CheckpointError(
-                f"checkpoint {folder}: its adapters are scaled by {config.scaling:g}, but lora.alpha = "
-                f"{section.alpha:g} and lora.use_rslora = {str(section.use_rslora).lower()} scale by "
+                f"checkpoint {folder}: its adapters are scaled by {config.scaling:g}, but "
+                "lora.alpha = "
+                f"{section.alpha:g} and lora.use_rslora = {str(section.use_rslora).lower()} scale "
+                "by "
                 f"{scaling_of(section):g}. Set them as they were, or "
                 f"{f'leave {key} out' if key else 'set another job.dump_folder'}."
             )
         if base and config.base != (name := "@".join(filter(None, _name_of_base(base)))):
             logger.warning(
-                "checkpoint: the adapters in %s were trained on %s, and are put on %s; it must be the same model",
+                "checkpoint: the adapters in %s were trained on %s, and are put on %s; it must be "
+                "the same model",
                 *(folder, config.base, name),
             )
         return stored
@@ -131,7 +149,9 @@ def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "", *, ke
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Settings that applying adapters needs; `base` is their model, a folder or `owner/model[@revision]` of the hub."""
+    """Settings that applying adapters needs; `base` is their model, a folder or
+    `owner/model[@revision]` of the hub.
+    """
 
     rank: int
     scaling: float
@@ -139,28 +159,43 @@ class AdapterConfig:
     target_parameters: tuple[str, ...]
 
 
-def read_adapter(folder: Path, prefix: str = "", *, exact: bool = False) -> tuple[Stored, AdapterConfig]:
-    """Return tensors and configuration of the adapters in `folder`; with `exact`, also those that only a resume reads.
+def read_adapter(
+    folder: Path, prefix: str = "", *, exact: bool = False
+) -> tuple[Stored, AdapterConfig]:
+    """Return tensors and configuration of the adapters in `folder`; with `exact`, also those that
+    only a resume reads.
 
     Raises:
-        CheckpointError: there are none, they are damaged, or need what titanlite cannot apply. It begins with `prefix`.
+        CheckpointError: there are none, they are damaged, or need what titanlite cannot apply. It
+            begins with `prefix`.
     """
     where = f"{prefix}checkpoint {folder}"
     if not (folder / ADAPTER_FILE).exists():
         remedy = "Set lora.rank = 0" if exact else "Give a folder with adapters"
-        raise CheckpointError(f"{where}: has no {ADAPTER_FILE}, so it is not of a run with adapters. {remedy}.")
+        raise CheckpointError(
+            f"{where}: has no {ADAPTER_FILE}, so it is not of a run with adapters. {remedy}."
+        )
     stored = read_headers([folder / ADAPTER_FILE], where)
     table = read_json(folder / ADAPTER_CONFIG, where)
     problems = [
-        f"{ADAPTER_CONFIG}: {key} = {table.get(key)!r} is not plain LoRA, W + scaling * B A on an unchanged W. Merge "
+        f"{ADAPTER_CONFIG}: {key} = {table.get(key)!r} is not plain LoRA, W + scaling * B A on an "
+        "unchanged W. Merge "
         "the adapters with peft, and use the merged model."
         for key, plain in _PLAIN.items()
         if table.get(key) not in plain
     ]
     rank: Any = table.get("r")
     alpha: Any = table.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
-        problems.append(f"{ADAPTER_CONFIG}: r = {rank!r} and lora_alpha = {alpha!r} are not a rank and a factor.")
+    if (
+        type(rank) is not int
+        or rank < 1
+        or type(alpha) not in (int, float)
+        or not math.isfinite(alpha)
+    ):
+        problems.append(
+            f"{ADAPTER_CONFIG}: r = {rank!r} and lora_alpha = {alpha!r} are not a rank and a "
+            "factor."
+        )
     raise_problems(CheckpointError, where, problems)
     scaling = float(alpha) / (rank**0.5 if table.get("use_rslora") else rank)
     parameters, revision = table.get("target_parameters") or [], table.get("revision")
@@ -171,20 +206,24 @@ def read_adapter(folder: Path, prefix: str = "", *, exact: bool = False) -> tupl
     return stored, AdapterConfig(rank, scaling, name, tuple(map(str, parameters)))
 
 
-# Values that mean plain LoRA, of the keys of adapter_config.json that could change what the stored matrices compute.
+# Values that mean plain LoRA, of the keys of adapter_config.json that could change what the stored
+# matrices compute.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     # Others (pissa, olora, corda, loftq, lora_ga) change W, too.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
     **dict.fromkeys(
-        ("use_dora", "alpha_pattern", "fan_in_fan_out", "alora_invocation_tokens", "kasa_config"), (None, False, [], {})
+        ("use_dora", "alpha_pattern", "fan_in_fan_out", "alora_invocation_tokens", "kasa_config"),
+        (None, False, [], {}),
     ),
 }
 
 
 class AdapterCheckpoint:
-    """A `SourceProvider` of all adapters of the model; strict about them, and ignores other tensors."""
+    """A `SourceProvider` of all adapters of the model; strict about them, and ignores other
+    tensors.
+    """
 
     complete = False
 
@@ -196,16 +235,26 @@ class AdapterCheckpoint:
         adapters = {name: info for name, info in tensors.items() if is_adapter(name)}
         placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
         places: dict[str, AdapterPlace] = {}
-        reader = _AdapterReader(SafetensorsReader(self._folder, placed, self._stored.file_bytes), places)
+        reader = _AdapterReader(
+            SafetensorsReader(self._folder, placed, self._stored.file_bytes), places
+        )
         left = dict.fromkeys(self._stored.tensors)
         for name, info in adapters.items():
             place = adapter_place(name, info.shape, adapters)
             left.pop(place.key, None)
             tensor = self._stored.tensors.get(place.key)
             if tensor is None:
-                yield name, Unfit(f"missing, {self.name} does not have {place.key}. Was lora.targets changed?")
+                yield (
+                    name,
+                    Unfit(
+                        f"missing, {self.name} does not have {place.key}. Was lora.targets changed?"
+                    ),
+                )
             elif tensor.shape != place.shape:
-                reason = f"{self.name} has {place.key} with shape {tensor.shape}, the model expects {place.shape}."
+                reason = (
+                    f"{self.name} has {place.key} with shape {tensor.shape}, the model "
+                    f"expects {place.shape}."
+                )
                 yield name, Unfit(f"{reason} Was lora.rank changed?")
             else:
                 whole = Region((0,) * len(info.shape), info.shape)
@@ -238,7 +287,8 @@ class _AdapterReader:
 
 
 _LAYER = re.compile(r".*\.layers\.\d+\.")
-# Names that peft takes for single experts of older transformers in models with experts, and renames.
+# Names that peft takes for single experts of older transformers in models with experts, and
+# renames.
 _FUSED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -252,7 +302,11 @@ class PeftFormat(HFFormat):
     def initial_sources(self, model: Model) -> list[SourceProvider]:
         sources, section = super().initial_sources(model), self._lora
         if section.init_from:
-            sources.append(adapter_checkpoint(Path(section.init_from), section, self.base, key="lora.init_from"))
+            sources.append(
+                adapter_checkpoint(
+                    Path(section.init_from), section, self.base, key="lora.init_from"
+                )
+            )
         return sources
 
     def sources(self, folder: Path, model: Model) -> list[SourceProvider]:
@@ -261,29 +315,43 @@ class PeftFormat(HFFormat):
     def files(self, model: Model, plan: Plan) -> list[FileLayout]:
         return adapter_files(plan)
 
-    def describe(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int]) -> dict[str, bytes]:
-        """Build the files next to the adapters, and check the description of the model to merge them into, too."""
+    def describe(
+        self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int]
+    ) -> dict[str, bytes]:
+        """Build the files next to the adapters, and check the description of the model to merge
+        them into, too.
+        """
         assets = Path(self.base) if (Path(self.base) / "config.json").is_file() else None
         render(lambda folder: write_config(folder, model.config, None, torch.float32, assets))
 
         def write(folder: Path) -> None:
             write_adapter_config(folder, model, self._lora, self.base)
             if isinstance(model.config, ModelConfig):
-                # peft's file has no place for overrides of a run; `model_config_from_hf` reads them here.
-                table = {**family_of(model.config).to_hf(model.config), "model_type": model.config.family}
+                # peft's file has no place for overrides of a run; `model_config_from_hf` reads them
+                # here.
+                table = {
+                    **family_of(model.config).to_hf(model.config),
+                    "model_type": model.config.family,
+                }
                 (folder / OWN_FOLDER).mkdir(exist_ok=True)
-                (folder / OWN_FOLDER / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+                (folder / OWN_FOLDER / "config.json").write_text(
+                    json.dumps(table, indent=2) + "\n", encoding="utf-8"
+                )
             save_tokenizer(tokenizer, folder)
 
         return render(write)
 
 
 def adapter_files(plan: Plan) -> list[FileLayout]:
-    """Layout of adapter_model.safetensors over this rank's shards, in the adapters' own dtype. No collective."""
+    """Layout of adapter_model.safetensors over this rank's shards, in the adapters' own dtype. No
+    collective.
+    """
     entries = [entry for entry in plan.entries if is_adapter(entry.fqn)]
     names = {entry.fqn for entry in entries}
     items = []
-    for entry, share in zip(entries, share_out((entry.tensor for entry in entries), plan.group), strict=True):
+    for entry, share in zip(
+        entries, share_out((entry.tensor for entry in entries), plan.group), strict=True
+    ):
         place = adapter_place(entry.fqn, entry.info.shape, names)
         whole = Region((0,) * len(entry.info.shape), entry.info.shape)
         # A copy only where dims change places: B of experts.
@@ -299,7 +367,9 @@ def adapter_files(plan: Plan) -> list[FileLayout]:
 
 
 def write_adapter_config(folder: Path, model: Model, section: LoRASection, base: str) -> None:
-    """Write adapter_config.json for the adapters of `model` on the model in the folder `base`. On one rank."""
+    """Write adapter_config.json for the adapters of `model` on the model in the folder `base`. On
+    one rank.
+    """
     modules, parameters = _targets(model)
     name, revision = _name_of_base(base)
     config = {
@@ -309,7 +379,8 @@ def write_adapter_config(folder: Path, model: Model, section: LoRASection, base:
         "revision": revision or None,
         "r": section.rank,
         "lora_alpha": int(section.alpha) if section.alpha == int(section.alpha) else section.alpha,
-        # peft refuses dropout next to adapters of parameters; for using the adapter it makes no difference.
+        # peft refuses dropout next to adapters of parameters; for using the adapter it makes no
+        # difference.
         "lora_dropout": 0.0 if parameters else section.dropout,
         "use_rslora": section.use_rslora,
         "target_modules": modules,
@@ -323,12 +394,16 @@ def write_adapter_config(folder: Path, model: Model, section: LoRASection, base:
 def _targets(model: Model) -> tuple[list[str], list[str]]:
     """Peft's target_modules and target_parameters for the adapters of `model`.
 
-    In models with experts peft renames target_modules gate_proj, up_proj and down_proj; the weights of such linear
-    layers (dense layers, shared experts) are given as target_parameters.
+    In models with experts peft renames target_modules gate_proj, up_proj and down_proj; the weights
+    of such linear layers (dense layers, shared experts) are given as target_parameters.
     """
     adapted: set[str] = set()
     for name, module in adapted_modules(model).items():
-        adapted |= {name} if isinstance(module, LoRALinear) else {f"{name}.{weight}" for weight in module.adapted}
+        adapted |= (
+            {name}
+            if isinstance(module, LoRALinear)
+            else {f"{name}.{weight}" for weight in module.adapted}
+        )
     possible = adaptable(model)
     experts = {module for module, weight in possible.values() if weight}
     modules: dict[str, bool] = {}
@@ -352,5 +427,9 @@ def _shorten(targeted: Mapping[str, bool], short_of: Mapping[str, str]) -> list[
     """Return the targeted names; a short one where all names that it stands for are targeted."""
     not_all = {short_of[name] for name, is_target in targeted.items() if not is_target}
     return sorted(
-        {name if short_of[name] in not_all else short_of[name] for name, is_target in targeted.items() if is_target}
+        {
+            name if short_of[name] in not_all else short_of[name]
+            for name, is_target in targeted.items()
+            if is_target
+        }
     )

@@ -1,4 +1,6 @@
-"""Publication of a run: points to Weights & Biases; the model, with its card, to the Hugging Face hub."""
+"""Publication of a run: points to Weights & Biases; the model, with its card, to the Hugging Face
+hub.
+"""
 
 import importlib
 import json
@@ -37,7 +39,9 @@ _QUOTES = "\"'"
 
 
 def public_name(text: str) -> str:
-    """Return `text` fit to publish: of a path on this machine the last part, of the hub's cache the id."""
+    """Return `text` fit to publish: of a path on this machine the last part, of the hub's cache the
+    id.
+    """
     base = base_model_of(text)
     if base is not None and base.on_hub:
         return f"{base.name}@{base.revision}"
@@ -45,10 +49,14 @@ def public_name(text: str) -> str:
     return Path(text).name if is_path else text
 
 
-def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progress: Progress, results: Results) -> str:
-    """Return the card as Markdown with the hub's YAML header; `family` is the Hugging Face model_type.
+def render_model_card(
+    job: JobConfig, *, family: str, num_parameters: int, progress: Progress, results: Results
+) -> str:
+    """Return the card as Markdown with the hub's YAML header; `family` is the Hugging Face
+    model_type.
 
-    Nothing in it depends on when or where the run took place, so that a resumed run writes the same.
+    Nothing in it depends on when or where the run took place, so that a resumed run writes the
+    same.
     """
     base = base_model_of(job.checkpoint.initial_load_path)
     header = [*_header(base), *_datasets(job), *_license(job.checkpoint.initial_load_path)]
@@ -88,11 +96,13 @@ Settings that differ from the defaults:
 """
 
 
-def render_merge_card(folder: Path, adapters: Path, *, family: str, dtype: str, rank: int, scaling: float) -> str:
+def render_merge_card(
+    folder: Path, adapters: Path, *, family: str, dtype: str, rank: int, scaling: float
+) -> str:
     """Return the card of the model in `folder` with the `adapters` in a folder merged into it.
 
-    Data, results and settings are those in the card of the adapters, if titanlite wrote one. The card
-    in `folder` gives its license alone.
+    Data, results and settings are those in the card of the adapters, if titanlite wrote one. The
+    card in `folder` gives its license alone.
     """
     base = base_model_of(str(folder.resolve()))
     assert base is not None
@@ -111,8 +121,9 @@ def render_merge_card(folder: Path, adapters: Path, *, family: str, dtype: str, 
 
 # Model card
 
-A `{family}` model in {dtype}: LoRA adapters of rank {rank} (factor {scaling:g}) merged into {_link(base)} by titanlite.
-{training}"""
+A `{family}` model in {dtype}: LoRA adapters of rank {rank} (factor {scaling:g}) merged into {_link(base)}
+by titanlite.
+{training}"""  # noqa: E501
 
 
 def _link(base: BaseModel) -> str:
@@ -124,11 +135,19 @@ def _link(base: BaseModel) -> str:
 def _header(base: BaseModel | None) -> list[str]:
     """Return the hub's metadata. JSON strings are YAML strings."""
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", _TAG]
-    return lines if base is None or not base.on_hub else [*lines, f"base_model: {json.dumps(base.name)}"]
+    return (
+        lines
+        if base is None or not base.on_hub
+        else [*lines, f"base_model: {json.dumps(base.name)}"]
+    )
 
 
 def _datasets(job: JobConfig) -> list[str]:
-    names = [path.partition("@")[0] for path in _get_paths(job) if is_hub_id(path) and not Path(path).exists()]
+    names = [
+        path.partition("@")[0]
+        for path in _get_paths(job)
+        if is_hub_id(path) and not Path(path).exists()
+    ]
     return [_DATASETS, *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))] if names else []
 
 
@@ -137,22 +156,33 @@ def _get_paths(job: JobConfig) -> list[str]:
 
 
 def _license(folder: str) -> list[str]:
-    """Return the license lines of the card of the model in `folder`: a model trained from it is bound by them."""
+    """Return the license lines of the card of the model in `folder`: a model trained from it is
+    bound by them.
+    """
     header, _ = _read_card(Path(folder)) if folder else ([], "")
-    # Only keys at the top level with a value on the same line, so that nothing else of the header can come along.
+    # Only keys at the top level with a value on the same line, so that nothing else of the header
+    # can come along.
     found = (_LICENSE.fullmatch(line.rstrip()) for line in header)
-    return [f"{match[1]}: {json.dumps(match[2].strip().strip(_QUOTES))}" for match in found if match]
+    return [
+        f"{match[1]}: {json.dumps(match[2].strip().strip(_QUOTES))}" for match in found if match
+    ]
 
 
 def _read_card(folder: Path) -> tuple[list[str], str]:
-    """Return the lines of the header and the text of the card in `folder`; nothing if it is unreadable."""
+    """Return the lines of the header and the text of the card in `folder`; nothing if it is
+    unreadable.
+    """
     path = folder / "README.md"
     try:
         text = read_regular(path, _MOST_CARD_BYTES).decode("utf-8") if path.is_file() else ""
     except (OSError, UnicodeDecodeError):
         return [], ""
     parts = text.split("---\n", 2)
-    return (parts[1].splitlines(), parts[2]) if text.startswith("---\n") and len(parts) == 3 else ([], "")
+    return (
+        (parts[1].splitlines(), parts[2])
+        if text.startswith("---\n") and len(parts) == 3
+        else ([], "")
+    )
 
 
 def _results(results: Results) -> list[str]:
@@ -162,7 +192,9 @@ def _results(results: Results) -> list[str]:
     rows = []
     for series in (results.validation, results.evaluation):
         if series.last_step >= 0:
-            best = f"{shown(series.best)} (step {series.best_step})" if series.best_step >= 0 else "-"
+            best = (
+                f"{shown(series.best)} (step {series.best_step})" if series.best_step >= 0 else "-"
+            )
             last = f"{shown(series.last)} (step {series.last_step})"
             rows.append(f"| {series.name} | {shown(series.first)} | {last} | {best} |")
     if not rows:
@@ -185,17 +217,24 @@ def _settings(job: JobConfig) -> list[str]:
 
 
 def push_to_hub(folder: Path, repository: str) -> None:
-    """Upload the model in `folder`, without the training state, to `repository` ("owner/name"); made private if new.
+    """Upload the model in `folder`, without the training state, to `repository` ("owner/name");
+    made private if new.
 
-    One process calls it, when the folder is complete. Token and address are those of the hub's own library.
+    One process calls it, when the folder is complete. Token and address are those of the hub's own
+    library.
 
     Raises:
-        CheckpointError: the hub cannot be reached, refuses, or an upload fails. The folder is as it was.
+        CheckpointError: the hub cannot be reached, refuses, or an upload fails. The folder is as it
+            was.
     """
     from huggingface_hub import HfApi  # half a second, and only this needs it
 
     logger.info("hub: uploading %s to %s", folder, repository)
-    own = [f"{OWN_FOLDER}/{path.name}" for path in sorted((folder / OWN_FOLDER).glob("*")) if path.name != SIDECAR_FILE]
+    own = [
+        f"{OWN_FOLDER}/{path.name}"
+        for path in sorted((folder / OWN_FOLDER).glob("*"))
+        if path.name != SIDECAR_FILE
+    ]
     try:
         api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
@@ -208,7 +247,8 @@ def push_to_hub(folder: Path, repository: str) -> None:
     except Exception as error:  # of the library, its HTTP client, or the system
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"checkpoint.push_to_hub: cannot upload to {repository}: {reason} The model is safe in {folder}; upload it "
+            f"checkpoint.push_to_hub: cannot upload to {repository}: {reason} The model is safe in "
+            f"{folder}; upload it "
             f"with: hf upload {repository} {folder} --exclude '{OWN_FOLDER}/*'"
         ) from error
     logger.info("hub: uploaded to https://huggingface.co/%s", repository)
@@ -245,8 +285,9 @@ def finish_wandb(exit_code: int) -> None:
 class WandbRun:
     """Writer of points to wandb. The first error is one warning, and nothing is written after it.
 
-    A folder is one run of W&B, whose id is in `wandb_id` there: a resumed run goes on in it. wandb keeps its files in
-    `wandb/` there, and gets the configuration, of local paths only their last part.
+    A folder is one run of W&B, whose id is in `wandb_id` there: a resumed run goes on in it. wandb
+    keeps its files in `wandb/` there, and gets the configuration, of local paths only their last
+    part.
     """
 
     def __init__(self, job: JobConfig, folder: Path) -> None:
@@ -256,10 +297,11 @@ class WandbRun:
 
     def _start(self, job: JobConfig, folder: Path) -> None:
         wandb = importlib.import_module("wandb")
-        # Without information it does not ask for a key on a terminal. The command has paths, and the address of a git
-        # remote may have a token.
+        # Without information it does not ask for a key on a terminal. The command has paths, and
+        # the address of a git remote may have a token.
         quiet = {"show_info": False, "console": "off", "x_disable_meta": True, "disable_git": True}
-        wandb.setup(wandb.Settings(init_timeout=30.0, **quiet))  # `init` prints what its own settings forbid
+        # `init` prints what its own settings forbid
+        wandb.setup(wandb.Settings(init_timeout=30.0, **quiet))
         self._run = wandb.init(
             project=read_variable("WANDB_PROJECT") or job.metrics.wandb_project,
             name=read_variable("WANDB_NAME") or folder.name,
@@ -282,7 +324,9 @@ class WandbRun:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, it is not the run's trouble
             self._is_off = True
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            logger.warning("W&B: %s. It gets no more points; metrics.jsonl has all.", lines[0].rstrip("."))
+            logger.warning(
+                "W&B: %s. It gets no more points; metrics.jsonl has all.", lines[0].rstrip(".")
+            )
 
 
 def _get_config(job: JobConfig) -> dict[str, dict[str, Any]]:
@@ -303,5 +347,9 @@ def _get_id(path: Path) -> str:
     try:
         replace_file(path, name + "\n")
     except OSError as error:
-        logger.warning("cannot write %s: %s. A resume will be another run of W&B.", path, error.strerror or error)
+        logger.warning(
+            "cannot write %s: %s. A resume will be another run of W&B.",
+            path,
+            error.strerror or error,
+        )
     return name

@@ -1,4 +1,6 @@
-"""The environment of a run (environment.json in its folder), what a rank holds, and the disk space of checkpoints."""
+"""The environment of a run (environment.json in its folder), what a rank holds, and the disk space
+of checkpoints.
+"""
 
 import json
 import math
@@ -31,12 +33,16 @@ ENVIRONMENT_FILE = "environment.json"
 _GIT_TIMEOUT_S = 5.0
 
 
-def save_environment(folder: Path, device: torch.device, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Write `environment.json` into the run's folder, on rank 0; a resumed run overwrites it. A full disk is a warning.
+def save_environment(
+    folder: Path, device: torch.device, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write `environment.json` into the run's folder, on rank 0; a resumed run overwrites it. A
+    full disk is a warning.
 
     Returns what is in it, `facts` that only the caller knows included; on other ranks nothing.
 
-    Collectives: one all-gather of small objects over the default process group; every rank must call.
+    Collectives: one all-gather of small objects over the default process group; every rank must
+    call.
     """
     here = (socket.gethostname(), _describe_device(device))
     ranks = gather_objects(here)
@@ -53,7 +59,11 @@ def save_environment(folder: Path, device: torch.device, facts: Mapping[str, Any
         "commit": _describe_commit(Path(__file__).parents[3]),
         "world_size": len(ranks),
         **facts,
-        "versions": {"python": platform.python_version(), **describe_versions(), "cuda": torch.version.cuda},
+        "versions": {
+            "python": platform.python_version(),
+            **describe_versions(),
+            "cuda": torch.version.cuda,
+        },
         "platform": platform.platform(),
         "processor": f"{_describe_processor()}, {os.cpu_count()} logical cores",
         "machines": machines,
@@ -73,23 +83,36 @@ def record_trained(folder: Path, trained: int) -> None:
 
 
 def _describe_device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device.type} ({platform.machine()})"
+    )
 
 
 def _describe_commit(root: Path) -> str | None:
-    """Return the commit of the checkout that this package runs from, followed by + if files differ; None without."""
+    """Return the commit of the checkout that this package runs from, followed by + if files differ;
+    None without.
+    """
     try:
         shown = _git(root, "rev-parse", "--show-toplevel")
-        if Path(shown).resolve() != root.resolve():  # installed somewhere inside of another project's checkout
+        # installed somewhere inside of another project's checkout
+        if Path(shown).resolve() != root.resolve():
             return None
-        return _git(root, "rev-parse", "HEAD") + ("+" if _git(root, "status", "--porcelain") else "")
+        return _git(root, "rev-parse", "HEAD") + (
+            "+" if _git(root, "status", "--porcelain") else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def _git(root: Path, *arguments: str) -> str:
     done = subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S
+        ["git", "-C", str(root), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_GIT_TIMEOUT_S,
     )
     return done.stdout.strip()
 
@@ -108,12 +131,15 @@ _STEP_BYTES = 4  # AdamW's count of steps, one float32 per parameter
 
 
 def count_held(plan: Plan, muon: Container[torch.Tensor]) -> tuple[int, int, int]:
-    """Return this rank's bytes of weights, of their gradients, and of optimizer states, once there was a step.
+    """Return this rank's bytes of weights, of their gradients, and of optimizer states, once there
+    was a step.
 
-    The padding of uneven shards is not counted. `muon` are the parameters that Muon steps; AdamW steps the others, and
-    counts its steps. No communication.
+    The padding of uneven shards is not counted. `muon` are the parameters that Muon steps; AdamW
+    steps the others, and counts its steps. No communication.
     """
-    params = [entry for entry in plan.entries if entry.info.kind == "parameter" and not entry.is_elsewhere]
+    params = [
+        entry for entry in plan.entries if entry.info.kind == "parameter" and not entry.is_elsewhere
+    ]
     trained = [entry for entry in params if entry.tensor.requires_grad]
     moments = sum(count_moments(entry.tensor, muon) * entry.local_bytes for entry in trained)
     steps = _STEP_BYTES * sum(entry.tensor not in muon for entry in trained)
@@ -132,35 +158,50 @@ def _bytes_of(entries: Iterable[TensorEntry]) -> int:
 
 
 def count_moments(param: torch.Tensor, muon: Container[torch.Tensor]) -> int:
-    """Count the moments that the optimizer keeps of a parameter, in its dtype; `muon` are those that Muon steps."""
+    """Count the moments that the optimizer keeps of a parameter, in its dtype; `muon` are those
+    that Muon steps.
+    """
     return 1 if param in muon else 2
 
 
 def count_bytes(plan: Plan, job: JobConfig, muon: Container[torch.Tensor]) -> int:
-    """Bytes of a checkpoint: the model in `checkpoint.export_dtype`, its exact weights if that loses bits, the moments.
+    """Bytes of a checkpoint: the model in `checkpoint.export_dtype`, its exact weights if that
+    loses bits, the moments.
 
-    With adapters, of these alone. Headers, tokenizer and other small files are not counted. `muon` as in
-    `count_moments`.
+    With adapters, of these alone. Headers, tokenizer and other small files are not counted. `muon`
+    as in `count_moments`.
     """
     total = 0
     for entry in plan.entries:
         if not entry.info.persistent or (job.lora.rank and not is_adapter(entry.fqn)):
             continue
         own = entry.dtype.itemsize
-        export = own if job.lora.rank else entry.saved_dtype(getattr(torch, job.checkpoint.export_dtype)).itemsize
+        export = (
+            own
+            if job.lora.rank
+            else entry.saved_dtype(getattr(torch, job.checkpoint.export_dtype)).itemsize
+        )
         moments = count_moments(entry.tensor, muon) if entry.tensor.requires_grad else 0
-        total += math.prod(entry.info.shape) * (export + (own if export < own else 0) + moments * own)
+        total += math.prod(entry.info.shape) * (
+            export + (own if export < own else 0) + moments * own
+        )
     return total
 
 
 def check_space(
-    job: JobConfig, plan: Plan, muon: Container[torch.Tensor], folder: Path, step: int, carried_bytes: int = 0
+    job: JobConfig,
+    plan: Plan,
+    muon: Container[torch.Tensor],
+    folder: Path,
+    step: int,
+    carried_bytes: int = 0,
 ) -> None:
     """Log the size of a checkpoint, and check that the first one after `step` fits into `folder`.
 
     A run that shall go on without its checkpoints (`checkpoint.on_save_error`) is only warned.
 
-    Raises CheckpointError: on all ranks, if rank 0 has less space. Collective: every rank must call.
+    Raises CheckpointError: on all ranks, if rank 0 has less space. Collective: every rank must
+    call.
     """
     if not job.checkpoint.enable or step >= job.training.steps:
         return
@@ -168,15 +209,24 @@ def check_space(
     def check() -> None:
         size = count_bytes(plan, job, muon) + carried_bytes
         try:
-            free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+            free = shutil.disk_usage(
+                next(path for path in (folder, *folder.parents) if path.exists())
+            ).free
         except OSError:
             return  # the first write will report what is wrong
-        logger.info("checkpoint: each takes %s, %s are free in %s", format_size(size), format_size(free), folder)
+        logger.info(
+            "checkpoint: each takes %s, %s are free in %s",
+            format_size(size),
+            format_size(free),
+            folder,
+        )
         if size <= free:
             return
         text = (
-            f"checkpoint: the first one takes {format_size(size)} ({size:,} bytes), and {format_size(free)} ({free:,} "
-            f"bytes) are free in {folder}. Make room there, set another job.dump_folder, or set checkpoint.enable = "
+            f"checkpoint: the first one takes {format_size(size)} ({size:,} bytes), and "
+            f"{format_size(free)} ({free:,} "
+            f"bytes) are free in {folder}. Make room there, set another job.dump_folder, or set "
+            "checkpoint.enable = "
             "false to save nothing."
         )
         if job.checkpoint.on_save_error == "stop":

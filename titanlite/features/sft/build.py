@@ -1,4 +1,6 @@
-"""Dataset of examples from the configuration, and a report of the rows that were skipped, cut or dropped."""
+"""Dataset of examples from the configuration, and a report of the rows that were skipped, cut or
+dropped.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -32,12 +34,17 @@ def build_sft(job: JobConfig) -> tuple["PreTrainedTokenizerFast", ExampleDataset
 
 
 def build_example_dataset(
-    data: DataSection, seq_len: int, where: str = "data", tokenizer: "PreTrainedTokenizerFast | None" = None
+    data: DataSection,
+    seq_len: int,
+    where: str = "data",
+    tokenizer: "PreTrainedTokenizerFast | None" = None,
 ) -> tuple["PreTrainedTokenizerFast", ExampleDataset]:
-    """Load the tokenizer, unless it is given, and the examples of `data.path`; `where` is the section, for the log.
+    """Load the tokenizer, unless it is given, and the examples of `data.path`; `where` is the
+    section, for the log.
 
     Raises:
-        DataError: there is no tokenizer or template, a row is bad, or an example too long, and the settings say so.
+        DataError: there is no tokenizer or template, a row is bad, or an example too long, and the
+            settings say so.
     """
     tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
     rows = open_rows(data)
@@ -49,14 +56,18 @@ def build_example_dataset(
     else:
         sources = (train,)
         train, held_out = hold_out(train, data.validation_share)
-    dataset = ExampleDataset(train, held_out, sources, seq_len, get_padding(tokenizer), packing=data.packing)
+    dataset = ExampleDataset(
+        train, held_out, sources, seq_len, get_padding(tokenizer), packing=data.packing
+    )
     logger.info("%s: %s", where, describe(dataset))
     for warning in get_warnings(dataset):
         logger.warning("%s: %s", where, warning)
     return tokenizer, dataset
 
 
-def build_held_out(data: DataSection, seq_len: int, tokenizer: "PreTrainedTokenizerFast") -> ExampleSet:
+def build_held_out(
+    data: DataSection, seq_len: int, tokenizer: "PreTrainedTokenizerFast"
+) -> ExampleSet:
     """Return the examples of `data.validation_path`."""
     rows = open_rows(replace(data, path=data.validation_path, split=data.validation_split))
     return fit_examples(build_examples(data, rows, tokenizer), seq_len, data.too_long)
@@ -66,7 +77,8 @@ def load_example_tokenizer(data: DataSection) -> "PreTrainedTokenizerFast":
     """Return the tokenizer with its chat template."""
     if not data.tokenizer_path:
         raise DataError(
-            "data: rows of examples need a tokenizer, and there is no tokenizer.json at model.path. Set model.path to "
+            "data: rows of examples need a tokenizer, and there is no tokenizer.json at "
+            "model.path. Set model.path to "
             "the model to fine-tune, or data.tokenizer_path to a folder with a tokenizer."
         )
     tokenizer = load_tokenizer(data.tokenizer_path)
@@ -74,7 +86,10 @@ def load_example_tokenizer(data: DataSection) -> "PreTrainedTokenizerFast":
         tokenizer.chat_template = _read_template(data.chat_template)
     if arguments := parse_object("data.chat_template_kwargs", data.chat_template_kwargs):
         if not tokenizer.chat_template:
-            raise DataError("data.chat_template_kwargs: the tokenizer has no chat template. Set data.chat_template.")
+            raise DataError(
+                "data.chat_template_kwargs: the tokenizer has no chat template. Set "
+                "data.chat_template."
+            )
         tokenizer.chat_template = set_arguments(tokenizer.chat_template, arguments)
     return tokenizer
 
@@ -89,11 +104,15 @@ def _read_template(path: str) -> str:
     try:
         return read_regular(Path(path).expanduser(), _MOST_TEMPLATE_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.chat_template: cannot read {path}: {error}. Set it to a Jinja file in UTF-8.") from None
+        raise DataError(
+            f"data.chat_template: cannot read {path}: {error}. Set it to a Jinja file in UTF-8."
+        ) from None
 
 
 def get_left_out(dataset: ExampleDataset) -> list[str]:
-    """List rows skipped and examples cut or dropped, counted by reason; empty if everything is used as it is."""
+    """List rows skipped and examples cut or dropped, counted by reason; empty if everything is used
+    as it is.
+    """
     found: Counter[tuple[str, str]] = Counter()
     for source in dataset.sources:
         for reason, skipped in source.examples.header.skipped.items():
@@ -102,7 +121,9 @@ def get_left_out(dataset: ExampleDataset) -> list[str]:
             found["example", f"dropped: {reason}"] += count
         if source.num_cut:
             found["example", f"cut to {dataset.seq_len} tokens"] += source.num_cut
-    return [f"{count} {noun}{'' if count == 1 else 's'} {what}" for (noun, what), count in found.items()]
+    return [
+        f"{count} {noun}{'' if count == 1 else 's'} {what}" for (noun, what), count in found.items()
+    ]
 
 
 def get_first_skipped(dataset: ExampleDataset) -> list[str]:
@@ -119,25 +140,37 @@ def describe(dataset: ExampleDataset) -> str:
     num_split = sum(source.num_split for source in dataset.sources)  # documents
     share = train.num_trained / train.num_tokens  # padding aside
     return (
-        f"{len(train.selected)} {kind} to train on ({dataset.form}), {len(dataset.held_out.selected)} held out"
+        f"{len(train.selected)} {kind} to train on ({dataset.form}), "
+        f"{len(dataset.held_out.selected)} held out"
         f"{f', {num_split} longer documents split' if num_split else ''}; "
         f"{train.num_tokens} tokens, {share:.1%} trained; {dataset.num_train_sequences} sequences "
-        f"of {dataset.seq_len}, {dataset.packing_efficiency:.1%} full; left out: {left_out or 'nothing'}"
+        f"of {dataset.seq_len}, {dataset.packing_efficiency:.1%} full; left out: "
+        f"{left_out or 'nothing'}"
     )
 
 
 def get_warnings(dataset: ExampleDataset) -> list[str]:
     """Return warnings about chats that are most likely unintended, with their file."""
     headers = [source.examples.header for source in dataset.sources]
-    return [f"{header.names[0]}: {text}" for header in headers for text in get_chat_warnings(header.counts)]
+    return [
+        f"{header.names[0]}: {text}"
+        for header in headers
+        for text in get_chat_warnings(header.counts)
+    ]
 
 
 def get_chat_warnings(counts: Mapping[str, int]) -> list[str]:
-    """Return warnings about `ExampleHeader.counts` that are no errors but most likely unintended."""
+    """Return warnings about `ExampleHeader.counts` that are no errors but most likely
+    unintended.
+    """
     remedies = {
-        NO_END: "the model will not learn to stop. Use a chat template that closes the assistant's turn with a token.",
-        SPELLED: "they are trained as letters. Give such chats as messages, or as prompt and completion.",
+        NO_END: "the model will not learn to stop. Use a chat template that closes the assistant's "
+        "turn with a token.",
+        SPELLED: "they are trained as letters. Give such chats as messages, or as prompt and "
+        "completion.",
     }
-    found = [f"{count} {what}: {remedies[what]}" for what, count in counts.items() if what in remedies]
+    found = [
+        f"{count} {what}: {remedies[what]}" for what, count in counts.items() if what in remedies
+    ]
     dropped = [f"{count} {what}" for what, count in counts.items() if what.startswith(DROPPED)]
     return found + [f"{text}. Use a chat template that shows them." for text in dropped]

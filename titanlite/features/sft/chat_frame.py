@@ -1,5 +1,5 @@
-"""Frames that a chat template writes around answers, and the parts of a message that it shows: found by rendering other
-texts in their place.
+"""Frames that a chat template writes around answers, and the parts of a message that it shows:
+found by rendering other texts in their place.
 """
 
 import json
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 Show = Callable[[Messages], str]  # a finished conversation as text
 
-# Two words that occur in no text and differ at both ends, so that what two renderings have in common is the template's.
+# Two words that occur in no text and differ at both ends, so that what two renderings have in
+# common is the template's.
 PROBES = ("Zqxjvq", "Wvkzxw")
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _NUMBERS: dict[str, int] = {PROBES[0]: 70351, PROBES[1]: 94082}
@@ -26,7 +27,9 @@ _CLOSED = (
     r"\s*(?:(?:<[^<>]*>|\[[^\[\]]*\])\s*(?:thought|analysis)?\s*)?"
     r"(?:</[^<>]*(?:think|thought|reason)[^<>]*>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>)\s*"
 )
-_CLOSED_THOUGHT, _ENDING_THOUGHT = (re.compile(pattern, re.IGNORECASE) for pattern in (_CLOSED, rf"{_CLOSED}\Z"))
+_CLOSED_THOUGHT, _ENDING_THOUGHT = (
+    re.compile(pattern, re.IGNORECASE) for pattern in (_CLOSED, rf"{_CLOSED}\Z")
+)
 
 
 @dataclass(frozen=True)
@@ -60,26 +63,35 @@ class Frame:
 
 
 class FrameFinder:
-    """Finder of the frames of answers in the template's text, with the special tokens of `tokenizer`."""
+    """Finder of the frames of answers in the template's text, with the special tokens of
+    `tokenizer`.
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._tokenizer = tokenizer
         added = list(tokenizer.added_tokens_decoder.values())
-        self.special_tokens = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        self.special_tokens = {
+            *tokenizer.all_special_tokens,
+            *(token.content for token in added if token.special),
+        }
         self.special = _any_of(self.special_tokens)
         # Text on the two sides of these is tokenized apart.
         self.cutting = _any_of(
-            {t.content for t in added if not (t.lstrip or t.rstrip or t.single_word or t.normalized)}
+            {
+                t.content
+                for t in added
+                if not (t.lstrip or t.rstrip or t.single_word or t.normalized)
+            }
         )
-        self.mark = re.compile(
-            f"{_any_of({token.content for token in added} | self.special_tokens).pattern}|{_MARK.pattern}"
-        )
+        contents = {token.content for token in added} | self.special_tokens
+        self.mark = re.compile(f"{_any_of(contents).pattern}|{_MARK.pattern}")
 
     def probe(self, show: Show, messages: Messages, prompt: str) -> tuple[Frame, int] | None:
-        """Return the frame that the template writes around the last of `messages`, and where this answer starts.
+        """Return the frame that the template writes around the last of `messages`, and where this
+        answer starts.
 
-        Found by rendering other texts in its place. None if the finished turn shows another prompt or nothing of the
-        answer; RowError if the template fails.
+        Found by rendering other texts in its place. None if the finished turn shows another prompt
+        or nothing of the answer; RowError if the template fails.
         """
         finished = [[*messages[:-1], probe_message(messages[-1], probe)] for probe in PROBES]
         done = [show(chat) for chat in finished]
@@ -98,20 +110,26 @@ class FrameFinder:
         end = end or self.special.search(tail)  # of no message but the last one
         if end is not None:
             return Frame(more, left, tail[end.start() :], "", end.group()), start
-        rest = (follows or "")[alike:].partition(_FOLLOWING)[0]  # what the next message says ends nothing
+        # what the next message says ends nothing
+        rest = (follows or "")[alike:].partition(_FOLLOWING)[0]
         glue = rest[: len(rest) - len(rest.lstrip())]
         return Frame(more, left, tail[alike:], glue, self._get_first_token(rest.lstrip())), start
 
-    def _find_start(self, show: Show, messages: Messages, prompt: str, done: list[str]) -> tuple[str, str, int] | None:
-        """Find `more` and `left` of a frame, and the answer's start in `done`; None if the turn shows another prompt,
-        and not only in its history.
+    def _find_start(
+        self, show: Show, messages: Messages, prompt: str, done: list[str]
+    ) -> tuple[str, str, int] | None:
+        """Find `more` and `left` of a frame, and the answer's start in `done`; None if the turn
+        shows another prompt, and not only in its history.
         """
         if done[0].startswith(prompt):
             return "", "", len(prompt)
         same = self.cut_mark(get_common_start(*done, prompt), prompt, done[0])
         more = prompt[same:]
         if _CLOSED_THOUGHT.fullmatch(more):
-            place = next((k for k in range(same, len(prompt)) if done[0].startswith(prompt[k:], same)), len(prompt))
+            place = next(
+                (k for k in range(same, len(prompt)) if done[0].startswith(prompt[k:], same)),
+                len(prompt),
+            )
             return more, prompt[place:], same + len(prompt) - place
         if _begins_with_thought(show, messages, same, done):
             return more, "", same
@@ -122,8 +140,12 @@ class FrameFinder:
             place = done[0].rfind(role, same, get_common_start(*done)) if role else -1
             if place >= 0:
                 return "", "", place + len(role)
-        # A role mark that the finished turn leaves out because the turn before is the assistant's, too.
-        plain = [{"role": "user", "content": PROBES[0]}, {"role": "assistant", "content": PROBES[1]}]
+        # A role mark that the finished turn leaves out because the turn before is the assistant's,
+        # too.
+        plain = [
+            {"role": "user", "content": PROBES[0]},
+            {"role": "assistant", "content": PROBES[1]},
+        ]
         shown = show(plain) if len(messages) > 2 else ""
         if shown[: max(0, shown.rfind(PROBES[1]))].endswith(_ENDING_THOUGHT.sub("", more)):
             return "", "", same
@@ -132,10 +154,14 @@ class FrameFinder:
     def _choose_end(
         self, show: Show, messages: Messages, prompt: str, ends: list["re.Match[str]"], answer: str
     ) -> "re.Match[str] | None":
-        """Return the first of the special tokens `ends` that ends every turn and is not inside of answers; or None."""
+        """Return the first of the special tokens `ends` that ends every turn and is not inside of
+        answers; or None.
+        """
         if messages[-1].get("tool_calls") and ends:  # those of a call may end each call of several
             try:
-                plain = self.probe(show, [*messages[:-1], {"role": "assistant", "content": PROBES[0]}], prompt)
+                plain = self.probe(
+                    show, [*messages[:-1], {"role": "assistant", "content": PROBES[0]}], prompt
+                )
             except RowError:
                 plain = None
             for match in ends if plain is not None else ():
@@ -160,7 +186,9 @@ class FrameFinder:
 
 
 def _get_following(show: Show, finished: list[Messages]) -> str | None:
-    """Return the end that the `finished` conversations have in common when a message follows; None if none can."""
+    """Return the end that the `finished` conversations have in common when a message follows; None
+    if none can.
+    """
     calls = finished[0][-1].get("tool_calls")
     user = {"role": "user", "content": _FOLLOWING}
     result = {"role": "tool", "content": _FOLLOWING}
@@ -176,13 +204,20 @@ def _get_following(show: Show, finished: list[Messages]) -> str | None:
 
 
 def _begins_with_thought(show: Show, messages: Messages, start: int, done: list[str]) -> bool:
-    """Return whether the thought of the last message follows at `start`, after what the prompt opens."""
+    """Return whether the thought of the last message follows at `start`, after what the prompt
+    opens.
+    """
     place = get_common_start(*done)
     message = messages[-1]
-    thought = next((part for part in list_parts(change_message, message) if part.kind == "thought"), None)
+    thought = next(
+        (part for part in list_parts(change_message, message) if part.kind == "thought"), None
+    )
     if thought is None or done[0][start:place].strip():
         return False
-    texts = [show([*messages[:-1], put_probe(change_message, message, thought, probe)]) for probe in PROBES]
+    texts = [
+        show([*messages[:-1], put_probe(change_message, message, thought, probe)])
+        for probe in PROBES
+    ]
     return get_common_start(*texts) == place
 
 
@@ -209,20 +244,34 @@ Change = Callable[[Part, Any], Any]
 
 
 def get_shape(message: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the kind of a message: everything that templates are known to look at, except its words."""
+    """Return the kind of a message: everything that templates are known to look at, except its
+    words.
+    """
     content = message.get("content", "")
     if len(message) == 2:  # most are role and content alone
         return message["role"], bool(content) and not content.isspace(), "</think>" in content
     calls = tuple(
-        tuple((type(value), any(list_python_texts(value))) for value in call["function"]["arguments"].values())
+        tuple(
+            (type(value), any(list_python_texts(value)))
+            for value in call["function"]["arguments"].values()
+        )
         for call in message.get("tool_calls", ())
     )
     thoughts = tuple(key for key in REASONING if message.get(key))
-    return message["role"], bool(content.strip()), "</think>" in content, thoughts, calls, len(message)
+    return (
+        message["role"],
+        bool(content.strip()),
+        "</think>" in content,
+        thoughts,
+        calls,
+        len(message),
+    )
 
 
 def list_python_texts(value: Any) -> list[str]:
-    """List how Python prints the objects and lists in `value`, itself included, where JSON differs."""
+    """List how Python prints the objects and lists in `value`, itself included, where JSON
+    differs.
+    """
     if not isinstance(value, dict | list) or not value:
         return []
     text = str(value)
@@ -233,7 +282,9 @@ def list_python_texts(value: Any) -> list[str]:
 
 
 def change_message(message: dict[str, Any], change: Change) -> dict[str, Any]:
-    """Return `message` with each of its parts changed: content, thought, and names and arguments of calls."""
+    """Return `message` with each of its parts changed: content, thought, and names and arguments of
+    calls.
+    """
 
     def change_text(name: str, text: str, kind: str = "value") -> str:
         return change(Part(name, kind), text) if text.strip() else text
@@ -241,63 +292,89 @@ def change_message(message: dict[str, Any], change: Change) -> dict[str, Any]:
     other, content, role = dict(message), message.get("content"), message["role"]
     if isinstance(content, list):  # images are among them
         other["content"] = [
-            p | {"text": change_text(".content", p["text"])} if p["type"] == "text" else p for p in content
+            p | {"text": change_text(".content", p["text"])} if p["type"] == "text" else p
+            for p in content
         ]
     elif content and (found := _THOUGHT.search(content)):
         thought = change_text(".content (its thought)", found.group(1), "thought")
         rest = change_text(".content", content[found.end() :])
         other["content"] = f"{content[: found.start(1)]}{thought}</think>{rest}"
     elif content:
-        other["content"] = change_text(".content" if role == "assistant" else f", of the role '{role}'", content)
-    thoughts = [key for key in REASONING if isinstance(message.get(key), str) and message[key].strip()]
-    other |= {key: change_text(f".{thoughts[0]}", message[key], "thought") for key in thoughts}  # one is enough
+        other["content"] = change_text(
+            ".content" if role == "assistant" else f", of the role '{role}'", content
+        )
+    thoughts = [
+        key for key in REASONING if isinstance(message.get(key), str) and message[key].strip()
+    ]
+    # one is enough
+    other |= {key: change_text(f".{thoughts[0]}", message[key], "thought") for key in thoughts}
     if "tool_calls" in message:
-        other["tool_calls"] = [_change_call(k, call, change) for k, call in enumerate(message["tool_calls"])]
+        other["tool_calls"] = [
+            _change_call(k, call, change) for k, call in enumerate(message["tool_calls"])
+        ]
     return other
 
 
 def _change_call(k: int, call: dict[str, Any], change: Change) -> dict[str, Any]:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
-    part = Part(f".tool_calls{f'[{k}]' if k else ''}, a call of '{name}'", "name" if arguments else "value")
+    part = Part(
+        f".tool_calls{f'[{k}]' if k else ''}, a call of '{name}'", "name" if arguments else "value"
+    )
     name = change(part, name)  # first: a call that is dropped is named as a whole
     where = f".tool_calls[{k}].function.arguments"
     changed = {
-        change(Part(f"{where}['{key}'], its name", "name"), key): change(Part(f"{where}['{key}']"), value)
+        change(Part(f"{where}['{key}'], its name", "name"), key): change(
+            Part(f"{where}['{key}']"), value
+        )
         for key, value in arguments.items()
     }
     return call | {"function": call["function"] | {"name": name, "arguments": changed}}
 
 
 def change_tool(tool: dict[str, Any], change: Change) -> dict[str, Any]:
-    """Return `tool` with each of its parts changed: its name, description, and names of parameters."""
+    """Return `tool` with each of its parts changed: its name, description, and names of
+    parameters.
+    """
     inside = isinstance(tool.get("function"), dict)
     function = dict(tool["function"] if inside else tool)
     for key in ("name", "description"):
         if isinstance(function.get(key), str) and function[key].strip():
             function[key] = change(Part(f".{key}"), function[key])
     parameters = function.get("parameters")
-    if isinstance(parameters, dict) and isinstance(properties := parameters.get("properties"), dict):
-        changed = {change(Part(f".parameters.{name}"), name): value for name, value in properties.items()}
+    if isinstance(parameters, dict) and isinstance(
+        properties := parameters.get("properties"), dict
+    ):
+        changed = {
+            change(Part(f".parameters.{name}"), name): value for name, value in properties.items()
+        }
         function["parameters"] = parameters | {"properties": changed}
     return tool | {"function": function} if inside else function
 
 
 def list_parts(change_whole: Callable[..., Any], whole: dict[str, Any]) -> list[Part]:
-    """List the parts of `whole`, a message or a tool, that `change_whole` changes, except empty arguments."""
+    """List the parts of `whole`, a message or a tool, that `change_whole` changes, except empty
+    arguments.
+    """
     found: dict[Part, Any] = {}
     change_whole(whole, lambda part, value: found.setdefault(part, value))
     return [part for part, value in found.items() if value not in ("", None, [], {})]
 
 
-def put_probe(change_whole: Callable[..., Any], whole: dict[str, Any], part: Part, probe: str) -> dict[str, Any]:
+def put_probe(
+    change_whole: Callable[..., Any], whole: dict[str, Any], part: Part, probe: str
+) -> dict[str, Any]:
     """Return `whole` with `probe` in place of one part."""
-    changed: dict[str, Any] = change_whole(whole, lambda other, value: _like(value, probe) if other == part else value)
+    changed: dict[str, Any] = change_whole(
+        whole, lambda other, value: _like(value, probe) if other == part else value
+    )
     return changed
 
 
 def probe_message(message: dict[str, Any], probe: str) -> dict[str, Any]:
     """Return `message` with `probe` in place of all its texts."""
-    return change_message(message, lambda part, value: value if part.kind == "name" else _like(value, probe))
+    return change_message(
+        message, lambda part, value: value if part.kind == "name" else _like(value, probe)
+    )
 
 
 def _like(value: Any, probe: str) -> Any:
@@ -306,13 +383,17 @@ def _like(value: Any, probe: str) -> Any:
         return (not value) if probe == PROBES[0] else value
     if isinstance(value, int | float):
         return _NUMBERS[probe]
-    return [probe] if isinstance(value, list) else {probe: probe} if isinstance(value, dict) else probe
+    return (
+        [probe] if isinstance(value, list) else {probe: probe} if isinstance(value, dict) else probe
+    )
 
 
 def get_common_start(*texts: str) -> int:
     """Count the characters that all `texts` begin with alike."""
     first, last = min(texts), max(texts)  # what these two begin with, all do
-    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first)
+    )
 
 
 def get_common_end(*texts: str) -> str:

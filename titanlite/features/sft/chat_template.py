@@ -30,8 +30,24 @@ Marks = list[tuple[int, int]]  # places in a text that the template marks with {
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 # Exceptions of a template: its own raise_exception, and errors of expressions on unexpected values.
-_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-_KNOWN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "date_string"}
+_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+_KNOWN = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "raise_exception",
+    "strftime_now",
+    "date_string",
+}
 
 
 class ChatTemplate:
@@ -39,7 +55,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._date = date
         self._special: dict[str, Any] = tokenizer.special_tokens_map
-        self._texts: dict[bool, tuple[str, bool]] = {}  # with and without tools: the text, and whether it has marks
+        # with and without tools: the text, and whether it has marks
+        self._texts: dict[bool, tuple[str, bool]] = {}
 
     def render(
         self,
@@ -49,7 +66,8 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> list[tuple[str, Marks | None]]:
-        """Render each conversation, with the generation prompt if `prompt`; and the marks of a template that has any.
+        """Render each conversation, with the generation prompt if `prompt`; and the marks of a
+        template that has any.
 
         Raises:
             DataError: the tokenizer has no chat template.
@@ -78,43 +96,58 @@ class ChatTemplate:
         return list(zip(texts, cast(Any, marks) if marked else [None] * len(texts), strict=True))
 
     def _get(self, tools: Messages | None) -> tuple[str, bool]:
-        """Return the Jinja text for rows with or without tools, its dates written out, and whether it has marks."""
+        """Return the Jinja text for rows with or without tools, its dates written out, and whether
+        it has marks.
+        """
         has_tools = tools is not None
         if has_tools not in self._texts:
             if not self._tokenizer.chat_template:
                 raise DataError(
-                    "data: the rows are chats, but the tokenizer has no chat template. Set data.chat_template to a "
-                    "Jinja file, use the tokenizer of a chat model (data.tokenizer_path), or give prompt and "
+                    "data: the rows are chats, but the tokenizer has no chat template. Set "
+                    "data.chat_template to a "
+                    "Jinja file, use the tokenizer of a chat model (data.tokenizer_path), or give "
+                    "prompt and "
                     "completion as text."
                 )
             try:
                 template = self._tokenizer.get_chat_template(None, cast(Any, tools))
             except ValueError as error:  # several named templates, none of them the default
                 raise DataError(f"data: {error} Set data.chat_template to a Jinja file.") from None
-            self._texts[has_tools] = set_date(template, self._date), bool(_GENERATION.search(template))
+            self._texts[has_tools] = (
+                set_date(template, self._date),
+                bool(_GENERATION.search(template)),
+            )
         return self._texts[has_tools]
 
     def describe_arguments(self, tools: Messages | None) -> str:
-        """Return a remedy that names the arguments which the template reads; empty if there are none."""
+        """Return a remedy that names the arguments which the template reads; empty if there are
+        none.
+        """
         names = _list_arguments(self._get(tools)[0]) - self._special.keys()
         if not names:
             return ""
         named = list_names(sorted(names))
-        return f" The template reads {named}: set them with data.chat_template_kwargs, or in the row."
+        return (
+            f" The template reads {named}: set them with data.chat_template_kwargs, or in the row."
+        )
 
 
 def set_date(template: Any, date: str) -> Any:
-    """Return `template`, or each of several by name, with `date` written out where it asks for today's."""
+    """Return `template`, or each of several by name, with `date` written out where it asks for
+    today's.
+    """
     if isinstance(template, dict):
         return {name: set_date(text, date) for name, text in template.items()}
     if not date or not template:
         return template
-    return _TODAY.sub(lambda match: repr(Date.fromisoformat(date).strftime(match.group(2))), template)
+    return _TODAY.sub(
+        lambda match: repr(Date.fromisoformat(date).strftime(match.group(2))), template
+    )
 
 
 def set_arguments(template: Any, arguments: dict[str, Any]) -> Any:
-    """Return `template`, or each of several by name, with default values of its arguments written into its text, so
-    that every renderer of a saved template uses them.
+    """Return `template`, or each of several by name, with default values of its arguments written
+    into its text, so that every renderer of a saved template uses them.
     """
     if isinstance(template, dict):
         return {name: set_arguments(text, arguments) for name, text in template.items()}
@@ -127,10 +160,16 @@ def set_arguments(template: Any, arguments: dict[str, Any]) -> Any:
 
 def _to_jinja(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_to_jinja(key)}: {_to_jinja(inner)}" for key, inner in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_to_jinja(key)}: {_to_jinja(inner)}" for key, inner in value.items())
+            + "}"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(map(_to_jinja, value)) + "]"
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return (
+        "none" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    )
 
 
 @lru_cache(maxsize=8)
@@ -141,7 +180,9 @@ def _list_arguments(template: str) -> frozenset[str]:
 
 
 def with_chat_date(job: JobConfig) -> JobConfig:
-    """Return `job` with the date for chat templates: as set, as in the checkpoint to resume from, or today."""
+    """Return `job` with the date for chat templates: as set, as in the checkpoint to resume from,
+    or today.
+    """
     if job.data.dataset not in ("examples", "images") or job.data.chat_date:
         return job
     start = find_start(job.checkpoint, job.job.dump_folder)

@@ -1,13 +1,15 @@
 """Encoding of rows to token ids, with flags for each: trained, part of an answer, end of an answer.
 
-**Prompt and answer are tokenized separately**: at inference the model gets the tokens of the prompt, and a token across
-the seam would never occur. Tokenizers that put a space before every text (SentencePiece) are the exception: there the
-whole text is tokenized, and used if it begins with the tokens of each prompt.
+**Prompt and answer are tokenized separately**: at inference the model gets the tokens of the
+prompt, and a token across the seam would never occur. Tokenizers that put a space before every text
+(SentencePiece) are the exception: there the whole text is tokenized, and used if it begins with the
+tokens of each prompt.
 
-**Special tokens are added once.** A chat template writes the begin-of-text token itself; a prompt as plain text gets
-what the tokenizer puts in front of any text, unless it is there already. Completions and documents end with the end-of-
-text token. In a document, text that spells a special token is plain text, as in pretraining data; in chats and prompts
-it is the token, because prompts are written that way.
+**Special tokens are added once.** A chat template writes the begin-of-text token itself; a prompt
+as plain text gets what the tokenizer puts in front of any text, unless it is there already.
+Completions and documents end with the end-of- text token. In a document, text that spells a special
+token is plain text, as in pretraining data; in chats and prompts it is the token, because prompts
+are written that way.
 """
 
 from bisect import bisect_left, bisect_right
@@ -44,7 +46,9 @@ class Document:
 
 
 class _Piece(NamedTuple):
-    """Text that is tokenized by itself, with `flags` for its tokens; with `marks`, only those there are trained."""
+    """Text that is tokenized by itself, with `flags` for its tokens; with `marks`, only those there
+    are trained.
+    """
 
     text: str
     flags: int
@@ -53,11 +57,12 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class _Draft:
-    """A document before tokenization: pieces of text, with token ids before (`prefix`) and after (`suffix`) them.
+    """A document before tokenization: pieces of text, with token ids before (`prefix`) and after
+    (`suffix`) them.
 
-    At inference the prompt of the last answer is tokenized as one text. So several turns share a document only if
-    every tuple in `seams`, joined to one text, has the tokens of its parts. Otherwise each turn in `apart` becomes a
-    document.
+    At inference the prompt of the last answer is tokenized as one text. So several turns share a
+    document only if every tuple in `seams`, joined to one text, has the tokens of its parts.
+    Otherwise each turn in `apart` becomes a document.
     """
 
     pieces: list[_Piece]
@@ -72,7 +77,8 @@ Example = tuple[Document, ...]  # one document, or chosen and rejected
 
 
 def encode_prompt(tokenizer: "PreTrainedTokenizerFast", row: dict[str, Any]) -> list[int]:
-    """Return the prompt tokens of the chat in `row`, of form 'messages': those that precede its answer in training.
+    """Return the prompt tokens of the chat in `row`, of form 'messages': those that precede its
+    answer in training.
 
     Raises:
         DataError: the tokenizer has no chat template.
@@ -85,7 +91,9 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerFast", row: dict[str, Any]) -> 
 
 
 class ExampleEncoder:
-    """Encoder of rows of one form; a row can become several examples, an example is one document or a pair of them."""
+    """Encoder of rows of one form; a row can become several examples, an example is one document or
+    a pair of them.
+    """
 
     def __init__(
         self,
@@ -103,19 +111,27 @@ class ExampleEncoder:
         serialized = serialize(tokenizer)
         self._plain = get_plain_encoder(serialized)
         self._special = get_plain_encoder(serialized, special_is_text=False)
-        alone, *preceded = ([*self._encode_batch([(text, False)])[0]] for text in ("a", "\na", ".a", "-a"))
+        alone, *preceded = (
+            [*self._encode_batch([(text, False)])[0]] for text in ("a", "\na", ".a", "-a")
+        )
         self._adds_space = not any(ids[-len(alone) :] == alone for ids in preceded)
         self._prefix = get_prefix(tokenizer)
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Iterator[list[Example] | RowError]:
-        """Yield the examples of each row, or why it has none; in order. All texts are tokenized in one call."""
+        """Yield the examples of each row, or why it has none; in order. All texts are tokenized in
+        one call.
+        """
         drafts: list[list[_Draft] | RowError] = []
         for row in rows:
             try:
                 drafts.append(self._draft_row(row))
             except RowError as error:
                 drafts.append(error)
-        documents = iter(self._tokenize([one for found in drafts if not isinstance(found, RowError) for one in found]))
+        documents = iter(
+            self._tokenize(
+                [one for found in drafts if not isinstance(found, RowError) for one in found]
+            )
+        )
         for found in drafts:
             if isinstance(found, RowError):
                 yield found
@@ -123,12 +139,18 @@ class ExampleEncoder:
             yield self._join([next(documents) for _ in found])
 
     def _join(self, sides: list[list[Document]]) -> list[Example] | RowError:
-        """Return the examples of one row: of its document or documents, or of the two sides of a pair."""
+        """Return the examples of one row: of its document or documents, or of the two sides of a
+        pair.
+        """
         if not all(document.num_trained for side in sides for document in side):
-            return RowError("no trained token", "no token of the row is trained. Remove it, or look at the template.")
+            return RowError(
+                "no trained token",
+                "no token of the row is trained. Remove it, or look at the template.",
+            )
         if len(sides) > 1 and any(len(side) != 1 for side in sides):
             text = (
-                "chosen or rejected has several answers, and the chat template rewrites earlier ones, so no single "
+                "chosen or rejected has several answers, and the chat template rewrites earlier "
+                "ones, so no single "
                 "text shows them all. Move all but the last answer into the prompt."
             )
             return RowError("several answers", text)
@@ -145,7 +167,10 @@ class ExampleEncoder:
         try:
             return [self._draft(parsed) for parsed in parse_row(row, self.form)]
         except (MemoryError, RecursionError) as error:
-            text = f"Python cannot hold what it, or its chat template, asks for ({describe_error(error)}). Remove it."
+            text = (
+                "Python cannot hold what it, or its chat template, asks for "
+                f"({describe_error(error)}). Remove it."
+            )
             raise RowError("too long or too deep", text) from None
 
     def _draft(self, parsed: Chat | Plain) -> _Draft:
@@ -158,11 +183,17 @@ class ExampleEncoder:
         else:
             pieces = [_Piece(parsed.prompt, prompt_flags), _Piece(parsed.text, TRAINED | ANSWER)]
         suffix = (self.eos_token_id,)
-        return _Draft([piece for piece in pieces if piece.text], self._prefix, suffix, plain=parsed.prompt is None)
+        return _Draft(
+            [piece for piece in pieces if piece.text],
+            self._prefix,
+            suffix,
+            plain=parsed.prompt is None,
+        )
 
     def _draft_chat(self, chat: Conversation) -> _Draft:
         turns, prompt_flags = chat.turns, TRAINED if self.train_all else 0
-        if self.train_all and not chat.joined:  # the whole text is trained; only the last answer is evaluated
+        # the whole text is trained; only the last answer is evaluated
+        if self.train_all and not chat.joined:
             turns = turns[-1:] if chat.whole.startswith(turns[-1].text) else []
         if not turns:
             return _Draft([_Piece(chat.whole, prompt_flags)])
@@ -182,7 +213,9 @@ class ExampleEncoder:
         return _Draft(pieces, seams=seams, apart=tuple(turns))
 
     def _list_seams(self, pieces: list[_Piece], prompt: str) -> tuple[tuple[str, ...], ...]:
-        """List the stretches of `prompt` between special tokens that borders of `pieces` cut, each as its parts."""
+        """List the stretches of `prompt` between special tokens that borders of `pieces` cut, each
+        as its parts.
+        """
         cuts = list(accumulate(len(piece.text) for piece in pieces))
         seams: list[tuple[str, ...]] = []
         start = 0
@@ -196,19 +229,30 @@ class ExampleEncoder:
 
     def _tokenize(self, drafts: list[_Draft]) -> list[list[Document]]:
         texts = [(piece.text, draft.plain) for draft in drafts for piece in draft.pieces]
-        texts += [(text, False) for draft in drafts for seam in draft.seams for text in (*seam, "".join(seam))]
+        texts += [
+            (text, False)
+            for draft in drafts
+            for seam in draft.seams
+            for text in (*seam, "".join(seam))
+        ]
         ids = iter(self._encode_batch(texts))
         parts = [[next(ids) for _ in draft.pieces] for draft in drafts]
         found: list[list[Document]] = []
         apart: list[Turn] = []
         for draft, tokens in zip(drafts, parts, strict=True):
             document = self._make_document(draft, tokens) if tokens else None
-            alike = [[*chain.from_iterable(next(ids) for _ in seam)] == next(ids) for seam in draft.seams]
+            alike = [
+                [*chain.from_iterable(next(ids) for _ in seam)] == next(ids) for seam in draft.seams
+            ]
             fits = document is not None and all(alike)
             found.append([document] if fits and document is not None else [])
             apart += [] if fits else draft.apart
         if apart:
-            rest = iter(self._tokenize([_Draft([_Piece(turn.prompt, 0), *_get_answer(turn)]) for turn in apart]))
+            rest = iter(
+                self._tokenize(
+                    [_Draft([_Piece(turn.prompt, 0), *_get_answer(turn)]) for turn in apart]
+                )
+            )
             for draft, documents_of_draft in zip(drafts, found, strict=True):
                 if not documents_of_draft:
                     documents_of_draft += [next(rest)[0] for _ in draft.apart]
@@ -239,7 +283,8 @@ class ExampleEncoder:
         if piece.marks is None or self.train_all:
             return bytes([piece.flags]) * len(ids)
         offsets = self._special.encode(piece.text, add_special_tokens=False).offsets
-        if len(offsets) != len(ids):  # cut from the tokens of the whole text: the answer was not tokenized alone
+        # cut from the tokens of the whole text: the answer was not tokenized alone
+        if len(offsets) != len(ids):
             return bytes([piece.flags]) * len(ids)
         inside = [
             any(start < stop_mark and stop > start_mark for start_mark, stop_mark in piece.marks)
@@ -248,15 +293,20 @@ class ExampleEncoder:
         return bytes(piece.flags if found else piece.flags & ~TRAINED for found in inside)
 
     def _encode_batch(self, texts: list[tuple[str, bool]]) -> list[list[int]]:
-        found: dict[tuple[str, bool], list[int]] = {text: [] for text in texts}  # each once: many are the template's
+        # each once: many are the template's
+        found: dict[tuple[str, bool], list[int]] = {text: [] for text in texts}
         for encoder, plain in ((self._special, False), (self._plain, True)):
             some = [text for text, is_plain in found if is_plain is plain]
             encodings = encoder.encode_batch_fast(some, add_special_tokens=False)
-            found |= {(text, plain): encoding.ids for text, encoding in zip(some, encodings, strict=True)}
+            found |= {
+                (text, plain): encoding.ids for text, encoding in zip(some, encodings, strict=True)
+            }
         return [found[text] for text in texts]
 
     def _encode_whole(self, texts: list[str]) -> list[list[int]] | None:
-        """Tokenize the joined texts and cut them where each text begins; None if a prompt alone has other tokens."""
+        """Tokenize the joined texts and cut them where each text begins; None if a prompt alone has
+        other tokens.
+        """
         encoder: Tokenizer = self._special
         whole = encoder.encode("".join(texts), add_special_tokens=False).ids
         cuts = [0]
@@ -265,9 +315,14 @@ class ExampleEncoder:
             if whole[: len(before)] != before:
                 return None
             cuts.append(len(before))
-        return [whole[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(whole)], strict=True)]
+        return [
+            whole[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(whole)], strict=True)
+        ]
 
 
 def _get_answer(turn: Turn) -> list[_Piece]:
-    pieces = [_Piece(turn.body, TRAINED | ANSWER, turn.marks), _Piece(turn.end, TRAINED | ANSWER | END)]
+    pieces = [
+        _Piece(turn.body, TRAINED | ANSWER, turn.marks),
+        _Piece(turn.end, TRAINED | ANSWER | END),
+    ]
     return [piece for piece in pieces if piece.text]

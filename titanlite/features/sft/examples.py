@@ -1,4 +1,6 @@
-"""Examples as memory-mapped token ids, made once per machine, with counts and reasons of all that was skipped."""
+"""Examples as memory-mapped token ids, made once per machine, with counts and reasons of all that
+was skipped.
+"""
 
 import json
 from collections import Counter
@@ -49,8 +51,9 @@ class Skipped:
 class ExampleHeader:
     """Header of a file of tokenized examples, kept in a JSON file next to it.
 
-    `documents_per_example` is 2 for preference pairs. `vocab_size` is one more than the largest id among the tokens.
-    `counts` are as in `ChatRenderer`; `stop_token_ids` the tokens that answers end with.
+    `documents_per_example` is 2 for preference pairs. `vocab_size` is one more than the largest id
+    among the tokens. `counts` are as in `ChatRenderer`; `stop_token_ids` the tokens that answers
+    end with.
     """
 
     form: Form
@@ -75,7 +78,8 @@ class TokenizedExamples:
         flags: (num_tokens,) uint8, the bits TRAINED and ANSWER of `titanlite.features.sft.chat`.
         offsets: (num_documents + 1,) int64, where documents begin.
         num_trained: (num_documents,) int64, trained tokens of each document that are labels.
-        places: (num_examples,) int64, the row of each example; examples of one row follow each other.
+        places: (num_examples,) int64, the row of each example; examples of one row follow each
+            other.
         content: digest of rows, tokenizer, template and options, wherever the rows are.
     """
 
@@ -89,7 +93,9 @@ class TokenizedExamples:
 
     def describe_place(self, example: int) -> str:
         place = int(self.places[example])
-        return describe_place(self.header.names, place >> _FILE_SHIFT, place & (1 << _FILE_SHIFT) - 1)
+        return describe_place(
+            self.header.names, place >> _FILE_SHIFT, place & (1 << _FILE_SHIFT) - 1
+        )
 
     def get_documents(self, example: int) -> Iterator[slice]:
         """Yield the place in `tokens` and `flags` of each document of an example."""
@@ -98,31 +104,58 @@ class TokenizedExamples:
             yield slice(int(self.offsets[document]), int(self.offsets[document + 1]))
 
 
-def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast") -> TokenizedExamples:
-    """Render and tokenize `rows`, or map the files made by an earlier call for the same rows and settings.
+def build_examples(
+    data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast"
+) -> TokenizedExamples:
+    """Render and tokenize `rows`, or map the files made by an earlier call for the same rows and
+    settings.
 
     Raises:
-        DataError: a row cannot be used and `data.bad_rows` is 'error' (all bad rows among the same 512 are named); no
-            row can be used; a file cannot be read; the tokenizer has no chat template; the cache cannot be written.
+        DataError: a row cannot be used and `data.bad_rows` is 'error' (all bad rows among the same
+            512 are named); no row can be used; a file cannot be read; the tokenizer has no chat
+            template; the cache cannot be written.
     """
     content = make_key(data, tokenizer, [rows.get_digest(get_cache_folder(data))])
     # Names of files are part of the key, because errors are reported by them.
-    key = sha256(json.dumps([content, rows.names, get_code_digest(*CODE)]).encode()).hexdigest()[:32]
+    key = sha256(json.dumps([content, rows.names, get_code_digest(*CODE)]).encode()).hexdigest()[
+        :32
+    ]
     path = get_cache_folder(data) / "examples" / f"{key}.tokens"
     load, build = partial(_load, path, content), partial(_write, data, rows, tokenizer, path)
     examples, elapsed_s = load_or_build(path, load, build)
     if elapsed_s:
         header = examples.header
-        logger.info("data: tokenized %d rows, %d tokens, in %.1f s", header.num_rows, header.num_tokens, elapsed_s)
+        logger.info(
+            "data: tokenized %d rows, %d tokens, in %.1f s",
+            header.num_rows,
+            header.num_tokens,
+            elapsed_s,
+        )
     return examples
 
 
-def make_key(data: DataSection, tokenizer: "PreTrainedTokenizerFast", rows: Sequence[object]) -> str:
-    """Return a digest of `rows`, which identifies them, and of all settings that their tokens depend on."""
+def make_key(
+    data: DataSection, tokenizer: "PreTrainedTokenizerFast", rows: Sequence[object]
+) -> str:
+    """Return a digest of `rows`, which identifies them, and of all settings that their tokens
+    depend on.
+    """
     settings = [
-        *(6, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, data.dropped_parts, *rows),
+        *(
+            6,
+            metadata.version("transformers"),
+            data.format,
+            data.train_on,
+            data.bad_rows,
+            data.dropped_parts,
+            *rows,
+        ),
         # The date only where the template shows one.
-        *(tokenizer.special_tokens_map, set_date(tokenizer.chat_template, data.chat_date), get_fields(data)),
+        *(
+            tokenizer.special_tokens_map,
+            set_date(tokenizer.chat_template, data.chat_date),
+            get_fields(data),
+        ),
         *(tokenizer.eos_token_id, serialize(tokenizer)),
     ]
     return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -138,7 +171,8 @@ def _write(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", 
     stream = iter(rows)
     with ExitStack() as stack:
         tokens, flags, index = (
-            stack.enter_context(write_atomic(path.with_suffix(suffix))) for suffix in (".tokens", ".flags", ".index")
+            stack.enter_context(write_atomic(path.with_suffix(suffix)))
+            for suffix in (".tokens", ".flags", ".index")
         )
         while batch := list(islice(stream, _BATCH_ROWS)):
             encoder = make_encoder(data, tokenizer, batch) if encoder is None else encoder
@@ -171,7 +205,8 @@ def _write(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", 
         counts=dict(sum((Counter(header.counts) for header in headers), Counter())),
         skipped=skipped,
     )
-    with write_atomic(path.with_suffix(".json")) as file:  # last: only with it are the other files valid
+    # last: only with it are the other files valid
+    with write_atomic(path.with_suffix(".json")) as file:
         file.write(json.dumps(asdict(header)).encode())
 
 
@@ -181,27 +216,33 @@ def _no_usable_row(names: tuple[str, ...], num_rows: int, skipped: dict[str, Ski
         return DataError(f"data: {where} holds no row. Set data.path to examples.")
     reasons = "; ".join(f"{rows.count} rows: {reason}" for reason, rows in skipped.items())
     first = next(iter(skipped.values())).first
-    return DataError(f"data: {where}: none of {num_rows} rows can be used ({reasons}). The first: {first}")
+    return DataError(
+        f"data: {where}: none of {num_rows} rows can be used ({reasons}). The first: {first}"
+    )
 
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """The examples of some rows, in memory, None if no row can be used; `problems` are (reason, place and text) of each
-    bad row.
+    """The examples of some rows, in memory, None if no row can be used; `problems` are (reason,
+    place and text) of each bad row.
     """
 
     examples: TokenizedExamples | None
     problems: list[tuple[str, str]]
 
 
-def encode_block(encoder: ExampleEncoder | None, batch: list[Row], names: tuple[str, ...]) -> EncodedBlock:
+def encode_block(
+    encoder: ExampleEncoder | None, batch: list[Row], names: tuple[str, ...]
+) -> EncodedBlock:
     """Render and tokenize rows. Without an encoder, no row has a known form."""
     places: list[int] = []
     documents: list[Document] = []
     problems = []
     for row, result in encode_rows(encoder, batch):
         if isinstance(result, RowError):
-            problems.append((result.reason, f"{describe_place(names, row.file, row.number)}: {result}"))
+            problems.append(
+                (result.reason, f"{describe_place(names, row.file, row.number)}: {result}")
+            )
         else:
             places += [row.file << _FILE_SHIFT | row.number] * len(result)
             documents += [document for example in result for document in example]
@@ -233,16 +274,22 @@ def encode_block(encoder: ExampleEncoder | None, batch: list[Row], names: tuple[
 
 
 def refuse_rows(problems: list[str]) -> None:
-    """Raise a DataError for rows that cannot be used, one line for equal problems, and how to leave them out."""
+    """Raise a DataError for rows that cannot be used, one line for equal problems, and how to leave
+    them out.
+    """
     *others, last = merge_row_problems(problems)
     raise_problems(DataError, "data", [*others, f"{last} {_SKIP_REMEDY}"])
 
 
-def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch: list[Row]) -> ExampleEncoder | None:
-    """Build the encoder for the configured form, or that of the first row of `batch` with a known one; None without.
+def make_encoder(
+    data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch: list[Row]
+) -> ExampleEncoder | None:
+    """Build the encoder for the configured form, or that of the first row of `batch` with a known
+    one; None without.
 
     Raises:
-        DataError: `data.train_on` is 'all' for preference pairs, or `data.text_field` is set and the rows are no text.
+        DataError: `data.train_on` is 'all' for preference pairs, or `data.text_field` is set and
+            the rows are no text.
     """
     form, fields = data.format, get_fields(data)
     if form == "auto":
@@ -252,14 +299,18 @@ def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch:
         if form is None:
             return None
     form = cast(Form, form)
-    if unused := [f"{name} = {column}" for name, column in fields.items() if name not in FORM_FIELDS[form]]:
+    if unused := [
+        f"{name} = {column}" for name, column in fields.items() if name not in FORM_FIELDS[form]
+    ]:
         raise DataError(
-            f"data.fields: {list_names(unused)} cannot be used in rows of form '{form}', which take "
+            f"data.fields: {list_names(unused)} cannot be used in rows of form '{form}', which "
+            "take "
             f"{', '.join(FORM_FIELDS[form])}. Remove what is not meant, or set data.format."
         )
     if form == "preference" and data.train_on == "all":
         raise DataError(
-            'data: train_on = "all" does not go with preference pairs: the prompt is the same on both sides. '
+            'data: train_on = "all" does not go with preference pairs: the prompt is the same on '
+            "both sides. "
             'Set data.train_on = "assistant".'
         )
     renderer = ChatRenderer(
@@ -274,9 +325,15 @@ def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch:
 def encode_rows(
     encoder: ExampleEncoder | None, batch: list[Row]
 ) -> Iterator[tuple[Row, list[tuple[Document, ...]] | RowError]]:
-    """Yield each row of `batch` with its examples or its error. Without an encoder, no row has a known form."""
+    """Yield each row of `batch` with its examples or its error. Without an encoder, no row has a
+    known form.
+    """
     good: list[dict[str, Any]] = [row.content for row in batch if isinstance(row.content, dict)]
-    encoded = iter(encoder.encode(good)) if encoder is not None else (_unknown_form(content) for content in good)
+    encoded = (
+        iter(encoder.encode(good))
+        if encoder is not None
+        else (_unknown_form(content) for content in good)
+    )
     for row in batch:
         yield row, row.content if isinstance(row.content, RowError) else next(encoded)
 
@@ -285,8 +342,10 @@ def _unknown_form(content: dict[str, Any]) -> RowError:
     found = list_names(map(repr, sorted(content))) or "none"
     return RowError(
         "missing field",
-        f"the fields are {found}, which is no known form. Rename them: messages, question and answer, prompt and "
-        "completion, text, or prompt, chosen and rejected; or say which they are: --data.fields.question=COLUMN.",
+        f"the fields are {found}, which is no known form. Rename them: messages, question and "
+        "answer, prompt and "
+        "completion, text, or prompt, chosen and rejected; or say which they are: "
+        "--data.fields.question=COLUMN.",
     )
 
 

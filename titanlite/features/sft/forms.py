@@ -2,16 +2,16 @@
 
 | form | fields |
 |---|---|
-| messages | `messages` (role, content), ShareGPT's `conversations` (from, value), or a question (`QUESTIONS`) |
+| messages | `messages` (role, content), `conversations` (from, value), or a question (`QUESTIONS`) |
 | prompt_completion | `prompt` and `completion`: strings, or lists of messages |
 | text | `text`, or the field that `data.text_field` names |
-| preference | `chosen` and `rejected`: strings or lists of messages, with `prompt`, or conversations that begin alike |
+| preference | `chosen`, `rejected`: strings or lists of messages, with `prompt` or a shared beginning |
 
 Chats may also bring `tools`, `chat_template_kwargs` and ShareGPT's `system`.
 
-Rows are checked here, so that a template never has to guess: every message has a known role, content that is text, and
-tool calls whose arguments are objects.
-"""
+Rows are checked here, so that a template never has to guess: every message has a known role,
+content that is text, and tool calls whose arguments are objects.
+"""  # noqa: E501
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,13 +27,33 @@ Messages = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # ShareGPT's names for them.
-_OTHER_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+_OTHER_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+    "function_call": "assistant",
+}
 # Fields of a question and its answer, as instruction data have them.
-QUESTIONS = (("instruction", "output"), ("instruction", "response"), ("question", "answer"), ("prompt", "response"))
+QUESTIONS = (
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("prompt", "response"),
+)
 # Fields that a form takes from `data.fields`.
 FORM_FIELDS: dict[Form, tuple[str, ...]] = {
     "messages": (
-        *("messages", "conversations", "question", "answer", "instruction", "input", "output", "response", "context"),
+        *(
+            "messages",
+            "conversations",
+            "question",
+            "answer",
+            "instruction",
+            "input",
+            "output",
+            "response",
+            "context",
+        ),
         *("prompt", "system", "tools"),
     ),
     "prompt_completion": ("prompt", "completion", "tools"),
@@ -46,7 +66,9 @@ _KINDS = {str: "a string", list: "a list", dict: "an object"}
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation for the chat template; the assistant's messages from `answers_from` on are answers to learn."""
+    """A conversation for the chat template; the assistant's messages from `answers_from` on are
+    answers to learn.
+    """
 
     messages: Messages
     answers_from: int = 0
@@ -65,7 +87,9 @@ class Plain:
 
 
 def rename_fields(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return `row` with the columns in `fields` renamed to their fields. Raises RowError: one of them is missing."""
+    """Return `row` with the columns in `fields` renamed to their fields. Raises RowError: one of
+    them is missing.
+    """
     for name, column in fields.items():
         if column not in row:
             setting = "data.text_field" if name == "text" else f"data.fields.{name}"
@@ -110,9 +134,13 @@ def _find_question(row: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _get_question(row: dict[str, Any], name: str) -> str:
-    """Return the text of the question; an instruction is followed by Alpaca's input, or Dolly's context."""
+    """Return the text of the question; an instruction is followed by Alpaca's input, or Dolly's
+    context.
+    """
     names = ("input", "context") if name == "instruction" else ()
-    return "\n\n".join([_get_text(row, name), *(_get_text(row, more) for more in names if row.get(more))])
+    return "\n\n".join(
+        [_get_text(row, name), *(_get_text(row, more) for more in names if row.get(more))]
+    )
 
 
 def _get_system(row: dict[str, Any], turns: Messages) -> Messages:
@@ -152,11 +180,15 @@ def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
 def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
     sides = {name: _get(row, name) for name in ("chosen", "rejected")}
     if sides["chosen"] == sides["rejected"]:
-        raise RowError("equal pair", "chosen and rejected are equal, so nothing is preferred. Remove the row.")
+        raise RowError(
+            "equal pair", "chosen and rejected are equal, so nothing is preferred. Remove the row."
+        )
     prompt = row.get("prompt")
     texts = [name for name, side in sides.items() if isinstance(side, str)]
     if len(texts) == 1:
-        raise RowError("wrong type", f"{texts[0]} is a string, and the other side a list. Write both alike.")
+        raise RowError(
+            "wrong type", f"{texts[0]} is a string, and the other side a list. Write both alike."
+        )
     if texts and prompt is None:
         raise _missing(row, "prompt")
     if texts and isinstance(prompt, str) and not _get_system(row, []):
@@ -178,7 +210,9 @@ def _get_asked(row: dict[str, Any], prompt: Any) -> Messages:
 
 
 def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[Messages]]:
-    """Return prompt and answers of a pair of message lists; the prompt is in its field, in the lists, or in both."""
+    """Return prompt and answers of a pair of message lists; the prompt is in its field, in the
+    lists, or in both.
+    """
     lists = [_get_messages(row, name)[0] for name in ("chosen", "rejected")]
     shared = 0
     while shared < min(map(len, lists)) and lists[0][shared] == lists[1][shared]:
@@ -186,7 +220,9 @@ def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[Messag
     if prompt is None or (isinstance(prompt, str) and shared):
         if not shared:
             raise RowError(
-                "missing field", "there is no 'prompt', and chosen and rejected begin with different messages. Add it."
+                "missing field",
+                "there is no 'prompt', and chosen and rejected begin with different messages. Add "
+                "it.",
             )
         return lists[0][:shared], [messages[shared:] for messages in lists]
     before = _get_asked(row, prompt)
@@ -195,7 +231,9 @@ def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[Messag
     return before, lists
 
 
-def _join(row: dict[str, Any], before: Messages, after: Messages, untrained: frozenset[int] = frozenset()) -> Chat:
+def _join(
+    row: dict[str, Any], before: Messages, after: Messages, untrained: frozenset[int] = frozenset()
+) -> Chat:
     untrained = frozenset(index + len(before) for index in untrained)
     given = row.get("chat_template_kwargs")
     arguments = {} if given in (None, "") else parse_object(given, "field 'chat_template_kwargs'")
@@ -211,11 +249,15 @@ def _missing(row: dict[str, Any], name: str, setting: str = "data.format") -> Ro
 def _expect(value: Any, kind: type[T], where: str) -> T:
     if not isinstance(value, kind):
         found = "missing" if value is None else f"of type {type(value).__name__}"
-        raise RowError("wrong type", f"{where} is {found}, not {_KINDS[kind]}. Correct the row, or remove it.")
+        raise RowError(
+            "wrong type", f"{where} is {found}, not {_KINDS[kind]}. Correct the row, or remove it."
+        )
     return value
 
 
-def _get_text(row: dict[str, Any], name: str, *, may_be_empty: bool = False, setting: str = "data.format") -> str:
+def _get_text(
+    row: dict[str, Any], name: str, *, may_be_empty: bool = False, setting: str = "data.format"
+) -> str:
     value = _expect(_get(row, name, setting), str, f"field '{name}'")
     if not value and not may_be_empty:
         raise RowError("empty field", f"field '{name}' is empty. Remove the row, or write text.")
@@ -233,14 +275,18 @@ def _from_json(value: Any, where: str) -> Any:
     try:
         return parse_json(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise RowError("invalid JSON", f"{where} is not valid JSON ({error}). Correct it.") from None
+        raise RowError(
+            "invalid JSON", f"{where} is not valid JSON ({error}). Correct it."
+        ) from None
 
 
 def _get_messages(row: dict[str, Any], name: str) -> tuple[Messages, frozenset[int]]:
     """Return the messages of a field in OpenAI's form, and the indices of those with weight 0."""
     value = _expect(_get(row, name), list, f"field '{name}'")
     if not value:
-        raise RowError("empty field", f"field '{name}' holds no message. Remove the row, or write messages.")
+        raise RowError(
+            "empty field", f"field '{name}' holds no message. Remove the row, or write messages."
+        )
     messages, untrained = [], set()
     for index, given in enumerate(value):
         where = f"{name}[{index}]"
@@ -257,7 +303,10 @@ def _get_messages(row: dict[str, Any], name: str) -> tuple[Messages, frozenset[i
 def _unify(given: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a message with `role` and `content`, also from ShareGPT's `from` and `value`."""
     name = "from" if "from" in given and "role" not in given else "role"
-    said, value = given.get(name), "value" if "value" in given and "content" not in given else "content"
+    said, value = (
+        given.get(name),
+        "value" if "value" in given and "content" not in given else "content",
+    )
     message: dict[str, Any] = {key: item for key, item in given.items() if key not in (name, value)}
     plain = said.strip().lower() if isinstance(said, str) else ""
     message["role"] = _OTHER_ROLES.get(plain, plain if plain in ROLES else said)
@@ -280,7 +329,9 @@ def _check_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         message["tool_calls"] = _check_tool_calls(message["tool_calls"], f"{where}.tool_calls")
         if not message["tool_calls"]:
             del message["tool_calls"]
-    says_otherwise = role == "assistant" and ("tool_calls" in message or any(message.get(key) for key in REASONING))
+    says_otherwise = role == "assistant" and (
+        "tool_calls" in message or any(message.get(key) for key in REASONING)
+    )
     if "content" in message:
         message["content"] = _flatten(message["content"], f"{where}.content")
     elif says_otherwise:
@@ -288,7 +339,10 @@ def _check_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     else:
         raise RowError("missing field", f"{where} has no 'content'. Write text.")
     if role == "assistant" and not says_otherwise and not message["content"].strip():
-        raise RowError("empty field", f"{where} is an empty message of the assistant. Remove it, or write an answer.")
+        raise RowError(
+            "empty field",
+            f"{where} is an empty message of the assistant. Remove it, or write an answer.",
+        )
     return message
 
 
@@ -299,7 +353,10 @@ def _flatten(content: Any, where: str) -> str:
     texts = []
     for index, part in enumerate(content):
         if (kind := _expect(part, dict, f"{where}[{index}]").get("type")) != "text":
-            text = f"{where}[{index}] is a part of type {kind!r}, not text. Only text is read: remove such parts."
+            text = (
+                f"{where}[{index}] is a part of type {kind!r}, not text. Only text is read: "
+                "remove such parts."
+            )
             raise RowError("wrong type", text)
         texts.append(_expect(part.get("text"), str, f"{where}[{index}].text"))
     return "".join(texts)
@@ -311,9 +368,12 @@ def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         call = _expect(call, dict, f"{where}[{index}]")
         function = _expect(call.get("function", call), dict, f"{where}[{index}].function")
         _expect(function.get("name"), str, f"{where}[{index}].function.name")
-        # OpenAI gives the arguments as JSON text; templates print them with tojson, and text would be quoted twice.
+        # OpenAI gives the arguments as JSON text; templates print them with tojson, and text would
+        # be quoted twice.
         arguments = parse_object(function.get("arguments", {}), f"{where}[{index}].arguments")
-        call = {"type": "function"} | {key: value for key, value in call.items() if key not in ("name", "arguments")}
+        call = {"type": "function"} | {
+            key: value for key, value in call.items() if key not in ("name", "arguments")
+        }
         checked.append(call | {"function": function | {"arguments": arguments}})
     return checked
 
@@ -327,4 +387,7 @@ def _get_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     tools = _from_json(row.get("tools") or None, "field 'tools'") or None
     if tools is None:
         return None
-    return [_expect(tool, dict, f"tools[{k}]") for k, tool in enumerate(_expect(tools, list, "field 'tools'"))]
+    return [
+        _expect(tool, dict, f"tools[{k}]")
+        for k, tool in enumerate(_expect(tools, list, "field 'tools'"))
+    ]

@@ -1,10 +1,12 @@
-"""Readers of JSON lines, JSON arrays, CSV and Parquet: (number, row) pairs, with a `RowError` where a row is bad.
+"""Readers of JSON lines, JSON arrays, CSV and Parquet: (number, row) pairs, with a `RowError` where
+a row is bad.
 
-JSON lines and CSV are read with the standard library: line numbers are exact, "123" stays text, and a key that one row
-has and another has not stays absent, where a columnar reader would merge the schemas and fill in None.
+JSON lines and CSV are read with the standard library: line numbers are exact, "123" stays text, and
+a key that one row has and another has not stays absent, where a columnar reader would merge the
+schemas and fill in None.
 
-A stream that resumes skips rows by the million: lines of JSON and row groups of Parquet are counted without being
-parsed. Bad rows are counted too; a file that is damaged is an error of the run.
+A stream that resumes skips rows by the million: lines of JSON and row groups of Parquet are counted
+without being parsed. Bad rows are counted too; a file that is damaged is an error of the run.
 """
 
 import csv
@@ -31,7 +33,9 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # as some editors write
 
 
 class RowError(Exception):
-    """One row cannot be used. `reason` is a few words to count by, the text says what is wrong and what to do."""
+    """One row cannot be used. `reason` is a few words to count by, the text says what is wrong and
+    what to do.
+    """
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -43,7 +47,9 @@ _Numbered = Iterator[tuple[int, dict[str, Any] | RowError | None]]
 
 
 def _read_jsonl(file: Path, start: int) -> _Numbered:
-    """Yield the non-blank lines as rows; before row `start` they are only counted, and UTF-16 is refused."""
+    """Yield the non-blank lines as rows; before row `start` they are only counted, and UTF-16 is
+    refused.
+    """
     num_rows = 0
     for number, line in enumerate(_read_lines(file), 1):
         if _is_blank(line, is_first=number == 1):
@@ -68,7 +74,10 @@ def _read_jsonl(file: Path, start: int) -> _Numbered:
 
 
 def _too_long(what: str, nbytes: int) -> RowError:
-    text = f"the {what} has {nbytes} bytes, more than the {_MOST_LINE_BYTES} of a row. Split it, or take it out."
+    text = (
+        f"the {what} has {nbytes} bytes, more than the {_MOST_LINE_BYTES} of a row. Split it, "
+        "or take it out."
+    )
     return RowError("too long", text)
 
 
@@ -80,22 +89,28 @@ def _not_utf8(file: Path, encoding: str = "ISO-8859-1") -> RowError:
 
 
 def _read_lines(file: Path) -> Iterator[bytes | int]:
-    """Yield the lines of a file, decompressed; of one longer than 64 MiB only its length in bytes."""
+    """Yield the lines of a file, decompressed; of one longer than 64 MiB only its length in
+    bytes.
+    """
     number = 0
     with _open(file) as stream:
         try:
             while line := stream.readline(_MOST_LINE_BYTES + 1):
                 length, end = len(line), line[-1:]
-                while length > _MOST_LINE_BYTES and end != b"\n" and (part := stream.readline(_PART)):
+                while (
+                    length > _MOST_LINE_BYTES and end != b"\n" and (part := stream.readline(_PART))
+                ):
                     length, end = length + len(part), part[-1:]
                 yield line if length <= _MOST_LINE_BYTES else length
                 number += 1
         except OSError as error:
             if getattr(error, "errno", None) is not None or not _is_compressed(file):
                 raise  # of the disk, not of the content
-            where = f" somewhere after line {number}" if number else ""  # what was in the buffer is lost
+            # what was in the buffer is lost
+            where = f" somewhere after line {number}" if number else ""
             raise DataError(
-                f"data: {file} is damaged or cut off{where} ({first_line(error)}). Write or copy it again."
+                f"data: {file} is damaged or cut off{where} ({first_line(error)}). Write or copy "
+                "it again."
             ) from None
 
 
@@ -131,7 +146,10 @@ def _read_json(file: Path, start: int) -> _Numbered:
         yield from _read_jsonl(file, start)
         return
     if (size := file.stat().st_size) > _MOST_ARRAY_BYTES:
-        text = f"the file is one JSON array of {size} bytes, more than {_MOST_ARRAY_BYTES}. Write JSON lines (.jsonl)."
+        text = (
+            f"the file is one JSON array of {size} bytes, more than {_MOST_ARRAY_BYTES}. Write "
+            "JSON lines (.jsonl)."
+        )
         yield 0, RowError("too long", text)
         return
     try:
@@ -153,30 +171,43 @@ def _load_json(content: bytes) -> Any:
         raise
     except ValueError as error:
         what: object = error
-        if isinstance(error, json.JSONDecodeError):  # "Extra data" is where each row ends, and is said once
+        # "Extra data" is where each row ends, and is said once
+        if isinstance(error, json.JSONDecodeError):
             what = error.msg if error.msg == "Extra data" else f"{error.msg}, column {error.colno}"
         text = f"not valid JSON ({what}). Write one JSON object per line."
         raise RowError("invalid JSON", text) from None
     except MemoryError:
-        text = f"there is no memory for what its {len(content)} bytes stand for. Split it, or take it out."
+        text = (
+            f"there is no memory for what its {len(content)} bytes stand for. Split it, or "
+            "take "
+            "it out."
+        )
         raise RowError("too long", text) from None
     if b"\\ud" in content or b"\\uD" in content:
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            text = "an escape \\ud800 to \\udfff stands alone and is no character. Write the text as UTF-8."
+            text = (
+                "an escape \\ud800 to \\udfff stands alone and is no character. Write the text "
+                "as UTF-8."
+            )
             raise RowError("not UTF-8", text) from None
     return value
 
 
 def _not_an_object(row: Any) -> RowError:
-    text = f'the row is of type {type(row).__name__}, not an object. Write rows such as {{"messages": [...]}}.'
+    text = (
+        f"the row is of type {type(row).__name__}, not an object. Write rows such as "
+        f'{{"messages": [...]}}.'
+    )
     return RowError("wrong type", text)
 
 
 def _read_csv(file: Path, _: int) -> _Numbered:
     csv.field_size_limit(_MOST_LINE_BYTES)  # the default of 128 KiB is less than a long document
-    with open_regular(file, "r", encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+    with open_regular(
+        file, "r", encoding="utf-8-sig", errors="surrogateescape", newline=""
+    ) as stream:
         reader = csv.reader(stream, strict=True)
         header: list[str] | None = None
         while True:
@@ -186,7 +217,12 @@ def _read_csv(file: Path, _: int) -> _Numbered:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield number, RowError("invalid CSV", f"not valid CSV ({error}). Quote fields that hold quotes.")
+                yield (
+                    number,
+                    RowError(
+                        "invalid CSV", f"not valid CSV ({error}). Quote fields that hold quotes."
+                    ),
+                )
                 continue
             if not cells:
                 continue
@@ -194,14 +230,25 @@ def _read_csv(file: Path, _: int) -> _Numbered:
                 yield number, _csv_row(file, header, cells)
                 continue
             header = cells
-            if len(cells) == 1 and (sign := next((sign for sign in ";\t|" if sign in cells[0]), "")):
-                yield number, RowError("invalid CSV", f"columns are separated by {sign!r}. Write ',' between them.")
+            if len(cells) == 1 and (
+                sign := next((sign for sign in ";\t|" if sign in cells[0]), "")
+            ):
+                yield (
+                    number,
+                    RowError(
+                        "invalid CSV", f"columns are separated by {sign!r}. Write ',' between them."
+                    ),
+                )
                 return
 
 
 def _csv_row(file: Path, header: list[str], cells: list[str]) -> dict[str, Any] | RowError:
     if len(cells) != len(header):
-        text = f"{len(cells)} fields, but the first line names {len(header)} columns. Quote fields that hold commas."
+        text = (
+            f"{len(cells)} fields, but the first line names {len(header)} columns. Quote "
+            "fields "
+            "that hold commas."
+        )
         return RowError("invalid CSV", text)
     if any(re.search("[\ud800-\udfff]", cell) for cell in (*header, *cells)):
         return _not_utf8(file)
@@ -210,19 +257,23 @@ def _csv_row(file: Path, header: list[str], cells: list[str]) -> dict[str, Any] 
 
 @contextmanager
 def _reading_columns(file: Path) -> Iterator[None]:
-    """Raise a DataError that names the file if pyarrow or `datasets` cannot read it: the missing rows are unknown."""
+    """Raise a DataError that names the file if pyarrow or `datasets` cannot read it: the missing
+    rows are unknown.
+    """
     from pyarrow import ArrowException
 
     check_regular(file)
     try:
         yield
     except (ArrowException, ValueError, TypeError) as error:
-        raise DataError(f"data: {file} is damaged ({first_line(error)}). Write or copy it again.") from None
+        raise DataError(
+            f"data: {file} is damaged ({first_line(error)}). Write or copy it again."
+        ) from None
 
 
 def _read_parquet(file: Path, start: int) -> _Numbered:
-    """Yield the rows as `datasets` decodes them (its JSON columns are objects again). Row groups before `start` are not
-    read.
+    """Yield the rows as `datasets` decodes them (its JSON columns are objects again). Row groups
+    before `start` are not read.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -236,7 +287,9 @@ def _read_parquet(file: Path, start: int) -> _Numbered:
                 continue
             for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group]):
                 is_long = batch.nbytes > _MOST_LINE_BYTES
-                for part in map(batch.slice, range(batch.num_rows), repeat(1)) if is_long else [batch]:
+                for part in (
+                    map(batch.slice, range(batch.num_rows), repeat(1)) if is_long else [batch]
+                ):
                     if part.nbytes > _MOST_LINE_BYTES:
                         number += 1
                         yield number, _too_long("row", part.nbytes)
@@ -259,7 +312,10 @@ def _convert(part: Any) -> Iterator[dict[str, Any] | RowError]:
                 yield drop_none(row)
         except UnicodeDecodeError as error:
             done += 1
-            yield RowError("not UTF-8", f"a text of the row is not UTF-8 ({error.reason}). Write the file again.")
+            yield RowError(
+                "not UTF-8",
+                f"a text of the row is not UTF-8 ({error.reason}). Write the file again.",
+            )
 
 
 def _read_arrow(file: Path, _: int) -> _Numbered:
@@ -272,7 +328,9 @@ def _read_arrow(file: Path, _: int) -> _Numbered:
 
 
 def drop_none(value: Any) -> Any:
-    """Return `value` without None entries of dicts: a column store writes None where a row has no such key."""
+    """Return `value` without None entries of dicts: a column store writes None where a row has no
+    such key.
+    """
     if isinstance(value, dict):
         return {key: drop_none(item) for key, item in value.items() if item is not None}
     return [drop_none(item) for item in value] if isinstance(value, list) else value

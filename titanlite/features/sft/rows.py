@@ -1,4 +1,6 @@
-"""Rows of examples from files or from the Hugging Face hub, each with the place that an error can name."""
+"""Rows of examples from files or from the Hugging Face hub, each with the place that an error can
+name.
+"""
 
 import json
 import re
@@ -33,7 +35,8 @@ _PROBLEM = re.compile(r"(.*?, (?:line|row)) (\d+): (.*)", re.DOTALL)
 class Row:
     """A row, or why it cannot be read.
 
-    `number` counts from 1: lines of a JSONL or CSV file, rows of anything else; 0 stands for the file as a whole.
+    `number` counts from 1: lines of a JSONL or CSV file, rows of anything else; 0 stands for the
+    file as a whole.
     """
 
     file: int
@@ -44,9 +47,10 @@ class Row:
 class Rows(Protocol):
     """An ordered set of rows that can be read again and again.
 
-    `names` are paths, or the id of a dataset: `Row.file` is an index into them. `get_digest` hashes all that rows are
-    read from, and is cached in `cache_folder`; `get_stamp` identifies the rows without reading them; `get_identity` has
-    name and size, or revision, wherever the files are. `iterate_from(start)` counts rows from 0, bad ones too.
+    `names` are paths, or the id of a dataset: `Row.file` is an index into them. `get_digest` hashes
+    all that rows are read from, and is cached in `cache_folder`; `get_stamp` identifies the rows
+    without reading them; `get_identity` has name and size, or revision, wherever the files are.
+    `iterate_from(start)` counts rows from 0, bad ones too.
     """
 
     @property
@@ -61,7 +65,9 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class ConvertedRows(Rows):
-    """Rows after the function of `data.converter`, if one is named, and with columns renamed to `fields`."""
+    """Rows after the function of `data.converter`, if one is named, and with columns renamed to
+    `fields`.
+    """
 
     rows: Rows
     fields: Mapping[str, str]
@@ -78,10 +84,16 @@ class ConvertedRows(Rows):
     @cached_property
     def _code(self) -> tuple[str, ...]:
         """The converter and a digest of its code; nothing without one."""
-        return () if self._function is None else (f"{self.converter}, code {_digest_code(self.converter)[:16]}",)
+        return (
+            ()
+            if self._function is None
+            else (f"{self.converter}, code {_digest_code(self.converter)[:16]}",)
+        )
 
     def get_digest(self, cache_folder: Path) -> str:
-        return sha256(" ".join((self.rows.get_digest(cache_folder), *self._code)).encode()).hexdigest()
+        return sha256(
+            " ".join((self.rows.get_digest(cache_folder), *self._code)).encode()
+        ).hexdigest()
 
     def get_stamp(self) -> str:
         return " ".join((self.rows.get_stamp(), *self._code))
@@ -109,7 +121,9 @@ class ConvertedRows(Rows):
             text = f"{where} raised {describe_error(error)}. Correct the function or the row."
             raise RowError("converter failed", text) from None
         if not isinstance(found, dict):
-            raise RowError("converter failed", f"{where} returned {type(found).__name__}. Return a dictionary.")
+            raise RowError(
+                "converter failed", f"{where} returned {type(found).__name__}. Return a dictionary."
+            )
         return found
 
 
@@ -121,7 +135,9 @@ def describe_place(names: tuple[str, ...], file: int, number: int) -> str:
 
 
 def merge_row_problems(problems: Sequence[str]) -> list[str]:
-    """Merge problems of rows, "place: text": one line, with the first place, for all rows of a file with one text."""
+    """Merge problems of rows, "place: text": one line, with the first place, for all rows of a file
+    with one text.
+    """
     found = defaultdict[tuple[str, str], list[str]](list)
     for problem in problems:
         match = _PROBLEM.fullmatch(problem)
@@ -136,7 +152,9 @@ def merge_row_problems(problems: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class LocalRows(Rows):
-    """The rows of some files, in the order of the files. A row that cannot be read is a `RowError` in its place."""
+    """The rows of some files, in the order of the files. A row that cannot be read is a `RowError`
+    in its place.
+    """
 
     files: tuple[Path, ...]
 
@@ -164,13 +182,19 @@ class LocalRows(Rows):
         return self._look(lambda: str(stamp_files(self.files)))
 
     def get_identity(self) -> tuple[str, ...]:
-        return self._look(lambda: tuple(f"{file.name} of {check_regular(file).st_size} bytes" for file in self.files))
+        return self._look(
+            lambda: tuple(
+                f"{file.name} of {check_regular(file).st_size} bytes" for file in self.files
+            )
+        )
 
     def _look(self, find: Callable[[], T]) -> T:
         try:
             return find()
         except OSError as error:
-            raise DataError(f"data: cannot read the files: {error}. Check data.path and its permissions.") from None
+            raise DataError(
+                f"data: cannot read the files: {error}. Check data.path and its permissions."
+            ) from None
 
     def iterate_from(self, start: int) -> Iterator[Row]:
         for index, file in enumerate(self.files):
@@ -186,7 +210,9 @@ class LocalRows(Rows):
             start = max(start - num_rows, 0)
 
     def _read(self, index: int, start: int) -> Generator[Row, None, int]:
-        """Yield the rows of a file from `start` on; returns how many it has, those before `start` included."""
+        """Yield the rows of a file from `start` on; returns how many it has, those before `start`
+        included.
+        """
         file, num_rows = self.files[index], 0
         for number, content in READERS[get_suffix(file)](file, start):
             num_rows += 1
@@ -196,12 +222,16 @@ class LocalRows(Rows):
 
 
 def _unreadable(file: Path, error: OSError) -> DataError:
-    return DataError(f"data: cannot read {file}: {error.strerror or error}. Check data.path and its permissions.")
+    return DataError(
+        f"data: cannot read {file}: {error.strerror or error}. Check data.path and its permissions."
+    )
 
 
 @contextmanager
 def _reading_hub(what: str) -> Iterator[None]:
-    """Raise a DataError that names the dataset for any error while reading from the hub, HTTP errors included."""
+    """Raise a DataError that names the dataset for any error while reading from the hub, HTTP
+    errors included.
+    """
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -209,16 +239,20 @@ def _reading_hub(what: str) -> Iterator[None]:
     transport = tuple(base for base in bases if base.__name__ in ("HTTPError", "RequestException"))
     try:
         yield
-    except (DatasetsError, HfHubHTTPError, OSError, ValueError, *transport) as error:  # ValueError: no such split
+    # ValueError: no such split
+    except (DatasetsError, HfHubHTTPError, OSError, ValueError, *transport) as error:
         raise DataError(
-            f"data: cannot read {what} from the Hugging Face hub: {first_line(error)} Correct data.path, data.subset "
+            f"data: cannot read {what} from the Hugging Face hub: {first_line(error)} Correct "
+            "data.path, data.subset "
             "and data.split, check the network, or give a local file; a run can be resumed."
         ) from None
 
 
 @dataclass(frozen=True)
 class HubRows(Rows):
-    """The rows of a dataset of the Hugging Face hub, downloaded and cached by `datasets` on first use."""
+    """The rows of a dataset of the Hugging Face hub, downloaded and cached by `datasets` on first
+    use.
+    """
 
     path: str
     subset: str
@@ -238,14 +272,20 @@ class HubRows(Rows):
             revision = self.get_stamp()
         with _reading_hub(f"'{self.path}', split '{self.split}',"):
             return load_dataset(
-                repository, self.subset or None, split=self.split, revision=revision or None, streaming=self.streaming
+                repository,
+                self.subset or None,
+                split=self.split,
+                revision=revision or None,
+                streaming=self.streaming,
             )
 
     def get_digest(self, cache_folder: Path) -> str:
         digest = sha256(f"{self.names}".encode())
         digest.update(str(self._dataset.num_rows).encode())
         files = tuple(Path(file["filename"]) for file in self._dataset.cache_files)
-        return sha256(digest.digest() + LocalRows(files).get_digest(cache_folder).encode()).hexdigest()
+        return sha256(
+            digest.digest() + LocalRows(files).get_digest(cache_folder).encode()
+        ).hexdigest()
 
     def get_stamp(self) -> str:
         return self._revision
@@ -284,11 +324,13 @@ def open_rows(data: DataSection, *, streaming: bool = False) -> Rows:
 def find_rows(
     path: str, pattern: str = "", subset: str = "", split: str = "train", *, streaming: bool = False
 ) -> LocalRows | HubRows:
-    """Return the rows at `path`: a file, all such files in a folder and its subfolders, or a dataset of the hub.
+    """Return the rows at `path`: a file, all such files in a folder and its subfolders, or a
+    dataset of the hub.
 
-    A folder that `datasets` saved gives its rows; of several splits, those of `split`. Another folder gives its files
-    that match `pattern`, or without one all files with rows of `split` (`choose_split`). A name `owner/name[@revision]`
-    that is no local path is looked up on the hub; with `streaming` its rows are downloaded as they are read.
+    A folder that `datasets` saved gives its rows; of several splits, those of `split`. Another
+    folder gives its files that match `pattern`, or without one all files with rows of `split`
+    (`choose_split`). A name `owner/name[@revision]` that is no local path is looked up on the hub;
+    with `streaming` its rows are downloaded as they are read.
 
     Raises:
         DataError: there is nothing at `path`, or nothing that can hold rows.
@@ -297,13 +339,20 @@ def find_rows(
     if (root / "dataset_dict.json").is_file():  # as `DatasetDict.save_to_disk` writes it
         root = root / split
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
-        files = [root / file["filename"] for file in json.loads((root / "state.json").read_bytes())["_data_files"]]
+        files = [
+            root / file["filename"]
+            for file in json.loads((root / "state.json").read_bytes())["_data_files"]
+        ]
     elif root.is_dir():
         files = [file for _, file in find_files(root, pattern or "*")]
         if not pattern:
-            files = choose_split([file for file in files if get_suffix(file) in _SUFFIXES], root, split)
+            files = choose_split(
+                [file for file in files if get_suffix(file) in _SUFFIXES], root, split
+            )
         if not files:
-            wanted = f'matches pattern "{pattern}"' if pattern else f"ends with {', '.join(_SUFFIXES)}"
+            wanted = (
+                f'matches pattern "{pattern}"' if pattern else f"ends with {', '.join(_SUFFIXES)}"
+            )
             raise DataError(f"data: no file in {root} {wanted}. Change data.pattern or data.path.")
     elif root.exists():
         files = [root]
@@ -312,12 +361,14 @@ def find_rows(
     else:
         raise DataError(
             f"data: {root} does not exist. {suggest_path('data.path')} It is a file "
-            f"({', '.join(_SUFFIXES)}), a folder of such files, or the id of a dataset on the Hugging Face hub."
+            f"({', '.join(_SUFFIXES)}), a folder of such files, or the id of a dataset on the "
+            "Hugging Face hub."
         )
     unknown = [str(file) for file in files if get_suffix(file) not in _SUFFIXES]
     if unknown:
         raise DataError(
-            f"data: cannot read rows from {', '.join(unknown[:4])}: only {', '.join(_SUFFIXES)} files hold rows. "
+            f"data: cannot read rows from {', '.join(unknown[:4])}: only {', '.join(_SUFFIXES)} "
+            "files hold rows. "
             "Convert the file, or narrow data.pattern."
         )
     return LocalRows(tuple(files))

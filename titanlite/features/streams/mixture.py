@@ -1,9 +1,11 @@
-"""Several datasets as one: sample n is a sequence of one of them, and which one is a function of (seed, n) alone.
+"""Several datasets as one: sample n is a sequence of one of them, and which one is a function of
+(seed, n) alone.
 
-Samples come in periods. Each has a fixed number of places for every source, its quota, in an order that depends on
-(seed, period). So shares hold in every period, and a run resumes at any sample without counting from the first one.
-With weights, a period has 16384 samples, and each source goes through epochs of its own. Without, a period is an epoch
-of all sources, of which 16384 samples at a time are held if there are many.
+Samples come in periods. Each has a fixed number of places for every source, its quota, in an order
+that depends on (seed, period). So shares hold in every period, and a run resumes at any sample
+without counting from the first one. With weights, a period has 16384 samples, and each source goes
+through epochs of its own. Without, a period is an epoch of all sources, of which 16384 samples at a
+time are held if there are many.
 """
 
 import re
@@ -40,7 +42,9 @@ PERIOD = 1 << 14  # samples, where there are weights: shares are multiples of 1/
 
 
 def get_source_seed(seed: int, name: str) -> int:
-    """Return the seed of the order of source `name`: sources of equal size must not share an order."""
+    """Return the seed of the order of source `name`: sources of equal size must not share an
+    order.
+    """
     return seed + (zlib.crc32(name.encode()) << 32)
 
 
@@ -48,14 +52,17 @@ class MixtureDataset:
     """The sequences of `sources`; sequence i of source number s of S has the index i * S + s.
 
     Attributes:
-        offsets: sequences that a source is ahead of its share, if any: in a run that began with another mixture
-            (`go_on`).
+        offsets: sequences that a source is ahead of its share, if any: in a run that began with
+            another mixture (`go_on`).
 
     Raises:
-        DataError: some sources have preference pairs and others have not; without weights, a source has no known end.
+        DataError: some sources have preference pairs and others have not; without weights, a source
+            has no known end.
     """
 
-    def __init__(self, sources: Mapping[str, SequenceDataset], weights: Mapping[str, float] | None) -> None:
+    def __init__(
+        self, sources: Mapping[str, SequenceDataset], weights: Mapping[str, float] | None
+    ) -> None:
         self.names = sorted(sources)  # independent of their order in a file
         self.parts = [sources[name] for name in self.names]
         self.seq_len = self.parts[0].seq_len
@@ -67,7 +74,8 @@ class MixtureDataset:
             self.order = _Order(_check_sizes(self.names, sizes))
         else:
             self.order = _Order(_get_quotas([weights[name] for name in self.names]))
-        # Sequences of an epoch of all sources; None with weights, with which each has epochs of its own.
+        # Sequences of an epoch of all sources; None with weights, with which each has epochs of its
+        # own.
         self.num_train_sequences = self.order.length if weights is None else None
         self.offsets: dict[str, int] = {}
 
@@ -77,7 +85,10 @@ class MixtureDataset:
 
     @property
     def fingerprint(self) -> str:
-        quotas = [f" {quota}/{PERIOD}" if self.num_train_sequences is None else "" for quota in self.order.quotas]
+        quotas = [
+            f" {quota}/{PERIOD}" if self.num_train_sequences is None else ""
+            for quota in self.order.quotas
+        ]
         parts = zip(self.names, quotas, self.parts, strict=True)
         return "; ".join(f"{name}{quota}: {part.fingerprint}" for name, quota, part in parts)
 
@@ -89,16 +100,22 @@ class MixtureDataset:
     def get_taken(self, seed: int, samples: int) -> dict[str, int]:
         """Return the position of each source, in sequences, before training sample `samples`."""
         counts = self.order.count_before(seed, samples).tolist()
-        return {name: self.offsets.get(name, 0) + n for name, n in zip(self.names, counts, strict=True)}
+        return {
+            name: self.offsets.get(name, 0) + n for name, n in zip(self.names, counts, strict=True)
+        }
 
     def go_on(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
-        """Continue each source at sample `samples` after its `taken` sequences; sources that are new begin at 0."""
+        """Continue each source at sample `samples` after its `taken` sequences; sources that are
+        new begin at 0.
+        """
         self.offsets = {}
         here = self.get_taken(seed, samples)
         self.offsets = {name: n for name in self.names if (n := taken.get(name, 0) - here[name])}
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
-        """Return the indices (stop - start,) int64 of training samples [start, stop), counted from the first step."""
+        """Return the indices (stop - start,) int64 of training samples [start, stop), counted from
+        the first step.
+        """
         indices = np.empty(stop - start, dtype=np.int64)
         for places, number, first in self.order.get_runs(seed, start, stop):
             name = self.names[number]
@@ -123,7 +140,9 @@ class MixtureDataset:
                 batches.append(self.parts[number].batch(places_B[numbers_B == number]))
         back = torch.from_numpy(np.argsort(order, kind="stable"))
         names = [field.name for field in fields(Batch)]
-        return Batch(**{name: torch.cat([getattr(batch, name) for batch in batches])[back] for name in names})
+        return Batch(
+            **{name: torch.cat([getattr(batch, name) for batch in batches])[back] for name in names}
+        )
 
 
 @contextmanager
@@ -133,7 +152,9 @@ def naming_source(name: str) -> Iterator[None]:
         yield
     except DataError as error:
         own = "|".join(field.name for field in fields(SourceSection))
-        text = re.sub(rf"\bdata\.({own})\b", rf"data.sources.{name}.\1", str(error).removeprefix("data: "))
+        text = re.sub(
+            rf"\bdata\.({own})\b", rf"data.sources.{name}.\1", str(error).removeprefix("data: ")
+        )
         raise DataError(f"data.sources.{name}: {text}") from None
 
 
@@ -148,13 +169,15 @@ def _get_form(sources: Mapping[str, SequenceDataset]) -> str:
     pairs = [name for name, form in forms.items() if form == "preference"]
     if pairs and (unknown := [name for name, form in forms.items() if form == "auto"]):
         raise DataError(
-            f"data.sources: {list_names(pairs)} has preference pairs; what a stream has is not known before it is "
+            f"data.sources: {list_names(pairs)} has preference pairs; what a stream has is not "
+            "known before it is "
             f'read. Set data.sources.{unknown[0]}.format = "preference".'
         )
     if pairs and len(pairs) < len(forms):
         others = list_names(f"{name} ({form})" for name, form in forms.items() if name not in pairs)
         raise DataError(
-            f"data.sources: {list_names(pairs)} has preference pairs, but {others} has none, and a run has one "
+            f"data.sources: {list_names(pairs)} has preference pairs, but {others} has none, and a "
+            "run has one "
             "objective. Give it one kind of sources."
         )
     kinds = dict.fromkeys(forms.values())
@@ -162,10 +185,11 @@ def _get_form(sources: Mapping[str, SequenceDataset]) -> str:
 
 
 class _Order:
-    """Periods of `sum(quotas)` samples, in each of which source s has quotas[s] places, by (seed, period).
+    """Periods of `sum(quotas)` samples, in each of which source s has quotas[s] places, by (seed,
+    period).
 
-    Each `PERIOD` samples of a period are a piece of its own, over which the places of a source are spread evenly; only
-    that piece is shuffled and held.
+    Each `PERIOD` samples of a period are a piece of its own, over which the places of a source are
+    spread evenly; only that piece is shuffled and held.
     """
 
     def __init__(self, quotas: np.ndarray) -> None:
@@ -173,28 +197,48 @@ class _Order:
         self._shuffled = lru_cache(maxsize=2)(self._shuffle)  # a step can straddle two pieces
 
     def _find_piece(self, sample: int) -> tuple[int, int, int, int]:
-        """Return number, first place in the period and length of the piece of `sample`, and the place of `sample`."""
+        """Return number, first place in the period and length of the piece of `sample`, and the
+        place of `sample`.
+        """
         period, place = divmod(sample, self.length)
         start = place // PERIOD * PERIOD
-        return period * -(-self.length // PERIOD) + start // PERIOD, start, min(PERIOD, self.length - start), place
+        return (
+            period * -(-self.length // PERIOD) + start // PERIOD,
+            start,
+            min(PERIOD, self.length - start),
+            place,
+        )
 
-    def _shuffle(self, seed: int, number: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each sample of a piece, and how often each source comes before every `PERIOD`th."""
+    def _shuffle(
+        self, seed: int, number: int, start: int, length: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source of each sample of a piece, and how often each source comes before every
+        `PERIOD`th.
+        """
         quotas = self._count_first(start + length) - self._count_first(start)
-        sources = np.repeat(np.arange(len(quotas), dtype=np.int16), quotas)[get_permutation(seed, number, length)]
-        counts = [np.bincount(sources[i : i + PERIOD], minlength=len(quotas)) for i in range(0, length, PERIOD)]
+        sources = np.repeat(np.arange(len(quotas), dtype=np.int16), quotas)[
+            get_permutation(seed, number, length)
+        ]
+        counts = [
+            np.bincount(sources[i : i + PERIOD], minlength=len(quotas))
+            for i in range(0, length, PERIOD)
+        ]
         return sources, np.cumsum([np.zeros_like(quotas), *counts[:-1]], axis=0)
 
     def _count_first(self, places: int) -> np.ndarray:
         """Count the first `places` of a period by source, (S,) int64, where they are spread evenly:
-        place k of the q of a source is due at (2k + 1) / 2q of the period; of those due at once, first sources go
-        first.
+        place k of the q of a source is due at (2k + 1) / 2q of the period; of those due at once,
+        first sources go first.
         """
 
         def count_due(time: int) -> np.ndarray:
-            return np.array([(2 * q * time + self.length) // (2 * self.length) for q in self.quotas.tolist()])
+            return np.array(
+                [(2 * q * time + self.length) // (2 * self.length) for q in self.quotas.tolist()]
+            )
 
-        time = bisect_right(range(self.length + 1), places, key=lambda time: count_due(time).sum()) - 1
+        time = (
+            bisect_right(range(self.length + 1), places, key=lambda time: count_due(time).sum()) - 1
+        )
         counts = count_due(time)
         due = count_due(min(time + 1, self.length)) - counts
         return counts + np.clip(places - counts.sum() - np.cumsum(due) + due, 0, due)
@@ -211,7 +255,9 @@ class _Order:
         return before + counts[part] + np.bincount(rest, minlength=len(self.quotas))
 
     def get_runs(self, seed: int, start: int, stop: int) -> Iterator[tuple[np.ndarray, int, int]]:
-        """Yield each source in samples [start, stop): (samples (n,) int64, source, number of the first there)."""
+        """Yield each source in samples [start, stop): (samples (n,) int64, source, number of the
+        first there).
+        """
         while start < stop:
             number, first, length, place = self._find_piece(start)
             here = self._shuffled(seed, number, first, length)[0][place - first :][: stop - start]
@@ -222,8 +268,11 @@ class _Order:
 
 
 def _get_quotas(weights: Sequence[float]) -> np.ndarray:
-    """Return the weights as int64 that add up to `PERIOD`: largest remainders, and at least 1 each."""
-    shares = np.asarray(weights, dtype=np.float64) / np.max(weights)  # first: the sum of huge ones is infinite
+    """Return the weights as int64 that add up to `PERIOD`: largest remainders, and at least 1
+    each.
+    """
+    # first: the sum of huge ones is infinite
+    shares = np.asarray(weights, dtype=np.float64) / np.max(weights)
     exact = PERIOD * shares / shares.sum()
     quotas = np.floor(exact).astype(np.int64)
     quotas[np.argsort(quotas - exact, kind="stable")[: PERIOD - int(quotas.sum())]] += 1
@@ -236,19 +285,29 @@ def _get_quotas(weights: Sequence[float]) -> np.ndarray:
 def _check_sizes(names: Sequence[str], sizes: Sequence[int | None]) -> np.ndarray:
     for name, size in zip(names, sizes, strict=True):
         if size is None:
-            raise DataError(f"data.sources.{name}: the size of a stream is not known. Set the weight of every source.")
+            raise DataError(
+                f"data.sources.{name}: the size of a stream is not known. Set the weight of every "
+                "source."
+            )
     return np.array(sizes, dtype=np.int64)
 
 
 def build_mixture(job: JobConfig) -> tuple[Any, MixtureDataset]:
-    """Build the tokenizer and the mixture of `data.sources`; a DataError names the source that is unusable."""
+    """Build the tokenizer and the mixture of `data.sources`; a DataError names the source that is
+    unusable.
+    """
     data, seq_len = resolve_tokenizer_path(job), job.training.seq_len
     if not data.tokenizer_path:  # one that is trained would know the first source only
         raise DataError(
-            "data: data.sources need a tokenizer, and there is no tokenizer.json at model.path. Set model.path, or "
+            "data: data.sources need a tokenizer, and there is no tokenizer.json at model.path. "
+            "Set model.path, or "
             "data.tokenizer_path, to a folder with one."
         )
-    tokenizer = load_tokenizer(data.tokenizer_path) if data.dataset == "text" else load_example_tokenizer(data)
+    tokenizer = (
+        load_tokenizer(data.tokenizer_path)
+        if data.dataset == "text"
+        else load_example_tokenizer(data)
+    )
     parts: dict[str, SequenceDataset] = {}
     for name, source in data_config.get_sources(data).items():
         where = f"data.sources.{name}"
@@ -260,5 +319,7 @@ def build_mixture(job: JobConfig) -> tuple[Any, MixtureDataset]:
                 _, parts[name] = build_stream_dataset(source, seq_len, seed, where, tokenizer)
             else:
                 _, parts[name] = build_example_dataset(source, seq_len, where, tokenizer)
-    weights = {name: source.weight for name, source in data.sources.items() if source.weight is not None}
+    weights = {
+        name: source.weight for name, source in data.sources.items() if source.weight is not None
+    }
     return tokenizer, MixtureDataset(parts, weights or None)

@@ -1,4 +1,6 @@
-"""`python -m titanlite check --config FILE --world-size N`: every error of a configuration, before anything starts."""
+"""`python -m titanlite check --config FILE --world-size N`: every error of a configuration, before
+anything starts.
+"""
 
 from collections.abc import Sequence
 
@@ -9,7 +11,9 @@ from titanlite.preflight import check_arguments
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the mesh of a run that passes its preflight; exit code 2 after one clear error. Downloads no weights."""
+    """Print the mesh of a run that passes its preflight; exit code 2 after one clear error.
+    Downloads no weights.
+    """
     checked = check_arguments(argv, weights=False)
     check_model(checked)
     print(f"OK on {format_count(checked.degrees.world_size, 'rank')}: {checked.degrees}")

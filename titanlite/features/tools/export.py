@@ -1,7 +1,8 @@
-"""`python -m titanlite export MODEL OUT --dtype bfloat16`: a checkpoint as a plain Hugging Face model in another dtype.
+"""`python -m titanlite export MODEL OUT --dtype bfloat16`: a checkpoint as a plain Hugging Face
+model in another dtype.
 
-`--merge` merges the adapters of a LoRA run into their model. Streams: memory is a few MiB, whatever the size of the
-model, and the adapters of two layers.
+`--merge` merges the adapters of a LoRA run into their model. Streams: memory is a few MiB, whatever
+the size of the model, and the adapters of two layers.
 """
 
 import json
@@ -37,7 +38,18 @@ from titanlite.materialize import Plan, Read, ReadRequest, Region, TensorEntry, 
 from titanlite.models.families import any_model_config_from_hf, family_of
 
 _CHUNK_ELEMENTS = 4 << 20
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt", ".pkl"}
+_WEIGHT_SUFFIXES = {
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".ckpt",
+    ".pkl",
+}
 _ADAPTER_ONLY = {ADAPTER_CONFIG, "README.md"}
 _Values = Callable[[Region, torch.dtype], torch.Tensor]
 _TEMPLATES = "additional_chat_templates"  # where transformers keeps chat templates that have names
@@ -48,15 +60,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Export; exit code 0, or 2 after one clear error."""
     parser = Parser(
         "export",
-        "Write a checkpoint (or any Hugging Face model; FP8 is read for native families) as a plain Hugging Face "
-        "model. Parameters are cast to --dtype; buffers, and what a 16-bit model stores in float32, keep theirs.",
+        "Write a checkpoint (or any Hugging Face model; FP8 is read for native families) as a "
+        "plain Hugging Face "
+        "model. Parameters are cast to --dtype; buffers, and what a 16-bit model stores in "
+        "float32, keep theirs.",
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("out", type=Path, metavar="OUT", help="must not exist yet")
     dtypes = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", type=spell_dtype, choices=dtypes, default="bfloat16")
-    parser.add_argument("--merge", action="store_true", help="MODEL holds adapters (LoRA): merge them into their model")
-    parser.add_argument("--base", help="that model; default: the one that adapter_config.json names")
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="MODEL holds adapters (LoRA): merge them into their model",
+    )
+    parser.add_argument(
+        "--base", help="that model; default: the one that adapter_config.json names"
+    )
     known = parser.parse_args(argv)
     if known.base is not None and not known.merge:
         parser.error("--base is the model to merge adapters into; give --merge too.")
@@ -71,16 +91,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def export_merged(adapter: Path, out: Path, dtype: torch.dtype, base: str | None = None) -> None:
-    """Write the model in `base` with the adapters in `adapter` merged to `out`: `W + alpha / rank * B A`.
+    """Write the model in `base` with the adapters in `adapter` merged to `out`: `W + alpha / rank *
+    B A`.
 
     Computed in float64 and rounded to `dtype` once. `base` as in `find_base`.
 
     Raises:
-        CheckpointError: as `export_checkpoint`, or the adapters are damaged or do not fit the model.
+        CheckpointError: as `export_checkpoint`, or the adapters are damaged or do not fit the
+            model.
         ConfigError: as `export_checkpoint`, or there is no such model.
     """
     if not (adapter / ADAPTER_CONFIG).exists() and (adapter / "config.json").exists():
-        raise CheckpointError(f"export: {adapter} is a whole model, without adapters to merge. Leave --merge out.")
+        raise CheckpointError(
+            f"export: {adapter} is a whole model, without adapters to merge. Leave --merge out."
+        )
     if (adapter / MANIFEST_FILE).exists():
         raise_problems(CheckpointError, f"export: {adapter}", check_folder(adapter))
     folder = find_base("export", adapter, base)
@@ -96,14 +120,17 @@ def export_checkpoint(
     adapters: Path | None = None,
     described_in: Path | None = None,
 ) -> None:
-    """Write the model in `folder` to `out` with parameters in `dtype`; `out` appears when it is complete.
+    """Write the model in `folder` to `out` with parameters in `dtype`; `out` appears when it is
+    complete.
 
-    The corrections of the `adapters` in a folder are added on the way. `described_in` is the folder whose
-    config.json says what the weights compute, if it is not `folder`.
+    The corrections of the `adapters` in a folder are added on the way. `described_in` is the folder
+    whose config.json says what the weights compute, if it is not `folder`.
 
     Raises:
-        CheckpointError: `folder` is not a whole model, `out` exists or cannot be written, or the adapters do not fit.
-        ConfigError: its config.json describes something that neither the decoder nor transformers can express.
+        CheckpointError: `folder` is not a whole model, `out` exists or cannot be written, or the
+            adapters do not fit.
+        ConfigError: its config.json describes something that neither the decoder nor transformers
+            can express.
     """
     try:
         occupied = os.path.lexists(out)
@@ -114,13 +141,17 @@ def export_checkpoint(
     if (folder / MANIFEST_FILE).exists():
         raise_problems(CheckpointError, f"export: {folder}", check_folder(folder))
     if adapters is None and (folder / ADAPTER_FILE).exists():
-        raise CheckpointError(f"export: {folder} holds adapters without their model. Add --merge, and --base DIR.")
+        raise CheckpointError(
+            f"export: {folder} holds adapters without their model. Add --merge, and --base DIR."
+        )
     config = any_model_config_from_hf(described_in or folder, "export")
     rest = describe_model(config, None, dtype, folder)
     model = build_model(config)
     # Where the run had more bits than its files, round once.
     weights = weights_of(folder, model, exact=True)
-    plan = build_plan(model, [weights if adapters is None else MergedSource(weights, adapters, model)])
+    plan = build_plan(
+        model, [weights if adapters is None else MergedSource(weights, adapters, model)]
+    )
     if isinstance(model, TransformersModel):
         files, values = _lay_out_transformers(plan, model, dtype)
     else:
@@ -134,7 +165,12 @@ def export_checkpoint(
         merged = read_adapter(adapters)[1]
         name = str(dtype).removeprefix("torch.")
         card = render_merge_card(
-            folder, adapters, family=config.family, dtype=name, rank=merged.rank, scaling=merged.scaling
+            folder,
+            adapters,
+            family=config.family,
+            dtype=name,
+            rank=merged.rank,
+            scaling=merged.scaling,
         )
         rest["README.md"] = card.encode()
     try:
@@ -145,7 +181,8 @@ def export_checkpoint(
                 _copy_weights(files, values, temporary)
             for name, content in (rest | index_of(files)).items():
                 (temporary / name).write_bytes(content)
-            if adapters is not None:  # the run's tokenizer may have another chat template than the model's
+            # the run's tokenizer may have another chat template than the model's
+            if adapters is not None:
                 _copy_rest(adapters, temporary, _ADAPTER_ONLY)
             _copy_rest(folder, temporary)
             temporary.rename(out)
@@ -154,7 +191,9 @@ def export_checkpoint(
     warn_of_sidecar(config, files)
 
 
-def _lay_out(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> tuple[list[FileLayout], dict[str, _Values]]:
+def _lay_out(
+    plan: Plan, config: ModelConfig, dtype: torch.dtype
+) -> tuple[list[FileLayout], dict[str, _Values]]:
     """Lay out the files; return them, and for each key where its values come from."""
     family = family_of(config)
     model: list[Item] = []
@@ -166,10 +205,14 @@ def _lay_out(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> tuple[list[
         has_key = not is_sidecar(entry.fqn, family)
         stored = entry.saved_dtype(dtype)
         pieces = (
-            checkpoint_pieces(entry.fqn, entry.info.shape, family) if has_key else [whole(entry.fqn, entry.info.shape)]
+            checkpoint_pieces(entry.fqn, entry.info.shape, family)
+            if has_key
+            else [whole(entry.fqn, entry.info.shape)]
         )
         for piece in pieces:
-            item = Item(piece.key, stored, piece.region, piece.shape, entry.tensor, entry.region, mine=True)
+            item = Item(
+                piece.key, stored, piece.region, piece.shape, entry.tensor, entry.region, mine=True
+            )
             (model if has_key else sidecar).append(item)
             values[piece.key] = partial(_read, entry)
     stem = f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}"
@@ -181,13 +224,16 @@ def _lay_out_transformers(
 ) -> tuple[list[FileLayout], dict[str, _Values]]:
     """Lay out as `_lay_out`, with the keys and layouts that the checkpoint has."""
     entries = {
-        name: entry for name, entry in saved_entries(plan.entries, model).items() if isinstance(entry.source, Read)
+        name: entry
+        for name, entry in saved_entries(plan.entries, model).items()
+        if isinstance(entry.source, Read)
     }
     forms, rename = stored_forms(entries, model)
     items: list[Item] = []
     values: dict[str, _Values] = {}
 
-    @lru_cache(maxsize=1)  # the tensors of a conversion follow one another, and each is asked for in pieces
+    # the tensors of a conversion follow one another, and each is asked for in pieces
+    @lru_cache(maxsize=1)
     def convert(group: str) -> dict[str, torch.Tensor]:
         found = groups[group].convert(read_whole, model)
         return {rename(key): value for key, value in found.items()}
@@ -203,9 +249,13 @@ def _lay_out_transformers(
     for form in forms:
         stored = form.entry.saved_dtype(dtype)
         region = form.region or whole(form.key, form.shape).region
-        items.append(Item(form.key, stored, region, form.shape, form.entry.tensor, region, mine=True))
+        items.append(
+            Item(form.key, stored, region, form.shape, form.entry.tensor, region, mine=True)
+        )
         direct = form.region is not None
-        values[form.key] = partial(_read, form.entry) if direct else partial(converted, form.group.first, form.key)
+        values[form.key] = (
+            partial(_read, form.entry) if direct else partial(converted, form.group.first, form.key)
+        )
     return lay_out(items, "model"), values
 
 
@@ -222,11 +272,16 @@ def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, _Values], ou
             for item, offset in file.items:
                 handle.seek(offset)
                 for region in item.region.slabs(_CHUNK_ELEMENTS):
-                    chunk = item.read(region) if item.read is not None else values[item.key](region, item.dtype)
+                    chunk = (
+                        item.read(region)
+                        if item.read is not None
+                        else values[item.key](region, item.dtype)
+                    )
                     chunk = chunk.contiguous()
                     if item.dtype == torch.float16 and not bool(chunk.isfinite().all()):
                         raise CheckpointError(
-                            f"export: {item.key} has values that float16 cannot hold (beyond 65504). Use bfloat16."
+                            f"export: {item.key} has values that float16 cannot hold (beyond "
+                            "65504). Use bfloat16."
                         )
                     handle.write(bytes_of(chunk.view(-1)))
             handle.flush()
@@ -234,10 +289,17 @@ def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, _Values], ou
 
 
 def _copy_rest(folder: Path, out: Path, but: Collection[str] = ()) -> None:
-    """Copy tokenizer, chat template, licence: all files without weights that are not there yet, links resolved."""
+    """Copy tokenizer, chat template, licence: all files without weights that are not there yet,
+    links resolved.
+    """
     for path in folder.iterdir():
         is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        if path.is_file() and not is_weights and path.name not in but and not (out / path.name).exists():
+        if (
+            path.is_file()
+            and not is_weights
+            and path.name not in but
+            and not (out / path.name).exists()
+        ):
             shutil.copyfile(path, out / path.name)
     if (folder / _TEMPLATES).is_dir() and not (out / _TEMPLATES).exists():
         shutil.copytree(folder / _TEMPLATES, out / _TEMPLATES)

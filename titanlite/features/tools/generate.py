@@ -1,7 +1,9 @@
-"""`python -m titanlite generate MODEL --prompt TEXT`: continue prompts with a model on one process or many.
+"""`python -m titanlite generate MODEL --prompt TEXT`: continue prompts with a model on one process
+or many.
 
-Several ranks, each with a share of the model: `python -m titanlite.launch --nproc-per-node 4 -m titanlite generate ...`
-(torchrun does as well). The text goes to standard output, messages to standard error.
+Several ranks, each with a share of the model: `python -m titanlite.launch --nproc-per-node 4 -m
+titanlite generate ...` (torchrun does as well). The text goes to standard output, messages to
+standard error.
 """
 
 import argparse
@@ -73,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if dist.is_initialized():
             if code == 0:
-                dist.barrier()  # a rank that leaves early can tear down connections of a peer that still answers
+                # a rank that leaves early can tear down connections of a peer that still answers
+                dist.barrier()
             end_distributed()
     return code
 
@@ -83,23 +86,57 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("model", metavar="MODEL", help=MODEL_HELP)
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    add("--prompts-file", type=Path, metavar="FILE", help="a prompt per line; .jsonl: rows with prompt or messages")
-    add("--chat", action="store_true", help="render prompts as messages of a user, by the tokenizer's chat template")
+    add(
+        "--prompts-file",
+        type=Path,
+        metavar="FILE",
+        help="a prompt per line; .jsonl: rows with prompt or messages",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help="render prompts as messages of a user, by the tokenizer's chat template",
+    )
     add("--system", metavar="TEXT", help="system message of each chat; implies --chat")
-    add("--chat-template-kwargs", default="", metavar="JSON", help="arguments of the chat template, as an object")
+    add(
+        "--chat-template-kwargs",
+        default="",
+        metavar="JSON",
+        help="arguments of the chat template, as an object",
+    )
     add("--tokenizer", type=Path, metavar="DIR", help="default: that of MODEL")
-    add("--base", metavar="MODEL", help="the model of adapters; default: the one that adapter_config.json names")
+    add(
+        "--base",
+        metavar="MODEL",
+        help="the model of adapters; default: the one that adapter_config.json names",
+    )
     add("--max-new-tokens", type=int, default=128, metavar="N")
     add("--do-sample", nargs="?", choices=("true", "false"), const="true", help="draw tokens")
-    add("--temperature", type=float, help="0: the likeliest token; default: 1 with other settings of sampling, else 0")
+    add(
+        "--temperature",
+        type=float,
+        help="0: the likeliest token; default: 1 with other settings of sampling, else 0",
+    )
     add("--top-k", type=int, default=0, metavar="K", help="0 (default): all tokens")
     add("--top-p", type=float, default=1.0, metavar="P")
     add("--seed", type=int, default=0)
     dtypes = ("auto", "float32", "bfloat16", "float16")
     text = "auto (default): the model's; float32 on the CPU"
     add("--dtype", type=spell_dtype, choices=dtypes, default="auto", help=text)
-    add("--batch-size", type=int, default=16, metavar="N", help="prompts at once per data-parallel rank")
-    add("--tp", type=int, default=1, metavar="N", help="ranks that split each layer; the others shard by FSDP")
+    add(
+        "--batch-size",
+        type=int,
+        default=16,
+        metavar="N",
+        help="prompts at once per data-parallel rank",
+    )
+    add(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that split each layer; the others shard by FSDP",
+    )
     add("--ep", type=int, default=1, metavar="N", help="ranks that split the experts")
     return parser
 
@@ -107,7 +144,12 @@ def _parser() -> Parser:
 def _sampling(options: argparse.Namespace) -> Sampling:
     draws = options.do_sample == "true" or options.top_k != 0 or options.top_p != 1
     temperature = float(draws) if options.temperature is None else options.temperature
-    return Sampling(0.0 if options.do_sample == "false" else temperature, options.top_k, options.top_p, options.seed)
+    return Sampling(
+        0.0 if options.do_sample == "false" else temperature,
+        options.top_k,
+        options.top_p,
+        options.seed,
+    )
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -120,7 +162,10 @@ def _run(options: argparse.Namespace) -> None:
         keep_freed_memory()
     sampling = _sampling(options)
     problems = sampling.check()
-    for name, value in (("--max-new-tokens", options.max_new_tokens), ("--batch-size", options.batch_size)):
+    for name, value in (
+        ("--max-new-tokens", options.max_new_tokens),
+        ("--batch-size", options.batch_size),
+    ):
         if value < 1:
             problems.append(f"{name} = {value} is out of range. Set it to 1 or more.")
     raise_problems(ConfigError, "generate", problems)
@@ -130,7 +175,11 @@ def _run(options: argparse.Namespace) -> None:
     def prepare() -> _Request:
         nonlocal tokenizer
         folder = find_model("generate", options.model)
-        base = find_base("generate", folder, options.base) if (folder / ADAPTER_CONFIG).exists() else folder
+        base = (
+            find_base("generate", folder, options.base)
+            if (folder / ADAPTER_CONFIG).exists()
+            else folder
+        )
         tokenizer = _load_tokenizer(*([options.tokenizer] if options.tokenizer else [folder, base]))
         return _prepare(options, folder, base, tokenizer, device)
 
@@ -154,7 +203,8 @@ def _run(options: argparse.Namespace) -> None:
         _print_texts(request, continuations, tokenizer)
         count = sum(len(continuation.tokens) for continuation in continuations)
         print(
-            f"generate: {format_count(len(continuations), 'prompt')}, {count} new tokens in {seconds:.2f} s, "
+            f"generate: {format_count(len(continuations), 'prompt')}, {count} new tokens in "
+            f"{seconds:.2f} s, "
             f"{count / seconds:.1f} tokens/s",
             file=sys.stderr,
         )
@@ -164,20 +214,31 @@ def _load_tokenizer(*places: Path) -> Any:
     for path in places:
         if (path / "tokenizer.json" if path.is_dir() else path).exists():
             return load_tokenizer(path)
-    raise DataError(f"generate: {places[0]} has no tokenizer.json. Give a folder that has one with --tokenizer DIR.")
+    raise DataError(
+        f"generate: {places[0]} has no tokenizer.json. Give a folder that has one with --tokenizer "
+        "DIR."
+    )
 
 
-def _prepare(options: argparse.Namespace, folder: Path, base: Path, tokenizer: Any, device: torch.device) -> _Request:
+def _prepare(
+    options: argparse.Namespace, folder: Path, base: Path, tokenizer: Any, device: torch.device
+) -> _Request:
     own = folder / OWN_FOLDER  # adapters have the description of their model there, if it is native
     described = own if folder != base and (own / "config.json").exists() else base
     config = any_model_config_from_hf(described, "generate")
-    prompts = [*options.prompt, *([] if options.prompts_file is None else _read_prompts(options.prompts_file))]
+    prompts = [
+        *options.prompt,
+        *([] if options.prompts_file is None else _read_prompts(options.prompts_file)),
+    ]
     if not prompts:
-        raise ConfigError("generate: there is no prompt. Give --prompt TEXT or --prompts-file FILE.")
+        raise ConfigError(
+            "generate: there is no prompt. Give --prompt TEXT or --prompts-file FILE."
+        )
     is_chat = options.chat or options.system is not None
     if is_chat and not tokenizer.chat_template:
         raise DataError(
-            "generate: --chat: the tokenizer has no chat template. Leave --chat out and give --prompt TEXT, or add a "
+            "generate: --chat: the tokenizer has no chat template. Leave --chat out and give "
+            "--prompt TEXT, or add a "
             "template."
         )
     ids = [_encode(tokenizer, prompt, chat=is_chat, options=options) for prompt in prompts]
@@ -188,22 +249,31 @@ def _prepare(options: argparse.Namespace, folder: Path, base: Path, tokenizer: A
             problems.append(f"prompt {number} has no tokens. Write something into it.")
         elif limit is not None and len(tokens) + options.max_new_tokens > limit:
             problems.append(
-                f"prompt {number} has {len(tokens)} tokens; with --max-new-tokens {options.max_new_tokens} that is "
-                f"more than the model's max_position_embeddings ({limit}). Shorten it, or lower --max-new-tokens."
+                f"prompt {number} has {len(tokens)} tokens; with --max-new-tokens "
+                f"{options.max_new_tokens} that is "
+                f"more than the model's max_position_embeddings ({limit}). Shorten it, or lower "
+                "--max-new-tokens."
             )
         elif max(tokens) >= config.vocab_size:
             problems.append(
-                f"prompt {number} has token {max(tokens)}, the model's vocab_size is {config.vocab_size}. Use the "
+                f"prompt {number} has token {max(tokens)}, the model's vocab_size is "
+                f"{config.vocab_size}. Use the "
                 "model's own tokenizer."
             )
     raise_problems(ConfigError, "generate", problems)
     shown = [
-        prompt if isinstance(prompt, str) else json.dumps(prompt["messages"], ensure_ascii=False) for prompt in prompts
+        prompt if isinstance(prompt, str) else json.dumps(prompt["messages"], ensure_ascii=False)
+        for prompt in prompts
     ]
     dtype = _dtype(options.dtype, base, device)
-    ends = {*get_eos_token_ids(tokenizer, base), *(get_end_of_turn_ids(tokenizer) if is_chat else ())}
+    ends = {
+        *get_eos_token_ids(tokenizer, base),
+        *(get_end_of_turn_ids(tokenizer) if is_chat else ()),
+    }
     adapters = folder if folder != base else None
-    return _Request(base, adapters, config, dtype, is_chat, shown, ids, sorted(ends), count_ids(tokenizer))
+    return _Request(
+        base, adapters, config, dtype, is_chat, shown, ids, sorted(ends), count_ids(tokenizer)
+    )
 
 
 def _dtype(asked: str, folder: Path, device: torch.device) -> str:
@@ -219,12 +289,17 @@ def _read_prompts(path: Path) -> list[Any]:
     where = f"generate: --prompts-file {path}"
     try:
         if path.suffix == ".jsonl":
-            return [_read_prompt(f"{where}, line {number}", row) for number, row in READERS[".jsonl"](path, 0)]
+            return [
+                _read_prompt(f"{where}, line {number}", row)
+                for number, row in READERS[".jsonl"](path, 0)
+            ]
         text = read_regular(path, 2**30).decode("utf-8")
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
+        raise DataError(
+            f"{where}: byte {error.start} is not UTF-8. Save the file as UTF-8."
+        ) from None
     return [line.rstrip("\r") for line in text.split("\n") if line.strip()]
 
 
@@ -238,14 +313,20 @@ def _read_prompt(where: str, row: Any) -> Any:
 
 
 def _encode(tokenizer: Any, prompt: Any, *, chat: bool, options: argparse.Namespace) -> list[int]:
-    """Return the tokens of a text, of a row with messages, or, with `chat`, of a text as the message of a user."""
+    """Return the tokens of a text, of a row with messages, or, with `chat`, of a text as the
+    message of a user.
+    """
     if not chat:
         if not isinstance(prompt, str):
             raise ConfigError("generate: messages need a chat template to become text. Add --chat.")
         return tokenizer.encode(prompt)
     from titanlite.features.sft.encode import encode_prompt
 
-    row = dict(prompt) if isinstance(prompt, dict) else {"messages": [{"role": "user", "content": prompt}]}
+    row = (
+        dict(prompt)
+        if isinstance(prompt, dict)
+        else {"messages": [{"role": "user", "content": prompt}]}
+    )
     arguments = parse_object("generate: --chat-template-kwargs", options.chat_template_kwargs)
     row = {"chat_template_kwargs": arguments} | row
     if options.system is not None:
@@ -266,7 +347,9 @@ def _print_texts(request: _Request, continuations: Sequence[Continuation], token
 
 
 def text_of(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Decode the new tokens together with the prompt: alone, many tokenizers drop the space before a word."""
+    """Decode the new tokens together with the prompt: alone, many tokenizers drop the space before
+    a word.
+    """
     before: str = tokenizer.decode(prompt)
     text: str = tokenizer.decode([*prompt, *new])
     return text[len(before) :] if text.startswith(before) else tokenizer.decode(new)

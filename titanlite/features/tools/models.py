@@ -1,4 +1,5 @@
-"""The model that a command is given: found (a run, a step, a Hugging Face folder, or a hub id), loaded, and inspected.
+"""The model that a command is given: found (a run, a step, a Hugging Face folder, or a hub id),
+loaded, and inspected.
 
 `python -m titanlite inspect MODEL` shows the contents of a checkpoint, and whether it is complete.
 """
@@ -25,7 +26,13 @@ from titanlite.base.text import (
     suggest,
 )
 from titanlite.checkpoint import Progress
-from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, find_complete_before, list_steps, step_folder
+from titanlite.checkpoint.commit import (
+    MANIFEST_FILE,
+    check_folder,
+    find_complete_before,
+    list_steps,
+    step_folder,
+)
 from titanlite.checkpoint.folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -55,7 +62,9 @@ from titanlite.materialize import SourceProvider, materialize
 from titanlite.models.interface import Model
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MODEL_HELP = "run's folder (its newest complete checkpoint), step-N folder, Hugging Face folder, or hub id"
+MODEL_HELP = (
+    "run's folder (its newest complete checkpoint), step-N folder, Hugging Face folder, or hub id"
+)
 
 
 def find_model(command: str, name: str) -> Path:
@@ -66,7 +75,10 @@ def find_model(command: str, name: str) -> Path:
         ConfigError: there is no such folder, and no such model on the hub.
     """
     path = Path(os.path.expanduser(name))
-    near = suggest(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else [])
+    near = suggest(
+        path.name,
+        [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else [],
+    )
     try:
         folder = Path(local_folder(f"{command}: MODEL", name, weights=True))
     except ConfigError as error:
@@ -75,24 +87,31 @@ def find_model(command: str, name: str) -> Path:
         raise ConfigError(f"{command}: {name} is no folder.{near or f' Give a {MODEL_HELP}.'}")
     if any((folder / file).exists() for file in ("config.json", ADAPTER_CONFIG)):
         return folder
-    inner = next((path for path in (folder, folder / "checkpoint", *folder.iterdir()) if list_steps(path)), None)
+    inner = next(
+        (path for path in (folder, folder / "checkpoint", *folder.iterdir()) if list_steps(path)),
+        None,
+    )
     if inner is None:
         return folder  # reading it will report what is missing
     steps = list_steps(inner)
     step = find_complete_before(inner, steps[-1] + 1)
     if step is None:
         problem = check_folder(step_folder(inner, steps[-1]))[0]
-        raise CheckpointError(f"{command}: no checkpoint in {inner} is complete; of step-{steps[-1]}: {problem}")
+        raise CheckpointError(
+            f"{command}: no checkpoint in {inner} is complete; of step-{steps[-1]}: {problem}"
+        )
     newer = "".join(f"; step-{later} is not complete" for later in steps if later > step)
-    sys.stderr.write(f"{command}: took {step_folder(inner, step)}, the newest complete checkpoint{newer}\n")
+    sys.stderr.write(
+        f"{command}: took {step_folder(inner, step)}, the newest complete checkpoint{newer}\n"
+    )
     return step_folder(inner, step)
 
 
 def find_base(command: str, adapter: Path, asked: str | None = None) -> Path:
     """Return the folder of the model that the adapters in the folder `adapter` are for.
 
-    The folder or hub id `asked`, if given; otherwise the model that adapter_config.json names; if that is gone, the one
-    that the configuration of their run names.
+    The folder or hub id `asked`, if given; otherwise the model that adapter_config.json names; if
+    that is gone, the one that the configuration of their run names.
 
     Raises:
         CheckpointError: the adapters are damaged.
@@ -117,12 +136,16 @@ def find_base(command: str, adapter: Path, asked: str | None = None) -> Path:
 
 
 def _names_of_base(adapter: Path) -> dict[str, str]:
-    """Return what adapter_config.json and the configuration of the run call the model, by the file that says so."""
+    """Return what adapter_config.json and the configuration of the run call the model, by the file
+    that says so.
+    """
     names = {str(adapter / ADAPTER_CONFIG): read_adapter(adapter)[1].base}
     for parent in adapter.absolute().parents[:3]:
         with suppress(OSError, ValueError):
             table = tomllib.loads((parent / "config.toml").read_text(encoding="utf-8"))
-            name = table.get("model", {}).get("path") or table.get("checkpoint", {}).get("initial_load_path")
+            name = table.get("model", {}).get("path") or table.get("checkpoint", {}).get(
+                "initial_load_path"
+            )
             return names | {str(parent / "config.toml"): str(name or "")}
     return names
 
@@ -137,7 +160,8 @@ def load_model(
     ep: int = 1,
     adapters: Path | None = None,
 ) -> tuple[Model, ParallelDims | None]:
-    """Load the model in `folder` for evaluation, with its meshes; without a process group it is whole, on this process.
+    """Load the model in `folder` for evaluation, with its meshes; without a process group it is
+    whole, on this process.
 
     With the folder of `adapters`, they are merged into the weights while these are read.
 
@@ -168,13 +192,17 @@ def load_model(
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; exit code 0, 1 if the checkpoint is damaged, 2 if it cannot be inspected."""
+    """Print the report; exit code 0, 1 if the checkpoint is damaged, 2 if it cannot be
+    inspected.
+    """
     parser = Parser(
         "inspect",
         "Show what is in a checkpoint or Hugging Face model, and check it against its manifest.",
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--checksums", action="store_true", help="read every byte and compare with the manifest")
+    parser.add_argument(
+        "--checksums", action="store_true", help="read every byte and compare with the manifest"
+    )
     parser.add_argument("--all", action="store_true", help="one line per tensor, too")
     known = parser.parse_args(argv)
     try:
@@ -182,7 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         damaged = show_folder(folder, checksums=known.checksums, every=known.all)
     except BrokenPipeError:
         raise
-    except OSError as error:  # a name that no file can have, or a folder that may not be looked into
+    # a name that no file can have, or a folder that may not be looked into
+    except OSError as error:
         raise CheckpointError(f"{known.model}: {error.strerror}.") from None
     return 1 if damaged else 0
 
@@ -200,7 +229,9 @@ def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
     print("\n".join([str(folder), *lines]))
     if has_manifest:
         looked_at = "sizes and checksums" if checksums else "sizes"
-        verdict = format_count(len(problems), "problem") if problems else f"whole ({looked_at} match)"
+        verdict = (
+            format_count(len(problems), "problem") if problems else f"whole ({looked_at} match)"
+        )
         print("\n    ".join([f"  manifest   {verdict}", *problems]))
     else:
         print(f"  manifest   none; {MANIFEST_FILE} is written by titanlite only")
@@ -223,7 +254,9 @@ def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:
         lines = [f"  model      {_describe_model(folder, model)}"]
     if (folder / STATE_FILE).exists():
         progress = Progress.read(folder)
-        versions = ", ".join(f"{shown(name)} {shown(version)}" for name, version in progress.versions.items())
+        versions = ", ".join(
+            f"{shown(name)} {shown(version)}" for name, version in progress.versions.items()
+        )
         ranks = format_count(progress.world_size, "rank")
         state = f"step {progress.step}, {progress.samples} samples, {ranks}, {versions}"
         lines += [f"  training   {state}", f"  data       {shown(progress.data)}"]
@@ -238,7 +271,9 @@ def _describe_model(folder: Path, model: Stored) -> str:
         config = {"model_type": "config.json cannot be read" if there else "no config.json"}
     packed = find_packed(model.tensors)
     factors = {scales.key for _, scales in packed.values()}
-    factors.update(*(companions(key) for key, tensor in model.tensors.items() if tensor.dtype in FP8))
+    factors.update(
+        *(companions(key) for key, tensor in model.tensors.items() if tensor.dtype in FP8)
+    )
     weights = [tensor for key, tensor in model.tensors.items() if key not in factors]
     numel = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in weights)
     numel += sum(blocks.nbytes for blocks, _ in packed.values())  # two in a byte

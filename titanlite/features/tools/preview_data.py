@@ -1,4 +1,6 @@
-"""`python -m titanlite data --config FILE`: what a run would train on, token by token, before it does."""
+"""`python -m titanlite data --config FILE`: what a run would train on, token by token, before it
+does.
+"""
 
 import logging
 import math
@@ -51,17 +53,22 @@ class ShownDocument:
 
 
 def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument]:
-    """Return the documents of sequence `index`, in order, without padding; of a corpus the sequence as one.
+    """Return the documents of sequence `index`, in order, without padding; of a corpus the sequence
+    as one.
 
     The first call for a corpus reads all of its tokens, a stream reads on as far as needed.
 
     Raises:
-        DataError: there is no such view of this kind of dataset; as the dataset itself while it reads.
+        DataError: there is no such view of this kind of dataset; as the dataset itself while it
+            reads.
     """
     if isinstance(dataset, MixtureDataset):
         name, part, place = dataset.locate(index)
         with naming_source(name):
-            return [replace(found, place=f"{name}: {found.place}") for found in get_shown_documents(part, place)]
+            return [
+                replace(found, place=f"{name}: {found.place}")
+                for found in get_shown_documents(part, place)
+            ]
     if isinstance(dataset, PackedDataset):
         return [_get_from_corpus(dataset, index)]
     if isinstance(dataset, ExampleDataset | StreamDataset):
@@ -69,19 +76,33 @@ def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument
     if isinstance(dataset, ImageDataset):
         row, ids, trained = dataset.get_document(index)
         images = ", ".join(str(path) for path in row.images)
-        return [ShownDocument(escape_controls(f"{row.place}, with {images}"), "", ids, [False, *trained[1:]], len(ids))]
+        return [
+            ShownDocument(
+                escape_controls(f"{row.place}, with {images}"),
+                "",
+                ids,
+                [False, *trained[1:]],
+                len(ids),
+            )
+        ]
     raise DataError(f"data: the documents of {type(dataset).__name__} cannot be shown.")
 
 
 def _find_file(corpus: TokenizedCorpus, document: int) -> str:
     """Return the file of a document, counted from 0, or else its number."""
-    files = [] if corpus.corpus is None else [path for _, path in corpus.corpus.files if path.stat().st_size]
+    files = (
+        []
+        if corpus.corpus is None
+        else [path for _, path in corpus.corpus.files if path.stat().st_size]
+    )
     known = len(files) == corpus.num_documents
     return str(files[document]) if known else f"document {document + 1} of {corpus.num_documents}"
 
 
 def _get_from_corpus(dataset: PackedDataset, index: int) -> ShownDocument:
-    """Return the whole sequence: what it is trained on lies between its first token and the label of its last one."""
+    """Return the whole sequence: what it is trained on lies between its first token and the label
+    of its last one.
+    """
     corpus = dataset.tokenized
     start = index * dataset.seq_len
     stop = start + dataset.seq_len
@@ -104,14 +125,16 @@ def _get_from_examples(part: ExampleSet, members: np.ndarray) -> Iterator[ShownD
             ids = part.examples.tokens[used].tolist()
             trained = ((part.examples.flags[used] & TRAINED) != 0).tolist()
             trained[0] = False  # the first token is never a label
-            yield ShownDocument(place + _FROM.format(start) * (start > 0), side, ids, trained, len(ids))
+            yield ShownDocument(
+                place + _FROM.format(start) * (start > 0), side, ids, trained, len(ids)
+            )
 
 
 class Painter:
     """Decoder of tokens, with marks around the runs of trained ones.
 
-    Marks are colours, or `[[ ]]` without `color`. Of documents of more than `max_tokens` (0: no limit) only the first
-    and the last tokens are shown, so many in all.
+    Marks are colours, or `[[ ]]` without `color`. Of documents of more than `max_tokens` (0: no
+    limit) only the first and the last tokens are shown, so many in all.
     """
 
     def __init__(self, tokenizer: Any, *, color: bool, max_tokens: int) -> None:
@@ -146,14 +169,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the report; exit code 0, or 2 after one clear error."""
     parser = Parser(
         "data",
-        "Show what a run would train on: decoded samples with the trained tokens coloured (in [[ ]] where the output "
-        "is no terminal), lengths, packing, and what is left out and why. Overrides as for training: "
+        "Show what a run would train on: decoded samples with the trained tokens coloured (in [[ "
+        "]] where the output "
+        "is no terminal), lengths, packing, and what is left out and why. Overrides as for "
+        "training: "
         "--data.skip_to_sample=N shows the data order from its sequence N on.",
     )
     add = parser.add_argument
     add("--samples", type=int, default=3, help="examples to print with their text (default: 3)")
     add("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
-    add("--tokens", type=int, default=0, metavar="N", help="most tokens of a text, its first and last ones (0: all)")
+    add(
+        "--tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="most tokens of a text, its first and last ones (0: all)",
+    )
     known, rest = parser.parse_known_args(argv)
     color = sys.stdout.isatty() and not read_variable("NO_COLOR")
     level = logger.level
@@ -180,14 +211,19 @@ def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     trained = [source.share * _count_trained(source.dataset) for source in sources]
     for source, tokens in zip(sources, trained, strict=True):
         if source.name:
-            share = f", {tokens / sum(trained):.1%} of the trained tokens" if math.isfinite(sum(trained)) else ""
+            share = (
+                f", {tokens / sum(trained):.1%} of the trained tokens"
+                if math.isfinite(sum(trained))
+                else ""
+            )
             print(f"{source.name}: {source.share:.2%} of the sequences{share}")
         _show_source(source.dataset)
     size, total = loader.global_batch_size, dataset.num_train_sequences
     epoch = "" if total is None else f"{total / size:.1f} to an epoch, "
     ranks = format_count(loader.dp_degree, "data rank")
     print(f"  steps      {epoch}of {format_count(size, 'sequence')} each, on {ranks}")
-    print(f"  order      {loader.fingerprint}", flush=True)  # a stream may need long for the first sample
+    # a stream may need long for the first sample
+    print(f"  order      {loader.fingerprint}", flush=True)
     _show_samples(loader, show, num_samples)
     for source in sources:
         if isinstance(source.dataset, StreamDataset):
@@ -199,7 +235,9 @@ def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
 
 
 def _count_trained(dataset: SequenceDataset) -> float:
-    """Trained tokens of a sequence, in the mean; nan where that is not known before they are made."""
+    """Trained tokens of a sequence, in the mean; nan where that is not known before they are
+    made.
+    """
     if isinstance(dataset, ExampleDataset):
         return dataset.train.num_trained / dataset.num_train_sequences
     if isinstance(dataset, PackedDataset):  # rows of one document have fewer
@@ -217,17 +255,32 @@ def _show_source(dataset: SequenceDataset) -> None:
     else:
         print(f"  data       {dataset.fingerprint}")
     total = "" if dataset.num_train_sequences is None else f"{dataset.num_train_sequences:,} "
-    print(f"  sequences  {total}of {dataset.seq_len} tokens, {dataset.num_validation_sequences:,} held out")
+    print(
+        f"  sequences  {total}of {dataset.seq_len} tokens, {dataset.num_validation_sequences:,} "
+        "held out"
+    )
 
 
 def _show_examples(dataset: ExampleDataset) -> None:
-    names = ", ".join(dict.fromkeys(name for source in dataset.sources for name in source.examples.header.names[:4]))
-    num_rows, lengths = sum(s.examples.header.num_rows for s in dataset.sources), dataset.train.lengths.sum(1)
+    names = ", ".join(
+        dict.fromkeys(
+            name for source in dataset.sources for name in source.examples.header.names[:4]
+        )
+    )
+    num_rows, lengths = (
+        sum(s.examples.header.num_rows for s in dataset.sources),
+        dataset.train.lengths.sum(1),
+    )
     print(f"  rows       {num_rows:,} from {names}")
-    print(f"  lengths    min {lengths.min()}, median {int(np.median(lengths))}, max {lengths.max()} tokens")
+    print(
+        f"  lengths    min {lengths.min()}, median {int(np.median(lengths))}, max {lengths.max()} "
+        "tokens"
+    )
     print("  data       " + report.describe(dataset).replace("; ", "\n             "))
     counts = [
-        f"{count:,} {what}" for source in dataset.sources for what, count in source.examples.header.counts.items()
+        f"{count:,} {what}"
+        for source in dataset.sources
+        for what, count in source.examples.header.counts.items()
     ]
     if counts:
         print("  chats      " + "\n             ".join(map(escape_controls, counts)))
@@ -238,10 +291,16 @@ def _show_examples(dataset: ExampleDataset) -> None:
 
 
 def _show_samples(loader: TrainLoader, show: Painter, num_samples: int) -> None:
-    """Print documents that a run begins with: of many the shortest, the longest and some between, in their order."""
+    """Print documents that a run begins with: of many the shortest, the longest and some between,
+    in their order.
+    """
     in_order = loader.samples_before(0) > 0 or loader.dataset.num_train_sequences is None
-    found = list(islice(_get_samples(loader), num_samples if in_order else max(num_samples, _CANDIDATES)))
-    by_length = sorted(range(len(found)), key=lambda i: sum(document.num_tokens for document in found[i]))
+    found = list(
+        islice(_get_samples(loader), num_samples if in_order else max(num_samples, _CANDIDATES))
+    )
+    by_length = sorted(
+        range(len(found)), key=lambda i: sum(document.num_tokens for document in found[i])
+    )
     count = min(num_samples, len(found))
     picked = sorted(by_length[i * (len(found) - 1) // max(count - 1, 1)] for i in range(count))
     for number, i in enumerate(picked, 1):
@@ -259,6 +318,7 @@ def _get_samples(loader: TrainLoader) -> Iterator[list[ShownDocument]]:
         (index,) = loader.dataset.get_train_indices(loader.seed, number, number + 1).tolist()
         documents = get_shown_documents(loader.dataset, index)
         if loader.mixture:
-            documents = documents[: 1 + (documents[0].side != "")]  # or all would be of the first sequence's source
+            # or all would be of the first sequence's source
+            documents = documents[: 1 + (documents[0].side != "")]
         size = 1 + any(document.side for document in documents)
         yield from (documents[i : i + size] for i in range(0, len(documents), size))

@@ -1,9 +1,9 @@
 """Describe a model of transformers on the meta device, with a source for each of its tensors.
 
-transformers draws parameters and computes buffers in constructors, and then per module in `_init_weights`. A
-`Recording` notes these calls. A parameter that one call draws gets a recipe; any other that calls write completely gets
-a `Replay` of them on the CPU. Buffers are small, so they are computed. A tensor that no call writes has no source, and
-the plan fails with its name.
+transformers draws parameters and computes buffers in constructors, and then per module in
+`_init_weights`. A `Recording` notes these calls. A parameter that one call draws gets a recipe; any
+other that calls write completely gets a `Replay` of them on the CPU. Buffers are small, so they are
+computed. A tensor that no call writes has no source, and the plan fails with its name.
 """
 
 import math
@@ -23,14 +23,34 @@ from titanlite.base.log import logger
 from titanlite.base.text import describe_error
 from titanlite.config.model import TransformersConfig
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.features.transformers.recording import UNWRITTEN, Call, Recording, Replay, View, leaves
-from titanlite.materialize import Alias, Compute, Constant, Init, Normal, Recipe, Source, TruncatedNormal, Uniform
+from titanlite.features.transformers.recording import (
+    UNWRITTEN,
+    Call,
+    Recording,
+    Replay,
+    View,
+    leaves,
+)
+from titanlite.materialize import (
+    Alias,
+    Compute,
+    Constant,
+    Init,
+    Normal,
+    Recipe,
+    Source,
+    TruncatedNormal,
+    Uniform,
+)
 from titanlite.models.families.config_json import load_config_and_class
 from titanlite.models.families.keys import MOST_PARAMETERS
 
 
-def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.float32) -> TransformersModel:
-    """Build the model on the meta device; parameters in `dtype`, buffers in the dtypes of `from_pretrained`.
+def build_transformers(
+    config: TransformersConfig, dtype: torch.dtype = torch.float32
+) -> TransformersModel:
+    """Build the model on the meta device; parameters in `dtype`, buffers in the dtypes of
+    `from_pretrained`.
 
     Raises ConfigError: transformers refuses the configuration.
     """
@@ -46,11 +66,13 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
     except Exception as error:  # noqa: BLE001 - its classes divide by sizes, and multiply them
         text = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"model: transformers cannot build {config.architecture}: {type(error).__name__}: {text}"
+            f"model: transformers cannot build {config.architecture}: {type(error).__name__}: "
+            f"{text}"
         ) from None
     if (total := sum(param.numel() for param in model.parameters())) > MOST_PARAMETERS:
         raise ConfigError(
-            f"model: {config.architecture} would have {total:.3g} parameters, more than {MOST_PARAMETERS:.3g}. Correct "
+            f"model: {config.architecture} would have {total:.3g} parameters, more than "
+            f"{MOST_PARAMETERS:.3g}. Correct "
             "the sizes in its config.json."
         )
     sources = find_sources(model, recording)
@@ -60,7 +82,9 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers, which logs remarks on generation settings each time a model is built."""
+    """Silence transformers, which logs remarks on generation settings each time a model is
+    built.
+    """
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -84,25 +108,32 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _move_to_meta(model: Any) -> None:
-    """Move what constructors made elsewhere: legacy ones, such as `torch.FloatTensor`, know no device context."""
+    """Move what constructors made elsewhere: legacy ones, such as `torch.FloatTensor`, know no
+    device context.
+    """
     moved: dict[torch.Tensor, torch.Tensor] = {}
-    for held in (held for module in model.modules() for held in (module._parameters, module._buffers)):
+    for held in (
+        held for module in model.modules() for held in (module._parameters, module._buffers)
+    ):
         for name, tensor in held.items():
             if tensor is not None and not tensor.is_meta:
                 new, is_param = tensor.to("meta"), isinstance(tensor, torch.nn.Parameter)
-                moved.setdefault(tensor, torch.nn.Parameter(new, tensor.requires_grad) if is_param else new)
+                moved.setdefault(
+                    tensor, torch.nn.Parameter(new, tensor.requires_grad) if is_param else new
+                )
                 held[name] = moved[tensor]
 
 
 def find_sources(model: Any, recording: Recording) -> dict[str, Source]:
     """Return a source for every tensor of the transformers `model` that its own code determines.
 
-    Parameters get layout-invariant `Init` recipes of the distributions that transformers uses, or a `Replay`; buffers
-    a `Compute` with the values of `from_pretrained`, bit for bit; ties, from `_tied_weights_keys`, an `Alias`.
+    Parameters get layout-invariant `Init` recipes of the distributions that transformers uses, or a
+    `Replay`; buffers a `Compute` with the values of `from_pretrained`, bit for bit; ties, from
+    `_tied_weights_keys`, an `Alias`.
 
     Args:
-        model: a `PreTrainedModel` on meta, not yet sharded: `_init_weights` looks at class names, which sharding
-            changes. Not yet tied either: transformers draws before it ties.
+        model: a `PreTrainedModel` on meta, not yet sharded: `_init_weights` looks at class names,
+            which sharding changes. Not yet tied either: transformers draws before it ties.
         recording: of its construction.
     """
     failed: dict[nn.Module, str] = {}
@@ -113,7 +144,9 @@ def find_sources(model: Any, recording: Recording) -> dict[str, Source]:
             except Exception as error:  # noqa: BLE001 - of any class; one that asks for values
                 failed.setdefault(module, f"{describe_error(error)}")
     for module, text in failed.items():
-        logger.warning("%s cannot be initialized on the meta device: %s", type(module).__name__, text)
+        logger.warning(
+            "%s cannot be initialized on the meta device: %s", type(module).__name__, text
+        )
     unknown = {tensor for module in failed for tensor in (*module.parameters(), *module.buffers())}
     sources: dict[str, Source] = {}
     for kind, tensors in ((True, model.named_parameters()), (False, model.named_buffers())):
@@ -126,7 +159,9 @@ def find_sources(model: Any, recording: Recording) -> dict[str, Source]:
 
 
 def _source_of(name: str, replay: Replay, *, may_draw: bool) -> Source | None:
-    """Return a recipe, a value that ignores the seed, or a replay of the calls; None if they leave some unwritten."""
+    """Return a recipe, a value that ignores the seed, or a replay of the calls; None if they leave
+    some unwritten.
+    """
     if all(call.name in UNWRITTEN for call in replay.calls):
         return None
     if may_draw and (recipe := _recipe_of(replay)) is not None:
@@ -140,19 +175,35 @@ def _source_of(name: str, replay: Replay, *, may_draw: bool) -> Source | None:
         return None
     if torch.equal(*values):
         return Compute(_value(values[0].clone()), dtype=None if may_draw else values[0].dtype)
-    return Init(replay) if may_draw and not any(bool(value.isnan().any()) for value in values) else None
+    return (
+        Init(replay)
+        if may_draw and not any(bool(value.isnan().any()) for value in values)
+        else None
+    )
 
 
 def _recipe_of(replay: Replay) -> Recipe | None:
-    """Return the recipe of one call that draws all of a parameter, and perhaps of a second that makes a row zero."""
+    """Return the recipe of one call that draws all of a parameter, and perhaps of a second that
+    makes a row zero.
+    """
     call, whole = replay.calls[0], replay.view
     written = call.results if call.target is None else call.target
     scaled = _SCALED.get(call.name)
-    make = _MADE.get(call.name) if call.target is None else partial(scaled, whole) if scaled else _DRAWN.get(call.name)
+    make = (
+        _MADE.get(call.name)
+        if call.target is None
+        else partial(scaled, whole)
+        if scaled
+        else _DRAWN.get(call.name)
+    )
     if len(replay.calls) > 2 or make is None or written != whole or not whole.is_whole:
         return None
     try:
-        recipe = None if leaves((call.args[1:], call.kwargs), View) else make(*call.args[1:], **call.kwargs)
+        recipe = (
+            None
+            if leaves((call.args[1:], call.kwargs), View)
+            else make(*call.args[1:], **call.kwargs)
+        )
     except (TypeError, IndexError):  # arguments of another kind, such as `Tensor.uniform_(to=...)`
         return None
     if recipe is None or len(replay.calls) == 1:
@@ -164,7 +215,9 @@ def _recipe_of(replay: Replay) -> Recipe | None:
 def _zero_row(whole: View, call: Call) -> int | None:
     """Return the row of a parameter that a call makes zero: an embedding's padding."""
     row = call.target
-    value = {"zeros_": 0, "zero_": 0}.get(call.name, call.args[1] if call.name in ("fill_", "constant_") else None)
+    value = {"zeros_": 0, "zero_": 0}.get(
+        call.name, call.args[1] if call.name in ("fill_", "constant_") else None
+    )
     if value != 0 or row is None or row.shape != whole.shape[1:] or row.stride != whole.stride[1:]:
         return None
     return (row.offset - whole.offset) // whole.stride[0]
@@ -179,14 +232,18 @@ def _value(value: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _initializers(model: Any) -> Iterator[tuple[nn.Module, Callable[[nn.Module], None]]]:
-    """Yield every module once, with `_init_weights` of the nearest model around it, children first as transformers."""
+    """Yield every module once, with `_init_weights` of the nearest model around it, children first
+    as transformers.
+    """
     from transformers import PreTrainedModel
 
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module, initialize: Any) -> Iterator[tuple[nn.Module, Any]]:
         for child in module.children():
-            yield from walk(child, child._init_weights if isinstance(child, PreTrainedModel) else initialize)
+            yield from walk(
+                child, child._init_weights if isinstance(child, PreTrainedModel) else initialize
+            )
         if module not in seen:
             seen.add(module)
             yield module, initialize
@@ -217,18 +274,26 @@ def _uniform(std: float) -> Recipe:
     return Uniform(low=-math.sqrt(3.0) * std, high=math.sqrt(3.0) * std)
 
 
-def _xavier(kind: Callable[..., Recipe], view: View, gain: float = 1.0, generator: Any = None) -> Recipe:
+def _xavier(
+    kind: Callable[..., Recipe], view: View, gain: float = 1.0, generator: Any = None
+) -> Recipe:
     return kind(std=gain * math.sqrt(2.0 / sum(_fans(view).values())))
 
 
 def _kaiming(
-    kind: Any, view: View, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
+    kind: Any,
+    view: View,
+    a: float = 0,
+    mode: str = "fan_in",
+    nonlinearity: Any = "leaky_relu",
+    generator: Any = None,
 ) -> Recipe:
     return kind(std=nn.init.calculate_gain(nonlinearity, a) / math.sqrt(_fans(view)[mode]))
 
 
 def _lecun(view: View) -> Recipe | None:
-    # transformers makes up for a cut at two standard deviations, and then cuts at the values -2 and 2.
+    # transformers makes up for a cut at two standard deviations, and then cuts at the values -2 and
+    # 2.
     return _truncated(std=math.sqrt(1.0 / _fans(view)["fan_in"]) / 0.87962566103423978)
 
 
@@ -236,7 +301,8 @@ def _constant(value: float) -> Callable[..., Recipe]:
     return lambda *args, **kwargs: Constant(value=value)
 
 
-# Recipes by the name of a function that writes to a parameter, and of one that makes it. What else draws is replayed.
+# Recipes by the name of a function that writes to a parameter, and of one that makes it. What else
+# draws is replayed.
 _DRAWN: dict[str, Callable[..., Recipe | None]] = {
     "normal_": lambda mean=0.0, std=1.0, generator=None: Normal(mean=mean, std=std),
     "uniform_": lambda a=0.0, b=1.0, generator=None: Uniform(low=a, high=b),

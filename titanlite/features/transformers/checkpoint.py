@@ -1,4 +1,6 @@
-"""A Hugging Face folder as the source of a transformers model's weights, and the layout of one that it is saved to."""
+"""A Hugging Face folder as the source of a transformers model's weights, and the layout of one that
+it is saved to.
+"""
 
 import math
 import re
@@ -15,10 +17,24 @@ from titanlite.base.agree import on_first_rank, raise_together
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.text import describe_error
 from titanlite.checkpoint.bias import is_bias, judge_absent_biases
-from titanlite.checkpoint.folder import FP8, OWN_FOLDER, Stored, StoredTensor, companions, find_scale, shown
+from titanlite.checkpoint.folder import (
+    FP8,
+    OWN_FOLDER,
+    Stored,
+    StoredTensor,
+    companions,
+    find_scale,
+    shown,
+)
 from titanlite.checkpoint.hf_model import explain_untied, is_equal
 from titanlite.checkpoint.names import explain_absent_head, explain_names
-from titanlite.checkpoint.pieces import IGNORED_SUFFIXES, MASTER_PREFIX, explain_unexpected, find_passengers, whole
+from titanlite.checkpoint.pieces import (
+    IGNORED_SUFFIXES,
+    MASTER_PREFIX,
+    explain_unexpected,
+    find_passengers,
+    whole,
+)
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.features.transformers.conversion import (
@@ -33,7 +49,18 @@ from titanlite.features.transformers.conversion import (
     saving_groups,
 )
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize import Alias, Plan, Read, Region, Source, TensorEntry, TensorInfo, Unfit, local_of, share_out
+from titanlite.materialize import (
+    Alias,
+    Plan,
+    Read,
+    Region,
+    Source,
+    TensorEntry,
+    TensorInfo,
+    Unfit,
+    local_of,
+    share_out,
+)
 from titanlite.materialize.plan import named_tensors
 from titanlite.models.interface import is_adapter
 
@@ -41,9 +68,11 @@ _UNTIE = ", and in its text_config if it has one; if both stay tied, correct the
 
 
 class TransformersCheckpoint:
-    """A `SourceProvider`: every persistent tensor of a transformers model, read through transformers' own mapping.
+    """A `SourceProvider`: every persistent tensor of a transformers model, read through
+    transformers' own mapping.
 
-    Complete and strict as `HFCheckpoint`, with its attributes. Tensors that the class allows to be absent may be.
+    Complete and strict as `HFCheckpoint`, with its attributes. Tensors that the class allows to be
+    absent may be.
     """
 
     complete = True
@@ -51,7 +80,8 @@ class TransformersCheckpoint:
     def __init__(self, folder: str, stored: Stored, model: TransformersModel) -> None:
         self.name, self.passengers = f"checkpoint {folder}", list[str]()
         self.untied: Mapping[str, str] = {}  # what is wrong with tied tensors that are stored twice
-        self.absent_bias = False  # a selection bias may be absent; then it is as the class initializes it
+        # a selection bias may be absent; then it is as the class initializes it
+        self.absent_bias = False
         self._folder, self.stored, self._model = folder, stored, model
         self.reader: SafetensorsReader | None = None
 
@@ -60,7 +90,9 @@ class TransformersCheckpoint:
         for name, info in tensors.items():
             master = self.stored.tensors.get(MASTER_PREFIX + name)
             if master is not None:  # the model's own files have it too, with fewer bits
-                self._claim_parts(name, info, [Placed(master, whole(name, info.shape).region)], master.shape)
+                self._claim_parts(
+                    name, info, [Placed(master, whole(name, info.shape).region)], master.shape
+                )
         self._drop_tied(tensors)
         self._allow_absent(tensors)
         problems = self._explain_absent(tensors)
@@ -79,31 +111,49 @@ class TransformersCheckpoint:
         self._packed = find_packed(self.stored.tensors)
         self._unpacking = Mxfp4Reader(self._folder, self.stored)
         parts = {part.key for packed in self._packed.values() for part in packed}
-        parts.update(*(companions(key) for key, stored in self.stored.tensors.items() if stored.dtype in FP8))
-        found = [key for key in self.stored.tensors if key not in parts and not key.startswith(MASTER_PREFIX)]
+        parts.update(
+            *(companions(key) for key, stored in self.stored.tensors.items() if stored.dtype in FP8)
+        )
+        found = [
+            key
+            for key in self.stored.tensors
+            if key not in parts and not key.startswith(MASTER_PREFIX)
+        ]
         keys = [*found, *self._packed]
         groups, unexpected = loading_groups(keys, self._model) if keys else ([], [])
         self._used = {*keys, *parts}.difference(unexpected)
         for key in unexpected:
-            self._used.difference_update([part.key for part in self._packed.get(key, ())] or companions(key))
+            self._used.difference_update(
+                [part.key for part in self._packed.get(key, ())] or companions(key)
+            )
         for group in groups:
             self._claim(group, tensors, converting)
         return unexpected
 
     def find_untied(self) -> dict[str, str]:
-        """Return what is wrong with stored tensors that the model ties to others with other values, by name."""
-        ties = {n: s.target for n, s in self._model.declare_sources().items() if isinstance(s, Alias)}
+        """Return what is wrong with stored tensors that the model ties to others with other values,
+        by name.
+        """
+        ties = {
+            n: s.target for n, s in self._model.declare_sources().items() if isinstance(s, Alias)
+        }
         if not ties:
             return {}
         self._claim_stored({name: info for name, _, info in named_tensors(self._model)})
         found = {}
         for name, target in ties.items():
             both = self._claims.get(name), self._claims.get(target)
-            if isinstance(both[0], Read) and isinstance(both[1], Read) and not is_equal(both[0], both[1]):
+            if (
+                isinstance(both[0], Read)
+                and isinstance(both[1], Read)
+                and not is_equal(both[0], both[1])
+            ):
                 found[name] = explain_untied(self.name, target, "tie_word_embeddings", _UNTIE)
         return found
 
-    def _claim(self, group: Group, tensors: Mapping[str, TensorInfo], converting: ConvertingReader) -> None:
+    def _claim(
+        self, group: Group, tensors: Mapping[str, TensorInfo], converting: ConvertingReader
+    ) -> None:
         if group.first in tensors and group.keys[0] in self._packed:
             problem = self._unpacking.add(group.first, tensors[group.first].shape, group.keys[0])
             read = Read(self._unpacking, group.first, tensors[group.first].shape)
@@ -111,9 +161,12 @@ class TransformersCheckpoint:
             return
         try:
             try:
-                found = group.convert(lambda key: Traced.source(key, self.stored.tensors[key].shape), self._model)
+                found = group.convert(
+                    lambda key: Traced.source(key, self.stored.tensors[key].shape), self._model
+                )
                 placed = {
-                    name: [p for part in traced.parts for p in self._place(part)] for name, traced in found.items()
+                    name: [p for part in traced.parts for p in self._place(part)]
+                    for name, traced in found.items()
                 }
             except NotTraceable:
                 for name, value in group.convert(self._meta, self._model).items():
@@ -131,9 +184,13 @@ class TransformersCheckpoint:
             else:
                 self._claims[name] = Unfit(explain_unexpected(self.name))
 
-    def _claim_parts(self, name: str, info: TensorInfo, parts: list[Placed], shape: tuple[int, ...]) -> None:
+    def _claim_parts(
+        self, name: str, info: TensorInfo, parts: list[Placed], shape: tuple[int, ...]
+    ) -> None:
         if shape != info.shape:
-            self._claims[name] = Unfit(f"{self.name} has it with shape {shape}, the model expects {info.shape}.")
+            self._claims[name] = Unfit(
+                f"{self.name} has it with shape {shape}, the model expects {info.shape}."
+            )
             return
         assert self.reader is not None
         self._placed[name] = (shape, parts)
@@ -173,17 +230,25 @@ class TransformersCheckpoint:
         patterns = self._model.transformers_model._keys_to_ignore_on_load_missing or ()
         declared = self._model.declare_sources()
         for name, info in tensors.items():
-            absent = info.persistent and name not in self._claims and any(re.search(p, name) for p in patterns)
+            absent = (
+                info.persistent
+                and name not in self._claims
+                and any(re.search(p, name) for p in patterns)
+            )
             source = declared.get(name)
             if absent and source is not None and not isinstance(source, Alias):
                 self._claims[name] = source
 
     def _explain_absent(self, tensors: Mapping[str, TensorInfo]) -> list[tuple[str, Unfit]]:
-        """Return what is wrong with tensors that are absent for one reason; the class initializes selection biases.
+        """Return what is wrong with tensors that are absent for one reason; the class initializes
+        selection biases.
 
         Raises CheckpointError: most are stored under names that differ in one and the same way.
         """
-        declared, base = self._model.declare_sources(), f"{self._model.transformers_model.base_model_prefix}."
+        declared, base = (
+            self._model.declare_sources(),
+            f"{self._model.transformers_model.base_model_prefix}.",
+        )
         own = [name for name, info in tensors.items() if info.persistent and not is_adapter(name)]
         own = [name for name in own if not isinstance(declared.get(name), Alias)]
         absent = [name for name in own if name not in self._claims]
@@ -191,8 +256,12 @@ class TransformersCheckpoint:
             raise CheckpointError(f"{self.name}: {problem}")
         biases = [name for name in absent if is_bias(name)]
         self._claims |= {name: declared[name] for name in biases if name in declared}
-        problems = judge_absent_biases(self.name, biases, sum(map(is_bias, own)), allowed=self.absent_bias)
-        if base != "." and not any(name.startswith(base) for name in [*absent, *self.stored.tensors]):
+        problems = judge_absent_biases(
+            self.name, biases, sum(map(is_bias, own)), allowed=self.absent_bias
+        )
+        if base != "." and not any(
+            name.startswith(base) for name in [*absent, *self.stored.tensors]
+        ):
             problems += [(name, Unfit(explain_absent_head(self.name))) for name in absent]
         return problems
 
@@ -218,12 +287,22 @@ def _block(stored: StoredTensor, part: TracedPart) -> StoredTensor:
     outer = next(dim for dim in range(len(lengths)) if lengths[dim] != stored.shape[dim])
     if lengths[outer + 1 :] != stored.shape[outer + 1 :] or math.prod(stored.shape[:outer]) != 1:
         raise NotTraceable("a cut that is not along the first dim")
-    return stored._replace(shape=stored.shape[outer:]).rows(starts[outer], lengths[outer])._replace(shape=lengths)
+    return (
+        stored._replace(shape=stored.shape[outer:])
+        .rows(starts[outer], lengths[outer])
+        ._replace(shape=lengths)
+    )
 
 
-def saved_entries(entries: Iterable[TensorEntry], model: TransformersModel) -> dict[str, TensorEntry]:
-    """Return the tensors that a checkpoint of `model` has, by the names that transformers saves: tied ones once."""
-    aliases = {name for name, source in model.declare_sources().items() if isinstance(source, Alias)}
+def saved_entries(
+    entries: Iterable[TensorEntry], model: TransformersModel
+) -> dict[str, TensorEntry]:
+    """Return the tensors that a checkpoint of `model` has, by the names that transformers saves:
+    tied ones once.
+    """
+    aliases = {
+        name for name, source in model.declare_sources().items() if isinstance(source, Alias)
+    }
     ignored = model.transformers_model._keys_to_ignore_on_save or ()
     found = {}
     for entry in entries:
@@ -247,9 +326,11 @@ class StoredForm(NamedTuple):
 def stored_forms(
     entries: Mapping[str, TensorEntry], model: TransformersModel
 ) -> tuple[list[StoredForm], Callable[[str], str]]:
-    """List what a checkpoint of `model` holds, in the model's order, with keys and layouts of the one it came from.
+    """List what a checkpoint of `model` holds, in the model's order, with keys and layouts of the
+    one it came from.
 
-    `entries` are from `saved_entries`. Also returns the last renaming of what conversions result in.
+    `entries` are from `saved_entries`. Also returns the last renaming of what conversions result
+    in.
     """
     groups, rename = saving_groups(entries, model)
     order = {name: i for i, name in enumerate(entries)}
@@ -257,12 +338,19 @@ def stored_forms(
     for group in sorted(groups, key=lambda group: order[group.keys[0]]):
         first = entries[group.keys[0]]
         try:
-            traced = group.convert(lambda name: Traced.source(name, entries[name].info.shape), model)
+            traced = group.convert(
+                lambda name: Traced.source(name, entries[name].info.shape), model
+            )
             if any(len(t.parts) != 1 or t.parts[0].lengths != t.shape for t in traced.values()):
                 raise NotTraceable("a stored tensor from several")
         except NotTraceable:
-            values = group.convert(lambda name: torch.empty(entries[name].info.shape, device="meta"), model)
-            forms += [StoredForm(rename(key), tuple(v.shape), first, None, group) for key, v in values.items()]
+            values = group.convert(
+                lambda name: torch.empty(entries[name].info.shape, device="meta"), model
+            )
+            forms += [
+                StoredForm(rename(key), tuple(v.shape), first, None, group)
+                for key, v in values.items()
+            ]
             continue
         for key, tensor in traced.items():
             part = tensor.parts[0]
@@ -272,12 +360,16 @@ def stored_forms(
 
 
 def transformers_items(
-    entries: Mapping[str, TensorEntry], mine: Mapping[str, bool], model: TransformersModel, dtype: torch.dtype
+    entries: Mapping[str, TensorEntry],
+    mine: Mapping[str, bool],
+    model: TransformersModel,
+    dtype: torch.dtype,
 ) -> list[Item]:
-    """Return the stored tensors of `model`, with the keys and layouts of the checkpoint that it was loaded from.
+    """Return the stored tensors of `model`, with the keys and layouts of the checkpoint that it was
+    loaded from.
 
-    Tensors that are stored transposed or merged are gathered and converted whole; the ranks take turns to keep and
-    write them, in host memory.
+    Tensors that are stored transposed or merged are gathered and converted whole; the ranks take
+    turns to keep and write them, in host memory.
 
     Args:
         entries: from `saved_entries`.
@@ -286,7 +378,8 @@ def transformers_items(
 
     Raises CheckpointError: on all ranks; one of them could not convert a tensor.
 
-    Collectives: one all-gather for each such tensor, and one of objects after them; every rank must call.
+    Collectives: one all-gather for each such tensor, and one of objects after them; every rank must
+    call.
     """
     names = {entry.fqn: name for name, entry in entries.items()}
     forms, rename = stored_forms(entries, model)
@@ -296,7 +389,11 @@ def transformers_items(
     for form in forms:
         stored = form.entry.saved_dtype(dtype)
         if form.region is not None:
-            local, held, writes = local_of(form.entry.tensor), form.entry.region, mine[names[form.entry.fqn]]
+            local, held, writes = (
+                local_of(form.entry.tensor),
+                form.entry.region,
+                mine[names[form.entry.fqn]],
+            )
             items.append(Item(form.key, stored, form.region, form.shape, local, held, writes))
             continue
         if form.group.first != current:
@@ -318,7 +415,8 @@ def transformers_items(
 def _convert(
     group: Group, entries: Mapping[str, TensorEntry], model: TransformersModel, problems: list[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the targets of `group`; none, and add a problem, if this rank cannot: the others wait for it.
+    """Return the targets of `group`; none, and add a problem, if this rank cannot: the others wait
+    for it.
 
     Collectives: one all-gather for each source, also after a problem; one that fails is raised.
     """
@@ -332,7 +430,10 @@ def _convert(
                 sources[name] = tensor.cpu()
     with _noting(group.first, problems):
         if not problems:
-            found = {key: value.contiguous() for key, value in group.convert(sources.__getitem__, model).items()}
+            found = {
+                key: value.contiguous()
+                for key, value in group.convert(sources.__getitem__, model).items()
+            }
     return found
 
 
@@ -351,7 +452,9 @@ class TransformersFormat:
         self._model = model
 
     def sources(self, folder: str, stored: Stored) -> TransformersCheckpoint:
-        """Return the stored weights in `folder`. Collective: of tied tensors stored twice, rank 0 reads both."""
+        """Return the stored weights in `folder`. Collective: of tied tensors stored twice, rank 0
+        reads both.
+        """
         checkpoint = TransformersCheckpoint(folder, stored, self._model)
         checkpoint.untied = on_first_rank(checkpoint.find_untied)
         return checkpoint
@@ -366,19 +469,27 @@ class TransformersFormat:
             forms, _ = stored_forms(saved_entries(plan.entries, self._model), self._model)
         except Exception as error:  # of transformers' conversions, which raise all kinds of them
             raise CheckpointError(
-                f"checkpoint: the tensors of {architecture} cannot be saved as transformers has them in files: "
-                f"{describe_error(error)}. Install another version of transformers, or train adapters "
+                f"checkpoint: the tensors of {architecture} cannot be saved as transformers has "
+                "them in files: "
+                f"{describe_error(error)}. Install another version of transformers, or train "
+                "adapters "
                 "(lora.rank)."
             ) from error
         counts = Counter(form.key for form in forms)
         raise_problems(
             CheckpointError,
             f"checkpoint: the tensors of {architecture} cannot be saved",
-            [f"{key}: {count} tensors would have this name." for key, count in counts.items() if count > 1],
+            [
+                f"{key}: {count} tensors would have this name."
+                for key, count in counts.items()
+                if count > 1
+            ],
         )
 
     def files(self, plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:
-        """Layout of the model's files, as `checkpoint.hf_model.model_files`; its collectives: `transformers_items`."""
+        """Layout of the model's files, as `checkpoint.hf_model.model_files`; its collectives:
+        `transformers_items`.
+        """
         entries = saved_entries(plan.entries, self._model)
         shares = share_out(entry.tensor for entry in entries.values())
         mine = {name: share.mine for name, share in zip(entries, shares, strict=True)}
@@ -387,7 +498,17 @@ class TransformersFormat:
             if exact and entry.saved_dtype(dtype).itemsize < entry.dtype.itemsize:
                 piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
                 local = local_of(entry.tensor)
-                masters.append(Item(piece.key, entry.dtype, piece.region, piece.shape, local, entry.region, mine[name]))
+                masters.append(
+                    Item(
+                        piece.key,
+                        entry.dtype,
+                        piece.region,
+                        piece.shape,
+                        local,
+                        entry.region,
+                        mine[name],
+                    )
+                )
         return [
             *lay_out(transformers_items(entries, mine, self._model, dtype), "model"),
             *(lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []),

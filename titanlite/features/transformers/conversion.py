@@ -1,9 +1,11 @@
-"""Conversion between the tensors of a checkpoint and those that a class of transformers has in memory.
+"""Conversion between the tensors of a checkpoint and those that a class of transformers has in
+memory.
 
-transformers describes the difference as renamings and operations on whole tensors (stack the experts, concatenate gate
-and up, cut a fused projection). Here its own operations run on `Traced` stand-ins, which know the stored tensor and
-place of each of their elements, and so the place of a shard in the files. Operations that a stand-in cannot follow
-(transpositions, permutations) run on whole tensors, and MXFP4 is dequantized while it is read.
+transformers describes the difference as renamings and operations on whole tensors (stack the
+experts, concatenate gate and up, cut a fused projection). Here its own operations run on `Traced`
+stand-ins, which know the stored tensor and place of each of their elements, and so the place of a
+shard in the files. Operations that a stand-in cannot follow (transpositions, permutations) run on
+whole tensors, and MXFP4 is dequantized while it is read.
 """
 
 import math
@@ -23,7 +25,9 @@ from titanlite.materialize import ReadRequest, Region
 
 
 class NotTraceable(Exception):  # noqa: N818 - no error: the caller has another way
-    """An operation that does more than place regions of tensors; its text is the name of the operation."""
+    """An operation that does more than place regions of tensors; its text is the name of the
+    operation.
+    """
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class TracedPart:
         key: name of the source.
         starts: first index of the block in the traced tensor.
         source_starts, source_lengths: the block in the source.
-        dims: for each dim of the traced tensor the dim of the source that it walks, or None for an inserted one.
+        dims: for each dim of the traced tensor the dim of the source that it walks, or None for an
+            inserted one.
     """
 
     key: str
@@ -51,7 +56,8 @@ class TracedPart:
 
 @dataclass(frozen=True)
 class Traced:
-    """A stand-in for a tensor that knows where its elements come from; it goes through torch.stack, cat, chunk, split.
+    """A stand-in for a tensor that knows where its elements come from; it goes through torch.stack,
+    cat, chunk, split.
 
     Attributes:
         shape: of the tensor.
@@ -64,10 +70,19 @@ class Traced:
     @classmethod
     def source(cls, key: str, shape: tuple[int, ...]) -> "Traced":
         """Return the whole of the source `key`."""
-        return cls(shape, (TracedPart(key, (0,) * len(shape), (0,) * len(shape), shape, tuple(range(len(shape)))),))
+        return cls(
+            shape,
+            (
+                TracedPart(
+                    key, (0,) * len(shape), (0,) * len(shape), shape, tuple(range(len(shape)))
+                ),
+            ),
+        )
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if (implementation := _FUNCTIONS.get(function)) is None:
             raise NotTraceable(getattr(function, "__name__", str(function)))
         return implementation(*args, **(kwargs or {}))
@@ -93,7 +108,10 @@ class Traced:
         dim %= len(self.shape)
         if self.shape[dim] != 1:
             return self
-        parts = (replace(p, starts=_without(p.starts, dim), dims=_without(p.dims, dim)) for p in self.parts)
+        parts = (
+            replace(p, starts=_without(p.starts, dim), dims=_without(p.dims, dim))
+            for p in self.parts
+        )
         return Traced(_without(self.shape, dim), tuple(parts))
 
     def narrow(self, dim: int, start: int, length: int) -> "Traced":
@@ -111,7 +129,9 @@ class Traced:
                 source_starts[walked] += first - part.starts[dim]
                 source_lengths[walked] = end - first
             starts = _with(part.starts, dim, first - start)
-            parts.append(TracedPart(part.key, starts, tuple(source_starts), tuple(source_lengths), part.dims))
+            parts.append(
+                TracedPart(part.key, starts, tuple(source_starts), tuple(source_lengths), part.dims)
+            )
         return Traced(_with(self.shape, dim, length), tuple(parts))
 
 
@@ -128,8 +148,12 @@ def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     dim %= len(first.shape)
     parts, end = [], 0
     for tensor in tensors:
-        if _without(tensor.shape, dim) != _without(first.shape, dim) or len(tensor.shape) != len(first.shape):
-            raise ValueError(f"shapes {first.shape} and {tensor.shape} do not go together along dim {dim}")
+        if _without(tensor.shape, dim) != _without(first.shape, dim) or len(tensor.shape) != len(
+            first.shape
+        ):
+            raise ValueError(
+                f"shapes {first.shape} and {tensor.shape} do not go together along dim {dim}"
+            )
         for part in tensor.parts:
             parts.append(replace(part, starts=_with(part.starts, dim, part.starts[dim] + end)))
         end += tensor.shape[dim]
@@ -143,7 +167,11 @@ def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
 def _unsqueeze(tensor: Traced, dim: int) -> Traced:
     dim %= len(tensor.shape) + 1
     parts = (
-        replace(p, starts=(*p.starts[:dim], 0, *p.starts[dim:]), dims=(*p.dims[:dim], None, *p.dims[dim:]))
+        replace(
+            p,
+            starts=(*p.starts[:dim], 0, *p.starts[dim:]),
+            dims=(*p.dims[:dim], None, *p.dims[dim:]),
+        )
         for p in tensor.parts
     )
     return Traced((*tensor.shape[:dim], 1, *tensor.shape[dim:]), tuple(parts))
@@ -163,7 +191,12 @@ def _chunk(tensor: Traced, chunks: int, dim: int = 0) -> tuple[Traced, ...]:
     return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
 
 
-_FUNCTIONS: dict[Any, Any] = {torch.stack: _stack, torch.cat: _cat, torch.split: _split, torch.chunk: _chunk}
+_FUNCTIONS: dict[Any, Any] = {
+    torch.stack: _stack,
+    torch.cat: _cat,
+    torch.split: _split,
+    torch.chunk: _chunk,
+}
 
 
 # --- transformers' mapping
@@ -192,7 +225,8 @@ class Group:
         """Targets from sources: tensors from tensors, or `Traced` ones from `Traced` ones.
 
         Raises:
-            NotTraceable: with `Traced` sources; the operation does more than place regions, or asks more of a tensor.
+            NotTraceable: with `Traced` sources; the operation does more than place regions, or asks
+                more of a tensor.
             ValueError: the sources do not go together.
         """
         entry, values = deepcopy(self.entry), {key: value_of(key) for key in self.keys}
@@ -200,17 +234,25 @@ class Group:
             for key in keys:
                 entry.add_tensor(self.first, key, pattern, values[key])
         try:
-            found = entry.convert(self.first, model=_Shapes(model), config=model.transformers_model.config)
+            found = entry.convert(
+                self.first, model=_Shapes(model), config=model.transformers_model.config
+            )
         except (RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:
             # Operators are looked up on the type of a stand-in, which has none of them.
-            if isinstance(error, TypeError | AttributeError) and any(isinstance(v, Traced) for v in values.values()):
+            if isinstance(error, TypeError | AttributeError) and any(
+                isinstance(v, Traced) for v in values.values()
+            ):
                 raise NotTraceable(str(error)) from None
             raise ValueError(f"transformers' conversion fails: {error}") from None
-        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in found.items()
+        }
 
 
 class _Shapes:
-    """The shapes of a model, which is all that operations may ask: the model itself is sharded by now."""
+    """The shapes of a model, which is all that operations may ask: the model itself is sharded by
+    now.
+    """
 
     def __init__(self, model: TransformersModel) -> None:
         self._model = model
@@ -221,7 +263,8 @@ class _Shapes:
 
 
 def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[Group], list[str]]:
-    """Return how the stored `keys` become the tensors of `model`, and the keys that have no place in it.
+    """Return how the stored `keys` become the tensors of `model`, and the keys that have no place
+    in it.
 
     Notes in `model.conversions` which entries of the mapping were used; saving reverts those.
     """
@@ -229,8 +272,13 @@ def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[
 
     mapping, shapes = deepcopy(model.all_conversions), model.state_shapes
     renamings, converters = _by_kind(mapping)
-    prefix, unexpected, targets = model.transformers_model.base_model_prefix, list[str](), dict[str, Any]()
-    for key in sorted(keys, key=dot_natural_key):  # in transformers' order: some renamings wait for a key
+    prefix, unexpected, targets = (
+        model.transformers_model.base_model_prefix,
+        list[str](),
+        dict[str, Any](),
+    )
+    # in transformers' order: some renamings wait for a key
+    for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
         if name not in shapes and key in shapes:
             name, pattern = key, None  # already the name of the tensor in memory
@@ -243,11 +291,13 @@ def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[
     return groups, unexpected
 
 
-def saving_groups(names: Iterable[str], model: TransformersModel) -> tuple[list[Group], Callable[[str], str]]:
+def saving_groups(
+    names: Iterable[str], model: TransformersModel
+) -> tuple[list[Group], Callable[[str], str]]:
     """Return how the tensors `names` of `model` become stored ones, and the last renaming of those.
 
-    It reverts what was used for loading; for a model that was not loaded, the mapping of its class, so that the names
-    are those of the hub's checkpoints.
+    It reverts what was used for loading; for a model that was not loaded, the mapping of its class,
+    so that the names are those of the hub's checkpoints.
     """
     from transformers.core_model_loading import PrefixChange, dot_natural_key, rename_source_key
 
@@ -255,9 +305,14 @@ def saving_groups(names: Iterable[str], model: TransformersModel) -> tuple[list[
     if used is None:
         # It is unknown whether there was a prefix, and old names are not written again.
         used = [entry for entry in model.own_conversions if not isinstance(entry, PrefixChange)]
-    renamings, converters = _by_kind([deepcopy(entry).reverse_transform() for entry in reversed(used)])
+    renamings, converters = _by_kind(
+        [deepcopy(entry).reverse_transform() for entry in reversed(used)]
+    )
     ordered = sorted(names, key=dot_natural_key)
-    groups = _group({name: rename_source_key(name, [], converters, reverse=True) for name in ordered}, converters)
+    groups = _group(
+        {name: rename_source_key(name, [], converters, reverse=True) for name in ordered},
+        converters,
+    )
     return groups, lambda name: rename_source_key(name, renamings, [], reverse=True)[0]
 
 
@@ -265,11 +320,15 @@ def _by_kind(mapping: list[Any]) -> tuple[list[Any], list[Any]]:
     """Split a mapping of transformers into renamings and conversions."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-    return [x for x in mapping if isinstance(x, WeightRenaming)], [x for x in mapping if isinstance(x, WeightConverter)]
+    return [x for x in mapping if isinstance(x, WeightRenaming)], [
+        x for x in mapping if isinstance(x, WeightConverter)
+    ]
 
 
 def _group(targets: Mapping[str, tuple[str, str | None]], converters: Sequence[Any]) -> list[Group]:
-    """Group sources by where they go: the first of `targets` of each; with it the pattern of a conversion, or None."""
+    """Group sources by where they go: the first of `targets` of each; with it the pattern of a
+    conversion, or None.
+    """
     from transformers.core_model_loading import WeightRenaming
 
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
@@ -283,19 +342,25 @@ def _group(targets: Mapping[str, tuple[str, str | None]], converters: Sequence[A
 
 
 class ConvertingReader:
-    """A `TensorReader` that reads the sources of a tensor whole, converts them as transformers does, and cuts.
+    """A `TensorReader` that reads the sources of a tensor whole, converts them as transformers
+    does, and cuts.
 
-    Memory for the sources and the result of one group at a time, on the host; each rank reads all bytes of its tensors.
+    Memory for the sources and the result of one group at a time, on the host; each rank reads all
+    bytes of its tensors.
     """
 
     proves_coverage = False
 
-    def __init__(self, folder: str, stored: Stored, model: TransformersModel, groups: Mapping[str, Group]) -> None:
+    def __init__(
+        self, folder: str, stored: Stored, model: TransformersModel, groups: Mapping[str, Group]
+    ) -> None:
         self.name = folder
         self._stored, self._model, self._groups = stored, model, groups
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Write every requested region into its destination, cast; errors are those of `SafetensorsReader`."""
+        """Write every requested region into its destination, cast; errors are those of
+        `SafetensorsReader`.
+        """
         by_group: dict[str, list[ReadRequest]] = {}
         for request in requests:
             by_group.setdefault(self._groups[request.name].first, []).append(request)
@@ -311,28 +376,44 @@ class ConvertingReader:
         tensors, block = self._stored.tensors, self._stored.block
         stored = {key: tensors[key] for key in keys}
         regions = {key: whole(key, tensor.shape).region for key, tensor in stored.items()}
-        placed = {key: (t.shape, place(t, regions[key], tensors, block)) for key, t in stored.items()}
-        values = {key: torch.empty(t.shape, dtype=dtype if t.dtype in FP8 else t.dtype) for key, t in stored.items()}
+        placed = {
+            key: (t.shape, place(t, regions[key], tensors, block)) for key, t in stored.items()
+        }
+        values = {
+            key: torch.empty(t.shape, dtype=dtype if t.dtype in FP8 else t.dtype)
+            for key, t in stored.items()
+        }
         reader = SafetensorsReader(self.name, placed, self._stored.file_bytes)
         reader.read_quietly([ReadRequest(key, regions[key], values[key]) for key in keys])
         return values
 
 
-# --- MXFP4 of gpt-oss (OCP Microscaling Formats 1.0, sections 5.3 and 6): dequantized while it is read. `*_blocks`
-# (E, R, C / 32, 16) has two values of 4 bits (e2m1) in a byte, the first one in the lower half; `*_scales`
-# (E, R, C / 32) an exponent (e8m0) for each 32 values of a row. The class has the matrix transposed: (E, C, R).
+# --- MXFP4 of gpt-oss (OCP Microscaling Formats 1.0, sections 5.3 and 6): dequantized while it is
+# read. `*_blocks` (E, R, C / 32, 16) has two values of 4 bits (e2m1) in a byte, the first one in
+# the lower half; `*_scales` (E, R, C / 32) an exponent (e8m0) for each 32 values of a row. The
+# class has the matrix transposed: (E, C, R).
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-def find_packed(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[StoredTensor, StoredTensor]]:
-    """Return blocks and scales of the MXFP4 weights among `tensors`, by the name without `_blocks` and `_scales`."""
+def find_packed(
+    tensors: Mapping[str, StoredTensor],
+) -> dict[str, tuple[StoredTensor, StoredTensor]]:
+    """Return blocks and scales of the MXFP4 weights among `tensors`, by the name without `_blocks`
+    and `_scales`.
+    """
     names = [key.removesuffix("_blocks") for key in tensors if key.endswith("_blocks")]
-    return {n: (tensors[f"{n}_blocks"], tensors[f"{n}_scales"]) for n in names if f"{n}_scales" in tensors}
+    return {
+        n: (tensors[f"{n}_blocks"], tensors[f"{n}_scales"])
+        for n in names
+        if f"{n}_scales" in tensors
+    }
 
 
 def _unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the values (R, 32 G), float32, of blocks (R, G, 16) and scales (R, G), both uint8; 255 stands for NaN."""
+    """Return the values (R, 32 G), float32, of blocks (R, G, 16) and scales (R, G), both uint8; 255
+    stands for NaN.
+    """
     table = torch.tensor(_E2M1, device=blocks.device)
     pairs = torch.cartesian_prod(table, table).flip(-1).contiguous()  # of the 256 bytes
     values = F.embedding(blocks.to(torch.int32), pairs).flatten(-2)
@@ -340,7 +421,9 @@ def _unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class Mxfp4Reader:
-    """A `TensorReader` of MXFP4 weights: of each expert it reads the stored rows that a region touches."""
+    """A `TensorReader` of MXFP4 weights: of each expert it reads the stored rows that a region
+    touches.
+    """
 
     proves_coverage = True  # a region is written as a whole
 
@@ -348,22 +431,33 @@ class Mxfp4Reader:
         self.name, self._packed = folder, find_packed(stored.tensors)
         self._sources: dict[str, tuple[StoredTensor, StoredTensor]] = {}  # by name in the model
         parts = {part.key: part for packed in self._packed.values() for part in packed}
-        placed = {key: (part.shape, [Placed(part, whole(key, part.shape).region)]) for key, part in parts.items()}
+        placed = {
+            key: (part.shape, [Placed(part, whole(key, part.shape).region)])
+            for key, part in parts.items()
+        }
         self._reader = SafetensorsReader(folder, placed, stored.file_bytes)
         self._folder_bytes = sum(stored.file_bytes.values())
 
     def add(self, name: str, shape: tuple[int, ...], key: str) -> str:
-        """Add the tensor `name` of `shape` (E, C, R), stored as the MXFP4 weight `key`; or return what is wrong."""
+        """Add the tensor `name` of `shape` (E, C, R), stored as the MXFP4 weight `key`; or return
+        what is wrong.
+        """
         blocks, scales = self._sources[name] = self._packed[key]
-        expected = (shape[0], shape[2], shape[1] // 32) if len(shape) == 3 and not shape[1] % 32 else ()
+        expected = (
+            (shape[0], shape[2], shape[1] // 32) if len(shape) == 3 and not shape[1] % 32 else ()
+        )
         wanted = [((*expected, 16), torch.uint8), (expected, torch.uint8)]
         if expected and [(part.shape, part.dtype) for part in (blocks, scales)] == wanted:
             return ""
-        found = " and ".join(f"{shown(part.key)} {part.dtype} {part.shape}" for part in (blocks, scales))
+        found = " and ".join(
+            f"{shown(part.key)} {part.dtype} {part.shape}" for part in (blocks, scales)
+        )
         return f"{found} are not {shape} in MXFP4, which is uint8"
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Write every requested region into its destination, cast; errors are those of `SafetensorsReader`."""
+        """Write every requested region into its destination, cast; errors are those of
+        `SafetensorsReader`.
+        """
         sizes = [self._count_bytes(request) for request in requests]
         with timed(f"reading MXFP4 of {self.name}", sum(sizes), self._folder_bytes):
             for request, nbytes in zip(requests, sizes, strict=True):
@@ -385,4 +479,6 @@ class Mxfp4Reader:
     def _count_bytes(self, request: ReadRequest) -> int:
         region = request.region
         parts = self._sources[request.name] if region.numel else ()
-        return sum(region.lengths[0] * region.lengths[2] * math.prod(part.shape[2:]) for part in parts)
+        return sum(
+            region.lengths[0] * region.lengths[2] * math.prod(part.shape[2:]) for part in parts
+        )

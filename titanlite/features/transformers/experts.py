@@ -1,9 +1,11 @@
-"""titanlite's grouped GEMM for transformers' own mixture-of-experts models: `use_titanlite_experts(model)`.
+"""titanlite's grouped GEMM for transformers' own mixture-of-experts models:
+`use_titanlite_experts(model)`.
 
-transformers' experts interface calls a registered function with the module that holds the fused weights, the tokens,
-and what the router chose. Everything that the interface describes is served: gated or not, biases, transposed weights,
-expert parallelism's ids beyond the last expert, and a norm after the experts. The load of the experts is counted where
-layers call them, whatever computes them.
+transformers' experts interface calls a registered function with the module that holds the fused
+weights, the tokens, and what the router chose. Everything that the interface describes is served:
+gated or not, biases, transposed weights, expert parallelism's ids beyond the last expert, and a
+norm after the experts. The load of the experts is counted where layers call them, whatever computes
+them.
 
 Shapes: B batch, S sequence, T tokens, k experts per token, E experts.
 """
@@ -37,11 +39,15 @@ def use_titanlite_experts(model: Any) -> None:
 
 
 def find_experts(model: Any) -> dict[str, nn.Module]:
-    """Modules with fused expert weights whose class transformers' experts interface serves, by name."""
+    """Modules with fused expert weights whose class transformers' experts interface serves, by
+    name.
+    """
     return {
         name: module
         for name, module in model.named_modules()
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")
+        if hasattr(module, "is_transposed")
+        and hasattr(module, "has_gate")
+        and hasattr(module, "num_experts")
     }
 
 
@@ -50,7 +56,8 @@ def experts_forward(
 ) -> torch.Tensor:
     """Compute the forward of an experts module of transformers: (T, D), (T, k), (T, k) -> (T, D).
 
-    With a token dispatcher, put in by `distributed.apply_expert_parallel`, tokens travel to the ranks of their experts.
+    With a token dispatcher, put in by `distributed.apply_expert_parallel`, tokens travel to the
+    ranks of their experts.
     """
     dispatch: Any = getattr(self, DISPATCH, dispatch_locally)
     return dispatch(_HeldExperts(self), hidden_states, top_k_weights, top_k_index)
@@ -75,16 +82,22 @@ class _HeldExperts:
         offsets: torch.Tensor,
         travel: Travel | None = None,
     ) -> torch.Tensor:
-        """Rows grouped by expert, each a token of `x` and its router weight; returns the sum of each token's rows."""
+        """Rows grouped by expert, each a token of `x` and its router weight; returns the sum of
+        each token's rows.
+        """
         module, dtype = self._module, x.dtype
         if _is_plain_swiglu(module) and not _adapted(module):
             gate_up, down = local_tensor(module.gate_up_proj), local_tensor(module.down_proj)
             if module.is_transposed:
                 gate_up, down = gate_up.mT, down.mT
-            return moe_experts(x, gate_up, down, weight.float(), token, rows, offsets, travel=travel)
+            return moe_experts(
+                x, gate_up, down, weight.float(), token, rows, offsets, travel=travel
+            )
         x = permute_tokens(x, token, rows)
         index = torch.arange(x.shape[0], device=x.device)
-        ids = torch.searchsorted(offsets, index.to(offsets.dtype), right=True).clamp(max=offsets.numel() - 1)
+        ids = torch.searchsorted(offsets, index.to(offsets.dtype), right=True).clamp(
+            max=offsets.numel() - 1
+        )
         x = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", x, ids, offsets)
         x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
         x = _linear(module, "down_proj", x, ids, offsets)
@@ -104,7 +117,8 @@ def _is_plain_swiglu(module: Any) -> bool:
         and module.is_concatenated
         and not module.has_bias
         and not getattr(module, "has_post_expert_norm", False)
-        # What the interface puts into classes that have no gate of their own; without it, take the general way.
+        # What the interface puts into classes that have no gate of their own; without it, take the
+        # general way.
         and type(module)._apply_gate is getattr(moe, "_default_apply_gate", None)
         and isinstance(module.act_fn, nn.SiLU | SiLUActivation)
     )
@@ -112,15 +126,23 @@ def _is_plain_swiglu(module: Any) -> bool:
 
 def _adapted(module: Any) -> frozenset[str]:
     """Return the weights whose adapters, put in by `features.lora`, take part."""
-    return getattr(module, "adapted", frozenset()) if getattr(module, "adapter_enabled", False) else frozenset()
+    return (
+        getattr(module, "adapted", frozenset())
+        if getattr(module, "adapter_enabled", False)
+        else frozenset()
+    )
 
 
-def _linear(module: Any, name: str, x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _linear(
+    module: Any, name: str, x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
     weight = local_tensor(getattr(module, name))
     y = grouped_gemm(x, weight if module.is_transposed else weight.mT, offsets)
     if name in _adapted(module):
         prefix = name.removesuffix("proj")
-        a, b = (local_tensor(getattr(module, f"{prefix}lora_{leaf}")).to(x.dtype).mT for leaf in "AB")
+        a, b = (
+            local_tensor(getattr(module, f"{prefix}lora_{leaf}")).to(x.dtype).mT for leaf in "AB"
+        )
         x = F.dropout(x, module.dropout, module.training) if module.dropout else x
         y = y + grouped_gemm(grouped_gemm(x, a, offsets), b, offsets) * module.scaling
     if not module.has_bias:
@@ -133,21 +155,24 @@ def _linear(module: Any, name: str, x: torch.Tensor, ids: torch.Tensor, offsets:
 class TransformersExpertCounter(nn.Module):
     """Counts the rows that a layer's router gives to each expert; an `ExpertCounter`.
 
-    A hook before the experts' forward sees what the router chose, whatever implementation computes the experts then.
+    A hook before the experts' forward sees what the router chose, whatever implementation computes
+    the experts then.
 
     Args:
         experts: a module that transformers' experts interface serves. It becomes no submodule.
 
     Attributes:
-        tokens_per_expert: (E,) int64, not saved; overwritten, never added to, so that a second run under activation
-            checkpointing changes nothing.
+        tokens_per_expert: (E,) int64, not saved; overwritten, never added to, so that a second run
+            under activation checkpointing changes nothing.
     """
 
     tokens_per_expert: torch.Tensor
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
-        counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=next(experts.parameters()).device)
+        counts = torch.zeros(
+            experts.num_experts, dtype=torch.int64, device=next(experts.parameters()).device
+        )
         self.register_buffer("tokens_per_expert", counts, persistent=False)
         self._valid_T: torch.Tensor | None = None
         experts.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -156,12 +181,14 @@ class TransformersExpertCounter(nn.Module):
         return {"tokens_per_expert": Init(Zeros())}
 
     def begin(self, valid_BS: torch.Tensor | None) -> None:
-        """Begin a forward in training mode. If there are not as many tokens as in `valid_BS`, all are counted.
+        """Begin a forward in training mode. If there are not as many tokens as in `valid_BS`, all
+        are counted.
 
         The mask stays, because recomputation in backward counts again.
         """
         self._valid_T = None if valid_BS is None else valid_BS.flatten()
-        self.tokens_per_expert.zero_()  # a class may leave some experts out, such as those for images
+        # a class may leave some experts out, such as those for images
+        self.tokens_per_expert.zero_()
 
     @torch.no_grad()
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -177,7 +204,8 @@ class TransformersExpertCounter(nn.Module):
 
 
 def build_counters(experts: Mapping[str, nn.Module]) -> dict[int, TransformersExpertCounter]:
-    """Return a counter for each module of experts, by the number of its layer, which its name tells; else 0, 1, ...
+    """Return a counter for each module of experts, by the number of its layer, which its name
+    tells; else 0, 1, ...
 
     None if layers differ in their number of experts: one table holds all counts.
     """

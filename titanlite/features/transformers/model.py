@@ -1,7 +1,7 @@
 """Any model of transformers with the interface of the native decoder.
 
-The class of transformers is described on meta, and its tensors keep their names; this module adds the sources of
-its tensors, packed documents, and the loss.
+The class of transformers is described on meta, and its tensors keep their names; this module adds
+the sources of its tensors, packed documents, and the loss.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
@@ -37,11 +37,14 @@ from titanlite.ops.attention import AttentionBackend
 # Names in the package index, where they are others than those of the modules.
 _DISTRIBUTIONS = {"fla": "flash-linear-attention"}
 Around = Generator[tuple[Any, ...], torch.Tensor, torch.Tensor]
-"""What goes on around a forward: yields its arguments, is sent its result, and returns another one."""
+"""What goes on around a forward: yields its arguments, is sent its result, and returns another one.
+"""
 
 
 def hook_around(module: nn.Module, around: Callable[..., Around]) -> None:
-    """Run `around` of the arguments with every forward of `module`, by hooks. A forward that raises closes it."""
+    """Run `around` of the arguments with every forward of `module`, by hooks. A forward that raises
+    closes it.
+    """
     running: list[Around] = []
 
     def before(module: nn.Module, args: Any) -> Any:
@@ -66,15 +69,19 @@ class TransformersModel(Model):
     """A model of transformers that takes batches and gives losses as `Decoder` does.
 
     Attributes:
-        all_conversions: transformers' mapping from the keys of checkpoints to this model, those of old versions too.
+        all_conversions: transformers' mapping from the keys of checkpoints to this model, those of
+            old versions too.
         own_conversions: the same without those of old versions.
         conversions: what of it was used for loading; None before that. Saving reverts it.
         is_plain_head: the head is nothing but a matrix product with a weight of V rows.
             With labels, the loss is then computed without any logits.
-        counters: of the rows that each layer's experts are given; none where they cannot be counted.
-        expert_modules: those with fused experts that transformers' experts interface computes, by name.
+        counters: of the rows that each layer's experts are given; none where they cannot be
+            counted.
+        expert_modules: those with fused experts that transformers' experts interface computes, by
+            name.
         sources: of all its tensors, by name; adapters are added.
-        state_shapes: global shape of every tensor of a checkpoint, by name, as transformers has them in memory.
+        state_shapes: global shape of every tensor of a checkpoint, by name, as transformers has
+            them in memory.
     """
 
     splits_inside_experts = False  # their dims need not divide
@@ -83,16 +90,20 @@ class TransformersModel(Model):
         super().__init__()
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        # The name of this attribute is left out of the names of tensors, see `materialize.plan.clean_name`.
+        # The name of this attribute is left out of the names of tensors, see
+        # `materialize.plan.clean_name`.
         self._transformers_model = model
         self.sources = sources
         self.loss_chunk_tokens = 1024
         # All of these look at class names, which sharding changes, so they are asked now.
-        self._layers = tuple(probes.repeated_layers(model))  # no containers: the modules are registered below `model`
+        # no containers: the modules are registered below `model`
+        self._layers = tuple(probes.repeated_layers(model))
         self.expert_modules = find_experts(model)
         self._counters = build_counters(self.expert_modules)
         self.counters = nn.ModuleList(self._counters.values())
-        self.state_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self.state_shapes = {
+            name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
+        }
         self.all_conversions = get_model_conversion_mapping(model)
         self.own_conversions = get_model_conversion_mapping(model, add_legacy=False)
         self.conversions: list[Any] | None = None
@@ -100,7 +111,9 @@ class TransformersModel(Model):
         parameters = inspect.signature(model.forward).parameters
         self._arguments = frozenset(parameters)
         self._takes_positions = "position_ids" in self._arguments
-        self._cache_argument = next((name for name in packing.CACHE_ARGUMENTS if name in self._arguments), "")
+        self._cache_argument = next(
+            (name for name in packing.CACHE_ARGUMENTS if name in self._arguments), ""
+        )
         self._takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._can_cache: bool | None = None  # not known before `can_cache`
         packing.register_document_masks()
@@ -134,14 +147,17 @@ class TransformersModel(Model):
         cache: packing.TransformersCache | None = None,
         **inputs: Any,
     ) -> torch.Tensor | LossSums:
-        """Logits (B, S, V), with labels the `LossSums`, with a cache logits (B, V); arguments as those of `Decoder`.
+        """Logits (B, S, V), with labels the `LossSums`, with a cache logits (B, V); arguments as
+        those of `Decoder`.
 
         The first forward with labels or documents looks at how the model works: see `probes`.
 
         Args:
-            inputs: further arguments of the model's forward, such as `pixel_values` and `image_grid_thw`.
+            inputs: further arguments of the model's forward, such as `pixel_values` and
+                `image_grid_thw`.
 
-        Raises ConfigError: rows of several documents for a model that mixes them, or text for one that is not causal.
+        Raises ConfigError: rows of several documents for a model that mixes them, or text for one
+        that is not causal.
         """
         if cache is not None:
             return self._next_logits(tokens_BS, cache)
@@ -155,29 +171,41 @@ class TransformersModel(Model):
             if document_ids_BS is not None:
                 options["valid_BS"] = document_ids_BS >= 0
                 positions_BS = packing.restarting_positions(document_ids_BS, positions_BS)
-                if self.config.rope_limit is not None:  # padding is not to be the longest run of the row
+                # padding is not to be the longest run of the row
+                if self.config.rope_limit is not None:
                     positions_BS = positions_BS.where(document_ids_BS >= 0, 0)
                 if facts.keeps_apart:
                     options["with_boundaries"] = facts.takes_boundaries
                 else:
-                    packing.check_single_documents(document_ids_BS, self.config.architecture, facts.why_mixed)
-                    # Padding on the right changes nothing before it. Positions are left to the class.
-                    document_ids_BS, positions_BS = None, None if self.config.rope_limit is None else positions_BS
+                    packing.check_single_documents(
+                        document_ids_BS, self.config.architecture, facts.why_mixed
+                    )
+                    # Padding on the right changes nothing before it. Positions are left to the
+                    # class.
+                    document_ids_BS, positions_BS = (
+                        None,
+                        None if self.config.rope_limit is None else positions_BS,
+                    )
         if labels_BS is None:
             return self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)
         if self._facts is None or not self._facts.has_plain_head:
-            logits_TV = self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options).flatten(0, 1)
+            logits_TV = self.compute_logits(
+                tokens_BS, positions_BS, document_ids_BS, **options
+            ).flatten(0, 1)
             # In float32 as everywhere, and labels as they are: already the next token.
             logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
             labels_T = labels_BS.flatten()
             if isinstance(reduction, str):
-                loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction=reduction)
+                loss = F.cross_entropy(
+                    logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction=reduction
+                )
             else:
                 loss = reduction.of_logits(logits_TV, labels_T)
         else:
             self._labels = (labels_BS, reduction)
             try:
-                loss = self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)  # see `_logits_or_loss`
+                # see `_logits_or_loss`
+                loss = self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)
             finally:
                 self._labels = None
         # Cloned: FSDP2 wants no view as a module's result.
@@ -195,11 +223,13 @@ class TransformersModel(Model):
         with_boundaries: bool = False,
         **inputs: Any,
     ) -> torch.Tensor:
-        """Return what the class's own forward returns as logits; it sees no other document of a row.
+        """Return what the class's own forward returns as logits; it sees no other document of a
+        row.
 
         Args:
             valid_BS: False for padding, which expert counters leave out.
-            with_boundaries: also tell the class where documents begin, in one row (1, B * S) as its kernels want it.
+            with_boundaries: also tell the class where documents begin, in one row (1, B * S) as its
+                kernels want it.
 
         Raises ConfigError: the class says that it does not take these inputs.
         """
@@ -217,17 +247,23 @@ class TransformersModel(Model):
         try:
             with packing.inside_documents(document_ids_BS):
                 found = self._transformers_model(use_cache=False, return_dict=True, **inputs)
-        except (TypeError, ValueError) as error:  # what the class says itself, or misses; torch's errors are others
+        # what the class says itself, or misses; torch's errors are others
+        except (TypeError, ValueError) as error:
             text = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
-                f"model: {self.config.architecture} of transformers refuses a forward of {list(tokens_BS.shape)} "
-                f"tokens: {text}. Set training.seq_len or the data so that it takes them, or use another one."
+                f"model: {self.config.architecture} of transformers refuses a forward of "
+                f"{list(tokens_BS.shape)} "
+                f"tokens: {text}. Set training.seq_len or the data so that it takes them, or use "
+                "another one."
             ) from error
         found = found.logits
-        return found.view(*shape, -1) if found.shape[:-1] == (1, shape.numel()) != shape else found  # or it is a loss
+        # or it is a loss
+        return found.view(*shape, -1) if found.shape[:-1] == (1, shape.numel()) != shape else found
 
     def document_options(self) -> list[bool]:
-        """Return, for each way in which the class may keep documents apart, whether boundaries are passed."""
+        """Return, for each way in which the class may keep documents apart, whether boundaries are
+        passed.
+        """
         return [False, True] if self._takes_more else [False]
 
     @torch.no_grad()
@@ -239,11 +275,13 @@ class TransformersModel(Model):
         if self._facts is None:
             tokens = probes.plain_tokens(self._transformers_model.config, probes.PROBE_TOKENS)
             tokens_1S = torch.tensor([tokens], device=device)
-            with probes.evaluation(self):  # through `self`: FSDP gathers parameters outside of layers there
+            # through `self`: FSDP gathers parameters outside of layers there
+            with probes.evaluation(self):
                 self(tokens_1S, None, None, torch.zeros_like(tokens_1S))
             for module in self.modules():
                 if isinstance(module, FSDPModule):
-                    module.reshard()  # the root stays gathered after a forward; optimizers are built on shards
+                    # the root stays gathered after a forward; optimizers are built on shards
+                    module.reshard()
         assert self._facts is not None
         probes.check_facts(self._facts, self)
         return self._facts
@@ -256,11 +294,14 @@ class TransformersModel(Model):
             inputs["logits_to_keep"] = 1
         return self._transformers_model(**inputs).logits[:, -1]
 
-    def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> packing.TransformersCache:
+    def build_cache(
+        self, lengths: Sequence[int], max_len: int, device: torch.device
+    ) -> packing.TransformersCache:
         return packing.TransformersCache(self._transformers_model.config, lengths, device)
 
     def can_cache(self, device: torch.device) -> bool:
-        """Return True if the model computes the same with its keys and values kept, also for rows of two lengths.
+        """Return True if the model computes the same with its keys and values kept, also for rows
+        of two lengths.
 
         Raises ConfigError: as `find_facts`.
 
@@ -274,7 +315,9 @@ class TransformersModel(Model):
         return self._can_cache
 
     def _logits_or_loss(self, hidden_BSD: torch.Tensor) -> Around:
-        """Make of the head's result the loss, if there are labels: the head then projects no token."""
+        """Make of the head's result the loss, if there are labels: the head then projects no
+        token.
+        """
         if self._labels is None:
             return (yield (hidden_BSD,))
         yield (hidden_BSD[:0],)
@@ -302,40 +345,64 @@ class TransformersModel(Model):
         return [module for module in self.expert_modules.values() if module in inside]
 
     def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Embedding and head, for FSDP units of their own; those that share a parameter belong into the root's."""
+        """Embedding and head, for FSDP units of their own; those that share a parameter belong into
+        the root's.
+        """
         model = self._transformers_model
         holders = probes.count_holders(model)
         in_layers = {module for layer in self._layers for module in layer.modules()}
 
         def alone(module: nn.Module | None) -> list[nn.Module]:
-            if module is None or module in in_layers or any(holders[param] > 1 for param in module.parameters()):
+            if (
+                module is None
+                or module in in_layers
+                or any(holders[param] > 1 for param in module.parameters())
+            ):
                 return []
             return [module] if list(module.parameters()) else []
 
-        # A head with a bias returns a view, which FSDP warns of: an operation in place on it would lose FSDP's hook.
+        # A head with a bias returns a view, which FSDP warns of: an operation in place on it would
+        # lose FSDP's hook.
         return alone(probes.find_embedding(model)), alone(self.head) if self.is_plain_head else []
 
     def embedding_and_head(self) -> tuple[nn.Module | None, nn.Module | None]:
         return probes.find_embedding(self._transformers_model), self.head
 
     def configure(
-        self, attention_backend: AttentionBackend, moe: MoESection, loss_chunk_tokens: int, device: torch.device
+        self,
+        attention_backend: AttentionBackend,
+        moe: MoESection,
+        loss_chunk_tokens: int,
+        device: torch.device,
     ) -> None:
         self.loss_chunk_tokens = loss_chunk_tokens
         name = self.config.architecture
         if missing := probes.find_missing_kernels(self._transformers_model):
             say = warn_once if device.type == "cuda" else logger.info
             say(
-                f"model: the fast path of transformers' {name} on GPUs needs {' and '.join(missing)}, which cannot be "
+                f"model: the fast path of transformers' {name} on GPUs needs "
+                f"{' and '.join(missing)}, which cannot be "
                 "imported: plain operations are used, which are slower. Install it with pip: "
                 f"{' '.join(_DISTRIBUTIONS.get(package, package) for package in missing)}"
             )
-        if self.config.num_experts or any(is_routed(parameter) for parameter, _ in self.named_parameters()):
-            sizes = sorted({getattr(module, "num_experts", 0) for module in self.expert_modules.values()})
+        if self.config.num_experts or any(
+            is_routed(parameter) for parameter, _ in self.named_parameters()
+        ):
+            sizes = sorted(
+                {getattr(module, "num_experts", 0) for module in self.expert_modules.values()}
+            )
             why = " or ".join(map(str, sizes))
-            why = f"layers have {why} experts" if why else "experts are not called by transformers' interface"
+            why = (
+                f"layers have {why} experts"
+                if why
+                else "experts are not called by transformers' interface"
+            )
             load = "is logged" if self.counters else f"cannot be counted: {why}"
-            logger.info("moe: transformers' %s routes by itself: no balancing is added; its expert load %s", name, load)
+            logger.info(
+                "moe: transformers' %s routes by itself: no balancing is added; its expert load %s",
+                name,
+                load,
+            )
 
     def split_experts(self) -> list[nn.Module]:
         problems = [
@@ -348,7 +415,10 @@ class TransformersModel(Model):
         ]
         if not self.expert_modules:
             name = self.config.architecture
-            problems = [f"transformers' {name} has none that are stored together. Set expert_parallel_degree to 1."]
+            problems = [
+                f"transformers' {name} has none that are stored together. Set "
+                "expert_parallel_degree to 1."
+            ]
         raise_problems(ConfigError, "parallelism: experts cannot be split over ranks", problems)
         return list(self.expert_modules.values())
 

@@ -1,8 +1,9 @@
 """Rows as classes of transformers take them: of several documents, and with a cache.
 
-Most of transformers' models make their masks from positions that restart; some (gpt-oss, Qwen2.5-VL in 5.23) do not
-look at them and would let packed documents see each other. All of them build masks through the functions that are
-registered per attention implementation, so the condition is put in there.
+Most of transformers' models make their masks from positions that restart; some (gpt-oss, Qwen2.5-VL
+in 5.23) do not look at them and would let packed documents see each other. All of them build masks
+through the functions that are registered per attention implementation, so the condition is put in
+there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,9 @@ _documents: ContextVar[torch.Tensor | None] = ContextVar("documents", default=No
 
 @contextmanager
 def inside_documents(document_ids_BS: torch.Tensor | None) -> Iterator[None]:
-    """Restrict masks of text to each token's own document while the context is open; None changes nothing."""
+    """Restrict masks of text to each token's own document while the context is open; None changes
+    nothing.
+    """
     token = _documents.set(document_ids_BS)
     try:
         yield
@@ -32,7 +35,9 @@ def inside_documents(document_ids_BS: torch.Tensor | None) -> Iterator[None]:
 
 
 def register_document_masks() -> None:
-    """Make transformers' mask functions respect documents. Outside of `inside_documents` they are unchanged."""
+    """Make transformers' mask functions respect documents. Outside of `inside_documents` they are
+    unchanged.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     for name in _IMPLEMENTATIONS:
@@ -53,24 +58,37 @@ def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
         def same_document(batch: Any, head: Any, query: Any, key: Any) -> Any:
             return document_ids_BS[batch, query] == document_ids_BS[batch, key]
 
-        kwargs |= {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip") if name in kwargs}
+        kwargs |= {
+            name: False
+            for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+            if name in kwargs
+        }
         return make(*args, mask_function=and_masks(mask_function, same_document), **kwargs)
 
     make_mask.titanlite_documents = True  # type: ignore[attr-defined]
     return make_mask
 
 
-def restarting_positions(document_ids_BS: torch.Tensor, positions_BS: torch.Tensor | None) -> torch.Tensor:
-    """Positions (B, S) int64 that restart in every document and, whatever was given, in every run of padding (-1)."""
+def restarting_positions(
+    document_ids_BS: torch.Tensor, positions_BS: torch.Tensor | None
+) -> torch.Tensor:
+    """Positions (B, S) int64 that restart in every document and, whatever was given, in every run
+    of padding (-1).
+    """
     index_S = torch.arange(document_ids_BS.shape[1], device=document_ids_BS.device)
     starts_BS = torch.ones_like(document_ids_BS, dtype=torch.bool)
     starts_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
     restarting_BS = index_S - torch.where(starts_BS, index_S, 0).cummax(dim=1).values
-    return restarting_BS if positions_BS is None else torch.where(document_ids_BS >= 0, positions_BS, restarting_BS)
+    return (
+        restarting_BS
+        if positions_BS is None
+        else torch.where(document_ids_BS >= 0, positions_BS, restarting_BS)
+    )
 
 
 def boundaries(document_ids_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return document ids (1, B * S) of all rows in one, and the boundaries that kernels for such rows take.
+    """Return document ids (1, B * S) of all rows in one, and the boundaries that kernels for such
+    rows take.
 
     Each run of padding counts as a document. Synchronization point: the number of documents.
     """
@@ -78,7 +96,12 @@ def boundaries(document_ids_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, A
     lengths = ends.diff()
     longest = int(lengths.max())
     ids_1T = torch.arange(len(lengths), device=ends.device).repeat_interleave(lengths).unsqueeze(0)
-    told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    told = {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
     return ids_1T, {**told, "seq_idx": ids_1T.to(torch.int32)}
 
 
@@ -87,20 +110,26 @@ def check_single_documents(document_ids_BS: torch.Tensor, name: str, why: str) -
 
     Raises ConfigError: there is one. Synchronization point.
     """
-    if bool(((document_ids_BS[:, 1:] != document_ids_BS[:, :-1]) & (document_ids_BS[:, 1:] >= 0)).any()):
+    if bool(
+        ((document_ids_BS[:, 1:] != document_ids_BS[:, :-1]) & (document_ids_BS[:, 1:] >= 0)).any()
+    ):
         raise ConfigError(
-            f"model: {name} of transformers mixes documents that share a row: alone, the same tokens give other logits "
+            f"model: {name} of transformers mixes documents that share a row: alone, the same "
+            "tokens give other logits "
             f"({why}). Give it rows of one document each: set data.packing = false."
         )
 
 
-CACHE_ARGUMENTS = ("cache", "past_key_values")  # of a class's forward; the second one before transformers 5.24
+# of a class's forward; the second one before transformers 5.24
+CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
 class TransformersCache:
-    """Keys and values of a batch of prompts: transformers' own cache, which appends as many tokens to every row.
+    """Keys and values of a batch of prompts: transformers' own cache, which appends as many tokens
+    to every row.
 
-    So prompts are right-aligned, after padding that a mask hides; each row's positions count its own tokens.
+    So prompts are right-aligned, after padding that a mask hides; each row's positions count its
+    own tokens.
     """
 
     def __init__(self, config: Any, lengths: Sequence[int], device: torch.device) -> None:
@@ -111,7 +140,9 @@ class TransformersCache:
         self._mask_BS: torch.Tensor | None = None
 
     def inputs(self, tokens: torch.Tensor, cache_argument: str) -> dict[str, Any]:
-        """Return a forward's inputs: for prompts (B, S) padded on the right, then for new tokens and padding (1, B)."""
+        """Return a forward's inputs: for prompts (B, S) padded on the right, then for new tokens
+        and padding (1, B).
+        """
         count = len(self._lengths_B)
         if self._mask_BS is None:
             index_S = torch.arange(tokens.shape[1], device=tokens.device)

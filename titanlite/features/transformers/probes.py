@@ -1,7 +1,8 @@
-"""Facts about a model of transformers that its class does not state, found by forwards on a few fixed tokens.
+"""Facts about a model of transformers that its class does not state, found by forwards on a few
+fixed tokens.
 
-Each probe has a control: the same rows, compared where the answer is known to be yes. A forward that raises answers no,
-and the log has the exception.
+Each probe has a control: the same rows, compared where the answer is known to be yes. A forward
+that raises answers no, and the log has the exception.
 
 Shapes: S sequence; 2 rows in a batch.
 """
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from titanlite.features.transformers.model import TransformersModel
 
 PROBE_TOKENS = 6
-# How modules of transformers say that a package has a kernel for a function of theirs: package, function.
+# How modules of transformers say that a package has a kernel for a function of theirs: package,
+# function.
 _FAST_PATH = re.compile(r'_with_fallback\(\s*"\w+",\s*"(\w+)"[^)]*\)\s*(?:@[^\n]*\n\s*)*def (\w+)')
 _LEAK = 0.05  # of what a document changes in the next one where nothing separates them
 
@@ -38,10 +40,12 @@ class Facts:
     """Answers of the probes.
 
     Attributes:
-        has_plain_head: the logits are what the head's module returns: nothing scales, caps, masks or casts them.
+        has_plain_head: the logits are what the head's module returns: nothing scales, caps, masks
+            or casts them.
         is_causal: another last token does not change earlier logits.
         keeps_apart: tokens give the same logits alone and after another document in a row.
-        takes_boundaries: it does so only if it is told where documents begin (`packing.boundaries`).
+        takes_boundaries: it does so only if it is told where documents begin
+            (`packing.boundaries`).
         failure: exception of a forward on text alone, as text; empty if there is none.
         why_mixed: difference or exception for which it does not keep documents apart.
     """
@@ -82,16 +86,23 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
     def note(module: nn.Module, args: Any, output: Any) -> None:
         returned.append((output, getattr(output, "_version", None)))
 
-    with evaluation(model), nullcontext() if model.head is None else model.head.register_forward_hook(note):
+    with (
+        evaluation(model),
+        nullcontext() if model.head is None else model.head.register_forward_hook(note),
+    ):
         alone = run(alone_2S)
         of_alone = list(returned)
         mixed = run(both_2S)  # the control: how much a document changes what comes after it
         if alone is None or mixed is None or not alone.isfinite().all():
             return Facts(failure=reasons[0] if reasons else "its logits on 6 tokens are not finite")
         if alone.shape[:2] != alone_2S.shape:
-            return Facts(failure=f"it has logits {list(alone.shape)} for {list(alone_2S.shape)} tokens")
+            return Facts(
+                failure=f"it has logits {list(alone.shape)} for {list(alone_2S.shape)} tokens"
+            )
         # Of another version are logits that were changed in place: Chameleon masks some.
-        is_plain = [(id(output), version) for output, version in of_alone] == [(id(alone), alone._version)]
+        is_plain = [(id(output), version) for output, version in of_alone] == [
+            (id(alone), alone._version)
+        ]
         effect = (mixed[0, size:] - mixed[1, size:]).float().norm()
         expected = alone[0].float()
         moved = (alone[0, :-1] - alone[1, :-1]).float().norm()
@@ -120,21 +131,24 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
 
 
 def check_facts(facts: Facts, model: "TransformersModel", inputs: Collection[str] = ()) -> None:
-    """Refuse a model that cannot be trained, or continue text; `inputs` are further arguments of its forward.
+    """Refuse a model that cannot be trained, or continue text; `inputs` are further arguments of
+    its forward.
 
-    Raises ConfigError: its forward raises on text alone, if it gets no more, or it is not causal, if it is not told
-    where to be (`token_type_ids` of PaliGemma).
+    Raises ConfigError: its forward raises on text alone, if it gets no more, or it is not causal,
+    if it is not told where to be (`token_type_ids` of PaliGemma).
     """
     name = model.config.architecture
     if facts.failure and not inputs:
         raise ConfigError(
-            f"model: {name} of transformers does not run on text alone: {facts.failure}. Use another one."
+            f"model: {name} of transformers does not run on text alone: {facts.failure}. Use "
+            "another one."
         )
     if "token_type_ids" in inputs:
         return
     if not facts.is_causal:
         raise ConfigError(
-            f"model: {name} of transformers is not causal: other tokens change the logits of earlier ones, so "
+            f"model: {name} of transformers is not causal: other tokens change the logits of "
+            "earlier ones, so "
             "it sees what it is to predict. Use another one."
         )
 
@@ -144,7 +158,8 @@ def check_documents_per_row(job: JobConfig, model: nn.Module, device: torch.devi
 
     Collectives: those of a few forwards; every rank must call.
 
-    Raises ConfigError: names the setting; or the model cannot be trained on text at all. The same on all ranks.
+    Raises ConfigError: names the setting; or the model cannot be trained on text at all. The same
+    on all ranks.
     """
     from titanlite.features.transformers.model import TransformersModel
 
@@ -153,21 +168,28 @@ def check_documents_per_row(job: JobConfig, model: nn.Module, device: torch.devi
     facts = model.find_facts(device)
     if facts.keeps_apart:
         return
-    what = f"{model.config.architecture} of transformers mixes documents that share a row ({facts.why_mixed})"
+    what = (
+        f"{model.config.architecture} of transformers mixes documents that share a row "
+        f"({facts.why_mixed})"
+    )
     logger.info("model: %s", what)
     problems = []
     if job.data.packing:
         problems.append("data.packing = true puts several into one. Set data.packing = false.")
     if job.training.objective == "dpo":
-        problems.append('training.objective = "dpo" puts both sides of a pair into one. Set it to "next_token".')
+        problems.append(
+            'training.objective = "dpo" puts both sides of a pair into one. Set it to "next_token".'
+        )
     raise_problems(ConfigError, f"model: {what}", problems)
 
 
 @torch.no_grad()
 def is_same_with_cache(model: "TransformersModel", device: torch.device) -> bool:
-    """Compare logits of two rows of other lengths with and without a cache; a class that raises answers no.
+    """Compare logits of two rows of other lengths with and without a cache; a class that raises
+    answers no.
 
-    Models with a state instead of keys, or ones that take padding for text, differ. Collectives: those of its forwards.
+    Models with a state instead of keys, or ones that take padding for text, differ. Collectives:
+    those of its forwards.
     """
     tokens = plain_tokens(model.transformers_model.config, 2 * PROBE_TOKENS + 1)
     rows = [tokens[:PROBE_TOKENS], tokens[PROBE_TOKENS:]]  # each with the token that comes next
@@ -177,9 +199,15 @@ def is_same_with_cache(model: "TransformersModel", device: torch.device) -> bool
         cache = model.build_cache(lengths, max(map(len, rows)), device)
         first_BV = model(torch.tensor(prompts, device=device), cache=cache)
         second_BV = model(torch.tensor([[row[-1] for row in rows]], device=device), cache=cache)
-        expected = torch.stack([model(torch.tensor([row], device=device))[0, -2:] for row in rows]).float()
+        expected = torch.stack(
+            [model(torch.tensor([row], device=device))[0, -2:] for row in rows]
+        ).float()
     except Exception as error:  # noqa: BLE001 - caches of other kinds raise all kinds of them
-        logger.info("generate: a cache does not fit %s: %s", model.config.architecture, describe_error(error))
+        logger.info(
+            "generate: a cache does not fit %s: %s",
+            model.config.architecture,
+            describe_error(error),
+        )
         return False
     found = torch.stack([first_BV, second_BV], dim=1).float()
     bound = 1e-4 if is_float32(first_BV, model.head) else 0.05
@@ -187,7 +215,9 @@ def is_same_with_cache(model: "TransformersModel", device: torch.device) -> bool
 
 
 def is_float32(logits: torch.Tensor, head: nn.Module | None) -> bool:
-    """Return True if the logits were computed in float32, as far as they and the head's weight tell."""
+    """Return True if the logits were computed in float32, as far as they and the head's weight
+    tell.
+    """
     weight = getattr(head, "weight", logits)
     return logits.dtype == weight.dtype == torch.float32
 
@@ -200,9 +230,11 @@ def plain_tokens(config: Any, count: int) -> list[int]:
         for name, value in values.items()
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     }
-    size = getattr(config.get_text_config(), "vocab_size", None) or 1  # of some classes only a part has one
+    # of some classes only a part has one
+    size = getattr(config.get_text_config(), "vocab_size", None) or 1
     plain = sorted({*range(size)} - special) or [0]
-    return [plain[(2 * i + 1) * len(plain) // (2 * count)] for i in range(count)]  # others, if there are so many
+    # others, if there are so many
+    return [plain[(2 * i + 1) * len(plain) // (2 * count)] for i in range(count)]
 
 
 @contextmanager
@@ -224,11 +256,15 @@ def find_head(model: Any) -> Any:
     from transformers import PreTrainedModel
 
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    return next((head for part in parts if (head := part.get_output_embeddings()) is not None), None)
+    return next(
+        (head for part in parts if (head := part.get_output_embeddings()) is not None), None
+    )
 
 
 def find_missing_kernels(model: Any) -> list[str]:
-    """Return the packages that transformers would take kernels from for layers of `model`, and has not found."""
+    """Return the packages that transformers would take kernels from for layers of `model`, and has
+    not found.
+    """
     missing = set[str]()
     for cls in {type(module) for module in model.modules()}:
         if not cls.__module__.startswith("torch."):
@@ -258,7 +294,8 @@ def find_embedding(model: Any) -> nn.Module | None:
 def repeated_layers(model: Any) -> list[nn.Module]:
     """Return the modules of the classes that transformers says must not be split, outermost only.
 
-    One that shares a parameter with a module outside (BERT's embeddings) is not among them: FSDP would split the two.
+    One that shares a parameter with a module outside (BERT's embeddings) is not among them: FSDP
+    would split the two.
     """
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
@@ -273,4 +310,6 @@ def repeated_layers(model: Any) -> list[nn.Module]:
 
 def count_holders(model: nn.Module) -> Counter[nn.Parameter]:
     """Count the modules that hold each parameter."""
-    return Counter(param for m in model.modules() for param in m._parameters.values() if param is not None)
+    return Counter(
+        param for m in model.modules() for param in m._parameters.values() if param is not None
+    )

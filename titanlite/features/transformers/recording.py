@@ -1,7 +1,7 @@
 """Recordings of the torch calls that make tensors, and their replay.
 
-A class of transformers is built and initialized on meta, without values. Its calls are recorded, so that their results
-can be computed later, on the CPU.
+A class of transformers is built and initialized on meta, without values. Its calls are recorded, so
+that their results can be computed later, on the CPU.
 """
 
 import hashlib
@@ -24,8 +24,18 @@ from titanlite.materialize.sources import Recipe
 _MOST_TRIED = 1 << 22  # elements; a replay of more calls is not tried before it is needed
 _GENERATOR = Lock()  # torch's own is one for all threads
 _OVERWRITING = {"zero_", "fill_", "copy_", "normal_", "uniform_"}
-UNWRITTEN = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor")}
+UNWRITTEN = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "empty_permuted",
+    "new_empty",
+    "new_empty_strided",
+}
+_IN_PLACE = {
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor")
+}
 _NO_CALL = {"__get__", "__set__", "requires_grad_", "detach_"}
 
 
@@ -70,15 +80,18 @@ class Call(NamedTuple):
 
 
 class Recording(TorchFunctionMode):
-    """Notes of all calls that make tensors or write to them, so that they can be made again with real memory.
+    """Notes of all calls that make tensors or write to them, so that they can be made again with
+    real memory.
 
-    While it is `active`, the functions of `transformers.initialization` and `torch.nn.init` leave meta tensors alone.
+    While it is `active`, the functions of `transformers.initialization` and `torch.nn.init` leave
+    meta tensors alone.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[Call] = []
-        self._writers: defaultdict[int, list[int]] = defaultdict(list)  # by storage, numbers of calls
+        # by storage, numbers of calls
+        self._writers: defaultdict[int, list[int]] = defaultdict(list)
         self._constants: dict[int, torch.Tensor] = {}  # by storage, contents that no call gave
         self._alive: list[Any] = []  # keeps addresses of storages unique
         self._noting = False
@@ -90,11 +103,16 @@ class Recording(TorchFunctionMode):
 
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            for name in [name for name in vars(initialization) if name.endswith("_") and not name.startswith("_")]:
+            for name in [
+                name
+                for name in vars(initialization)
+                if name.endswith("_") and not name.startswith("_")
+            ]:
                 function = getattr(initialization, name)
                 setattr(initialization, name, partial(self._initialize, function))
                 stack.callback(setattr, initialization, name, function)
-            stack.enter_context(initialization.guard_torch_init_functions())  # torch's become those, too
+            # torch's become those, too
+            stack.enter_context(initialization.guard_torch_init_functions())
             self._noting = True
             stack.callback(setattr, self, "_noting", False)
             stack.enter_context(self)
@@ -104,24 +122,38 @@ class Recording(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if not self._noting or name in _NO_CALL:
             return func(*args, **kwargs)
-        in_place = name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        in_place = (
+            name == "__setitem__"
+            or name in _IN_PLACE
+            or (name.endswith("_") and not name.endswith("__"))
+        )
         target = args[0] if in_place and args else kwargs.get("out")
         target = target if isinstance(target, torch.Tensor) else None
         return self._note(func, args, kwargs, target, overwrites=name in _OVERWRITING, run=True)
 
-    def _initialize(self, function: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _initialize(
+        self, function: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         if self._noting:
-            return self._note(function, (tensor, *args), kwargs, tensor, overwrites=True, run=not tensor.is_meta)
+            return self._note(
+                function, (tensor, *args), kwargs, tensor, overwrites=True, run=not tensor.is_meta
+            )
         return tensor if tensor.is_meta else function(tensor, *args, **kwargs)
 
-    def _note(self, function: Any, args: Any, kwargs: Any, target: Any, *, overwrites: bool, run: bool) -> Any:
+    def _note(
+        self, function: Any, args: Any, kwargs: Any, target: Any, *, overwrites: bool, run: bool
+    ) -> Any:
         self._noting = False  # what the function calls is part of this call
         try:
             taken = _map(self._view, args), _map(self._view, kwargs)
             target = None if target is None else self._view(target)
             overwrites = overwrites and target is not None and target.is_whole
             held = args[1:] if overwrites else args
-            reads = [tensor for tensor in leaves((held, kwargs), torch.Tensor) if tensor.layout == torch.strided]
+            reads = [
+                tensor
+                for tensor in leaves((held, kwargs), torch.Tensor)
+                if tensor.layout == torch.strided
+            ]
             for tensor in reads:
                 self._keep_contents(tensor)
             result = function(*args, **kwargs) if run else args[0]
@@ -129,14 +161,27 @@ class Recording(TorchFunctionMode):
         finally:
             self._noting = True
         known = {view.storage for view in leaves(taken, View)}
-        writes = {view.storage for view in leaves(views, View)} - known if target is None else {target.storage}
+        writes = (
+            {view.storage for view in leaves(views, View)} - known
+            if target is None
+            else {target.storage}
+        )
         for storage in writes:
             self._writers[storage].append(len(self._calls))
         if writes:
             name = getattr(function, "__name__", "")
             read = frozenset(tensor.untyped_storage()._cdata for tensor in reads)
             self._calls.append(
-                Call(function, name, taken[0], taken[1], views, target, read, overwrites or target is None)
+                Call(
+                    function,
+                    name,
+                    taken[0],
+                    taken[1],
+                    views,
+                    target,
+                    read,
+                    overwrites or target is None,
+                )
             )
         return result
 
@@ -170,7 +215,9 @@ class Recording(TorchFunctionMode):
                     break
         calls = tuple(found[number] for number in sorted(found))
         read = {storage for call in calls for storage in call.reads} & self._constants.keys()
-        return Replay(calls=calls, view=View.of(tensor), constants={key: self._constants[key] for key in read})
+        return Replay(
+            calls=calls, view=View.of(tensor), constants={key: self._constants[key] for key in read}
+        )
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
@@ -197,7 +244,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 class Replay(Recipe):
     """Results of calls of torch, repeated on the CPU by every rank that holds a part, and then cut.
 
-    The generator is seeded with the seed of the run and the name of the tensor, so all ranks have the same bits.
+    The generator is seeded with the seed of the run and the name of the tensor, so all ranks have
+    the same bits.
     """
 
     calls: Sequence[Call]
@@ -207,25 +255,34 @@ class Replay(Recipe):
     def __str__(self) -> str:
         return "as transformers draws it"
 
-    def _draw(self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str) -> None:
+    def _draw(
+        self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str
+    ) -> None:
         key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
         local.copy_(self.compute(int.from_bytes(key, "big"))[region.slices])
 
     @torch.no_grad()
     def compute(self, seed: int, filling: float | None = None) -> torch.Tensor:
-        """Return the whole tensor, on the CPU. Elements that no call writes are `filling`, or poison."""
+        """Return the whole tensor, on the CPU. Elements that no call writes are `filling`, or
+        poison.
+        """
         memory = {key: value.clone() for key, value in self.constants.items()}
 
         def fresh(size: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.full((size,), (poison_of(dtype) or 0) if filling is None else filling, dtype=dtype)
+            return torch.full(
+                (size,), (poison_of(dtype) or 0) if filling is None else filling, dtype=dtype
+            )
 
         def real(value: Any) -> Any:
             if isinstance(value, View):
                 if value.storage not in memory:
                     memory[value.storage] = fresh(value.size, value.dtype)
-                flat = memory[value.storage].view(value.dtype)  # another where complex numbers are seen as pairs
+                # another where complex numbers are seen as pairs
+                flat = memory[value.storage].view(value.dtype)
                 return flat.as_strided(value.shape, value.stride, value.offset)
-            is_device = isinstance(value, torch.device) or (isinstance(value, str) and value == "meta")
+            is_device = isinstance(value, torch.device) or (
+                isinstance(value, str) and value == "meta"
+            )
             return torch.device("cpu") if is_device else value
 
         with _GENERATOR, torch.random.fork_rng(devices=[]):
@@ -234,9 +291,15 @@ class Replay(Recipe):
                 result = call.function(*_map(real, call.args), **_map(real, call.kwargs))
                 if call.target is not None:
                     continue
-                for view, tensor in zip(leaves(call.results, View), leaves(result, torch.Tensor), strict=True):
+                for view, tensor in zip(
+                    leaves(call.results, View), leaves(result, torch.Tensor), strict=True
+                ):
                     if view.storage not in memory:
-                        made = fresh(view.size, view.dtype) if call.name in UNWRITTEN else _flat(tensor)
+                        made = (
+                            fresh(view.size, view.dtype)
+                            if call.name in UNWRITTEN
+                            else _flat(tensor)
+                        )
                         memory[view.storage] = made.to(view.dtype)
         return real(self.view)
 

@@ -1,7 +1,9 @@
-"""Model families: preset sizes, and how a family's Hugging Face config.json and checkpoint keys map to titanlite's.
+"""Model families: preset sizes, and how a family's Hugging Face config.json and checkpoint keys map
+to titanlite's.
 
-Each `Family` in a file of this folder is found; one file is all it takes to add a model that the decoder can express.
-Nothing here imports torch, except through transformers for a model that transformers implements.
+Each `Family` in a file of this folder is found; one file is all it takes to add a model that the
+decoder can express. Nothing here imports torch, except through transformers for a model that
+transformers implements.
 """
 
 import importlib
@@ -36,22 +38,34 @@ _WITHOUT_EFFECT_ON_WEIGHTS = {"initializer_range", "max_position_embeddings", "p
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Return all families by name (the `model_type` of their Hugging Face config), from the files in this folder."""
-    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
+    """Return all families by name (the `model_type` of their Hugging Face config), from the files
+    in this folder.
+    """
+    modules = [
+        importlib.import_module(f"{__name__}.{module.name}")
+        for module in pkgutil.iter_modules(__path__)
+    ]
+    found = [
+        value for module in modules for value in vars(module).values() if isinstance(value, Family)
+    ]
     return {family.name: family for family in sorted(found, key=lambda family: family.name)}
 
 
 def use_family(name: str) -> str:
-    """Return the name of the family that `model.name` names; an extension joins `families()`, or is refused."""
+    """Return the name of the family that `model.name` names; an extension joins `families()`, or is
+    refused.
+    """
     if not is_extension(name):
         return name
     family = load_extension("model.name", name)
     if not isinstance(family, Family):
-        raise ConfigError(f'model.name = "{name}": it is of type {type(family).__name__}. Name a Family.')
+        raise ConfigError(
+            f'model.name = "{name}": it is of type {type(family).__name__}. Name a Family.'
+        )
     if families().get(family.name, family) is not family:
         raise ConfigError(
-            f'model.name = "{name}": there is a family "{family.name}" already. Rename yours, or leave the name out.'
+            f'model.name = "{name}": there is a family "{family.name}" already. Rename yours, or '
+            "leave the name out."
         )
     cast(dict[str, Family], families())[family.name] = family
     return family.name
@@ -62,14 +76,17 @@ def family_of(config: ModelConfig) -> Family:
     return families()[config.family]
 
 
-def resolve_model_config(section: ModelSection, where: str = "model.hf_assets_path") -> AnyModelConfig:
-    """Resolve the sizes of the model in `[model]`: a flavor or a config.json, which `where` names, then the overrides.
+def resolve_model_config(
+    section: ModelSection, where: str = "model.hf_assets_path"
+) -> AnyModelConfig:
+    """Resolve the sizes of the model in `[model]`: a flavor or a config.json, which `where` names,
+    then the overrides.
 
-    With `model.implementation` = "auto" it is the native decoder where that can express the model, else transformers'
-    class.
+    With `model.implementation` = "auto" it is the native decoder where that can express the model,
+    else transformers' class.
 
-    Raises ConfigError: unknown family or flavor, unreadable config.json, an architecture that neither implements, or
-    sizes that contradict one another.
+    Raises ConfigError: unknown family or flavor, unreadable config.json, an architecture that
+    neither implements, or sizes that contradict one another.
     """
     use_family(section.name)
     overrides = _given_overrides(section)
@@ -85,7 +102,8 @@ def resolve_model_config(section: ModelSection, where: str = "model.hf_assets_pa
         return _apply_overrides(found, overrides)
     if overrides:
         raise ConfigError(
-            f"model.overrides: {list_names(overrides)} cannot be changed here, since the model is transformers' class "
+            f"model.overrides: {list_names(overrides)} cannot be changed here, since the model is "
+            "transformers' class "
             f"({found.why}). Change its config.json."
         )
     return found
@@ -99,11 +117,14 @@ def get_model_type(section: ModelSection) -> str:
     return _preset(section).family if section.flavor else section.name
 
 
-def find_other_model(section: ModelSection, config: AnyModelConfig, weights: str, where: str) -> list[str]:
-    """Return a problem if `config`, of a flavor, is another model than that in the folder `weights`, if there is one.
+def find_other_model(
+    section: ModelSection, config: AnyModelConfig, weights: str, where: str
+) -> list[str]:
+    """Return a problem if `config`, of a flavor, is another model than that in the folder
+    `weights`, if there is one.
 
-    `where` is the setting that names the folder. Weights of equal shapes load, but are another function with
-    another rope_theta or epsilon. Settings in [model.overrides] are intended.
+    `where` is the setting that names the folder. Weights of equal shapes load, but are another
+    function with another rope_theta or epsilon. Settings in [model.overrides] are intended.
     """
     folder, flavor = Path(weights), section.flavor
     if not weights or not flavor or not isinstance(config, ModelConfig):
@@ -116,11 +137,19 @@ def find_other_model(section: ModelSection, config: AnyModelConfig, weights: str
     except NotNativeError as error:
         return [f"model.flavor = '{flavor}' is not the model of {where}: {error} {remedy}"]
     text = describe_differences(config, theirs, _given_overrides(section))
-    return [f"model.flavor = '{flavor}' is not the model in {folder}: {text}. {remedy}"] if text else []
+    return (
+        [f"model.flavor = '{flavor}' is not the model in {folder}: {text}. {remedy}"]
+        if text
+        else []
+    )
 
 
-def describe_differences(ours: ModelConfig, theirs: ModelConfig, meant: Collection[str] = ()) -> str:
-    """Describe how `theirs` computes differently from the same weights, except for the fields in `meant`; or ""."""
+def describe_differences(
+    ours: ModelConfig, theirs: ModelConfig, meant: Collection[str] = ()
+) -> str:
+    """Describe how `theirs` computes differently from the same weights, except for the fields in
+    `meant`; or "".
+    """
     there, left_out = asdict(theirs), {*meant, *_WITHOUT_EFFECT_ON_WEIGHTS}
     differences = [
         f"{key} is {value!r}, there {there[key]!r}"
@@ -135,32 +164,47 @@ def _preset(section: ModelSection) -> ModelConfig:
     family = families().get(name)
     if family is None:
         raise ConfigError(f"model.name: unknown family '{name}'{_nearest(name, families())}")
-    relatives = [family, *(other for key, other in families().items() if key.startswith(f"{name}_"))]
-    for presets in (each.presets for each in relatives):  # torchtitan's qwen3 has the sizes of qwen3_moe, too
+    relatives = [
+        family,
+        *(other for key, other in families().items() if key.startswith(f"{name}_")),
+    ]
+    # torchtitan's qwen3 has the sizes of qwen3_moe, too
+    for presets in (each.presets for each in relatives):
         if flavor in presets:
             return presets[flavor]
-    parts = [preset for full, preset in family.presets.items() if flavor in full.split("-")]  # "8B" of "3.1-8B"
+    # "8B" of "3.1-8B"
+    parts = [preset for full, preset in family.presets.items() if flavor in full.split("-")]
     if len(parts) != 1:
-        raise ConfigError(f"model.flavor: family '{name}' has no flavor '{flavor}'{_nearest(flavor, family.presets)}")
+        raise ConfigError(
+            f"model.flavor: family '{name}' has no flavor "
+            f"'{flavor}'{_nearest(flavor, family.presets)}"
+        )
     return parts[0]
 
 
 def _given_overrides(section: ModelSection) -> dict[str, Any]:
-    """Return what `[model.overrides]` sets; `rope_scaling`, if any of it is set, is the dictionary of what is."""
+    """Return what `[model.overrides]` sets; `rope_scaling`, if any of it is set, is the dictionary
+    of what is.
+    """
     given: dict[str, Any] = asdict(section.overrides)  # type: ignore[call-overload]
-    given["rope_scaling"] = {key: value for key, value in given["rope_scaling"].items() if value is not None} or None
+    given["rope_scaling"] = {
+        key: value for key, value in given["rope_scaling"].items() if value is not None
+    } or None
     return {key: value for key, value in given.items() if value is not None}
 
 
 def _override_rope_scaling(config: ModelConfig, given: Mapping[str, Any]) -> RopeScaling:
-    """Return the scaling of `config` with the values `given`, or a new one if they name another type.
+    """Return the scaling of `config` with the values `given`, or a new one if they name another
+    type.
 
     Raises ConfigError: values that are missing, or that the type does not have.
     """
     now = config.rope_scaling
     rope_type = given.get("rope_type", None if now is None else now.rope_type)
     if rope_type is None:
-        raise ConfigError("model.overrides.rope_scaling: rope_type is missing. Set it, for example to 'yarn'.")
+        raise ConfigError(
+            "model.overrides.rope_scaling: rope_type is missing. Set it, for example to 'yarn'."
+        )
     needed, optional = ROPE_FIELDS[rope_type]
     base = now if now is not None and now.rope_type == rope_type else None
     missing = [name for name in needed if name not in given and base is None]
@@ -177,9 +221,13 @@ def _override_rope_scaling(config: ModelConfig, given: Mapping[str, Any]) -> Rop
 def _apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
     expressible = {*families()[config.family].keys, "rope_theta", "rope_scaling"}
     if "rope_scaling" in overrides:
-        overrides = {**overrides, "rope_scaling": _override_rope_scaling(config, overrides["rope_scaling"])}
+        overrides = {
+            **overrides,
+            "rope_scaling": _override_rope_scaling(config, overrides["rope_scaling"]),
+        }
     problems = [
-        f"overrides.{key} = {value!r}: every {config.family} has {getattr(config, key)!r}, and its Hugging Face model "
+        f"overrides.{key} = {value!r}: every {config.family} has {getattr(config, key)!r}, and its "
+        "Hugging Face model "
         "could not express another value. Leave it out, or choose another family."
         for key, value in overrides.items()
         if key not in expressible and value != getattr(config, key)
@@ -206,8 +254,11 @@ def model_config_from_hf(folder: Path, where: str = "model.hf_assets_path") -> M
     return families()[model_type].from_hf(hf, str(_config_file(folder)))
 
 
-def any_model_config_from_hf(folder: Path, where: str, implementation: str = "auto") -> AnyModelConfig:
-    """Read the native decoder's configuration from `folder`/config.json or, if that cannot express it, transformers'.
+def any_model_config_from_hf(
+    folder: Path, where: str, implementation: str = "auto"
+) -> AnyModelConfig:
+    """Read the native decoder's configuration from `folder`/config.json or, if that cannot express
+    it, transformers'.
 
     Raises ConfigError: as `resolve_model_config`.
     """
@@ -233,12 +284,15 @@ def _read_config(folder: Path, where: str = "model.hf_assets_path") -> dict[str,
     except FileNotFoundError:
         if (folder / "adapter_config.json").exists():
             raise ConfigError(
-                f"{where}: {folder} holds adapters (LoRA) without their model. Give the model, or merge them first: "
+                f"{where}: {folder} holds adapters (LoRA) without their model. Give the model, or "
+                "merge them first: "
                 f"python -m titanlite export {folder} OUT --merge."
             ) from None
         raise ConfigError(f"{where}: {path} does not exist. {suggest_path(where)}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{where}: cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
+        raise ConfigError(
+            f"{where}: cannot read {path}: {getattr(error, 'strerror', None) or error}."
+        ) from None
     return hf if isinstance(hf, dict) else {}
 
 

@@ -1,4 +1,6 @@
-"""config.json as transformers reads and writes it, and the configuration of a model that transformers implements."""
+"""config.json as transformers reads and writes it, and the configuration of a model that
+transformers implements.
+"""
 
 import json
 import re
@@ -11,38 +13,60 @@ from titanlite.base.hf_objects import build_config, decode_floats
 from titanlite.base.log import logger
 from titanlite.base.text import cut
 from titanlite.config.model import TransformersConfig
-from titanlite.models.families.keys import PARTIAL, QUANTIZATION, describe_unreadable, find_absurd, find_quantization
+from titanlite.models.families.keys import (
+    PARTIAL,
+    QUANTIZATION,
+    describe_unreadable,
+    find_absurd,
+    find_quantization,
+)
 
 _SHOWN_CHARS = 80
 _THETA = "rope_theta"
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "top_k")
+_TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_top_k",
+    "moe_topk",
+    "top_k_experts",
+    "top_k",
+)
 
 
 def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> TransformersConfig:
-    """Build the configuration of the model that `hf` describes; `where` names it in errors, `why` goes to the log.
+    """Build the configuration of the model that `hf` describes; `where` names it in errors, `why`
+    goes to the log.
 
-    Raises ConfigError: no class of transformers generates text from it, its weights are in a format that cannot be
-    read, or transformers refuses the configuration.
+    Raises ConfigError: no class of transformers generates text from it, its weights are in a format
+    that cannot be read, or transformers refuses the configuration.
     """
     if problem := describe_unreadable(find_quantization(hf)):
         raise ConfigError(f"{where}: {problem}")
     hf = {  # weights are dequantized while they are read, and saved so
-        k: {n: v for n, v in part.items() if n not in QUANTIZATION} if isinstance(part, dict) else part
+        k: {n: v for n, v in part.items() if n not in QUANTIZATION}
+        if isinstance(part, dict)
+        else part
         for k, part in hf.items()
         if k not in QUANTIZATION
     }
     config, cls = load_config_and_class(hf, where)
     text = config.get_text_config()
     # A decoder that is a part of such a class (BartForCausalLM) says of itself that it is none.
-    if any(getattr(part, "is_encoder_decoder", False) for part in (config, text, type(config), type(text))):
+    if any(
+        getattr(part, "is_encoder_decoder", False)
+        for part in (config, text, type(config), type(text))
+    ):
         raise ConfigError(
-            f"{where}: {cls.__name__} belongs to an encoder-decoder, which cannot be trained here. Use a model "
+            f"{where}: {cls.__name__} belongs to an encoder-decoder, which cannot be trained here. "
+            "Use a model "
             "that has a decoder only."
         )
     hidden, heads = _number(text, "hidden_size") or 0, _number(text, "num_attention_heads") or 1
     width = heads * (_number(text, "head_dim") or hidden // heads)
-    plain, rotary, values = (_number(text, f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v"))
+    plain, rotary, values = (
+        _number(text, f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v")
+    )
     if plain and rotary and values:  # latent attention: the mean of keys and values
         width = heads * (plain + rotary + values) // 2
     return TransformersConfig(
@@ -64,9 +88,12 @@ def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> Tra
 
 
 def _get_rope_limit(text: Any) -> int | None:
-    """Return the fewest tokens from which on a rotary embedding depends on a forward's longest position; or None."""
+    """Return the fewest tokens from which on a rotary embedding depends on a forward's longest
+    position; or None.
+    """
     rope = getattr(text, "rope_parameters", None) or {}
-    tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]  # one, or one per kind of layer
+    # one, or one per kind of layer
+    tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]
     limits = []
     for table in tables:
         if table.get("rope_type") == "longrope":
@@ -76,12 +103,18 @@ def _get_rope_limit(text: Any) -> int | None:
 
 
 def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]:
-    """Return transformers' configuration and the class that config.json names, or else that of auto classes for text.
+    """Return transformers' configuration and the class that config.json names, or else that of auto
+    classes for text.
 
     Raises ConfigError: there is none, or transformers refuses the configuration.
     """
     import transformers
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+    from transformers import (
+        CONFIG_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+    )
 
     version = transformers.__version__
     model_type = hf.get("model_type")
@@ -89,13 +122,16 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
         raise ConfigError(f"{where}: model_type '{model_type}' is not the name of one.")
     if "auto_map" in hf and model_type not in CONFIG_MAPPING:
         raise ConfigError(
-            f"{where}: model_type '{model_type}' comes with Python code of its own, which is never run here. Use a "
+            f"{where}: model_type '{model_type}' comes with Python code of its own, which is never "
+            "run here. Use a "
             f"model that transformers {version} implements."
         )
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(
-            f"{where}: model_type '{model_type}' has neither a native decoder nor a class in transformers {version}. "
-            "Correct it, install a newer transformers, or train with a Family of your own in model.name."
+            f"{where}: model_type '{model_type}' has neither a native decoder nor a class in "
+            f"transformers {version}. "
+            "Correct it, install a newer transformers, or train with a Family of your own in "
+            "model.name."
         )
     raise_problems(ConfigError, where, list(find_absurd(decode_floats(hf))))
 
@@ -105,29 +141,40 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
     try:
         config = build(hf)
     except Exception as error:  # noqa: BLE001 - transformers refuses values with all kinds of them
-        named = ", ".join(f"{key} = {format_json(hf[key])}" for key in find_refused(build, hf, error))
+        named = ", ".join(
+            f"{key} = {format_json(hf[key])}" for key in find_refused(build, hf, error)
+        )
         text = f"{named}: {format_refusal(error)}" if named else format_refusal(error)
         raise ConfigError(f"{where}: transformers refuses it: {text}. Correct it there.") from None
     classes, known = list[Any](), set[Any]()
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM):
         found: Any = auto._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
-        classes += list(found) if isinstance(found, tuple | list) else [found] if found is not None else []
+        classes += (
+            list(found) if isinstance(found, tuple | list) else [found] if found is not None else []
+        )
         known.update(auto._model_mapping._model_mapping.values())  # type: ignore[attr-defined]
     named = hf.get("architectures") or []
-    if not classes:  # the mappings may list the class under the type of the whole (musicgen for musicgen_decoder)
+    # the mappings may list the class under the type of the whole (musicgen for musicgen_decoder)
+    if not classes:
         classes = [getattr(transformers, str(name)) for name in named if str(name) in known]
         classes = [cls for cls in classes if cls.config_class is type(config)]
     if not classes:
         raise ConfigError(
-            f"{where}: transformers {version} has no class that generates text for model_type '{model_type}'."
+            f"{where}: transformers {version} has no class that generates text for model_type "
+            f"'{model_type}'."
         )
     cls = next((cls for cls in classes if cls.__name__ in named), classes[0])
-    parts = [getattr(config, name, None) for name in config.sub_configs]  # as `from_config`: of the text alone
+    # as `from_config`: of the text alone
+    parts = [getattr(config, name, None) for name in config.sub_configs]
     return next((part for part in parts if type(part) is cls.config_class), config), cls
 
 
-def find_refused(build: Callable[[Mapping[str, Any]], Any], values: Mapping[str, Any], error: Exception) -> list[str]:
-    """Find the keys of `values` that `build` raises `error` for: without one of them, it raises none, or another."""
+def find_refused(
+    build: Callable[[Mapping[str, Any]], Any], values: Mapping[str, Any], error: Exception
+) -> list[str]:
+    """Find the keys of `values` that `build` raises `error` for: without one of them, it raises
+    none, or another.
+    """
     named = re.match(r"Validation error for field '(\w+)'", str(error))
     if named and named[1] in values:
         return [named[1]]
@@ -143,7 +190,9 @@ def find_refused(build: Callable[[Mapping[str, Any]], Any], values: Mapping[str,
 
 
 def format_refusal(error: Exception) -> str:
-    """Class and text of `error` in one line; of transformers' strict classes, the text of what was wrong."""
+    """Class and text of `error` in one line; of transformers' strict classes, the text of what was
+    wrong.
+    """
     text = " ".join(str(error).split()).partition(". Errors: ")[0]
     text = re.sub(r"<class '(\w+)'>", r"\1", text).rstrip(".")
     strict = re.fullmatch(r"(?:Class v|V)alidation error for \w+ '\w+': (.*)", text)
@@ -159,25 +208,30 @@ def format_json(value: Any) -> str:
 def save_config(config: Any, folder: Path) -> None:
     """Write transformers' `config` as config.json.
 
-    Next to the names of transformers 5 it has those that transformers 4 and llama.cpp read: `rope_theta` and
-    `rope_scaling` next to `rope_parameters`, and `num_experts`.
+    Next to the names of transformers 5 it has those that transformers 4 and llama.cpp read:
+    `rope_theta` and `rope_scaling` next to `rope_parameters`, and `num_experts`.
     """
     config.save_pretrained(folder)
     path = folder / "config.json"
     table = json.loads(path.read_text(encoding="utf-8"))
     both = _with_older_keys(table)
     read, expected = (build_config(form).to_dict() for form in (both, table))
-    own = expected.keys() - (expected.get("rope_parameters") or {})  # the table counts where both have a key
+    # the table counts where both have a key
+    own = expected.keys() - (expected.get("rope_parameters") or {})
     if all(read.get(key) == expected[key] for key in own):
         path.write_text(json.dumps(both, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     else:
-        logger.warning("config.json: transformers 4 will not read the rotary embeddings; 5 would misread its keys.")
+        logger.warning(
+            "config.json: transformers 4 will not read the rotary embeddings; 5 would misread its "
+            "keys."
+        )
 
 
 def _with_older_keys(table: Mapping[str, Any]) -> dict[str, Any]:
     both = dict(table)
     rope = table.get("rope_parameters") or {}
-    if _THETA in rope:  # not one table per kind of layer, which transformers 4 has by no common names
+    # not one table per kind of layer, which transformers 4 has by no common names
+    if _THETA in rope:
         both |= {key: rope[key] for key in (_THETA, PARTIAL) if key in rope}
         scaling = {key: value for key, value in rope.items() if key not in (_THETA, PARTIAL)}
         both["rope_scaling"] = scaling if len(scaling) > 1 else None
@@ -187,13 +241,20 @@ def _with_older_keys(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(config: Any, *names: str) -> int | None:
-    """Return the first of the attributes that is a number; of a list, one per layer, the largest."""
+    """Return the first of the attributes that is a number; of a list, one per layer, the
+    largest.
+    """
     for name in names:
         try:
             value: Any = getattr(config, name, None)
-        except RuntimeError:  # one per layer (Gemma 4), which transformers does not give of the whole
+        # one per layer (Gemma 4), which transformers does not give of the whole
+        except RuntimeError:
             value = [getattr(layer, name, None) for layer in config.per_layer_config]
-        if isinstance(value, list | tuple) and value and all(isinstance(item, int) for item in value):
+        if (
+            isinstance(value, list | tuple)
+            and value
+            and all(isinstance(item, int) for item in value)
+        ):
             value = max(value)
         if isinstance(value, int) and not isinstance(value, bool):
             return value

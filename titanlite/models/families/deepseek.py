@@ -1,9 +1,11 @@
-"""DeepSeek-V3 and models with its mixture of experts: sigmoid scores, a selection bias per expert, shared experts.
+"""DeepSeek-V3 and models with its mixture of experts: sigmoid scores, a selection bias per expert,
+shared experts.
 
-The first layers are dense. dots.llm1 (arXiv:2506.05767) has grouped-query attention. GLM-4.5 and 4.6
-(arXiv:2508.06471), too, with half of each head rotated and biases on q, k and v; their router has no groups.
-DeepSeek-V3, V3.1 and R1 (arXiv:2412.19437), and Moonlight (arXiv:2502.16982), which is built like them, have latent
-attention. Layers for multi-token prediction after the last one are neither trained nor saved, as in transformers.
+The first layers are dense. dots.llm1 (arXiv:2506.05767) has grouped-query attention. GLM-4.5 and
+4.6 (arXiv:2508.06471), too, with half of each head rotated and biases on q, k and v; their router
+has no groups. DeepSeek-V3, V3.1 and R1 (arXiv:2412.19437), and Moonlight (arXiv:2502.16982), which
+is built like them, have latent attention. Layers for multi-token prediction after the last one are
+neither trained nor saved, as in transformers.
 """
 
 from dataclasses import replace
@@ -16,16 +18,20 @@ from titanlite.models.families.keys import COMMON_DECLARED, HEADS, Key
 _RULES = (
     (
         lambda config: config.num_experts >= 2 * config.num_expert_groups,
-        "num_experts ({num_experts}) is less than 2 for each of num_expert_groups ({num_expert_groups}), which "
+        "num_experts ({num_experts}) is less than 2 for each of num_expert_groups "
+        "({num_expert_groups}), which "
         "transformers' router needs.",
     ),
     (
         lambda config: config.num_shared_experts > 0,
-        "num_shared_experts ({num_shared_experts}) is not positive, which transformers' class demands.",
+        "num_shared_experts ({num_shared_experts}) is not positive, which transformers' class "
+        "demands.",
     ),
 )
 
-_DOTS = ModelConfig(family="dots1", num_dense_layers=1, score_func="sigmoid", routed_scaling_factor=2.5)
+_DOTS = ModelConfig(
+    family="dots1", num_dense_layers=1, score_func="sigmoid", routed_scaling_factor=2.5
+)
 
 DOTS1 = Family(
     name="dots1",
@@ -53,14 +59,17 @@ DOTS1 = Family(
     rules=_RULES,
     required={
         "sliding_window": (None,),
-        # Serving engines and llama.cpp look at these; transformers' class has no other. Early folders name the method.
+        # Serving engines and llama.cpp look at these; transformers' class has no other. Early
+        # folders name the method.
         "scoring_func": ("sigmoid", "noaux_tc"),
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
     },
     expert_bias_key="e_score_correction_bias",
     presets={
-        "debug": replace(_DOTS, **DEBUG_EXPERTS, num_shared_experts=1, num_expert_groups=4, num_limited_groups=2),
+        "debug": replace(
+            _DOTS, **DEBUG_EXPERTS, num_shared_experts=1, num_expert_groups=4, num_limited_groups=2
+        ),
         "142B-A14B": preset(
             _DOTS,
             (4096, 62, 32, 32, 10944),
@@ -97,7 +106,9 @@ GLM4_MOE = Family(
     declared={
         **COMMON_DECLARED,
         "num_key_value_heads": Key(8),
-        **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"), Key(1)),
+        **dict.fromkeys(
+            ("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"), Key(1)
+        ),
         "norm_topk_prob": Key(True),
         "routed_scaling_factor": Key(1.0),
         "use_qk_norm": Key(False),
@@ -109,7 +120,11 @@ GLM4_MOE = Family(
     presets={
         "debug": replace(_GLM, **DEBUG_EXPERTS, routed_scaling_factor=2.5),
         "4.5-Air-106B-A12B": preset(
-            _GLM, (4096, 46, 96, 8, 10944), qk_norm=False, num_experts=128, moe_intermediate_size=1408
+            _GLM,
+            (4096, 46, 96, 8, 10944),
+            qk_norm=False,
+            num_experts=128,
+            moe_intermediate_size=1408,
         ),
         "4.5-355B-A32B": preset(
             _GLM,
@@ -139,7 +154,11 @@ _DEEPSEEK = ModelConfig(
 
 def _yarn(factor: float, original: int, mscale_all_dim: float) -> RopeScaling:
     return RopeScaling(
-        "yarn", factor, original_max_position_embeddings=original, mscale=1.0, mscale_all_dim=mscale_all_dim
+        "yarn",
+        factor,
+        original_max_position_embeddings=original,
+        mscale=1.0,
+        mscale_all_dim=mscale_all_dim,
     )
 
 

@@ -1,13 +1,20 @@
 """Llama 3 (arXiv:2407.21783), and Qwen models, which are built like it.
 
-Qwen2 and Qwen2.5 (arXiv:2412.15115) have biases on q, k and v; Qwen3 (arXiv:2505.09388) norms on queries and keys;
-Qwen3-MoE a softmax router with normalized top-8 of 128 experts, in every layer.
+Qwen2 and Qwen2.5 (arXiv:2412.15115) have biases on q, k and v; Qwen3 (arXiv:2505.09388) norms on
+queries and keys; Qwen3-MoE a softmax router with normalized top-8 of 128 experts, in every layer.
 """
 
 from dataclasses import replace
 
 from titanlite.config.model import ModelConfig, RopeScaling
-from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, DEBUG_SIZES, MOE_KEYS, Family, preset
+from titanlite.models.families.family import (
+    COMMON_KEYS,
+    DEBUG_EXPERTS,
+    DEBUG_SIZES,
+    MOE_KEYS,
+    Family,
+    preset,
+)
 from titanlite.models.families.keys import COMMON_DECLARED, HEADS, SHARE, Key
 
 _LLAMA3 = ModelConfig(
@@ -19,24 +26,33 @@ _LLAMA3 = ModelConfig(
     rope_scaling=RopeScaling("llama3", factor=8.0),
     qk_norm=False,
 )
-_SMALL = replace(_LLAMA3, head_dim=64, rope_scaling=RopeScaling("llama3", factor=32.0), tie_word_embeddings=True)
+_SMALL = replace(
+    _LLAMA3, head_dim=64, rope_scaling=RopeScaling("llama3", factor=32.0), tie_word_embeddings=True
+)
 
 LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     keys=COMMON_KEYS,
     fixed={"qk_norm": False},
-    declared={**COMMON_DECLARED, "num_key_value_heads": Key(HEADS, HEADS), "head_dim": Key(SHARE, SHARE)},
+    declared={
+        **COMMON_DECLARED,
+        "num_key_value_heads": Key(HEADS, HEADS),
+        "head_dim": Key(SHARE, SHARE),
+    },
     rules=(
         (
             lambda config: config.hidden_size % config.num_heads == 0,
-            "hidden_size ({hidden_size}) is no multiple of num_heads ({num_heads}), as transformers demands.",
+            "hidden_size ({hidden_size}) is no multiple of num_heads ({num_heads}), as "
+            "transformers demands.",
         ),
     ),
     required={"mlp_bias": (False,)},
     presets={
         "debug": replace(
-            _LLAMA3, **DEBUG_SIZES, rope_scaling=RopeScaling("llama3", 8.0, original_max_position_embeddings=512)
+            _LLAMA3,
+            **DEBUG_SIZES,
+            rope_scaling=RopeScaling("llama3", 8.0, original_max_position_embeddings=512),
         ),
         "3.2-1B": preset(_SMALL, (2048, 16, 32, 8, 8192)),
         "3.1-8B": preset(_LLAMA3, (4096, 32, 32, 8, 14336)),
@@ -45,7 +61,11 @@ LLAMA = Family(
 )
 
 _QWEN2 = ModelConfig(
-    family="qwen2", max_position_embeddings=131072, qk_norm=False, attention_bias=True, attention_output_bias=False
+    family="qwen2",
+    max_position_embeddings=131072,
+    qk_norm=False,
+    attention_bias=True,
+    attention_output_bias=False,
 )
 _SMALL_QWEN2 = replace(_QWEN2, tie_word_embeddings=True)
 
@@ -57,7 +77,9 @@ QWEN2 = Family(
     required={"use_sliding_window": (False,)},
     presets={
         "debug": replace(_QWEN2, **DEBUG_SIZES),
-        "2.5-0.5B": preset(_SMALL_QWEN2, (896, 24, 14, 2, 4864), head_dim=64, max_position_embeddings=32768),
+        "2.5-0.5B": preset(
+            _SMALL_QWEN2, (896, 24, 14, 2, 4864), head_dim=64, max_position_embeddings=32768
+        ),
         "2.5-1.5B": preset(_SMALL_QWEN2, (1536, 28, 12, 2, 8960)),
         "2.5-7B": preset(_QWEN2, (3584, 28, 28, 4, 18944), vocab_size=152064),
     },
@@ -92,7 +114,11 @@ QWEN3_MOE = Family(
     keys={**COMMON_KEYS, **MOE_KEYS, "num_experts": "num_experts"},
     fixed={"qk_norm": True, "score_func": "softmax"},
     declared={**COMMON_DECLARED, "num_key_value_heads": Key(4), "norm_topk_prob": Key(False)},
-    required={"use_sliding_window": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    required={
+        "use_sliding_window": (False,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([], None),
+    },
     presets={
         # Sized for the quick start: about 2 minutes on 2 CPU cores.
         "mini": ModelConfig(

@@ -30,13 +30,19 @@ def raised_by(function: Callable[[torch.Tensor], torch.Tensor]) -> Exception:
     return found.value
 
 
-@pytest.mark.parametrize(("function", "reason"), [(graph_break, "`print`"), (mistake, "[2, 2] X [3, 3]")])
+@pytest.mark.parametrize(
+    ("function", "reason"), [(graph_break, "`print`"), (mistake, "[2, 2] X [3, 3]")]
+)
 def test_code_that_cannot_be_traced_is_named(function, reason):
     explained = str(explain_refusal(raised_by(function)))
-    assert explained.startswith("compile.enable: torch cannot compile a layer: ") and reason in explained
+    assert (
+        explained.startswith("compile.enable: torch cannot compile a layer: ")
+        and reason in explained
+    )
     line = function.__code__.co_firstlineno + 1
     assert (
-        f" (in {function.__name__}, {__file__}:{line}). Change that code, or set compile.enable = false." in explained
+        f" (in {function.__name__}, {__file__}:{line}). Change that code, or set compile.enable = "
+        "false." in explained
     )
     assert "\n" not in explained and "TORCHDYNAMO" not in explained
 
@@ -46,7 +52,9 @@ def test_a_machine_without_a_compiler(monkeypatch, tmp_path):
     with torch._inductor.config.patch({"cpp.cxx": (None, str(tmp_path / "g++"))}):
         explained = str(explain_refusal(raised_by(lambda x: x.sin() + x.cos())))
     assert "No working C++ compiler found" in explained
-    assert explained.endswith("Install one (Debian and Ubuntu: apt install g++), or set compile.enable = false.")
+    assert explained.endswith(
+        "Install one (Debian and Ubuntu: apt install g++), or set compile.enable = false."
+    )
 
 
 def test_other_errors_are_not_touched():
@@ -68,7 +76,9 @@ def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clear = getattr(getattr(build, "_find_compiler", None), "cache_clear", lambda: None)
     clear()
     source = "#include <Python.h>\nint nothing;\n"
-    monkeypatch.setattr(process, "_run_kernel", lambda _: build.compile_module_from_src(source, "nothing"))
+    monkeypatch.setattr(
+        process, "_run_kernel", lambda _: build.compile_module_from_src(source, "nothing")
+    )
     yield
     clear()
 
@@ -76,7 +86,9 @@ def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_missing_compiler_is_told_before_anything_is_read(compiling, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match=rf"^training.triton_kernels: .* Failed to find C compiler.*{REMEDY}"):
+    with pytest.raises(
+        ConfigError, match=rf"^training.triton_kernels: .* Failed to find C compiler.*{REMEDY}"
+    ):
         check_triton(JobConfig(), CUDA)
 
 
@@ -118,7 +130,10 @@ def test_flash_attention_3_that_fails_on_a_models_heads_is_taken_back(hopper, mo
     monkeypatch.setattr(process, "_try_attention", lambda *_: {}["head size"])
     use_flash_attention_3(JobConfig(), FLASH_CONFIG, CUDA)
     assert hopper == ["FA3", "restored"]
-    assert "FlashAttention 2 is used: 3 fails with the heads of this model: KeyError: 'head size'." in caplog.text
+    assert (
+        "FlashAttention 2 is used: 3 fails with the heads of this model: KeyError: 'head size'."
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("why", ["ampere", "package", "cpu", "deterministic", "backend", "heads"])

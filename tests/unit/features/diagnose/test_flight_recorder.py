@@ -15,7 +15,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def of_torch(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith("TORCH")}  # pytest sets one, too
+    # pytest sets one, too
+    return {name: value for name, value in environment.items() if name.startswith("TORCH")}
 
 
 def test_dumps_go_into_the_folder_of_the_run(tmp_path: Path, environment: dict[str, str]):
@@ -48,7 +49,9 @@ def test_torch_reads_these_names():
     assert b"TORCH_FR_DUMP_TEMP_FILE" in library
 
 
-def test_there_is_none_without_a_gpu(tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+def test_there_is_none_without_a_gpu(
+    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     start_flight_recorder(tmp_path)
     assert not of_torch(environment) and not list(tmp_path.iterdir())

@@ -32,7 +32,9 @@ def cuda(monkeypatch) -> list[tuple]:
         Path(path).write_bytes(b"snapshot")
 
     monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(("record", options))
+        torch.cuda.memory,
+        "_record_memory_history",
+        lambda **options: calls.append(("record", options)),
     )
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**29, 80 * 2**30))
@@ -67,23 +69,36 @@ def test_snapshot_and_message_of_a_gpu_out_of_memory(job: JobConfig, cuda, monke
     monkeypatch.setenv("RANK", "3")
     job.profiling.enable_memory_snapshot = True
     start_memory_history(job, torch.device("cuda", 3))
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation ...")
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation ..."
+    )
     with pytest.raises(TrainingError) as raised, explain_out_of_memory(job):
         run_out(error)
     path = Path(job.job.dump_folder) / "memory" / "rank3.pickle"
     assert [call[0] for call in cuda] == ["record", "dump"] and path.read_bytes() == b"snapshot"
     message = str(raised.value)
-    assert message.startswith("memory: rank 3 ran out of memory of the GPU (CUDA out of memory. Tried to allocate")
-    assert "70.00 GiB were allocated and 78.00 GiB reserved, of 80.00 GiB; 0.50 GiB are free." in message
-    assert "Lower training.local_batch_size or training.seq_len, set activation_checkpoint.mode" in message
-    assert message.endswith(f"A snapshot of the memory is in {path}; open it at https://pytorch.org/memory_viz.")
+    assert message.startswith(
+        "memory: rank 3 ran out of memory of the GPU (CUDA out of memory. Tried to allocate"
+    )
+    assert (
+        "70.00 GiB were allocated and 78.00 GiB reserved, of 80.00 GiB; 0.50 GiB are free."
+        in message
+    )
+    assert (
+        "Lower training.local_batch_size or training.seq_len, set activation_checkpoint.mode"
+        in message
+    )
+    assert message.endswith(
+        f"A snapshot of the memory is in {path}; open it at https://pytorch.org/memory_viz."
+    )
     assert raised.value.__cause__ is error
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("CUDA error: out of memory"),  # cudaHostAlloc, of the copies of a save in the background
+        # cudaHostAlloc, of the copies of a save in the background
+        RuntimeError("CUDA error: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
         dist.DistBackendError("Failed to CUDA calloc 6291456 bytes, out of memory"),

@@ -17,17 +17,23 @@ def test_off_changes_nothing(monkeypatch):
 
 def test_an_environment_that_forbids_it_is_refused(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: pytest.fail("refused before"))
+    monkeypatch.setattr(
+        torch, "use_deterministic_algorithms", lambda on: pytest.fail("refused before")
+    )
     job = JobConfig()
     job.training.deterministic = True
-    with pytest.raises(ConfigError, match=r"training\.deterministic: the environment has CUBLAS_WORKSPACE_CONFIG=:0:0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"training\.deterministic: the environment has CUBLAS_WORKSPACE_CONFIG=:0:0",
+    ):
         make_deterministic(job)
 
 
 def test_an_operation_without_a_deterministic_form_is_named():
     error = RuntimeError(
         "cumsum_cuda_kernel does not have a deterministic implementation, but you set "
-        "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation, ..."
+        "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this "
+        "operation, ..."
     )
     explained = explain_refusal(error)
     assert explained is not None and str(explained).startswith(

@@ -23,7 +23,12 @@ from titanlite.models.families import families
 
 ROOT = Path(__file__).parents[4]
 TINY = (
-    *("--config", str(ROOT / "configs" / "qwen3_moe.toml"), "--model.flavor=debug", "--model.overrides.num_layers=3"),
+    *(
+        "--config",
+        str(ROOT / "configs" / "qwen3_moe.toml"),
+        "--model.flavor=debug",
+        "--model.overrides.num_layers=3",
+    ),
     *("--model.overrides.vocab_size=310", "--training.seq_len=64", "--training.local_batch_size=2"),
     *("--training.global_batch_size=-1", "--parallelism.tensor_parallel_degree=2"),
     *("--parallelism.expert_parallel_degree=2", "--activation_checkpoint.mode=none"),
@@ -32,7 +37,9 @@ TINY = (
 
 @pytest.fixture(scope="module", autouse=True)
 def each_trace_once() -> Iterator[None]:
-    """Tests ask for the same plans again and again. Traces depend on nothing but these arguments."""
+    """Tests ask for the same plans again and again. Traces depend on nothing but these
+    arguments.
+    """
     found: dict[str, Any] = {}
 
     def trace_once(*args: Any, **options: Any) -> Any:
@@ -51,15 +58,25 @@ def test_a_plan_that_fits(capsys):
     out, err = capsys.readouterr()
     assert code == 0 and err == ""
     first, memory, bound, speed, length = out.splitlines()[:5]
-    assert first.startswith("pretrain of all weights of a new qwen3_moe (preset qwen3_moe debug) on 4 x h100")
-    assert re.match(r"memory    fits, [\d.]+ GiB free: [\d.]+ MiB of 76.10 GiB per GPU, fullest in ", memory)
-    assert re.match(r"bound by  waiting for launches \d+%, .* of an expected step", bound)
-    assert re.match(r"speed     [\d,]+ tokens/s per GPU expected \(MFU [\d.]+%\); at best [\d,]+ tokens/s", speed)
+    assert first.startswith(
+        "pretrain of all weights of a new qwen3_moe (preset qwen3_moe debug) on 4 x h100"
+    )
     assert re.match(
-        r"time      [\d.]+ min expected, [\d.]+ min of GPUs; at best [\d.e-]+ min: .* in [\d,]+ steps of 256", length
+        r"memory    fits, [\d.]+ GiB free: [\d.]+ MiB of 76.10 GiB per GPU, fullest in ", memory
+    )
+    assert re.match(r"bound by  waiting for launches \d+%, .* of an expected step", bound)
+    assert re.match(
+        r"speed     [\d,]+ tokens/s per GPU expected \(MFU [\d.]+%\); at best [\d,]+ tokens/s",
+        speed,
+    )
+    assert re.match(
+        r"time      [\d.]+ min expected, [\d.]+ min of GPUs; at best [\d.e-]+ min: .* in [\d,]+ "
+        r"steps of 256",
+        length,
     )
     assert "memory of rank 3: fits" in out and "routing is balanced" in out
-    # Of each of 3 layers counts, experts, tokens, weights and results in forward; in backward all but the first two.
+    # Of each of 3 layers counts, experts, tokens, weights and results in forward; in backward all
+    # but the first two.
     assert re.search(r"\n +all_to_all over ep +[\d.]+ +21 ", out)
     assert re.search(r"\n +overlapped all_to_all over ep +[\d.]+ +3 ", out)
     assert "  at best" in out and "not measured here" in out
@@ -67,7 +84,9 @@ def test_a_plan_that_fits(capsys):
 
 @pytest.mark.parametrize("is_small", [False, True])
 def test_what_to_change_shows_the_promised_figures(capsys, is_small):
-    """Each proposal on the command line, and its plan has the memory and the rate that were promised."""
+    """Each proposal on the command line, and its plan has the memory and the rate that were
+    promised.
+    """
     base = [*TINY, "--gpus=4xh100", "--reserved-gib=0"]
     if is_small:
         base.append(f"--memory-gib={0.97 * plan_run(base).estimate.memory.total / 2**30}")
@@ -101,9 +120,19 @@ def plan_of(capsys, *arguments: str) -> tuple[int, str]:
 
 
 def test_a_pipeline_is_as_full_as_its_fullest_stage(capsys):
-    """Of 2 stages the second has 5 of 6 layers; whichever rank is looked at, the run does not fit."""
-    uneven = ("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_layers=1,5")
-    uneven += ("--model.overrides.num_layers=6", "--world-size=2", "--reserved-gib=0", "--training.global_batch_size=4")
+    """Of 2 stages the second has 5 of 6 layers; whichever rank is looked at, the run does not
+    fit.
+    """
+    uneven = (
+        "--parallelism.pipeline_parallel_degree=2",
+        "--parallelism.pipeline_parallel_layers=1,5",
+    )
+    uneven += (
+        "--model.overrides.num_layers=6",
+        "--world-size=2",
+        "--reserved-gib=0",
+        "--training.global_batch_size=4",
+    )
     _, out = plan_of(capsys, *uneven)
     totals = [float(found) for found in re.findall(r"\n  [01]  .* ([\d.]+) MiB  fits", out)]
     assert len(totals) == 2 and totals[0] < totals[1]
@@ -113,20 +142,30 @@ def test_a_pipeline_is_as_full_as_its_fullest_stage(capsys):
         code, out = plan_of(capsys, *uneven, room, f"--rank={rank}")
         assert code == 1 and "DOES NOT FIT" in out and "done in layers 1 to 5" in out
         stages = re.findall(r"\n  [01]  +[01]  +(\d-\d) .* ([\d.]+ MiB)  (fits|does not fit) ", out)
-        assert [(layers, fits) for layers, _, fits in stages] == [("0-0", "fits"), ("1-5", "does not fit")]
+        assert [(layers, fits) for layers, _, fits in stages] == [
+            ("0-0", "fits"),
+            ("1-5", "does not fit"),
+        ]
         assert re.search(rf"\n  total on the GPU +{stages[rank][1]} ", out)
         floors += re.findall(r"speed .*|  at best .*", out)
     assert floors[:2] == floors[2:], "the run's, not the rank's"
     code, out = plan_of(capsys, *uneven, room, "--sweep")
-    assert code == 1 and "none of 1 legal combinations of degrees fits" in out, "not judged by its first stage"
+    assert code == 1 and "none of 1 legal combinations of degrees fits" in out, (
+        "not judged by its first stage"
+    )
 
 
 def test_a_sweep(capsys):
-    heads = ("--model.overrides.num_kv_heads=1", "--model.overrides.num_experts=4", "--gpus-per-node=1")
+    heads = (
+        "--model.overrides.num_kv_heads=1",
+        "--model.overrides.num_experts=4",
+        "--gpus-per-node=1",
+    )
     argv = [*TINY, *heads, "--world-size=2"]
     code = main(["plan", *argv, "--sweep"])
     out = capsys.readouterr().out
-    assert code == 0 and "not legal for this model and batch: 2 more" in out  # one head of keys: no tp
+    # one head of keys: no tp
+    assert code == 0 and "not legal for this model and batch: 2 more" in out
     request = read_request(argv)
     found, refused = sweep(request.job, request.hardware, 2, partial(plan_run, argv))
     rates = [one.rate for one in found]
@@ -170,30 +209,61 @@ def test_a_folder_that_has_sizes_alone(capsys, tmp_path):
     request = read_request(["--model", str(tmp_path / "config.json"), "--gpus", "2xa100"])
     assert (request.weights, request.sizes) == (str(tmp_path / "config.json"), "config.json")
     request.check()
-    more = ["--lora.rank", "16", "--objective", "dpo", "--training.seq_len=64", "--tokens", "2e9", "--no-proposals"]
+    more = [
+        "--lora.rank",
+        "16",
+        "--objective",
+        "dpo",
+        "--training.seq_len=64",
+        "--tokens",
+        "2e9",
+        "--no-proposals",
+    ]
     assert main(["plan", "--model", str(tmp_path), "--gpus", "2xa100", *more]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"dpo of adapters of rank 16 of {tmp_path} (config.json) on 2 x a100-80gb: ")
+    assert out.startswith(
+        f"dpo of adapters of rank 16 of {tmp_path} (config.json) on 2 x a100-80gb: "
+    )
     assert "2 B tokens in 976,563 steps of 2,048" in out
-    assert "training.global_batch_size is not set: one example in a sequence" in out, "32 pairs of 64 tokens"
+    assert "training.global_batch_size is not set: one example in a sequence" in out, (
+        "32 pairs of 64 tokens"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*TINY, "--world-size=4", "--gpu=h1000"], "--gpu=h1000: not in the table. Did you mean h100-80gb?"),
-        ([*TINY, "--world-size=4", "--rank=4"], "--rank=4: with --world-size=4 there are ranks 0 to 3."),
-        *(([*TINY, f"--{name}=-1"], f"--{name}=-1: a rate") for name in ("flops", "intra-node-gbps", "memory-gib")),
+        (
+            [*TINY, "--world-size=4", "--gpu=h1000"],
+            "--gpu=h1000: not in the table. Did you mean h100-80gb?",
+        ),
+        (
+            [*TINY, "--world-size=4", "--rank=4"],
+            "--rank=4: with --world-size=4 there are ranks 0 to 3.",
+        ),
+        *(
+            ([*TINY, f"--{name}=-1"], f"--{name}=-1: a rate")
+            for name in ("flops", "intra-node-gbps", "memory-gib")
+        ),
         ([*TINY, "--gpus=h100x8"], "--gpus=h100x8: not a number of GPUs. Write --gpus=8xh100"),
         ([*TINY, "--gpus=0xh100"], "--world-size=0: a run has at least 1 rank."),
-        ([*TINY, "--gpus=3xh100"], "dp_replicate (1) * tp (2) = 2 does not divide the world size (3)"),
-        ([*TINY, "--sweep", "--world-size=6", "--parallelism.pipeline_parallel_degree=4"], "not divide the world size"),
+        (
+            [*TINY, "--gpus=3xh100"],
+            "dp_replicate (1) * tp (2) = 2 does not divide the world size (3)",
+        ),
+        (
+            [*TINY, "--sweep", "--world-size=6", "--parallelism.pipeline_parallel_degree=4"],
+            "not divide the world size",
+        ),
         ([*TINY, "--world-size=4", "--training.step=1"], "did you mean 'training.steps'?"),
         ([*TINY, "--world_sise=4"], "--world_sise"),
         ([*TINY, "--world-size=4", "--objective=dop"], "dop"),
         ([], "plan: nothing to plan. Write --model=Qwen/Qwen3-8B --gpus=8xh100, or --config FILE."),
         (["--config=/nowhere.toml"], "/nowhere.toml: no such file."),
-        (["--model=Qwen/Qwen3-8B", "--training.seq_len=0"], "override '--training.seq_len=0': training.seq_len"),
+        (
+            ["--model=Qwen/Qwen3-8B", "--training.seq_len=0"],
+            "override '--training.seq_len=0': training.seq_len",
+        ),
         (["--model=/nowhere"], "model.path: /nowhere/config.json does not exist."),
     ],
 )
@@ -203,19 +273,26 @@ def test_refusals(arguments, message, capsys):
 
 
 EXAMPLES = re.findall(
-    r"```console\n\$ python -m titanlite (plan .*)\n((?s:.*?))```", (ROOT / "docs/plan.md").read_text()
+    r"```console\n\$ python -m titanlite (plan .*)\n((?s:.*?))```",
+    (ROOT / "docs/plan.md").read_text(),
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "text"), EXAMPLES, ids=[command.split()[2] for command, _ in EXAMPLES])
+@pytest.mark.parametrize(
+    ("command", "text"), EXAMPLES, ids=[command.split()[2] for command, _ in EXAMPLES]
+)
 def test_the_documentation_shows_what_the_command_prints(command, text, capsys, monkeypatch, cache):
-    """Words exactly; numbers within 5 %, so that a kernel that moves a few bytes less needs no new page.
+    """Words exactly; numbers within 5 %, so that a kernel that moves a few bytes less needs no new
+    page.
 
     What is tried are the settings on the page alone: a search of all takes 50 s.
     """
     candidates = proposals._candidates
-    shown_ones = lambda base: (one for one in candidates(base) if all(argument in text for argument in one))  # noqa: E731
+
+    def shown_ones(base):
+        return (one for one in candidates(base) if all(argument in text for argument in one))
+
     monkeypatch.setattr(proposals, "_candidates", shown_ones)
     main(shlex.split(command))
     shown, printed = text.splitlines(), capsys.readouterr().out.splitlines()
@@ -224,18 +301,25 @@ def test_the_documentation_shows_what_the_command_prints(command, text, capsys, 
         words, words_now = (re.sub(r"\d[\d.,]*| +", " ", one).split() for one in (line, now))
         assert words == words_now
         numbers, numbers_now = (
-            [float(n.strip(".,").replace(",", "")) for n in re.findall(r"\d[\d.,]*", one)] for one in (line, now)
+            [float(n.strip(".,").replace(",", "")) for n in re.findall(r"\d[\d.,]*", one)]
+            for one in (line, now)
         )
         assert numbers == pytest.approx(numbers_now, rel=0.05, abs=1.1)
 
 
 def test_the_command_of_the_readme_meets_the_limits(cache):
-    """Qwen3-235B-A22B on 512 ranks: under 60 s on 2 cores, and 4 GB; time of the processor, for tests share theirs."""
-    (line,) = re.findall(r"^python -m titanlite plan .*--world-size 512.*$", (ROOT / "README.md").read_text(), re.M)
+    """Qwen3-235B-A22B on 512 ranks: under 60 s on 2 cores, and 4 GB; time of the processor, for
+    tests share theirs.
+    """
+    (line,) = re.findall(
+        r"^python -m titanlite plan .*--world-size 512.*$", (ROOT / "README.md").read_text(), re.M
+    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, *shlex.split(line)[1:], "--no-proposals"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60

@@ -31,15 +31,25 @@ def test_seconds_of_collectives(kind, ranks, expected):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        *(("h100", "h100-80gb"), ("a100-40gb", "a100-40gb"), ("RTX 4090", "rtx4090-24gb"), ("b200", "b200-180gb")),
-        *(("NVIDIA H100 80G", "h100-80gb"), ("NVIDIA GeForce RTX 3090", "rtx3090-24gb"), ("mi300x", "mi300x-192gb")),
+        *(
+            ("h100", "h100-80gb"),
+            ("a100-40gb", "a100-40gb"),
+            ("RTX 4090", "rtx4090-24gb"),
+            ("b200", "b200-180gb"),
+        ),
+        *(
+            ("NVIDIA H100 80G", "h100-80gb"),
+            ("NVIDIA GeForce RTX 3090", "rtx3090-24gb"),
+            ("mi300x", "mi300x-192gb"),
+        ),
     ],
 )
 def test_short_names(name, expected):
     assert get_hardware(name).name == expected
 
 
-@pytest.mark.parametrize("name", ["h1000", "tpu", "", "h20", "l40"])  # h20 and l40 are sold, with other figures
+# h20 and l40 are sold, with other figures
+@pytest.mark.parametrize("name", ["h1000", "tpu", "", "h20", "l40"])
 def test_a_part_of_a_name_is_no_gpu(name):
     with pytest.raises(ConfigError, match=rf"--gpu={name}: not in the table.*Known are h100-80gb"):
         get_hardware(name)
@@ -57,5 +67,10 @@ def test_ranks_of_axes():
     assert axis_ranks(degrees, "cp", 13) == [13, 15]
     assert axis_ranks(degrees, "dp_shard_cp", 5) == [1, 3, 5, 7]
     stages = Degrees(dp_replicate=2, dp_shard=2, tp=2, ep=2, pp=3)
-    assert axis_ranks(stages, "pp", 13) == [5, 13, 21] and axis_ranks(stages, "stage", 13) == [*range(8, 16)]
-    assert axis_ranks(stages, "dp_replicate", 13) == [9, 13] and axis_ranks(stages, "tp", 13) == [12, 13]
+    assert axis_ranks(stages, "pp", 13) == [5, 13, 21] and axis_ranks(stages, "stage", 13) == [
+        *range(8, 16)
+    ]
+    assert axis_ranks(stages, "dp_replicate", 13) == [9, 13] and axis_ranks(stages, "tp", 13) == [
+        12,
+        13,
+    ]

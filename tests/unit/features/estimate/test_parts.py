@@ -1,4 +1,6 @@
-"""Parts of a step: FLOPs, bytes, launches and synchronizations counted by hand, and the time that follows."""
+"""Parts of a step: FLOPs, bytes, launches and synchronizations counted by hand, and the time that
+follows.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -25,9 +27,24 @@ MODES = ("none", "selective", "full")
 
 
 def trace(world_size: int, *overrides: str) -> StepTrace:
-    sizes = ["--model.flavor=debug", "--model.overrides.vocab_size=310", "--model.overrides.num_layers=2"]
-    batch = ["--training.seq_len=32", "--training.local_batch_size=2", "--training.global_batch_size=-1"]
-    argv = ["--config", str(CONFIG), f"{PARALLELISM}tensor_parallel_degree=1", *sizes, *batch, *overrides]
+    sizes = [
+        "--model.flavor=debug",
+        "--model.overrides.vocab_size=310",
+        "--model.overrides.num_layers=2",
+    ]
+    batch = [
+        "--training.seq_len=32",
+        "--training.local_batch_size=2",
+        "--training.global_batch_size=-1",
+    ]
+    argv = [
+        "--config",
+        str(CONFIG),
+        f"{PARALLELISM}tensor_parallel_degree=1",
+        *sizes,
+        *batch,
+        *overrides,
+    ]
     checked = check(load_config(argv), world_size)
     return trace_step(checked.job, checked.model_config, checked.degrees)
 
@@ -48,7 +65,8 @@ T, S, D, V, LAYERS = 64, 32, 64, 310, 2  # tokens, of a row, width, vocabulary
 HEADS, KEY_HEADS, WIDTH = 4, 2, 16
 E, TOP_K, INNER = 8, 2, 32
 ROWS = T * TOP_K
-COPIES = 50  # of 64 tokens, to each of two ranks: those with an expert of its 4, all but 4 * 3 / (8 * 7)
+# of 64 tokens, to each of two ranks: those with an expert of its 4, all but 4 * 3 / (8 * 7)
+COPIES = 50
 DENSE = D * WIDTH * (2 * HEADS + 2 * KEY_HEADS)  # elements of a layer's projections
 EXPERTS = 3 * INNER * D  # of an expert
 
@@ -58,20 +76,28 @@ def test_products_and_collectives_are_those_of_the_layers(mode):
     parts = by_part(trace(2, experts_over(2), MODE + mode))
     again = mode == "full"
     assert parts[tracker.DENSE].flops == (3 + again) * 2 * T * DENSE * LAYERS
-    # Two products over all pairs of a row in forward and five in backward, half of them above the diagonal.
-    assert parts[tracker.ATTENTION].flops == (2 * (1 + again) + 5) * 2 * T * S * HEADS * WIDTH // 2 * LAYERS
-    # A recomputation ends before the second product. Backward has two kernels for SwiGLU, and one for each
-    # product, with a copy of rows before those of weights.
+    # Two products over all pairs of a row in forward and five in backward, half of them above the
+    # diagonal.
+    assert (
+        parts[tracker.ATTENTION].flops
+        == (2 * (1 + again) + 5) * 2 * T * S * HEADS * WIDTH // 2 * LAYERS
+    )
+    # A recomputation ends before the second product. Backward has two kernels for SwiGLU, and one
+    # for each product, with a copy of rows before those of weights.
     assert parts[tracker.GROUPED].flops == (9 + 2 * again) * 2 * ROWS * INNER * D * LAYERS
     assert parts[tracker.GROUPED].launches == (2 + again + 5 + 2) * LAYERS
     assert parts[tracker.HEAD].flops == 3 * 2 * T * D * V
-    # Backward multiplies the two halves of a float32 gradient. The balance loss sums scores over tokens by a product.
+    # Backward multiplies the two halves of a float32 gradient. The balance loss sums scores over
+    # tokens by a product.
     assert parts[tracker.ROUTING].flops == ((5 + again) * D + 1) * 2 * T * E * LAYERS
-    # Tokens and results there and back, of which a recomputation needs tokens. The gradient of the tokens is
-    # overlapped, and where the layer is computed again that of the results too. Small: counts of copies and rows, the
-    # experts' numbers, and the routers' weights with their gradients.
+    # Tokens and results there and back, of which a recomputation needs tokens. The gradient of the
+    # tokens is overlapped, and where the layer is computed again that of the results too. Small:
+    # counts of copies and rows, the experts' numbers, and the routers' weights with their
+    # gradients.
     copies, small = 2 * COPIES * D * 2, 2 * 2 * 8 + 2 * COPIES * TOP_K * (8 + 4 + 4)
-    assert parts["all_to_all over ep"] == Work(nbytes=(3 * copies + small) * LAYERS, launches=7 * LAYERS)
+    assert parts["all_to_all over ep"] == Work(
+        nbytes=(3 * copies + small) * LAYERS, launches=7 * LAYERS
+    )
     overlapped = parts["overlapped all_to_all over ep"]
     assert overlapped == Work(nbytes=(1 + again) * copies * LAYERS, launches=(1 + again) * LAYERS)
     # Each layer, the embedding, and the head with its norm: gathered in two bytes, reduced in four.
@@ -97,19 +123,25 @@ def test_bytes_of_a_norm():
     once, statistics = T * D * 2, T * 4
     assert found == {
         ("forward", tracker.ELEMENTWISE): Work(nbytes=2 * once + 2 * D + statistics, launches=1),
-        ("backward", tracker.ELEMENTWISE): Work(nbytes=3 * once + 2 * 2 * D + statistics, launches=2),
+        ("backward", tracker.ELEMENTWISE): Work(
+            nbytes=3 * once + 2 * 2 * D + statistics, launches=2
+        ),
     }
 
 
 def waits(found: StepTrace) -> tuple[int, int]:
-    """Return how often the host waits in a step, and how often it may: once in each forward of an MoE layer."""
+    """Return how often the host waits in a step, and how often it may: once in each forward of an
+    MoE layer.
+    """
     moe_layers = found.num_layers[1] * found.micro_batches
     return found.total.syncs, moe_layers
 
 
 @pytest.mark.parametrize("family", families())
 def test_steps_of_every_family_are_traced_on_the_branches_of_cuda(family):
-    """Only expert parallelism makes the host wait, once in each forward of an MoE layer, not in its recomputation."""
+    """Only expert parallelism makes the host wait, once in each forward of an MoE layer, not in its
+    recomputation.
+    """
     has_experts = families()[family].presets["debug"].num_experts
     options = (f"--model.name={family}", "--moe.aux_loss_coeff=0")
     for mode in MODES:
@@ -154,11 +186,14 @@ def test_collectives_of_fsdp_are_exposed_where_they_take_longer_than_the_kernels
     base = replace(trace(2), work=work, repeats=(2,), micro_batches=2)
     time = step_time(base, Degrees(dp_shard=8, ep=8), h100)
     exposed = {name: round(part.exposed_s * 1e3, 3) for name, part in time.parts.items()}
-    hidden = Counter({name: round(part.hidden_s * 1e3, 3) for name, part in time.parts.items() if part.hidden_s})
+    hidden = Counter(
+        {name: round(part.hidden_s * 1e3, 3) for name, part in time.parts.items() if part.hidden_s}
+    )
     assert exposed == {
         tracker.ELEMENTWISE: 20.0,
         "all_to_all over ep": 2.0,
-        "all_gather over dp_shard": 2.0,  # of a forward's 5 ms, 4 run next to kernels and the exchange
+        # of a forward's 5 ms, 4 run next to kernels and the exchange
+        "all_gather over dp_shard": 2.0,
         "host synchronizations": 2.0,
     }
     assert hidden == {"all_gather over dp_shard": 12.0}
@@ -168,5 +203,11 @@ def test_collectives_of_fsdp_are_exposed_where_they_take_longer_than_the_kernels
 def test_a_product_takes_the_time_of_its_flops_or_of_its_bytes():
     h100 = get_hardware("h100")
     long, small = int(h100.rate("dense") * 1e-3), int(h100.rate("memory") * 2e-3)
-    work = {Kind(0, "forward", tracker.DENSE, "", Call("dense", long, small)): Work(flops=3 * long, nbytes=3 * small)}
-    assert step_time(replace(trace(2), work=work), Degrees(), h100).expected_s == pytest.approx(6e-3, rel=1e-6)
+    work = {
+        Kind(0, "forward", tracker.DENSE, "", Call("dense", long, small)): Work(
+            flops=3 * long, nbytes=3 * small
+        )
+    }
+    assert step_time(replace(trace(2), work=work), Degrees(), h100).expected_s == pytest.approx(
+        6e-3, rel=1e-6
+    )

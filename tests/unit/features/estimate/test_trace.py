@@ -21,7 +21,10 @@ CP, TP, EP, REPLICATE = (
     "--parallelism.expert_parallel_degree=",
     "--parallelism.data_parallel_replicate_degree=",
 )
-MODE, EVERY_SECOND = "--activation_checkpoint.mode=", "--activation_checkpoint.selective_ac_option=2"
+MODE, EVERY_SECOND = (
+    "--activation_checkpoint.mode=",
+    "--activation_checkpoint.selective_ac_option=2",
+)
 PP, ONCE = "--parallelism.pipeline_parallel_degree=", "--parallelism.fsdp_once_per_step=true"
 OPEN = ("--training.local_batch_size=1", "--training.global_batch_size=4")
 
@@ -29,8 +32,17 @@ OPEN = ("--training.local_batch_size=1", "--training.global_batch_size=4")
 @pytest.fixture
 def checked() -> Callable[..., Checked]:
     def build(world_size: int, num_layers: int, *overrides: str) -> Checked:
-        sizes = ["--model.overrides.vocab_size=310", f"--model.overrides.num_layers={num_layers}", TP + "1", EP + "1"]
-        batch = ["--training.seq_len=32", "--training.local_batch_size=2", "--training.global_batch_size=-1"]
+        sizes = [
+            "--model.overrides.vocab_size=310",
+            f"--model.overrides.num_layers={num_layers}",
+            TP + "1",
+            EP + "1",
+        ]
+        batch = [
+            "--training.seq_len=32",
+            "--training.local_batch_size=2",
+            "--training.global_batch_size=-1",
+        ]
         argv = ["--config", str(CONFIG), "--model.flavor=debug", *sizes, *batch, *overrides]
         return check(load_config(argv), world_size)
 
@@ -38,11 +50,15 @@ def checked() -> Callable[..., Checked]:
 
 
 def traced(checked: Checked, *, every_layer: bool = False, rank: int = 0) -> StepTrace:
-    return trace_step(checked.job, checked.model_config, checked.degrees, every_layer=every_layer, rank=rank)
+    return trace_step(
+        checked.job, checked.model_config, checked.degrees, every_layer=every_layer, rank=rank
+    )
 
 
 def collectives(trace: StepTrace) -> Counter[tuple[str, str, bool]]:
-    """Calls in the whole step, by kind, axis, and whether they are made once per step, not per micro-batch."""
+    """Calls in the whole step, by kind, axis, and whether they are made once per step, not per
+    micro-batch.
+    """
     counts: Counter[tuple[str, str, bool]] = Counter()
     for kind, work in trace.step_work():
         if kind.group:
@@ -54,18 +70,40 @@ def collectives(trace: StepTrace) -> Counter[tuple[str, str, bool]]:
     ("world_size", "num_layers", "overrides", "rank"),
     [
         (8, 8, (CP + "2", TP + "2", EP + "2", MODE + "selective"), 0),
-        (4, 10, ("--training.global_batch_size=16", MODE + "full"), 0),  # fullest in the last layer but one
-        (4, 20, (EP + "2", MODE + "full", PP + "2", *OPEN), 0),  # gradients add up beside FSDP: 4 of 10, and 5
+        # fullest in the last layer but one
+        (4, 10, ("--training.global_batch_size=16", MODE + "full"), 0),
+        # gradients add up beside FSDP: 4 of 10, and 5
+        (4, 20, (EP + "2", MODE + "full", PP + "2", *OPEN), 0),
         pytest.param(
-            *(4, 17, ("--model.name=qwen3", "--moe.aux_loss_coeff=0", MODE + "selective", EVERY_SECOND), 0),
+            *(
+                4,
+                17,
+                ("--model.name=qwen3", "--moe.aux_loss_coeff=0", MODE + "selective", EVERY_SECOND),
+                0,
+            ),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *(4, 14, ("--model.name=dots1", "--model.overrides.num_dense_layers=11", EP + "2", MODE + "selective"), 0),
+            *(
+                4,
+                14,
+                (
+                    "--model.name=dots1",
+                    "--model.overrides.num_dense_layers=11",
+                    EP + "2",
+                    MODE + "selective",
+                ),
+                0,
+            ),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *(4, 17, ("--model.name=dots1", "--model.overrides.num_dense_layers=3", MODE + "full", ONCE), 2),
+            *(
+                4,
+                17,
+                ("--model.name=dots1", "--model.overrides.num_dense_layers=3", MODE + "full", ONCE),
+                2,
+            ),
             marks=pytest.mark.slow,
         ),
     ],
@@ -83,11 +121,17 @@ def test_few_layers_stand_for_all(checked, world_size, num_layers, overrides, ra
     if job.degrees.pp > 1:
         cut = (num_layers + 1) // 2
         assert few.layers == (range(cut) if rank < 2 else range(cut, num_layers))
-        sent = {(kind, count) for (kind, axis, _), count in collectives(few).items() if axis == "pp"}
+        sent = {
+            (kind, count) for (kind, axis, _), count in collectives(few).items() if axis == "pp"
+        }
         assert sent == {("send", few.micro_batches)}
         return
     # The optimizer's own moment holds some bytes per tensor, for norms, which are not extrapolated.
-    differ = {moment: (peak, every.peaks[moment]) for moment, peak in few.peaks.items() if every.peaks[moment] != peak}
+    differ = {
+        moment: (peak, every.peaks[moment])
+        for moment, peak in few.peaks.items()
+        if every.peaks[moment] != peak
+    }
     assert {moment.phase for moment in differ} <= {"optimizer"}
 
 
@@ -106,7 +150,9 @@ def test_stages_of_a_pipeline_are_the_whole_model(checked):
     assert kept == sorted(kept, reverse=True), "earlier stages have more micro-batches open"
 
 
-@pytest.mark.parametrize(("layers", "traced"), [((2, 2, 2, 2), [0, 1, 3]), ((2, 2, 3, 1), [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("layers", "traced"), [((2, 2, 2, 2), [0, 1, 3]), ((2, 2, 3, 1), [0, 1, 2, 3])]
+)
 def test_stages_are_alike_if_their_layers_are(checked, layers, traced):
     config = checked(1, sum(layers)).model_config
     assert stages_to_trace(config, Degrees(pp=4, layers=layers)) == traced
@@ -114,13 +160,19 @@ def test_stages_are_alike_if_their_layers_are(checked, layers, traced):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_is_done_once_per_step_is_counted_once(checked, replicas):
-    """Gathers and reductions, however many micro-batches there are; without, only the sum over replicas."""
+    """Gathers and reductions, however many micro-batches there are; without, only the sum over
+    replicas.
+    """
     batch = ("--training.local_batch_size=1", REPLICATE + str(replicas))
 
     def counts(*overrides: str) -> dict[tuple[str, str], int]:
         trace = traced(checked(4, 2, *batch, *overrides))
         assert trace.micro_batches == (3 if "=12" in overrides[0] else 1)
-        return {(kind, axis): count for (kind, axis, per_step), count in collectives(trace).items() if not per_step}
+        return {
+            (kind, axis): count
+            for (kind, axis, per_step), count in collectives(trace).items()
+            if not per_step
+        }
 
     single, plain, once = (
         counts("--training.global_batch_size=4", ONCE),
@@ -131,7 +183,8 @@ def test_what_is_done_once_per_step_is_counted_once(checked, replicas):
     for kind in ("reduce_scatter", "all_gather"):
         assert plain[kind, "dp_shard"] >= 3 * once[kind, "dp_shard"]
     if replicas > 1:
-        assert plain["all_reduce", "dp_replicate"] == once["all_reduce", "dp_replicate"] == 4  # 2 layers, 2 ends
+        # 2 layers, 2 ends
+        assert plain["all_reduce", "dp_replicate"] == once["all_reduce", "dp_replicate"] == 4
 
 
 def test_the_first_micro_batch_holds_what_the_second_does(checked):
@@ -155,16 +208,22 @@ def test_layers_named_by_number_are_all_traced(checked):
 
 def most_activations(trace: StepTrace) -> int:
     """Before the loss, which keeps the gradient of the head's weight for backward."""
-    return max(peak[ACTIVATIONS] for moment, peak in trace.peaks.items() if moment.phase == "forward")
+    return max(
+        peak[ACTIVATIONS] for moment, peak in trace.peaks.items() if moment.phase == "forward"
+    )
 
 
 def test_no_scores_are_kept_on_a_gpu(checked):
-    """Activations grow in proportion to the sequence, but for one mask in bfloat16, which all layers share."""
+    """Activations grow in proportion to the sequence, but for one mask in bfloat16, which all
+    layers share.
+    """
     kept = {}
     for length in (256, 512):
         job = checked(1, 2, f"--training.seq_len={length}", "--model.attention_backend=sdpa")
         kept[length] = most_activations(traced(job)) - 2 * length**2 * 2
-        other = replace(job, job=replace(job.job, model=replace(job.job.model, attention_backend="varlen")))
+        other = replace(
+            job, job=replace(job.job, model=replace(job.job.model, attention_backend="varlen"))
+        )
         assert most_activations(traced(other)) <= kept[length]
     assert kept[512] == pytest.approx(2 * kept[256], rel=0.01)
 
@@ -174,9 +233,18 @@ def test_no_scores_are_kept_on_a_gpu(checked):
     [("qwen3_moe", "30B-A3B"), ("deepseek_v3", "Moonlight-16B-A3B")],
 )
 def test_checkpointing_never_keeps_more_at_real_sizes(family, flavor):
-    sizes = ["--training.seq_len=4096", "--training.local_batch_size=1", "--training.global_batch_size=-1"]
+    sizes = [
+        "--training.seq_len=4096",
+        "--training.local_batch_size=1",
+        "--training.global_batch_size=-1",
+    ]
     argv = ["--config", str(CONFIG), f"--model.name={family}", f"--model.flavor={flavor}", *sizes]
-    argv += [TP + "1", EP + "8", "--model.attention_backend=varlen", "--model.overrides.num_layers=2"]
+    argv += [
+        TP + "1",
+        EP + "8",
+        "--model.attention_backend=varlen",
+        "--model.overrides.num_layers=2",
+    ]
     none, selective, full = (
         get_memory(traced(check(load_config([*argv, MODE + mode]), 8))).working[ACTIVATIONS]
         for mode in ("none", "selective", "full")
@@ -189,8 +257,12 @@ def test_experts_of_transformers_have_the_flops_of_the_native_ones(checked):
     for overrides in ((), (EP + "2",)):
         options = ("--training.mixed_precision_param=float32", "--moe.aux_loss_coeff=0")
         options += ("--model.attention_backend=sdpa", *overrides)
-        jobs = [checked(2, 2, f"--model.implementation={name}", *options) for name in ("native", "transformers")]
+        jobs = [
+            checked(2, 2, f"--model.implementation={name}", *options)
+            for name in ("native", "transformers")
+        ]
         native, other = map(traced, jobs)
-        # transformers 5.17 makes the angles of 32 positions by a matmul with the 16 frequencies, 5.23 does not.
+        # transformers 5.17 makes the angles of 32 positions by a matmul with the 16 frequencies,
+        # 5.23 does not.
         assert other.total.flops - native.total.flops in (0, 2 * 32 * 16)
         assert other.model_flops_per_token == native.model_flops_per_token

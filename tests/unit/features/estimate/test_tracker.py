@@ -61,7 +61,9 @@ def test_storages_that_are_freed_and_taken_back():
 
 @pytest.mark.parametrize("fake", [False, True])
 def test_a_chain_keeps_what_its_backward_needs(fake):
-    """relu(x @ a) @ b: kept are the relu (input of the second product); the first product is overwritten."""
+    """relu(x @ a) @ b: kept are the relu (input of the second product); the first product is
+    overwritten.
+    """
     size, nbytes = 16, 16 * 16 * 4
     mode = FakeTensorMode() if fake else torch.no_grad()
     with mode:
@@ -76,9 +78,13 @@ def test_a_chain_keeps_what_its_backward_needs(fake):
             del hidden
             recorder.begin(0, "backward")
             loss.backward()
-    forward, head = recorder.peaks()[Segment(0, "forward", -1)], recorder.peaks()[Segment(0, "head", -1)]
+    forward, head = (
+        recorder.peaks()[Segment(0, "forward", -1)],
+        recorder.peaks()[Segment(0, "head", -1)],
+    )
     assert (forward[ACTIVATIONS], forward[TEMPORARIES]) == (nbytes, nbytes)
-    assert (head[ACTIVATIONS], head[TEMPORARIES]) == (nbytes + 4, nbytes)  # the second product, and its sum
+    # the second product, and its sum
+    assert (head[ACTIVATIONS], head[TEMPORARIES]) == (nbytes + 4, nbytes)
     flops = 2 * size**3
     found = by_phase(recorder)
     assert {kind.call.rate for kind in recorder.work if kind.call.flops} == {"float32"}
@@ -87,13 +93,17 @@ def test_a_chain_keeps_what_its_backward_needs(fake):
         "head": flops,
         "backward": 3 * flops,  # no gradient of x
     }
-    # Two operands and a result of the product; operand and result of relu, which launches a kernel, too.
+    # Two operands and a result of the product; operand and result of relu, which launches a kernel,
+    # too.
     assert (found["forward"].nbytes, found["forward"].launches) == (5 * nbytes, 2)
-    assert (found["head"].nbytes, found["head"].launches) == (4 * nbytes + 4, 2)  # the product, and the sum of it
+    # the product, and the sum of it
+    assert (found["head"].nbytes, found["head"].launches) == (4 * nbytes + 4, 2)
 
 
 def test_the_fused_experts_count_as_their_products():
-    """What `moe_experts` multiplies is the same on either backend, but for h, which the fused one computes again."""
+    """What `moe_experts` multiplies is the same on either backend, but for h, which the fused one
+    computes again.
+    """
     rows, hidden, inner, experts = 24, 16, 8, 4
     counted = []
     for device in ("cpu", "cuda"):
@@ -104,8 +114,12 @@ def test_the_fused_experts_count_as_their_products():
             weight = torch.zeros(rows, requires_grad=True)
             index = torch.zeros(rows, dtype=torch.int64)
             offsets = torch.zeros(experts, dtype=torch.int32)
-            with StepRecorder([x, gate_up, down, weight, index, offsets], cuda_workspace) as recorder:
-                moe_experts(x, gate_up, down, weight, index, index.unsqueeze(1), offsets).sum().backward()
+            with StepRecorder(
+                [x, gate_up, down, weight, index, offsets], cuda_workspace
+            ) as recorder:
+                moe_experts(
+                    x, gate_up, down, weight, index, index.unsqueeze(1), offsets
+                ).sum().backward()
         counted.append(sum(work.flops for work in recorder.work.values()))
         (peak,) = recorder.peaks().values()
     assert counted == [3 * 2 * rows * hidden * 3 * inner] * 2
@@ -138,7 +152,11 @@ def test_every_collective_of_titanlite_is_counted():
         "gather_parts": (x, 0),
         "all_to_all": (x, splits, splits),
     }
-    own = {name for name, value in vars(collectives).items() if isinstance(value, torch.library.CustomOpDef)}
+    own = {
+        name
+        for name, value in vars(collectives).items()
+        if isinstance(value, torch.library.CustomOpDef)
+    }
     assert own == arguments.keys()
     for name, args in arguments.items():
         (moved,) = moved_by(getattr(torch.ops.titanlite, name).default, (*args, "group"), x)

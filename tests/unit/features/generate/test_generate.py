@@ -1,4 +1,6 @@
-"""What ends a text, and what generation refuses; the tokens themselves: tests/functional/test_generate.py."""
+"""What ends a text, and what generation refuses; the tokens themselves:
+tests/functional/test_generate.py.
+"""
 
 import json
 from types import SimpleNamespace
@@ -42,9 +44,13 @@ def test_an_eos_token_that_is_no_id_is_refused(tmp_path, value):
 
 
 def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "an": 1, "answer": 2, "!": 3}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({"<unk>": 0, "an": 1, "answer": 2, "!": 3}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>"
+    )
     wrapped.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     wrapped.chat_template = template
     return wrapped
@@ -86,7 +92,9 @@ def tiny_model():
 
 
 def test_limits_and_ends(tiny_model):
-    found = generate(tiny_model, [[0], [0, 1], [3]], max_new_tokens=4, device=CPU, eos_token_ids=[4])
+    found = generate(
+        tiny_model, [[0], [0, 1], [3]], max_new_tokens=4, device=CPU, eos_token_ids=[4]
+    )
     assert [(c.tokens, c.ended) for c in found] == [([1, 2, 3], True), ([2, 3], True), ([], True)]
     (found,) = generate(tiny_model, [[0]], max_new_tokens=2, device=CPU, eos_token_ids=[4])
     assert (found.tokens, found.ended) == ([1, 2], False)

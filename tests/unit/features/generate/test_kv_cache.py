@@ -18,7 +18,9 @@ def test_logits_of_every_step_are_those_of_a_full_forward(tiny, family):
     model = tiny.ours(config).eval()
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(config.vocab_size, (n + STEPS,), generator=generator) for n in LENGTHS]
-    prompts = torch.stack([torch.cat([t[:n], t.new_full((9 - n,), 50)]) for t, n in zip(texts, LENGTHS, strict=True)])
+    prompts = torch.stack(
+        [torch.cat([t[:n], t.new_full((9 - n,), 50)]) for t, n in zip(texts, LENGTHS, strict=True)]
+    )
     with torch.no_grad():
         full = [model(text[None])[0] for text in texts]
         cache = build_cache(model, LENGTHS, 9 + STEPS, torch.device("cpu"))
@@ -42,7 +44,10 @@ def test_padding_of_the_prompts_is_never_seen(tiny):
         cache = build_cache(model, [3, 8], 12, torch.device("cpu"))
         with torch.no_grad():
             results.append(
-                [model(padded, cache=cache), *(model(torch.tensor([[5, 6]]), cache=cache) for _ in range(4))]
+                [
+                    model(padded, cache=cache),
+                    *(model(torch.tensor([[5, 6]]), cache=cache) for _ in range(4)),
+                ]
             )
     for a, b in zip(*results, strict=True):
         # The experts' rows are grouped with those of the padding: sums may be blocked otherwise.

@@ -1,4 +1,6 @@
-"""Choosing tokens: greedy, temperature, top-k and top-p, as functions of logits and one uniform number."""
+"""Choosing tokens: greedy, temperature, top-k and top-p, as functions of logits and one uniform
+number.
+"""
 
 import pytest
 import torch
@@ -31,9 +33,13 @@ def test_a_temperature_next_to_0_takes_the_most_likely_token(temperature):
     assert {draw(u / 100, temperature=temperature, top_p=0.9) for u in range(100)} == {2}
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 7}, {"top_p": 0.8}, {"temperature": 1.7, "top_k": 20, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 7}, {"top_p": 0.8}, {"temperature": 1.7, "top_k": 20, "top_p": 0.9}]
+)
 def test_distribution_is_that_of_transformers(options):
-    """The set of tokens that can be drawn, and their shares, against transformers' own logit processors."""
+    """The set of tokens that can be drawn, and their shares, against transformers' own logit
+    processors.
+    """
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1)) * 2
@@ -46,13 +52,17 @@ def test_distribution_is_that_of_transformers(options):
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     drawn = choose_tokens(logits.expand(count, -1), uniform, **options)
     # A grid of uniform numbers hits every share to within one draw at either end.
-    torch.testing.assert_close(drawn.bincount(minlength=50) / count, expected.softmax(-1)[0], rtol=0, atol=1.01 / count)
+    torch.testing.assert_close(
+        drawn.bincount(minlength=50) / count, expected.softmax(-1)[0], rtol=0, atol=1.01 / count
+    )
 
 
 def test_rows_do_not_depend_on_each_other_or_on_the_dtype():
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(2)).bfloat16()
     uniform = torch.rand(6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     together = choose_tokens(logits, uniform, top_p=0.9)
-    alone = torch.cat([choose_tokens(logits[i : i + 1], uniform[i : i + 1], top_p=0.9) for i in range(6)])
+    alone = torch.cat(
+        [choose_tokens(logits[i : i + 1], uniform[i : i + 1], top_p=0.9) for i in range(6)]
+    )
     assert torch.equal(together, alone) and together.dtype == torch.int64
     assert torch.equal(choose_tokens(logits.float(), uniform, top_p=0.9), together)

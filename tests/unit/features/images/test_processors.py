@@ -1,6 +1,8 @@
-"""Loss and gradients on images are those of transformers, from the processors that models are published with.
+"""Loss and gradients on images are those of transformers, from the processors that models are
+published with.
 
-Some need torchvision, and are skipped where it does not import: PyPI has it for the CUDA builds of torch alone.
+Some need torchvision, and are skipped where it does not import: PyPI has it for the CUDA builds of
+torch alone.
 """
 
 import json
@@ -24,8 +26,10 @@ SEQ_LEN = 96
 # The image's own place in a chat, and the tokens that a processor or a model knows.
 TEMPLATE = (
     "{{% for m in messages %}}<{{{{ m['role'] }}}}> "
-    "{{% if m['content'] is string %}}{{{{ m['content'] }}}} {{% else %}}{{% for c in m['content'] %}}"
-    "{{% if c['type'] == 'image' %}}{image} {{% else %}}{{{{ c['text'] }}}} {{% endif %}}{{% endfor %}}{{% endif %}}"
+    "{{% if m['content'] is string %}}{{{{ m['content'] }}}} {{% else %}}{{% for c in m['content'] "
+    "%}}"
+    "{{% if c['type'] == 'image' %}}{image} {{% else %}}{{{{ c['text'] }}}} {{% endif %}}{{% "
+    "endfor %}}{{% endif %}}"
     "<eos> {{% endfor %}}{{% if add_generation_prompt %}}<assistant> {{% endif %}}"
 )
 Made = tuple[Any, Any]
@@ -42,11 +46,18 @@ def find_torchvision() -> bool:
 
 
 def tokenizer_of(*tokens: str, **named: str) -> Any:
-    return word_tokenizer(["<user>", "<assistant>", *tokens], **({"extra_special_tokens": named} if named else {}))
+    return word_tokenizer(
+        ["<user>", "<assistant>", *tokens], **({"extra_special_tokens": named} if named else {})
+    )
 
 
 def clip_vision(**changes: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return {**sizes, "image_size": 8, "patch_size": 4, **changes}
 
 
@@ -73,10 +84,27 @@ def qwen(version: str) -> Made:
     )
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     text = {**TEXT_SIZES, "vocab_size": len(tokenizer), "head_dim": 8, "rope_parameters": rope}
-    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32}
-    vision |= {"patch_size": 4, "deepstack_visual_indexes": [0]} if version == "3" else {"patch_size": 4}
-    vision |= {"num_position_embeddings": 64} if version == "3" else {"window_size": 16, "fullatt_block_indexes": [1]}
-    ids = {"image_token_id": image, "video_token_id": video, "vision_start_token_id": start, "vision_end_token_id": end}
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+    }
+    vision |= (
+        {"patch_size": 4, "deepstack_visual_indexes": [0]} if version == "3" else {"patch_size": 4}
+    )
+    vision |= (
+        {"num_position_embeddings": 64}
+        if version == "3"
+        else {"window_size": 16, "fullatt_block_indexes": [1]}
+    )
+    ids = {
+        "image_token_id": image,
+        "video_token_id": video,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+    }
     kind = hf.Qwen3VLConfig if version == "3" else hf.Qwen2_5_VLConfig
     return kind(text_config=text, vision_config=vision, **ids), processor
 
@@ -84,7 +112,11 @@ def qwen(version: str) -> Made:
 def gemma3() -> Made:
     import transformers as hf
 
-    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    named = {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    }
     tokenizer = tokenizer_of(*named.values(), **named)
     processor = hf.Gemma3Processor(
         image_processor("Gemma3", size={"height": 16, "width": 16}),
@@ -130,7 +162,9 @@ def llava_next() -> Made:
         num_additional_image_tokens=1,
         chat_template=TEMPLATE.format(image="<image>"),
     )
-    return clip_and_llama(hf.LlavaNextConfig, tokenizer, image_grid_pinpoints=[[8, 16], [16, 16]]), processor
+    return clip_and_llama(
+        hf.LlavaNextConfig, tokenizer, image_grid_pinpoints=[[8, 16], [16, 16]]
+    ), processor
 
 
 FAMILIES: dict[str, Callable[[], Made]] = {
@@ -186,10 +220,13 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path, name: str)
 
     reference = AutoProcessor.from_pretrained(tmp_path)
     texts = [reference.apply_chat_template(row.messages, tokenize=False) for row in rows]
-    inputs = reference(text=texts, images=images, padding=True, padding_side="right", return_tensors="pt")
+    inputs = reference(
+        text=texts, images=images, padding=True, padding_side="right", return_tensors="pt"
+    )
     length = inputs["input_ids"].shape[1]
     assert torch.equal(
-        batch.tokens[:, :length][inputs["attention_mask"] == 1], inputs["input_ids"][inputs["attention_mask"] == 1]
+        batch.tokens[:, :length][inputs["attention_mask"] == 1],
+        inputs["input_ids"][inputs["attention_mask"] == 1],
     )
     labels = torch.full_like(inputs["input_ids"], -100)
     labels[:, 1:] = batch.labels[:, : length - 1]
@@ -201,4 +238,6 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path, name: str)
         expected = gradients[key]
         assert (param.grad is None) == (expected is None), key
         if expected is not None:  # None: what this class does not use of its vision tower
-            torch.testing.assert_close(param.grad, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item() + 1e-7)
+            torch.testing.assert_close(
+                param.grad, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item() + 1e-7
+            )

@@ -32,7 +32,9 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def chat(image: str, answer: str = "red", **changes: Any) -> dict[str, Any]:
     content = [{"type": "image", "image": image}, {"type": "text", "text": "what is this"}]
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]} | changes
+    return {
+        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    } | changes
 
 
 def write(folder: Path, *rows: Any) -> Path:
@@ -41,7 +43,9 @@ def write(folder: Path, *rows: Any) -> Path:
     (folder / "broken.png").write_bytes((folder / "red.png").read_bytes()[:40])
     (folder / "text.png").write_text("no image")
     path = folder / "chats.jsonl"
-    path.write_bytes(b"\n".join(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows))
+    path.write_bytes(
+        b"\n".join(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
+    )
     return path
 
 
@@ -53,11 +57,14 @@ def test_loss_is_on_answers_and_inputs_follow_the_rows(processor: Any, tmp_path:
     shown = [decode([int(t) for t in labels if t >= 0]) for labels in batch.labels]
     assert shown == [["blue", "w1", "<eos>"], ["red", "<eos>"]]
     assert decode(batch.tokens[1].tolist()) == (
-        ["<user>", *["<image>"] * 4, "what", "is", "this", "<eos>", "<assistant>", "red", "<eos>"] + ["<pad>"] * 8
+        ["<user>", *["<image>"] * 4, "what", "is", "this", "<eos>", "<assistant>", "red", "<eos>"]
+        + ["<pad>"] * 8
     )
     assert batch.num_padding == 7 + 8 == (batch.tokens == processor.tokenizer.pad_token_id).sum()
     labelled = batch.labels[:, :-1] >= 0
-    assert torch.equal(batch.labels[:, :-1][labelled], batch.tokens[:, 1:][labelled]), "the token that follows"
+    assert torch.equal(batch.labels[:, :-1][labelled], batch.tokens[:, 1:][labelled]), (
+        "the token that follows"
+    )
     assert batch.inputs["pixel_values"].shape == (2, 3, 8, 8)
     red, blue = (dataset.batch([i]).inputs["pixel_values"] for i in (0, 1))
     assert torch.equal(batch.inputs["pixel_values"], torch.cat([blue, red]))
@@ -66,8 +73,10 @@ def test_loss_is_on_answers_and_inputs_follow_the_rows(processor: Any, tmp_path:
 
 
 HEADS = (
-    "{% for m in messages %}{{ '<assistant>' if m.role == 'assistant' else '<user>' }} {% if m.content is string %}"
-    "{{ m.content }}{% else %}{% for c in m.content %}{{ '<image>' if c.type == 'image' else c.text }} {% endfor %}"
+    "{% for m in messages %}{{ '<assistant>' if m.role == 'assistant' else '<user>' }} {% if "
+    "m.content is string %}"
+    "{{ m.content }}{% else %}{% for c in m.content %}{{ '<image>' if c.type == 'image' else "
+    "c.text }} {% endfor %}"
     "{% endif %}"
 )
 ASK = "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -80,16 +89,26 @@ ASK = "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
         (HEADS + " " + ASK, "<user>"),  # what the next message begins with
     ],
 )
-def test_answers_end_as_those_of_text_do(processor: Any, tmp_path: Path, template: str, end: str) -> None:
+def test_answers_end_as_those_of_text_do(
+    processor: Any, tmp_path: Path, template: str, end: str
+) -> None:
     changed = copy.copy(processor)
     changed.chat_template = template
-    more = [{"role": "user", "content": "what"}, {"role": "assistant", "content": [{"type": "text", "text": "w1 w2"}]}]
+    more = [
+        {"role": "user", "content": "what"},
+        {"role": "assistant", "content": [{"type": "text", "text": "w1 w2"}]},
+    ]
     row = chat("red.png")
     dataset = ImageDataset(
-        read_image_rows(write(tmp_path, row | {"messages": row["messages"] + more})), changed, 30, validation_share=0
+        read_image_rows(write(tmp_path, row | {"messages": row["messages"] + more})),
+        changed,
+        30,
+        validation_share=0,
     )
     _, ids, trained = dataset.get_document(0)
-    shown = processor.tokenizer.convert_ids_to_tokens([one for one, used in zip(ids, trained, strict=True) if used])
+    shown = processor.tokenizer.convert_ids_to_tokens(
+        [one for one, used in zip(ids, trained, strict=True) if used]
+    )
     assert shown == ["red", end, "w1", "w2", end]
 
 
@@ -104,10 +123,18 @@ def test_the_date_of_a_template_is_that_of_the_run(processor: Any, tmp_path: Pat
 
 def test_a_message_of_weight_0_is_no_answer(processor: Any, tmp_path: Path) -> None:
     messages = chat("red.png")["messages"]
-    row = {"messages": [messages[0], messages[1] | {"weight": 0}, *chat("blue.png", "blue")["messages"]]}
+    row = {
+        "messages": [
+            messages[0],
+            messages[1] | {"weight": 0},
+            *chat("blue.png", "blue")["messages"],
+        ]
+    }
     dataset = ImageDataset(read_image_rows(write(tmp_path, row)), processor, 30, validation_share=0)
     _, ids, trained = dataset.get_document(0)
-    shown = processor.tokenizer.convert_ids_to_tokens([one for one, used in zip(ids, trained, strict=True) if used])
+    shown = processor.tokenizer.convert_ids_to_tokens(
+        [one for one, used in zip(ids, trained, strict=True) if used]
+    )
     assert shown == ["blue", "<eos>"]
 
 
@@ -117,17 +144,32 @@ def test_a_message_of_weight_0_is_no_answer(processor: Any, tmp_path: Path) -> N
         (b"{", r"chats\.jsonl, line 2: not valid JSON"),
         (b'{"messages": "\xff"}', r"chats\.jsonl, line 2: not UTF-8\. Convert it"),
         ({"text": "a"}, r"line 2: has no list of messages"),
-        ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\] has no role and content, text or a list"),
+        (
+            {"messages": [{"role": "user"}]},
+            r"line 2: messages\[0\] has no role and content, text or a list",
+        ),
         ({"messages": ["hello"]}, r"line 2: messages\[0\] has no role"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, r"line 2: messages\[0\]\.content\[0\]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+            r"line 2: messages\[0\]\.content\[0\]",
+        ),
         ({"messages": [{"role": "user", "content": "a"}]}, r"line 2: has no image"),
-        (chat("red.png", tools=[{"name": "f"}]), r"line 2: has 'tools', which chats with images do not take"),
+        (
+            chat("red.png", tools=[{"name": "f"}]),
+            r"line 2: has 'tools', which chats with images do not take",
+        ),
         (chat("red.png", chat_template_kwargs={"a": 1}), r"line 2: has 'chat_template_kwargs'"),
         (chat("nowhere.png"), r"line 2: cannot read .*nowhere\.png: No such file or directory"),
         (chat("text.png"), r"line 2: .*text\.png does not decode: cannot identify"),
         (chat("broken.png"), r"line 2: .*broken\.png (does not decode|is no image)"),
-        (chat("red.png", "w1 " * 30), r"line 2: 41 tokens with the images, but training\.seq_len is 20"),
-        (chat("red.png") | {"messages": chat("red.png")["messages"][:1]}, r"line 2: there is no message of the assis"),
+        (
+            chat("red.png", "w1 " * 30),
+            r"line 2: 41 tokens with the images, but training\.seq_len is 20",
+        ),
+        (
+            chat("red.png") | {"messages": chat("red.png")["messages"][:1]},
+            r"line 2: there is no message of the assis",
+        ),
     ],
 )
 def test_a_bad_row_is_named(processor: Any, tmp_path: Path, bad: Any, message: str) -> None:
@@ -141,13 +183,17 @@ def test_all_bad_rows_come_at_once(processor: Any, tmp_path: Path) -> None:
         ImageDataset(read_image_rows(path), processor, 20)
 
 
-def test_rows_that_fill_a_batch_keep_their_images_and_no_label(processor: Any, tmp_path: Path) -> None:
+def test_rows_that_fill_a_batch_keep_their_images_and_no_label(
+    processor: Any, tmp_path: Path
+) -> None:
     dataset = ImageDataset(read_image_rows(write(tmp_path, *[chat("red.png")] * 3)), processor, 20)
     batch = dataset.batch([0, 1])
     padded = batch.with_rows(1)
     assert torch.equal(padded.labels[0], batch.labels[0]) and (padded.labels[1] == -100).all()
     assert torch.equal(padded.tokens, batch.tokens) and padded.inputs.keys() == batch.inputs.keys()
-    assert (batch.with_rows(0).labels == -100).all() and torch.equal(batch.with_rows(2).labels, batch.labels)
+    assert (batch.with_rows(0).labels == -100).all() and torch.equal(
+        batch.with_rows(2).labels, batch.labels
+    )
 
 
 def save(folder: Path, name: str, **options: Any) -> Callable[[Image.Image], Path]:
@@ -166,11 +212,20 @@ def test_what_is_no_picture_is_not_given_to_programs_that_could_show_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
-    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n9 9 moveto showpage\n%%EOF\n"
-    others = {"x.png": postscript, "y.jpg": b"%PDF-1.4\n%%EOF\n", "z.gif": b"P6 9 9 255 " + bytes(243)}
+    postscript = (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n9 9 moveto "
+        b"showpage\n%%EOF\n"
+    )
+    others = {
+        "x.png": postscript,
+        "y.jpg": b"%PDF-1.4\n%%EOF\n",
+        "z.gif": b"P6 9 9 255 " + bytes(243),
+    }
     for name, content in others.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=rf"row: .*{name} does not decode: .* \(BMP, .*, WEBP\)"):
+        with pytest.raises(
+            DataError, match=rf"row: .*{name} does not decode: .* \(BMP, .*, WEBP\)"
+        ):
             load_image("row", tmp_path / name)
 
 
@@ -178,27 +233,36 @@ def write_huge_png(path: Path, side: int) -> None:
     """Some kilobytes that say they are `side` x `side` pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     size = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
     data = zlib.compress(bytes(2**20))
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", data) + chunk(b"IEND", b""))
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize("side", [8193, 13000, 60000])
 def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, side: int) -> None:
     write_huge_png(tmp_path / "x.png", side)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(DataError, match=rf"row: .*x\.png does not decode: .*({side} x {side}|exceeds limit)"):
+    with pytest.raises(
+        DataError, match=rf"row: .*x\.png does not decode: .*({side} x {side}|exceeds limit)"
+    ):
         load_image("row", tmp_path / "x.png")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000, "KiB"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "ending"), [(np.uint16, "png"), (np.uint16, "tiff"), (np.int32, "tiff"), (np.float32, "tiff")]
+    ("dtype", "ending"),
+    [(np.uint16, "png"), (np.uint16, "tiff"), (np.int32, "tiff"), (np.float32, "tiff")],
 )
 def test_more_than_eight_bits_are_refused(tmp_path: Path, dtype: Any, ending: str) -> None:
-    path = save(tmp_path, f"x.{ending}")(Image.fromarray(np.array([[0, 300, 32768, 65535]], dtype=dtype)))
+    path = save(tmp_path, f"x.{ending}")(
+        Image.fromarray(np.array([[0, 300, 32768, 65535]], dtype=dtype))
+    )
     with pytest.raises(DataError, match=r"numbers of more than 8 bits \(mode [IF].*\); convert it"):
         load_image("row", path)
 
@@ -207,7 +271,9 @@ def test_color_spaces_and_animations_give_one_rgb_picture(tmp_path: Path) -> Non
     red, blue = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")
     pictures = [save(tmp_path, "cmyk.jpg", quality=100)(red.convert("CMYK"))]
     for name in ("a.gif", "a.png", "a.webp", "a.tiff"):
-        pictures.append(save(tmp_path, name, save_all=True, append_images=[blue], lossless=True)(red))
+        pictures.append(
+            save(tmp_path, name, save_all=True, append_images=[blue], lossless=True)(red)
+        )
     for path in pictures:
         assert np.abs(pixels_of(path).astype(int) - [255, 0, 0]).max() <= 2, path.name
 

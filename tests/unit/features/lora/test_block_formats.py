@@ -1,4 +1,6 @@
-"""Block formats: what codes mean, against plain loops; what rounding costs; products; the kernel."""
+"""Block formats: what codes mean, against plain loops; what rounding costs; products; the
+kernel.
+"""
 
 import math
 
@@ -27,7 +29,8 @@ if kernels.INTERPRETED:
     repair()
 ON_GPU = [] if kernels.INTERPRETED else [pytest.mark.gpu]  # part of `pytest -m gpu`
 NEEDS_KERNELS = pytest.mark.skipif(
-    not kernels.INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
+    not kernels.INTERPRETED and not torch.cuda.is_available(),
+    reason="needs a GPU or TRITON_INTERPRET=1",
 )
 FORMATS = list(BLOCK_FORMATS.values())
 WIDTHS = [64, 128, 200, 384, 5]
@@ -43,12 +46,16 @@ def fp8_value(code):
     sign, exponent, mantissa = (-1) ** (code >> 7), (code >> 3) & 15, code & 7
     if exponent == 15 and mantissa == 7:
         return math.nan
-    return sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    return sign * (
+        mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    )
 
 
 def record_values(record, layout):
     """A plain loop over one record, in Python's floats."""
-    (factor,) = torch.tensor(record[layout.code_bytes :], dtype=torch.uint8).view(torch.float32).tolist()
+    (factor,) = (
+        torch.tensor(record[layout.code_bytes :], dtype=torch.uint8).view(torch.float32).tolist()
+    )
     if layout is FP8:
         return [fp8_value(code) * factor for code in record[: layout.code_bytes]]
     pairs = [(byte >> 4, byte & 15) for byte in record[: layout.code_bytes]]
@@ -59,9 +66,15 @@ def record_values(record, layout):
 def test_decoding_is_a_plain_loop(layout):
     for width in WIDTHS:
         records = encode_blocks(weights(3, width), layout)
-        assert records.shape == (3, -(-width // layout.block), layout.record_bytes) and records.dtype == torch.uint8
+        assert (
+            records.shape == (3, -(-width // layout.block), layout.record_bytes)
+            and records.dtype == torch.uint8
+        )
         expected = torch.tensor(
-            [[value for record in row for value in record_values(record, layout)] for row in records.tolist()],
+            [
+                [value for record in row for value in record_values(record, layout)]
+                for row in records.tolist()
+            ],
             dtype=torch.float64,
         )[:, :width]
         decoded = decode_blocks(records, layout, width, torch.float32)
@@ -91,7 +104,9 @@ def test_every_value_gets_the_nearest_code(layout):
     nearest = (values[:, :, None] - factor[:, :, None] * table).abs().amin(dim=-1)
     torch.testing.assert_close((values - decoded).abs(), nearest, rtol=0, atol=1e-8)
     # What is largest in a block is kept, to the factor's rounding.
-    torch.testing.assert_close(decoded.abs().amax(dim=1), values.abs().amax(dim=1), rtol=3e-7, atol=0)
+    torch.testing.assert_close(
+        decoded.abs().amax(dim=1), values.abs().amax(dim=1), rtol=3e-7, atol=0
+    )
     expected = {"fp8": 0.0257, "nf4": 0.0920}[layout.name]
     assert ((values - decoded).norm() / values.norm()).item() == pytest.approx(expected, rel=0.05)
 
@@ -102,7 +117,9 @@ def test_zeros_and_extreme_blocks(layout):
         values = weights(2, 2 * layout.block, std=0.2).clamp(-1, 1)
         values[1, layout.block :] = 0
         values *= scale
-        decoded = decode_blocks(encode_blocks(values, layout), layout, 2 * layout.block, torch.float32)
+        decoded = decode_blocks(
+            encode_blocks(values, layout), layout, 2 * layout.block, torch.float32
+        )
         assert decoded.isfinite().all() and not decoded[1, layout.block :].any()
         if scale > 1e-37:
             assert (decoded - values).double().norm() < 0.11 * values.double().norm()
@@ -117,17 +134,26 @@ def test_what_is_not_finite_stays_so_and_is_counted(layout):
         records = encode_blocks(values, layout)
         assert count_not_finite(records, layout) == 2
         assert count_not_finite(records.view(torch.float32), layout) == 2, "in another unit"
-        assert count_not_finite(records.new_empty(0, 0, 0), layout) == 0, "other pipeline stages hold it"
+        assert count_not_finite(records.new_empty(0, 0, 0), layout) == 0, (
+            "other pipeline stages hold it"
+        )
         decoded = decode_blocks(records, layout, values.shape[1], torch.float32)
-        assert decoded[1, layout.block : 2 * layout.block].isnan().any() and decoded[0].isfinite().all()
+        assert (
+            decoded[1, layout.block : 2 * layout.block].isnan().any()
+            and decoded[0].isfinite().all()
+        )
 
 
 def test_fp8_codes_are_kept_as_they_are():
     for width in [128, 300]:
-        codes = torch.randint(0, 256, (5, width), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+        codes = torch.randint(0, 256, (5, width), generator=torch.Generator().manual_seed(0)).to(
+            torch.uint8
+        )
         codes[(codes & 0x7F) == 0x7F] = 0
         factors = torch.rand(5, -(-width // 128)) + 0.01
-        values = decode_blocks(keep_fp8(codes.view(torch.float8_e4m3fn), factors), FP8, width, torch.float32)
+        values = decode_blocks(
+            keep_fp8(codes.view(torch.float8_e4m3fn), factors), FP8, width, torch.float32
+        )
         spread = factors.repeat_interleave(128, 1)[:, :width]
         assert torch.equal(values, codes.view(torch.float8_e4m3fn).to(torch.float32) * spread)
 
@@ -138,7 +164,9 @@ def test_rows_and_whole_blocks_of_columns_may_be_cut():
         values = weights(6, 4 * layout.block)
         records = encode_blocks(values, layout)
         assert torch.equal(encode_blocks(values[2:5], layout), records[2:5])
-        assert torch.equal(encode_blocks(values[:, layout.block : 3 * layout.block], layout), records[:, 1:3])
+        assert torch.equal(
+            encode_blocks(values[:, layout.block : 3 * layout.block], layout), records[:, 1:3]
+        )
 
 
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
@@ -171,21 +199,27 @@ def test_products_are_those_of_the_decoded_weights(layout):
 @TORCH_COMPILE_WARNINGS[1]
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
 def test_what_compiled_code_keeps_is_the_records(layout):
-    """By the partitioner of torch's compiler, which keeps results of operators that it does not know."""
+    """By the partitioner of torch's compiler, which keeps results of operators that it does not
+    know.
+    """
     kept, decoded = [], []
 
     def look(into):
         def compiler(graph, inputs):
             (output,) = (node for node in graph.graph.nodes if node.op == "output")
             leaves = torch.utils._pytree.tree_leaves(output.args)
-            into.extend(tuple(leaf.meta["val"].shape) for leaf in leaves if isinstance(leaf, torch.fx.Node))
+            into.extend(
+                tuple(leaf.meta["val"].shape) for leaf in leaves if isinstance(leaf, torch.fx.Node)
+            )
             decoded.append(sum("decode_blocks" in str(node.target) for node in graph.graph.nodes))
             return make_boxed_func(graph.forward)
 
         return compiler
 
     backend = aot_autograd(
-        fw_compiler=look(kept), bw_compiler=look([]), partition_fn=min_cut_rematerialization_partition
+        fw_compiler=look(kept),
+        bw_compiler=look([]),
+        partition_fn=min_cut_rematerialization_partition,
     )
     linear_records = encode_blocks(weights(512, 256), layout)
     expert_records = encode_blocks(weights(2 * 64, 512), layout).unflatten(0, (2, 64))
@@ -209,7 +243,9 @@ def test_operator_passes_opcheck():
     for layout in FORMATS:
         records = encode_blocks(weights(3, 100), layout)
         for dtype in DTYPES:
-            torch.library.opcheck(torch.ops.titanlite.decode_blocks.default, (records, layout.name, 100, dtype, False))
+            torch.library.opcheck(
+                torch.ops.titanlite.decode_blocks.default, (records, layout.name, 100, dtype, False)
+            )
 
 
 @NEEDS_KERNELS
@@ -223,7 +259,9 @@ def test_kernel_equals_the_operators(layout, dtype):
         expected = decode_blocks(records, layout, width, dtype)
         actual = torch.full((67 + 1, width), math.nan, dtype=dtype, device=device)
         table = block_formats._table(layout.name, actual.device)
-        part = torch.zeros(2 + records.numel(), dtype=torch.uint8, device=device)[2:].view(records.shape)
+        part = torch.zeros(2 + records.numel(), dtype=torch.uint8, device=device)[2:].view(
+            records.shape
+        )
         for stored in (records.to(device), part.copy_(records)):
             block_formats_triton.decode_blocks(stored, table, actual[:67].fill_(math.nan), layout)
             assert torch.equal(actual[:67].cpu(), expected)

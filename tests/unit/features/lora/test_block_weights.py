@@ -28,7 +28,12 @@ from titanlite.models.families import families, family_of
 from titanlite.models.interface import is_adapter
 
 # Widths that are several blocks, one, and parts of one.
-CONFIG = replace(families()["qwen3_moe"].presets["debug"], num_layers=2, hidden_size=160, moe_intermediate_size=40)
+CONFIG = replace(
+    families()["qwen3_moe"].presets["debug"],
+    num_layers=2,
+    hidden_size=160,
+    moe_intermediate_size=40,
+)
 WIDE = {name: Init(Normal(std=0.05)) for name in ("*_proj.weight", "*.experts.*_proj")}
 FORMATS = list(BLOCK_FORMATS)
 
@@ -46,7 +51,9 @@ def values_of(param):
     encoding = encoding_of(param)
     if encoding is None:
         return param.detach().float()
-    return decode_blocks(param.detach(), BLOCK_FORMATS[encoding.name], encoding.shape[-1], torch.float32)
+    return decode_blocks(
+        param.detach(), BLOCK_FORMATS[encoding.name], encoding.shape[-1], torch.float32
+    )
 
 
 def rounded(weight, form):
@@ -83,23 +90,33 @@ def test_drawn_weights_are_those_of_the_plain_model_rounded(form, dtype, monkeyp
     plan = materialize(model, "cpu", [WIDE], seed=5)
     expected = dict(plain.named_parameters())
     for name, param in model.named_parameters():
-        assert shape_of(param) == expected[name].shape and num_values(param) == expected[name].numel()
+        assert (
+            shape_of(param) == expected[name].shape and num_values(param) == expected[name].numel()
+        )
         assert (encoding_of(param) is not None) == is_encoded(name), name
         assert param.dtype == dtype and param.requires_grad == is_adapter(name)
         if is_encoded(name):
             assert torch.equal(values_of(param), rounded(expected[name], form)), name
     (line,) = [
-        line.split() for line in str(plan).splitlines() if line.startswith("model.layers.1.mlp.experts.down_proj")
+        line.split()
+        for line in str(plan).splitlines()
+        if line.startswith("model.layers.1.mlp.experts.down_proj")
     ]
-    assert " ".join(line) == f"{line[0]} (8, 160, 40) {form} [0:8, 0:160, 0:40] init normal(std=0.05)"
+    assert (
+        " ".join(line) == f"{line[0]} (8, 160, 40) {form} [0:8, 0:160, 0:40] init normal(std=0.05)"
+    )
 
 
-@pytest.mark.parametrize(("form", "stored_dtype"), [("fp8", torch.float32), ("nf4", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("form", "stored_dtype"), [("fp8", torch.float32), ("nf4", torch.bfloat16)]
+)
 def test_checkpoints_are_encoded_while_they_are_read(form, stored_dtype, tmp_path, monkeypatch):
     plain = build_decoder(CONFIG)
     materialize(plain, "cpu", [WIDE], seed=5)
     write_folder(tmp_path / "base", as_stored(plain, stored_dtype))
-    expected = {name: param.detach().to(stored_dtype).float() for name, param in plain.named_parameters()}
+    expected = {
+        name: param.detach().to(stored_dtype).float() for name, param in plain.named_parameters()
+    }
     monkeypatch.setattr(reader_module, "JOB_BYTES", 4096)  # a few rows per job
     from_files, from_memory = build(form), build(form)
     materialize(from_files, "cpu", [hf_checkpoint(tmp_path / "base", CONFIG)])
@@ -114,7 +131,12 @@ def test_checkpoints_are_encoded_while_they_are_read(form, stored_dtype, tmp_pat
 
 @pytest.mark.parametrize(
     ("form", "block", "exact"),
-    [("fp8", (128, 128), True), ("fp8", (16, 128), True), ("fp8", (32, 48), False), ("nf4", (128, 128), False)],
+    [
+        ("fp8", (128, 128), True),
+        ("fp8", (16, 128), True),
+        ("fp8", (32, 48), False),
+        ("nf4", (128, 128), False),
+    ],
 )
 def test_fp8_is_kept_if_it_can_be_and_else_encoded_again(form, block, exact, tmp_path, monkeypatch):
     plain = build_decoder(CONFIG)
@@ -149,7 +171,11 @@ def test_parts_are_read_as_shards_are(form, tmp_path):
     param = dict(model.named_parameters())[name]
     encoding = encoding_of(param)
     weight = dict(plain.named_parameters())[name].detach()
-    for starts, lengths in [((0, 0, 0), (8, 80, 4)), ((2, 30, 1), (3, 27, 2)), ((7, 79, 3), (1, 1, 1))]:
+    for starts, lengths in [
+        ((0, 0, 0), (8, 80, 4)),
+        ((2, 30, 1), (3, 27, 2)),
+        ((7, 79, 3), (1, 1, 1)),
+    ]:
         stored = Region((*starts[:2], starts[2], 0), (*lengths[:2], lengths[2], param.shape[-1]))
         region = encoding.values_in(stored)
         assert region.lengths == (*lengths[:2], lengths[2] * layout.block)
@@ -166,7 +192,11 @@ def test_experts_in_blocks_give_what_their_rounded_weights_give():
         apply_lora(model, LoRASection(rank=2, targets=targets), torch.float32)
         encode_weights(model, "nf4")
         materialize(model, "cpu", [WIDE], seed=5)
-        state = {name: values_of(param) for name, param in model.named_parameters() if not is_adapter(name)}
+        state = {
+            name: values_of(param)
+            for name, param in model.named_parameters()
+            if not is_adapter(name)
+        }
         state |= {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
         materialize(plain, "cpu", [Checkpoint(StateDictReader(state))])
         tokens = torch.arange(48).view(2, 24)
@@ -178,5 +208,7 @@ def test_experts_in_blocks_give_what_their_rounded_weights_give():
 def test_a_model_in_few_bits_is_not_saved_as_if_it_were_plain():
     model = build("nf4")
     plan = materialize(model, "cpu", seed=5)
-    with pytest.raises(CheckpointError, match=r"q_proj.weight \(nf4\) and 11 other tensors are kept in few bits"):
+    with pytest.raises(
+        CheckpointError, match=r"q_proj.weight \(nf4\) and 11 other tensors are kept in few bits"
+    ):
         check_layout(plan)

@@ -1,4 +1,6 @@
-"""LoRA on one process: what is trained, what it computes, and that peft computes the same from what was saved."""
+"""LoRA on one process: what is trained, what it computes, and that peft computes the same from what
+was saved.
+"""
 
 import json
 from dataclasses import replace
@@ -12,7 +14,11 @@ from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import adapters_disabled, apply_lora
-from titanlite.features.lora.peft_format import adapter_checkpoint, adapter_files, write_adapter_config
+from titanlite.features.lora.peft_format import (
+    adapter_checkpoint,
+    adapter_files,
+    write_adapter_config,
+)
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import model_config_from_hf
@@ -24,7 +30,9 @@ SECTION = LoRASection(rank=4, alpha=12.0)
 
 
 def build(config, section=SECTION, *, seed=0, dtype=torch.float32, base=None, spread=0.05):
-    """The decoder with adapters; weights of `base` if given, and adapters that are not zero unless `spread` is."""
+    """The decoder with adapters; weights of `base` if given, and adapters that are not zero unless
+    `spread` is.
+    """
     model = build_decoder(config, dtype)
     apply_lora(model, section, torch.float32)
     plan = materialize(model, "cpu", seed=seed)
@@ -98,7 +106,8 @@ def test_gradients_of_expert_adapters(tiny):
     model, _ = build(config, replace(SECTION, targets="experts"))
     experts = model.model.layers[0].mlp.experts.double()
     rows = torch.tensor([5, 0, 4, 3, 2, 6, 1, 7])
-    offsets = torch.tensor([1, 3, 3, 4, 5, 6, 7, 8], dtype=torch.int32)  # the third expert has no row
+    # the third expert has no row
+    offsets = torch.tensor([1, 3, 3, 4, 5, 6, 7, 8], dtype=torch.int32)
     x = torch.randn(4, config.hidden_size, dtype=torch.float64)
     weight = torch.rand(8, dtype=torch.float64)
     token = torch.arange(8) // 2
@@ -109,7 +118,9 @@ def test_gradients_of_expert_adapters(tiny):
     upstream = torch.randn(out.shape, dtype=torch.float64)
     got = torch.autograd.grad(out, adapters, upstream)
 
-    gate_up = experts.gate_up_proj + experts.scaling * experts.gate_up_lora_B @ experts.gate_up_lora_A
+    gate_up = (
+        experts.gate_up_proj + experts.scaling * experts.gate_up_lora_B @ experts.gate_up_lora_A
+    )
     down = experts.down_proj + experts.scaling * experts.down_lora_B @ experts.down_lora_A
     expected_out = torch.zeros_like(x)
     for row in range(8):
@@ -118,7 +129,9 @@ def test_gradients_of_expert_adapters(tiny):
         result = down[expert] @ (torch.nn.functional.silu(gate) * up) * weight[row]
         expected_out = expected_out.index_add(0, token[order][row : row + 1], result[None])
     torch.testing.assert_close(out, expected_out)
-    for name, a, b in zip(names, got, torch.autograd.grad(expected_out, adapters, upstream), strict=True):
+    for name, a, b in zip(
+        names, got, torch.autograd.grad(expected_out, adapters, upstream), strict=True
+    ):
         torch.testing.assert_close(a, b, msg=lambda m, n=name: f"{n}: {m}")
         assert a[2].abs().max() == 0
 
@@ -134,7 +147,9 @@ def test_kernels_give_the_same_loss_and_gradients(tiny):
         model.model.layers[0].mlp.experts.grouped_gemm_backend = backend
         loss = model(tokens, tokens).cross_entropy
         loss.backward()
-        results.append([loss.detach(), *(p.grad.clone() for n, p in model.named_parameters() if is_adapter(n))])
+        results.append(
+            [loss.detach(), *(p.grad.clone() for n, p in model.named_parameters() if is_adapter(n))]
+        )
     assert len(results[0]) == 5
     for expected, found in zip(*results, strict=True):
         assert (found - expected).norm() <= BOUND * expected.norm()
@@ -180,9 +195,14 @@ PEFT = [
 ]
 
 
-@pytest.mark.parametrize(("family", "targets", "rslora"), PEFT, ids=[f"{f}-{t or 'all'}" for f, t, _ in PEFT])
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
-def test_peft_computes_the_same_from_what_was_saved(tiny, tmp_path, one_rank, family, targets, rslora):
+@pytest.mark.parametrize(
+    ("family", "targets", "rslora"), PEFT, ids=[f"{f}-{t or 'all'}" for f, t, _ in PEFT]
+)
+# peft asks for it
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_peft_computes_the_same_from_what_was_saved(
+    tiny, tmp_path, one_rank, family, targets, rslora
+):
     from peft import PeftModel
 
     config = tiny.config(family)
@@ -234,11 +254,15 @@ def test_adapters_of_another_kind_are_refused(tiny, tmp_path, one_rank):
         with pytest.raises((CheckpointError, PlanError), match=problem):
             materialize(again, "cpu", [adapter_checkpoint(folder, section)])
     (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors.* Set lora.rank = 0"):
+    with pytest.raises(
+        CheckpointError, match=r"has no adapter_model.safetensors.* Set lora.rank = 0"
+    ):
         adapter_checkpoint(folder, SECTION)
 
 
 def test_adapters_are_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"holds adapters \(LoRA\) without their model.* export .* --merge"):
+    with pytest.raises(
+        ConfigError, match=r"holds adapters \(LoRA\) without their model.* export .* --merge"
+    ):
         model_config_from_hf(tmp_path)

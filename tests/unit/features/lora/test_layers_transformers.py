@@ -1,4 +1,6 @@
-"""LoRA in models of transformers: what is trained, and that peft and a merged export compute the same."""
+"""LoRA in models of transformers: what is trained, and that peft and a merged export compute the
+same.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,11 @@ from titanlite.checkpoint.description import render
 from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import adapted_modules, adapters_disabled, apply_lora
-from titanlite.features.lora.peft_format import adapter_checkpoint, adapter_files, write_adapter_config
+from titanlite.features.lora.peft_format import (
+    adapter_checkpoint,
+    adapter_files,
+    write_adapter_config,
+)
 from titanlite.features.tools.export import export_merged
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
@@ -28,8 +34,12 @@ BOUND = 1e-5
 RANK = 3
 
 
-def load(folder: Path, section: LoRASection, hf: dict[str, Any], *sources: Any) -> tuple[TransformersModel, Plan]:
-    """The model in `folder` with adapters that are not zero, unless they are read from `sources`."""
+def load(
+    folder: Path, section: LoRASection, hf: dict[str, Any], *sources: Any
+) -> tuple[TransformersModel, Plan]:
+    """The model in `folder` with adapters that are not zero, unless they are read from
+    `sources`.
+    """
     model = build_transformers(transformers_config(hf, "test"))
     apply_lora(model, section, torch.float32)
     plan = materialize(model, "cpu", [weights_of(folder, model), *sources], seed=1)
@@ -54,8 +64,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "targets", "rslora"), CASES, ids=[f"{n}-{t or 'all'}" for n, t, _ in CASES])
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize(
+    ("name", "targets", "rslora"), CASES, ids=[f"{n}-{t or 'all'}" for n, t, _ in CASES]
+)
+# peft asks for it
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_peft_computes_the_same_from_what_was_saved(
     tmp_path: Path, run_ranks: Callable[..., list[Any]], name: str, targets: str, rslora: bool
 ) -> None:
@@ -71,10 +84,13 @@ def test_peft_computes_the_same_from_what_was_saved(
     model(tokens, tokens).cross_entropy.backward()
     for key, param in model.named_parameters():
         assert (param.grad is not None) <= param.requires_grad == is_adapter(key), key
-    trained = {key.split(".")[-2] for key, param in model.named_parameters() if param.grad is not None}
+    trained = {
+        key.split(".")[-2] for key, param in model.named_parameters() if param.grad is not None
+    }
     model.eval()
 
-    def save() -> None:  # no backward here: with a CUDA build, ranks forked after one cannot run another
+    # no backward here: with a CUDA build, ranks forked after one cannot run another
+    def save() -> None:
         rest = render(lambda path: write_adapter_config(path, model, section, "base"))
         commit_folder(folder, adapter_files(plan), rest)
 
@@ -91,16 +107,22 @@ def test_peft_computes_the_same_from_what_was_saved(
         theirs = PeftModel.from_pretrained(reference, folder)
         expected = theirs(input_ids=tokens, use_cache=False).logits
     stored = load_file(folder / "adapter_model.safetensors")
-    loaded = {key.replace(".default", ""): p for key, p in theirs.named_parameters() if "lora_" in key}
+    loaded = {
+        key.replace(".default", ""): p for key, p in theirs.named_parameters() if "lora_" in key
+    }
     assert loaded.keys() == stored.keys()
     assert [key for key, param in loaded.items() if not torch.equal(param, stored[key])] == []
     assert (ours - expected).norm() <= BOUND * expected.norm()
     assert (off - expected).norm() > 1e-3 * expected.norm(), "the adapters do nothing"
     export_merged(folder, tmp_path / "merged", torch.float32, tmp_path / "base")
-    merged, info = type(reference).from_pretrained(tmp_path / "merged", dtype=torch.float32, output_loading_info=True)
+    merged, info = type(reference).from_pretrained(
+        tmp_path / "merged", dtype=torch.float32, output_loading_info=True
+    )
     assert {key: value for key, value in info.items() if value} == {}
     with torch.no_grad():
-        assert (merged.eval()(tokens, use_cache=False).logits - expected).norm() <= BOUND * expected.norm()
+        assert (
+            merged.eval()(tokens, use_cache=False).logits - expected
+        ).norm() <= BOUND * expected.norm()
     if not targets and name in ("mixtral", "gpt_oss", "deepseek_v3"):
         assert "experts" in trained
 
@@ -109,13 +131,24 @@ def test_peft_computes_the_same_from_what_was_saved(
     ("name", "targets", "words"),
     [
         ("llama", "lm_head", "'lm_head' matches lm_head, which cannot have an adapter"),
-        ("phi", "embed_tokens", "'embed_tokens' matches model.embed_tokens, which cannot have an adapter"),
+        (
+            "phi",
+            "embed_tokens",
+            "'embed_tokens' matches model.embed_tokens, which cannot have an adapter",
+        ),
         ("mixtral", "gate", "'gate' matches model.layers.0.mlp.gate, which cannot have an adapter"),
-        ("mixtral", "w1", "'w1' matches no layer. Layers that can: q_proj, k_proj, v_proj, o_proj, gate_up_proj, down"),
+        (
+            "mixtral",
+            "w1",
+            "'w1' matches no layer. Layers that can: q_proj, k_proj, v_proj, o_proj, gate_up_proj, "
+            "down",
+        ),
     ],
 )
 def test_targets_that_name_nothing(tmp_path: Path, name: str, targets: str, words: str) -> None:
-    model = build_transformers(transformers_config(save_tiny(name, tmp_path).config.to_dict(), "test"))
+    model = build_transformers(
+        transformers_config(save_tiny(name, tmp_path).config.to_dict(), "test")
+    )
     with pytest.raises(ConfigError) as error:
         apply_lora(model, LoRASection(rank=RANK, targets=targets), torch.float32)
     assert words in str(error.value)

@@ -1,4 +1,6 @@
-"""`export --merge`: the weights are base + alpha / rank * B A in float64, rounded once, and transformers loads them."""
+"""`export --merge`: the weights are base + alpha / rank * B A in float64, rounded once, and
+transformers loads them.
+"""
 
 import json
 from dataclasses import replace
@@ -61,16 +63,22 @@ def expected_weights(model, base_dtype):
         else:
             assert isinstance(module, LoRAExperts)
             prefixes = {weight: weight.removesuffix("proj") for weight in module.adapted}
-            pairs = {w: (getattr(module, f"{p}lora_A"), getattr(module, f"{p}lora_B")) for w, p in prefixes.items()}
+            pairs = {
+                w: (getattr(module, f"{p}lora_A"), getattr(module, f"{p}lora_B"))
+                for w, p in prefixes.items()
+            }
         for weight, (a, b) in pairs.items():
             base = getattr(module, weight).detach().to(base_dtype).double()
-            found[f"{name}.{weight}"] = base + module.scaling * (b.detach().double() @ a.detach().double())
+            found[f"{name}.{weight}"] = base + module.scaling * (
+                b.detach().double() @ a.detach().double()
+            )
     return found
 
 
 @pytest.mark.parametrize(("family", "targets", "rslora", "dtype"), CASES)
 def test_merged_model(tmp_path, run_ranks, monkeypatch, capsys, family, targets, rslora, dtype):
-    monkeypatch.setattr("titanlite.features.lora.merge._CHUNK_ELEMENTS", 500)  # every weight in several parts
+    # every weight in several parts
+    monkeypatch.setattr("titanlite.features.lora.merge._CHUNK_ELEMENTS", 500)
     section = replace(SECTION, targets=targets, use_rslora=rslora)
     model = make(tmp_path, family, section, run_ranks, dtype)
     out = tmp_path / "merged"
@@ -81,7 +89,9 @@ def test_merged_model(tmp_path, run_ranks, monkeypatch, capsys, family, targets,
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
     wanted = expected_weights(model, dtype)
     weights = dict(merged.named_parameters(remove_duplicate=False))
-    base = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype).named_parameters())
+    base = dict(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype).named_parameters()
+    )
     assert wanted and weights.keys() >= wanted.keys()
     for key, weight in weights.items():
         if key in wanted:

@@ -1,4 +1,6 @@
-"""adapter_config.json of peft, field by field: refused by name, or merged and continued to peft's own logits."""
+"""adapter_config.json of peft, field by field: refused by name, or merged and continued to peft's
+own logits.
+"""
 
 import json
 import shutil
@@ -29,7 +31,10 @@ TARGETS = ["q_proj", "down_proj"]
 # Values of fields of LoraConfig other than their defaults: those that are plain LoRA, ...
 PLAIN: list[dict[str, Any]] = [
     {
-        "auto_mapping": {"base_model_class": "Qwen3ForCausalLM", "parent_library": "transformers.models.qwen3"},
+        "auto_mapping": {
+            "base_model_class": "Qwen3ForCausalLM",
+            "parent_library": "transformers.models.qwen3",
+        },
         "task_type": "SEQ_2_SEQ_LM",
         "peft_version": "0.99.0",
         "base_model_name_or_path": "somewhere/else",
@@ -57,16 +62,31 @@ PLAIN: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    config = Qwen3Config(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
 def make(base: Path, folder: Path, **values: Any) -> torch.Tensor:
-    """Adapters that peft made and "trained", and the logits that it computes with them once they are loaded again."""
-    settings = {"r": 4, "lora_alpha": 12, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | values
+    """Adapters that peft made and "trained", and the logits that it computes with them once they
+    are loaded again.
+    """
+    settings = {
+        "r": 4,
+        "lora_alpha": 12,
+        "target_modules": TARGETS,
+        "task_type": "CAUSAL_LM",
+    } | values
     if "target_parameters" in values:
         del settings["target_modules"]
     with warnings.catch_warnings():
@@ -82,7 +102,13 @@ def make(base: Path, folder: Path, **values: Any) -> torch.Tensor:
 @pytest.mark.parametrize("settings", PLAIN)
 def test_plain(base: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     expected = make(base, tmp_path / "adapter", **settings)
-    arguments = [str(tmp_path / "adapter"), str(tmp_path / "merged"), "--merge", "--base", str(base)]
+    arguments = [
+        str(tmp_path / "adapter"),
+        str(tmp_path / "merged"),
+        "--merge",
+        "--base",
+        str(base),
+    ]
     assert main([*arguments, "--dtype", "float32"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     tokens = torch.arange(20).view(2, 10)
@@ -90,10 +116,15 @@ def test_plain(base: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
         assert (merged(tokens).logits - expected).norm() <= BOUND * expected.norm()
 
     stored, config = read_adapter(tmp_path / "adapter")
-    names = {key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in stored.tensors}
+    names = {
+        key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in stored.tensors
+    }
     table = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     section = LoRASection(
-        rank=config.rank, alpha=table["lora_alpha"], use_rslora=table["use_rslora"], targets=", ".join(sorted(names))
+        rank=config.rank,
+        alpha=table["lora_alpha"],
+        use_rslora=table["use_rslora"],
+        targets=", ".join(sorted(names)),
     )
     model = build_decoder(model_config_from_hf(base))
     apply_lora(model, section, torch.float32)
@@ -116,7 +147,10 @@ def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(("peft_type", value, "is not plain LoRA") for value in ("VERA", None)),
         ("fan_in_fan_out", True, "is not plain LoRA"),
         ("bias", "all", "is not plain LoRA"),
-        *(("init_lora_weights", value, "is not plain LoRA") for value in ("pissa_niter_4", "OLoRA", "something new")),
+        *(
+            ("init_lora_weights", value, "is not plain LoRA")
+            for value in ("pissa_niter_4", "OLoRA", "something new")
+        ),
         ("alpha_pattern", {"q_proj": 8}, "is not plain LoRA"),
         ("use_dora", True, "is not plain LoRA"),
         ("alora_invocation_tokens", [[5, 6]], "is not plain LoRA"),
@@ -132,12 +166,17 @@ def test_what_is_not_plain_is_refused(
     shutil.copytree(adapter, tmp_path / "adapter")
     path = tmp_path / "adapter/adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
-    assert main([str(tmp_path / "adapter"), str(tmp_path / "merged"), "--merge", "--base", str(base)]) == 2
+    assert (
+        main([str(tmp_path / "adapter"), str(tmp_path / "merged"), "--merge", "--base", str(base)])
+        == 2
+    )
     said = capsys.readouterr().err
     assert problem in said and ("plain" not in problem or f"{field} = {value!r}" in said)
     assert not (tmp_path / "merged").exists()
     with pytest.raises(CheckpointError):
-        adapter_checkpoint(tmp_path / "adapter", LoRASection(rank=4, alpha=12.0), key="lora.init_from")
+        adapter_checkpoint(
+            tmp_path / "adapter", LoRASection(rank=4, alpha=12.0), key="lora.init_from"
+        )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +190,9 @@ def test_what_is_not_plain_is_refused(
 def test_adapters_of_embedding_and_head(
     base: Path, tmp_path: Path, capsys: Any, target: str, tied: bool, problem: str
 ) -> None:
-    """peft saves the weights of both with them, and a head that is tied has no weight of its own to add to."""
+    """peft saves the weights of both with them, and a head that is tied has no weight of its own to
+    add to.
+    """
     shutil.copytree(base, tmp_path / "base")
     if tied:
         model = AutoModelForCausalLM.from_pretrained(base)
@@ -159,7 +200,13 @@ def test_adapters_of_embedding_and_head(
         model.tie_weights()
         model.save_pretrained(tmp_path / "base")
     make(tmp_path / "base", tmp_path / "adapter", target_modules=[target])
-    arguments = [str(tmp_path / "adapter"), str(tmp_path / "merged"), "--merge", "--base", str(tmp_path / "base")]
+    arguments = [
+        str(tmp_path / "adapter"),
+        str(tmp_path / "merged"),
+        "--merge",
+        "--base",
+        str(tmp_path / "base"),
+    ]
     assert main(arguments) == 2 and problem in capsys.readouterr().err
 
 
@@ -171,11 +218,17 @@ def test_adapters_of_embedding_and_head(
         *({"use_dora": True}, {"init_lora_weights": "pissa"}),
     ],
 )
-def test_the_remedy_gives_what_peft_computes(base: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_the_remedy_gives_what_peft_computes(
+    base: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
     expected = make(base, tmp_path / "adapter", **settings)
-    with pytest.raises(CheckpointError, match=f"{next(iter(settings))} = .* is not plain LoRA, .* Merge the"):
+    with pytest.raises(
+        CheckpointError, match=f"{next(iter(settings))} = .* is not plain LoRA, .* Merge the"
+    ):
         read_adapter(tmp_path / "adapter")
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter"
+    )
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
     ours = build_decoder(model_config_from_hf(tmp_path / "merged"))
     materialize(ours, "cpu", [weights_of(tmp_path / "merged", ours)])
@@ -187,9 +240,14 @@ def test_the_base_of_adapters_is_checked_too(tmp_path):
     """They are merged into it when training is over."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "use_cache": "yes"}))
     model, section = build_decoder(families()["qwen3"].presets["debug"]), LoRASection(rank=2)
-    saved_as = PeftFormat(CheckpointSection(initial_load_path=str(tmp_path)), ModelSection(), section)
+    saved_as = PeftFormat(
+        CheckpointSection(initial_load_path=str(tmp_path)), ModelSection(), section
+    )
     with pytest.raises(CheckpointError, match="use_cache"):
         saved_as.describe(model, None, [])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     apply_lora(model, section, torch.float32)
-    assert saved_as.describe(model, None, []).keys() == {"adapter_config.json", "titanlite/config.json"}
+    assert saved_as.describe(model, None, []).keys() == {
+        "adapter_config.json",
+        "titanlite/config.json",
+    }

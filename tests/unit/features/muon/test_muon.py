@@ -1,4 +1,6 @@
-"""Muon on one process against a float64 loop and torch's own, its parameters, and matrices that lie in pieces."""
+"""Muon on one process against a float64 loop and torch's own, its parameters, and matrices that lie
+in pieces.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +21,13 @@ from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
 from titanlite.optim.optimizer import LocalAdamW, step_if_finite
 
-SHAPES = {"wide": (8, 20), "tall": (20, 8), "square": (9, 9), "experts": (3, 6, 10), "stacked": (2, 12, 5)}
+SHAPES = {
+    "wide": (8, 20),
+    "tall": (20, 8),
+    "square": (9, 9),
+    "experts": (3, 6, 10),
+    "stacked": (2, 12, 5),
+}
 
 
 def orthogonalized(x):
@@ -64,7 +72,10 @@ def test_a_missing_gradient_changes_nothing():
     set_gradients(optimizer, 0)
     params["square"].grad, before = None, params["square"].detach().clone()
     step_if_finite(optimizer, torch.tensor(True))
-    assert params["square"] not in optimizer.state and "momentum_buffer" in optimizer.state[params["wide"]]
+    assert (
+        params["square"] not in optimizer.state
+        and "momentum_buffer" in optimizer.state[params["wide"]]
+    )
     assert torch.equal(params["square"], before)
 
 
@@ -112,7 +123,9 @@ def test_it_is_torchs_muon():
     params, _, optimizer = make(momentum=0.95)
     own = params["tall"]
     other = nn.Parameter(own.detach().clone())
-    theirs = torch.optim.Muon([other], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    theirs = torch.optim.Muon(
+        [other], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
     for step in range(3):
         set_gradients(optimizer, step)
         other.grad = own.grad.clone()
@@ -175,13 +188,18 @@ def test_what_does_not_go_with_muon_is_refused(section, name, value, text):
 
 
 def split_like(make, world_size, experts_over=1):
-    """`make(exchange)` on every rank: 5 matrices of 64 x 32 over all, 8 experts of 2 x 24 x 16 over groups."""
+    """`make(exchange)` on every rank: 5 matrices of 64 x 32 over all, 8 experts of 2 x 24 x 16 over
+    groups.
+    """
     found = []
     for rank in range(world_size):
         with fake_ranks(world_size, rank):
             mesh = init_device_mesh("cpu", (world_size,))
             both = init_device_mesh("cpu", (experts_over, world_size // experts_over))
-            params = [distribute_tensor(torch.empty(64, 32, device="meta"), mesh, [Shard(0)]) for _ in range(5)]
+            params = [
+                distribute_tensor(torch.empty(64, 32, device="meta"), mesh, [Shard(0)])
+                for _ in range(5)
+            ]
             experts = torch.empty(8, 48, 16, device="meta")
             params.append(distribute_tensor(experts, both, [Shard(1), Shard(0)]))
             found.append(make(MatrixExchange(params, [1, 1, 1, 1, 1, 2], None)))
@@ -190,7 +208,11 @@ def split_like(make, world_size, experts_over=1):
 
 def test_work_is_shared_among_the_ranks_that_hold_a_matrix():
     owned = split_like(
-        lambda exchange: [item.shape for route in exchange._routes if route for item in route.owned], 4, 2
+        lambda exchange: [
+            item.shape for route in exchange._routes if route for item in route.owned
+        ],
+        4,
+        2,
     )
     assert Counter(shape for of_rank in owned for shape in of_rank) == {(64, 32): 5, (48, 16): 8}
     assert sorted(of_rank.count((64, 32)) for of_rank in owned) == [1, 1, 1, 2]

@@ -26,9 +26,13 @@ def test_the_first_of_three_stages():
 
 
 class Stage:
-    """Runs turn after turn, one in each tick, if what it needs has come and what it sent has been taken."""
+    """Runs turn after turn, one in each tick, if what it needs has come and what it sent has been
+    taken.
+    """
 
-    def __init__(self, stages: list["Stage"], degrees: Degrees, num_micro_batches: int, ahead: int) -> None:
+    def __init__(
+        self, stages: list["Stage"], degrees: Degrees, num_micro_batches: int, ahead: int
+    ) -> None:
         self.stages, self.number, self.degrees = stages, len(stages), degrees
         self.turns = [*order_turns(num_micro_batches, ahead)]
         self.place = self.open = self.most_open = 0
@@ -73,9 +77,9 @@ class Stage:
 def test_no_stage_waits_for_ever_and_none_waits_more_than_it_must(pp, num):
     """Run in ticks, a forward or a backward each: what is sent in one can be used in the next.
 
-    A step then takes n + p - 1 forwards and as many backwards, so that a rank stands still in (p - 1) / (n + p - 1)
-    of it, and as many turns are open as `turns_ahead` says. Messages are told apart by their order alone: what is
-    received must be that of the same micro-batch.
+    A step then takes n + p - 1 forwards and as many backwards, so that a rank stands still in (p -
+    1) / (n + p - 1) of it, and as many turns are open as `turns_ahead` says. Messages are told
+    apart by their order alone: what is received must be that of the same micro-batch.
     """
     degrees = Degrees(pp=pp)
     stages: list[Stage] = []
@@ -95,7 +99,11 @@ def test_no_stage_waits_for_ever_and_none_waits_more_than_it_must(pp, num):
     assert all(stage.place == len(stage.turns) for stage in stages), "stages wait for each other"
     assert ticks == 2 * (num + pp - 1)
     assert degrees.waiting(num) == pytest.approx(1 - 2 * num / ticks)
-    assert [stage.most_open for stage in stages] == [min(degrees.turns_ahead(number) + 1, num) for number in range(pp)]
+    assert [stage.most_open for stage in stages] == [
+        min(degrees.turns_ahead(number) + 1, num) for number in range(pp)
+    ]
     for stage in stages:
         for phase in ("forward", "backward"):
-            assert [turn[1] for turn in stage.turns if turn[0] == phase] == [*range(num)], "in order"
+            assert [turn[1] for turn in stage.turns if turn[0] == phase] == [*range(num)], (
+                "in order"
+            )

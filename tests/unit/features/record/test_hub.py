@@ -51,7 +51,12 @@ def test_the_model_goes_without_the_training_state(api, step):
 
     names = [str(path.relative_to(step)) for path in step.rglob("*") if path.is_file()]
     sent = set(filter_repo_objects(names, ignore_patterns=options["ignore_patterns"]))
-    assert sent == {"model.safetensors", "config.json", "README.md", "titanlite/expert_bias.safetensors"}
+    assert sent == {
+        "model.safetensors",
+        "config.json",
+        "README.md",
+        "titanlite/expert_bias.safetensors",
+    }
 
 
 def test_a_failure_says_where_the_model_is_and_how_to_go_on(api, step, monkeypatch):
@@ -62,6 +67,8 @@ def test_a_failure_says_where_the_model_is_and_how_to_go_on(api, step, monkeypat
     with pytest.raises(CheckpointError) as raised:
         push_to_hub(step, "me/model")
     message = str(raised.value)
-    assert message.startswith("checkpoint.push_to_hub: cannot upload to me/model: 403 Forbidden: no write access")
+    assert message.startswith(
+        "checkpoint.push_to_hub: cannot upload to me/model: 403 Forbidden: no write access"
+    )
     assert f"safe in {step}" in message and "hf upload me/model" in message and "\n" not in message
     assert (step / "model.safetensors").exists()

@@ -10,7 +10,8 @@ from titanlite.config.schema import CheckpointSection, OptimizerSection, Trainin
 from titanlite.features.record.publish import render_merge_card, render_model_card
 from titanlite.metrics.point import Results
 
-HUB = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289a04d12100db370d81485cdf75e47ca"
+COMMIT = "c1899de289a04d12100db370d81485cdf75e47ca"
+HUB = f"/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/{COMMIT}"
 
 
 def make_card(**sections):
@@ -24,30 +25,42 @@ def make_card(**sections):
         job,
         family="qwen3_moe",
         num_parameters=1_234_567,
-        progress=Progress(20, 160, "960 examples, seed 42", 4, {"torch": "2.13.0", "titanlite": "0.1"}),
+        progress=Progress(
+            20, 160, "960 examples, seed 42", 4, {"torch": "2.13.0", "titanlite": "0.1"}
+        ),
         results=results,
     )
 
 
 def test_header_is_what_the_hub_reads():
     card = ModelCard(
-        make_card(checkpoint=CheckpointSection(initial_load_path=HUB), data=DataSection(path="openai/gsm8k@main"))
+        make_card(
+            checkpoint=CheckpointSection(initial_load_path=HUB),
+            data=DataSection(path="openai/gsm8k@main"),
+        )
     )
     assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
     assert card.data.base_model == "Qwen/Qwen3-0.6B" and card.data.datasets == ["openai/gsm8k"]
     assert card.data.tags == ["titanlite"]
-    assert "[Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B) (revision `c1899de289a0`)" in card.text
+    assert (
+        "[Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B) (revision `c1899de289a0`)"
+        in card.text
+    )
 
 
 def test_a_local_base_model_is_no_hub_id():
-    card = ModelCard(make_card(checkpoint=CheckpointSection(initial_load_path="/secret/place/model")))
+    card = ModelCard(
+        make_card(checkpoint=CheckpointSection(initial_load_path="/secret/place/model"))
+    )
     assert card.data.base_model is None
     assert "trained from `model`" in card.text and "secret" not in str(card)
 
 
 def test_results_data_configuration_and_versions():
     card = make_card(
-        training=TrainingSection(steps=40, seq_len=128), optimizer=OptimizerSection(lr=1e-5), data=DataSection(path="x")
+        training=TrainingSection(steps=40, seq_len=128),
+        optimizer=OptimizerSection(lr=1e-5),
+        data=DataSection(path="x"),
     )
     for line in (
         "A `qwen3_moe` model with 1.2 M parameters",
@@ -87,8 +100,13 @@ def test_where_the_run_took_place_is_not_in_it():
 
 
 def test_license_of_the_base_model_is_metadata(tmp_path):
-    """Nothing else of the base model's header comes along, and a broken one costs the license only."""
-    readme = "---\nlicense: other\nlicense_name: 'qwen-research'\ntags:\n- license: mit\nname: x\n---\nlicense: gpl\n"
+    """Nothing else of the base model's header comes along, and a broken one costs the license
+    only.
+    """
+    readme = (
+        "---\nlicense: other\nlicense_name: 'qwen-research'\ntags:\n- license: mit\nname: "
+        "x\n---\nlicense: gpl\n"
+    )
     (tmp_path / "README.md").write_text(readme)
     section = CheckpointSection(initial_load_path=str(tmp_path))
     card = ModelCard(make_card(checkpoint=section))
@@ -99,15 +117,24 @@ def test_license_of_the_base_model_is_metadata(tmp_path):
         assert ModelCard(make_card(checkpoint=section)).data.license is None
 
 
-def test_a_merged_model_has_data_of_the_adapters_and_the_model_of_the_hub_that_they_were_trained_on(tmp_path):
+def test_a_merged_model_has_data_of_the_adapters_and_the_model_of_the_hub_that_they_were_trained_on(
+    tmp_path,
+):
     folder = tmp_path / HUB.lstrip("/")
     folder.mkdir(parents=True)
     (folder / "README.md").write_text("---\nlicense: apache-2.0\ndatasets:\n- other/data\n---\n")
     section = CheckpointSection(initial_load_path=str(folder))
-    (tmp_path / "README.md").write_text(make_card(checkpoint=section, data=DataSection(path="openai/gsm8k@main")))
-    text = render_merge_card(folder, tmp_path, family="qwen3", dtype="bfloat16", rank=8, scaling=2.0)
+    (tmp_path / "README.md").write_text(
+        make_card(checkpoint=section, data=DataSection(path="openai/gsm8k@main"))
+    )
+    text = render_merge_card(
+        folder, tmp_path, family="qwen3", dtype="bfloat16", rank=8, scaling=2.0
+    )
     card = ModelCard(text)
     assert card.data.base_model == "Qwen/Qwen3-0.6B" and card.data.datasets == ["openai/gsm8k"]
     assert card.data.license == "apache-2.0" and card.data.tags == ["titanlite"]
-    assert "rank 8 (factor 2) merged into [Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B)" in text
+    assert (
+        "rank 8 (factor 2) merged into [Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B)"
+        in text
+    )
     assert "- fingerprint: 960 examples, seed 42" in text and "with 1.2 M parameters" not in text

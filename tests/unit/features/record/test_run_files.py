@@ -23,7 +23,9 @@ def check(monkeypatch, tmp_path: Path):
         said: list[str] = []
         for level in ("info", "warning"):
             monkeypatch.setattr(
-                run_files.logger, level, lambda text, *values, level=level: said.append(f"{level} {text % values}")
+                run_files.logger,
+                level,
+                lambda text, *values, level=level: said.append(f"{level} {text % values}"),
             )
 
         def disk_usage(path: Path) -> Usage:

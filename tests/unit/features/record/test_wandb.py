@@ -1,4 +1,6 @@
-"""Weights & Biases, with a stand-in for the package that writes down how it is called, and once with the package."""
+"""Weights & Biases, with a stand-in for the package that writes down how it is called, and once
+with the package.
+"""
 
 import io
 import json
@@ -18,7 +20,18 @@ from titanlite.features.record.publish import configure_wandb, finish_wandb, ope
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.point import MoEState, StepPoint
 
-OPTIONS = ("PROJECT", "NAME", "RUN_ID", "RESUME", "DIR", "NOTES", "INIT_TIMEOUT", "SHOW_INFO", "CONSOLE", "MODE")
+OPTIONS = (
+    "PROJECT",
+    "NAME",
+    "RUN_ID",
+    "RESUME",
+    "DIR",
+    "NOTES",
+    "INIT_TIMEOUT",
+    "SHOW_INFO",
+    "CONSOLE",
+    "MODE",
+)
 
 
 class StandIn:
@@ -32,7 +45,9 @@ class StandIn:
     def __init__(self) -> None:
         self.calls: list[tuple] = []
         self.errors: dict[str, BaseException] = {}
-        self.config = SimpleNamespace(update=lambda values, allow_val_change: self.note("config", values))
+        self.config = SimpleNamespace(
+            update=lambda values, allow_val_change: self.note("config", values)
+        )
         self.url, self.dir = "https://wandb.example/run", "/x/files"
 
     def note(self, name: str, *values) -> None:
@@ -105,7 +120,9 @@ def build(job: JobConfig, folder: Path, **options) -> MetricsLogger:
 
 
 def log(metrics: MetricsLogger, step: int, loss: float = 2.5, **options) -> None:
-    metrics.log_step(StepPoint(step, loss, 0.91, 1e-3, tokens=8000, seconds=4.0, phases={}, **options))
+    metrics.log_step(
+        StepPoint(step, loss, 0.91, 1e-3, tokens=8000, seconds=4.0, phases={}, **options)
+    )
 
 
 def test_points_have_the_names_and_steps_of_metrics_jsonl(job, tmp_path: Path, wandb, console):
@@ -163,9 +180,13 @@ def test_a_folder_is_a_run_with_its_name(job: JobConfig, tmp_path: Path, wandb):
 def test_the_configuration_is_whole_and_has_no_local_paths(job: JobConfig, tmp_path: Path, wandb):
     job.job.dump_folder = str(tmp_path / "run")
     job.data.path = "/home/me/secret/chats.jsonl"
-    job.model.hf_assets_path = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289"
+    job.model.hf_assets_path = (
+        "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289"
+    )
     with build(job, tmp_path / "run"):
-        configure_wandb({"command": "train --data.path=/home/me/secret/chats.jsonl", "world_size": 4})
+        configure_wandb(
+            {"command": "train --data.path=/home/me/secret/chats.jsonl", "world_size": 4}
+        )
     finish_wandb(0)
     config = wandb.of("init")[0][1]
     assert config["data"]["path"] == "chats.jsonl"
@@ -184,14 +205,18 @@ def test_the_configuration_is_whole_and_has_no_local_paths(job: JobConfig, tmp_p
         ("log", TimeoutError(), "TimeoutError"),
     ],
 )
-def test_the_first_error_is_one_warning_and_its_end(job, tmp_path: Path, wandb, console, call, error, text):
+def test_the_first_error_is_one_warning_and_its_end(
+    job, tmp_path: Path, wandb, console, call, error, text
+):
     wandb.errors[call] = error
     with build(job, tmp_path / "run") as metrics:
         log(metrics, 1)
         log(metrics, 2)
     finish_wandb(3)
     warning = f"W&B: {text}. It gets no more points; metrics.jsonl has all.\n"
-    assert console.getvalue().count("It gets no more points") == console.getvalue().count(warning) == 1
+    assert (
+        console.getvalue().count("It gets no more points") == console.getvalue().count(warning) == 1
+    )
     assert wandb.calls[-1][0] == call
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 

@@ -37,7 +37,11 @@ def mark(tokenizer: PreTrainedTokenizerFast, document: Document, bit: int = TRAI
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], form: Form = "messages", *, train_all: bool = False
+    tokenizer: PreTrainedTokenizerFast,
+    row: dict[str, Any],
+    form: Form = "messages",
+    *,
+    train_all: bool = False,
 ) -> list[tuple[Document, ...]]:
     (found,) = ExampleEncoder(tokenizer, form, train_all=train_all).encode([row])
     if isinstance(found, RowError):
@@ -48,7 +52,11 @@ def encode(
 def marked(
     tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], form: Form = "messages", **kwargs: Any
 ) -> list[str]:
-    return [mark(tokenizer, document) for example in encode(tokenizer, row, form, **kwargs) for document in example]
+    return [
+        mark(tokenizer, document)
+        for example in encode(tokenizer, row, form, **kwargs)
+        for document in example
+    ]
 
 
 def answer(text: str, **more: object) -> dict[str, Any]:
@@ -84,7 +92,9 @@ CHATS: list[tuple[str | None, Form, dict[str, Any], list[str]]] = [
         CHATML,
         "messages",
         {"conversations": [{"from": who, "value": text} for who, text in TURNS], "system": "be"},
-        [f"<system\nbe>\n<user\none>\n<assistant\n[[two>]]\n<user\nthree>\n<assistant\n[[<call>{CALL}</call>>]]\n"],
+        [
+            f"<system\nbe>\n<user\none>\n<assistant\n[[two>]]\n<user\nthree>\n<assistant\n[[<call>{CALL}</call>>]]\n"
+        ],
     ),
     (
         CHATML,
@@ -104,7 +114,14 @@ CHATS: list[tuple[str | None, Form, dict[str, Any], list[str]]] = [
     (
         THINKING,  # calls of tools for the same question are not history; their thoughts stay
         "messages",
-        {"messages": [ASK, answer("a", reasoning_content="b"), TOOL, answer("c", reasoning_content="d")]},
+        {
+            "messages": [
+                ASK,
+                answer("a", reasoning_content="b"),
+                TOOL,
+                answer("c", reasoning_content="d"),
+            ]
+        },
         [
             "<user\none>\n<assistant\n[[<think>\nb\n</think>\n\na>]]\n<tool\nr>\n"
             "<assistant\n[[<think>\nd\n</think>\n\nc>]]\n"
@@ -149,11 +166,17 @@ CHATS: list[tuple[str | None, Form, dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("template", "form", "row", "expected"), CHATS)
 def test_rows_are_documents_with_trained_parts(
-    make_tokenizer: MakeTokenizer, template: str | None, form: Form, row: dict[str, Any], expected: list[str]
+    make_tokenizer: MakeTokenizer,
+    template: str | None,
+    form: Form,
+    row: dict[str, Any],
+    expected: list[str],
 ) -> None:
     tokenizer = make_tokenizer(template, eos="</s>" if template == MISTRAL else "<|endoftext|>")
     found = marked(tokenizer, row, form)
-    assert [text.replace("<|im_start|>", "<").replace("<|im_end|>", ">") for text in found] == expected
+    assert [
+        text.replace("<|im_start|>", "<").replace("<|im_end|>", ">") for text in found
+    ] == expected
 
 
 SIDES: dict[str, Callable[[str], Any]] = {
@@ -170,7 +193,9 @@ def test_prompt_tokens_are_those_of_inference(make_tokenizer: MakeTokenizer) -> 
     ((document,),) = encode(tokenizer, row)
     whole = tokenizer.apply_chat_template(row["messages"], tokenize=True)["input_ids"]
     assert whole != document.ids.tolist()  # else this test shows nothing
-    prompt = tokenizer.apply_chat_template(row["messages"][:1], tokenize=True, add_generation_prompt=True)["input_ids"]
+    prompt = tokenizer.apply_chat_template(
+        row["messages"][:1], tokenize=True, add_generation_prompt=True
+    )["input_ids"]
     assert document.ids[: len(prompt)].tolist() == prompt
     trained = (document.flags & TRAINED).tolist()
     assert not any(trained[: len(prompt)]) and trained[len(prompt)]
@@ -184,7 +209,9 @@ def test_generation_marks(make_tokenizer: MakeTokenizer) -> None:
     row = say("one", "two", "three", "four")
     assert marked(tokenizer, row) == [f"{start}[[two<|im_end|>]]{middle}[[four<|im_end|>]]\n"]
     pair = {"prompt": row["messages"][:3], "completion": row["messages"][3:]}
-    assert marked(tokenizer, pair, "prompt_completion") == [f"{start}two<|im_end|>{middle}[[four<|im_end|>]]\n"]
+    assert marked(tokenizer, pair, "prompt_completion") == [
+        f"{start}two<|im_end|>{middle}[[four<|im_end|>]]\n"
+    ]
     row["messages"][1]["weight"] = 0
     assert marked(tokenizer, row) == [f"{start}two<|im_end|>{middle}[[four<|im_end|>]]\n"]
 
@@ -196,8 +223,19 @@ def test_train_on_all(make_tokenizer: MakeTokenizer) -> None:
         ((document,),) = encode(tokenizer, row, train_all=True)
         assert (document.flags & TRAINED).all()
         answers = mark(tokenizer, document, ANSWER)
-        assert answers.endswith("four<|im_end|>]]\n") and ("[[two" in answers) == (template != THINKING)
-    assert len(encode(make_tokenizer(CHATML), {"messages": [{"role": "user", "content": "hi"}]}, train_all=True)) == 1
+        assert answers.endswith("four<|im_end|>]]\n") and ("[[two" in answers) == (
+            template != THINKING
+        )
+    assert (
+        len(
+            encode(
+                make_tokenizer(CHATML),
+                {"messages": [{"role": "user", "content": "hi"}]},
+                train_all=True,
+            )
+        )
+        == 1
+    )
 
 
 def test_tools_and_calls_reach_the_template(make_tokenizer: MakeTokenizer) -> None:
@@ -209,11 +247,16 @@ def test_tools_and_calls_reach_the_template(make_tokenizer: MakeTokenizer) -> No
             {"role": "tool", "content": '{"sum": "4"}'},
             {"role": "assistant", "content": "four"},
         ],
-        "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
+        "tools": [
+            {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+        ],
     }
     (text,) = marked(make_tokenizer(CHATML), row)
     # The arguments are an object in the text, not quoted JSON.
-    assert '[[<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>]]\n<|im_start|>tool\n{"sum"' in text
+    assert (
+        '[[<call>{"name": "add", "arguments": {"a": '
+        '2}}</call><|im_end|>]]\n<|im_start|>tool\n{"sum"' in text
+    )
     assert text.startswith('<|im_start|>system\n{"type": "function", "function": {"name": "add",')
     assert (
         '[[{"name": "add", "parameters": {"a": 2}}<|eot_id|>]]'
@@ -225,7 +268,9 @@ def test_prompt_and_completion(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(None)
     row = {"prompt": "2 + 2 =", "completion": " 4"}
     assert marked(tokenizer, row, "prompt_completion") == ["2 + 2 =[[ 4<|endoftext|>]]"]
-    assert marked(tokenizer, row, "prompt_completion", train_all=True) == ["[[2 + 2 = 4<|endoftext|>]]"]
+    assert marked(tokenizer, row, "prompt_completion", train_all=True) == [
+        "[[2 + 2 = 4<|endoftext|>]]"
+    ]
     row = {"prompt": "2 + 2 =", "completion": " 4<|endoftext|>"}  # as some data sets are written
     assert marked(tokenizer, row, "prompt_completion") == ["2 + 2 =[[ 4<|endoftext|>]]"]
 
@@ -235,7 +280,8 @@ def test_beginning_of_text_is_added_once(make_tokenizer: MakeTokenizer) -> None:
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
-    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id  # the tokenizer adds it by itself
+    # the tokenizer adds it by itself
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
     for prompt in ("one", "<s>one", ""):
         row = {"prompt": prompt, "completion": "two"}
         (text,) = marked(tokenizer, row, "prompt_completion")
@@ -249,16 +295,23 @@ def test_tokenizer_that_puts_a_space_before_every_text(make_tokenizer: MakeToken
     tokenizer = make_tokenizer(CHATML)
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Metaspace(prepend_scheme="always"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Metaspace(prepend_scheme="always"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
-    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Metaspace(prepend_scheme="always")])
+    backend.decoder = decoders.Sequence(
+        [decoders.ByteLevel(), decoders.Metaspace(prepend_scheme="always")]
+    )
     spaced = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
     spaced.chat_template = CHATML
     row = say("one", "two", "three", "four")
     ((document,),) = encode(spaced, row)
     whole = spaced.apply_chat_template(row["messages"], tokenize=True)["input_ids"]
     assert document.ids.tolist() == whole
-    prompt = spaced.apply_chat_template(row["messages"][:1], tokenize=True, add_generation_prompt=True)["input_ids"]
+    prompt = spaced.apply_chat_template(
+        row["messages"][:1], tokenize=True, add_generation_prompt=True
+    )["input_ids"]
     assert (document.flags[: len(prompt)] == 0).all() and document.flags[len(prompt)] & TRAINED
     alone = spaced("two<|im_end|>", add_special_tokens=False)["input_ids"]
     assert alone != whole[len(prompt) : len(prompt) + len(alone)]  # else this test shows nothing
@@ -266,7 +319,14 @@ def test_tokenizer_that_puts_a_space_before_every_text(make_tokenizer: MakeToken
 
 @pytest.mark.parametrize(
     ("prompt", "side"),
-    [("chat", "answer"), ("text", "answer"), (None, "chat"), ("text", "chat"), ("chat", "chat"), ("chat", "text")],
+    [
+        ("chat", "answer"),
+        ("text", "answer"),
+        (None, "chat"),
+        ("text", "chat"),
+        ("chat", "chat"),
+        ("chat", "text"),
+    ],
 )
 def test_preference_pairs(make_tokenizer: MakeTokenizer, prompt: str | None, side: str) -> None:
     prompts = {"chat": say("q")["messages"], "text": "q"}
@@ -280,7 +340,9 @@ def test_preference_pairs(make_tokenizer: MakeTokenizer, prompt: str | None, sid
     assert all("[[<think>\n\n</think>\n\n" in text for text in thinking) and len(thinking) == 2
 
 
-MARKED_OPEN = OPEN_THOUGHT.replace("{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}")
+MARKED_OPEN = OPEN_THOUGHT.replace(
+    "{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}"
+)
 
 
 REWRITTEN = {side: say("a", side, "c", "d")["messages"] for side in ("chosen", "rejected")}
@@ -289,12 +351,27 @@ REWRITTEN = {side: say("a", side, "c", "d")["messages"] for side in ("chosen", "
 @pytest.mark.parametrize(
     ("template", "form", "row", "problem"),
     [
-        (GEMMA, "messages", say("one", "two", system="be"), r"fails: System role not supported\. Correct the row, or"),
-        (MISTRAL, "messages", say("one", "two", system="be"), r"drops messages\[0\], of the role 'system'"),
+        (
+            GEMMA,
+            "messages",
+            say("one", "two", system="be"),
+            r"fails: System role not supported\. Correct the row, or",
+        ),
+        (
+            MISTRAL,
+            "messages",
+            say("one", "two", system="be"),
+            r"drops messages\[0\], of the role 'system'",
+        ),
         # Inference would never ask for this answer, also where marks say what is trained.
         (OPEN_THOUGHT, "messages", say("one", "two"), r"messages\[1\] .*: '<think>.n' there, 'two"),
         (MARKED_OPEN, "messages", say("one", "two"), r"messages\[1\] .*: '<think>.n' there, 'two"),
-        (THINKING, "preference", REWRITTEN, "several answers, and the chat template rewrites earlier ones"),
+        (
+            THINKING,
+            "preference",
+            REWRITTEN,
+            "several answers, and the chat template rewrites earlier ones",
+        ),
     ],
 )
 def test_a_row_that_does_not_go_with_the_template_is_refused(
@@ -305,13 +382,16 @@ def test_a_row_that_does_not_go_with_the_template_is_refused(
 
 
 def test_template_without_an_end_of_turn(make_tokenizer: MakeTokenizer) -> None:
-    """The next message's first token ends the turn; where there is no such token either, this is counted."""
+    """The next message's first token ends the turn; where there is no such token either, this is
+    counted.
+    """
     tokenizer = make_tokenizer(CHATML.replace("<|im_end|>", ""))
     encoder = ExampleEncoder(tokenizer, "messages", train_all=False)
     list(encoder.encode([say("one", "two")]))
     assert encoder.stop_token_ids == {tokenizer.convert_tokens_to_ids("<|im_start|>")}
     single = (
-        "{{ raise_exception('one turn') if messages | length > 2 }}{% for m in messages %}{{ m.content }} {% endfor %}"
+        "{{ raise_exception('one turn') if messages | length > 2 }}{% for m in messages %}{{ "
+        "m.content }} {% endfor %}"
     )
     encoder = ExampleEncoder(make_tokenizer(single), "messages", train_all=False)
     list(encoder.encode([say("one", "two")]))

@@ -1,4 +1,6 @@
-"""From rows to batches: cache, lengths, hold-out, packing, the order, and prompts for evaluation."""
+"""From rows to batches: cache, lengths, hold-out, packing, the order, and prompts for
+evaluation.
+"""
 
 import json
 import random
@@ -16,7 +18,11 @@ from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import TrainLoader
-from titanlite.features.generate.evaluate import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
+from titanlite.features.generate.evaluate import (
+    EvaluationPrompt,
+    evaluation_prompts,
+    read_evaluation_prompts,
+)
 from titanlite.features.sft import examples as examples_module
 from titanlite.features.sft.build import describe
 from titanlite.features.sft.chat import TRAINED
@@ -39,11 +45,17 @@ def make_rows(count: int = 60, seed: int = 0) -> list[dict[str, Any]]:
 
 def make_chats(count: int = 20) -> list[dict[str, Any]]:
     roles = ["user", "assistant"] * 2
-    return [{"messages": [{"role": r, "content": f"{r} {i} {k}"} for k, r in enumerate(roles)]} for i in range(count)]
+    return [
+        {"messages": [{"role": r, "content": f"{r} {i} {k}"} for k, r in enumerate(roles)]}
+        for i in range(count)
+    ]
 
 
 def make_pairs(count: int = 20) -> list[dict[str, Any]]:
-    return [{"prompt": f"{i}:", "chosen": " good" * (i % 5 + 1), "rejected": " bad"} for i in range(count)]
+    return [
+        {"prompt": f"{i}:", "chosen": " good" * (i % 5 + 1), "rejected": " bad"}
+        for i in range(count)
+    ]
 
 
 def build(job: JobConfig) -> ExampleDataset:
@@ -53,12 +65,15 @@ def build(job: JobConfig) -> ExampleDataset:
 
 
 def documents_of(dataset: ExampleDataset, indices: range) -> list[tuple[list[int], list[int]]]:
-    """(tokens, labels) of every document in these sequences, and the checks that hold for all batches."""
+    """(tokens, labels) of every document in these sequences, and the checks that hold for all
+    batches.
+    """
     found = []
     batch = dataset.batch(indices)
     for row in range(len(indices)):
         tokens, labels, positions, ids = (
-            getattr(batch, name)[row].tolist() for name in ("tokens", "labels", "positions", "document_ids")
+            getattr(batch, name)[row].tolist()
+            for name in ("tokens", "labels", "positions", "document_ids")
         )
         used = sum(i >= 0 for i in ids)
         assert used > 0 and ids[:used] == sorted(ids[:used]) and set(ids[used:]) <= {-1}
@@ -79,7 +94,9 @@ def test_every_example_is_in_one_sequence_with_its_labels(make_job: MakeJob, pac
         for example in part.selected.tolist():
             (place,) = part.examples.get_documents(example)
             ids, flags = part.examples.tokens[place].tolist(), part.examples.flags[place].tolist()
-            labels = [ids[i + 1] if flags[i + 1] & TRAINED else IGNORE_INDEX for i in range(len(ids) - 1)]
+            labels = [
+                ids[i + 1] if flags[i + 1] & TRAINED else IGNORE_INDEX for i in range(len(ids) - 1)
+            ]
             expected.append((ids, [*labels, IGNORE_INDEX]))
     found = documents_of(dataset, range(dataset.num_sequences))
     assert sorted(found) == sorted(expected) and len(found) == 60
@@ -88,7 +105,10 @@ def test_every_example_is_in_one_sequence_with_its_labels(make_job: MakeJob, pac
     else:
         assert dataset.num_sequences == 60
     labels = dataset.batch(range(dataset.num_sequences)).labels
-    assert int((labels[: dataset.num_train_sequences] != IGNORE_INDEX).sum()) == dataset.train.num_trained
+    assert (
+        int((labels[: dataset.num_train_sequences] != IGNORE_INDEX).sum())
+        == dataset.train.num_trained
+    )
     assert labels.dtype == torch.int64 and labels.is_contiguous()
 
 
@@ -99,7 +119,11 @@ def test_pairs_share_a_row_chosen_first(make_job: MakeJob) -> None:
     assert dataset.form == "preference" and len(documents) == 40 and dataset.num_sequences < 20
     texts = [tokenizer.decode(tokens) for tokens, _ in documents]
     for chosen, rejected in zip(texts[::2], texts[1::2], strict=True):
-        assert chosen.split(":")[0] == rejected.split(":")[0] and " good" in chosen and " bad" in rejected
+        assert (
+            chosen.split(":")[0] == rejected.split(":")[0]
+            and " good" in chosen
+            and " bad" in rejected
+        )
     assert (dataset.batch(range(dataset.num_sequences)).document_ids.max(1).values % 2 == 1).all()
 
 
@@ -109,13 +133,16 @@ def test_held_out_rows_are_not_trained_on(make_job: MakeJob) -> None:
     assert not set(dataset.train.selected) & set(dataset.held_out.selected)
     assert set(dataset.held_out.selected.tolist()) != set(range(90, 100))  # not the end of the file
     again = build(make_job(make_rows(100, seed=1), seq_len=32, too_long="cut", packing=False))
-    assert again.held_out.selected.tolist() == dataset.held_out.selected.tolist()  # by the number of rows alone
+    # by the number of rows alone
+    assert again.held_out.selected.tolist() == dataset.held_out.selected.tolist()
 
 
 def test_answers_of_one_conversation_stay_together(make_job: MakeJob) -> None:
     dataset = build(make_job(make_chats(), THINKING, seq_len=128))
     assert len(dataset.train.selected) == 36 and len(dataset.held_out.selected) == 4
-    train, held_out = (set(part.examples.places[part.selected]) for part in (dataset.train, dataset.held_out))
+    train, held_out = (
+        set(part.examples.places[part.selected]) for part in (dataset.train, dataset.held_out)
+    )
     assert not train & held_out
 
 
@@ -132,13 +159,21 @@ def test_validation_path(make_job: MakeJob, tmp_path: Path) -> None:
 
 
 def test_too_long(make_job: MakeJob, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [*make_rows(20), {"prompt": "a", "completion": "b" * 50}, {"prompt": "c" * 50, "completion": "d"}]
+    rows = [
+        *make_rows(20),
+        {"prompt": "a", "completion": "b" * 50},
+        {"prompt": "c" * 50, "completion": "d"},
+    ]
     job = make_job(rows, seq_len=40)
     with pytest.raises(DataError, match=r"training\.seq_len \(40\), the longest of 5\d tok"):
         build(job)
     caplog.set_level("INFO", logger="titanlite")
     for too_long, left, text in (
-        ("cut", 21, "1 example dropped: no trained token among the first 40; 1 example cut to 40 tokens"),
+        (
+            "cut",
+            21,
+            "1 example dropped: no trained token among the first 40; 1 example cut to 40 tokens",
+        ),
         ("drop", 20, "2 examples dropped: longer than 40 tokens"),
     ):
         job.data.too_long = too_long
@@ -153,7 +188,10 @@ def make_texts(count: int = 40) -> list[dict[str, Any]]:
     """Documents of very different lengths, no two alike."""
     rng = random.Random(0)
     return [
-        {"text": f"{i}:" + "".join(rng.choice("abcdefgh ") for _ in range(rng.choice([1, 9, 60, 300])))}
+        {
+            "text": f"{i}:"
+            + "".join(rng.choice("abcdefgh ") for _ in range(rng.choice([1, 9, 60, 300])))
+        }
         for i in range(count)
     ]
 
@@ -163,7 +201,11 @@ REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     (make_rows(), {"too_long": "split"}, r'too_long = "split" .* \'prompt_compl'),
     (make_texts(), {"too_long": "split", "seq_len": 1}, r"seq_len is 1\. Set data\.too_long"),
     (make_rows(1), {}, r"1 usable row\(s\), but 2 are needed.*data\.validation_path"),
-    (make_rows(4), {"too_long": "drop", "seq_len": 3}, r"none of 4 examples fits into training\.seq_len \(3\)"),
+    (
+        make_rows(4),
+        {"too_long": "drop", "seq_len": 3},
+        r"none of 4 examples fits into training\.seq_len \(3\)",
+    ),
 ]
 
 
@@ -180,19 +222,27 @@ def test_split_documents_predict_each_of_their_tokens_once(make_job: MakeJob, se
     job = make_job(make_texts(), seq_len=seq_len, too_long="split")
     dataset = build(job)
     (source,) = dataset.sources
-    whole = [source.examples.tokens[place].tolist() for i in range(40) for place in source.examples.get_documents(i)]
+    whole = [
+        source.examples.tokens[place].tolist()
+        for i in range(40)
+        for place in source.examples.get_documents(i)
+    ]
     predicted = [pair for tokens in whole for pair in pairwise(tokens)]
     documents = documents_of(dataset, range(dataset.num_sequences))
     assert all(labels == [*tokens[1:], IGNORE_INDEX] for tokens, labels in documents)
     assert sorted(pair for tokens, _ in documents for pair in pairwise(tokens)) == sorted(predicted)
     assert dataset.train.num_trained + dataset.held_out.num_trained == len(predicted)
-    # A piece is full but for the last of its document, and the pieces of a document are not apart in the hold-out.
+    # A piece is full but for the last of its document, and the pieces of a document are not apart
+    # in the hold-out.
     assert sorted(map(tuple, (tokens for tokens, _ in documents))) == sorted(
         tuple(tokens[start : start + seq_len])
         for tokens in whole
         for start in range(0, max(len(tokens) - 1, 1), seq_len - 1)
     )
-    rows = [set(part.examples.places[part.selected].tolist()) for part in (dataset.train, dataset.held_out)]
+    rows = [
+        set(part.examples.places[part.selected].tolist())
+        for part in (dataset.train, dataset.held_out)
+    ]
     assert not rows[0] & rows[1] and len(rows[0] | rows[1]) == 40
     assert source.num_split == sum(len(tokens) > seq_len for tokens in whole) > 0
     assert f", {source.num_split} longer documents split; " in describe(dataset)
@@ -202,7 +252,10 @@ def test_split_documents_predict_each_of_their_tokens_once(make_job: MakeJob, se
 
 def test_cut_pairs_keep_both_sides(make_job: MakeJob) -> None:
     long, short = "g" * 60, "b"
-    rows = [{"prompt": "p", "chosen": long, "rejected": short}, {"prompt": "p", "chosen": long, "rejected": "h" * 61}]
+    rows = [
+        {"prompt": "p", "chosen": long, "rejected": short},
+        {"prompt": "p", "chosen": long, "rejected": "h" * 61},
+    ]
     dataset = build(make_job(rows, seq_len=21, too_long="cut"))
     lengths = np.concatenate([dataset.train.lengths, dataset.held_out.lengths]).tolist()
     assert sorted(lengths) == [[11, 10], [18, 3]] or sorted(lengths) == [[10, 11], [18, 3]]
@@ -212,8 +265,13 @@ def test_share_that_is_held_out(make_job: MakeJob) -> None:
     fingerprints = set()
     for share, held_out in ((None, 6), (0.0, 0), (0.25, 15), (0.001, 1), (0.999, 59)):
         dataset = build(make_job(make_rows(60), seq_len=64, validation_share=share))
-        assert (len(dataset.train.selected), len(dataset.held_out.selected)) == (60 - held_out, held_out)
-        assert dataset.num_sequences == dataset.num_train_sequences + dataset.num_validation_sequences
+        assert (len(dataset.train.selected), len(dataset.held_out.selected)) == (
+            60 - held_out,
+            held_out,
+        )
+        assert (
+            dataset.num_sequences == dataset.num_train_sequences + dataset.num_validation_sequences
+        )
         fingerprints.add(dataset.fingerprint)
     assert len(fingerprints) == 5
     alone = build(make_job(make_rows(1), seq_len=64, validation_share=0.0, packing=False))
@@ -227,10 +285,17 @@ def test_second_build_maps_the_files_of_the_first(make_job: MakeJob) -> None:
     assert isinstance(first.tokens.base, np.memmap) or isinstance(first.tokens, np.memmap)
     files = {file: file.stat() for file in Path(job.data.cache_folder).glob("examples/*.tokens")}
     again = build(make_job(rows, bad_rows="skip", too_long="cut", seq_len=32)).train.examples
-    assert files == {file: file.stat() for file in Path(job.data.cache_folder).glob("examples/*.tokens")}
+    assert files == {
+        file: file.stat() for file in Path(job.data.cache_folder).glob("examples/*.tokens")
+    }
     assert again.header == first.header and again.header.skipped["missing field"].count == 1
     keys = {first.content}
-    changed = ({"train_on": "all"}, {"format": "prompt_completion"}, {"template": THINKING}, {"text_field": "prompt"})
+    changed = (
+        {"train_on": "all"},
+        {"format": "prompt_completion"},
+        {"template": THINKING},
+        {"text_field": "prompt"},
+    )
     for changes in changed:
         keys.add(build(make_job(rows, bad_rows="skip", **changes)).train.examples.content)
     keys.add(build(make_job(rows[1:], bad_rows="skip")).train.examples.content)
@@ -256,7 +321,9 @@ def test_order_and_fingerprint(make_job: MakeJob) -> None:
     dataset = build(make_job(make_rows(200), seq_len=48))
     loaders = {
         dp: [
-            TrainLoader(dataset, seed=3, global_batch_size=4, local_batch_size=1, dp_rank=rank, dp_degree=dp)
+            TrainLoader(
+                dataset, seed=3, global_batch_size=4, local_batch_size=1, dp_rank=rank, dp_degree=dp
+            )
             for rank in range(dp)
         ]
         for dp in (1, 2, 4)
@@ -275,25 +342,34 @@ def test_order_and_fingerprint(make_job: MakeJob) -> None:
     resumed.start_from(3, 3 * 4)
     assert resumed.micro_batches(3)[0].tokens[0].tolist() == streams[1][12]
     other = build(make_job(make_rows(200), seq_len=48, packing=False))
-    assert dataset.fingerprint.endswith("sequences of 48") and dataset.fingerprint != other.fingerprint
+    assert (
+        dataset.fingerprint.endswith("sequences of 48") and dataset.fingerprint != other.fingerprint
+    )
     assert dataset.fingerprint == build(make_job(make_rows(200), seq_len=48)).fingerprint
 
 
 def test_order_is_pinned(make_job: MakeJob) -> None:
     """A run resumed with another version must see the same data; these numbers may never change."""
     dataset = build(make_job(make_rows(200), seq_len=48))
-    assert (dataset.num_train_sequences, dataset.get_train_indices(42, 0, 6).tolist()) == (51, [32, 33, 4, 23, 24, 25])
+    assert (dataset.num_train_sequences, dataset.get_train_indices(42, 0, 6).tolist()) == (
+        51,
+        [32, 33, 4, 23, 24, 25],
+    )
 
 
 def test_vocabulary_is_that_of_the_data(make_job: MakeJob) -> None:
-    """A tokenizer may have more ids than the model, as Gemma 3's has, as long as the data has none of them."""
+    """A tokenizer may have more ids than the model, as Gemma 3's has, as long as the data has none
+    of them.
+    """
     tokenizer, loader = build_data(make_job(make_rows()), 0, 1)
     batch = loader.dataset.batch(range(loader.dataset.num_train_sequences))
     assert int(batch.tokens.max()) < loader.dataset.vocab_size < len(tokenizer)
 
 
 def test_evaluation_prompts(make_job: MakeJob) -> None:
-    """The prompt of inference and the answer of each held-out row; all rows of another file, of any form."""
+    """The prompt of inference and the answer of each held-out row; all rows of another file, of any
+    form.
+    """
     job = make_job(make_chats(), CHATML, seq_len=256)
     tokenizer, loader = build_data(job, 0, 1)
     assert isinstance(loader.dataset, ExampleDataset)
@@ -301,7 +377,9 @@ def test_evaluation_prompts(make_job: MakeJob) -> None:
     assert len(prompts) == 2
     for prompt_ids, reference, where in prompts:
         messages = make_chats()[int(where.rsplit(" ", 1)[1]) - 1]["messages"]
-        expected = tokenizer.apply_chat_template(messages[:3], add_generation_prompt=True)["input_ids"]
+        expected = tokenizer.apply_chat_template(messages[:3], add_generation_prompt=True)[
+            "input_ids"
+        ]
         assert prompt_ids == expected and reference == messages[3]["content"]
     path = Path(job.data.path).with_name("questions.jsonl")
 
@@ -324,7 +402,9 @@ def test_evaluation_prompts(make_job: MakeJob) -> None:
 def test_digest_is_of_the_bytes(tmp_path: Path) -> None:
     for name, text in (("a.jsonl", "ab"), ("b.jsonl", "c"), ("c.jsonl", "a"), ("d.jsonl", "bc")):
         (tmp_path / name).write_text(text)
-    files = {pair: tuple(tmp_path / f"{name}.jsonl" for name in pair) for pair in ("ab", "cd", "ba")}
+    files = {
+        pair: tuple(tmp_path / f"{name}.jsonl" for name in pair) for pair in ("ab", "cd", "ba")
+    }
     assert len({LocalRows(pair).get_digest(tmp_path / "cache") for pair in files.values()}) == 3
 
 

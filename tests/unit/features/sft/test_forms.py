@@ -23,20 +23,29 @@ def test_a_column_that_is_named_goes_before_what_else_a_row_has(make_job: MakeJo
     job.data.fields, job.data.text_field = '{"tools": "content"}', "text"
     job.data.format = "text"
     with pytest.raises(
-        DataError, match=r"^data\.fields: tools = content cannot be used in rows of form 'text', which ta"
+        DataError,
+        match=r"^data\.fields: tools = content cannot be used in rows of form 'text', which ta",
     ):
         build_data(job, 0, 1)
 
 
 RENAMED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
-    "chat": ({"q": "a", "a": "b"}, {"question": "q", "answer": "a"}, {"question": "a", "answer": "b"}),
+    "chat": (
+        {"q": "a", "a": "b"},
+        {"question": "q", "answer": "a"},
+        {"question": "a", "answer": "b"},
+    ),
     "columns that change places": (
         {"answer": "a", "question": "b"},
         {"question": "answer", "answer": "question"},
         {"question": "a", "answer": "b"},
     ),
     "messages": ({"dialog": CHAT["messages"]}, {"messages": "dialog"}, CHAT),
-    "completion": ({"q": "a", "a": "b"}, {"prompt": "q", "completion": "a"}, {"prompt": "a", "completion": "b"}),
+    "completion": (
+        {"q": "a", "a": "b"},
+        {"prompt": "q", "completion": "a"},
+        {"prompt": "a", "completion": "b"},
+    ),
     "pair": (
         {"q": "a", "good": "b", "bad": "c"},
         {"prompt": "q", "chosen": "good", "rejected": "bad"},
@@ -49,9 +58,15 @@ RENAMED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("case", RENAMED)
-def test_columns_have_the_names_that_they_are_given(make_job: MakeJob, case: str, streaming: bool) -> None:
+def test_columns_have_the_names_that_they_are_given(
+    make_job: MakeJob, case: str, streaming: bool
+) -> None:
     row, fields, meant = RENAMED[case]
-    shared = {"seq_len": 48, "streaming": streaming, "format": "preference" if case == "pair" else "auto"}
+    shared = {
+        "seq_len": 48,
+        "streaming": streaming,
+        "format": "preference" if case == "pair" else "auto",
+    }
     expected = build_data(make_job([meant] * 8, **shared), 0, 1)[1].micro_batches(0)[0]
     named = {"fields": json.dumps(fields)} if fields else {"text_field": "content"}
     batch = build_data(make_job([row] * 8, **shared, **named), 0, 1)[1].micro_batches(0)[0]
@@ -79,14 +94,17 @@ def test_settings_without_an_effect_are_refused(
     job = make_job([], **settings)
     job.model.flavor = "debug"
     found = check_values(job)
-    assert len(found) == (problem is not None) and all(text.startswith(problem or "") for text in found)
+    assert len(found) == (problem is not None) and all(
+        text.startswith(problem or "") for text in found
+    )
 
 
 def test_a_column_that_is_missing_is_named_once_with_its_rows(make_job: MakeJob) -> None:
     rows = [{"q": "a", "a": "b"}] * 3 + [{"q": "a"}] * 360 + [{"q": "a", "a": "b"}] + [{"q": "a"}]
     job = make_job(rows, fields=json.dumps({"question": "q", "answer": "a"}))
     text = (
-        r"^data: \S+, line 4 and 360 more: no field 'a'; its fields are: 'q'\. Add or rename the field, or set "
+        r"^data: \S+, line 4 and 360 more: no field 'a'; its fields are: 'q'\. Add or rename the "
+        r"field, or set "
         r"data\.fields\.answer\. To leave such rows out"
     )
     with pytest.raises(DataError, match=text):
@@ -103,7 +121,10 @@ ANSWER = {"role": "assistant", "content": "b"}
     ("row", "question"),
     [
         ({"instruction": "a", "output": "b"}, "a"),
-        ({"instruction": "a", "input": "", "output": "b", "text": "Below is an instruction ..."}, "a"),
+        (
+            {"instruction": "a", "input": "", "output": "b", "text": "Below is an instruction ..."},
+            "a",
+        ),
         ({"instruction": "a", "input": "c", "output": "b"}, "a\n\nc"),
         ({"instruction": "a", "context": "c", "response": "b"}, "a\n\nc"),
         ({"question": "a", "answer": "b", "id": 3, "context": ""}, "a"),
@@ -115,14 +136,22 @@ def test_a_question_and_its_answer_are_a_chat(row: dict[str, Any], question: str
     (chat,) = parse_row(row, "messages")
     assert chat == Chat([{"role": "user", "content": question}, ANSWER])
     (chat,) = parse_row({**row, "system": "s"}, "messages")
-    assert chat == Chat([{"role": "system", "content": "s"}, {"role": "user", "content": question}, ANSWER], 1)
+    assert chat == Chat(
+        [{"role": "system", "content": "s"}, {"role": "user", "content": question}, ANSWER], 1
+    )
 
 
 def test_other_forms_go_before_questions() -> None:
     assert detect_form({"question": "a", "answer": "b", **CHAT}) == "messages"
-    assert parse_row({"question": "a", "answer": "c", **CHAT}, "messages")[0] == parse_row(CHAT, "messages")[0]
+    assert (
+        parse_row({"question": "a", "answer": "c", **CHAT}, "messages")[0]
+        == parse_row(CHAT, "messages")[0]
+    )
     assert detect_form({"prompt": "a", "response": "b", "completion": "c"}) == "prompt_completion"
-    assert detect_form({"instruction": "a", "chosen": "b", "rejected": "c", "output": "b"}) == "preference"
+    assert (
+        detect_form({"instruction": "a", "chosen": "b", "rejected": "c", "output": "b"})
+        == "preference"
+    )
     assert detect_form({"instruction": "a", "input": "b"}) is None
 
 
@@ -134,8 +163,12 @@ def test_a_question_without_an_answer_is_a_bad_row(row: dict[str, Any]) -> None:
 
 
 def test_the_system_message_of_a_pair_is_in_its_prompt() -> None:
-    chosen, _ = parse_row({"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"}, "preference")
+    chosen, _ = parse_row(
+        {"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"}, "preference"
+    )
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
     assert chosen == Chat([*asked, ANSWER], answers_from=2)
-    lists = {side: [asked[1], {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    lists = {
+        side: [asked[1], {"role": "assistant", "content": side}] for side in ("chosen", "rejected")
+    }
     assert parse_row({"system": "s", **lists}, "preference")[0].messages[:2] == asked

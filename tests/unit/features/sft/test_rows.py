@@ -36,8 +36,14 @@ BAD_ROWS = {
     "bytes": (b'{"prompt": "\xff", "completion": "b"}', "not UTF-8.*iconv -f ISO"),
 }
 BAD_CHATS = {
-    "no role": (message(role=None), r"messages\[1\] has no 'role'\. Use one of system, developer, user"),
-    "unknown role": (message(role="robot"), r"messages\[1\]\.role is 'robot'\. Use one of system, developer, user"),
+    "no role": (
+        message(role=None),
+        r"messages\[1\] has no 'role'\. Use one of system, developer, user",
+    ),
+    "unknown role": (
+        message(role="robot"),
+        r"messages\[1\]\.role is 'robot'\. Use one of system, developer, user",
+    ),
     "no content": (message(content=None), r"messages\[1\] has no 'content'"),
     "empty content": (message(content=" "), r"messages\[1\] is an empty message of the assistant"),
     "content type": (message(content=1), r"messages\[1\]\.content is of type int, not a string"),
@@ -64,13 +70,17 @@ BAD_CHATS = {
 
 
 @pytest.mark.parametrize("line", BAD_ROWS)
-def test_bad_line_is_named_or_skipped(make_job: MakeJob, line: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_line_is_named_or_skipped(
+    make_job: MakeJob, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
     text, problem = BAD_ROWS[line]
     good = json.dumps(GOOD).encode() + b"\n"
     job = make_job("", seq_len=16)
     bad = text if isinstance(text, bytes) else text.encode()
     Path(job.data.path).write_bytes(good * 2 + b"\n" + bad + b"\n" + good)
-    with pytest.raises(DataError, match=rf'^data: \S*rows\.jsonl, line 4: .*{problem}.*data\.bad_rows = "skip"'):
+    with pytest.raises(
+        DataError, match=rf'^data: \S*rows\.jsonl, line 4: .*{problem}.*data\.bad_rows = "skip"'
+    ):
         build_data(job, 0, 1)
     job.data.bad_rows = "skip"
     caplog.set_level("INFO", logger="titanlite")
@@ -82,7 +92,9 @@ def test_bad_line_is_named_or_skipped(make_job: MakeJob, line: str, caplog: pyte
 
 
 def test_a_form_that_is_unknown_is_refused(make_job: MakeJob) -> None:
-    with pytest.raises(DataError, match=r"line 1: the fields are 'answer', 'ask', .*--data\.fields"):
+    with pytest.raises(
+        DataError, match=r"line 1: the fields are 'answer', 'ask', .*--data\.fields"
+    ):
         build_data(make_job([{"ask": "a", "answer": "b"}]), 0, 1)
 
 
@@ -97,7 +109,11 @@ def test_all_bad_rows_of_a_batch_are_named_at_once(make_job: MakeJob) -> None:
     with pytest.raises(DataError) as caught:
         build_data(make_job([GOOD, {"prompt": "a"}, GOOD, {"completion": "b"}]), 0, 1)
     lines = str(caught.value).splitlines()
-    assert lines[0] == "data: 2 problems:" and "line 2: no field 'completion'" in lines[1] and "line 4: " in lines[2]
+    assert (
+        lines[0] == "data: 2 problems:"
+        and "line 2: no field 'completion'" in lines[1]
+        and "line 4: " in lines[2]
+    )
 
 
 def test_nothing_there(make_job: MakeJob, tmp_path: Path) -> None:
@@ -119,12 +135,16 @@ def test_nothing_there(make_job: MakeJob, tmp_path: Path) -> None:
 
 def test_without_tokenizer_or_template(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job([CHAT, CHAT], template=None)
-    with pytest.raises(DataError, match=r"tokenizer has no chat template\. Set data\.chat_template"):
+    with pytest.raises(
+        DataError, match=r"tokenizer has no chat template\. Set data\.chat_template"
+    ):
         build_data(job, 0, 1)
     job.data.chat_template = str(tmp_path / "none.jinja")
     with pytest.raises(DataError, match=r"data\.chat_template: cannot read .*none\.jinja"):
         build_data(job, 0, 1)
-    Path(job.data.chat_template).write_text("{{ messages[0].content }}|{{ (messages[1] or {'content': ''}).content }}")
+    Path(job.data.chat_template).write_text(
+        "{{ messages[0].content }}|{{ (messages[1] or {'content': ''}).content }}"
+    )
     tokenizer, loader = build_data(job, 0, 1)
     assert tokenizer.chat_template.startswith("{{ messages[0]")  # saved with every checkpoint
     assert tokenizer.decode(loader.dataset.batch([0]).tokens[0, :3]) == "a|b"
@@ -136,7 +156,11 @@ def test_without_tokenizer_or_template(make_job: MakeJob, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.jsonl", b'\xef\xbb\xbf{"a": 1}\n\n{"b": {"c": null}}\n', [(1, {"a": 1}), (3, {"b": {"c": None}})]),
+        (
+            "a.jsonl",
+            b'\xef\xbb\xbf{"a": 1}\n\n{"b": {"c": null}}\n',
+            [(1, {"a": 1}), (3, {"b": {"c": None}})],
+        ),
         ("a.json", b'[{"a": 1}, 2]', [(1, {"a": 1}), (2, "wrong type")]),
         ("b.json", b'{"a": 1}\n{"a": 2}\n', [(1, {"a": 1}), (2, {"a": 2})]),
         (
@@ -145,7 +169,12 @@ def test_without_tokenizer_or_template(make_job: MakeJob, tmp_path: Path) -> Non
             [
                 (2, {"a": "1", "b": "NA"}),
                 (3, {"a": "two\nlines", "b": ""}),
-                *((6, "invalid CSV"), (7, "not UTF-8"), (8, "invalid CSV"), (9, {"a": "f", "b": "g"})),
+                *(
+                    (6, "invalid CSV"),
+                    (7, "not UTF-8"),
+                    (8, "invalid CSV"),
+                    (9, {"a": "f", "b": "g"}),
+                ),
             ],
         ),
     ],
@@ -156,13 +185,22 @@ def test_files_are_rows_with_line_numbers(
     """Absent keys stay absent, and everything in CSV stays text."""
     (tmp_path / name).write_bytes(content)
     rows = [(row.number, row.content) for row in find_rows(str(tmp_path / name))]
-    assert [(number, row.reason if isinstance(row, RowError) else row) for number, row in rows] == expected
+    assert [
+        (number, row.reason if isinstance(row, RowError) else row) for number, row in rows
+    ] == expected
 
 
 def test_parquet(tmp_path: Path) -> None:
     """Keys that only some messages have are absent again, not None."""
     file = tmp_path / "a.parquet"
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "name": "c"}]}]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "user", "content": "b", "name": "c"},
+            ]
+        }
+    ]
     Dataset.from_list(rows).to_parquet(str(file))
     assert [row.content for row in find_rows(str(file))] == rows
     file.write_bytes(b"PAR1 nonsense")
@@ -173,17 +211,23 @@ def test_parquet(tmp_path: Path) -> None:
 def test_folder(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("b.jsonl", "sub/a.csv", "readme.txt"):
-        (tmp_path / name).write_text("prompt,completion\na,b\n" if name.endswith("csv") else '{"prompt": "x"}\n')
+        (tmp_path / name).write_text(
+            "prompt,completion\na,b\n" if name.endswith("csv") else '{"prompt": "x"}\n'
+        )
     rows = find_rows(str(tmp_path))
     assert [Path(name).name for name in rows.names] == ["b.jsonl", "a.csv"]
     assert [(row.file, row.number) for row in rows] == [(0, 1), (1, 2)]
     assert find_rows(str(tmp_path), "*.csv").names == (str(tmp_path / "sub/a.csv"),)
-    assert rows.get_digest(tmp_path / "cache") != find_rows(str(tmp_path), "*.csv").get_digest(tmp_path / "cache")
+    assert rows.get_digest(tmp_path / "cache") != find_rows(str(tmp_path), "*.csv").get_digest(
+        tmp_path / "cache"
+    )
 
 
 def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    Dataset.from_list([{"prompt": "a", "completion": "b"}, {"prompt": "c"}]).save_to_disk(str(tmp_path / "saved"))
+    Dataset.from_list([{"prompt": "a", "completion": "b"}, {"prompt": "c"}]).save_to_disk(
+        str(tmp_path / "saved")
+    )
     saved = Dataset.load_from_disk(str(tmp_path / "saved"))
 
     def load(*args: str, streaming: bool, **kwargs: object) -> object:
@@ -201,7 +245,9 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = rows.get_digest(tmp_path / "cache")
     assert len(digest) == 64 and digest != find_rows("owner/name@v1").get_digest(tmp_path / "cache")
 
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(sha="abc"))
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(sha="abc")
+    )
     stream = find_rows("owner/name", streaming=True)
     assert [(row.number, row.content) for row in stream.iterate_from(1)] == [(2, {"prompt": "c"})]
     assert asked["revision"] == stream.get_stamp() == "abc"
@@ -210,5 +256,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError('Unknown split "test".')
 
     monkeypatch.setattr("datasets.load_dataset", fail)
-    with pytest.raises(DataError, match=r"cannot read 'owner/name', split 'test', from the .* Unknown split"):
+    with pytest.raises(
+        DataError, match=r"cannot read 'owner/name', split 'test', from the .* Unknown split"
+    ):
         list(find_rows("owner/name", split="test"))

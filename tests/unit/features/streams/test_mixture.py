@@ -1,4 +1,6 @@
-"""Sources that are mixed: shares, orders that depend on (seed, sample) alone, validation by source, what is shown."""
+"""Sources that are mixed: shares, orders that depend on (seed, sample) alone, validation by source,
+what is shown.
+"""
 
 import json
 from collections import Counter
@@ -59,16 +61,25 @@ def test_shares_hold_in_every_period() -> None:
     assert make_mixture([4, 2, 1]).order.quotas.tolist() == [9362, 4681, 2341]
     # And nearly in every part of one, as in a random order.
     counts = Counter(kinds(ids(dataset, 1000, 3000)))
-    assert all(abs(counts[kind] / 2000 - share) < 0.05 for kind, share in ((1, 1 / 8), (2, 2 / 8), (3, 5 / 8)))
+    assert all(
+        abs(counts[kind] / 2000 - share) < 0.05
+        for kind, share in ((1, 1 / 8), (2, 2 / 8), (3, 5 / 8))
+    )
 
 
 def test_each_source_goes_through_its_own_epochs() -> None:
-    """Whatever the others do: the samples of a source are those that it would give alone, in that order."""
+    """Whatever the others do: the samples of a source are those that it would give alone, in that
+    order.
+    """
     dataset = make_mixture([1, 2, 5])
     found = ids(dataset, 0, 2 * PERIOD + 50)
     for kind, (name, _, part) in enumerate(dataset.sources, start=1):
         own = [token for token in found if token // 1000 == kind]
-        alone = part.batch(part.get_train_indices(get_source_seed(5, name), 0, len(own))).tokens[:, 0].tolist()
+        alone = (
+            part.batch(part.get_train_indices(get_source_seed(5, name), 0, len(own)))
+            .tokens[:, 0]
+            .tolist()
+        )
         assert own == alone
         size = part.num_train_sequences
         assert size is not None and len(own) > 10 * size
@@ -90,7 +101,14 @@ def test_without_weights_an_epoch_has_every_sequence_once() -> None:
 def test_a_sample_does_not_depend_on_what_was_asked_before(weights: list[float] | None) -> None:
     whole = ids(make_mixture(weights), 0, 40_000)
     dataset = make_mixture(weights)
-    for start, stop in ((39_990, 40_000), (PERIOD - 3, PERIOD + 3), (290, 300), (0, 7), (12_345, 12_346), (5, 39_000)):
+    for start, stop in (
+        (39_990, 40_000),
+        (PERIOD - 3, PERIOD + 3),
+        (290, 300),
+        (0, 7),
+        (12_345, 12_346),
+        (5, 39_000),
+    ):
         assert ids(dataset, start, stop) == whole[start:stop]
     assert ids(dataset, 0, 100, seed=6) != whole[:100]
 
@@ -111,7 +129,9 @@ def test_a_long_epoch_is_shuffled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     assert len({tuple(kinds(epoch)) for epoch in epochs}) == 3
     for stop in range(0, total, 16):  # spread evenly, and in another order in each piece
         counts = Counter(kinds(epochs[0][:stop]))
-        assert all(abs(counts[kind] - stop * q / total) <= 1.5 for kind, q in ((1, 90), (2, 180), (3, 27)))
+        assert all(
+            abs(counts[kind] - stop * q / total) <= 1.5 for kind, q in ((1, 90), (2, 180), (3, 27))
+        )
     for start, stop in ((0, 1), (15, 17), (100, 250), (290, 300), (880, 891)):
         assert ids(dataset, start, stop) == whole[start:stop]
         own = Counter(kinds(whole[:stop]))
@@ -119,7 +139,9 @@ def test_a_long_epoch_is_shuffled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_sources_of_one_size_do_not_go_side_by_side() -> None:
-    dataset = MixtureDataset({"a": make_part(100, 1000), "b": make_part(100, 2000)}, {"a": 1, "b": 1})
+    dataset = MixtureDataset(
+        {"a": make_part(100, 1000), "b": make_part(100, 2000)}, {"a": 1, "b": 1}
+    )
     found = ids(dataset, 0, 150)
     orders = [[token % 1000 for token in found if token // 1000 == kind] for kind in (1, 2)]
     assert orders[0][:20] != orders[1][:20]
@@ -151,7 +173,9 @@ def make_loader(dataset: MixtureDataset, dp_rank: int = 0, dp_degree: int = 1) -
 def test_validation_takes_each_source_by_itself() -> None:
     dataset = make_mixture([1, 2, 5])
     for num_ranks in (1, 2, 4):
-        sets = [make_loader(dataset, rank, num_ranks).validation_sets(3) for rank in range(num_ranks)]
+        sets = [
+            make_loader(dataset, rank, num_ranks).validation_sets(3) for rank in range(num_ranks)
+        ]
         # 10, 12 and 3 sequences: what a sequence counts makes up for it.
         weights = [pytest.approx([1, (2 / 12) / (1 / 10), (5 / 3) / (1 / 10)])] * num_ranks
         assert [[weight for _, weight, _ in of_rank] for of_rank in sets] == weights
@@ -160,7 +184,8 @@ def test_validation_takes_each_source_by_itself() -> None:
             for name, _, batches in of_rank:
                 for batch in batches:
                     seen[name] += batch.tokens[batch.document_ids[:, 0] >= 0, 0].tolist()
-        assert sorted(seen["a"]) == list(range(1090, 1100))  # 10 held out, in two batches of 4 and a half
+        # 10 held out, in two batches of 4 and a half
+        assert sorted(seen["a"]) == list(range(1090, 1100))
         assert sorted(seen["b"]) == list(range(2180, 2192))  # three batches are wanted
         assert sorted(seen["c"]) == [3027, 3028, 3029]
 
@@ -168,14 +193,20 @@ def test_validation_takes_each_source_by_itself() -> None:
 def test_shares_of_a_validation_are_of_the_sources_that_have_one() -> None:
     part = make_part(100, 1000)
     bare = PackedDataset(make_part(100, 2000).tokenized, SEQ_LEN, 0.0)
-    dataset = MixtureDataset({"a": part, "bare": bare, "c": make_part(30, 3000)}, {"a": 1, "bare": 5, "c": 3})
+    dataset = MixtureDataset(
+        {"a": part, "bare": bare, "c": make_part(30, 3000)}, {"a": 1, "bare": 5, "c": 3}
+    )
     sets = make_loader(dataset).validation_sets(1)
     assert [name for name, _, _ in sets] == ["a", "c"]
-    assert [weight for _, weight, _ in sets] == [1.0, pytest.approx(3 * 4 / 3, rel=1e-3)], "of 4 and of 3 sequences"
+    assert [weight for _, weight, _ in sets] == [1.0, pytest.approx(3 * 4 / 3, rel=1e-3)], (
+        "of 4 and of 3 sequences"
+    )
 
 
 @pytest.mark.parametrize("weights", [None, [1, 2, 5]])
-def test_a_run_that_goes_on_with_another_mixture_goes_on_in_every_source(weights: list[float] | None) -> None:
+def test_a_run_that_goes_on_with_another_mixture_goes_on_in_every_source(
+    weights: list[float] | None,
+) -> None:
     """No sequence comes again before its source has given all others, and none is left out."""
     before = make_loader(make_mixture([3, 2, 1]))
     seen = [ids(before.dataset, 4 * step, 4 * step + 4) for step in range(25)]
@@ -187,7 +218,11 @@ def test_a_run_that_goes_on_with_another_mixture_goes_on_in_every_source(weights
     tokens = [token for step in seen for token in step]
     for kind, (name, _, part) in enumerate(get_sources(after.dataset), start=1):
         own = [token for token in tokens if token // 1000 == kind]
-        alone = part.batch(part.get_train_indices(get_source_seed(5, name), 0, len(own))).tokens[:, 0].tolist()
+        alone = (
+            part.batch(part.get_train_indices(get_source_seed(5, name), 0, len(own)))
+            .tokens[:, 0]
+            .tolist()
+        )
         assert own == alone and len(own) > 15
     # Resumed once more, with the same mixture, it is the same order, with the same offsets.
     again = make_loader(make_mixture(weights))
@@ -202,7 +237,9 @@ def test_a_source_that_is_new_begins_with_its_first_sequence() -> None:
     assert dataset.get_taken(5, 600) == {"a": 123, "b": 0, "c": 0}
     found = ids(dataset, 600, 700)
     assert [token for token in found if token // 1000 == 2][:3] == [
-        dataset.parts[1].batch(dataset.parts[1].get_train_indices(get_source_seed(5, "b"), i, i + 1)).tokens[0, 0]
+        dataset.parts[1]
+        .batch(dataset.parts[1].get_train_indices(get_source_seed(5, "b"), i, i + 1))
+        .tokens[0, 0]
         for i in range(3)
     ]
 
@@ -212,7 +249,9 @@ def test_a_source_that_is_new_begins_with_its_first_sequence() -> None:
 
 @pytest.fixture
 def make_sources(make_job: MakeJob, tmp_path: Path) -> MakeJob:
-    """`make_sources(sources, **settings)`: 40 rows "a N" and 80 rows "b N" in files of their own."""
+    """`make_sources(sources, **settings)`: 40 rows "a N" and 80 rows "b N" in files of their
+    own.
+    """
 
     def make(weights: tuple[float, float] | None = (3, 1), **settings: object) -> JobConfig:
         job = make_job([], **{"seq_len": 64, "packing": False, **settings})
@@ -238,13 +277,22 @@ def test_examples(make_sources: MakeJob, tmp_path: Path, caplog: pytest.LogCaptu
     caplog.set_level("INFO", logger="titanlite")
     tokenizer, loader = build_data(make_sources(), 0, 1)
     places = get_rows(loader, 0, 400)
-    assert all(place.startswith((f"a: {tmp_path}/a.jsonl, line ", f"b: {tmp_path}/b.jsonl, line ")) for place in places)
+    assert all(
+        place.startswith((f"a: {tmp_path}/a.jsonl, line ", f"b: {tmp_path}/b.jsonl, line "))
+        for place in places
+    )
     assert sum(place.startswith("a") for place in places) == pytest.approx(300, abs=30)
     assert loader.dataset.fingerprint.startswith("a 12288/16384: 36 examples of ")
     assert "; b 4096/16384: 72 examples of " in loader.dataset.fingerprint
     prompts = evaluation_prompts(loader.dataset, tokenizer)
-    assert Counter(prompt.where.rpartition("/")[2].partition(".")[0] for prompt in prompts) == {"a": 4, "b": 8}
-    assert "data.sources.a: 36 examples to train on" in caplog.text and "data: 75.00% a, 25.00% b" in caplog.text
+    assert Counter(prompt.where.rpartition("/")[2].partition(".")[0] for prompt in prompts) == {
+        "a": 4,
+        "b": 8,
+    }
+    assert (
+        "data.sources.a: 36 examples to train on" in caplog.text
+        and "data: 75.00% a, 25.00% b" in caplog.text
+    )
 
 
 def test_streams_and_examples(make_sources: MakeJob) -> None:
@@ -268,7 +316,9 @@ def test_a_batch_that_is_not_set_counts_the_examples_of_all_sources(make_sources
         return build_data(job, 0, 1)[1]
 
     assert build(weights=None).global_batch_size == build().global_batch_size == (36 + 72) // 32
-    assert build(streaming=True).global_batch_size == 16, "how many sequences there are is not known"
+    assert build(streaming=True).global_batch_size == 16, (
+        "how many sequences there are is not known"
+    )
 
 
 def test_a_mistake_names_the_source(make_sources: MakeJob, tmp_path: Path) -> None:
@@ -277,7 +327,9 @@ def test_a_mistake_names_the_source(make_sources: MakeJob, tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"^data\.sources\.b: .*b\.jsonl"):
         build_data(job, 0, 1)
     (tmp_path / "b.jsonl").write_text('{"prompt": "b", "completion": "%s"}\n' % (" long" * 99))
-    with pytest.raises(DataError, match=r'Raise training\.seq_len, or set data\.sources\.b\.too_long to "cut"'):
+    with pytest.raises(
+        DataError, match=r'Raise training\.seq_len, or set data\.sources\.b\.too_long to "cut"'
+    ):
         build_data(job, 0, 1)
     job.data.sources["b"].streaming, job.data.sources["b"].bad_rows = True, "error"
     with pytest.raises(DataError, match=r"^data\.sources\.b: .*set data\.sources\.b\.too_long"):
@@ -291,7 +343,9 @@ def test_the_folder_is_no_part_of_the_order(make_sources: MakeJob, tmp_path: Pat
     here = build_data(job, 0, 1)[1].fingerprint
     (tmp_path / "moved").mkdir()
     for name in ("a", "b"):
-        job.data.sources[name].path = str((tmp_path / f"{name}.jsonl").rename(tmp_path / f"moved/{name}.jsonl"))
+        job.data.sources[name].path = str(
+            (tmp_path / f"{name}.jsonl").rename(tmp_path / f"moved/{name}.jsonl")
+        )
     assert build_data(job, 0, 1)[1].fingerprint == here
     with (tmp_path / "moved/b.jsonl").open("a") as file:
         file.write('{"prompt": "one", "completion": "more"}\n')
@@ -299,5 +353,8 @@ def test_the_folder_is_no_part_of_the_order(make_sources: MakeJob, tmp_path: Pat
 
 
 def test_another_weight_is_another_order(make_sources: MakeJob) -> None:
-    orders = [build_data(make_sources(weights), 0, 1)[1].fingerprint for weights in ((3, 1), (6, 2), (3, 2), None)]
+    orders = [
+        build_data(make_sources(weights), 0, 1)[1].fingerprint
+        for weights in ((3, 1), (6, 2), (3, 2), None)
+    ]
     assert orders[0] == orders[1] and len(set(orders)) == 3

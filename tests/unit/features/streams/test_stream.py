@@ -32,7 +32,10 @@ def build(job: JobConfig) -> StreamDataset:
 
 
 def take(dataset: StreamDataset, start: int, stop: int) -> list[list[int]]:
-    return [dataset.batch([i]).tokens[0].tolist() for i in dataset.get_train_indices(42, start, stop).tolist()]
+    return [
+        dataset.batch([i]).tokens[0].tolist()
+        for i in dataset.get_train_indices(42, start, stop).tolist()
+    ]
 
 
 def prompts_in(dataset: StreamDataset, start: int, stop: int) -> list[int]:
@@ -65,37 +68,53 @@ def test_any_world_size_and_resume(make_job: MakeJob, monkeypatch: pytest.Monkey
     whole = take(build(job), 0, 40)
     for dp in (1, 2, 4):
         loaders = [
-            TrainLoader(build(job), seed=42, global_batch_size=4, local_batch_size=1, dp_rank=rank, dp_degree=dp)
+            TrainLoader(
+                build(job),
+                seed=42,
+                global_batch_size=4,
+                local_batch_size=1,
+                dp_rank=rank,
+                dp_degree=dp,
+            )
             for rank in range(dp)
         ]
         trained_on = [
             batch.tokens[0].tolist()
             for step in range(5)
-            for micro_batches in zip(*(loader.micro_batches(step) for loader in loaders), strict=True)
+            for micro_batches in zip(
+                *(loader.micro_batches(step) for loader in loaders), strict=True
+            )
             for batch in micro_batches
         ]
         assert trained_on == whole[:20]
     resumed = build(job)
     read = []
     collect = resumed._collect
-    monkeypatch.setattr(resumed, "_collect", lambda block, *rest: (read.append(block), collect(block, *rest))[1])
+    monkeypatch.setattr(
+        resumed, "_collect", lambda block, *rest: (read.append(block), collect(block, *rest))[1]
+    )
     assert take(resumed, 20, 22) == whole[20:22]
     assert len(read) <= 3  # its block, the next and one ahead, not the five before
     (file,) = Path(job.data.cache_folder, "streams").glob("*.json")
     file.unlink()
     assert take(build(job), 20, 40) == whole[20:]  # without the counts, by tokenizing again
     resumed = build(job)
-    assert take(resumed, 30, 31) == whole[30:31] and take(resumed, 0, 3) == whole[:3]  # and backwards
+    # and backwards
+    assert take(resumed, 30, 31) == whole[30:31] and take(resumed, 0, 3) == whole[:3]
 
 
 def test_what_does_not_fit(make_job: MakeJob, caplog: pytest.LogCaptureFixture) -> None:
     rows = [*make_rows(8), {"prompt": 1}, {"prompt": "a", "completion": "b" * 90}, *make_rows(8)]
     job = make_job(rows, seq_len=48, streaming=True, streaming_block_rows=4)
     dataset = build(job)
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 9: no field 'completion'|line 9: field 'prompt'"):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl, line 9: no field 'completion'|line 9: field 'prompt'"
+    ):
         take(dataset, 0, 20)
     job.data.bad_rows = "skip"
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 10: 9\d tokens, but training\.seq_len is 48"):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl, line 10: 9\d tokens, but training\.seq_len is 48"
+    ):
         take(build(job), 0, 20)
     job.data.too_long = "drop"
     dataset = build(job)
@@ -103,13 +122,18 @@ def test_what_does_not_fit(make_job: MakeJob, caplog: pytest.LogCaptureFixture) 
     assert dataset.left_out["examples dropped: longer than 48 tokens"] >= 1
     assert "rows skipped: missing field, counted from here on; the first: " in caplog.text
     job = make_job([{"prompt": "a"}] * 6, streaming=True, streaming_block_rows=4, bad_rows="skip")
-    with pytest.raises(DataError, match=r"no row of .*rows\.jsonl can be used \(. rows skipped: missing field\)"):
+    with pytest.raises(
+        DataError, match=r"no row of .*rows\.jsonl can be used \(. rows skipped: missing field\)"
+    ):
         take(build(job), 0, 1)
 
 
 def test_chats_of_a_stream_are_counted_with_the_blocks_that_are_read(make_job: MakeJob) -> None:
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    rows = [{"messages": [{"role": r, "content": f"{r} {i}"} for r in ("user", "assistant")]} for i in range(16)]
+    rows = [
+        {"messages": [{"role": r, "content": f"{r} {i}"} for r in ("user", "assistant")]}
+        for i in range(16)
+    ]
     job = make_job(rows, template, seq_len=64, streaming=True, streaming_block_rows=8)
     dataset = build(job)
     sample = 0
@@ -124,11 +148,14 @@ def test_streamed_documents_are_split_too(make_job: MakeJob) -> None:
     rows = [{"text": f"{i} {'abc' * 20}"} for i in range(12)]
     pairs = []
     for seq_len in (128, 16):
-        job = make_job(rows, seq_len=seq_len, streaming=True, streaming_block_rows=4, too_long="split")
+        job = make_job(
+            rows, seq_len=seq_len, streaming=True, streaming_block_rows=4, too_long="split"
+        )
         dataset = build(job)
         sample = 0
         found = []
-        while len(dataset._ends) < 3 or sample < dataset._ends[2]:  # the third block is the last of the pass
+        # the third block is the last of the pass
+        while len(dataset._ends) < 3 or sample < dataset._ends[2]:
             batch = dataset.batch([sample])
             for document in range(int(batch.document_ids.max()) + 1):
                 found += pairwise(batch.tokens[batch.document_ids == document].tolist())
@@ -138,7 +165,12 @@ def test_streamed_documents_are_split_too(make_job: MakeJob) -> None:
 
 
 def test_a_bad_row_that_is_read_ahead_ends_the_run_when_it_is_reached(make_job: MakeJob) -> None:
-    job = make_job([*make_rows(60), {"prompt": 1}, *make_rows(60)], seq_len=48, streaming=True, streaming_block_rows=8)
+    job = make_job(
+        [*make_rows(60), {"prompt": 1}, *make_rows(60)],
+        seq_len=48,
+        streaming=True,
+        streaming_block_rows=8,
+    )
     dataset = build(job)
     before = take(dataset, 0, 8)
     taken = len(before)
@@ -152,8 +184,12 @@ def test_a_bad_row_that_is_read_ahead_ends_the_run_when_it_is_reached(make_job: 
 
 def test_held_out_rows_come_from_their_own_path(make_job: MakeJob, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
-    other.write_text("".join(json.dumps({"prompt": f"{i}:", "completion": "x"}) + "\n" for i in range(900, 904)))
-    job = make_job(make_rows(20), seq_len=48, streaming=True, validation_path=str(other), packing=False)
+    other.write_text(
+        "".join(json.dumps({"prompt": f"{i}:", "completion": "x"}) + "\n" for i in range(900, 904))
+    )
+    job = make_job(
+        make_rows(20), seq_len=48, streaming=True, validation_path=str(other), packing=False
+    )
     dataset = build(job)
     assert dataset.num_validation_sequences == 4
     held_out = dataset.batch(dataset.get_validation_indices(0, 4))

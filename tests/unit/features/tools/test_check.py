@@ -14,7 +14,9 @@ NEW = '[model]\nname = "qwen3_moe"\nflavor = "debug"\n'
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
     """Check a configuration; gives what is printed. The preflight alone prints errors only."""
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text(NEW)
@@ -32,13 +34,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def test_a_configuration_that_passes(run: Callable[..., str]) -> None:
     said = run("--parallelism.tensor_parallel_degree=2", code=0)
-    assert said.startswith("OK on 4 ranks: dp_replicate 1 x dp_shard 2 x tp 2, ep 1\nNot looked at: rows")
+    assert said.startswith(
+        "OK on 4 ranks: dp_replicate 1 x dp_shard 2 x tp 2, ep 1\nNot looked at: rows"
+    )
 
 
 def test_all_paths_that_are_missing_are_said_at_once(run: Callable[..., str]) -> None:
     said = run("--model.path=gone", "--data.path=lost.jsonl", "--data.dataset=examples", code=2)
     assert said.startswith("titanlite: error: ")
-    assert "model.path: gone does not exist." in said and "data.path: lost.jsonl does not exist." in said
+    assert (
+        "model.path: gone does not exist." in said
+        and "data.path: lost.jsonl does not exist." in said
+    )
 
 
 # Sizes that the native decoder could train, and transformers' class refuses.
@@ -62,7 +69,10 @@ def test_a_model_that_cannot_be_saved_is_refused(
     Path("mine.toml").write_text('[model]\nname = "unsavable:FAMILY"\nflavor = "small"\n')
     assert check.main(["--config=mine.toml"]) == 2
     said = capsys.readouterr().err
-    assert "refuses the config.json to be saved: hidden_size = 90 ([model])" in said and len(said) < 1000
+    assert (
+        "refuses the config.json to be saved: hidden_size = 90 ([model])" in said
+        and len(said) < 1000
+    )
     assert check.main(["--config=mine.toml", "--checkpoint.enable=false"]) == 0
     assert check.main(["--config=mine.toml", "--model.overrides.hidden_size=88"]) == 0
 

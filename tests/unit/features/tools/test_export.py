@@ -15,7 +15,9 @@ from titanlite.materialize import build_plan
 from titanlite.models.families import any_model_config_from_hf
 
 
-def test_what_an_export_left_that_was_killed_is_removed_by_the_next_to_the_same_folder(tmp_path: Path):
+def test_what_an_export_left_that_was_killed_is_removed_by_the_next_to_the_same_folder(
+    tmp_path: Path,
+):
     """And nothing else: out.b is another folder."""
     save_tiny("llama", tmp_path / "in")
     dead, other = (tmp_path / f".{name}.0123456789abcdef.tmp" for name in ("out", "out.b"))
@@ -27,7 +29,9 @@ def test_what_an_export_left_that_was_killed_is_removed_by_the_next_to_the_same_
 
 
 def save_mixed(name: str, folder: Path) -> dict[str, torch.Tensor]:
-    """Save a tiny model in bfloat16 whose routers, or first norms, are float32 with all bits; return what is stored."""
+    """Save a tiny model in bfloat16 whose routers, or first norms, are float32 with all bits;
+    return what is stored.
+    """
     save_tiny(name, folder)
     stored = load_file(folder / "model.safetensors")
     wide = {key for key in stored if ".gate." in key or "layers.0.input_layernorm" in key}
@@ -43,24 +47,35 @@ MIXED = ["deepseek_v3", "mixtral", "gemma3_text", "qwen3"]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MIXED)
-def test_what_a_folder_of_fewer_bits_has_in_float32_stays_so(tmp_path: Path, name: str, dtype: torch.dtype):
+def test_what_a_folder_of_fewer_bits_has_in_float32_stays_so(
+    tmp_path: Path, name: str, dtype: torch.dtype
+):
     stored = save_mixed(name, tmp_path / "in")
     export_checkpoint(tmp_path / "in", tmp_path / "out", dtype)
     exported = load_file(tmp_path / "out/model.safetensors")
-    assert exported.keys() == stored.keys() and {t.dtype for t in stored.values()} == {torch.float32, torch.bfloat16}
+    assert exported.keys() == stored.keys() and {t.dtype for t in stored.values()} == {
+        torch.float32,
+        torch.bfloat16,
+    }
     for key, tensor in stored.items():
         expected = tensor if tensor.dtype == torch.float32 else tensor.to(dtype)
         assert exported[key].dtype == expected.dtype and torch.equal(exported[key], expected), key
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_a_checkpoint_has_the_dtypes_of_the_folder_and_no_tensor_in_float32_twice(tmp_path: Path, name: str):
+def test_a_checkpoint_has_the_dtypes_of_the_folder_and_no_tensor_in_float32_twice(
+    tmp_path: Path, name: str
+):
     stored = save_mixed(name, tmp_path)
     config = any_model_config_from_hf(tmp_path, "test")
     model = build_model(config)
-    files = model_files(build_plan(model, [weights_of(tmp_path, model)]), config, torch.bfloat16, exact=True)
+    files = model_files(
+        build_plan(model, [weights_of(tmp_path, model)]), config, torch.bfloat16, exact=True
+    )
     found = {item.key: item.dtype for file in files for item, _ in file.items}
-    assert {key: found[key] for key in stored} == {key: tensor.dtype for key, tensor in stored.items()}
+    assert {key: found[key] for key in stored} == {
+        key: tensor.dtype for key, tensor in stored.items()
+    }
     masters = {key.removeprefix("master.") for key in found if key.startswith("master.")}
     wide = {key for key, tensor in stored.items() if tensor.dtype == torch.float32}
     assert masters and not masters & wide

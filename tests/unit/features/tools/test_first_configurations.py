@@ -1,4 +1,6 @@
-"""What people write first, also those who come from another trainer: it trains what they meant, or is refused."""
+"""What people write first, also those who come from another trainer: it trains what they meant, or
+is refused.
+"""
 
 import io
 import json
@@ -20,24 +22,45 @@ from titanlite.features.estimate.trace import count_micro_batches
 from titanlite.optim.optimizer import count_parameters, lr_multipliers
 from titanlite.preflight import check_arguments
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
-SIZES |= {"num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 512, "model_type": "qwen3"}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+}
+SIZES |= {
+    "num_key_value_heads": 1,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "model_type": "qwen3",
+}
 SIZES |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False}
 ALPACA = [{"instruction": f"add {i}", "input": "", "output": "yes"} for i in range(30)]
 ROWS: dict[str, list[dict[str, Any]]] = {
     "alpaca": ALPACA,
-    "chats": [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 30,
-    "sharegpt": [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}] * 30,
+    "chats": [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    ]
+    * 30,
+    "sharegpt": [
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    ]
+    * 30,
     "completions": [{"prompt": "a", "completion": "b"}] * 30,
     "pairs": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 30,
     "gsm": [{"q": "a", "a": "b"}] * 30,
-    "bots": [{"messages": [{"role": "Human", "content": "a"}, {"role": "GPT", "content": "b"}]}] * 30,
+    "bots": [{"messages": [{"role": "Human", "content": "a"}, {"role": "GPT", "content": "b"}]}]
+    * 30,
 }
 FILES = {
     "book.txt": "one two " * 99,
     "books/a.txt": "one two " * 99,
     "notes/a.md": "one two " * 99,
-    **{f"splits/{name}.jsonl": json.dumps(ALPACA[0]) + "\n" for name in ("train", "test", "validation")},
+    **{
+        f"splits/{name}.jsonl": json.dumps(ALPACA[0]) + "\n"
+        for name in ("train", "test", "validation")
+    },
 }
 MODEL = '[model]\npath = "model"\n'
 SHORT = "[training]\nseq_len = 64\nsteps = 10\n"
@@ -67,7 +90,9 @@ def run(
     caplog.set_level("INFO", logger=logger.name)
     if not (folder / "model").exists():
         make_tokenizer().save_pretrained("model")
-        Path("model/config.json").write_text(json.dumps(SIZES | {"architectures": ["Qwen3ForCausalLM"]}))
+        Path("model/config.json").write_text(
+            json.dumps(SIZES | {"architectures": ["Qwen3ForCausalLM"]})
+        )
         for name, rows in ROWS.items():
             Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         dataset = datasets.Dataset.from_list(ALPACA)
@@ -77,7 +102,9 @@ def run(
         for name, text in FILES.items():
             Path(name).parent.mkdir(exist_ok=True)
             Path(name).write_text(text)
-        Path("latin.csv").write_bytes(("instruction,output\n" + "caf\xe9,b\n" * 30).encode("latin-1"))
+        Path("latin.csv").write_bytes(
+            ("instruction,output\n" + "caf\xe9,b\n" * 30).encode("latin-1")
+        )
 
     def run_check(text: str, *overrides: str, world_size: int = 1) -> tuple[int, str]:
         Path("mine.toml").write_text(text)
@@ -92,7 +119,9 @@ def run(
 
 @command
 def begin(argv: list[str]) -> None:
-    """Check a configuration and read its data, as a run does before it reads weights; print what it would train."""
+    """Check a configuration and read its data, as a run does before it reads weights; print what it
+    would train.
+    """
     checked = check_arguments(argv, weights=False)
     job = checked.job
     model = build_unsharded(job, checked.model_config, "cpu")
@@ -104,20 +133,34 @@ def begin(argv: list[str]) -> None:
         check_form(job, form)
         check_pairs(job, form)
         print(f"form {form}, batch {loader.global_batch_size} of {job.training.seq_len}")
-    weights = f"weights of {job.checkpoint.initial_load_path}" if job.checkpoint.initial_load_path else "random weights"
+    weights = (
+        f"weights of {job.checkpoint.initial_load_path}"
+        if job.checkpoint.initial_load_path
+        else "random weights"
+    )
     share = "all" if trained == total else "some"
-    print(f"{checked.model_config.family}, {weights}, {share} trained, adapters of rank {job.lora.rank}")
-    optimizer = job.optimizer
-    print(f"lr {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, beta2 {optimizer.beta2:g}")
     print(
-        f"{job.training.objective}, {job.training.steps} steps or {job.training.epochs:g} epochs, {job.job.dump_folder}"
+        f"{checked.model_config.family}, {weights}, {share} trained, adapters of rank "
+        f"{job.lora.rank}"
+    )
+    optimizer = job.optimizer
+    print(
+        f"lr {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, beta2 {optimizer.beta2:g}"
+    )
+    print(
+        f"{job.training.objective}, {job.training.steps} steps or {job.training.epochs:g} epochs, "
+        f"{job.job.dump_folder}"
     )
 
 
 TRAINED = {
     "chats": (
         data("chats.jsonl"),
-        ["form messages, batch 1 of 64", "weights of model", "lr 2e-05, weight decay 0, beta2 0.999"],
+        [
+            "form messages, batch 1 of 64",
+            "weights of model",
+            "lr 2e-05, weight decay 0, beta2 0.999",
+        ],
     ),
     "alpaca": (data("alpaca.jsonl"), ["form messages"]),
     "parquet": (data("alpaca.parquet"), ["form messages"]),
@@ -125,9 +168,15 @@ TRAINED = {
     "saved by datasets": (data("saved"), ["form messages"]),
     "sharegpt": (data("sharegpt.jsonl"), ["form messages"]),
     "completions": (data("completions.jsonl"), ["form prompt_completion"]),
-    "columns": (data("gsm.jsonl", 'fields.question = "q"', 'fields.answer = "a"'), ["form messages"]),
+    "columns": (
+        data("gsm.jsonl", 'fields.question = "q"', 'fields.answer = "a"'),
+        ["form messages"],
+    ),
     "a book": (data("book.txt"), ["form text, batch 1 of 64"]),
-    "a book for adapters": (data("book.txt") + "[lora]\nrank = 8\n", ["form text", "adapters of rank 8"]),
+    "a book for adapters": (
+        data("book.txt") + "[lora]\nrank = 8\n",
+        ["form text", "adapters of rank 8"],
+    ),
     "markdown": (data("notes", 'pattern = "*.md"'), ["form text"]),
     "dpo": (
         data("pairs.jsonl") + 'objective = "dpo"\n',
@@ -142,20 +191,35 @@ TRAINED = {
         data("chats.jsonl") + "[lora]\nrank = 8\n",
         ["adapters of rank 8", "lr 0.0002", "some trained"],
     ),
-    "epochs": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 64\nepochs = 3\n', ["3 epochs"]),
+    "epochs": (
+        f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 64\nepochs = 3\n',
+        ["3 epochs"],
+    ),
     "new": (
         f"{NEW}{SHORT}",
         ["random weights", "lr 0.0003, weight decay 0.1, beta2 0.95"],
     ),
     "no length": (f'{MODEL}[data]\npath = "chats.jsonl"\n', ["3 epochs", "of 512"]),
     "roles of others": (data("bots.jsonl"), ["form messages"]),
-    "rows for nobody": (data("chats.jsonl", "validation_share = 0.2"), ["form messages", "nothing looks at them"]),
-    "a folder of home": (data("chats.jsonl") + '[job]\ndump_folder = "~/run"\n', [f"{Path.home()}/run"]),
-    "asked for": (data("chats.jsonl").replace('"model"\n', '"model"\ninit = "random"\n', 1), ["random weights"]),
+    "rows for nobody": (
+        data("chats.jsonl", "validation_share = 0.2"),
+        ["form messages", "nothing looks at them"],
+    ),
+    "a folder of home": (
+        data("chats.jsonl") + '[job]\ndump_folder = "~/run"\n',
+        [f"{Path.home()}/run"],
+    ),
+    "asked for": (
+        data("chats.jsonl").replace('"model"\n', '"model"\ninit = "random"\n', 1),
+        ["random weights"],
+    ),
     "torchtitan": (
-        '[model]\nname = "llama"\nflavor = "debug"\nhf_assets_path = "model"\n[optimizer]\nname = "AdamW"\n'
-        "lr = 8e-4\n[lr_scheduler]\nwarmup_steps = 2\n[training]\nlocal_batch_size = 8\nseq_len = 64\nsteps = 10\n"
-        '[parallelism]\ndata_parallel_shard_degree = -1\n[activation_checkpoint]\nmode = "selective"\n'
+        '[model]\nname = "llama"\nflavor = "debug"\nhf_assets_path = "model"\n[optimizer]\nname = '
+        '"AdamW"\n'
+        "lr = 8e-4\n[lr_scheduler]\nwarmup_steps = 2\n[training]\nlocal_batch_size = 8\nseq_len = "
+        "64\nsteps = 10\n"
+        "[parallelism]\ndata_parallel_shard_degree = -1\n[activation_checkpoint]\nmode = "
+        '"selective"\n'
         "[model.overrides]\nvocab_size = 512\n",
         ["llama, ", "random weights", "lr 0.0008"],
     ),
@@ -182,8 +246,12 @@ def test_it_is_what_was_meant(run: Callable[..., tuple[int, str]], name: str) ->
         ("pairs", 1200, [], 3),
     ],
 )
-def test_the_batch_that_a_run_takes(kind: str, num_rows: int, settings: list[str], batch: int, tmp_path: Path) -> None:
-    Path("many.jsonl").write_text("".join(json.dumps(ROWS[kind][0]) + "\n" for _ in range(num_rows)))
+def test_the_batch_that_a_run_takes(
+    kind: str, num_rows: int, settings: list[str], batch: int, tmp_path: Path
+) -> None:
+    Path("many.jsonl").write_text(
+        "".join(json.dumps(ROWS[kind][0]) + "\n" for _ in range(num_rows))
+    )
     overrides = [f"--data.{setting}" for setting in settings] + [f"--data.cache_folder={tmp_path}"]
     if kind == "pairs":
         overrides += ["--training.objective=dpo", "--data.format=preference"]
@@ -200,41 +268,80 @@ def test_the_batch_that_a_run_takes(kind: str, num_rows: int, settings: list[str
 
 REFUSED = {
     "pairs without an objective": (data("pairs.jsonl"), ['Set training.objective = "dpo"']),
-    "an objective without pairs": (data("chats.jsonl") + 'objective = "dpo"\n', ["needs preference pairs"]),
+    "an objective without pairs": (
+        data("chats.jsonl") + 'objective = "dpo"\n',
+        ["needs preference pairs"],
+    ),
     "chats on random weights": (
         f'{NEW}[data]\npath = "chats.jsonl"\ntokenizer_path = "model"\n{SHORT}',
         ["random weights", "Set model.path"],
     ),
     "adapters on random weights": (f"{NEW}[lora]\nrank = 8\n", ["Set model.path"]),
-    "columns": (data("gsm.jsonl"), ["line 1 and 29 more: the fields are 'a', 'q'", "--data.fields.question=COLUMN"]),
+    "columns": (
+        data("gsm.jsonl"),
+        ["line 1 and 29 more: the fields are 'a', 'q'", "--data.fields.question=COLUMN"],
+    ),
     "a model alone": (f"{MODEL}{SHORT}", ["nothing says on which data", "Set data.path"]),
-    "data alone": (f'[data]\npath = "chats.jsonl"\n{SHORT}', ["there is no model", "Set model.path"]),
+    "data alone": (
+        f'[data]\npath = "chats.jsonl"\n{SHORT}',
+        ["there is no model", "Set model.path"],
+    ),
     "an empty file": ("", ["there is no model", "Set model.path"]),
-    "a pattern": (data("books/*.txt"), ["books/*.txt does not exist", "Wildcards are for data.pattern"]),
-    "a list": (data("a").replace('"a"', '["a.jsonl", "b.jsonl"]'), ["several are [data.sources.NAME]"]),
-    "an address": (data("https://huggingface.co/datasets/owner/name"), ["owner/name does not exist"]),
+    "a pattern": (
+        data("books/*.txt"),
+        ["books/*.txt does not exist", "Wildcards are for data.pattern"],
+    ),
+    "a list": (
+        data("a").replace('"a"', '["a.jsonl", "b.jsonl"]'),
+        ["several are [data.sources.NAME]"],
+    ),
+    "an address": (
+        data("https://huggingface.co/datasets/owner/name"),
+        ["owner/name does not exist"],
+    ),
     "other files": (data("notes"), ["Change data.pattern"]),
     "no file": (data("nothere.jsonl"), ["nothere.jsonl does not exist", "current folder"]),
-    "an id for a family": ('[model]\nname = "owner/model"\n', ["Set model.path to a folder or hub id"]),
-    "a model that is not there": (data("chats.jsonl").replace('"model"', '"Qwen3"'), ["Qwen3 does not exist", "hub"]),
+    "an id for a family": (
+        '[model]\nname = "owner/model"\n',
+        ["Set model.path to a folder or hub id"],
+    ),
+    "a model that is not there": (
+        data("chats.jsonl").replace('"model"', '"Qwen3"'),
+        ["Qwen3 does not exist", "hub"],
+    ),
     "steps and epochs": (data("chats.jsonl") + "epochs = 2.0\n", ["Leave one of them out"]),
     "too long": (
         f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 4096\n',
         ["max_position_embeddings (512). Set it to that or less"],
     ),
-    "a number in quotes": (data("chats.jsonl") + '[optimizer]\nlr = "2e-5"\n', ["Write 2e-05 without quotes"]),
+    "a number in quotes": (
+        data("chats.jsonl") + '[optimizer]\nlr = "2e-5"\n',
+        ["Write 2e-05 without quotes"],
+    ),
     "TRL": (
         'model_name_or_path = "model"\ndataset_name = "chats.jsonl"\nnum_train_epochs = 3\n',
         ["unknown key 'model_name_or_path'", "unknown key 'num_train_epochs'", "docs/from_trl.md"],
     ),
     "YAML": ("model:\n  path: model\n", ["it is YAML", "Write sections as [model]"]),
     "adapters without a rank": (data("chats.jsonl") + "[lora]\nalpha = 32\n", ["Set lora.rank"]),
-    "a section without its switch": (data("chats.jsonl") + "[lora]\n", ["[lora] is given, but lora.rank is not"]),
+    "a section without its switch": (
+        data("chats.jsonl") + "[lora]\n",
+        ["[lora] is given, but lora.rank is not"],
+    ),
     "no learning": (data("chats.jsonl") + "[optimizer]\nlr = 0\n", ["more than 0 and at most 1"]),
-    "documents of files alone": (data("book.txt", "packing = false"), ["documents of files are packed", "'text'"]),
+    "documents of files alone": (
+        data("book.txt", "packing = false"),
+        ["documents of files are packed", "'text'"],
+    ),
     "a variable": (data("$HOME/rows.jsonl"), ["$HOME/rows.jsonl does not exist"]),
-    "a template's name": (data("chats.jsonl", 'chat_template = "chatml"'), ["chatml does not exist"]),
-    "fields the other way": (data("gsm.jsonl", 'fields = {q = "question"}'), ['is not FIELD = "column"']),
+    "a template's name": (
+        data("chats.jsonl", 'chat_template = "chatml"'),
+        ["chatml does not exist"],
+    ),
+    "fields the other way": (
+        data("gsm.jsonl", 'fields = {q = "question"}'),
+        ['is not FIELD = "column"'],
+    ),
     "Latin-1": (
         data("latin.csv"),
         ["line 2 and 29 more: not UTF-8. Convert it: iconv -f ISO-8859-1 -t UTF-8 latin.csv > "],
@@ -263,6 +370,8 @@ def test_it_is_refused_with_what_to_do(run: Callable[..., tuple[int, str]], name
         ("--parallelism.tensor_parallel_degree=3", "does not divide the world size (4)"),
     ],
 )
-def test_the_command_line(run: Callable[..., tuple[int, str]], override: str, expected: str) -> None:
+def test_the_command_line(
+    run: Callable[..., tuple[int, str]], override: str, expected: str
+) -> None:
     _, said = run(data("chats.jsonl"), override, world_size=4)
     assert expected in said

@@ -1,4 +1,6 @@
-"""Commands take a run, a step or a model; adapters are merged into their model while it is read, as peft computes."""
+"""Commands take a run, a step or a model; adapters are merged into their model while it is read, as
+peft computes.
+"""
 
 import json
 from pathlib import Path
@@ -15,7 +17,23 @@ from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.features.lora import merge
 from titanlite.features.tools.models import find_base, find_model
 
-WORDS = ["the", "quick", "brown", "fox", "over", "lazy", "dog", "reads", "a", "page", "of", "old", "news", "in", "sun"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "over",
+    "lazy",
+    "dog",
+    "reads",
+    "a",
+    "page",
+    "of",
+    "old",
+    "news",
+    "in",
+    "sun",
+]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> fox{% endif %}"
@@ -26,14 +44,22 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     vocab = {word: i for i, word in enumerate(["<unk>", "<|im_start|>", "<|im_end|>", *WORDS])}
     raw = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token="<unk>", eos_token="<|im_end|>"
+    )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
 def save_model(folder: Path, experts: bool = False) -> None:
-    sizes = {"vocab_size": 18, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes = {
+        "vocab_size": 18,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = Qwen3MoeConfig(**sizes, **moe) if experts else Qwen3Config(**sizes)
@@ -47,7 +73,9 @@ def save_adapter(base: Path, folder: Path, **settings: object) -> None:
     from peft import LoraConfig, get_peft_model
 
     targets = {"target_modules": ["q_proj", "o_proj"], "r": 4, "lora_alpha": 16} | settings
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**targets, task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(**targets, task_type="CAUSAL_LM")
+    )
     shift_adapters(model, 0.5)
     model.save_pretrained(folder)
 
@@ -59,13 +87,19 @@ def expect(base: Path, adapter: Path | None, prompt: str) -> str:
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter).eval()
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12
+    )
     text: str = tokenizer.decode(out[0, ids.shape[1] :])
     return text.removesuffix("<|im_end|>").strip()
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
-EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+# peft's
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+EXPERTS = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
@@ -79,7 +113,21 @@ def test_adapters_generate_what_peft_generates(tmp_path, capsys, monkeypatch, ex
     assert expected != expect(base, None, prompt), "the adapters change nothing"
     assert main(["generate", str(adapter), "--prompt", prompt, "--max-new-tokens", "12"]) == 0
     assert capsys.readouterr().out == f"{prompt} {expected}\n"
-    assert main(["generate", str(base), "--prompt", prompt, "--max-new-tokens", "12", "--do-sample", "false"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                str(base),
+                "--prompt",
+                prompt,
+                "--max-new-tokens",
+                "12",
+                "--do-sample",
+                "false",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == f"{prompt} {expect(base, None, prompt)}\n"
 
 
@@ -90,13 +138,18 @@ def test_the_base_of_adapters(tmp_path, caplog):
     save_adapter(tmp_path / "base", adapter)
     assert find_base("generate", adapter) == tmp_path / "base"
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(ConfigError, match=f"names {tmp_path / 'base'}, which is no folder.*Give the model that the"):
+    with pytest.raises(
+        ConfigError, match=f"names {tmp_path / 'base'}, which is no folder.*Give the model that the"
+    ):
         find_base("generate", adapter)
     assert find_base("generate", adapter, str(tmp_path / "moved")) == tmp_path / "moved"
     (run / "config.toml").write_text(f'[model]\npath = "{tmp_path / "moved"}"\n')
     assert find_base("generate", adapter) == tmp_path / "moved"
     (run / "config.toml").write_text('[checkpoint]\ninitial_load_path = "/gone/too"\n')
-    with pytest.raises(ConfigError, match=r"which is no folder\. .*config\.toml names /gone/too, which is no folder\."):
+    with pytest.raises(
+        ConfigError,
+        match=r"which is no folder\. .*config\.toml names /gone/too, which is no folder\.",
+    ):
         find_base("generate", adapter)
     with pytest.raises(ConfigError, match=r"--base names /no/such, which is no folder\.$"):
         find_base("generate", adapter, "/no/such")
@@ -118,12 +171,20 @@ def test_the_newest_complete_checkpoint_of_a_run(tmp_path, capsys, where):
     (inner / "step-30/model.safetensors").write_bytes(b"cut")
     capsys.readouterr()
     assert find_model("inspect", str(tmp_path / "run")) == inner / "step-10"
-    said = f"inspect: took {inner / 'step-10'}, the newest complete checkpoint; step-30 is not complete\n"
+    said = (
+        f"inspect: took {inner / 'step-10'}, the newest complete checkpoint; step-30 is not "
+        "complete\n"
+    )
     assert capsys.readouterr().err == said
-    assert find_model("inspect", str(inner / "step-2")) == inner / "step-2" and not capsys.readouterr().err
+    assert (
+        find_model("inspect", str(inner / "step-2")) == inner / "step-2"
+        and not capsys.readouterr().err
+    )
     for step in (2, 10):
         (inner / f"step-{step}/model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is complete; of step-30: model.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .* is complete; of step-30: model.safetensors"
+    ):
         find_model("inspect", str(tmp_path / "run"))
 
 

@@ -36,7 +36,9 @@ def preview(
     def run(rows: object, *arguments: str, template: str | None = CHATML) -> tuple[int, str, str]:
         data = make_job(rows, template).data
         file = tmp_path / "preview.toml"
-        file.write_text(_CONFIG.format(path=data.path, tokenizer=data.tokenizer_path, cache=data.cache_folder))
+        file.write_text(
+            _CONFIG.format(path=data.path, tokenizer=data.tokenizer_path, cache=data.cache_folder)
+        )
         code = main(["data", "--config", str(file), *arguments])
         return code, *capsys.readouterr()
 
@@ -45,7 +47,12 @@ def preview(
 
 def chats(count: int) -> list[dict[str, object]]:
     return [
-        {"messages": [{"role": "user", "content": f"what is {i}"}, {"role": "assistant", "content": "x" * (i % 7 + 1)}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"what is {i}"},
+                {"role": "assistant", "content": "x" * (i % 7 + 1)},
+            ]
+        }
         for i in range(count)
     ]
 
@@ -74,7 +81,9 @@ def test_a_part_of_the_data_order_is_shown(preview: Callable[..., tuple[int, str
     assert len({*order}) == 27, "an epoch"
     assert places("--samples=4", "--data.skip_to_sample=20") == order[20:24]
     assert len(places("--samples=99", "--data.skip_to_sample=20")) == 27
-    assert "tokens, " in preview(chats(30), "--tokens=4", "--samples=1")[1].partition("\n    ... ")[2]
+    assert (
+        "tokens, " in preview(chats(30), "--tokens=4", "--samples=1")[1].partition("\n    ... ")[2]
+    )
 
 
 def test_pairs_and_control_characters(preview: Callable[..., tuple[int, str, str]]) -> None:
@@ -90,15 +99,23 @@ def test_pieces_of_documents(preview: Callable[..., tuple[int, str, str]]) -> No
     code, out, err = preview(rows, "--samples=40", "--data.too_long=split", "--training.seq_len=16")
     assert (code, err) == (0, "")
     assert ", 4 longer documents split\n" in out and "left out: nothing\n" in out
-    assert re.search(r"sample \d+: .*rows\.jsonl, line \d, from token 15 on, 16 tokens, 15 trained\n", out)
+    assert re.search(
+        r"sample \d+: .*rows\.jsonl, line \d, from token 15 on, 16 tokens, 15 trained\n", out
+    )
 
 
 def test_stream(preview: Callable[..., tuple[int, str, str]]) -> None:
     rows = [*chats(9), {"messages": []}]
     code, out, err = preview(
-        rows, "--data.streaming=true", "--validation.enable=false", "--data.bad_rows=skip", "--samples=1"
+        rows,
+        "--data.streaming=true",
+        "--validation.enable=false",
+        "--data.bad_rows=skip",
+        "--samples=1",
     )
-    assert (code, err) == (0, "") and "a stream of " in out and "\nsample 1: " in out and "[[x" in out
+    assert (
+        (code, err) == (0, "") and "a stream of " in out and "\nsample 1: " in out and "[[x" in out
+    )
     assert "left out so far: 1 rows skipped: empty field" in out
     code, _, err = preview(rows, "--data.streaming=true", "--validation.enable=false")
     assert code == 2 and "rows.jsonl, line 10: field 'messages' holds no message" in err
@@ -111,13 +128,27 @@ PAIRS = [{"prompt": f"{i}", "chosen": " good", "rejected": " bad"} for i in rang
     ("rows", "arguments", "said"),
     [
         ([*chats(2), {"messages": 1}], [], "rows.jsonl, line 3: field 'messages' is of type int"),
-        (chats(40), ["--training.objective=dpo"], "needs preference pairs, but the rows are of form 'messages'"),
+        (
+            chats(40),
+            ["--training.objective=dpo"],
+            "needs preference pairs, but the rows are of form 'messages'",
+        ),
         (PAIRS, [], 'Set training.objective = "dpo"'),
         (chats(40), ["--model.init=auto"], "the run would begin with random weights"),
-        (chats(40), ["--model.overrides.vocab_size=64"], "tokens, but the model's vocab_size is 64"),
-        (chats(40), ["--data.streaming=true", "--validation.enable=false", "--training.objective=dpo"], "no end"),
+        (
+            chats(40),
+            ["--model.overrides.vocab_size=64"],
+            "tokens, but the model's vocab_size is 64",
+        ),
+        (
+            chats(40),
+            ["--data.streaming=true", "--validation.enable=false", "--training.objective=dpo"],
+            "no end",
+        ),
     ],
 )
-def test_what_the_run_would_refuse(preview: Callable[..., tuple[int, str, str]], rows, arguments, said) -> None:
+def test_what_the_run_would_refuse(
+    preview: Callable[..., tuple[int, str, str]], rows, arguments, said
+) -> None:
     code, out, err = preview(rows, *arguments)
     assert code == 2 and "sample 1" not in out and said in err

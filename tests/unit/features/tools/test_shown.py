@@ -1,4 +1,6 @@
-"""Documents that are shown are those of the batch: the same tokens, the same labels, with the places they are from."""
+"""Documents that are shown are those of the batch: the same tokens, the same labels, with the
+places they are from.
+"""
 
 import re
 from collections.abc import Callable
@@ -23,7 +25,9 @@ def build(job: JobConfig) -> Any:
 
 
 def check_against_batch(dataset: SequenceDataset, index: int) -> list[ShownDocument]:
-    """The shown documents, one after the other, are row `index`; what is trained are its labels, in order."""
+    """The shown documents, one after the other, are row `index`; what is trained are its labels, in
+    order.
+    """
     documents, batch = get_shown_documents(dataset, index), dataset.batch([index])
     read = [token for document in documents for token in document.ids[: document.num_tokens]]
     num_used = int((batch.document_ids >= 0).sum())
@@ -46,7 +50,11 @@ def test_files_that_are_no_documents_shift_no_names(data: DataSection, tmp_path:
     data.path, job = str(tmp_path), JobConfig(data=data)
     job.training.seq_len = 16
     dataset = build(job)
-    shown = [document for index in range(dataset.num_sequences) for document in get_shown_documents(dataset, index)]
+    shown = [
+        document
+        for index in range(dataset.num_sequences)
+        for document in get_shown_documents(dataset, index)
+    ]
     names = {document.place.partition(" in ")[2] for document in shown}
     assert names == {str(tmp_path / "b.txt"), str(tmp_path / "d.txt")}
 
@@ -56,24 +64,35 @@ def test_sequences_of_a_corpus(data: DataSection, text_folder: Path) -> None:
     job.training.seq_len = 48
     tokenizer, loader = build_data(job, 0, 1)
     dataset: Any = loader.dataset
-    files = sorted(text_folder.rglob("*.txt"), key=lambda path: path.relative_to(text_folder).as_posix())
+    files = sorted(
+        text_folder.rglob("*.txt"), key=lambda path: path.relative_to(text_folder).as_posix()
+    )
     seen = []
     for index in range(dataset.num_sequences):
         (shown,) = check_against_batch(dataset, index)
         place, _, name = shown.place.partition(", beginning in ")
-        assert place == f"tokens {48 * index} to {48 * index + 48} of {len(dataset.tokenized.tokens)}"
+        assert (
+            place == f"tokens {48 * index} to {48 * index + 48} of {len(dataset.tokenized.tokens)}"
+        )
         first = tokenizer.decode(shown.ids).split(tokenizer.eos_token)[0]
         assert first in Path(name).read_text(encoding="utf-8")
         seen.append(name)
-    assert list(dict.fromkeys(seen)) == [str(path) for path in files if str(path) in seen] and len(set(seen)) > 10
+    assert (
+        list(dict.fromkeys(seen)) == [str(path) for path in files if str(path) in seen]
+        and len(set(seen)) > 10
+    )
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 10])
-def test_random_tokens_also_with_empty_documents(make_dataset: Callable[..., PackedDataset], seq_len: int) -> None:
+def test_random_tokens_also_with_empty_documents(
+    make_dataset: Callable[..., PackedDataset], seq_len: int
+) -> None:
     dataset = make_dataset(num_tokens=301, seq_len=seq_len)
     for index in range(dataset.num_sequences):
         check_against_batch(dataset, index)
-    assert re.search(r", beginning in document \d+ of \d+$", get_shown_documents(dataset, 4)[0].place)
+    assert re.search(
+        r", beginning in document \d+ of \d+$", get_shown_documents(dataset, 4)[0].place
+    )
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -82,13 +101,20 @@ def test_rows(make_job: MakeJob, packing: bool, streaming: bool) -> None:
     rows = [{"prompt": f"{i}:", "completion": " what is" * (i % 5 + 1)} for i in range(40)]
     settings = {"packing": packing, "streaming": streaming, "streaming_block_rows": 16}
     dataset = build(make_job(rows, seq_len=48, **settings))
-    found = [check_against_batch(dataset, index) for index in dataset.get_train_indices(42, 0, 9).tolist()]
+    found = [
+        check_against_batch(dataset, index)
+        for index in dataset.get_train_indices(42, 0, 9).tolist()
+    ]
     assert any(len(documents) > 1 for documents in found) == packing
     tokenizer = build_data(make_job(rows), 0, 1)[0]
     for document in (document for documents in found for document in documents):
         path, _, line = document.place.partition(", line ")
         text = tokenizer.decode(document.ids)
-        assert path.endswith("rows.jsonl") and text.startswith(f"{int(line) - 1}:") and document.num_trained > 1
+        assert (
+            path.endswith("rows.jsonl")
+            and text.startswith(f"{int(line) - 1}:")
+            and document.num_trained > 1
+        )
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -96,9 +122,13 @@ def test_pairs_and_pieces(make_job: MakeJob, streaming: bool) -> None:
     pairs = [{"prompt": f"{i}:", "chosen": " good", "rejected": " bad"} for i in range(9)]
     dataset = build(make_job(pairs, seq_len=64, streaming=streaming, format="preference"))
     documents = check_against_batch(dataset, 0)
-    assert [document.side for document in documents] == ["chosen", "rejected"] * (len(documents) // 2)
+    assert [document.side for document in documents] == ["chosen", "rejected"] * (
+        len(documents) // 2
+    )
     texts = [{"text": f"{i} what is the answer " * 9} for i in range(9)]
-    dataset = build(make_job(texts, seq_len=16, streaming=streaming, too_long="split", format="text"))
+    dataset = build(
+        make_job(texts, seq_len=16, streaming=streaming, too_long="split", format="text")
+    )
     places = [d.place for i in range(6) for d in check_against_batch(dataset, i)]
     assert any(place.endswith(", from token 15 on") for place in places)
     assert any(re.search(r", line \d$", place) for place in places) or streaming
@@ -114,14 +144,22 @@ def test_images(tmp_path: Path) -> None:
     Image.new("RGB", (10, 12), "red").save(tmp_path / "red.png")
     content = [{"type": "image", "image": "red.png"}, {"type": "text", "text": "what is this"}]
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "red"}]
-    rows = [ImageRow(f"chats.jsonl, line {line}", messages, (tmp_path / "red.png",)) for line in (1, 2)]
+    rows = [
+        ImageRow(f"chats.jsonl, line {line}", messages, (tmp_path / "red.png",)) for line in (1, 2)
+    ]
     dataset = ImageDataset(rows, load_processor(str(tmp_path)), 20)
     (document,) = get_shown_documents(dataset, 1)  # type: ignore[arg-type]
     batch = dataset.batch([1])
     assert document.place == f"chats.jsonl, line 2, with {tmp_path / 'red.png'}"
     assert document.ids == batch.tokens[0, : document.num_tokens].tolist()
-    trained = [token for token, is_trained in zip(document.ids, document.trained, strict=True) if is_trained]
-    assert trained == batch.labels[batch.labels != IGNORE_INDEX].tolist() and document.num_trained == 2
+    trained = [
+        token
+        for token, is_trained in zip(document.ids, document.trained, strict=True)
+        if is_trained
+    ]
+    assert (
+        trained == batch.labels[batch.labels != IGNORE_INDEX].tolist() and document.num_trained == 2
+    )
 
 
 class Numbers:

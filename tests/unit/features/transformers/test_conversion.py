@@ -1,4 +1,6 @@
-"""Stand-ins follow transformers' operations exactly; what they cannot follow is converted whole; nothing is silent."""
+"""Stand-ins follow transformers' operations exactly; what they cannot follow is converted whole;
+nothing is silent.
+"""
 
 import json
 import os
@@ -50,11 +52,15 @@ def assembled(traced: Traced, sources: dict[str, torch.Tensor]) -> torch.Tensor:
 @settings(max_examples=100)
 def test_stand_ins_are_where_the_elements_are(experts, shape, stack_dim, cat_dim, cut_dim, chunks):
     names = [f"{e}.{part}" for part in ("gate", "up") for e in range(experts)]
-    sources = {name: torch.arange(shape[0] * shape[1]).view(shape) + 100 * i for i, name in enumerate(names)}
+    sources = {
+        name: torch.arange(shape[0] * shape[1]).view(shape) + 100 * i
+        for i, name in enumerate(names)
+    }
 
     def convert(value_of: Callable[[str], Any]) -> list[Any]:
         stacked = [
-            torch.stack([value_of(f"{e}.{part}") for e in range(experts)], dim=stack_dim) for part in ("gate", "up")
+            torch.stack([value_of(f"{e}.{part}") for e in range(experts)], dim=stack_dim)
+            for part in ("gate", "up")
         ]
         whole = torch.cat(stacked, dim=cat_dim)
         cut = torch.chunk(whole, chunks, dim=cut_dim)
@@ -121,7 +127,9 @@ def llama(tmp_path_factory) -> Path:
 
 
 def build(folder: Path) -> TransformersModel:
-    return build_transformers(transformers_config(json.loads((folder / "config.json").read_text()), "test"))
+    return build_transformers(
+        transformers_config(json.loads((folder / "config.json").read_text()), "test")
+    )
 
 
 def edited(folder: Path, out: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -129,7 +137,9 @@ def edited(folder: Path, out: Path, edit: Callable[[dict[str, torch.Tensor]], No
     shutil.copytree(folder, out)
     tensors = load_file(out / "model.safetensors")
     edit(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors"
+    )
     return out
 
 
@@ -140,20 +150,32 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     ("edit", "messages"),
     [
         (lambda t: t.pop("model.norm.weight"), [r"model\.norm\.weight: missing, checkpoint"]),
-        (lambda t: t.update(extra=torch.ones(2)), ["extra: unexpected, checkpoint .* has it and the model does not"]),
+        (
+            lambda t: t.update(extra=torch.ones(2)),
+            ["extra: unexpected, checkpoint .* has it and the model does not"],
+        ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(7)}),
             [r"model\.norm\.weight: .*with shape \(7,\), the model expects \(32,\)"],
         ),
         (lambda t: t.pop(EXPERT), [r"mlp\.experts\.gate_up_proj: .*do not go together"]),
-        (lambda t: t.update({EXPERT: torch.ones(3, 3)}), [r"mlp\.experts\.gate_up_proj: .*do not go together"]),
+        (
+            lambda t: t.update({EXPERT: torch.ones(3, 3)}),
+            [r"mlp\.experts\.gate_up_proj: .*do not go together"],
+        ),
         (
             lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)}),
-            [r"mlp\.experts\.gate_up_proj: checkpoint .*w1\.weight is torch\.float8_e4m3fn without factors"],
+            [
+                r"mlp\.experts\.gate_up_proj: checkpoint .*w1\.weight is torch\.float8_e4m3fn "
+                r"without factors"
+            ],
         ),
         (
             lambda t: [t.pop(key) for key in [*t] if ".w2." in key],
-            [r"layers\.0\.mlp\.experts\.down_proj: missing", r"layers\.1\.mlp\.experts\.down_proj: missing"],
+            [
+                r"layers\.0\.mlp\.experts\.down_proj: missing",
+                r"layers\.1\.mlp\.experts\.down_proj: missing",
+            ],
         ),
     ],
 )
@@ -178,7 +200,9 @@ def test_each_rank_reads_its_bytes_only(mixtral, monkeypatch):
     (source,) = (entry.source for entry in plan.entries if entry.fqn == name)
     assert isinstance(source, Read)
     preadv, sizes = os.preadv, []
-    monkeypatch.setattr(os, "preadv", lambda *arguments: (sizes.append(preadv(*arguments)), sizes[-1])[1])
+    monkeypatch.setattr(
+        os, "preadv", lambda *arguments: (sizes.append(preadv(*arguments)), sizes[-1])[1]
+    )
     source.reader.read([ReadRequest(source.name, region, torch.empty(region.lengths))])
     assert sum(sizes) == 4 * shape[1] * shape[2]
 
@@ -199,8 +223,9 @@ def fused(tensors: dict[str, torch.Tensor]) -> None:
     ("kind", "edit", "whole"), [("transposed", transposed, {"down_proj"}), ("fused", fused, set())]
 )
 def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kind, edit, whole):
-    """A transposed weight is converted whole, a fused one is cut as it is read; both are saved as they were. Of what is
-    converted to be saved, a rank keeps what it writes."""
+    """A transposed weight is converted whole, a fused one is cut as it is read; both are saved as
+    they were. Of what is converted to be saved, a rank keeps what it writes.
+    """
     if kind == "fused" and not hasattr(core_model_loading, "Split"):
         pytest.skip("needs transformers 5.23")
     folder = edited(llama, tmp_path / kind, edit)
@@ -213,7 +238,11 @@ def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kin
             fully_shard(layer)
         fully_shard(model)
         plan = materialize(model, "cpu", [weights_of(folder, model)])
-        items = [item for file in model_files(plan, model.config, torch.float32) for item, _ in file.items]
+        items = [
+            item
+            for file in model_files(plan, model.config, torch.float32)
+            for item, _ in file.items
+        ]
         assert not any(item.mine for item in items if item.local.is_meta)
         left = [item.key for item in items if item.local.is_meta]
         for entry in plan.entries:
@@ -221,11 +250,17 @@ def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kin
                 assert torch.equal(entry.tensor.full_tensor(), expected[entry.fqn]), entry.fqn
         save_hf_model(model, plan, None, tmp_path / "saved", torch.float32)
         readers = {entry.fqn: getattr(entry.source, "reader", None) for entry in plan.entries}
-        read = {name.split(".")[-2] for name, reader in readers.items() if isinstance(reader, ConvertingReader)}
+        read = {
+            name.split(".")[-2]
+            for name, reader in readers.items()
+            if isinstance(reader, ConvertingReader)
+        }
         return read, left
 
     name = "mlp.down_proj" if whole else "self_attn.qkv"
-    assert run_ranks(2, rank_main) == [(whole, [f"model.layers.{layer}.{name}.weight"]) for layer in (1, 0)]
+    assert run_ranks(2, rank_main) == [
+        (whole, [f"model.layers.{layer}.{name}.weight"]) for layer in (1, 0)
+    ]
     stored, saved = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "saved"))
     assert stored.keys() == saved.keys()
     assert [name for name in stored if not torch.equal(stored[name], saved[name])] == []
@@ -236,11 +271,19 @@ def test_tied_tensors_that_are_stored_with_other_values_are_refused(tmp_path, na
     """As transformers keeps both, one of them would be lost. What the message says to do helps."""
     reference = save_tiny(name, tmp_path / "plain")
     embedding = "model.embed_tokens.weight"
-    folder = edited(tmp_path / "plain", tmp_path / "other", lambda t: t.update({"lm_head.weight": t[embedding] + 1}))
+    folder = edited(
+        tmp_path / "plain",
+        tmp_path / "other",
+        lambda t: t.update({"lm_head.weight": t[embedding] + 1}),
+    )
     model = build(folder)
     with pytest.raises(PlanError) as raised:
         materialize(model, "cpu", [weights_of(folder, model)])
-    for words in ("lm_head.weight: checkpoint", f"other values than {embedding}", "Set tie_word_embeddings = false"):
+    for words in (
+        "lm_head.weight: checkpoint",
+        f"other values than {embedding}",
+        "Set tie_word_embeddings = false",
+    ):
         assert words in str(raised.value)
     assert all(param.is_meta for param in model.parameters()), "nothing was allocated"
     table = {**json.loads((folder / "config.json").read_text()), "tie_word_embeddings": False}

@@ -1,4 +1,6 @@
-"""The expert load of transformers' models: the native one's, a plain count from the router's logits, and its gaps."""
+"""The expert load of transformers' models: the native one's, a plain count from the router's
+logits, and its gaps.
+"""
 
 import logging
 from dataclasses import replace
@@ -40,7 +42,9 @@ def loads_of(model: Any) -> torch.Tensor:
 
 
 def draw(vocab_size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, labels = torch.randint(14, vocab_size, (2, *DOCUMENTS.shape), generator=torch.Generator().manual_seed(seed))
+    tokens, labels = torch.randint(
+        14, vocab_size, (2, *DOCUMENTS.shape), generator=torch.Generator().manual_seed(seed)
+    )
     return tokens, labels.masked_fill(DOCUMENTS < 0, -100)
 
 
@@ -53,11 +57,16 @@ def native_and_other(tiny: Any, family: str, **changes: Any) -> tuple[Decoder, T
     config: ModelConfig = tiny.config(family, **changes)
     ours: Decoder = tiny.ours(config)
     other = build_transformers(
-        transformers_config({"model_type": config.family, **family_of(config).to_hf(config)}, "test")
+        transformers_config(
+            {"model_type": config.family, **family_of(config).to_hf(config)}, "test"
+        )
     )
     materialize(other, "cpu")
     key = family_of(config).expert_bias_key
-    values = {name.replace("expert_bias", key or "expert_bias"): value for name, value in ours.state_dict().items()}
+    values = {
+        name.replace("expert_bias", key or "expert_bias"): value
+        for name, value in ours.state_dict().items()
+    }
     if key is None:
         values = {name: value for name, value in values.items() if not name.endswith("expert_bias")}
     other.transformers_model.load_state_dict(values)
@@ -73,8 +82,12 @@ def native_and_other(tiny: Any, family: str, **changes: Any) -> tuple[Decoder, T
         ("dots1", {"num_dense_layers": 2}),
     ],
 )
-def test_counts_are_those_of_the_native_decoder(tiny: Any, family: str, changes: dict[str, Any], mode: Any) -> None:
-    """Over two micro-batches, recomputed in backward or not; what is evaluated between counts nothing."""
+def test_counts_are_those_of_the_native_decoder(
+    tiny: Any, family: str, changes: dict[str, Any], mode: Any
+) -> None:
+    """Over two micro-batches, recomputed in backward or not; what is evaluated between counts
+    nothing.
+    """
     models = native_and_other(tiny, family, **changes)
     found = []
     for model in models:
@@ -93,7 +106,9 @@ def test_counts_are_those_of_the_native_decoder(tiny: Any, family: str, changes:
     native, other = models
     assert list(other.expert_counters()) == list(native.expert_counters())
     rows = 2 * int((DOCUMENTS >= 0).sum()) * native.config.top_k
-    assert found[1] is not None and found[1].sum(dim=1).tolist() == [rows] * len(native.expert_counters())
+    assert found[1] is not None and found[1].sum(dim=1).tolist() == [rows] * len(
+        native.expert_counters()
+    )
     assert torch.equal(found[1], found[0])
 
 
@@ -103,7 +118,9 @@ def test_counts_are_those_of_the_logits(name: str, implementation: str) -> None:
     """Whatever computes the experts; without documents nothing is padding."""
     model = build(TEXT_MODELS[name]())
     inner = model.transformers_model
-    use_titanlite_experts(inner) if implementation == "titanlite" else inner.set_experts_implementation(implementation)
+    use_titanlite_experts(
+        inner
+    ) if implementation == "titanlite" else inner.set_experts_implementation(implementation)
     logits: list[torch.Tensor] = []
     for layer in inner.model.layers:
         router = layer.mlp.gate if name == "mixtral" else layer.mlp.router
@@ -123,8 +140,13 @@ def test_counts_are_those_of_the_logits(name: str, implementation: str) -> None:
 
 def test_layers_have_their_numbers() -> None:
     sizes = TEXT_MODELS["mixtral"]().to_dict()
-    common = {key: sizes[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")}
-    config = transformers.Qwen3MoeConfig(**common, num_hidden_layers=4, decoder_sparse_step=2, num_experts=4)
+    common = {
+        key: sizes[key]
+        for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    }
+    config = transformers.Qwen3MoeConfig(
+        **common, num_hidden_layers=4, decoder_sparse_step=2, num_experts=4
+    )
     assert list(build(config).expert_counters()) == [1, 3]
     assert list(build(TEXT_MODELS["deepseek_v3"]()).expert_counters()) == [1]
 
@@ -152,7 +174,10 @@ def llama4() -> Any:
             TEXT_MODELS["mixtral"],
             "MixtralForCausalLM routes by itself: no balancing is added; its expert load is logged",
         ),
-        (llama4, "its expert load cannot be counted: experts are not called by transformers' interface"),
+        (
+            llama4,
+            "its expert load cannot be counted: experts are not called by transformers' interface",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_counted_says_so(config: Any, said: str, caplog: Any) -> None:
@@ -165,14 +190,25 @@ def test_a_model_that_cannot_be_counted_says_so(config: Any, said: str, caplog: 
     tokens, labels = draw(VOCAB_SIZE)
     model(tokens, labels)
     balancer.accumulate()
-    assert (balancer.step(TRUE) is None) == (not model.expert_counters()) == ("cannot be counted" in said)
+    assert (
+        (balancer.step(TRUE) is None)
+        == (not model.expert_counters())
+        == ("cannot be counted" in said)
+    )
     assert balancer.bias_range() is None
 
 
-@pytest.mark.parametrize(("config", "idle"), [(llama4, 3), (TEXT_MODELS["mixtral"], 2), (TEXT_MODELS["glm4_moe"], 2)])
+@pytest.mark.parametrize(
+    ("config", "idle"), [(llama4, 3), (TEXT_MODELS["mixtral"], 2), (TEXT_MODELS["glm4_moe"], 2)]
+)
 def test_active_parameters_have_no_idle_experts(config: Any, idle: int) -> None:
     model = build_transformers(transformers_config(config().to_dict(), "test"))
     sizes = {name: param.numel() for name, param in model.named_parameters()}
-    routed = sum(size for name, size in sizes.items() if name.endswith(("experts.gate_up_proj", "experts.down_proj")))
-    every = train_flops_per_token(build_transformers(replace(model.config, top_k=0)), 0)  # it is not known how many
+    routed = sum(
+        size
+        for name, size in sizes.items()
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    )
+    # it is not known how many
+    every = train_flops_per_token(build_transformers(replace(model.config, top_k=0)), 0)
     assert routed and every - train_flops_per_token(model, 0) == 6 * routed * idle // 4

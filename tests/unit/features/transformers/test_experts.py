@@ -1,4 +1,6 @@
-"""transformers' own mixture-of-experts models with titanlite's grouped GEMM: the same logits and gradients."""
+"""transformers' own mixture-of-experts models with titanlite's grouped GEMM: the same logits and
+gradients.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ SIZES = {
     "max_position_embeddings": 64,
     "head_dim": 8,
 }
-# Plain SwiGLU, biases with clamped and interleaved gates, a sigmoid router with shared experts, GELU or other gates.
+# Plain SwiGLU, biases with clamped and interleaved gates, a sigmoid router with shared experts,
+# GELU or other gates.
 MODELS = {
     "Qwen3Moe": {},
     "Mixtral": {},
@@ -52,22 +55,33 @@ def test_logits_and_gradients_are_those_of_the_eager_experts(name, monkeypatch):
         return group_by_expert(*args)
 
     monkeypatch.setattr("titanlite.models.moe.group_by_expert", counted)
-    for switch in (lambda: model.set_experts_implementation("eager"), lambda: use_titanlite_experts(model)):
+    for switch in (
+        lambda: model.set_experts_implementation("eager"),
+        lambda: use_titanlite_experts(model),
+    ):
         switch()
         model.zero_grad()
         out = model(tokens, labels=tokens)
         out.loss.backward()
         runs.append(
-            (out.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+            (
+                out.logits.detach(),
+                {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+            )
         )
-    assert len(calls) == 2, "each of the two layers must have used titanlite's experts in the second run"
+    assert len(calls) == 2, (
+        "each of the two layers must have used titanlite's experts in the second run"
+    )
     (eager, eager_grads), (mine, my_grads) = runs
     # float32 sums in another order; logits are of order 10.
     torch.testing.assert_close(mine, eager, rtol=1e-5, atol=1e-4)
     assert my_grads.keys() == eager_grads.keys()
     for key, grad in my_grads.items():
         torch.testing.assert_close(
-            grad, eager_grads[key], rtol=1e-4, atol=1e-4 * eager_grads[key].abs().max().item() + 1e-7
+            grad,
+            eager_grads[key],
+            rtol=1e-4,
+            atol=1e-4 * eager_grads[key].abs().max().item() + 1e-7,
         )
 
 
@@ -83,7 +97,9 @@ def test_ids_beyond_the_last_expert_add_nothing():
 
 
 def test_gradients_of_biases_are_summed_in_float32():
-    """On CUDA `index_add` adds in the dtype that it is given: a thousand bfloat16 rows lose what is small."""
+    """On CUDA `index_add` adds in the dtype that it is given: a thousand bfloat16 rows lose what is
+    small.
+    """
 
     added = []
 
@@ -100,4 +116,7 @@ def test_gradients_of_biases_are_summed_in_float32():
         model(tokens, labels=tokens).loss.backward()
     assert added == [torch.float32] * 4, "gate_up_proj_bias and down_proj_bias of two layers"
     experts = model.model.layers[0].mlp.experts
-    assert experts.down_proj_bias.grad.dtype == torch.bfloat16 and experts.down_proj_bias.grad.abs().max() > 0
+    assert (
+        experts.down_proj_bias.grad.dtype == torch.bfloat16
+        and experts.down_proj_bias.grad.abs().max() > 0
+    )

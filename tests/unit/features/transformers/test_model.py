@@ -27,7 +27,9 @@ def config_of(name: str) -> TransformersConfig:
 
 @pytest.mark.parametrize("name", ALL_MODELS)
 def test_every_tensor_has_a_source_without_a_checkpoint(name: str) -> None:
-    """Recipes are those of transformers: means and deviations of what it draws, tensor by tensor."""
+    """Recipes are those of transformers: means and deviations of what it draws, tensor by
+    tensor.
+    """
     ours = build_transformers(config_of(name))
     materialize(ours, "cpu", seed=3)
     torch.manual_seed(0)
@@ -36,7 +38,8 @@ def test_every_tensor_has_a_source_without_a_checkpoint(name: str) -> None:
     for key, value in ours.transformers_model.state_dict().items():
         wanted = expected[key].float()
         spread = 0.0 if value.numel() == 1 else wanted.std().item()
-        # The mean and the deviation of n draws vary by at most spread / sqrt(n); two such differ by 6 of those never.
+        # The mean and the deviation of n draws vary by at most spread / sqrt(n); two such differ by
+        # 6 of those never.
         bound = 6 * spread / value.numel() ** 0.5 + 1e-6
         assert value.float().mean().item() == pytest.approx(wanted.mean().item(), abs=bound), key
         if value.numel() > 1:
@@ -57,12 +60,20 @@ def test_ties_come_from_the_declaration() -> None:
 
 
 def test_dtypes_are_those_of_from_pretrained(tmp_path: Path) -> None:
-    """In bfloat16 DeepSeek's correction bias and the rotary tables stay float32; `_from_config` casts the bias."""
-    transformers.AutoModelForCausalLM.from_config(ALL_MODELS["deepseek_v3"]()).save_pretrained(tmp_path)
+    """In bfloat16 DeepSeek's correction bias and the rotary tables stay float32; `_from_config`
+    casts the bias.
+    """
+    transformers.AutoModelForCausalLM.from_config(ALL_MODELS["deepseek_v3"]()).save_pretrained(
+        tmp_path
+    )
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     ours = build_transformers(config_of("deepseek_v3"), torch.bfloat16).transformers_model
-    expected = {name: tensor.dtype for name, tensor in [*theirs.named_parameters(), *theirs.named_buffers()]}
-    assert {name: tensor.dtype for name, tensor in [*ours.named_parameters(), *ours.named_buffers()]} == expected
+    expected = {
+        name: tensor.dtype for name, tensor in [*theirs.named_parameters(), *theirs.named_buffers()]
+    }
+    assert {
+        name: tensor.dtype for name, tensor in [*ours.named_parameters(), *ours.named_buffers()]
+    } == expected
     assert torch.float32 in expected.values()
 
 
@@ -84,19 +95,27 @@ def spoil_buffer(model: Any) -> str:
     return "model.norm.scale"
 
 
-@pytest.mark.parametrize(("spoil", "late"), [(spoil_attribute, True), (spoil_list, False), (spoil_buffer, True)])
-def test_a_tensor_that_nobody_fills_makes_the_plan_fail_with_its_name(spoil: Any, late: bool) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "late"), [(spoil_attribute, True), (spoil_list, False), (spoil_buffer, True)]
+)
+def test_a_tensor_that_nobody_fills_makes_the_plan_fail_with_its_name(
+    spoil: Any, late: bool
+) -> None:
     inner = build_transformers(config_of("llama")).transformers_model
     sources = find_sources(inner, Recording()) if late else {}
     name = spoil(inner)
-    model = TransformersModel(inner, config_of("llama"), sources or find_sources(inner, Recording()))
+    model = TransformersModel(
+        inner, config_of("llama"), sources or find_sources(inner, Recording())
+    )
     with pytest.raises(PlanError, match=rf"{name}: .*no source"):
         materialize(model, "cpu")
     assert all(param.is_meta for param in model.parameters()), "nothing was allocated"
 
 
 def test_reading_sources_moves_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither that of the CPU nor, by a seed for all devices, those of the GPUs, which dropout draws from."""
+    """Neither that of the CPU nor, by a seed for all devices, those of the GPUs, which dropout
+    draws from.
+    """
 
     def seed_all(seed: int) -> None:
         raise AssertionError(f"the GPUs were seeded with {seed}")
@@ -120,14 +139,18 @@ def test_a_buffer_that_is_drawn_at_random_has_no_source() -> None:
     inner._init_weights = draw.__get__(inner)
     inner.model._init_weights = draw.__get__(inner.model)
     with pytest.raises(PlanError, match=r"model\.norm\.noise: .*no source"):
-        materialize(TransformersModel(inner, config_of("llama"), find_sources(inner, Recording())), "cpu")
+        materialize(
+            TransformersModel(inner, config_of("llama"), find_sources(inner, Recording())), "cpu"
+        )
 
 
 # --- what a model shows at its first forward
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, labels = torch.randint(14, VOCAB_SIZE, (2, 2, 12), generator=torch.Generator().manual_seed(0))
+    tokens, labels = torch.randint(
+        14, VOCAB_SIZE, (2, 2, 12), generator=torch.Generator().manual_seed(0)
+    )
     return tokens, labels, torch.tensor([[0] * 5 + [1] * 7, [0] * 9 + [-1] * 3])
 
 
@@ -141,8 +164,11 @@ def test_the_loss_knows_soft_caps(cap: float | None, plain: bool) -> None:
     tokens, labels, documents = batch()
     loss = model(tokens, labels, None, documents).cross_entropy
     logits = model(tokens, None, None, documents)
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)  # float32, other orders of summation
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    # float32, other orders of summation
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert model.find_facts(torch.device("cpu")).has_plain_head is plain
     assert (logits.abs().max() <= 2.0).item() is (cap is not None)
 
@@ -159,7 +185,9 @@ def test_images_go_with_one_document_per_row() -> None:
 
 def job(tmp_path: Path, hf: dict[str, Any], *overrides: str, world_size: int = 2) -> Checked:
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    (tmp_path / "job.toml").write_text(f'model.hf_assets_path = "{tmp_path}"\ntraining.seq_len = 16\n')
+    (tmp_path / "job.toml").write_text(
+        f'model.hf_assets_path = "{tmp_path}"\ntraining.seq_len = 16\n'
+    )
     return check(load_config(["--config", str(tmp_path / "job.toml"), *overrides]), world_size)
 
 
@@ -184,20 +212,75 @@ def test_auto_takes_the_native_decoder_where_it_can(
 @pytest.mark.parametrize(
     ("name", "changes", "overrides", "message"),
     [
-        ("gemma3_text", {}, ["--model.implementation=native"], "model_type 'gemma3_text' has no native decoder"),
-        ("gemma3_text", {"model_type": "gemma99"}, [], "'gemma99' has neither a native decoder nor a class"),
-        ("gemma3_text", {"model_type": "vit"}, [], "no class that generates text for model_type 'vit'"),
+        (
+            "gemma3_text",
+            {},
+            ["--model.implementation=native"],
+            "model_type 'gemma3_text' has no native decoder",
+        ),
+        (
+            "gemma3_text",
+            {"model_type": "gemma99"},
+            [],
+            "'gemma99' has neither a native decoder nor a class",
+        ),
+        (
+            "gemma3_text",
+            {"model_type": "vit"},
+            [],
+            "no class that generates text for model_type 'vit'",
+        ),
         ("gemma3_text", {"hidden_size": "wide"}, [], "transformers refuses it"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, [], "quant_method 'awq' cannot be read"),
-        ("gemma3_text", {}, ["--model.overrides.num_layers=3"], "num_layers cannot be changed here"),
-        ("gemma3_text", {}, ["--parallelism.tensor_parallel_degree=2"], r"degree = 2: Gemma3.* Set it to 1: data_"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "awq"}},
+            [],
+            "quant_method 'awq' cannot be read",
+        ),
+        (
+            "gemma3_text",
+            {},
+            ["--model.overrides.num_layers=3"],
+            "num_layers cannot be changed here",
+        ),
+        (
+            "gemma3_text",
+            {},
+            ["--parallelism.tensor_parallel_degree=2"],
+            r"degree = 2: Gemma3.* Set it to 1: data_",
+        ),
         ("gemma3_text", {}, ["--parallelism.expert_parallel_degree=2"], "the model has no experts"),
-        ("gpt_oss", {"num_local_experts": 3}, ["--parallelism.expert_parallel_degree=2"], r"\(2\) does not divide"),
-        ("mixtral", {}, ["--moe.aux_loss_coeff=0.1"], r"moe\.aux_loss_coeff = 0\.1: MixtralForCausalLM"),
-        ("mixtral", {}, ["--moe.expert_bias_update_rate=0.1"], r"moe\.expert_bias_update_rate = 0\.1"),
+        (
+            "gpt_oss",
+            {"num_local_experts": 3},
+            ["--parallelism.expert_parallel_degree=2"],
+            r"\(2\) does not divide",
+        ),
+        (
+            "mixtral",
+            {},
+            ["--moe.aux_loss_coeff=0.1"],
+            r"moe\.aux_loss_coeff = 0\.1: MixtralForCausalLM",
+        ),
+        (
+            "mixtral",
+            {},
+            ["--moe.expert_bias_update_rate=0.1"],
+            r"moe\.expert_bias_update_rate = 0\.1",
+        ),
         ("mixtral", {}, ["--compile.enable=true"], r"compile\.enable = true"),
-        ("mixtral", {}, ["--model.attention_backend=varlen"], r'model\.attention_backend = "varlen"'),
-        ("mixtral", {}, ["--activation_checkpoint.mode=selective"], "knows titanlite's layers only"),
+        (
+            "mixtral",
+            {},
+            ["--model.attention_backend=varlen"],
+            r'model\.attention_backend = "varlen"',
+        ),
+        (
+            "mixtral",
+            {},
+            ["--activation_checkpoint.mode=selective"],
+            "knows titanlite's layers only",
+        ),
         ("mixtral", {}, ["--training.seq_len=128"], r"training\.seq_len \(128\) exceeds"),
     ],
 )

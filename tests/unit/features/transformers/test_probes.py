@@ -28,7 +28,12 @@ _ENCODER: dict[str, Any] = {
     "max_position_embeddings": 40,
     "pad_token_id": 1,
 }
-_MAMBA: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+_MAMBA: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "state_size": 4,
+}
 _MINIMAX: dict[str, Any] = (
     _ENCODER
     | {"num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 2}
@@ -38,7 +43,9 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 9 + [2] * 6])
 
 
 def build(config: Any) -> TransformersModel:
-    """A model in evaluation mode whose documents would show in each other, if they saw each other."""
+    """A model in evaluation mode whose documents would show in each other, if they saw each
+    other.
+    """
     found = transformers_config(config.to_dict(), "test")
     model = TransformersModel(getattr(transformers, found.architecture)(config), found, {}).eval()
     generator = torch.Generator().manual_seed(1)
@@ -56,7 +63,9 @@ def tokens_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
 def alone(model: TransformersModel, tokens: torch.Tensor, *lengths: int) -> torch.Tensor:
     """Logits of the class's own forward of each document, without positions."""
     parts = tokens.split(list(lengths), dim=1)
-    return torch.cat([model.transformers_model(input_ids=part, use_cache=False).logits for part in parts], dim=1)
+    return torch.cat(
+        [model.transformers_model(input_ids=part, use_cache=False).logits for part in parts], dim=1
+    )
 
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra"])
@@ -70,7 +79,9 @@ def test_a_class_that_sees_later_tokens_is_refused(name: str) -> None:
         generate(model, [[5, 6]], max_new_tokens=2, device=CPU)
 
 
-@pytest.mark.parametrize("config", [transformers.MambaConfig(**_MAMBA), transformers.MiniMaxConfig(**_MINIMAX)])
+@pytest.mark.parametrize(
+    "config", [transformers.MambaConfig(**_MAMBA), transformers.MiniMaxConfig(**_MINIMAX)]
+)
 def test_a_class_that_mixes_documents_takes_rows_of_one(config: Any) -> None:
     model = build(config)
     tokens, labels = tokens_and_labels()
@@ -83,7 +94,9 @@ def test_a_class_that_mixes_documents_takes_rows_of_one(config: Any) -> None:
     wanted = torch.nn.functional.cross_entropy(expected[0], labels[0, :14], reduction="sum")
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     for documents in (DOCUMENTS, one.flip(1)):  # padding before a document is seen, too
-        with pytest.raises(ConfigError, match=r"mixes documents that share a row: .* set data\.packing = false"):
+        with pytest.raises(
+            ConfigError, match=r"mixes documents that share a row: .* set data\.packing = false"
+        ):
             model(tokens, labels, document_ids_BS=documents)
 
 
@@ -98,7 +111,9 @@ def test_what_a_forward_raises_is_the_reason(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(model.transformers_model, "forward", forward)
     tokens, labels = tokens_and_labels()
-    with pytest.raises(ConfigError, match=r"mixes documents .*IndexError: index 12 is out of bounds"):
+    with pytest.raises(
+        ConfigError, match=r"mixes documents .*IndexError: index 12 is out of bounds"
+    ):
         model(tokens, labels, document_ids_BS=DOCUMENTS)
     assert not model.can_cache(CPU)
     assert len(generate(model, [[5, 6, 7], [8]], max_new_tokens=3, device=CPU)) == 2
@@ -121,7 +136,9 @@ def test_a_class_that_needs_more_than_text_is_refused(monkeypatch: pytest.Monkey
         raise ValueError("You must give pixel_values")
 
     monkeypatch.setattr(model.transformers_model, "forward", forward)
-    with pytest.raises(ConfigError, match="does not run on text alone: ValueError: You must give pixel_values"):
+    with pytest.raises(
+        ConfigError, match="does not run on text alone: ValueError: You must give pixel_values"
+    ):
         model(*tokens_and_labels())
 
 
@@ -129,11 +146,15 @@ def test_rows_are_refused_before_the_first_step() -> None:
     mixes, packs = build(transformers.MambaConfig(**_MAMBA)), build(ALL_MODELS["llama"]())
     job = JobConfig(data=DataSection(dataset="text"))
     check_documents_per_row(job, packs, CPU)
-    with pytest.raises(ConfigError, match=r"mixes documents .*data\.packing = true .* Set data\.packing = false"):
+    with pytest.raises(
+        ConfigError, match=r"mixes documents .*data\.packing = true .* Set data\.packing = false"
+    ):
         check_documents_per_row(job, mixes, CPU)
     check_documents_per_row(replace(job, data=replace(job.data, packing=False)), mixes, CPU)
     pairs = JobConfig(data=DataSection(packing=False), training=TrainingSection(objective="dpo"))
-    with pytest.raises(ConfigError, match=r'training\.objective = "dpo" puts both sides of a pair into one'):
+    with pytest.raises(
+        ConfigError, match=r'training\.objective = "dpo" puts both sides of a pair into one'
+    ):
         check_documents_per_row(pairs, mixes, CPU)
 
 
@@ -151,18 +172,26 @@ def test_logits_that_are_masked_in_place_are_not_the_heads(monkeypatch: pytest.M
     tokens, labels = tokens_and_labels()
     loss = model(tokens, labels, None, DOCUMENTS).cross_entropy
     logits = alone(model, tokens, 5, 9, 6)[0]
-    assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits, labels[0], reduction="sum").item())
+    assert loss.item() == pytest.approx(
+        torch.nn.functional.cross_entropy(logits, labels[0], reduction="sum").item()
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "name"),
     [
         (transformers.T5Config(), "T5ForConditionalGeneration"),
-        (transformers.BartConfig(architectures=["BartForCausalLM"], is_encoder_decoder=False), "BartForCausalLM"),
+        (
+            transformers.BartConfig(architectures=["BartForCausalLM"], is_encoder_decoder=False),
+            "BartForCausalLM",
+        ),
     ],
 )
 def test_an_encoder_decoder_is_refused(config: Any, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"test: {name} belongs to an encoder-decoder, .* Use a model that has a dec"):
+    with pytest.raises(
+        ConfigError,
+        match=f"test: {name} belongs to an encoder-decoder, .* Use a model that has a dec",
+    ):
         transformers_config(config.to_dict(), "test")
 
 
@@ -172,25 +201,42 @@ def test_embeddings_that_share_their_weight_are_no_layer() -> None:
     assert {type(layer).__name__ for layer in model.decoder_layers()} == {"BertLayer"}
 
 
-_LINEAR = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_LINEAR = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 _FAST = [
     (transformers.Qwen3NextConfig(**_ENCODER, **_LINEAR, num_experts=2), ["causal_conv1d", "fla"]),
     (transformers.MambaConfig(**_MAMBA), ["causal_conv1d", "mamba_ssm"]),
-    (transformers.Lfm2Config(**_ENCODER, layer_types=["full_attention"] * 2), []),  # no layer has such kernels
+    # no layer has such kernels
+    (transformers.Lfm2Config(**_ENCODER, layer_types=["full_attention"] * 2), []),
 ]
 
 
-@pytest.mark.parametrize(("config", "packages"), _FAST, ids=lambda value: getattr(value, "model_type", ""))
-def test_kernels_of_packages_that_are_not_there_are_one_line(config, packages, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize(
+    ("config", "packages"), _FAST, ids=lambda value: getattr(value, "model_type", "")
+)
+def test_kernels_of_packages_that_are_not_there_are_one_line(
+    config, packages, monkeypatch, caplog
+) -> None:
     model = build(config)
     assert find_missing_kernels(model.transformers_model) == packages
     warn_once.cache_clear()
     with caplog.at_level("INFO"):
         model.configure("sdpa", MoESection(), 1024, torch.device("cuda"))
-    lines = [(record.levelname, record.getMessage()) for record in caplog.records if "fast path" in record.getMessage()]
+    lines = [
+        (record.levelname, record.getMessage())
+        for record in caplog.records
+        if "fast path" in record.getMessage()
+    ]
     assert len(lines) == bool(packages)
     for level, text in lines:
-        assert level == "WARNING" and f"on GPUs needs {' and '.join(packages)}, which cannot be imported" in text
+        assert (
+            level == "WARNING"
+            and f"on GPUs needs {' and '.join(packages)}, which cannot be imported" in text
+        )
     for package in packages:  # as transformers has imported them
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
     assert find_missing_kernels(model.transformers_model) == []

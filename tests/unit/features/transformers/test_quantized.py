@@ -43,7 +43,9 @@ def save(name: str, folder: Path) -> Path:
 
 def assert_as_transformers(folder: Path, dtype: torch.dtype, config: Any) -> None:
     model, plan, _ = load(folder, dtype)
-    theirs = type(model.transformers_model).from_pretrained(folder, dtype=dtype, quantization_config=config)
+    theirs = type(model.transformers_model).from_pretrained(
+        folder, dtype=dtype, quantization_config=config
+    )
     expected = theirs.state_dict()
     for entry in plan.entries:
         if entry.info.persistent:
@@ -59,7 +61,9 @@ def assert_as_transformers(folder: Path, dtype: torch.dtype, config: Any) -> Non
         ("qwen2_5_vl", BLOCK),
     ],
 )
-def test_fp8_is_read_as_transformers_dequantizes_it(tmp_path: Path, name: str, block: tuple[int, int] | None) -> None:
+def test_fp8_is_read_as_transformers_dequantizes_it(
+    tmp_path: Path, name: str, block: tuple[int, int] | None
+) -> None:
     from transformers import FineGrainedFP8Config
 
     folder = save(name, tmp_path / name)
@@ -87,9 +91,14 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path, dtype: tor
     ],
 )
 def test_other_forms_of_factors(
-    tmp_path: Path, block: tuple[int, int], suffix: str, edit: Callable[[torch.Tensor], torch.Tensor]
+    tmp_path: Path,
+    block: tuple[int, int],
+    suffix: str,
+    edit: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Also experts that are fused in the file, and factors of activations, which nothing here needs."""
+    """Also experts that are fused in the file, and factors of activations, which nothing here
+    needs.
+    """
     folder = save("gpt_oss", tmp_path / "gpt_oss")
     expected = write_fp8(folder, block, suffix, edit)
     if suffix == "_scale":
@@ -129,7 +138,9 @@ def transposed(tensors: dict[str, torch.Tensor]) -> None:
     ("kind", "edit", "block"),
     [("fused", fused, BLOCK), ("fused", fused, (1, 32)), ("transposed", transposed, (16, 16))],
 )
-def test_fp8_is_cut_and_converted(tmp_path: Path, kind: str, edit: Any, block: tuple[int, int]) -> None:
+def test_fp8_is_cut_and_converted(
+    tmp_path: Path, kind: str, edit: Any, block: tuple[int, int]
+) -> None:
     folder = save("llama", tmp_path / "llama")
     expected = write_fp8(folder, block)
     stored = load_file(folder / "model.safetensors")
@@ -147,7 +158,11 @@ def test_a_region_of_mxfp4_takes_its_own_rows(tmp_path: Path) -> None:
     expected = write_mxfp4(folder)
     model = build(folder)
     name = "model.layers.1.mlp.experts.gate_up_proj"  # (4, 64, 128)
-    (source,) = (e.source for e in materialize(model, "cpu", [weights_of(folder, model)]).entries if e.fqn == name)
+    (source,) = (
+        e.source
+        for e in materialize(model, "cpu", [weights_of(folder, model)]).entries
+        if e.fqn == name
+    )
     for region in (
         Region((2, 0, 0), (1, 64, 128)),  # expert parallel
         Region((0, 0, 64), (4, 64, 64)),  # tensor parallel
@@ -184,7 +199,9 @@ def test_a_dequantized_gpt_oss_trains_and_is_saved_in_full(run_ranks: Any, tmp_p
             losses.append(loss.item())
         save_hf_model(model, plan, None, tmp_path / "out", torch.bfloat16, folder)
         return losses, {
-            entry.fqn: entry.tensor.full_tensor().bfloat16() for entry in plan.entries if entry.info.persistent
+            entry.fqn: entry.tensor.full_tensor().bfloat16()
+            for entry in plan.entries
+            if entry.info.persistent
         }
 
     (losses, trained), _ = run_ranks(2, rank_main)
@@ -197,7 +214,9 @@ def test_a_dequantized_gpt_oss_trains_and_is_saved_in_full(run_ranks: Any, tmp_p
 
 
 @pytest.mark.parametrize("form", ["fp8", "mxfp4"])
-def test_inspect_counts_weights_and_no_factors(tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_counts_weights_and_no_factors(
+    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save("gpt_oss", tmp_path / "gpt_oss")
     count = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
     if form == "fp8":
@@ -243,14 +262,28 @@ def test_damaged_mxfp4_is_refused(tmp_path: Path, edit: Any, message: str) -> No
     ("quantization", "named"),
     [
         ({"quant_method": "awq", "bits": 4}, "'awq'"),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "'compressed-tensors'"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"'modelopt' \(\{'quant_algo': 'NVFP4'\}\)"),
+        (
+            {"quant_method": "compressed-tensors", "format": "float-quantized"},
+            "'compressed-tensors'",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            r"'modelopt' \(\{'quant_algo': 'NVFP4'\}\)",
+        ),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, r"'fp8' \(\{'expert_dtype': 'fp4'\}\)"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, r"'fp8' \(\{'weight_block_size': \[128\]\}\)"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128]},
+            r"'fp8' \(\{'weight_block_size': \[128\]\}\)",
+        ),
     ],
 )
 def test_other_formats_are_named_and_refused(quantization: dict[str, Any], named: str) -> None:
     hf = json.loads(ALL_MODELS["qwen2_5_vl"]().to_json_string())
-    for table in ({"quantization_config": quantization}, {"text_config": {"quantization_config": quantization}}):
-        with pytest.raises(ConfigError, match=rf"quantization_config: weights of quant_method {named} cannot"):
+    for table in (
+        {"quantization_config": quantization},
+        {"text_config": {"quantization_config": quantization}},
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"quantization_config: weights of quant_method {named} cannot"
+        ):
             transformers_config({**hf, **table}, "config.json")

@@ -1,4 +1,6 @@
-"""Where the tensors of a class come from without a checkpoint: all ways in which classes of transformers write them."""
+"""Where the tensors of a class come from without a checkpoint: all ways in which classes of
+transformers write them.
+"""
 
 import math
 from typing import Any
@@ -15,7 +17,15 @@ from titanlite.features.transformers import build
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.recording import Replay
-from titanlite.materialize import Compute, Init, Normal, Region, TruncatedNormal, Uniform, materialize
+from titanlite.materialize import (
+    Compute,
+    Init,
+    Normal,
+    Region,
+    TruncatedNormal,
+    Uniform,
+    materialize,
+)
 from titanlite.models.families.config_json import transformers_config
 
 SHAPE = (24, 16)
@@ -40,9 +50,16 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.computed, self.on_meta, self.drawn, self.chained = empty(16), empty(16), empty(), empty()
+        self.computed, self.on_meta, self.drawn, self.chained = (
+            empty(16),
+            empty(16),
+            empty(),
+            empty(),
+        )
         self.kaiming, self.flax, self.lecun, self.eye, self.orthogonal = (empty() for _ in range(5))
-        self.sliced, self.data_row, self.scaled, self.covered, self.plain = (empty() for _ in range(5))
+        self.sliced, self.data_row, self.scaled, self.covered, self.plain = (
+            empty() for _ in range(5)
+        )
         # These are written here alone.
         self.alpha = nn.Parameter(torch.log(torch.expm1(torch.tensor(0.8))).unsqueeze(0))
         self.legacy_values = nn.Parameter(torch.normal(0.0, 0.5, size=SHAPE))
@@ -52,7 +69,8 @@ class Odd(nn.Module):
         self.legacy = nn.Parameter(torch.FloatTensor(*SHAPE))
         self.register_buffer("table", torch.tensor([1.0, 2.0]))
         self.register_buffer("flag", torch.Tensor([True]))
-        self.register_buffer("rotation", torch.view_as_complex(torch.arange(8.0).view(4, 2)))  # a pair in memory
+        # a pair in memory
+        self.register_buffer("rotation", torch.view_as_complex(torch.arange(8.0).view(4, 2)))
 
 
 class OddModel(PreTrainedModel):
@@ -73,7 +91,8 @@ class OddModel(PreTrainedModel):
     def _init_weights(self, module: Any) -> None:
         init = initialization
         if module is self.head:
-            init.normal_(module.weight, std=3.0)  # after the embedding, whose own init stays when they are tied
+            # after the embedding, whose own init stays when they are tied
+            init.normal_(module.weight, std=3.0)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=0.02)
             init.zeros_(module.weight.data[module.padding_idx])
@@ -106,7 +125,9 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> TransformersModel:
 
 
 def test_what_a_class_writes_is_what_it_gets(odd: TransformersModel) -> None:
-    """Values that do not depend on chance are equal; of the others mean, deviation and mean size are."""
+    """Values that do not depend on chance are equal; of the others mean, deviation and mean size
+    are.
+    """
     materialize(odd, "cpu", seed=1)
     models = []
     for seed in range(2):
@@ -136,7 +157,9 @@ def test_sources_are_recipes_where_one_call_draws_all(odd: TransformersModel) ->
         assert isinstance(source, Init) and isinstance(source.recipe, Uniform), name
         assert (source.recipe.low, source.recipe.high) == pytest.approx((-bound, bound)), name
     assert sources["odd.flax"] == Init(Normal(std=0.25))
-    assert isinstance(sources["odd.lecun"], Init) and isinstance(sources["odd.lecun"].recipe, TruncatedNormal | Normal)
+    assert isinstance(sources["odd.lecun"], Init) and isinstance(
+        sources["odd.lecun"].recipe, TruncatedNormal | Normal
+    )
     assert sources["embedding.weight"] == Init(Normal(std=0.02, zero_row=2))
     assert sources["odd.covered"] == Init(Normal(std=0.3))
     assert sources["odd.plain"] == Init(Normal(mean=1.0, std=0.5))
@@ -148,7 +171,9 @@ def test_sources_are_recipes_where_one_call_draws_all(odd: TransformersModel) ->
 
 
 def test_a_checkpoint_fills_what_constructors_put_elsewhere(odd: TransformersModel) -> None:
-    """`torch.normal(size=...)` and `torch.FloatTensor` ignore the device context: DiffLlama and XLNet."""
+    """`torch.normal(size=...)` and `torch.FloatTensor` ignore the device context: DiffLlama and
+    XLNet.
+    """
     stored = OddModel._from_config(tied_config()).state_dict()
     assert all(tensor.is_meta for tensor in odd.transformers_model.state_dict().values())
     materialize(odd, "cpu", [Checkpoint(StateDictReader(stored))])
