@@ -52,8 +52,7 @@ FAST_CASES = 3  # of each test under --fast
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = (
-        f"of each test at most {FAST_CASES} cases, spread over its parameters, and none that "
-        "is "
+        f"of each test at most {FAST_CASES} cases, spread over its parameters, and none that is "
         "marked slow"
     )
     parser.addoption("--fast", action="store_true", help=text)

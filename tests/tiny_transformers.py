@@ -145,10 +145,9 @@ def mapping_of(kind: str) -> list[Any]:
 
 _CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {% if m['content'] is string %}{{ m['content'] }} {% "
-    "else %}"
-    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<image> {% else %}{{ c['text'] }} {% "
-    "endif %}{% endfor %}"
-    "{% endif %}<eos> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+    "else %}{% for c in m['content'] %}{% if c['type'] == 'image' %}<image> {% else %}{{ c['text'] "
+    "}} {% endif %}{% endfor %}{% endif %}<eos> {% endfor %}{% if add_generation_prompt "
+    "%}<assistant> {% endif %}"
 )
 
 

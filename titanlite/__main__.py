@@ -87,9 +87,8 @@ def _run_command(argv: Sequence[str] | None) -> int:
         if (package := error.name) in _PACKAGES:  # not a part of one, which is another version
             print(
                 f"titanlite: error: {sys.executable} has no package '{package}'. Activate the "
-                "environment that "
-                "run_train.sh made, `source .venv/bin/activate`, or install: `pip install -c "
-                "constraints.txt -e .`",
+                "environment that run_train.sh made, `source .venv/bin/activate`, or install: "
+                "`pip install -c constraints.txt -e .`",
                 file=sys.stderr,
             )
             return 2

@@ -164,8 +164,7 @@ class Trainer:
             if not units.item():
                 raise DataError(
                     f"validation: the held-out sequences{f' of {source}' if source else ''} have "
-                    "no label. Hold out "
-                    "other data, or set validation.enable = false."
+                    "no label. Hold out other data, or set validation.enable = false."
                 )
             losses[source] = (loss_sum / units).item()
             loss_of_all += weight * loss_sum
@@ -286,8 +285,7 @@ class Trainer:
         elif self.checkpointer.start is not None and self.step == self.checkpointer.start.step:
             logger.info(
                 "nothing left to train: the checkpoint is of step %d of %d. Raise training.%s to "
-                "train on, or set "
-                "another job.dump_folder to start a new run.",
+                "train on, or set another job.dump_folder to start a new run.",
                 *(self.step, job.training.steps, "epochs" if job.training.epochs else "steps"),
             )
         if job.checkpoint.push_to_hub and dist.get_rank() == 0:

@@ -99,8 +99,8 @@ class Budget:
 # [CUDA]: ...".
 _LOSES_THE_DEVICE = re.compile(
     "illegal memory access|misaligned address|device-side assert|unspecified launch "
-    "failure|illegal instruction|"
-    "invalid program counter|invalid address space|hardware stack error|ECC error"
+    "failure|illegal instruction|invalid program counter|invalid address space|hardware stack "
+    "error|ECC error"
 )
 
 
@@ -197,10 +197,9 @@ class Machine:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return (
             f"{self.device}, {self.memory_bytes / 2**30:.0f} GiB, L2 {self.l2_bytes / 2**20:.0f} "
-            "MiB, driver "
-            f"{self.driver}; {versions}; {self.date}; measured ceilings: {self.flops / 1e12:.0f} "
-            "TFLOP/s (cuBLAS "
-            f"bfloat16 8192^3), {self.bandwidth / 1e12:.2f} TB/s (copy)"
+            f"MiB, driver {self.driver}; {versions}; {self.date}; measured ceilings: "
+            f"{self.flops / 1e12:.0f} TFLOP/s (cuBLAS bfloat16 8192^3), "
+            f"{self.bandwidth / 1e12:.2f} TB/s (copy)"
         )
 
 

@@ -44,8 +44,8 @@ def render_rates(hardware: Hardware) -> str:
     )
     return (
         f"rates assumed for {hardware.name}: {', '.join(rates)}; links inside nodes {inside}, "
-        f"between nodes {between}; "
-        f"{host} for a collective, {SYNC_S * 1e6:g} us for a synchronization"
+        f"between nodes {between}; {host} for a collective, {SYNC_S * 1e6:g} us for a "
+        "synchronization"
     )
 
 

@@ -568,9 +568,8 @@ def save(
         "",
         machine.describe(),
         f"{num_parameters(config) / 1e9:.2f} B parameters, {arguments.sequences} x "
-        f"{arguments.seq_len} tokens a "
-        f"step; least time of a step: {parts}. Columns are explained at the top of "
-        "scripts/bench/train_gpu.py.",
+        f"{arguments.seq_len} tokens a step; least time of a step: {parts}. Columns are explained "
+        "at the top of scripts/bench/train_gpu.py.",
         "",
         markdown_table(head, [cells(row) for row in rows]),
     ]

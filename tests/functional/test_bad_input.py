@@ -101,9 +101,8 @@ def assert_one_error_of_all_ranks(done, message: str) -> None:
 def test_ranks_refuse_a_wrong_configuration_with_one_voice(run_process, config_file):
     arguments = ["--config", str(config_file), "--parallelism.tensor_parallel_degree=4"]
     message = (
-        "configuration: parallelism: dp_replicate (1) * tp (4) = 4 does not divide the "
-        "world "
-        "size (2)."
+        "configuration: parallelism: dp_replicate (1) * tp (4) = 4 does not divide the world size "
+        "(2)."
     )
     assert_one_error_of_all_ranks(launch(run_process, *arguments), message)
 

@@ -243,16 +243,14 @@ def test_what_is_not_finite_in_the_model_is_found_when_it_is_loaded(
             Degrees(tp=2),
             ["--lora.base_dtype=fp8", "--model.overrides.head_dim=32"],
             "lora.base_dtype = 'fp8' keeps blocks of 128 values, but num_heads * head width (128) "
-            "is not so many for "
-            "each of tensor_parallel_degree (2) ranks, or a multiple. Lower "
+            "is not so many for each of tensor_parallel_degree (2) ranks, or a multiple. Lower "
             "tensor_parallel_degree.",
         ),
         (
             Degrees(),
             ["--model.implementation=transformers"],
             'lora.base_dtype = "nf4": Qwen3MoeForCausalLM is transformers\' implementation, whose '
-            "layers multiply with "
-            "plain weights here. Leave it out, or use a native family.",
+            "layers multiply with plain weights here. Leave it out, or use a native family.",
         ),
     ],
 )

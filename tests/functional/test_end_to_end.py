@@ -216,8 +216,8 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_the_same_command_goes_on
     assert run.end(15) != 0
     assert run.errors == [
         "titanlite: rank 1 was ended by SIGKILL (often: out of memory); all ranks were stopped. "
-        "The same command "
-        f"resumes from the newest checkpoint in {folder.parent}, or begins anew without one."
+        f"The same command resumes from the newest checkpoint in {folder.parent}, or begins anew "
+        "without one."
     ]
     assert sorted(path.name for path in folder.iterdir()) == before
     assert check_folder(folder / f"step-{saved}", checksums=True) == []

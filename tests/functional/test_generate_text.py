@@ -22,9 +22,9 @@ from titanlite.preflight import check
 
 NEW = 12
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    "{% if messages[0].role == 'tool' %}{{ raise_exception('a tool cannot begin') }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}{% if "
+    "add_generation_prompt %}<|assistant|>{% endif %}{% if messages[0].role == 'tool' %}{{ "
+    "raise_exception('a tool cannot begin') }}{% endif %}"
 )
 
 

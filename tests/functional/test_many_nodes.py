@@ -479,13 +479,12 @@ def test_folders_and_settings_that_differ_are_one_error_on_all_ranks(
     host = socket.gethostname()
     assert shared == (
         f"job.dump_folder: {tmp_path}/b on {host} is not the folder that rank 0 has, or cannot be "
-        "written to. Put the "
-        "folder on a file system that all machines share, with the same user. (ranks 2, 3)"
+        "written to. Put the folder on a file system that all machines share, with the same user. "
+        "(ranks 2, 3)"
     )
     assert settings == (
         f"configuration: optimizer.lr = 0.002 on {host}, 0.001 on rank 0. Start every machine with "
-        "the same files and "
-        "arguments. (ranks 2, 3)"
+        "the same files and arguments. (ranks 2, 3)"
     )
     assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []], (
         "nothing is left behind"
@@ -594,8 +593,8 @@ def test_machines_with_other_copies_of_a_model_are_one_error_that_names_them(
         mine, other = (usual, others[name]) if name != "hub" else snapshots
         assert found[name] == (
             f"configuration: model.path: {other} on {host} (rank 4) is another copy than {mine} on "
-            f"{host} (rank 0): "
-            f"{text}. Copy it there again, or put it on a file system that all machines share."
+            f"{host} (rank 0): {text}. Copy it there again, or put it on a file system that all "
+            "machines share."
         )
 
 

@@ -169,8 +169,7 @@ def test_exception_on_one_rank_is_one_traceback_and_a_new_start_goes_on_from_the
         "titanlite: rank 2 ended with exit code 1; all ranks were stopped. Starting all ranks "
         "again: restart 1 of 1.",
         "titanlite: rank 2 ended with exit code 1; all ranks were stopped. The same command "
-        "resumes from the newest "
-        f"checkpoint in {tmp_path / 'run'}, or begins anew without one.",
+        f"resumes from the newest checkpoint in {tmp_path / 'run'}, or begins anew without one.",
     ]
     assert "1 of 1, because rank 2 ended with exit code 1; training goes on from step 2" in out
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
@@ -238,8 +237,8 @@ def test_a_rank_that_sleeps_ends_the_run_with_the_stacks_of_all(run, tmp_path):
     assert re.fullmatch(stood + re.escape(str(tmp_path / "run/stacks")), message[0]), out
     assert message[1:] == [
         "  All 4 ranks of this machine were ended.",
-        "titanlite: The same command resumes from the newest checkpoint in "
-        f"{tmp_path / 'run'}, or begins anew without one.",
+        f"titanlite: The same command resumes from the newest checkpoint in {tmp_path / 'run'}, "
+        "or begins anew without one.",
     ]
     stacks = {path.name: path.read_text() for path in (tmp_path / "run/stacks").iterdir()}
     assert (

@@ -32,8 +32,8 @@ def loads(case: Any) -> str:
         return f"lost: transformers itself refuses what it saved: {error}"
     if info["missing_keys"]:
         return (
-            f"lost: transformers itself misses {len(info['missing_keys'])} of the tensors that "
-            "it saved"
+            f"lost: transformers itself misses {len(info['missing_keys'])} of the tensors that it "
+            "saved"
         )
     model = build_transformers(case.config)
     materialize(

@@ -102,15 +102,11 @@ def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
     yield from (_BEGINNING, "")
     yield from _filled(
         "`tests/sweep/sweep_transformers.py` builds each class of transformers' auto mappings for "
-        "text, images with "
-        "text, and text to text, except encoder-decoders, tiny and random, and compares it with "
-        "transformers, in float32. Of "
-        f"{len(results)} entries {len(built)} "
-        f"are built, and {len(trained)} of those trained: {len(trained) / len(built):.1%}, and of "
-        "those that can "
-        f"predict tokens after text or images {len(trained) / possible:.1%}; {wrong or 'none'} "
-        "ended in a traceback, "
-        "in a difference or after 60 s."
+        "text, images with text, and text to text, except encoder-decoders, tiny and random, and "
+        f"compares it with transformers, in float32. Of {len(results)} entries {len(built)} are "
+        f"built, and {len(trained)} of those trained: {len(trained) / len(built):.1%}, and of "
+        f"those that can predict tokens after text or images {len(trained) / possible:.1%}; "
+        f"{wrong or 'none'} ended in a traceback, in a difference or after 60 s."
     )
     yield from ("", "| stage | compared | as in transformers |", "|---|---|---|")
     for stage, (text, good) in _STAGES.items():
@@ -163,8 +159,8 @@ def main() -> None:
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
         ).stdout.strip()
         where = (
-            f"Tried with transformers {transformers.__version__} and torch "
-            f"{torch.__version__}, commit {commit}."
+            f"Tried with transformers {transformers.__version__} and torch {torch.__version__}, "
+            f"commit {commit}."
         )
         kept = _PAGE.read_text().partition(_BEGINNING)[0]
         _PAGE.write_text(kept + "\n".join(part_of_page(results, where)) + "\n")

@@ -166,9 +166,8 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float] | 
     (folder / "text/a.txt").write_text("To train is to repeat what is not known. " * 200)
     config.write_text(
         '[model]\nname = "qwen3_moe"\nflavor = "debug"\n[model.overrides]\nvocab_size = '
-        "260\nnum_layers = 1\n"
-        "[training]\nsteps = 2\nseq_len = 32\nlocal_batch_size = 1\n"
-        "[metrics]\nlog_freq = 1\nenable_tensorboard = false\n"
+        "260\nnum_layers = 1\n[training]\nsteps = 2\nseq_len = 32\nlocal_batch_size = "
+        "1\n[metrics]\nlog_freq = 1\nenable_tensorboard = false\n"
         f'[data]\ndataset = "text"\npath = "{folder / "text"}"\nbpe_vocab_size = 260\n'
         f'cache_folder = "{folder / "cache"}"\n[checkpoint]\nenable = true\ninterval = 2\n'
     )

@@ -82,9 +82,9 @@ def test_missing_file_and_unknown_key(tmp_path, path, capsys):
 
 def test_does_not_wait_for_torch(path):
     code = (
-        "import sys; from titanlite.preflight import main; "
-        f"code = main(['--world-size', '4', '--config', {path!r}]); "
-        "sys.exit(code or ('torch' in sys.modules or 'transformers' in sys.modules))"
+        "import sys; from titanlite.preflight import main; code = main(['--world-size', '4', "
+        f"'--config', {path!r}]); sys.exit(code or ('torch' in sys.modules or 'transformers' in "
+        "sys.modules))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -52,8 +52,7 @@ def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
         if missing and f"{module_name}.".startswith(f"{missing}."):
             remedy = (
                 "The module must lie in the folder of the configuration file, in the current "
-                "folder, on PYTHONPATH, or "
-                "be installed."
+                "folder, on PYTHONPATH, or be installed."
             )
         else:  # it is there, and its code fails
             remedy = (

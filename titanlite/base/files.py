@@ -229,10 +229,8 @@ class FolderLock:
             if not rendezvous or holder["rendezvous"] != rendezvous or holder["host"] == me["host"]:
                 raise ConfigError(
                     f"job.dump_folder: another run writes into {folder}: process {holder['pid']} "
-                    "on "
-                    f"{holder['host']}, since {holder['since']}. Wait for its end, or end it, or "
-                    "set "
-                    f"another job.dump_folder. Remove {path} if that machine is gone."
+                    f"on {holder['host']}, since {holder['since']}. Wait for its end, or end it, "
+                    f"or set another job.dump_folder. Remove {path} if that machine is gone."
                 ) from None
             path.unlink(missing_ok=True)
             lock.acquire()

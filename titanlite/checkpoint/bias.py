@@ -55,9 +55,8 @@ def judge_absent_biases(
         warn_once(f"{lacks}, which begin with zeros: {_fold(absent)}")
         return []
     remedy = (
-        "Copy the checkpoint again, or begin with zeros: "
-        "checkpoint.allow_missing_expert_bias "
-        "= true."
+        "Copy the checkpoint again, or begin with zeros: checkpoint.allow_missing_expert_bias = "
+        "true."
     )
     return [
         (
@@ -103,10 +102,8 @@ def warn_of_collapsed_bias(folder: Path, stored: Stored) -> None:
         dtype = str(biases[0].dtype).removeprefix("torch.")
         logger.warning(
             "checkpoint %s: %d of %d expert biases were rounded until experts share their values: "
-            "only %d distinct "
-            "values of %d experts between %g and %g in %s (%s). Routers choose other experts than "
-            "before the "
-            "rounding. Take a checkpoint that has them in float32.",
+            "only %d distinct values of %d experts between %g and %g in %s (%s). Routers choose "
+            "other experts than before the rounding. Take a checkpoint that has them in float32.",
             *(
                 folder,
                 len(found),

@@ -190,8 +190,7 @@ def check_folder(
         except OSError as error:
             raise TransientError(
                 f"checkpoint {folder}: {shown(name)} cannot be read: {error.strerror}. Start again "
-                "when the file "
-                "system works, or move the checkpoint away."
+                "when the file system works, or move the checkpoint away."
             ) from None
     return problems
 

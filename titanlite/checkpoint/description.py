@@ -188,8 +188,7 @@ def _native_config(
         text = f"{', '.join(named)}: " if named else ""
         raise CheckpointError(
             f"checkpoint: transformers {version('transformers')} refuses the config.json to be "
-            f"saved: {text}"
-            f"{format_refusal(error)}. Correct it there."
+            f"saved: {text}{format_refusal(error)}. Correct it there."
         ) from error
 
 
@@ -280,8 +279,7 @@ def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
     if text := on_first_rank(find):
         raise ConfigError(
             f"model: this run is to resume from {folder}, whose model is another one: {text}. Undo "
-            "the change, or "
-            f"begin a new run: another job.dump_folder, and model.path = {folder}."
+            f"the change, or begin a new run: another job.dump_folder, and model.path = {folder}."
         )
 
 

@@ -170,8 +170,7 @@ def find_scale(
         return scale, block
     raise ValueError(
         f"{shown(scale.key)} has shape {scale.shape}, which does not fit {stored.shape} in blocks "
-        "of "
-        f"{declared or 'the whole tensor'}"
+        f"of {declared or 'the whole tensor'}"
     )
 
 
@@ -228,15 +227,14 @@ def read_model_headers(folder: Path) -> Stored:
     if ADAPTER_FILE in names:
         raise CheckpointError(
             f"{where}: has {ADAPTER_FILE}, adapters without their model. Set lora.rank to train "
-            "them on, or merge "
-            f"them: python -m titanlite export {folder} OUT --merge."
+            f"them on, or merge them: python -m titanlite export {folder} OUT --merge."
         )
     pickles = sorted(name for name in names if name.endswith(_PICKLE_SUFFIXES))
     if pickles:
         raise CheckpointError(
             f"{where}: has {shown(pickles[0])}, but no safetensors file. Pickle files can run code "
-            "when they are "
-            "read, so they never are; convert the model with transformers' save_pretrained."
+            "when they are read, so they never are; convert the model with transformers' "
+            "save_pretrained."
         )
     raise CheckpointError(f"{where}: has neither {SINGLE_FILE} nor {INDEX_FILE}.")
 
@@ -299,8 +297,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{where}: {path.name} has no weight_map.")
     bad = [
         f"{path.name}: {shown(key)} is said to be in {shown(repr(file))}, which is not the name of "
-        "a safetensors file "
-        "in this folder."
+        "a safetensors file in this folder."
         for key, file in weight_map.items()
         # A path could lead out of the folder.
         if not isinstance(file, str)

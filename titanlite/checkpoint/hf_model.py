@@ -299,8 +299,7 @@ def explain_untied(where: str, target: str, flag: str, otherwise: str = "") -> s
     remedy = f"Set {flag} = false in its config.json{otherwise}" if flag else "Correct the file"
     return (
         f"{where} has it with other values than {target}, to which config.json ties it; "
-        "transformers takes the values, "
-        f"and one of them would be lost here. {remedy}."
+        f"transformers takes the values, and one of them would be lost here. {remedy}."
     )
 
 
@@ -377,8 +376,8 @@ def check_layout(plan: Plan) -> None:
     ]:
         raise CheckpointError(
             f"checkpoint: {encoded[0]} and {len(encoded) - 1} other tensors are kept in few bits, "
-            "which no model is "
-            "saved in. Save the adapters, and merge them: python -m titanlite export --merge."
+            "which no model is saved in. Save the adapters, and merge them: python -m titanlite "
+            "export --merge."
         )
     # not of the native decoder
     if (own := getattr(plan.model, "checkpoint_format", None)) is not None:
@@ -451,8 +450,7 @@ def warn_of_sidecar(config: Any, files: list[FileLayout]) -> None:
     if count and get_rank() == 0:
         logger.warning(
             "checkpoint: %s has no place for expert_bias, so transformers will choose other "
-            "experts than this run "
-            "did; the %d tensors are kept in %s/%s. For an exact export balance with "
-            "moe.aux_loss_coeff instead.",
+            "experts than this run did; the %d tensors are kept in %s/%s. For an exact export "
+            "balance with moe.aux_loss_coeff instead.",
             *(family_of(config).architecture, count, OWN_FOLDER, SIDECAR_FILE),
         )

@@ -94,16 +94,13 @@ class Checkpointer:
             if asked > 0 and asked not in complete:
                 raise CheckpointError(
                     f"checkpoint.load_step: {self.folder} has no step-{asked}. Complete "
-                    "checkpoints there: "
-                    f"{list_names(reversed(complete)) or 'none'}."
+                    f"checkpoints there: {list_names(reversed(complete)) or 'none'}."
                 )
             if asked >= 0 and complete and complete[0] > asked:
                 raise CheckpointError(
                     f"checkpoint.load_step = {asked}: {self.folder} holds step-{complete[0]} of an "
-                    "earlier run, which "
-                    "the next resume would choose over what this run saves. Move the later "
-                    "checkpoints away, or set "
-                    "another job.dump_folder."
+                    "earlier run, which the next resume would choose over what this run saves. "
+                    "Move the later checkpoints away, or set another job.dump_folder."
                 )
             if not complete or asked == 0:
                 return None
@@ -329,8 +326,7 @@ class Checkpointer:
         if self._section.enable and self._saved_step < 0:
             raise TransientError(
                 f"checkpoint: the last one could not be written to {self.folder}. Correct the "
-                "cause above; the same "
-                "command resumes from the previous checkpoint."
+                "cause above; the same command resumes from the previous checkpoint."
             )
 
     def agree(self, stop: bool) -> bool:

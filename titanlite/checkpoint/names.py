@@ -38,8 +38,8 @@ def explain_absent_head(where: str) -> str:
     """
     return (
         f"missing, {where} has the base model alone, as AutoModel saves it, and config.json does "
-        "not tie the head to "
-        "the embedding (tie_word_embeddings). Save the model with its head: AutoModelForCausalLM."
+        "not tie the head to the embedding (tie_word_embeddings). Save the model with its head: "
+        "AutoModelForCausalLM."
     )
 
 
@@ -78,9 +78,8 @@ def explain_names(stored: Collection[str], expected: Collection[str]) -> str:
 
 
 _REWRITE = (
-    "Write its files again with {} as keys (load_file, save_file of safetensors.torch), "
-    "and "
-    "so its index."
+    "Write its files again with {} as keys (load_file, save_file of safetensors.torch), and so its "
+    "index."
 )
 
 

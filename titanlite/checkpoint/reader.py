@@ -156,8 +156,7 @@ class SafetensorsReader:
                 if request.encoding is not None and box.lengths[-1] < region.lengths[-1]:
                     raise CheckpointError(
                         f"{where}: {placed.stored.key} has parts of rows of {request.name}, which "
-                        "cannot be kept as "
-                        f"{request.encoding.name}."
+                        f"cannot be kept as {request.encoding.name}."
                     )
                 yield _Part(placed, request, box)
         if left:
@@ -192,8 +191,7 @@ def opened(file_bytes: Mapping[Path, int], files: Iterable[Path]) -> Generator[M
             if (size := os.fstat(descriptors[file]).st_size) != file_bytes[file]:
                 raise CheckpointError(
                     f"checkpoint {file}: has {size} bytes, but had {file_bytes[file]} when its "
-                    "header was read. "
-                    "Something is changing it, or this machine sees another copy."
+                    "header was read. Something is changing it, or this machine sees another copy."
                 )
         yield descriptors
 

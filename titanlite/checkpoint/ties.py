@@ -47,8 +47,7 @@ def untie(
     if get_rank() == 0:
         logger.warning(
             "checkpoint: %s has %s with other values than the tensor that config.json ties it to; "
-            "both are kept, as "
-            "transformers does, and what is saved says %s = false",
+            "both are kept, as transformers does, and what is saved says %s = false",
             *(folder, ", ".join(problems), _FLAG),
         )
     return untied

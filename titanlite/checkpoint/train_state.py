@@ -113,8 +113,8 @@ def resolve_held_out(
     if wanted and not has_any:
         raise ConfigError(
             f"data: the run in {dump_folder} was trained on all rows, and now some are to be held "
-            "out. Set "
-            "data.validation_path to others, or another job.dump_folder to start a new run."
+            "out. Set data.validation_path to others, or another job.dump_folder to start a new "
+            "run."
         )
     return data
 

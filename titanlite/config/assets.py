@@ -168,8 +168,7 @@ def suggest_path(key: str) -> str:
     )
     return (
         f"Give a path that exists{what}. Wildcards are for data.pattern only. Relative paths begin "
-        "at the current "
-        f"folder, {Path.cwd()}."
+        f"at the current folder, {Path.cwd()}."
     )
 
 
@@ -209,9 +208,7 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"{key}: '{name}' is no folder here, not in the cache of the Hugging Face hub, and "
-            "cannot be downloaded: "
-            f"{reason.rstrip('.')}. Correct the name, give a local folder, or set HF_HOME to a "
-            "cache that has it; of a "
-            "gated or private model accept the license on the hub and log in with `hf auth login`, "
-            "or set HF_TOKEN."
+            f"cannot be downloaded: {reason.rstrip('.')}. Correct the name, give a local folder, "
+            "or set HF_HOME to a cache that has it; of a gated or private model accept the license "
+            "on the hub and log in with `hf auth login`, or set HF_TOKEN."
         ) from None

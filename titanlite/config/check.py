@@ -278,22 +278,20 @@ def _check_contradictions(job: JobConfig) -> list[str]:
         (
             is_option and option != "op" and job.activation_checkpoint.mode != "selective",
             f'{shown("activation_checkpoint.selective_ac_option")} is for mode "selective", and '
-            "mode is "
-            f"{format_value(job.activation_checkpoint.mode)}. Set activation_checkpoint.mode, or "
-            "leave it out.",
+            f"mode is {format_value(job.activation_checkpoint.mode)}. Set "
+            "activation_checkpoint.mode, or leave it out.",
         ),
         (
             not (model.flavor or model.hf_assets_path or checkpoint.initial_load_path),
-            "model.path and model.flavor are both empty, so there is no model. Set model.path to a "
-            "folder or "
-            "hub id, or model.name and model.flavor for a new model with random weights.",
+            "model.path and model.flavor are both empty, so there is no model. Set model.path to "
+            "a folder or hub id, or model.name and model.flavor for a new model with random "
+            "weights.",
         ),
         *((True, problem) for problem in _find_wrong_texts(job)),
         (
             optimizer.name == "AdamW" and optimizer.momentum != OptimizerSection().momentum,
             f'{shown("optimizer.momentum")} is Muon\'s, and optimizer.name is "AdamW". Set that, '
-            "or leave the momentum "
-            "out.",
+            "or leave the momentum out.",
         ),
         (
             has_muon and lora.rank,
@@ -319,8 +317,7 @@ def _check_contradictions(job: JobConfig) -> list[str]:
         (
             lora.rank > 0 and job.moe.expert_bias_update_rate,
             f"{shown('moe.expert_bias_update_rate')}: with {shown('lora.rank')} the model is "
-            "frozen, and adapters have "
-            "no place for the bias. Leave it out.",
+            "frozen, and adapters have no place for the bias. Leave it out.",
         ),
         (
             is_dpo and job.dpo.reference == "adapters_off" and lora.rank == 0,
@@ -330,8 +327,7 @@ def _check_contradictions(job: JobConfig) -> list[str]:
         (
             is_dpo and streams and needs_cache,
             f"{stream} has no end that dpo.reference could be computed up to before training. Set "
-            "it to false, or "
-            "train adapters with lora.rank, whose reference needs no cache.",
+            "it to false, or train adapters with lora.rank, whose reference needs no cache.",
         ),
         (
             best != "none" and not getattr(job, best).enable,

@@ -41,23 +41,20 @@ class _OneSource:
     dataset: Literal["stdlib", "text", "examples", "images", "none"] = setting(
         "stdlib",
         "'stdlib': the .py files of Python's standard library. 'text': files under data.path, one "
-        "document each. "
-        "'examples': rows under data.path. 'images': a .jsonl file of chats with images, for a "
-        "model with a "
-        "processor. Not set: 'examples' or 'text' by the files at path, 'stdlib' without a path.",
+        "document each. 'examples': rows under data.path. 'images': a .jsonl file of chats with "
+        "images, for a model with a processor. Not set: 'examples' or 'text' by the files at "
+        "path, 'stdlib' without a path.",
     )
     path: str = setting(
         "",
         "For 'text': a file or folder. For 'examples': a .jsonl (.jsonl.gz, .jsonl.zst), .json, "
-        ".parquet or .csv file, "
-        "a folder of such files, or the id of a dataset on the Hugging Face hub (owner/name or "
-        "owner/name@revision). "
-        "For 'images': a .jsonl file.",
+        ".parquet or .csv file, a folder of such files, or the id of a dataset on the Hugging "
+        "Face hub (owner/name or owner/name@revision). For 'images': a .jsonl file.",
     )
     pattern: str = setting(
         "",
-        "File name pattern in the folder data.path. Empty: *.txt for 'text', all files of rows for "
-        "'examples'.",
+        "File name pattern in the folder data.path. Empty: *.txt for 'text', all files of rows "
+        "for 'examples'.",
     )
     split: str = setting("train", "Split of a dataset of the hub.")
     subset: str = setting("", "Subset (configuration) of a dataset of the hub; empty: its default.")
@@ -68,10 +65,9 @@ class _OneSource:
     )
     validation_share: float | None = setting(
         None,
-        "Share of the rows (of a text: of the sequences) that is held out where validation_path is "
-        "empty. 0: none. "
-        "Not set: none without a validation or evaluation, otherwise 1%, but at least the fewer of "
-        "64 rows and 10%.",
+        "Share of the rows (of a text: of the sequences) that is held out where validation_path "
+        "is empty. 0: none. Not set: none without a validation or evaluation, otherwise 1%, but "
+        "at least the fewer of 64 rows and 10%.",
         lt=1,
     )
     validation_split: str = setting(
@@ -80,15 +76,13 @@ class _OneSource:
     format: Format = setting(
         "auto",
         "Form of the rows: 'messages' (or ShareGPT's conversations), 'prompt_completion', 'text', "
-        "'preference' "
-        "(prompt, chosen, rejected). 'auto': by the fields of the first row.",
+        "'preference' (prompt, chosen, rejected). 'auto': by the fields of the first row.",
     )
     text_field: str = setting("text", "Field with the text, in rows of the form 'text'.")
     fields: str = setting(
         "",
         'Columns that have other names, as a table: {question = "problem", answer = "solution"}, '
-        "or "
-        f"--data.fields.question=problem. What a column can be: {', '.join(FIELDS)}.",
+        f"or --data.fields.question=problem. What a column can be: {', '.join(FIELDS)}.",
     )
     converter: str = setting(
         "",
@@ -126,8 +120,7 @@ class _OneSource:
     chat_template_kwargs: str = setting(
         "",
         "Arguments of the chat template, as a JSON object or a TOML table ({enable_thinking = "
-        "false}); those of a row "
-        "win.",
+        "false}); those of a row win.",
     )
     skip_to_sample: int = setting(0, "Leave out the samples of the data order before this one.")
     chat_date: str = setting(
@@ -142,9 +135,9 @@ class _OneSource:
     )
     tokenizer_path: str = setting(
         "",
-        "Folder or tokenizer.json of a Hugging Face tokenizer (not a hub id). Empty: the tokenizer "
-        "of the model; "
-        "without one, 'text' and 'stdlib' train a byte-level BPE on the data.",
+        "Folder or tokenizer.json of a Hugging Face tokenizer (not a hub id). Empty: the "
+        "tokenizer of the model; without one, 'text' and 'stdlib' train a byte-level BPE on the "
+        "data.",
     )
     bpe_vocab_size: int = setting(
         4096, "Vocabulary size of the BPE tokenizer that is trained on first use.", ge=257
@@ -180,8 +173,7 @@ SourceSection: Any = make_dataclass(
             setting(
                 None,
                 "Share of the sequences: its weight divided by all weights. Unset for all: every "
-                "sequence once per "
-                "epoch.",
+                "sequence once per epoch.",
                 gt=0,
             ),
         ),

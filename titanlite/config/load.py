@@ -210,8 +210,8 @@ class Reader:
         # no UTF-8, no TOML, too many digits or brackets
         except (ValueError, RecursionError) as error:
             text = (
-                "Write sections as [model], each once; text in quotes (with a \\ in single "
-                "ones); true or false"
+                "Write sections as [model], each once; text in quotes (with a \\ in single ones); "
+                "true or false"
             )
             self.refuse(
                 path, f"{_describe_language(path, raw) or f'not valid TOML: {error}.'} {text}."

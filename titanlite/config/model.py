@@ -256,13 +256,13 @@ class ModelSection:
     flavor: str = setting(
         "",
         "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from path. The "
-        "vocabulary of a new model is "
-        "the tokenizer's where the preset's is smaller, or more than twice as large.",
+        "vocabulary of a new model is the tokenizer's where the preset's is smaller, or more than "
+        "twice as large.",
     )
     hf_assets_path: str = setting(
         "",
-        "As path, but without the weights: config.json and tokenizer. With a flavor: the tokenizer "
-        "only.",
+        "As path, but without the weights: config.json and tokenizer. With a flavor: the "
+        "tokenizer only.",
     )
     implementation: Literal["auto", "native", "transformers"] = setting(
         "auto",
@@ -271,11 +271,10 @@ class ModelSection:
     )
     attention_backend: Literal["auto", "sdpa", "varlen"] = setting(
         "auto",
-        "'auto': 'varlen' where it can be, otherwise 'sdpa'. 'sdpa': scaled_dot_product_attention; "
-        "packed documents on "
-        "CUDA need a dense mask, and masked parts are computed too. 'varlen': FlashAttention on "
-        "each document, on CUDA "
-        "in bfloat16; on Hopper 'auto' takes version 3 where flash_attn_interface is installed.",
+        "'auto': 'varlen' where it can be, otherwise 'sdpa'. 'sdpa': "
+        "scaled_dot_product_attention; packed documents on CUDA need a dense mask, and masked "
+        "parts are computed too. 'varlen': FlashAttention on each document, on CUDA in bfloat16; "
+        "on Hopper 'auto' takes version 3 where flash_attn_interface is installed.",
     )
     overrides: ModelOverrides = setting(
         ModelOverrides, "Single sizes to change, for example num_layers = 4."

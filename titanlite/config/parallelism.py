@@ -118,8 +118,8 @@ class Degrees:
         cp = f" x cp {self.cp}" if self.cp > 1 else ""
         pp = f"pp {self.pp} x " if self.pp > 1 else ""
         return (
-            f"{pp}dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}{cp} x tp "
-            f"{self.tp}, ep {self.ep}"
+            f"{pp}dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}{cp} x tp {self.tp}, "
+            f"ep {self.ep}"
         )
 
 
@@ -143,25 +143,22 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
         if world_size % others:
             raise ConfigError(
                 f"parallelism: {of_pp}dp_replicate ({replicate}){of_cp} * tp ({tp}) = {others} "
-                "does not divide "
-                f"the world size ({world_size}). Change one of these degrees, or the number of "
-                "ranks."
+                f"does not divide the world size ({world_size}). Change one of these degrees, or "
+                "the number of ranks."
             )
         shard = world_size // others
     degrees = Degrees(replicate, shard, tp, ep, cp, pp, _parse_layers(section))
     if degrees.world_size != world_size:
         raise ConfigError(
             f"parallelism: {of_pp}dp_replicate ({replicate}) * dp_shard ({shard}){of_cp} * tp "
-            f"({tp}) = "
-            f"{degrees.world_size}, but the world size is {world_size}. Set "
-            "data_parallel_shard_degree = -1 "
-            "to use the rest, or change a degree."
+            f"({tp}) = {degrees.world_size}, but the world size is {world_size}. Set "
+            "data_parallel_shard_degree = -1 to use the rest, or change a degree."
         )
     if (shard * cp * tp) % ep:
         raise ConfigError(
             f"parallelism: ep ({ep}) does not divide dp_shard ({shard}){of_cp} * tp ({tp}) = "
-            f"{shard * cp * tp}. Lower "
-            "expert_parallel_degree; expert parallelism folds over these ranks."
+            f"{shard * cp * tp}. Lower expert_parallel_degree; expert parallelism folds over these "
+            "ranks."
         )
     return degrees
 
@@ -175,15 +172,14 @@ def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
     if pp == 1 and words:
         raise ConfigError(
             f"parallelism: pipeline_parallel_layers = '{text}' has no effect, for "
-            "pipeline_parallel_degree is 1. "
-            "Set that to the number of stages, or leave the layers out."
+            "pipeline_parallel_degree is 1. Set that to the number of stages, or leave the layers "
+            "out."
         )
     if words and (len(words) != pp or not all(word.isdecimal() for word in words)):
         raise ConfigError(
             f"parallelism.pipeline_parallel_layers = '{text}' is not one number of layers for each "
-            "of the "
-            f"pipeline_parallel_degree ({pp}) stages, with commas between them. Correct it, or "
-            "leave it out."
+            f"of the pipeline_parallel_degree ({pp}) stages, with commas between them. Correct it, "
+            "or leave it out."
         )
     return tuple(map(int, words))
 
@@ -217,35 +213,31 @@ def _check_native(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[
         (
             job.training.seq_len % degrees.ranks_per_sequence,
             f"training.seq_len ({job.training.seq_len}) is not a multiple of "
-            f"{split_by}tensor_parallel_degree ({tp}): "
-            "activations are sequence-sharded.",
+            f"{split_by}tensor_parallel_degree ({tp}): activations are sequence-sharded.",
         ),
         (
             not problems and (heads % cp or (kv_heads % cp and cp % kv_heads)),
             f"parallelism: context_parallel_degree ({cp}) does not divide the {heads} attention "
-            "heads, or is neither a "
-            f"divisor nor a multiple of the {kv_heads} key/value heads, that "
-            f"tensor_parallel_degree ({tp}) leaves: "
-            "inside attention each rank has some of them. Lower one of the degrees.",
+            f"heads, or is neither a divisor nor a multiple of the {kv_heads} key/value heads, "
+            f"that tensor_parallel_degree ({tp}) leaves: inside attention each rank has some of "
+            "them. Lower one of the degrees.",
         ),
         (
             pp > 1 and model.tie_word_embeddings,
             f"parallelism: pipeline_parallel_degree is {pp}, but the model's output head is its "
-            "embedding (tied), and "
-            "the one is in the last stage, the other in the first. Set it to 1.",
+            "embedding (tied), and the one is in the last stage, the other in the first. Set it "
+            "to 1.",
         ),
         (
             not layers and model.num_layers < pp,
             f"parallelism: pipeline_parallel_degree ({pp}) is more than the model's "
-            f"{model.num_layers} layers. Lower "
-            "it.",
+            f"{model.num_layers} layers. Lower it.",
         ),
         (
             layers and (sum(layers) != model.num_layers or 0 in layers),
             f"parallelism.pipeline_parallel_layers: {' + '.join(map(str, layers))} = "
-            f"{sum(layers)}, but the model has "
-            f"{model.num_layers} layers, and each stage needs one or more. Correct it, or leave it "
-            "out.",
+            f"{sum(layers)}, but the model has {model.num_layers} layers, and each stage needs "
+            "one or more. Correct it, or leave it out.",
         ),
     ]
     problems += [text for is_wrong, text in rows if is_wrong]
@@ -254,9 +246,8 @@ def _check_native(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[
         widths = {"num_heads * head width": model.num_heads * model.value_head_dim, **widths}
         problems += [
             f"lora.base_dtype = '{form}' keeps blocks of {BLOCK_SIZES[form]} values, but {name} "
-            f"({width}) is not so "
-            f"many for each of tensor_parallel_degree ({tp}) ranks, or a multiple. Lower "
-            "tensor_parallel_degree."
+            f"({width}) is not so many for each of tensor_parallel_degree ({tp}) ranks, or a "
+            "multiple. Lower tensor_parallel_degree."
             for name, width in widths.items()
             if width % (tp * BLOCK_SIZES[form])
         ]
@@ -272,8 +263,8 @@ def _check_native(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[
     }
     return problems + [
         f"parallelism: {degrees.efsdp * degrees.ep} ranks share {model.num_experts} experts, so "
-        "each is split in "
-        f"{degrees.efsdp}, but that does not divide {name} ({size}). Raise expert_parallel_degree."
+        f"each is split in {degrees.efsdp}, but that does not divide {name} ({size}). Raise "
+        "expert_parallel_degree."
         for name, size in widths.items()
         if size % degrees.efsdp
     ]
@@ -354,15 +345,14 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
     if degrees.tp > 1:
         problems.append(
             f"parallelism.tensor_parallel_degree = {degrees.tp}: {what}, whose layers are not "
-            "split. Set it to 1: "
-            "data_parallel_shard_degree shards the model, and expert_parallel_degree its experts."
+            "split. Set it to 1: data_parallel_shard_degree shards the model, and "
+            "expert_parallel_degree its experts."
         )
     section = job.activation_checkpoint
     if section.mode == "selective" and section.selective_ac_option == "op":
         problems.append(
             "activation_checkpoint: mode 'selective' by operation knows titanlite's layers only, "
-            f"and {what}. Set mode "
-            "to 'full', or selective_ac_option to a number."
+            f"and {what}. Set mode to 'full', or selective_ac_option to a number."
         )
     return problems
 
@@ -387,8 +377,8 @@ def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
         (
             parallelism.fsdp_once_per_step and parallelism.fsdp_reshard_after_forward == "always",
             "parallelism.fsdp_once_per_step keeps gathered parameters for a whole step, and "
-            "fsdp_reshard_after_forward = 'always' frees them after each forward. Leave one of the "
-            "two out.",
+            "fsdp_reshard_after_forward = 'always' frees them after each forward. Leave one of "
+            "the two out.",
         ),
         (
             job.data.dataset == "images" and not (is_transformers and model.takes_images),
@@ -403,24 +393,21 @@ def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
         (
             most is not None and training.seq_len > most,
             f"training.seq_len ({training.seq_len}) exceeds the model's max_position_embeddings "
-            f"({most}). Set it to "
-            "that or less.",
+            f"({most}). Set it to that or less.",
         ),
         (
             limit is not None and training.seq_len > limit,
             f"training.seq_len ({training.seq_len}): beyond {limit} tokens "
-            "(original_max_position_embeddings) the "
-            f"rotary frequencies of {model.family} follow the longest document of a forward, so "
-            "documents would depend "
-            f"on their neighbours. Set training.seq_len = {limit}; examples that are no pairs can "
-            "also be trained one "
+            f"(original_max_position_embeddings) the rotary frequencies of {model.family} follow "
+            "the longest document of a forward, so documents would depend on their neighbours. "
+            f"Set training.seq_len = {limit}; examples that are no pairs can also be trained one "
             "by one, with data.packing = false and training.local_batch_size = 1.",
         ),
         (
             reached is not None and training.seq_len > reached,
-            f"training.seq_len ({training.seq_len}) exceeds the {reached} tokens that YaRN reaches "
-            "here, its factor * "
-            "original_max_position_embeddings. Raise model.overrides.rope_scaling.factor.",
+            f"training.seq_len ({training.seq_len}) exceeds the {reached} tokens that YaRN "
+            "reaches here, its factor * original_max_position_embeddings. Raise "
+            "model.overrides.rope_scaling.factor.",
         ),
     ]
     return [text for is_wrong, text in rows if is_wrong]

@@ -32,9 +32,8 @@ class TrainingSection:
     )
     objective: str = setting(
         "next_token",
-        "'next_token': cross entropy of the labels; 'dpo': direct preference optimization on pairs "
-        "(arXiv:2305.18290); "
-        "or a loss of your own (docs/extending.md).",
+        "'next_token': cross entropy of the labels; 'dpo': direct preference optimization on "
+        "pairs (arXiv:2305.18290); or a loss of your own (docs/extending.md).",
         choices=("next_token", "dpo"),
         calls=("logits, labels", "log_probs, batch", "job"),
     )
@@ -45,10 +44,9 @@ class TrainingSection:
     global_batch_size: int | None = setting(
         -1,
         "Sequences per optimizer step; -1: local_batch_size * data-parallel degree (no "
-        "accumulation). Not set, in "
-        "fine-tuning: about 16 examples (QLoRA, arXiv:2305.14314), DPO 32 pairs (Zephyr, "
-        "arXiv:2310.16944), at most "
-        "1/32 of the data, at least one micro-batch per rank; a resumed run keeps its batch.",
+        "accumulation). Not set, in fine-tuning: about 16 examples (QLoRA, arXiv:2305.14314), DPO "
+        "32 pairs (Zephyr, arXiv:2310.16944), at most 1/32 of the data, at least one micro-batch "
+        "per rank; a resumed run keeps its batch.",
         ge=1,
         also=-1,
     )
@@ -57,8 +55,8 @@ class TrainingSection:
     )
     dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
-        "Dtype of stored parameters, gradients and states. 'bfloat16' loses updates below 1/256 of "
-        "a weight.",
+        "Dtype of stored parameters, gradients and states. 'bfloat16' loses updates below 1/256 "
+        "of a weight.",
     )
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
@@ -89,9 +87,8 @@ class TrainingSection:
     )
     on_nonfinite: Literal["stop", "skip"] = setting(
         "stop",
-        "A step with a loss or gradient that is not finite is never applied. 'stop': save, and end "
-        "with the cause. "
-        "'skip': warn, and go on.",
+        "A step with a loss or gradient that is not finite is never applied. 'stop': save, and "
+        "end with the cause. 'skip': warn, and go on.",
     )
     max_nonfinite_steps: int = setting(
         10, "With on_nonfinite = 'skip': end after this many such steps in a row.", ge=1
@@ -103,8 +100,8 @@ class OptimizerSection:
     name: str = setting(
         "AdamW",
         "'AdamW' (arXiv:1711.05101). 'Muon' (arXiv:2502.16982): orthogonalized momentum for "
-        "matrices, AdamW for the "
-        "rest, with the same rate and decay. Or your own (docs/extending.md).",
+        "matrices, AdamW for the rest, with the same rate and decay. Or your own "
+        "(docs/extending.md).",
         choices=("AdamW", "Muon"),
         calls=("named_parameters, section",),
     )
@@ -158,8 +155,7 @@ class LoRASection:
     targets: str = setting(
         "",
         "Layers that get an adapter: patterns over their names or the ends of these, as 'q_proj, "
-        "v_proj, experts'. "
-        "Empty: all linear layers in decoder layers, and the experts.",
+        "v_proj, experts'. Empty: all linear layers in decoder layers, and the experts.",
         is_list=True,
     )
     init_from: str = setting(
@@ -173,8 +169,8 @@ class LoRASection:
     base_dtype: Literal["auto", "float32", "bfloat16", "fp8", "nf4"] = setting(
         "auto",
         "Dtype of the frozen weights. 'auto': training.mixed_precision_param. 'fp8' (8.25 bits) "
-        "and 'nf4' (4.5 bits; "
-        "QLoRA, arXiv:2305.14314): linear layers and experts in blocks, the rest as with 'auto'.",
+        "and 'nf4' (4.5 bits; QLoRA, arXiv:2305.14314): linear layers and experts in blocks, the "
+        "rest as with 'auto'.",
     )
 
 
@@ -185,9 +181,8 @@ class DPOSection:
     reference: Literal["auto", "adapters_off", "cached"] = setting(
         "auto",
         "Where the reference's log-probabilities come from. 'adapters_off': the model without its "
-        "adapters, in every "
-        "step. 'cached': the initial weights, once. 'auto': the first with new adapters, else the "
-        "second.",
+        "adapters, in every step. 'cached': the initial weights, once. 'auto': the first with new "
+        "adapters, else the second.",
     )
 
 
@@ -195,8 +190,8 @@ class DPOSection:
 class LRSchedulerSection:
     warmup_steps: int = setting(
         -1,
-        "Steps of linear warm-up, from 1 / warmup_steps of the peak. -1: 3% of the run's steps, at "
-        "most 200.",
+        "Steps of linear warm-up, from 1 / warmup_steps of the peak. -1: 3% of the run's steps, "
+        "at most 200.",
         ge=-1,
     )
     decay_ratio: float | None = setting(
@@ -258,8 +253,7 @@ class MoESection:
     grouped_gemm: Literal["auto", "triton", "torch"] = setting(
         "auto",
         "Backend of the expert matmuls. 'torch': grouped_mm on CUDA, a loop on CPU. 'auto': "
-        "'triton', titanlite's "
-        "fused kernels, on CUDA, 'torch' on CPU.",
+        "'triton', titanlite's fused kernels, on CUDA, 'torch' on CPU.",
     )
     expert_bias_update_rate: float | None = setting(
         None,
@@ -269,8 +263,8 @@ class MoESection:
     aux_loss_coeff: float | None = setting(
         None,
         "Coefficient of the sequence-wise balance loss (arXiv:2412.19437, eq. 17). Unset: 0.02 in "
-        "a native MoE from "
-        "random weights that no bias balances, else 0; a run that is resumed keeps its own.",
+        "a native MoE from random weights that no bias balances, else 0; a run that is resumed "
+        "keeps its own.",
     )
     z_loss_coeff: float = setting(
         0.0, "Coefficient of the router z-loss (arXiv:2202.08906, eq. 5)."
@@ -328,8 +322,8 @@ class CheckpointSection:
     )
     save_best: Literal["none", "validation", "evaluation"] = setting(
         "none",
-        "Also keep the checkpoint with the lowest loss or the highest score; the link 'best' leads "
-        "to it.",
+        "Also keep the checkpoint with the lowest loss or the highest score; the link 'best' "
+        "leads to it.",
     )
     push_to_hub: str = setting(
         "",
@@ -343,9 +337,8 @@ class CheckpointSection:
     )
     on_save_error: Literal["stop", "continue"] = setting(
         "stop",
-        "If a checkpoint cannot be written: 'stop' ends the run; 'continue' warns, and tries again "
-        "at the next save. "
-        "The last save must succeed.",
+        "If a checkpoint cannot be written: 'stop' ends the run; 'continue' warns, and tries "
+        "again at the next save. The last save must succeed.",
     )
 
 
@@ -441,8 +434,7 @@ class EvaluationSection:
     scorer: str = setting(
         "exact_match",
         "'exact_match': equal text, apart from white space at the ends. 'contains': the answer "
-        "occurs in the text. Or "
-        "your function (prediction, reference) -> number, higher is better.",
+        "occurs in the text. Or your function (prediction, reference) -> number, higher is better.",
         choices=("exact_match", "contains"),
         calls=("prediction, reference",),
     )
@@ -453,9 +445,8 @@ class CommSection:
     timeout_seconds: int = setting(
         300,
         "Hang timeout. If a rank makes no progress while it trains, or a collective of all ranks "
-        "takes longer, the "
-        "run ends or restarts, and names the rank. Collectives along one mesh axis have torch's "
-        "limit, 30 minutes.",
+        "takes longer, the run ends or restarts, and names the rank. Collectives along one mesh "
+        "axis have torch's limit, 30 minutes.",
         ge=1,
     )
 

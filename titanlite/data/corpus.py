@@ -66,8 +66,8 @@ class Corpus:
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"data: {path} is not UTF-8 (byte {error.start}: {error.reason}). "
-                    "Convert it, or narrow data.pattern."
+                    f"data: {path} is not UTF-8 (byte {error.start}: {error.reason}). Convert it, "
+                    "or narrow data.pattern."
                 ) from None
             if text:
                 yield name, text

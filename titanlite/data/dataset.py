@@ -227,8 +227,7 @@ class PackedDataset(ShuffledSequences):
             )
             raise DataError(
                 f"data: {num_tokens} tokens give {num_sequences} sequence(s) of training.seq_len "
-                f"({seq_len}), but "
-                f"{needed}. Lower training.seq_len or use more text."
+                f"({seq_len}), but {needed}. Lower training.seq_len or use more text."
             )
         self.tokenized = tokenized
         self.seq_len = seq_len
@@ -253,8 +252,7 @@ class PackedDataset(ShuffledSequences):
         checksum = zlib.crc32(np.ascontiguousarray(tokens[:_CHECKED_TOKENS]).tobytes())
         return (
             f"{len(tokens)} tokens in {self.tokenized.num_documents} documents (checksum "
-            f"{checksum:08x}), "
-            f"sequences of {self.seq_len}"
+            f"{checksum:08x}), sequences of {self.seq_len}"
             + (
                 ""
                 if self.validation_share is None

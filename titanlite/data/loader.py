@@ -278,8 +278,8 @@ def build_packed(
     tokenizer = build_tokenizer(data, corpus, model_type) if tokenizer is None else tokenizer
     dataset = PackedDataset(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)
     logger.info(
-        "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d "
-        "held out",
+        "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, "
+        "%d held out",
         *(
             where,
             len(dataset.tokenized.tokens),
@@ -316,9 +316,9 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
     )
     if job.lr_scheduler.warmup_steps >= training.steps > 0 and get_rank() == 0:
         logger.warning(
-            "training: lr_scheduler.warmup_steps = %d, and the run has %d steps: the learning rate "
-            "never reaches "
-            "optimizer.lr before the last one. Lower it, or set it to -1 for 3%% of the steps.",
+            "training: lr_scheduler.warmup_steps = %d, and the run has %d steps: the learning "
+            "rate never reaches optimizer.lr before the last one. Lower it, or set it to -1 for "
+            "3%% of the steps.",
             job.lr_scheduler.warmup_steps,
             training.steps,
         )

@@ -214,8 +214,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     if not file.exists() or file.is_dir():
         raise DataError(
             f"data: tokenizer_path {path}: {file} does not exist. Set data.tokenizer_path to a "
-            "folder with "
-            "tokenizer.json, or empty it to train a byte-level BPE."
+            "folder with tokenizer.json, or empty it to train a byte-level BPE."
         )
     try:
         if path.is_dir() and (path / "tokenizer_config.json").is_file():
@@ -259,8 +258,8 @@ def _take_as_it_is(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> "PreTr
         return tokenizer
     logger.warning(
         "data: %s: transformers' AutoTokenizer builds %s, which reads texts otherwise than "
-        "tokenizer.json. Here "
-        "tokenizer.json counts; load it elsewhere with PreTrainedTokenizerFast.from_pretrained.",
+        "tokenizer.json. Here tokenizer.json counts; load it elsewhere with "
+        "PreTrainedTokenizerFast.from_pretrained.",
         *(folder, type(tokenizer).__name__),
     )
     return plain
@@ -270,9 +269,9 @@ def _take_as_it_is(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> "PreTr
 # splittings differ.
 _PROBE = (
     "It's I'LL 3 1234567 3.14, x=[1];\tA  b   c \n\n  d\r\n cafe\u0301 \u00c5ngstro\u0308m "
-    "stra\u00dfe "
-    "\u4f60\u597d\u4e16\u754c \ud55c\uad6d\uc5b4 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 "
-    "\U0001f469\u200d\U0001f680!!! --== don't_do-this  \n"
+    "stra\u00dfe \u4f60\u597d\u4e16\u754c \ud55c\uad6d\uc5b4 "
+    "\u0440\u0443\u0441\u0441\u043a\u0438\u0439 \U0001f469\u200d\U0001f680!!! --== don't_do-this  "
+    "\n"
 )
 
 
@@ -304,8 +303,7 @@ def follow_tokenizer(
     if wanted % tp:
         raise ConfigError(
             f"model: the tokenizer has {num_ids} tokens, and so many rows of the embedding cannot "
-            "be shared by "
-            f"tensor_parallel_degree = {tp}. Set model.overrides.vocab_size = "
+            f"be shared by tensor_parallel_degree = {tp}. Set model.overrides.vocab_size = "
             f"{-(-wanted // tp) * tp}."
         )
     if get_rank() == 0:
@@ -325,8 +323,8 @@ def describe_resizing(job: JobConfig, vocab_size: int, model_config: AnyModelCon
     folder = job.checkpoint.initial_load_path
     if not folder and isinstance(model_config, ModelConfig):
         return (
-            f"Set model.overrides.vocab_size = {vocab_size}, lower data.bpe_vocab_size, or use "
-            "the model's tokenizer."
+            f"Set model.overrides.vocab_size = {vocab_size}, lower data.bpe_vocab_size, or use the "
+            "model's tokenizer."
         )
     if not folder:
         return (
@@ -334,9 +332,8 @@ def describe_resizing(job: JobConfig, vocab_size: int, model_config: AnyModelCon
         )
     return (
         "Use the model's own tokenizer, or give its embedding rows for the new tokens with "
-        "transformers' "
-        f"resize_token_embeddings({vocab_size}), and set {weights_key(job)} to the folder that it "
-        "is saved in."
+        f"transformers' resize_token_embeddings({vocab_size}), and set {weights_key(job)} to the "
+        "folder that it is saved in."
     )
 
 
@@ -360,15 +357,14 @@ def check_vocabulary(
             raise DataError(text)
         if get_rank() == 0:
             text += (
-                f" The data has none of the tokens from {rows} on, so the run begins; with "
-                "one "
-                "of them the saved "
+                f" The data has none of the tokens from {rows} on, so the run begins; with one of "
+                "them the saved "
             )
             logger.warning("%smodel would fail.", text)
     if 2 * max(vocab_size, num_ids) < rows and get_rank() == 0:
         logger.warning(
-            "data: the tokenizer has %d tokens, the embedding %d rows, of which most will never be "
-            "trained. Set "
-            "data.tokenizer_path to the model's own tokenizer, or model.overrides.vocab_size = %d.",
+            "data: the tokenizer has %d tokens, the embedding %d rows, of which most will never "
+            "be trained. Set data.tokenizer_path to the model's own tokenizer, or "
+            "model.overrides.vocab_size = %d.",
             *(max(vocab_size, num_ids), rows, max(vocab_size, num_ids)),
         )

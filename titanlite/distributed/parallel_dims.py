@@ -46,12 +46,10 @@ def _explain(error: RuntimeError) -> Exception:
     found = ConfigError if _NO_ADDRESS in text else TransientError
     return found(
         f"network: rank {os.environ['RANK']} on {socket.gethostname()} cannot connect to the other "
-        "ranks by the "
-        f"interface {interface} and port {os.environ.get('MASTER_PORT')}: {text.splitlines()[0]} "
-        "If no rank has ended, "
-        "set GLOO_SOCKET_IFNAME on each machine to an interface that the others can reach (`ip "
-        "address` lists them), "
-        "or MASTER_PORT to a free port."
+        f"ranks by the interface {interface} and port {os.environ.get('MASTER_PORT')}: "
+        f"{text.splitlines()[0]} If no rank has ended, set GLOO_SOCKET_IFNAME on each machine to "
+        "an interface that the others can reach (`ip address` lists them), or MASTER_PORT to a "
+        "free port."
     )
 
 
@@ -107,9 +105,8 @@ def _refuse_idle_gpus() -> None:
             reason = str(error).partition("\n")[0].rstrip(".")
     raise ConfigError(
         f"GPUs: nvidia-smi lists {gpus} on {socket.gethostname()}, but torch {torch.__version__} "
-        "cannot use them: "
-        f"{reason}. Install a torch for their driver, or set CUDA_VISIBLE_DEVICES= to train on the "
-        "CPU."
+        f"cannot use them: {reason}. Install a torch for their driver, or set "
+        "CUDA_VISIBLE_DEVICES= to train on the CPU."
     )
 
 

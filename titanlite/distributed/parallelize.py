@@ -205,8 +205,7 @@ def secure_cache() -> None:
     if found.st_uid != os.getuid() or found.st_mode & _OTHERS_WRITE:
         raise ConfigError(
             f"compile: torch.compile loads libraries from {folder}, which user {found.st_uid} owns "
-            "(mode "
-            f"{found.st_mode & 0o777:o}); user {os.getuid()} runs this. {remedy}"
+            f"(mode {found.st_mode & 0o777:o}); user {os.getuid()} runs this. {remedy}"
         )
 
 

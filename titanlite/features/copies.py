@@ -73,10 +73,9 @@ def check_same_copies(paths: Mapping[str, str]) -> None:
                 what = _describe_difference(dict(copy), dict(usual))
                 problems.append(
                     f"{key}: {there[key]} on {host} (rank {rank}) is another copy than "
-                    f"{gathered[first][1][key]} on "
-                    f"{gathered[first][0]} (rank {first}): {what} differs. Copy it there again, or "
-                    "put it on a file "
-                    "system that all machines share."
+                    f"{gathered[first][1][key]} on {gathered[first][0]} (rank {first}): {what} "
+                    "differs. Copy it there again, or put it on a file system that all machines "
+                    "share."
                 )
     raise_problems(ConfigError, "configuration", problems)
 

@@ -60,8 +60,7 @@ def build_custom_objective(job: JobConfig, vocab_size: int) -> Objective:
     except Exception as error:
         raise ConfigError(
             f"{where}: a trial raised {describe_error(error)}. Correct the function; "
-            "docs/extending.md has "
-            "what it takes and returns."
+            "docs/extending.md has what it takes and returns."
         ) from error
 
 
@@ -361,8 +360,8 @@ def _try_out(build: _Build, named: _Named, section: OptimizerSection) -> dict[st
                 kind = f"{value.dtype} {tuple(value.shape)}" if is_tensor else type(value).__name__
                 problems.append(
                     f"its state '{key}' of a parameter {param.dtype} {tuple(param.shape)} is "
-                    f"{kind}, which cannot be "
-                    "saved. Keep tensors like the parameter, and a scalar tensor 'step'."
+                    f"{kind}, which cannot be saved. Keep tensors like the parameter, and a scalar "
+                    "tensor 'step'."
                 )
     raise_problems(ConfigError, "a trial step", dict.fromkeys(problems))
     return states

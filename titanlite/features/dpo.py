@@ -218,8 +218,7 @@ class CachedReference:
             if key not in self._pairs:
                 raise TrainingError(
                     "dpo.reference: a pair of this batch has no cached log-probabilities. The data "
-                    "changed since the "
-                    "run began; start it again."
+                    "changed since the run began; start it again."
                 )
             found[row, 2 * pair : 2 * pair + 2] = self._pairs[key]
         return torch.from_numpy(found).to(batch.tokens.device)

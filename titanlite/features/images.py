@@ -143,8 +143,8 @@ class ImageDataset(ShuffledSequences):
                 problems.append(str(error))
         raise_problems(DataError, "data", problems)
         self.fingerprint = (
-            f"{len(rows)} rows with images (checksum {digest.hexdigest()[:8]}), "
-            f"sequences of {seq_len}"
+            f"{len(rows)} rows with images (checksum {digest.hexdigest()[:8]}), sequences of "
+            f"{seq_len}"
         )
         self.num_validation_sequences = get_num_held_out(len(rows), validation_share)
         if validation_share is not None:
@@ -204,10 +204,8 @@ class ImageDataset(ShuffledSequences):
             if not (_begins(done, before) and _begins(ids, done)):
                 raise DataError(
                     f"{row.place}: the chat template shows messages[{i}] otherwise in the whole "
-                    "chat than "
-                    "after its prompt, so the model would learn what it never meets. Split the "
-                    "row, or use another "
-                    "template."
+                    "chat than after its prompt, so the model would learn what it never meets. "
+                    "Split the row, or use another template."
                 )
             trained[len(before) : len(done)] = True
         if not trained[1:].any():
@@ -217,8 +215,7 @@ class ImageDataset(ShuffledSequences):
         if len(ids) > self.seq_len:
             raise DataError(
                 f"{row.place}: {len(ids)} tokens with the images, but training.seq_len is "
-                f"{self.seq_len}. Raise it, or "
-                "shrink the images."
+                f"{self.seq_len}. Raise it, or shrink the images."
             )
         return ids, trained, extra
 
@@ -231,9 +228,8 @@ class ImageDataset(ShuffledSequences):
         found = self._finder.probe(self._show, messages, prompt)
         if found is None or not done.endswith(found[0].tail):
             text = (
-                f"the chat template shows messages[{i}] after another prompt than at "
-                "inference, "
-                "or not at all."
+                f"the chat template shows messages[{i}] after another prompt than at inference, or "
+                "not at all."
             )
             raise RowError("prompt differs", f"{text} Use another template.")
         frame, _ = found
@@ -317,8 +313,8 @@ def load_image(place: str, path: Path) -> Any:
     except ImportError as error:
         raise DataError(
             "data: images are decoded by Pillow, which cannot be imported: "
-            f"{describe_error(error)}. Install it anew: "
-            f"`{sys.executable} -m pip install --force-reinstall pillow`."
+            f"{describe_error(error)}. Install it anew: `{sys.executable} -m pip install "
+            "--force-reinstall pillow`."
         ) from None
     try:
         with open_regular(path) as file, warnings.catch_warnings():
@@ -333,8 +329,7 @@ def load_image(place: str, path: Path) -> Any:
             ) from None
         raise DataError(
             f"{place}: {path} does not decode: {first_line(error).rstrip('.')}. Replace it by an "
-            "image that does "
-            f"({', '.join(_FORMATS)}), or remove the row."
+            f"image that does ({', '.join(_FORMATS)}), or remove the row."
         ) from error
 
 

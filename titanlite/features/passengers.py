@@ -119,8 +119,7 @@ class CarriedTensors:
         dequantized = f" {count} in FP8 are saved as {self._dtype}." if count else ""
         return (
             f"{self._name}: {len(self._stored)} tensors ({size}) are not computed, so not trained, "
-            "and are carried into"
-            f" what is saved: {parts}.{copies}{dequantized}"
+            f"and are carried into what is saved: {parts}.{copies}{dequantized}"
         )
 
     def describe(self, description: Mapping[str, bytes]) -> Mapping[str, bytes]:

@@ -161,8 +161,7 @@ class Guard:
         latest = max(beats.values(), key=lambda beat: beat.time_s)
         text = (
             f"job.stop_grace_seconds ({grace_s:g} s) are over and the ranks are still in step "
-            f"{latest.step} "
-            f"({latest.phase}); they were ended without a save."
+            f"{latest.step} ({latest.phase}); they were ended without a save."
         )
         say(text)
         self.failure = Failure(text, 128 + signal.SIGTERM, said=True)

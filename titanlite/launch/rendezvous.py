@@ -81,9 +81,8 @@ def find_interface(host: str) -> str:
             return name
     raise ConfigError(
         f"network: no interface has {wanted}, the address from which this machine reaches {host}. "
-        "Set "
-        "GLOO_SOCKET_IFNAME to the interface that the other machines can reach; `ip address` lists "
-        "them."
+        "Set GLOO_SOCKET_IFNAME to the interface that the other machines can reach; `ip address` "
+        "lists them."
     )
 
 
@@ -130,8 +129,7 @@ def resolve(host: str) -> list[str]:
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"network: the host '{host}' of the rendezvous is not known on {socket.gethostname()}: "
-            f"{error}. Use a name "
-            "that every machine can resolve, or an address."
+            f"{error}. Use a name that every machine can resolve, or an address."
         ) from None
     return list(dict.fromkeys(str(info[4][0]) for info in found))
 
@@ -280,8 +278,7 @@ def describe_failure(error: Exception, options: argparse.Namespace) -> str:
         why = "another process on this machine has the port"
     return (
         f"rendezvous at {host}:{port}: {why}. Start the same command on all machines, with the "
-        "same RDZV_ID, NNODES "
-        "and a free port in RDZV_ENDPOINT (or MASTER_PORT)."
+        "same RDZV_ID, NNODES and a free port in RDZV_ENDPOINT (or MASTER_PORT)."
     )
 
 
@@ -309,8 +306,7 @@ def _wait_for(host: str, port: int, timeout_s: float) -> None:
             if time.monotonic() > end:
                 raise ConfigError(
                     f"rendezvous at {host}:{port}: not reached within {timeout_s:.0f} s: "
-                    f"{error.strerror or error}. "
-                    "Start the same command on that machine, and let it accept connections to that "
-                    "port."
+                    f"{error.strerror or error}. Start the same command on that machine, and let "
+                    "it accept connections to that port."
                 ) from None
         time.sleep(_PAUSE_S)

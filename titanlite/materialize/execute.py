@@ -371,8 +371,7 @@ def _not_finite(entry: TensorEntry, what: str, amount: str = "") -> str:
     more = f" and {len(found) - 1} others" if found[1:] else ""
     return (
         f"{entry.fqn}: NaN or infinite{amount}, because its file holds that: {found[0]}{more}. "
-        "Copy the file again, or "
-        "take another checkpoint."
+        "Copy the file again, or take another checkpoint."
     )
 
 

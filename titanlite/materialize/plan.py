@@ -227,8 +227,7 @@ class _Claims:
         elif fqn in self.sources:
             self._problems.append(
                 f"{fqn}: two sources, '{self.sources[fqn]}' from {self._claimers[fqn]} and "
-                f"'{source}' from {who}. "
-                "Remove one."
+                f"'{source}' from {who}. Remove one."
             )
         else:
             self.sources[fqn], self._claimers[fqn] = source, who
@@ -278,8 +277,7 @@ def _check_aliases(
         elif owner_of[fqn] != owner_of[source.target]:
             problems.append(
                 f"{fqn}: declared tied to '{source.target}', but they are two tensors now "
-                "(sharding split them). "
-                "Assign one to the other again before materializing."
+                "(sharding split them). Assign one to the other again before materializing."
             )
 
 
@@ -302,8 +300,7 @@ def _check_unregistered(
             remedy = "Register it as a buffer."
         problems.append(
             f"{path}: {_describe(tensor)} is on the meta device, but neither a parameter nor a "
-            "buffer "
-            f"of the model, so it has no source. {remedy}"
+            f"buffer of the model, so it has no source. {remedy}"
         )
 
 
@@ -336,16 +333,15 @@ def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
             form = f"of {tensor.dtype}" if is_strided else f"with layout {tensor.layout}"
             problems.append(
                 f"{info.fqn}: a {info.kind} {form} on the meta device cannot be filled. Keep its "
-                "values in another "
-                "form and convert them in forward, or build it on the device where it stays."
+                "values in another form and convert them in forward, or build it on the device "
+                "where it stays."
             )
         elif isinstance(tensor._base, nn.Parameter) and not isinstance(
             tensor, DTensor | nn.Parameter
         ):
             problems.append(
                 f"{info.fqn}: a buffer that is a view of a parameter would be written twice and be "
-                "no view afterwards. "
-                "Take the view in forward."
+                "no view afterwards. Take the view in forward."
             )
         elif tensor.numel() and (memory := _memory_of(tensor)) is not None:
             begin = int(tensor.storage_offset())
@@ -360,8 +356,7 @@ def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
             if begin < reached:
                 problems.append(
                     f"{fqn}: shares memory with {holder}, so both would be written twice. Make "
-                    "them one object, or "
-                    "register one of them and take the view in forward."
+                    "them one object, or register one of them and take the view in forward."
                 )
             if end > reached:
                 reached, holder = end, fqn
@@ -383,8 +378,7 @@ def _pick(
             name, source = next(iter(claims.items()))
             problems.append(
                 f"{name}: two sources, it already has a value on {tensor.device} and '{source}' "
-                "claims it. "
-                "Build it on the meta device, or leave it out of the sources."
+                "claims it. Build it on the meta device, or leave it out of the sources."
             )
         return Keep()
     if claims:
@@ -400,8 +394,7 @@ def _pick(
     if source is None:
         problems.append(
             f"{info.fqn}: {info.kind} {info.shape} of {_class_name(info.module)} has no source. "
-            "Declare one in "
-            "declare_sources of its module, or pass one in sources."
+            "Declare one in declare_sources of its module, or pass one in sources."
         )
     elif complete and info.persistent and not (isinstance(source, Init) and source.may_be_absent):
         problems.append(f"{info.fqn}: missing, {' and '.join(complete)} does not have it.")

@@ -17,10 +17,8 @@ from titanlite.models.moe import is_routed
 # device name wins: special cases come first.
 _PEAK_BF16_TFLOPS = (
     "GB200 2500, B200 2250, H200 NVL 835, H200 989, GH200 989, H100 NVL 835, H100 PCIE 756, H100 "
-    "989, H800 989, "
-    "H20 148, A100 312, A800 312, L40S 362, L40 181, L4 121, A40 150, A10 125, MI355X 2500, MI350X "
-    "2300, MI325X 1307, "
-    "MI300X 1307, MI250X 191.5"
+    "989, H800 989, H20 148, A100 312, A800 312, L40S 362, L40 181, L4 121, A40 150, A10 125, "
+    "MI355X 2500, MI350X 2300, MI325X 1307, MI300X 1307, MI250X 191.5"
 )
 # The first group with a word that is in a parameter's name gets it; words of titanlite's and
 # transformers' models.

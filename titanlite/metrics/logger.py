@@ -290,8 +290,7 @@ class MetricsLogger:
         except OSError as error:
             warn_once(
                 f"metrics: cannot write {self._file.path}: {error.strerror or error}. Training "
-                "goes on, and what could "
-                "not be written waits for the next point."
+                "goes on, and what could not be written waits for the next point."
             )
 
     def _stop_bar(self) -> None:

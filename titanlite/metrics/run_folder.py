@@ -106,8 +106,7 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
             if locks[-1] is None:
                 logger.warning(
                     "job.dump_folder: the file system of %s has no locks. Start no other run with "
-                    "this folder "
-                    "meanwhile: each would remove the other's checkpoints.",
+                    "this folder meanwhile: each would remove the other's checkpoints.",
                     each,
                 )
 
@@ -184,14 +183,13 @@ def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> None
         )
         raise ConfigError(
             f"checkpoint: {folder} holds another run, at step {step}: {text}. Set another "
-            "job.dump_folder to begin "
-            f"anew, there with model.path = {weights} to begin with its weights{forced}."
+            f"job.dump_folder to begin anew, there with model.path = {weights} to begin with its "
+            f"weights{forced}."
         )
     if step > asked:
         raise ConfigError(
             f"training.steps (or epochs) ask for {asked} steps, but the checkpoint in {folder} is "
-            f"of step {step}. Set "
-            "more to train on, or another job.dump_folder to begin anew."
+            f"of step {step}. Set more to train on, or another job.dump_folder to begin anew."
         )
 
 
@@ -215,8 +213,8 @@ def record_start(
         record_event("resume" if resumed else "start", where, step)
         return
     text = (
-        f"restart {restart.count} of {restart.most}, because {restart.why}; training goes on "
-        f"from step {step}"
+        f"restart {restart.count} of {restart.most}, because {restart.why}; training goes on from "
+        f"step {step}"
     )
     logger.info(text)
     record_event("restart", f"{text}; {where}", step)
@@ -312,8 +310,7 @@ def check_same_settings(job: JobConfig) -> None:
     dist.broadcast_object_list(first, src=0)
     problems = [
         f"{key} = {mine.get(key)!r} on {socket.gethostname()}, {first[0].get(key)!r} on rank 0. "
-        "Start every machine "
-        "with the same files and arguments."
+        "Start every machine with the same files and arguments."
         for key in {**mine, **first[0]}
         if mine.get(key) != first[0].get(key)
     ]
@@ -337,8 +334,8 @@ def check_shared_folder(folder: Path) -> None:
         token.touch()
     problem = (
         f"{folder.absolute()} on {socket.gethostname()} is not the folder that rank 0 has, or "
-        "cannot be written to. "
-        "Put the folder on a file system that all machines share, with the same user."
+        "cannot be written to. Put the folder on a file system that all machines share, with the "
+        "same user."
     )
     is_shared = _appears(token) and os.access(folder, os.W_OK)
     try:

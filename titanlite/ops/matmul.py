@@ -175,9 +175,8 @@ def resolve_backend(
         if where not in ("cuda", "meta") and not interpreted:
             raise ValueError(
                 f"grouped_gemm: backend 'triton' needs a CUDA device, the tensors are on {where}. "
-                "Use 'auto' or, "
-                "to test the kernels slowly on the CPU, set TRITON_INTERPRET=1 before the program "
-                "starts."
+                "Use 'auto' or, to test the kernels slowly on the CPU, set TRITON_INTERPRET=1 "
+                "before the program starts."
             )
         if dtype not in _TRITON_DTYPES:
             raise ValueError(f"grouped_gemm: backend 'triton' has no {dtype}. Use 'auto'.")
@@ -201,8 +200,7 @@ def triton_problem() -> str | None:
         return None
     wanted = ".".join(map(str, _TRITON_WITH_FENCES))
     return (
-        f"Triton {version} leaves out fences between memory accesses on this GPU, {wanted} "
-        "does "
+        f"Triton {version} leaves out fences between memory accesses on this GPU, {wanted} does "
         "not (triton #9610)."
     )
 

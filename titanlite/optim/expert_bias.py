@@ -174,8 +174,8 @@ def advise_balancing(section: MoESection, implementation: str, model: Model) -> 
     routers = [moe.gate for moe in model.moe_layers().values()]
     if isinstance(model.config, TransformersConfig):
         own = (
-            f"transformers' {model.config.architecture} routes by itself, and no setting "
-            "balances it"
+            f"transformers' {model.config.architecture} routes by itself, and no setting balances "
+            "it"
         )
         if model.config.family in families() and implementation == "transformers":
             return (

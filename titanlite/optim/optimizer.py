@@ -102,8 +102,7 @@ def group_parameters(
     ):
         logger.warning(
             "optimizer: a weight in bfloat16 changes by 1/256 of its size or not at all; with "
-            "optimizer.lr = %g most "
-            "never will. Set training.dtype = 'float32'.",
+            "optimizer.lr = %g most never will. Set training.dtype = 'float32'.",
             section.lr,
         )
     in_apart, rest = (
@@ -208,8 +207,7 @@ class Diagnosis:
         in_a_row = f"; it is the first of {found.in_a_row} in a row" if found.in_a_row > 1 else ""
         start = (
             f"training: the loss or gradient of step {found.first} is not finite{in_a_row}. "
-            f"{self.text} No such "
-            "update was applied, so the weights are finite: those of step "
+            f"{self.text} No such update was applied, so the weights are finite: those of step "
             f"{found.first - 1}{saved}."
         )
         if not self.repeats:
@@ -218,8 +216,7 @@ class Diagnosis:
             )
         return TrainingError(
             f"{start} Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's "
-            "data: "
-            f"python -m titanlite data --config FILE --data.skip_to_sample={samples}."
+            f"data: python -m titanlite data --config FILE --data.skip_to_sample={samples}."
         )
 
     def describe_skipped(self, found: NonFiniteSteps) -> str:
@@ -357,12 +354,9 @@ def describe_unreached(model: nn.Module, names: Sequence[str]) -> tuple[str, int
     trained -= num_lost
     text = (
         f"training: {format_count(len(names), 'tensor')} ({num_lost:,} elements) had no gradient "
-        "in the first step: "
-        f"{', '.join(listed)}. They had no part in its loss and are as before, so "
-        f"{trained / 1e6:,.3f} M of "
-        f"{total / 1e6:,.3f} M parameters are trained. To keep them out of the optimizer, name "
-        "them in "
-        "optimizer.freeze."
+        f"in the first step: {', '.join(listed)}. They had no part in its loss and are as before, "
+        f"so {trained / 1e6:,.3f} M of {total / 1e6:,.3f} M parameters are trained. To keep them "
+        "out of the optimizer, name them in optimizer.freeze."
     )
     return text, trained
 
@@ -375,6 +369,6 @@ def _matched(model: nn.Module, pattern: str) -> list[torch.nn.Parameter]:
 def _no_match(pattern: str, model: nn.Module) -> str:
     last = [clean_name(name) for name, _ in model.named_parameters()][-1]
     return (
-        f"'{pattern}' matches no parameter. Names are written out, as '{last}'; '*' stands for "
-        "any characters."
+        f"'{pattern}' matches no parameter. Names are written out, as '{last}'; '*' stands for any "
+        "characters."
     )

@@ -121,8 +121,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch):
     assert hold_folders(JobConfig(), tmp_path) == [None]
     assert said == [
         f"job.dump_folder: the file system of {tmp_path} has no locks. Start no other run with "
-        "this folder meanwhile: "
-        "each would remove the other's checkpoints."
+        "this folder meanwhile: each would remove the other's checkpoints."
     ]
 
 

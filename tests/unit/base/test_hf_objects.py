@@ -75,12 +75,10 @@ def add_code(folder: Path, file: str, table: dict[str, Any]) -> None:
     known = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(known | table))
     (folder / "mine.py").write_text(
-        f"open({str(folder / 'ran')!r}, 'w').close()\n"
-        "from transformers import PreTrainedConfig, CLIPImageProcessor, LlavaProcessor, "
-        "PreTrainedTokenizerFast\n"
-        "class Config(PreTrainedConfig): model_type = 'mine'\n"
-        "class Images(CLIPImageProcessor): pass\nclass All(LlavaProcessor): pass\n"
-        "class Tokens(PreTrainedTokenizerFast): pass\n"
+        f"open({str(folder / 'ran')!r}, 'w').close()\nfrom transformers import PreTrainedConfig, "
+        "CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast\nclass "
+        "Config(PreTrainedConfig): model_type = 'mine'\nclass Images(CLIPImageProcessor): "
+        "pass\nclass All(LlavaProcessor): pass\nclass Tokens(PreTrainedTokenizerFast): pass\n"
     )
 
 

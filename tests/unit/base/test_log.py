@@ -102,8 +102,7 @@ def test_text_in_any_script_is_left_as_it_is() -> None:
 
 def test_progress_bars_still_draw_over_their_line() -> None:
     code = (
-        "import sys\nfor i in range(3): sys.stderr.write(f'\\r{i} %'); sys.stderr.write('\\r   "
-        " "
+        "import sys\nfor i in range(3): sys.stderr.write(f'\\r{i} %'); sys.stderr.write('\\r    "
         "\\r')"
     )
     assert run(code).stderr == b"\r0 %\r    \r\r1 %\r    \r\r2 %\r    \r"

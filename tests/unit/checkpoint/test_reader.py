@@ -279,9 +279,8 @@ def test_a_file_that_changed_after_its_header_was_read_is_named(tmp_path, monkey
         os.truncate(paths[1], size + change)
         text, requests = refusal("a", "b")
         words = (
-            f"checkpoint {paths[1]}: has {size + change} bytes, but had {size} when its "
-            "header "
-            "was read."
+            f"checkpoint {paths[1]}: has {size + change} bytes, but had {size} when its header was "
+            "read."
         )
         assert text.startswith(words) and all(
             bits(request.destination).eq(0x5A).all() for request in requests

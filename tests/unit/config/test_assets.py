@@ -237,8 +237,7 @@ def test_neither_cached_nor_online(cache):
     text = str(error.value)
     assert text.startswith(
         "checkpoint.initial_load_path: 'owner/model' is no folder here, not in the cache of the "
-        "Hugging Face hub, and "
-        "cannot be downloaded: "
+        "Hugging Face hub, and cannot be downloaded: "
     )
     assert (
         ". Correct the name, give a local folder, or set HF_HOME to a cache that has it; of a gated"

@@ -66,8 +66,7 @@ def test_problem_says_what_is_allowed() -> None:
 def test_there_is_a_model() -> None:
     assert check_values(JobConfig()) == [
         "model.path and model.flavor are both empty, so there is no model. Set model.path to a "
-        "folder or hub id, or "
-        "model.name and model.flavor for a new model with random weights."
+        "folder or hub id, or model.name and model.flavor for a new model with random weights."
     ]
     assert check_values(make_job(model__flavor="", model__hf_assets_path="assets")) == []
     assert check_values(make_job(model__hf_assets_path="assets")) == [], (

@@ -226,8 +226,7 @@ def test_file_that_is_not_text(folder: Path) -> None:
         (
             'job.description = "a ${b}"',
             "job.description = \"a ${b}\" contains '${', which OmegaConf takes for an "
-            "interpolation. "
-            "Write the value it stands for.",
+            "interpolation. Write the value it stands for.",
         ),
         (
             'job.description = "???"',
@@ -264,8 +263,8 @@ def test_file_that_is_not_text(folder: Path) -> None:
         (
             "[metrics.log]\nfreq = 1",
             "unknown section 'metrics.log'. Keys of [metrics]: log_freq, function, "
-            "enable_tensorboard, save_tb_folder, "
-            f"enable_wandb, wandb_project, grad_norm_groups, enable_progress_bar. {OTHER_NAMES}",
+            "enable_tensorboard, save_tb_folder, enable_wandb, wandb_project, grad_norm_groups, "
+            f"enable_progress_bar. {OTHER_NAMES}",
         ),
         ("[trainin]\nsteps = 5", "unknown section 'trainin'; did you mean 'training'?"),
         (
@@ -398,14 +397,12 @@ def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
         (
             "--data.dataset=c4",
             'data.dataset = "c4" is not one of "stdlib", "text", "examples", "images", "none". For '
-            "your own "
-            "data set data.path: a file, folder or hub id.",
+            "your own data set data.path: a file, folder or hub id.",
         ),
         (
             "--job.description=${oc.env:HOME}",
             "job.description = \"${oc.env:HOME}\" contains '${', which OmegaConf takes for an "
-            "interpolation. "
-            "Write the value it stands for.",
+            "interpolation. Write the value it stands for.",
         ),
         (
             "--job.description=???",

@@ -104,8 +104,7 @@ def test_a_stage_is_ahead_of_those_behind_it():
             section(replicate=1, shard=4, tp=4),
             8,
             "parallelism: dp_replicate (1) * dp_shard (4) * tp (4) = 16, but the world size is 8. "
-            "Set "
-            "data_parallel_shard_degree = -1 to use the rest, or change a degree.",
+            "Set data_parallel_shard_degree = -1 to use the rest, or change a degree.",
         ),
         (
             section(replicate=3),
@@ -269,8 +268,8 @@ def test_what_is_kept_for_a_step_cannot_be_freed_before():
     job.parallelism.fsdp_reshard_after_forward = "always"
     assert check_parallelism(job, MODEL, Degrees()) == [
         "parallelism.fsdp_once_per_step keeps gathered parameters for a whole step, and "
-        "fsdp_reshard_after_forward = "
-        "'always' frees them after each forward. Leave one of the two out."
+        "fsdp_reshard_after_forward = 'always' frees them after each forward. Leave one of the two "
+        "out."
     ]
 
 

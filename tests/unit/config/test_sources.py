@@ -102,8 +102,8 @@ def test_the_resolved_file_gives_the_same_job(load: Load, tmp_path: Path) -> Non
         ),
         (
             "weight = 3|",
-            "data.sources.math.weight is not set, but other sources have weights. Set all of them, "
-            "or none.",
+            "data.sources.math.weight is not set, but other sources have weights. Set all of "
+            "them, or none.",
         ),
         (
             'path = "math.jsonl"|',

@@ -39,8 +39,8 @@ def test_build_data_from_config(job: JobConfig, caplog: pytest.LogCaptureFixture
     assert text == "".join(document + tokenizer.eos_token for _, document in build_corpus(job.data))
     assert (
         f"data: {len(dataset.tokenized.tokens)} tokens, vocabulary 300, in 40 documents; sequences "
-        "of 16 tokens: "
-        f"{dataset.num_train_sequences} to train on, {dataset.num_validation_sequences} held out"
+        f"of 16 tokens: {dataset.num_train_sequences} to train on, "
+        f"{dataset.num_validation_sequences} held out"
     ) in caplog.text
     assert "validation.steps" not in caplog.text
 

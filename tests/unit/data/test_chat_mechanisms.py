@@ -42,9 +42,8 @@ NEXT_HEADER = (
 )
 TOO_WIDE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation "
-    "%}<|im_start|>assistant\n{{ m.content }}"
-    "<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content "
-    "}}<|im_end|>\n{% endif %}"
+    "%}<|im_start|>assistant\n{{ m.content }}<|im_end|>\n{% endgeneration %}{% else "
+    "%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
     "{% endfor %}" + ASK.replace("%s", "")
 )
 REWRITTEN = (
@@ -54,8 +53,7 @@ REWRITTEN = (
 )
 TWO_ENDS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|eot_id|><|im_end|>{% endfor "
-    "%}"
-    "{% if messages[-1].role == 'assistant' or add_generation_prompt %}<|im_start|>assistant\n{% "
+    "%}{% if messages[-1].role == 'assistant' or add_generation_prompt %}<|im_start|>assistant\n{% "
     "endif %}"
 )
 INNER_END = (
@@ -64,9 +62,8 @@ INNER_END = (
     "{{ m.content }}<|eot_id|><|im_end|>\n{% endfor %}" + ASK.replace("%s", "")
 )
 OTHER_LAST_END = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{{ '</s>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}"
-    + ASK.replace("%s", "")
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ '</s>' if loop.last and "
+    "m.role == 'assistant' else '<|im_end|>' }}{% endfor %}" + ASK.replace("%s", "")
 )
 AS_TEXT = (
     HEAD

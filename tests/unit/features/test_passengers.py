@@ -107,8 +107,8 @@ def test_what_is_neither_computed_nor_a_passenger_is_refused(saved: Path, tmp_pa
     with pytest.raises(PlanError) as error:
         carried_in(tmp_path / "base")
     text = (
-        "unexpected, checkpoint {} has it and the model does not. Correct its name, or remove "
-        "it there."
+        "unexpected, checkpoint {} has it and the model does not. Correct its name, or remove it "
+        "there."
     )
     assert str(error.value).endswith(
         f"model.layers.0.mlp.up.weight: {text.format(tmp_path / 'base')}"

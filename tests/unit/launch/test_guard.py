@@ -183,8 +183,8 @@ def test_oldest_beat_is_named_first():
         2: Beat(2, 1, 12, "forward", now - 301),
     }
     assert guard_module.describe(beats, [3]) == (
-        "rank 1 has not moved for 310 s since step 12, data; "
-        "ranks 0, 2 have not moved for 301 s since step 12, forward; rank 3 has not started."
+        "rank 1 has not moved for 310 s since step 12, data; ranks 0, 2 have not moved for 301 s "
+        "since step 12, forward; rank 3 has not started."
     )
 
 

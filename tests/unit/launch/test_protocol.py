@@ -85,8 +85,8 @@ def test_a_rank_that_begins_after_the_launcher_was_killed_ends_at_once(launcher)
 
 def test_a_rank_of_a_launcher_that_has_removed_its_folder_ends_and_other_processes_go_on(tmp_path):
     script = (
-        "from titanlite.launch.protocol import end_with_launcher; end_with_launcher(); "
-        "print('goes on')"
+        "from titanlite.launch.protocol import end_with_launcher; end_with_launcher(); print('goes "
+        "on')"
     )
     for variables, expected in (
         (

@@ -236,8 +236,8 @@ def test_a_port_that_another_process_has():
     static = options(rdzv_backend="static", master_addr="node0", master_port=29500)
     assert describe_failure(caught.value, static) == (
         "rendezvous at node0:29500: another process on this machine has the port. Start the same "
-        "command on all "
-        "machines, with the same RDZV_ID, NNODES and a free port in RDZV_ENDPOINT (or MASTER_PORT)."
+        "command on all machines, with the same RDZV_ID, NNODES and a free port in RDZV_ENDPOINT "
+        "(or MASTER_PORT)."
     )
 
 

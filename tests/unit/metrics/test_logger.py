@@ -260,12 +260,10 @@ def test_other_ranks_write_nothing(job: JobConfig, tmp_path: Path, monkeypatch, 
 
 def test_tensorboard_can_be_off_and_is_imported_only_when_on(tmp_path: Path):
     script = (
-        "import sys, torch\n"
-        "from titanlite.config.schema import JobConfig\n"
-        "from titanlite.metrics.logger import MetricsLogger\n"
-        "job = JobConfig(); job.metrics.enable_tensorboard = False\n"
-        "MetricsLogger(job, sys.argv[1], 1, 1, torch.device('cpu')).close()\n"
-        "print('tensorboard' in sys.modules)\n"
+        "import sys, torch\nfrom titanlite.config.schema import JobConfig\nfrom "
+        "titanlite.metrics.logger import MetricsLogger\njob = JobConfig(); "
+        "job.metrics.enable_tensorboard = False\nMetricsLogger(job, sys.argv[1], 1, 1, "
+        "torch.device('cpu')).close()\nprint('tensorboard' in sys.modules)\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True

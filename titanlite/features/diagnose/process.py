@@ -92,8 +92,7 @@ def make_deterministic(job: JobConfig) -> None:
         if name == "CUBLAS_WORKSPACE_CONFIG" and given not in _WORKSPACES:
             problems.append(
                 f"the environment has {name}={given}, which is not deterministic. Unset it, or set "
-                "it to "
-                f"{' or '.join(_WORKSPACES)}."
+                f"it to {' or '.join(_WORKSPACES)}."
             )
     raise_problems(ConfigError, "training.deterministic", problems)
     torch.use_deterministic_algorithms(True)
@@ -149,10 +148,8 @@ def check_triton(job: JobConfig, device: torch.device) -> None:
         problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
     text = (
         f"a first Triton kernel fails on {socket.gethostname()}: {problem}. Triton compiles with "
-        "gcc and Python's "
-        "headers: install them (Debian and Ubuntu: apt install gcc python3-dev), or set "
-        "training.triton_kernels = "
-        "false, which is slower."
+        "gcc and Python's headers: install them (Debian and Ubuntu: apt install gcc python3-dev), "
+        "or set training.triton_kernels = false, which is slower."
     )
     raise_together(ConfigError, "training.triton_kernels", [] if problem is None else [text])
 
@@ -241,8 +238,7 @@ def explain_refusal(error: BaseException) -> ConfigError | None:
     if match := re.search(r"(\S+) does not have a deterministic implementation", str(error)):
         return ConfigError(
             f"training.deterministic: {match[1]} has no deterministic form on this device. Set "
-            "training.deterministic "
-            "= false, or change the model or setting that uses it."
+            "training.deterministic = false, or change the model or setting that uses it."
         )
     if not any(
         kind.__module__.startswith(("torch._dynamo.", "torch._inductor."))
@@ -265,8 +261,7 @@ def explain_refusal(error: BaseException) -> ConfigError | None:
         remedy = "Install one (Debian and Ubuntu: apt install g++)"
     return ConfigError(
         f"compile.enable: torch cannot compile a layer: {reason.rstrip('.')}{place}. {remedy}, or "
-        "set compile.enable = "
-        "false."
+        "set compile.enable = false."
     )
 
 
@@ -279,8 +274,8 @@ _ENTRIES = 100_000
 _RECORD, _DUMP = "_record_memory_history", "_dump_snapshot"
 _REMEDY = (
     'Lower training.local_batch_size or training.seq_len, set activation_checkpoint.mode = "full", '
-    "train on more ranks "
-    "(parallelism.data_parallel_shard_degree), or give data in smaller files (data.path)."
+    "train on more ranks (parallelism.data_parallel_shard_degree), or give data in smaller files "
+    "(data.path)."
 )
 # Errors that have no class of their own: torch's allocator of the host; cudaHostAlloc, for one, and
 # Triton; cuBLAS.
@@ -308,8 +303,7 @@ def start_memory_history(job: JobConfig, device: torch.device) -> None:
     if record is None or not hasattr(torch.cuda.memory, _DUMP):
         raise ConfigError(
             f"{key}: torch {torch.__version__} has no torch.cuda.memory.{_RECORD}. Set it to "
-            "false, or use torch 2.11 "
-            "to 2.14."
+            "false, or use torch 2.11 to 2.14."
         )
     record(max_entries=_ENTRIES)
 
@@ -329,8 +323,8 @@ def explain_out_of_memory(job: JobConfig, error: BaseException) -> TrainingError
     place = _place(error)
     memory, snapshot = (_device_memory(), _dump(job)) if of_device else ("", "")
     return TrainingError(
-        f"memory: rank {read_rank()} ran out of memory of {'the GPU' if of_device else 'the host'}"
-        f"{place}{reason}.{memory} {_REMEDY}{snapshot}"
+        f"memory: rank {read_rank()} ran out of memory of "
+        f"{'the GPU' if of_device else 'the host'}{place}{reason}.{memory} {_REMEDY}{snapshot}"
     )
 
 
@@ -366,8 +360,7 @@ def _device_memory() -> str:
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return (
         f" At most {allocated / _GIB:.2f} GiB were allocated and {reserved / _GIB:.2f} GiB "
-        "reserved, of "
-        f"{total / _GIB:.2f} GiB; {free / _GIB:.2f} GiB are free."
+        f"reserved, of {total / _GIB:.2f} GiB; {free / _GIB:.2f} GiB are free."
     )
 
 

@@ -98,11 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "plan",
-        "Say before a run is started whether it fits the GPUs, how fast it is, and what to change; "
-        "then "
-        "memory by purpose and where the time goes. Takes --config FILE and overrides as training "
-        "does, or --model "
-        "without a file. Nothing is downloaded except the config.json of a model of the hub.",
+        "Say before a run is started whether it fits the GPUs, how fast it is, and what to "
+        "change; then memory by purpose and where the time goes. Takes --config FILE and "
+        "overrides as training does, or --model without a file. Nothing is downloaded except the "
+        "config.json of a model of the hub.",
     )
     add = parser.add_argument
     add("--model", metavar="PATH", help="hub id, folder or config.json; the same as --model.path")
@@ -255,8 +254,8 @@ def _assumptions(checked: Checked) -> Iterator[str]:
     job = checked.job
     if checked.model_config.num_experts:
         yield (
-            "  routing is balanced: each expert gets equally many tokens, each rank sends "
-            "equally many rows"
+            "  routing is balanced: each expert gets equally many tokens, each rank sends equally "
+            "many rows"
         )
     if job.compile.enable:
         yield "  compile.enable: traced uncompiled, which keeps as much or more, and is slower"

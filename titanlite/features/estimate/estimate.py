@@ -155,8 +155,7 @@ def get_hardware(name: str) -> Hardware:
     hint = next((f"Did you mean {known}? " for known in GPUS if plain(known) == near), "")
     raise ConfigError(
         f"--gpu={name}: not in the table. {hint}Known are {', '.join(GPUS)}; --flops, --memory-gib "
-        "and others change "
-        "single figures of one of them."
+        "and others change single figures of one of them."
     )
 
 

@@ -151,8 +151,7 @@ def sweep(
     if world_size % pp:
         raise ConfigError(
             f"parallelism: pipeline_parallel_degree ({pp}) does not divide the world size "
-            f"({world_size}), and a sweep "
-            "leaves the stages as they are. Change one of the two."
+            f"({world_size}), and a sweep leaves the stages as they are. Change one of the two."
         )
     refused, found = list[str](), list[Planned]()
     for replicate, cp, tp, ep in _combinations(

@@ -51,8 +51,8 @@ def render_verdict(
         f"memory    {verdict}: {held}, fullest in {estimate.memory.where}",
         f"bound by  {bounds} of an expected step{waiting}",
         f"speed     {_rate(estimate.expected_rate)} per GPU expected (MFU "
-        f"{mfu * estimate.expected_rate:.1%}); at best "
-        f"{_rate(estimate.best_rate)} ({mfu * estimate.best_rate:.1%})",
+        f"{mfu * estimate.expected_rate:.1%}); at best {_rate(estimate.best_rate)} "
+        f"({mfu * estimate.best_rate:.1%})",
         _length(estimate, training.steps if not training.epochs else 0, tokens),
     ]
     if proposals is None:
@@ -138,8 +138,7 @@ def render_memory(estimate: Estimate, rank: int) -> str:
     rows.append(("total on the GPU", format_memory(memory.total), f"fullest: {memory.where}"))
     reserved = (
         f"of {format_memory(hardware.memory_bytes)}, {format_memory(hardware.reserved_bytes)} left "
-        "to the "
-        "CUDA context, NCCL, cuBLAS and fragmentation"
+        "to the CUDA context, NCCL, cuBLAS and fragmentation"
     )
     rows.append((f"{hardware.name}", format_memory(hardware.usable_bytes), reserved))
     lines = format_table(rows).splitlines()[1:]
@@ -199,9 +198,8 @@ def render_parts(estimate: Estimate) -> str:
         [
             format_table(rows),
             f"  {trace.model_flops_per_token / 1e9:.2f} GFLOP per token (model, as MFU counts), "
-            f"{done / 1e9:.2f} done"
-            f"{where} (recomputation included); {count} micro-batches in a step of "
-            f"{estimate.tokens:,} tokens",
+            f"{done / 1e9:.2f} done{where} (recomputation included); {count} micro-batches in a "
+            f"step of {estimate.tokens:,} tokens",
             f"  at best {_ms(time.best_s)} a step: products {_ms(time.compute_s)} at {peak:.0f} "
             f"TFLOP/s, links inside nodes {_ms(time.intra_node_s)}, between nodes "
             f"{_ms(time.inter_node_s)}",

@@ -130,8 +130,7 @@ def _prompts(
 def _no_answers(what: str, examples: "TokenizedExamples") -> DataError:
     return DataError(
         f"data: the {what} examples ({examples.header.form}) have no answers to compare with. "
-        "Evaluate by generation "
-        "on messages or prompt and completion only."
+        "Evaluate by generation on messages or prompt and completion only."
     )
 
 
@@ -188,9 +187,8 @@ class Evaluator:
             "evaluation",
             [
                 f"{p.where}: the prompt has {len(p.prompt_ids)} tokens, which with "
-                "evaluation.max_new_tokens = "
-                f"{self._section.max_new_tokens} is more than max_position_embeddings "
-                f"({longest}). Lower max_new_tokens, or leave the row out."
+                f"evaluation.max_new_tokens = {self._section.max_new_tokens} is more than "
+                f"max_position_embeddings ({longest}). Lower max_new_tokens, or leave the row out."
                 for p in self._prompts
                 if longest is not None
                 and len(p.prompt_ids) + self._section.max_new_tokens > longest

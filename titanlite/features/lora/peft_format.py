@@ -124,17 +124,14 @@ def adapter_checkpoint(
         if key and config.rank != section.rank:
             raise CheckpointError(
                 f"{key}: the adapters in {folder} have rank {config.rank}, but lora.rank is "
-                f"{section.rank}. Set it to "
-                f"{config.rank}, or leave {key} out."
+                f"{section.rank}. Set it to {config.rank}, or leave {key} out."
             )
         if config.scaling != scaling_of(section) and config.rank == section.rank:
             raise CheckpointError(
                 f"checkpoint {folder}: its adapters are scaled by {config.scaling:g}, but "
-                "lora.alpha = "
-                f"{section.alpha:g} and lora.use_rslora = {str(section.use_rslora).lower()} scale "
-                "by "
-                f"{scaling_of(section):g}. Set them as they were, or "
-                f"{f'leave {key} out' if key else 'set another job.dump_folder'}."
+                f"lora.alpha = {section.alpha:g} and lora.use_rslora = "
+                f"{str(section.use_rslora).lower()} scale by {scaling_of(section):g}. Set them as "
+                f"they were, or {f'leave {key} out' if key else 'set another job.dump_folder'}."
             )
         if base and config.base != (name := "@".join(filter(None, _name_of_base(base)))):
             logger.warning(
@@ -179,8 +176,7 @@ def read_adapter(
     table = read_json(folder / ADAPTER_CONFIG, where)
     problems = [
         f"{ADAPTER_CONFIG}: {key} = {table.get(key)!r} is not plain LoRA, W + scaling * B A on an "
-        "unchanged W. Merge "
-        "the adapters with peft, and use the merged model."
+        "unchanged W. Merge the adapters with peft, and use the merged model."
         for key, plain in _PLAIN.items()
         if table.get(key) not in plain
     ]
@@ -252,8 +248,8 @@ class AdapterCheckpoint:
                 )
             elif tensor.shape != place.shape:
                 reason = (
-                    f"{self.name} has {place.key} with shape {tensor.shape}, the model "
-                    f"expects {place.shape}."
+                    f"{self.name} has {place.key} with shape {tensor.shape}, the model expects "
+                    f"{place.shape}."
                 )
                 yield name, Unfit(f"{reason} Was lora.rank changed?")
             else:

@@ -248,8 +248,7 @@ def push_to_hub(folder: Path, repository: str) -> None:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"checkpoint.push_to_hub: cannot upload to {repository}: {reason} The model is safe in "
-            f"{folder}; upload it "
-            f"with: hf upload {repository} {folder} --exclude '{OWN_FOLDER}/*'"
+            f"{folder}; upload it with: hf upload {repository} {folder} --exclude '{OWN_FOLDER}/*'"
         ) from error
     logger.info("hub: uploaded to https://huggingface.co/%s", repository)
 

@@ -224,10 +224,8 @@ def check_space(
             return
         text = (
             f"checkpoint: the first one takes {format_size(size)} ({size:,} bytes), and "
-            f"{format_size(free)} ({free:,} "
-            f"bytes) are free in {folder}. Make room there, set another job.dump_folder, or set "
-            "checkpoint.enable = "
-            "false to save nothing."
+            f"{format_size(free)} ({free:,} bytes) are free in {folder}. Make room there, set "
+            "another job.dump_folder, or set checkpoint.enable = false to save nothing."
         )
         if job.checkpoint.on_save_error == "stop":
             raise CheckpointError(text)

@@ -78,8 +78,8 @@ def load_example_tokenizer(data: DataSection) -> "PreTrainedTokenizerFast":
     if not data.tokenizer_path:
         raise DataError(
             "data: rows of examples need a tokenizer, and there is no tokenizer.json at "
-            "model.path. Set model.path to "
-            "the model to fine-tune, or data.tokenizer_path to a folder with a tokenizer."
+            "model.path. Set model.path to the model to fine-tune, or data.tokenizer_path to a "
+            "folder with a tokenizer."
         )
     tokenizer = load_tokenizer(data.tokenizer_path)
     if data.chat_template:
@@ -141,10 +141,10 @@ def describe(dataset: ExampleDataset) -> str:
     share = train.num_trained / train.num_tokens  # padding aside
     return (
         f"{len(train.selected)} {kind} to train on ({dataset.form}), "
-        f"{len(dataset.held_out.selected)} held out"
-        f"{f', {num_split} longer documents split' if num_split else ''}; "
-        f"{train.num_tokens} tokens, {share:.1%} trained; {dataset.num_train_sequences} sequences "
-        f"of {dataset.seq_len}, {dataset.packing_efficiency:.1%} full; left out: "
+        f"{len(dataset.held_out.selected)} held "
+        f"out{f', {num_split} longer documents split' if num_split else ''}; {train.num_tokens} "
+        f"tokens, {share:.1%} trained; {dataset.num_train_sequences} sequences of "
+        f"{dataset.seq_len}, {dataset.packing_efficiency:.1%} full; left out: "
         f"{left_out or 'nothing'}"
     )
 

@@ -368,9 +368,8 @@ class ChatRenderer:
         text = (
             f"the chat template shows messages[{index}] after another prompt than at inference: "
             f"{prompt[same:][:40]!r} there, {done[same:][:40]!r} here. Give the answer the thought "
-            "that the prompt "
-            f"opens, or set data.chat_template to a template that shows both alike."
-            f"{self._template.describe_arguments(chat.tools)}"
+            "that the prompt opens, or set data.chat_template to a template that shows both "
+            f"alike.{self._template.describe_arguments(chat.tools)}"
         )
         return RowError("prompt differs", text)
 

@@ -104,10 +104,8 @@ class ChatTemplate:
             if not self._tokenizer.chat_template:
                 raise DataError(
                     "data: the rows are chats, but the tokenizer has no chat template. Set "
-                    "data.chat_template to a "
-                    "Jinja file, use the tokenizer of a chat model (data.tokenizer_path), or give "
-                    "prompt and "
-                    "completion as text."
+                    "data.chat_template to a Jinja file, use the tokenizer of a chat model "
+                    "(data.tokenizer_path), or give prompt and completion as text."
                 )
             try:
                 template = self._tokenizer.get_chat_template(None, cast(Any, tools))

@@ -125,8 +125,8 @@ def fit_examples(
             else f"training.seq_len is {seq_len}"
         )
         raise DataError(
-            "data: too_long = \"split\" is for documents of plain text (form 'text') and pieces "
-            "of 2 tokens or more, "
+            "data: too_long = \"split\" is for documents of plain text (form 'text') and pieces of "
+            "2 tokens or more, "
             f'but {what}. Set data.too_long to "cut" or "drop".'
         )
     lengths = np.diff(examples.offsets).reshape(-1, size)
@@ -144,8 +144,8 @@ def fit_examples(
             raise DataError(f"data: {problems[0]}, but training.seq_len is {seq_len}. {remedy}")
         longest = lengths.sum(1).max()
         where = (
-            f"data: examples longer than training.seq_len ({seq_len}), the longest of "
-            f"{longest} tokens. {remedy}"
+            f"data: examples longer than training.seq_len ({seq_len}), the longest of {longest} "
+            f"tokens. {remedy}"
         )
         raise_problems(DataError, where.rstrip("."), problems)
     kept, dropped = np.ones(len(lengths), dtype=bool), {}
@@ -217,8 +217,7 @@ def hold_out(whole: ExampleSet, share: float | None = None) -> tuple[ExampleSet,
     if len(rows) < 2 and share != 0:
         raise DataError(
             f"data: {len(rows)} usable row(s), but 2 are needed, one to train on and one held out. "
-            "Add rows, or set "
-            "data.validation_path, or data.validation_share = 0."
+            "Add rows, or set data.validation_path, or data.validation_share = 0."
         )
     is_held_out = np.zeros(len(rows), dtype=bool)
     is_held_out[
@@ -297,8 +296,7 @@ class ExampleDataset(ShuffledSequences):
             digest.update(part if isinstance(part, bytes) else str(part).encode())
         return (
             f"{len(self.train.selected)} examples of {self.train.num_tokens} tokens (digest "
-            f"{digest.hexdigest()[:8]}), "
-            f"sequences of {self.seq_len}"
+            f"{digest.hexdigest()[:8]}), sequences of {self.seq_len}"
         )
 
     def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:

@@ -150,8 +150,8 @@ class ExampleEncoder:
         if len(sides) > 1 and any(len(side) != 1 for side in sides):
             text = (
                 "chosen or rejected has several answers, and the chat template rewrites earlier "
-                "ones, so no single "
-                "text shows them all. Move all but the last answer into the prompt."
+                "ones, so no single text shows them all. Move all but the last answer into the "
+                "prompt."
             )
             return RowError("several answers", text)
         for document in (document for side in sides for document in side):

@@ -304,8 +304,7 @@ def make_encoder(
     ]:
         raise DataError(
             f"data.fields: {list_names(unused)} cannot be used in rows of form '{form}', which "
-            "take "
-            f"{', '.join(FORM_FIELDS[form])}. Remove what is not meant, or set data.format."
+            f"take {', '.join(FORM_FIELDS[form])}. Remove what is not meant, or set data.format."
         )
     if form == "preference" and data.train_on == "all":
         raise DataError(
@@ -343,9 +342,8 @@ def _unknown_form(content: dict[str, Any]) -> RowError:
     return RowError(
         "missing field",
         f"the fields are {found}, which is no known form. Rename them: messages, question and "
-        "answer, prompt and "
-        "completion, text, or prompt, chosen and rejected; or say which they are: "
-        "--data.fields.question=COLUMN.",
+        "answer, prompt and completion, text, or prompt, chosen and rejected; or say which they "
+        "are: --data.fields.question=COLUMN.",
     )
 
 

@@ -354,8 +354,8 @@ def _flatten(content: Any, where: str) -> str:
     for index, part in enumerate(content):
         if (kind := _expect(part, dict, f"{where}[{index}]").get("type")) != "text":
             text = (
-                f"{where}[{index}] is a part of type {kind!r}, not text. Only text is read: "
-                "remove such parts."
+                f"{where}[{index}] is a part of type {kind!r}, not text. Only text is read: remove "
+                "such parts."
             )
             raise RowError("wrong type", text)
         texts.append(_expect(part.get("text"), str, f"{where}[{index}].text"))

@@ -75,8 +75,8 @@ def _read_jsonl(file: Path, start: int) -> _Numbered:
 
 def _too_long(what: str, nbytes: int) -> RowError:
     text = (
-        f"the {what} has {nbytes} bytes, more than the {_MOST_LINE_BYTES} of a row. Split it, "
-        "or take it out."
+        f"the {what} has {nbytes} bytes, more than the {_MOST_LINE_BYTES} of a row. Split it, or "
+        "take it out."
     )
     return RowError("too long", text)
 
@@ -178,9 +178,8 @@ def _load_json(content: bytes) -> Any:
         raise RowError("invalid JSON", text) from None
     except MemoryError:
         text = (
-            f"there is no memory for what its {len(content)} bytes stand for. Split it, or "
-            "take "
-            "it out."
+            f"there is no memory for what its {len(content)} bytes stand for. Split it, or take it "
+            "out."
         )
         raise RowError("too long", text) from None
     if b"\\ud" in content or b"\\uD" in content:
@@ -188,8 +187,8 @@ def _load_json(content: bytes) -> Any:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
             text = (
-                "an escape \\ud800 to \\udfff stands alone and is no character. Write the text "
-                "as UTF-8."
+                "an escape \\ud800 to \\udfff stands alone and is no character. Write the text as "
+                "UTF-8."
             )
             raise RowError("not UTF-8", text) from None
     return value
@@ -245,8 +244,7 @@ def _read_csv(file: Path, _: int) -> _Numbered:
 def _csv_row(file: Path, header: list[str], cells: list[str]) -> dict[str, Any] | RowError:
     if len(cells) != len(header):
         text = (
-            f"{len(cells)} fields, but the first line names {len(header)} columns. Quote "
-            "fields "
+            f"{len(cells)} fields, but the first line names {len(header)} columns. Quote fields "
             "that hold commas."
         )
         return RowError("invalid CSV", text)

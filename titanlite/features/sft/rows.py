@@ -243,8 +243,8 @@ def _reading_hub(what: str) -> Iterator[None]:
     except (DatasetsError, HfHubHTTPError, OSError, ValueError, *transport) as error:
         raise DataError(
             f"data: cannot read {what} from the Hugging Face hub: {first_line(error)} Correct "
-            "data.path, data.subset "
-            "and data.split, check the network, or give a local file; a run can be resumed."
+            "data.path, data.subset and data.split, check the network, or give a local file; a run "
+            "can be resumed."
         ) from None
 
 
@@ -368,7 +368,6 @@ def find_rows(
     if unknown:
         raise DataError(
             f"data: cannot read rows from {', '.join(unknown[:4])}: only {', '.join(_SUFFIXES)} "
-            "files hold rows. "
-            "Convert the file, or narrow data.pattern."
+            "files hold rows. Convert the file, or narrow data.pattern."
         )
     return LocalRows(tuple(files))

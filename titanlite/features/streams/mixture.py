@@ -177,8 +177,7 @@ def _get_form(sources: Mapping[str, SequenceDataset]) -> str:
         others = list_names(f"{name} ({form})" for name, form in forms.items() if name not in pairs)
         raise DataError(
             f"data.sources: {list_names(pairs)} has preference pairs, but {others} has none, and a "
-            "run has one "
-            "objective. Give it one kind of sources."
+            "run has one objective. Give it one kind of sources."
         )
     kinds = dict.fromkeys(forms.values())
     return next((form for form in kinds if form != "text"), "text")
@@ -300,8 +299,7 @@ def build_mixture(job: JobConfig) -> tuple[Any, MixtureDataset]:
     if not data.tokenizer_path:  # one that is trained would know the first source only
         raise DataError(
             "data: data.sources need a tokenizer, and there is no tokenizer.json at model.path. "
-            "Set model.path, or "
-            "data.tokenizer_path, to a folder with one."
+            "Set model.path, or data.tokenizer_path, to a folder with one."
         )
     tokenizer = (
         load_tokenizer(data.tokenizer_path)

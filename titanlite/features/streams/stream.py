@@ -203,9 +203,8 @@ class StreamDataset:
             elif block.num_sequences != self._known[number][2]:
                 raise DataError(
                     f"data: the rows from {block.start + 1} on give {block.num_sequences} "
-                    "sequences, but gave "
-                    f"{self._known[number][2]} before. Remove {self._counts_file} if the rows have "
-                    "changed."
+                    f"sequences, but gave {self._known[number][2]} before. Remove "
+                    f"{self._counts_file} if the rows have changed."
                 )
             # Micro-batches may straddle two blocks; what is older is not asked for again but by a
             # run that goes back.

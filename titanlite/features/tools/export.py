@@ -61,9 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(
         "export",
         "Write a checkpoint (or any Hugging Face model; FP8 is read for native families) as a "
-        "plain Hugging Face "
-        "model. Parameters are cast to --dtype; buffers, and what a 16-bit model stores in "
-        "float32, keep theirs.",
+        "plain Hugging Face model. Parameters are cast to --dtype; buffers, and what a 16-bit "
+        "model stores in float32, keep theirs.",
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("out", type=Path, metavar="OUT", help="must not exist yet")

@@ -204,8 +204,7 @@ def _run(options: argparse.Namespace) -> None:
         count = sum(len(continuation.tokens) for continuation in continuations)
         print(
             f"generate: {format_count(len(continuations), 'prompt')}, {count} new tokens in "
-            f"{seconds:.2f} s, "
-            f"{count / seconds:.1f} tokens/s",
+            f"{seconds:.2f} s, {count / seconds:.1f} tokens/s",
             file=sys.stderr,
         )
 
@@ -238,8 +237,7 @@ def _prepare(
     if is_chat and not tokenizer.chat_template:
         raise DataError(
             "generate: --chat: the tokenizer has no chat template. Leave --chat out and give "
-            "--prompt TEXT, or add a "
-            "template."
+            "--prompt TEXT, or add a template."
         )
     ids = [_encode(tokenizer, prompt, chat=is_chat, options=options) for prompt in prompts]
     limit = config.max_position_embeddings
@@ -250,15 +248,13 @@ def _prepare(
         elif limit is not None and len(tokens) + options.max_new_tokens > limit:
             problems.append(
                 f"prompt {number} has {len(tokens)} tokens; with --max-new-tokens "
-                f"{options.max_new_tokens} that is "
-                f"more than the model's max_position_embeddings ({limit}). Shorten it, or lower "
-                "--max-new-tokens."
+                f"{options.max_new_tokens} that is more than the model's max_position_embeddings "
+                f"({limit}). Shorten it, or lower --max-new-tokens."
             )
         elif max(tokens) >= config.vocab_size:
             problems.append(
                 f"prompt {number} has token {max(tokens)}, the model's vocab_size is "
-                f"{config.vocab_size}. Use the "
-                "model's own tokenizer."
+                f"{config.vocab_size}. Use the model's own tokenizer."
             )
     raise_problems(ConfigError, "generate", problems)
     shown = [

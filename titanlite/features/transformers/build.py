@@ -72,8 +72,7 @@ def build_transformers(
     if (total := sum(param.numel() for param in model.parameters())) > MOST_PARAMETERS:
         raise ConfigError(
             f"model: {config.architecture} would have {total:.3g} parameters, more than "
-            f"{MOST_PARAMETERS:.3g}. Correct "
-            "the sizes in its config.json."
+            f"{MOST_PARAMETERS:.3g}. Correct the sizes in its config.json."
         )
     sources = find_sources(model, recording)
     model.tie_weights(recompute_mapping=False)

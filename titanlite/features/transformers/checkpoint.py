@@ -470,10 +470,8 @@ class TransformersFormat:
         except Exception as error:  # of transformers' conversions, which raise all kinds of them
             raise CheckpointError(
                 f"checkpoint: the tensors of {architecture} cannot be saved as transformers has "
-                "them in files: "
-                f"{describe_error(error)}. Install another version of transformers, or train "
-                "adapters "
-                "(lora.rank)."
+                f"them in files: {describe_error(error)}. Install another version of transformers, "
+                "or train adapters (lora.rank)."
             ) from error
         counts = Counter(form.key for form in forms)
         raise_problems(

@@ -252,9 +252,8 @@ class TransformersModel(Model):
             text = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
                 f"model: {self.config.architecture} of transformers refuses a forward of "
-                f"{list(tokens_BS.shape)} "
-                f"tokens: {text}. Set training.seq_len or the data so that it takes them, or use "
-                "another one."
+                f"{list(tokens_BS.shape)} tokens: {text}. Set training.seq_len or the data so that "
+                "it takes them, or use another one."
             ) from error
         found = found.logits
         # or it is a loss
@@ -381,8 +380,8 @@ class TransformersModel(Model):
             say = warn_once if device.type == "cuda" else logger.info
             say(
                 f"model: the fast path of transformers' {name} on GPUs needs "
-                f"{' and '.join(missing)}, which cannot be "
-                "imported: plain operations are used, which are slower. Install it with pip: "
+                f"{' and '.join(missing)}, which cannot be imported: plain operations are used, "
+                "which are slower. Install it with pip: "
                 f"{' '.join(_DISTRIBUTIONS.get(package, package) for package in missing)}"
             )
         if self.config.num_experts or any(

@@ -115,8 +115,8 @@ def check_single_documents(document_ids_BS: torch.Tensor, name: str, why: str) -
     ):
         raise ConfigError(
             f"model: {name} of transformers mixes documents that share a row: alone, the same "
-            "tokens give other logits "
-            f"({why}). Give it rows of one document each: set data.packing = false."
+            f"tokens give other logits ({why}). Give it rows of one document each: set "
+            "data.packing = false."
         )
 
 

@@ -148,8 +148,7 @@ def check_facts(facts: Facts, model: "TransformersModel", inputs: Collection[str
     if not facts.is_causal:
         raise ConfigError(
             f"model: {name} of transformers is not causal: other tokens change the logits of "
-            "earlier ones, so "
-            "it sees what it is to predict. Use another one."
+            "earlier ones, so it sees what it is to predict. Use another one."
         )
 
 

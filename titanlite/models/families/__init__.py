@@ -103,8 +103,7 @@ def resolve_model_config(
     if overrides:
         raise ConfigError(
             f"model.overrides: {list_names(overrides)} cannot be changed here, since the model is "
-            "transformers' class "
-            f"({found.why}). Change its config.json."
+            f"transformers' class ({found.why}). Change its config.json."
         )
     return found
 
@@ -227,8 +226,8 @@ def _apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> Model
         }
     problems = [
         f"overrides.{key} = {value!r}: every {config.family} has {getattr(config, key)!r}, and its "
-        "Hugging Face model "
-        "could not express another value. Leave it out, or choose another family."
+        "Hugging Face model could not express another value. Leave it out, or choose another "
+        "family."
         for key, value in overrides.items()
         if key not in expressible and value != getattr(config, key)
     ]
@@ -285,8 +284,7 @@ def _read_config(folder: Path, where: str = "model.hf_assets_path") -> dict[str,
         if (folder / "adapter_config.json").exists():
             raise ConfigError(
                 f"{where}: {folder} holds adapters (LoRA) without their model. Give the model, or "
-                "merge them first: "
-                f"python -m titanlite export {folder} OUT --merge."
+                f"merge them first: python -m titanlite export {folder} OUT --merge."
             ) from None
         raise ConfigError(f"{where}: {path} does not exist. {suggest_path(where)}") from None
     except (OSError, ValueError) as error:

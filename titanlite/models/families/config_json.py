@@ -59,8 +59,7 @@ def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> Tra
     ):
         raise ConfigError(
             f"{where}: {cls.__name__} belongs to an encoder-decoder, which cannot be trained here. "
-            "Use a model "
-            "that has a decoder only."
+            "Use a model that has a decoder only."
         )
     hidden, heads = _number(text, "hidden_size") or 0, _number(text, "num_attention_heads") or 1
     width = heads * (_number(text, "head_dim") or hidden // heads)
@@ -123,15 +122,13 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
     if "auto_map" in hf and model_type not in CONFIG_MAPPING:
         raise ConfigError(
             f"{where}: model_type '{model_type}' comes with Python code of its own, which is never "
-            "run here. Use a "
-            f"model that transformers {version} implements."
+            f"run here. Use a model that transformers {version} implements."
         )
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(
             f"{where}: model_type '{model_type}' has neither a native decoder nor a class in "
-            f"transformers {version}. "
-            "Correct it, install a newer transformers, or train with a Family of your own in "
-            "model.name."
+            f"transformers {version}. Correct it, install a newer transformers, or train with a "
+            "Family of your own in model.name."
         )
     raise_problems(ConfigError, where, list(find_absurd(decode_floats(hf))))
 

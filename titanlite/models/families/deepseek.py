@@ -19,8 +19,7 @@ _RULES = (
     (
         lambda config: config.num_experts >= 2 * config.num_expert_groups,
         "num_experts ({num_experts}) is less than 2 for each of num_expert_groups "
-        "({num_expert_groups}), which "
-        "transformers' router needs.",
+        "({num_expert_groups}), which transformers' router needs.",
     ),
     (
         lambda config: config.num_shared_experts > 0,

@@ -127,8 +127,7 @@ def check_model_config(config: ModelConfig) -> list[str]:
     ):
         problems.append(
             f"partial_rotary_factor ({config.partial_rotary_factor}) of head_dim "
-            f"({config.head_dim}) is no even number "
-            "between 2 and head_dim."
+            f"({config.head_dim}) is no even number between 2 and head_dim."
         )
     if any((config.kv_lora_rank, config.q_lora_rank, config.qk_nope_head_dim, config.v_head_dim)):
         problems += [
@@ -142,8 +141,7 @@ def check_model_config(config: ModelConfig) -> list[str]:
         if config.num_heads != config.num_kv_heads:
             problems.append(
                 f"num_kv_heads ({config.num_kv_heads}) is not num_heads ({config.num_heads}), "
-                "which latent attention "
-                "makes keys and values for."
+                "which latent attention makes keys and values for."
             )
     if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
         problems.append(
@@ -170,8 +168,7 @@ def check_model_config(config: ModelConfig) -> list[str]:
         elif config.top_k > config.num_experts // groups * config.num_limited_groups:
             problems.append(
                 f"top_k ({config.top_k}) is more than the experts in {config.num_limited_groups} "
-                f"of {groups} groups "
-                f"({config.num_experts // groups * config.num_limited_groups})."
+                f"of {groups} groups ({config.num_experts // groups * config.num_limited_groups})."
             )
     heads = config.num_heads * (config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim)
     inner = (

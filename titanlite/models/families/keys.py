@@ -74,10 +74,9 @@ def describe_unreadable(quantization: Any) -> str:
     }
     return (
         "quantization_config: weights of quant_method "
-        f"{show(method)}{f' ({show(given)})' if given else ''} cannot be "
-        "read, only those of 'fp8' (weight_block_size: two numbers, or null) and 'mxfp4' can. Give "
-        "the folder of the "
-        "weights that were quantized."
+        f"{show(method)}{f' ({show(given)})' if given else ''} cannot be read, only those of 'fp8' "
+        "(weight_block_size: two numbers, or null) and 'mxfp4' can. Give the folder of the weights "
+        "that were quantized."
     )
 
 
@@ -121,10 +120,9 @@ def find_other_loss(hf: Mapping[str, Any]) -> str:
     coefficient = hf.get("router_aux_loss_coef", hf.get("router_aux_loss_coefficient"))
     return (
         "output_router_logits is true: transformers would add a balance loss, weighed by "
-        "router_aux_loss_coef "
-        f"({'its default' if coefficient is None else show(coefficient)}), to the training loss. "
-        "Nothing is added here "
-        "because of it: set moe.aux_loss_coeff for a balance loss of the native decoder."
+        f"router_aux_loss_coef ({'its default' if coefficient is None else show(coefficient)}), to "
+        "the training loss. Nothing is added here because of it: set moe.aux_loss_coeff for a "
+        "balance loss of the native decoder."
     )
 
 
@@ -156,8 +154,8 @@ def find_absurd(hf: Mapping[str, Any], path: str = "") -> Iterator[str]:
     )
     if layers <= 4096 and experts <= 2**16 and layers * experts > _MOST_EXPERTS:
         yield (
-            f"{path}{layers} layers of {experts} experts have {layers * experts} in all, more "
-            f"than {_MOST_EXPERTS}."
+            f"{path}{layers} layers of {experts} experts have {layers * experts} in all, more than "
+            f"{_MOST_EXPERTS}."
         )
 
 
@@ -223,8 +221,7 @@ def read_rope(hf: Mapping[str, Any], partial: Key, *, is_latent: bool) -> Rope:
         if ours != theirs:
             raise ConfigError(
                 f"{_OLDER} = {show(table)} and {_NEWER} = {show(hf[_NEWER])} contradict each "
-                "other, or a key next to "
-                "them. Keep one of them."
+                "other, or a key next to them. Keep one of them."
             )
     return rope
 
@@ -411,8 +408,8 @@ def check_rope_scaling(scaling: RopeScaling, theta: float) -> list[str]:
     if scaling.rope_type == "yarn" and scaling.attention_scaling <= 0:
         problems.append(
             f"rope_scaling: mscale ({scaling.mscale}) and mscale_all_dim "
-            f"({scaling.mscale_all_dim}) make a factor on "
-            f"queries and keys of {scaling.attention_scaling:.3g}, which is not positive."
+            f"({scaling.mscale_all_dim}) make a factor on queries and keys of "
+            f"{scaling.attention_scaling:.3g}, which is not positive."
         )
     low, high = (
         ("low_freq_factor", "high_freq_factor")

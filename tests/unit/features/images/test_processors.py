@@ -25,12 +25,10 @@ from titanlite.models.families.config_json import transformers_config
 SEQ_LEN = 96
 # The image's own place in a chat, and the tokens that a processor or a model knows.
 TEMPLATE = (
-    "{{% for m in messages %}}<{{{{ m['role'] }}}}> "
-    "{{% if m['content'] is string %}}{{{{ m['content'] }}}} {{% else %}}{{% for c in m['content'] "
-    "%}}"
-    "{{% if c['type'] == 'image' %}}{image} {{% else %}}{{{{ c['text'] }}}} {{% endif %}}{{% "
-    "endfor %}}{{% endif %}}"
-    "<eos> {{% endfor %}}{{% if add_generation_prompt %}}<assistant> {{% endif %}}"
+    "{{% for m in messages %}}<{{{{ m['role'] }}}}> {{% if m['content'] is string %}}{{{{ "
+    "m['content'] }}}} {{% else %}}{{% for c in m['content'] %}}{{% if c['type'] == 'image' "
+    "%}}{image} {{% else %}}{{{{ c['text'] }}}} {{% endif %}}{{% endfor %}}{{% endif %}}<eos> {{% "
+    "endfor %}}{{% if add_generation_prompt %}}<assistant> {{% endif %}}"
 )
 Made = tuple[Any, Any]
 """Configuration of a model, and its processor."""

@@ -74,10 +74,8 @@ def test_loss_is_on_answers_and_inputs_follow_the_rows(processor: Any, tmp_path:
 
 HEADS = (
     "{% for m in messages %}{{ '<assistant>' if m.role == 'assistant' else '<user>' }} {% if "
-    "m.content is string %}"
-    "{{ m.content }}{% else %}{% for c in m.content %}{{ '<image>' if c.type == 'image' else "
-    "c.text }} {% endfor %}"
-    "{% endif %}"
+    "m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}{{ '<image>' if c.type "
+    "== 'image' else c.text }} {% endfor %}{% endif %}"
 )
 ASK = "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 

@@ -140,8 +140,8 @@ def test_peft_computes_the_same_from_what_was_saved(
         (
             "mixtral",
             "w1",
-            "'w1' matches no layer. Layers that can: q_proj, k_proj, v_proj, o_proj, gate_up_proj, "
-            "down",
+            "'w1' matches no layer. Layers that can: q_proj, k_proj, v_proj, o_proj, "
+            "gate_up_proj, down",
         ),
     ],
 )

@@ -217,8 +217,8 @@ TRAINED = {
         '[model]\nname = "llama"\nflavor = "debug"\nhf_assets_path = "model"\n[optimizer]\nname = '
         '"AdamW"\n'
         "lr = 8e-4\n[lr_scheduler]\nwarmup_steps = 2\n[training]\nlocal_batch_size = 8\nseq_len = "
-        "64\nsteps = 10\n"
-        "[parallelism]\ndata_parallel_shard_degree = -1\n[activation_checkpoint]\nmode = "
+        "64\nsteps = 10\n[parallelism]\ndata_parallel_shard_degree = "
+        "-1\n[activation_checkpoint]\nmode = "
         '"selective"\n'
         "[model.overrides]\nvocab_size = 512\n",
         ["llama, ", "random weights", "lr 0.0008"],

@@ -35,8 +35,8 @@ WORDS = [
     "sun",
 ]
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|> fox{% endif %}"
+    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}{% if "
+    "add_generation_prompt %}<|im_start|> fox{% endif %}"
 )
 
 
