@@ -339,5 +339,5 @@ def test_scorers():
     ] == [1.0, 0.0]
     name, function = get_scorer("math:pow")
     assert name == "pow" and function is math.pow
-    with pytest.raises(ConfigError, match=r"math \(.*\) has no 'bleu'"):
+    with pytest.raises(ConfigError, match="math has no 'bleu'"):
         get_scorer("math:bleu")

@@ -225,7 +225,7 @@ def test_bad_models(command, folder, tmp_path):
         _changed(
             folder, tmp_path / "a", tokenizer__json=None
         ): "has no tokenizer.json. Give a folder that has one",
-        _changed(folder, tmp_path / "b", config__json=None): "there is no",
+        _changed(folder, tmp_path / "b", config__json=None): "config.json does not exist",
         _changed(
             folder, tmp_path / "c", config__json=json.dumps(config | {"model_type": "bloom99"})
         ): "'bloom99'",

@@ -152,7 +152,7 @@ def test_the_commands_take_a_folder_of_any_model(
     """
     folder = tmp_path / "llava"
     save_tiny_llava(folder)
-    options = ["--model", folder, "--prompt", "what is this", "--max-new-tokens", "4"]
+    options = [folder, "--prompt", "what is this", "--max-new-tokens", "4"]
     assert main(["generate", *map(str, options)]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("what is this") and len(out.split()) >= 4

@@ -160,14 +160,13 @@ def find_scale(
         raise ValueError(
             f"{shown(stored.key)} is {stored.dtype} without factors ({shown(stored.key)}_scale_inv)"
         )
-    block = declared or stored.shape[-2:]
     if declared is None and scale.shape in ((), (1,)):
         scale = scale._replace(shape=(1, 1))
-    if len(stored.shape) in (2, 3) and scale.shape == (
-        *stored.shape[:-2],
-        *scale_shape(stored.shape[-2:], block),
-    ):
-        return scale, block
+    if len(stored.shape) in (2, 3):
+        *experts, rows, columns = stored.shape
+        block = declared or (rows, columns)
+        if scale.shape == (*experts, *scale_shape((rows, columns), block)):
+            return scale, block
     raise ValueError(
         f"{shown(scale.key)} has shape {scale.shape}, which does not fit {stored.shape} in blocks "
         f"of {declared or 'the whole tensor'}"

@@ -244,11 +244,7 @@ def timed(text: str, nbytes: int, folder_bytes: int) -> Generator[None]:
 def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
     """Carry out `jobs` and return their results; the first error ends the rest."""
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
-        return list(pool.map(_carry_out, jobs))
-
-
-def _carry_out(job: Callable[[], _T]) -> _T:
-    return job()
+        return list(pool.map(lambda job: job(), jobs))
 
 
 def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callable[[], None]]:

@@ -276,6 +276,6 @@ class ModelSection:
         "parts are computed too. 'varlen': FlashAttention on each document, on CUDA in bfloat16; "
         "on Hopper 'auto' takes version 3 where flash_attn_interface is installed.",
     )
-    overrides: ModelOverrides = setting(
+    overrides: ModelOverrides = setting(  # type: ignore[valid-type]
         ModelOverrides, "Single sizes to change, for example num_layers = 4."
-    )  # type: ignore[valid-type]
+    )
