@@ -81,7 +81,7 @@ class TrainLoader:
     @property
     def fingerprint(self) -> str:
         """Description of the data order in words: equal for equal orders."""
-        return f"{self.dataset.fingerprint}, seed {self.seed}"
+        return f"{self.dataset.fingerprint}, seed {self.seed}, order keyed"
 
     @property
     def mixture(self) -> str:
