@@ -208,21 +208,11 @@ class _Order:
             place,
         )
 
-    def _shuffle(
-        self, seed: int, number: int, start: int, length: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each sample of a piece, and how often each source comes before every
-        `PERIOD`th.
-        """
+    def _shuffle(self, seed: int, number: int, start: int, length: int) -> np.ndarray:
+        """Return the source of each sample of a piece."""
         quotas = self._count_first(start + length) - self._count_first(start)
-        sources = np.repeat(np.arange(len(quotas), dtype=np.int16), quotas)[
-            get_permutation(seed, number, length)
-        ]
-        counts = [
-            np.bincount(sources[i : i + PERIOD], minlength=len(quotas))
-            for i in range(0, length, PERIOD)
-        ]
-        return sources, np.cumsum([np.zeros_like(quotas), *counts[:-1]], axis=0)
+        sources = np.repeat(np.arange(len(quotas), dtype=np.int16), quotas)
+        return sources[get_permutation(seed, number, length)]
 
     def _count_first(self, places: int) -> np.ndarray:
         """Count the first `places` of a period by source, (S,) int64, where they are spread evenly:
@@ -248,10 +238,8 @@ class _Order:
         before = sample // self.length * self.quotas + self._count_first(start)
         if place == start:
             return before
-        sources, counts = self._shuffled(seed, number, start, length)
-        part = (place - start) // PERIOD
-        rest = sources[part * PERIOD : place - start]
-        return before + counts[part] + np.bincount(rest, minlength=len(self.quotas))
+        sources = self._shuffled(seed, number, start, length)
+        return before + np.bincount(sources[: place - start], minlength=len(self.quotas))
 
     def get_runs(self, seed: int, start: int, stop: int) -> Iterator[tuple[np.ndarray, int, int]]:
         """Yield each source in samples [start, stop): (samples (n,) int64, source, number of the
@@ -259,7 +247,7 @@ class _Order:
         """
         while start < stop:
             number, first, length, place = self._find_piece(start)
-            here = self._shuffled(seed, number, first, length)[0][place - first :][: stop - start]
+            here = self._shuffled(seed, number, first, length)[place - first :][: stop - start]
             before = self.count_before(seed, start)
             for source in np.unique(here).tolist():
                 yield start + np.flatnonzero(here == source), source, int(before[source])
