@@ -688,6 +688,15 @@ def flip_bit(path: Path, offset: int = -5) -> None:
     path.write_bytes(data)
 
 
+def test_each_damaged_checkpoint_is_told_once(start_all, saved):
+    folder = saved("run")
+    (folder / "step-2" / MODEL).unlink()
+    flip_bit(folder / "step-1" / OPTIMIZER)
+    warnings = start_all([])[0].warnings
+    told = [step for text in warnings for step in (1, 2) if f"step-{step} is passed over" in text]
+    assert told == [2, 1]
+
+
 def test_damaged_byte_is_found_by_its_checksum(start_all, saved):
     folder = saved("run")
     flip_bit(folder / "step-2" / OPTIMIZER)

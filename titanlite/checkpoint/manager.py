@@ -122,9 +122,10 @@ class Checkpointer:
         self._saved_step = complete[0]
         return on_first_rank(lambda: Progress.read(folder), self.group)
 
-    def _list_complete(self, refused: Sequence[int]) -> list[int]:
+    def _list_complete(self, refused: list[int]) -> list[int]:
         """List the steps of complete checkpoints, descending; the newest alone if that is asked
-        for. On rank 0.
+        for. Those in `refused` are left out, and those that are passed over here are added to it.
+        On rank 0.
         """
         commit.clean_up(self.folder)
         asked, complete = self._section.load_step, list[int]()
@@ -141,6 +142,7 @@ class Checkpointer:
                 raise_problems(CheckpointError, f"checkpoint {folder}", problems)
             elif asked < 0:
                 self._pass_over(folder, problems)
+                refused.append(step)
         return complete
 
     def _pass_over(self, folder: Path, problems: Sequence[str]) -> None:
