@@ -39,7 +39,6 @@ from titanlite.data.loader import (
 from titanlite.data.tokenizer import check_vocabulary, count_ids, follow_tokenizer, load_tokenizer
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
-from titanlite.distributed.parallel_dims import init_distributed
 from titanlite.distributed.parallelize import check_device, choose_attention, parallelize
 from titanlite.features.copies import check_same_copies
 from titanlite.features.custom import build_custom_objective, build_custom_optimizer, build_metric
@@ -74,6 +73,7 @@ from titanlite.features.streams.mixture import build_mixture
 from titanlite.features.streams.stream import build_stream
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.probes import check_documents_per_row
+from titanlite.launch.process_group import init_distributed
 from titanlite.launch.protocol import beat
 from titanlite.materialize import materialize
 from titanlite.metrics import record_event, run_folder

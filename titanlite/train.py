@@ -49,7 +49,7 @@ with lean_imports():
     from titanlite.base.errors import NOTICE_FOLDER, TitanliteError
     from titanlite.base.files import FolderLock
     from titanlite.config import load_config
-    from titanlite.distributed.parallel_dims import end_distributed
+    from titanlite.launch.process_group import end_distributed
     from titanlite.metrics import record_event
     from titanlite.preflight import check
 

@@ -46,12 +46,12 @@ from train_gpu import BenchTrainer, Variant, make_batches, measure_steps, plan_j
 from titanlite.config import ModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
-from titanlite.distributed.parallel_dims import init_distributed
 from titanlite.features.estimate.estimate import RATES, Hardware, get_hardware, kernel_s, step_time
 from titanlite.features.estimate.operators import Work, cuda_workspace
 from titanlite.features.estimate.stand_in import observed
 from titanlite.features.estimate.trace import trace_step
 from titanlite.features.estimate.tracker import PARTS, Kind, StepRecorder
+from titanlite.launch.process_group import init_distributed
 from titanlite.models.families import families
 
 VARIANT = Variant("triton", attention="documents, varlen")

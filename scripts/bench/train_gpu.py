@@ -61,11 +61,11 @@ from titanlite.config import JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.parallel_dims import init_distributed
 from titanlite.distributed.parallelize import parallelize, wrap_layers
 from titanlite.features.estimate.estimate import get_memory
 from titanlite.features.estimate.trace import trace_step
 from titanlite.features.transformers.experts import use_titanlite_experts
+from titanlite.launch.process_group import init_distributed
 from titanlite.materialize import materialize
 from titanlite.metrics.flops import peak_flops, train_flops_per_token
 from titanlite.models.decoder import build_decoder

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from titanlite.base.errors import VerifyError
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.parallel_dims import fake_ranks
 from titanlite.distributed.parallelize import parallelize
+from titanlite.launch.process_group import fake_ranks
 from titanlite.materialize import (
     Init,
     Normal,

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "titanlite"
-# The process group joins ranks by torchrun's variables, and names gloo and NCCL an interface.
-READS_ENVIRONMENT = ("base/", "launch/", "distributed/parallel_dims.py")
+READS_ENVIRONMENT = ("base/", "launch/")
 # The configuration as a whole: where it is made and checked; the build order, with the loop and the
 # step that it builds, and the order of sharding; features and datasets, whose builders get it; and
 # what saves or compares all of it.
@@ -32,7 +31,7 @@ TELLS_KINDS = (
 # puts another forward in place of a layer's; the others exchange tensors, give a record its fields,
 # and make a Python module callable.
 OVERRIDES = (
-    *("distributed/parallelize.py", "distributed/fsdp.py", "distributed/parallel_dims.py"),
+    *("distributed/parallelize.py", "distributed/fsdp.py", "distributed/shard.py"),
     *(
         "materialize/execute.py",
         "checkpoint/description.py",

@@ -15,9 +15,9 @@ from titanlite.assemble import build_model, shard
 from titanlite.config import assets, load_config
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import base_dtype
-from titanlite.distributed.parallel_dims import fake_ranks
 from titanlite.features.lora.block_formats import BLOCK_FORMATS, encode_weights
 from titanlite.features.lora.layers import apply_lora
+from titanlite.launch.process_group import fake_ranks
 from titanlite.materialize import build_plan
 from titanlite.materialize.layout import encoding_of, num_values
 from titanlite.optim.optimizer import count_parameters

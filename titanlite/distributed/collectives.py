@@ -9,6 +9,7 @@ Collectives: every rank of the group must call, in the same order.
 """
 
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,18 +18,14 @@ import torch.distributed as dist
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_groups: dict[str, dist.ProcessGroup] = {}
+# Weak: a group keeps connections and threads as long as it is referenced.
+_groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
 
 def register_group(group: dist.ProcessGroup) -> str:
     """Make `group` known to the operators; returns its name."""
     _groups[group.group_name] = group
     return group.group_name
-
-
-def forget_groups() -> None:
-    """Forget all groups: they keep connections and threads as long as they are referenced."""
-    _groups.clear()
 
 
 @torch.library.custom_op("titanlite::all_gather", mutates_args=())

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from titanlite.distributed.collectives import all_to_all, register_group, start_all_to_all
-from titanlite.distributed.parallel_dims import shard_parameters
+from titanlite.distributed.shard import shard_parameters
 from titanlite.models.interface import Model
 from titanlite.models.layers import keep, kept
 from titanlite.ops import group_by_expert

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from titanlite.distributed.collectives import all_gather, all_reduce, reduce_scatter, register_group
 from titanlite.distributed.context_parallel import Peers, keep_own_valid
-from titanlite.distributed.parallel_dims import ParameterPlacements, shard_parameters
+from titanlite.distributed.shard import ParameterPlacements, shard_parameters
 from titanlite.materialize.layout import region_of
 from titanlite.models.attention import Attention, LatentAttention, SelfAttention
 from titanlite.models.decoder import Decoder

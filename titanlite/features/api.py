@@ -20,8 +20,8 @@ from titanlite.config import JobConfig
 from titanlite.config.defaults import is_derived
 from titanlite.config.load import CODE, Reader
 from titanlite.config.settings import get_values
-from titanlite.distributed.parallel_dims import end_distributed
 from titanlite.launch import protocol
+from titanlite.launch.process_group import end_distributed
 from titanlite.metrics import open_events, record_event
 from titanlite.preflight import check_all
 

@@ -11,8 +11,8 @@ from titanlite.config.model import ModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import ExpertCopies
-from titanlite.distributed.parallel_dims import fake_ranks
 from titanlite.distributed.parallelize import parallelize
+from titanlite.launch.process_group import fake_ranks
 from titanlite.models.decoder import build_decoder
 
 CONFIG = ModelConfig(

@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from titanlite.distributed.parallel_dims import fake_ranks
+from titanlite.launch.process_group import fake_ranks
 from titanlite.materialize.execute import exchange, sharded_like
 
 

@@ -127,7 +127,7 @@ import os
 
 import torch
 from titanlite.base.log import setup_logger
-from titanlite.distributed.parallel_dims import init_distributed
+from titanlite.launch.process_group import init_distributed
 
 def get():
     cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import OptimizerSection
-from titanlite.distributed.parallel_dims import fake_ranks
+from titanlite.launch.process_group import fake_ranks
 from titanlite.optim.optimizer import build_optimizer, step_if_finite
 
 IMPLEMENTATIONS = ["fused", "foreach", "for-loop"]

@@ -19,11 +19,11 @@ from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, resolve_global_batch_size
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import ExpertCopies
-from titanlite.distributed.parallel_dims import fake_ranks
 from titanlite.features.estimate.operators import Work, cuda_workspace
 from titanlite.features.estimate.stand_in import DeviceType, StandInTrainer, observed, without_data
 from titanlite.features.estimate.tracker import UNITS, Kind, Segment, StepRecorder
 from titanlite.features.transformers.model import TransformersModel
+from titanlite.launch.process_group import fake_ranks
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.models.interface import Model

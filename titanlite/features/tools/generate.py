@@ -29,7 +29,6 @@ from titanlite.config import AnyModelConfig
 from titanlite.config.assets import local_folder
 from titanlite.config.settings import spell_dtype
 from titanlite.data.tokenizer import count_ids, load_tokenizer
-from titanlite.distributed.parallel_dims import end_distributed, init_distributed
 from titanlite.features.generate.generate import (
     Continuation,
     Sampling,
@@ -39,6 +38,7 @@ from titanlite.features.generate.generate import (
 )
 from titanlite.features.sft.readers import READERS, RowError
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model, load_model
+from titanlite.launch.process_group import end_distributed, init_distributed
 from titanlite.models.families import any_model_config_from_hf
 from titanlite.ops.attention import leave_out_cudnn
 from titanlite.ops.matmul import keep_float32

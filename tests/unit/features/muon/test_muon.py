@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titanlite.config import JobConfig
 from titanlite.config.check import check_values
 from titanlite.config.schema import OptimizerSection
-from titanlite.distributed.parallel_dims import fake_ranks
 from titanlite.features.muon import MatrixExchange, Muon, build_muon, muon_matrices, orthogonalize
+from titanlite.launch.process_group import fake_ranks
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.base.errors import NEVER_RESTARTED, ConfigError, TransientError
-from titanlite.distributed import parallel_dims
+from titanlite.launch import process_group
 
 UNREACHED = (
     "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection "
@@ -25,19 +25,19 @@ def _rank(monkeypatch):
 
 
 def test_a_wrong_interface_is_final_an_unreached_rank_is_not():
-    error = parallel_dims._explain(RuntimeError("ifa != nullptr. Unable to find address for: eth7"))
+    error = process_group._explain(RuntimeError("ifa != nullptr. Unable to find address for: eth7"))
     assert isinstance(error, ConfigError) and error.exit_code in NEVER_RESTARTED
     assert "by the interface eth7 and port 29500: ifa != nullptr. Unable to find address" in str(
         error
     )
-    error = parallel_dims._explain(RuntimeError(UNREACHED))
+    error = process_group._explain(RuntimeError(UNREACHED))
     assert isinstance(error, TransientError) and error.exit_code not in NEVER_RESTARTED
     assert "rank 3 on " in str(
         error
     ) and "by the interface eth7 and port 29500: Gloo connectFullMesh" in str(error)
     assert "frame" not in str(error)
     error = RuntimeError("out of file descriptors")
-    assert parallel_dims._explain(error) is error
+    assert process_group._explain(error) is error
 
 
 def test_a_port_that_is_taken_may_be_free_at_the_next_start(monkeypatch):
@@ -46,20 +46,20 @@ def test_a_port_that_is_taken_may_be_free_at_the_next_start(monkeypatch):
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(dist.DistNetworkError) as caught:
             dist.TCPStore("127.0.0.1", port, is_master=True)
-    error = parallel_dims._explain(caught.value)
+    error = process_group._explain(caught.value)
     assert isinstance(error, TransientError) and error.exit_code not in NEVER_RESTARTED
     assert f" and port {port}: " in str(error) and "MASTER_PORT to a free port." in str(error)
 
 
 def test_the_interface_is_chosen_unless_the_user_names_one(monkeypatch):
-    monkeypatch.setattr(parallel_dims, "find_interface", lambda host: f"towards-{host}")
+    monkeypatch.setattr(process_group, "find_interface", lambda host: f"towards-{host}")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    parallel_dims._choose_interfaces()
-    assert parallel_dims.os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    process_group._choose_interfaces()
+    assert process_group.os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    parallel_dims._choose_interfaces()
-    assert parallel_dims.os.environ["GLOO_SOCKET_IFNAME"] == "towards-node0"
-    parallel_dims.os.environ.pop("GLOO_SOCKET_IFNAME")
+    process_group._choose_interfaces()
+    assert process_group.os.environ["GLOO_SOCKET_IFNAME"] == "towards-node0"
+    process_group.os.environ.pop("GLOO_SOCKET_IFNAME")
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_ranks_of_one_machine_listen_on_the_loopback_interface(
     for before, after in ((None, expected), ("lo", expected), ("eth7", "eth7")):
         variables = {name: value for name, value in environment.items() if value is not None}
         variables |= dict.fromkeys(names, before) if before else {}
-        monkeypatch.setattr(parallel_dims.os, "environ", variables)
-        parallel_dims._choose_interfaces()
+        monkeypatch.setattr(process_group.os, "environ", variables)
+        process_group._choose_interfaces()
         assert [variables.get(name) for name in names] == [after, after]
 
 
@@ -89,7 +89,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"nvidia-smi lists 8 .* it was built without CUDA\. Install"
     ):
-        parallel_dims.init_distributed(60)
+        process_group.init_distributed(60)
 
     def init() -> None:
         raise RuntimeError(
@@ -101,4 +101,4 @@ def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"driver on your system is too old \(found version 11040\)\. Install"
     ):
-        parallel_dims.init_distributed(60)
+        process_group.init_distributed(60)

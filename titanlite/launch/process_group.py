@@ -1,0 +1,177 @@
+"""The process group: where the ranks meet, by which network interface, and how they part."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import debug
+
+from titanlite.base.errors import ConfigError, TransientError
+from titanlite.base.process import allow_many_files
+from titanlite.launch.rendezvous import PORT_TAKEN, STORE_FILE, find_interface
+from titanlite.ops.attention import leave_out_cudnn
+from titanlite.ops.matmul import keep_float32
+
+_rendezvous_number = count()  # of process groups made in this process
+_INTERFACES, _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
+
+
+_NO_ADDRESS = "Unable to find address"
+
+
+def _explain(error: RuntimeError) -> Exception:
+    """Return what a user can do about the failure to connect all ranks; other errors as they
+    are.
+    """
+    text, interface = str(error), os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
+    if not any(sign in text for sign in (_NO_ADDRESS, PORT_TAKEN, "Gloo connectFullMesh failed")):
+        return error
+    found = ConfigError if _NO_ADDRESS in text else TransientError
+    return found(
+        f"network: rank {os.environ['RANK']} on {socket.gethostname()} cannot connect to the other "
+        f"ranks by the interface {interface} and port {os.environ.get('MASTER_PORT')}: "
+        f"{text.splitlines()[0]} If no rank has ended, set GLOO_SOCKET_IFNAME on each machine to "
+        "an interface that the others can reach (`ip address` lists them), or MASTER_PORT to a "
+        "free port."
+    )
+
+
+def _choose_interfaces() -> None:
+    """Name gloo and NCCL the loopback interface if all ranks are here, unless the user has named
+    another.
+
+    Other interfaces can be reached by everybody, without authentication. With several machines,
+    gloo uses the interface that leads to the first one.
+    """
+    world_size, here = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE")
+    for name in _INTERFACES:
+        if world_size in ("1", here):
+            os.environ.setdefault(name, _LOOPBACK)
+        # inherited from a run on one machine that started this one
+        elif os.environ.get(name) == _LOOPBACK:
+            del os.environ[name]
+    if here not in (None, world_size) and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = find_interface(os.environ["MASTER_ADDR"])
+
+
+def _find_store(timeout: timedelta) -> dict[str, Any]:
+    """Return arguments for `init_process_group`: the store where the ranks meet, a file if the
+    launcher named one.
+
+    Ranks that meet again, for another run in the same processes, must not find stale keys.
+    """
+    path, number = os.environ.get(STORE_FILE), next(_rendezvous_number)
+    if path is None and number == 0:
+        return {}
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if path is None:
+        store = dist.PrefixStore(
+            f"meeting {number}", next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
+        )
+    else:
+        store = dist.FileStore(f"{path}.{number}" if number else path, world_size)
+    store.set_timeout(timeout)
+    return {"store": store, "rank": rank, "world_size": world_size}
+
+
+def _refuse_idle_gpus() -> None:
+    """Refuse to train on the CPU, a hundred times as slow, because torch has no way to the GPUs."""
+    gpus = int(os.environ.get("TITANLITE_GPUS", "0"))
+    if gpus == 0:
+        return
+    reason = "it was built without CUDA"
+    if torch.version.cuda is not None:
+        try:
+            torch.cuda.init()
+            reason = f"it was built for CUDA {torch.version.cuda}"
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+    raise ConfigError(
+        f"GPUs: nvidia-smi lists {gpus} on {socket.gethostname()}, but torch {torch.__version__} "
+        f"cannot use them: {reason}. Install a torch for their driver, or set "
+        "CUDA_VISIBLE_DEVICES= to train on the CPU."
+    )
+
+
+@contextmanager
+def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Make this process rank `rank` of a fake process group of `world_size` ranks: collectives
+    return at once.
+
+    Meshes and shards come out as in a real run, so that a layout can be looked at without a
+    cluster.
+    """
+    # the only place that offers it
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Drop the results that DTensor keeps for operations on meshes of this process.
+
+    Meshes over the same ranks are equal, whichever rank made them: a later mesh would get the older
+    one's coordinate.
+    """
+    debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]
+
+
+def end_distributed() -> None:
+    """Destroy the process groups and close the connections. Undoes `init_distributed`."""
+    dist.destroy_process_group()
+    _forget_meshes()
+
+
+def init_distributed(timeout_s: int) -> torch.device:
+    """Join the process group that torchrun announced, or make one of size 1; return this rank's
+    device.
+
+    NCCL for CUDA tensors with gloo for small host objects; gloo alone without a GPU. A collective
+    that waits longer than `timeout_s` seconds ends the rank with an error. With several machines,
+    gloo takes the network interface that leads to the first one, unless GLOO_SOCKET_IFNAME is set.
+    The ranks of one machine meet in a file and talk over the loopback interface: nothing listens
+    where others could reach it.
+
+    Raises:
+        ConfigError: GLOO_SOCKET_IFNAME names no interface of this machine; `run_train.sh` saw GPUs,
+            torch sees none.
+        TransientError: ranks of other machines cannot be reached, or the port where all ranks meet
+            is taken.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    allow_many_files()
+    keep_float32()
+    if torch.cuda.is_available():
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        # a task may see its own only
+        device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
+        torch.cuda.set_device(device)
+        leave_out_cudnn()
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        _refuse_idle_gpus()
+        device, backend = torch.device("cpu"), "gloo"
+    if dist.is_initialized():
+        return device
+    _choose_interfaces()
+    if "RANK" in os.environ:
+        try:
+            dist.init_process_group(backend, timeout=timeout, **_find_store(timeout))
+        except RuntimeError as error:
+            raise _explain(error) from None
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    return device
