@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from titanlite.base.errors import ConfigError
+
 
 def read_rank() -> int:
     """Return RANK: the number of this process among all ranks."""
@@ -54,6 +56,31 @@ def get_cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titanlite"
 
 
+def secure_cache() -> None:
+    """Set torch.compile's cache folder to one of the user's own (0700), unless
+    TORCHINDUCTOR_CACHE_DIR names another.
+
+    Libraries in the cache are loaded and run. torch's default is in /tmp, under a name that anybody
+    can create first.
+
+    Raises ConfigError: it belongs to another user, others can write to it, or it cannot be made.
+    """
+    folder = Path(set_defaults({_CACHE: str(get_cache_home() / "torchinductor")})[_CACHE])
+    remedy = f"Set {_CACHE} to a folder of yours that others cannot write to (`chmod go-w`)."
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise ConfigError(
+            f"compile: cannot use the cache folder {folder}: {error.strerror}. {remedy}"
+        ) from None
+    if found.st_uid != os.getuid() or found.st_mode & _OTHERS_WRITE:
+        raise ConfigError(
+            f"compile: torch.compile loads libraries from {folder}, which user {found.st_uid} owns "
+            f"(mode {found.st_mode & 0o777:o}); user {os.getuid()} runs this. {remedy}"
+        )
+
+
 @contextmanager
 def environment_kept() -> Iterator[None]:
     """Restore all environment variables afterwards."""
@@ -66,6 +93,8 @@ def environment_kept() -> Iterator[None]:
         os.environ.update(before)
 
 
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_OTHERS_WRITE = 0o022
 # Set by tools that record a process, and write what they have when it is torn down: Nsight Systems,
 # others on CUPTI.
 _RECORDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")

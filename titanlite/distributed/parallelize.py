@@ -6,10 +6,8 @@ them.
 """
 
 import inspect
-import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
-from titanlite.base.process import get_cache_home, set_defaults
+from titanlite.base.process import secure_cache
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.distributed.context_parallel import apply_context_parallel
@@ -39,7 +37,6 @@ _MOST_GRAPHS = 64
 have graphs of their own; beyond torch's limit, 8, compiling is an error or the layer runs
 uncompiled.
 """
-_CACHE, _OTHERS_WRITE = "TORCHINDUCTOR_CACHE_DIR", 0o022
 # Results that selective checkpointing keeps because they are costly; it recomputes the rest.
 _KEPT_OPS = (
     torch.ops.aten.mm.default,
@@ -182,31 +179,6 @@ def _let_many_graphs() -> dict[str, Any]:
         return {"recompile_limit": _MOST_GRAPHS}
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
     return {}
-
-
-def secure_cache() -> None:
-    """Set torch.compile's cache folder to one of the user's own (0700), unless
-    TORCHINDUCTOR_CACHE_DIR names another.
-
-    Libraries in the cache are loaded and run. torch's default is in /tmp, under a name that anybody
-    can create first.
-
-    Raises ConfigError: it belongs to another user, others can write to it, or it cannot be made.
-    """
-    folder = Path(set_defaults({_CACHE: str(get_cache_home() / "torchinductor")})[_CACHE])
-    remedy = f"Set {_CACHE} to a folder of yours that others cannot write to (`chmod go-w`)."
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except OSError as error:
-        raise ConfigError(
-            f"compile: cannot use the cache folder {folder}: {error.strerror}. {remedy}"
-        ) from None
-    if found.st_uid != os.getuid() or found.st_mode & _OTHERS_WRITE:
-        raise ConfigError(
-            f"compile: torch.compile loads libraries from {folder}, which user {found.st_uid} owns "
-            f"(mode {found.st_mode & 0o777:o}); user {os.getuid()} runs this. {remedy}"
-        )
 
 
 def check_device(job: JobConfig, device: torch.device) -> None:
