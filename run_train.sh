@@ -114,4 +114,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
 world_sizes="$((NGPU * max_nodes))"
 for ((nodes = max_nodes - 1; nodes >= min_nodes; nodes--)); do world_sizes+=",$((NGPU * nodes))"; done
 "$PYTHON" -m titanlite.preflight --world-size "$world_sizes" "$@"
-exec "$PYTHON" -m titanlite.launch "${rendezvous[@]}" --nproc-per-node="$NGPU" -m titanlite.train "$@"
+exec "$PYTHON" -m titanlite.launch "${rendezvous[@]}" --nproc-per-node="$NGPU" -m titanlite.rank "$@"

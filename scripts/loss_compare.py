@@ -113,7 +113,8 @@ def run_commit(commit: str, arguments: Sequence[str], ranks: int, folder: Path) 
         ]
         command += [
             "-m",
-            "titanlite.train",
+            "titanlite",
+            "train",
             *arguments,
             f"--job.dump_folder={dump}",
             "--training.deterministic=true",

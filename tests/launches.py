@@ -48,7 +48,7 @@ class Launch:
             "--nproc-per-node=2",
             *options,
         ]
-        arguments += ["-m", "titanlite.train", "--config", str(config), "--training.steps=100000"]
+        arguments += ["-m", "titanlite.rank", "--config", str(config), "--training.steps=100000"]
         arguments += [f"--job.dump_folder={folder / 'run'}", *overrides]
         environment = {
             **os.environ,

@@ -14,7 +14,7 @@ from titanlite.launch.protocol import end_with_launcher
 
 # The module of each command, whose `main` runs it; imported on use, because some need no torch.
 _MODULES = {
-    "train": "titanlite.train",
+    "train": "titanlite.rank",
     "check": "titanlite.features.tools.check",
     "plan": "titanlite.features.estimate.cli",
     "data": "titanlite.features.tools.preview_data",

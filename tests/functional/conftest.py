@@ -286,7 +286,7 @@ def launch(config_file: Path, tmp_path: Path) -> Iterator[Callable[..., Launch]]
 
 @pytest.fixture
 def checked(config_file: Path, tmp_path: Path) -> Callable[..., Checked]:
-    """`checked(degrees, *overrides)` -> the tiny configuration, checked as `titanlite.train` does
+    """`checked(degrees, *overrides)` -> the tiny configuration, checked as a rank does
     it.
     """
 

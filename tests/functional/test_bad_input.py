@@ -10,7 +10,7 @@ import pytest
 
 from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.preflight import main as preflight_main
-from titanlite.train import main
+from titanlite.rank import main
 
 # takes a fraction of a second; the rest is for a machine that is busy otherwise
 PREFLIGHT_TIMEOUT_S = 20
@@ -85,7 +85,7 @@ def test_run_train_refuses_before_it_starts_ranks(run_process, config_file):
 def launch(run_process, *arguments: str):
     command = [sys.executable, "-m", "titanlite.launch", "--standalone", "--nproc-per-node=2"]
     return run_process(
-        [*command, "-m", "titanlite.train", *arguments],
+        [*command, "-m", "titanlite.rank", *arguments],
         LAUNCH_TIMEOUT_S,
         env={"CUDA_VISIBLE_DEVICES": ""},
     )
@@ -151,7 +151,7 @@ def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(
 def test_data_and_folders_are_the_same_titanlite_error_on_all_ranks(
     run_ranks, config_file, tmp_path, capfd, monkeypatch, overrides, words
 ):
-    """What `titanlite.train` prints and returns on 2 ranks, without the 10 seconds of a launch."""
+    """What a rank prints and returns on 2 ranks, without the 10 seconds of a launch."""
     file = tmp_path / "file"
     file.write_text("not a folder")
     argv = ["--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}"]

@@ -29,7 +29,7 @@ from files import folder_digests
 from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig
 
-import titanlite.train
+import titanlite.rank
 from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
@@ -585,7 +585,7 @@ def test_background_save_is_finished_when_training_fails(
     monkeypatch.setattr(os, "pwritev", slow)
 
     def train(send: Callable[[Any], None]) -> None:
-        send(titanlite.train.main(arguments))
+        send(titanlite.rank.main(arguments))
 
     ranks = Ranks(2, train)
     try:

@@ -17,7 +17,7 @@ import pytest
 
 import titanlite.assemble
 import titanlite.features.generate.evaluate
-import titanlite.train
+import titanlite.rank
 from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.commit import check_folder, list_steps, read_best
@@ -164,7 +164,7 @@ def test_a_scorer_that_fails_ends_all_ranks_with_one_error(
 
     def rank_main() -> tuple[int, str]:
         with redirect_stderr(StringIO()) as errors:
-            code = titanlite.train.main(arguments)
+            code = titanlite.rank.main(arguments)
         return code, errors.getvalue()
 
     ((code, text),) = set(run_ranks(4, rank_main))

@@ -58,7 +58,7 @@ class Drill:
                 f"--nproc-per-node={RANKS}",
                 "--max-restarts=100",
                 "-m",
-                "titanlite.train",
+                "titanlite.rank",
             ),
             *("--config", str(config), f"--job.dump_folder={dump}", f"--training.steps={STEPS}"),
             *("--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=2"),

@@ -52,7 +52,7 @@ def train(home: Path, server: RankServer):
         (home / "mine.toml").write_text(
             f"{text}\n[metrics]\nlog_freq = 1\nenable_tensorboard = false\n"
         )
-        arguments = [server.python, "-m", "titanlite.train", "--config", "mine.toml"]
+        arguments = [server.python, "-m", "titanlite.rank", "--config", "mine.toml"]
         overrides = ("--training.seq_len=64", f"--data.cache_folder={home}/cache", *overrides)
         server.wait_until_it_serves()
         env = server.environment()

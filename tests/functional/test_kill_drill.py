@@ -41,7 +41,7 @@ class Run:
                 f"--nproc-per-node={RANKS}",
                 "--max-restarts=1",
                 "-m",
-                "titanlite.train",
+                "titanlite.rank",
             ),
             *(
                 "--config",

@@ -125,7 +125,7 @@ def run(
                 "--nproc-per-node=4",
                 f"--max-restarts={restarts}",
                 "-m",
-                "titanlite.train",
+                "titanlite.rank",
             ),
             *(
                 "--config",

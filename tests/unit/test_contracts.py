@@ -28,8 +28,8 @@ TELLS_KINDS = (
     ),
 )
 # What a module computes is changed from outside by hooks and documented attributes. One function
-# puts another forward in place of a layer's; the others exchange tensors, give a record its fields,
-# and make a Python module callable.
+# puts another forward in place of a layer's; the others exchange tensors, and give a record its
+# fields.
 OVERRIDES = (
     *("distributed/parallelize.py", "distributed/fsdp.py", "distributed/shard.py"),
     *(
@@ -38,7 +38,7 @@ OVERRIDES = (
         "features/lora/block_formats.py",
         "metrics/point.py",
     ),
-    *("train.py", "features/estimate/stand_in.py"),
+    "features/estimate/stand_in.py",
 )
 KINDS = {"ModelConfig", "TransformersConfig", "Decoder"}
 

@@ -44,7 +44,7 @@ def train(tree):
     for module in pkgutil.walk_packages(titanlite.__path__, "titanlite."):
         if not module.name.startswith("titanlite.features"):
             importlib.import_module(module.name)
-    from titanlite.train import main
+    from titanlite.rank import main
     code = main(["--config", sys.argv[1], f"--job.dump_folder={tree}/run"])
     with open("modules", "w") as file:
         file.writelines(name + "\\n" for name in sys.modules if not name.startswith("titanlite"))

@@ -125,7 +125,7 @@ def test_without_a_gpu_four_ranks_start_after_the_preflight(tools: Path):
     arguments = "--config x.toml --job.description=two words"
     assert [line for line in result.stdout.splitlines() if line.startswith("call: ")] == [
         f"call: -m titanlite.preflight --world-size 4 {arguments}",
-        f"call: -m titanlite.launch --standalone --nproc-per-node=4 -m titanlite.train {arguments}",
+        f"call: -m titanlite.launch --standalone --nproc-per-node=4 -m titanlite.rank {arguments}",
     ]
     assert "gpus=.\n" in result.stdout and f"OMP_NUM_THREADS=1 PYTHONPATH={ROOT}\n" in result.stdout
     kept = train(tools, OMP_NUM_THREADS="3", PYTHONPATH="/elsewhere", NGPU="2").stdout
@@ -211,7 +211,7 @@ def test_kubernetes_manifest(tools: Path):
         in result.stdout
     )
     assert (
-        f"--max-restarts=10 --nproc-per-node=8 -m titanlite.train {' '.join(container['args'])}\n"
+        f"--max-restarts=10 --nproc-per-node=8 -m titanlite.rank {' '.join(container['args'])}\n"
         in result.stdout
     )
 

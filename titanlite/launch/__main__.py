@@ -5,7 +5,7 @@ SIGTERM and SIGINT let the ranks finish their step, save and end; a second one e
 With `--max-restarts=N` ranks that died, or hang, start again and resume; after errors that would
 come again they do not.
 
-`python -m titanlite.launch [torchrun options] -m titanlite.train ...` takes torchrun's arguments as
+`python -m titanlite.launch [torchrun options] -m titanlite.rank ...` takes torchrun's arguments as
 they are.
 """
 

@@ -100,10 +100,10 @@ def test_only_what_is_made_after_the_imports_is_looked_through_and_nothing_at_th
 
 
 @pytest.mark.parametrize(
-    "module", ["titanlite.train", "titanlite.launch.__main__", "titanlite.__main__"]
+    "module", ["titanlite.rank", "titanlite.launch.__main__", "titanlite.__main__"]
 )
 def test_entry_points_import_without_the_collector_and_leave_it_on(module):
-    """Importing titanlite.train takes 5 collections of everything otherwise."""
+    """Importing titanlite.rank takes 5 collections of everything otherwise."""
     script = f"""
 import contextlib, gc, {module} as entry
 if "{module}" == "titanlite.__main__":

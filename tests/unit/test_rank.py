@@ -5,7 +5,7 @@ import json
 import pytest
 import torch.distributed as dist
 
-import titanlite.train
+import titanlite.rank
 from titanlite.base.agree import is_lost_peer
 from titanlite.base.errors import TrainingError
 from titanlite.metrics.run_folder import _state, open_events
@@ -18,7 +18,7 @@ def failing(monkeypatch, tmp_path):
     """
     destroyed: list[bool] = []
     monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
-    monkeypatch.setattr(titanlite.train.protocol, "catch_signals", lambda: None)
+    monkeypatch.setattr(titanlite.rank.protocol, "catch_signals", lambda: None)
     monkeypatch.setitem(_state, "path", tmp_path)
     open_events(tmp_path)
 
@@ -28,7 +28,7 @@ def failing(monkeypatch, tmp_path):
             monkeypatch.setattr(dist, "get_rank", lambda: 0)
             raise error
 
-        monkeypatch.setattr(titanlite.train, "load_config", load_config)
+        monkeypatch.setattr(titanlite.rank, "load_config", load_config)
         return destroyed
 
     return prepare
@@ -36,7 +36,7 @@ def failing(monkeypatch, tmp_path):
 
 def test_groups_are_left_alone_and_the_error_is_recorded(failing, tmp_path, capsys):
     destroyed = failing(TrainingError("memory: rank 0 ran out of memory. Lower something."))
-    assert titanlite.train.main([]) == 2
+    assert titanlite.rank.main([]) == 2
     assert destroyed == [], "other ranks may be in collectives"
     assert (
         "titanlite: error: memory: rank 0 ran out of memory. Lower something."
@@ -53,7 +53,7 @@ def test_groups_are_left_alone_and_the_error_is_recorded(failing, tmp_path, caps
 def test_other_exceptions_are_recorded_too(failing, tmp_path):
     failing(ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
-        titanlite.train.main([])
+        titanlite.rank.main([])
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["kind"], event["text"]) == ("error", "ValueError: a bug")
 
@@ -110,5 +110,5 @@ def test_what_cuda_reads_once_is_set_unless_the_user_has_set_it(
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     }
     monkeypatch.setattr("os.environ", environment := dict(given))
-    titanlite.train.set_gpu_defaults()
+    titanlite.rank.set_gpu_defaults()
     assert environment == expected

@@ -1,4 +1,4 @@
-"""Entry point of a rank: `torchrun ... -m titanlite.train --config FILE [--section.key=value
+"""Entry point of a rank: `torchrun ... -m titanlite.rank --config FILE [--section.key=value
 ...]`.
 """
 
@@ -8,10 +8,8 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NoReturn
 
-import titanlite
 from titanlite.base.log import logger, setup_logger
 from titanlite.base.process import (
     begin_process,
@@ -136,14 +134,6 @@ def _record_error(text: str) -> None:
     """
     record_event("error", text.partition(". ")[0], protocol.steps_done())
 
-
-class _Callable(ModuleType):
-    """This module, which takes the place of the function `titanlite.train` once it is imported."""
-
-    __call__ = staticmethod(titanlite.train)
-
-
-sys.modules[__name__].__class__ = _Callable
 
 if __name__ == "__main__":
     exit_code = main()
