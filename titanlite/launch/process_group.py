@@ -14,31 +14,24 @@ from torch.distributed.tensor import debug
 
 from titanlite.base.errors import ConfigError, TransientError
 from titanlite.base.process import allow_many_files
-from titanlite.launch.rendezvous import PORT_TAKEN, STORE_FILE, find_interface
+from titanlite.launch.rendezvous import STORE_FILE, find_interface
 from titanlite.ops.attention import leave_out_cudnn
 from titanlite.ops.matmul import keep_float32
 
 _rendezvous_number = count()  # of process groups made in this process
-_INTERFACES, _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LOOPBACK = "lo"
 
 
-_NO_ADDRESS = "Unable to find address"
-
-
-def _explain(error: RuntimeError) -> Exception:
-    """Return what a user can do about the failure to connect all ranks; other errors as they
-    are.
-    """
-    text, interface = str(error), os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
-    if not any(sign in text for sign in (_NO_ADDRESS, PORT_TAKEN, "Gloo connectFullMesh failed")):
-        return error
-    found = ConfigError if _NO_ADDRESS in text else TransientError
-    return found(
+def _explain(error: RuntimeError) -> TransientError:
+    """Say what a user can do where the ranks cannot be connected."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
+    return TransientError(
         f"network: rank {os.environ['RANK']} on {socket.gethostname()} cannot connect to the other "
         f"ranks by the interface {interface} and port {os.environ.get('MASTER_PORT')}: "
-        f"{text.splitlines()[0]} If no rank has ended, set GLOO_SOCKET_IFNAME on each machine to "
-        "an interface that the others can reach (`ip address` lists them), or MASTER_PORT to a "
-        "free port."
+        f"{str(error).splitlines()[0]} If no rank has ended, set GLOO_SOCKET_IFNAME on each "
+        "machine to an interface that the others can reach (`ip address` lists them), or "
+        "MASTER_PORT to a free port."
     )
 
 
@@ -144,10 +137,9 @@ def init_distributed(timeout_s: int) -> torch.device:
     where others could reach it.
 
     Raises:
-        ConfigError: GLOO_SOCKET_IFNAME names no interface of this machine; `run_train.sh` saw GPUs,
-            torch sees none.
-        TransientError: ranks of other machines cannot be reached, or the port where all ranks meet
-            is taken.
+        ConfigError: `run_train.sh` saw GPUs, torch sees none.
+        TransientError: the ranks cannot be connected, by a wrong interface, a port that is taken,
+            or because one of them is gone.
     """
     timeout = timedelta(seconds=timeout_s)
     allow_many_files()
