@@ -14,7 +14,7 @@ import torch
 
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import TitanliteError
-from titanlite.base.extension import FORM, is_extension
+from titanlite.base.extension import is_extension
 from titanlite.base.log import logger
 from titanlite.base.process import keep_freed_memory
 from titanlite.base.text import format_count, format_size
@@ -28,11 +28,13 @@ from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.assets import list_model_paths
 from titanlite.config.defaults import wants_held_out
 from titanlite.config.schema import BLOCK_SIZES
+from titanlite.data.dataset import TrainDataset
 from titanlite.data.loader import (
     TrainLoader,
     build_loader,
     build_text,
     check_form,
+    get_kind,
     resolve_steps,
     resolve_tokenizer_path,
 )
@@ -90,7 +92,7 @@ from titanlite.optim.expert_bias import (
     complete_balancing,
     warn_of_ignored_balancing,
 )
-from titanlite.optim.optimizer import build_optimizer, count_parameters, freeze_parameters
+from titanlite.optim.optimizer import build_adamw, count_parameters, freeze_parameters
 from titanlite.preflight import Checked
 from titanlite.train_step import TrainStep
 from titanlite.trainer import Trainer
@@ -145,7 +147,7 @@ def assemble(checked: Checked) -> Trainer:
     carry_passengers(job, model.config, sources, checkpointer)
     if job.checkpoint.enable and not job.lora.rank:
         check_layout(plan)
-    optimizer = make_optimizer(job, model, dims)
+    optimizer = build_optimizer(job, model, dims)
     checkpointer.load_state(plan, optimizer)
     objective = build_objective(job, model.config.vocab_size)
     stepper = TrainStep(job, dims, device, model, optimizer, objective, step)
@@ -240,21 +242,33 @@ def _fit_to_weights(
     return model_config
 
 
-_DATASETS = {
-    "text": build_text,
-    "examples": build_sft,
-    "stream": build_stream,
-    "mixture": build_mixture,
-    "images": build_images,
-}
-
-
 def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple[Any, TrainLoader]:
     """Build the tokenizer and the batches of one data-parallel rank, of all kinds of data: see
     `build_loader`.
     """
     job, start = resolve_start(job)
-    return build_loader(job, dp_rank, dp_degree, _DATASETS, start and start.batch_size)
+    tokenizer, dataset = build_dataset(job)
+    return tokenizer, build_loader(job, dataset, dp_rank, dp_degree, start and start.batch_size)
+
+
+def build_dataset(job: JobConfig) -> tuple[Any, TrainDataset]:
+    """Build the tokenizer and the dataset of `job`. Every process may call it at any time: those of
+    one machine share the work through the cache folder.
+
+    Raises DataError: the text, a row or the tokenizer is missing or unusable, or there is too
+    little for `seq_len`.
+    """
+    match get_kind(job.data):
+        case "examples":
+            return build_sft(job)
+        case "stream":
+            return build_stream(job)
+        case "mixture":
+            return build_mixture(job)
+        case "images":
+            return build_images(job)
+        case _:
+            return build_text(job)
 
 
 def resolve_start(job: JobConfig) -> tuple[JobConfig, Progress | None]:
@@ -275,7 +289,8 @@ def _read_data(
     """
     job, start = resolve_start(job)
     start_batch = start and start.batch_size
-    tokenizer, loader = build_loader(job, dims.dp_rank, dims.degrees.dp, _DATASETS, start_batch)
+    tokenizer, dataset = build_dataset(job)
+    loader = build_loader(job, dataset, dims.dp_rank, dims.degrees.dp, start_batch)
     job = resolve_steps(job, loader, start)
     job, model_config = fit_vocabulary(
         job, model_config, count_ids(tokenizer), dims.degrees.tp, start
@@ -421,12 +436,17 @@ def build_metrics(
     )
 
 
-def make_optimizer(job: JobConfig, model: Model, dims: ParallelDims) -> torch.optim.Optimizer:
-    """Build the optimizer that `job` names, for the sharded `model`; raises as
-    `build_optimizer`.
+def build_optimizer(job: JobConfig, model: Model, dims: ParallelDims) -> torch.optim.Optimizer:
+    """Build the optimizer that `job` names, for the sharded `model`; raises as `build_adamw` and
+    `build_custom_optimizer`.
     """
-    muon = partial(build_muon, group=dims.stage_group)
-    return build_optimizer(model, job.optimizer, {"Muon": muon, FORM: build_custom_optimizer})
+    match job.optimizer.name:
+        case "Muon":
+            return build_muon(model, job.optimizer, dims.stage_group)
+        case name if is_extension(name):
+            return build_custom_optimizer(model, job.optimizer)
+        case _:
+            return build_adamw(model, job.optimizer)
 
 
 def build_objective(job: JobConfig, vocab_size: int) -> Objective:

@@ -60,7 +60,7 @@ from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import model_config_from_hf
 from titanlite.objective import NextToken
-from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.optimizer import build_adamw
 from titanlite.train_step import TrainStep
 
 _LEARNING_RATE, _WEIGHT_DECAY, _BETAS, _MAX_NORM = 3e-4, 0.1, (0.9, 0.95), 1.0
@@ -168,7 +168,7 @@ def build_titanlite(folder: Path, ranks: int) -> Step:
     model.configure("sdpa", job.moe, job.training.loss_chunk_tokens, device)
     parallelize(model, job, dims, "cpu")
     materialize(model, device, [hf_checkpoint(folder, config)])
-    optimizer = build_optimizer(model, job.optimizer)
+    optimizer = build_adamw(model, job.optimizer)
     trainer = TrainStep(job, dims, device, model, optimizer, NextToken())
 
     def step(tokens: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from tests.saving import whole
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
-from titanlite.data.loader import TrainLoader, ValidationSet, build_loader
+from titanlite.data.loader import TrainLoader, ValidationSet
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.plan import clean_name
@@ -99,9 +99,8 @@ class PairLoader:
 
 @pytest.fixture(autouse=True)
 def pairs_instead_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(job: Any, dp_rank: int, dp_degree: int, *more: Any) -> tuple[Any, PairLoader]:
-        tokenizer, _ = build_loader(job, 0, 1, *more)
-        return tokenizer, PairLoader(dp_rank, dp_degree, job.training.local_batch_size)
+    def build(job: Any, dataset: Any, dp_rank: int, dp_degree: int, *_: Any) -> PairLoader:
+        return PairLoader(dp_rank, dp_degree, job.training.local_batch_size)
 
     monkeypatch.setattr(titanlite.assemble, "build_loader", build)
 

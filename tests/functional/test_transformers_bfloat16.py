@@ -23,7 +23,7 @@ from titanlite.features.transformers.build import build_transformers
 from titanlite.materialize import materialize
 from titanlite.materialize.plan import clean_name
 from titanlite.models.families.config_json import transformers_config
-from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.optimizer import build_adamw
 from titanlite.preflight import check
 
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 5])
@@ -125,7 +125,7 @@ def test_bfloat16_with_parameters_kept_in_float32(
                 model: Any = build_on_meta(job, case.config, dims, torch.device("cpu"))
                 materialize(model, "cpu", [weights_of(case.saved, model)])
                 model.find_facts(torch.device("cpu"))  # probes that raise leave nothing gathered
-                optimizer = build_optimizer(model, job.optimizer)
+                optimizer = build_adamw(model, job.optimizer)
                 params = {clean_name(key): param for key, param in model.named_parameters()}
                 before = {key: param.detach().clone() for key, param in params.items()}
                 loss = model(

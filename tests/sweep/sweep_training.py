@@ -19,7 +19,7 @@ from sweep_stages import is_same
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.saving import save_hf_model, whole
-from titanlite.assemble import build_on_meta, make_optimizer
+from titanlite.assemble import build_on_meta, build_optimizer
 from titanlite.checkpoint.folder import read_model_headers
 from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config import JobConfig, TransformersConfig
@@ -174,7 +174,7 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
     dims = ParallelDims.build(Degrees(dp_shard=dist.get_world_size()), "cpu")
     model: Any = build_on_meta(job, config, dims, _CPU)
     plan = materialize(model, _CPU, [weights_of(folder, model)], seed=job.training.seed)
-    optimizer = make_optimizer(job, model, dims)
+    optimizer = build_optimizer(job, model, dims)
     batch = rows_of(packed=False)
     extra = inputs_of(config.family, model.transformers_model.config, batch.tokens)
     if extra:

@@ -132,6 +132,8 @@ class Cut(ast.NodeTransformer):
                 self.names |= targets - self.bound
                 return None
             self.bound |= targets
+        elif isinstance(result, ast.match_case) and not result.body:
+            return None
         elif isinstance(result, ast.stmt) and getattr(result, "body", None) == []:
             result.body = [ast.Pass()]
         return result

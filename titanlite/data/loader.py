@@ -8,7 +8,7 @@ before the next step asks for data.
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -37,8 +37,6 @@ from titanlite.models.families import get_model_type
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-DatasetBuilder = Callable[[JobConfig], tuple["PreTrainedTokenizerFast", TrainDataset]]
 
 
 class ValidationSet(NamedTuple):
@@ -186,25 +184,16 @@ class TrainLoader:
 
 
 def build_loader(
-    job: JobConfig,
-    dp_rank: int,
-    dp_degree: int,
-    builders: Mapping[str, DatasetBuilder],
-    before: int | None = None,
-) -> tuple["PreTrainedTokenizerFast", TrainLoader]:
-    """Return the tokenizer and the batches of one data-parallel rank; every process may call it at
-    any time.
+    job: JobConfig, dataset: TrainDataset, dp_rank: int, dp_degree: int, before: int | None = None
+) -> TrainLoader:
+    """Return the batches of one data-parallel rank from `dataset`. No collectives.
 
-    No collectives: processes of one machine share the work through the cache folder. The vocabulary
-    that the model must have at least is `loader.dataset.vocab_size`. With `data.tokenizer_path`
-    empty, a tokenizer.json in `model.hf_assets_path` is used before a BPE is trained. `builders`
-    make the datasets, by `get_kind`; `before` is the batch size of the run that is resumed.
+    `before` is the batch size of the run that is resumed.
 
     Raises DataError: the text, a row or the tokenizer is missing or unusable, or there is too
     little for `seq_len`.
     """
     training = job.training
-    tokenizer, dataset = builders[get_kind(job.data)](job)
     # For streams this reads rows, so only where it counts. A document of plain text, or an image,
     # is one example.
     sources = get_sources(dataset) if training.global_batch_size is None and before is None else []
@@ -224,7 +213,7 @@ def build_loader(
     )
     if loader.mixture:
         logger.info("data: %s", loader.mixture)
-    return tokenizer, loader
+    return loader
 
 
 def get_kind(data: DataSection) -> str:

@@ -24,7 +24,7 @@ from titanlite.config.schema import OptimizerSection
 from titanlite.materialize.layout import Region, is_elsewhere, local_of, region_at, region_of
 from titanlite.models.interface import Model
 from titanlite.ops.kernels import kernel_device
-from titanlite.optim.optimizer import LocalAdamW, build_adamw, group_parameters
+from titanlite.optim.optimizer import LocalAdamW, group_parameters
 
 # Elements of its shards that a rank handles at once, in the mean over the ranks that share a
 # parameter.
@@ -290,7 +290,7 @@ def build_muon(
     matrices = muon_matrices(model, section)
     groups, rest = group_parameters(model, section, matrices)
     options = {"momentum": section.momentum, "stacked": matrices, "group": group}
-    return Muon(groups or [{"params": []}], build_adamw(rest, section), **options)
+    return Muon(groups or [{"params": []}], LocalAdamW(rest, section), **options)
 
 
 def muon_matrices(model: Model, section: OptimizerSection) -> dict[nn.Parameter, int]:

@@ -5,7 +5,7 @@ steps it takes.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from titanlite.base.errors import ConfigError, TrainingError, TransientError, raise_problems
-from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
 from titanlite.base.text import format_count, parse_multipliers, split_patterns
 from titanlite.config.schema import LRSchedulerSection, OptimizerSection
@@ -33,8 +32,15 @@ class LocalAdamW(torch.optim.AdamW):
     first results than ten updates of a small model take.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
-        super().__init__(groups, **options)
+    def __init__(self, groups: list[dict[str, Any]], section: OptimizerSection) -> None:
+        super().__init__(
+            groups or [{"params": []}],
+            lr=section.lr,
+            betas=(section.beta1, section.beta2),
+            eps=section.eps,
+            fused=section.implementation == "fused",
+            foreach=section.implementation == "foreach",
+        )
         for group in self.param_groups:
             # what a checkpoint must have of each parameter
             group["state_names"] = ("step", "exp_avg", "exp_avg_sq")
@@ -49,35 +55,14 @@ class LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
-def build_optimizer(
-    model: Any,
-    section: OptimizerSection,
-    others: Mapping[str, Callable[..., torch.optim.Optimizer]] | None = None,
-) -> torch.optim.Optimizer:
-    """Build AdamW of the trained parameters, or call the builder in `others` for `section.name`.
-
-    `others[FORM]` builds user-defined optimizers. Parameters that other ranks hold are in the
-    groups, too, and never stepped here.
+def build_adamw(model: nn.Module, section: OptimizerSection) -> LocalAdamW:
+    """Build AdamW of the trained parameters. Those that other ranks hold are in its groups, too,
+    and never stepped here.
 
     Raises ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
-    name = FORM if is_extension(section.name) else section.name
-    if others and name in others:
-        return others[name](model, section)
-    assert section.name == "AdamW", section.name
-    return build_adamw(group_parameters(model, section)[1], section)
-
-
-def build_adamw(groups: list[dict[str, Any]], section: OptimizerSection) -> LocalAdamW:
-    """Build AdamW of these parameter groups, of which there may be none."""
-    return LocalAdamW(
-        groups or [{"params": []}],
-        lr=section.lr,
-        betas=(section.beta1, section.beta2),
-        eps=section.eps,
-        fused=section.implementation == "fused",
-        foreach=section.implementation == "foreach",
-    )
+    _, groups = group_parameters(model, section)
+    return LocalAdamW(groups, section)
 
 
 def group_parameters(

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import OptimizerSection
 from titanlite.launch.process_group import fake_ranks
-from titanlite.optim.optimizer import build_optimizer, step_if_finite
+from titanlite.optim.optimizer import build_adamw, step_if_finite
 
 IMPLEMENTATIONS = ["fused", "foreach", "for-loop"]
 
@@ -27,7 +27,7 @@ class Model(nn.Module):
 def build(implementation="fused", **changes):
     torch.manual_seed(0)
     model = Model()
-    return model, build_optimizer(model, OptimizerSection(implementation=implementation, **changes))
+    return model, build_adamw(model, OptimizerSection(implementation=implementation, **changes))
 
 
 def set_gradients(model, value=1.0):
@@ -61,7 +61,7 @@ def test_decay_on_matrices_only(implementation):
     ("dtype", "lr", "warned"), [("bfloat16", 1e-5, 1), ("bfloat16", 3e-3, 0), ("float32", 1e-5, 0)]
 )
 def test_small_steps_in_bfloat16_are_warned_of(dtype, lr, warned, caplog):
-    build_optimizer(Model().to(getattr(torch, dtype)), OptimizerSection(lr=lr))
+    build_adamw(Model().to(getattr(torch, dtype)), OptimizerSection(lr=lr))
     assert (
         len([r for r in caplog.records if "most never will. Set training.dtype" in r.getMessage()])
         == warned
@@ -72,7 +72,7 @@ def test_tied_parameter_is_optimized_once():
     model = Model()
     model.head = nn.Linear(3, 4, bias=False)
     model.head.weight = model.linear.weight
-    optimizer = build_optimizer(model, OptimizerSection())
+    optimizer = build_adamw(model, OptimizerSection())
     listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert len(listed) == len(set(listed)) == 5
 
@@ -159,7 +159,7 @@ def test_shards_on_two_meshes_are_stepped_where_they_are(implementation):
             model.register_parameter(
                 name, nn.Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None))
             )
-        optimizer = build_optimizer(model, OptimizerSection(implementation=implementation, lr=0.1))
+        optimizer = build_adamw(model, OptimizerSection(implementation=implementation, lr=0.1))
         assert len(optimizer.param_groups) == 1
         plain = [nn.Parameter(param.to_local().detach().clone()) for param in model.parameters()]
         flags = {"fused": implementation == "fused", "foreach": implementation == "foreach"}

@@ -10,7 +10,7 @@ from titanlite.config.schema import OptimizerSection
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
 from titanlite.optim.optimizer import (
-    build_optimizer,
+    build_adamw,
     count_parameters,
     freeze_parameters,
     lr_multipliers,
@@ -69,7 +69,7 @@ def test_learning_rates_by_pattern():
         lr=0.1, lr_multipliers="*.experts.*=0.5, lm_head*=2, *.1.mlp.experts.down*=3"
     )
     freeze_parameters(model, OptimizerSection(freeze="model.layers.0.mlp.experts.down_proj"))
-    optimizer = build_optimizer(model, section)
+    optimizer = build_adamw(model, section)
     rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     expected = {"lm_head.weight": 0.2, "model.layers.1.mlp.experts.down_proj": 0.1 * 3}
     for name, param in model.named_parameters():
@@ -84,7 +84,7 @@ def test_step_moves_by_the_multiplied_rate():
     """AdamW's first step is lr in size, whatever the gradient."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer = build_optimizer(
+    optimizer = build_adamw(
         model, OptimizerSection(lr=0.1, weight_decay=0.0, lr_multipliers="1.*=0.25")
     )
     for param in model.parameters():

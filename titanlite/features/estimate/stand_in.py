@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from titanlite.assemble import build_objective, build_on_meta, make_optimizer
+from titanlite.assemble import build_objective, build_on_meta, build_optimizer
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import TrainingSection
@@ -67,7 +67,7 @@ class StandInTrainer(TrainStep):
                 dims,
                 device,
                 model,
-                make_optimizer(job, model, dims),
+                build_optimizer(job, model, dims),
                 _build_objective(job, model.config.vocab_size),
             )
             self.unreached = []  # nothing is trained, and values cannot be read

@@ -54,7 +54,7 @@ def make(lr=0.02, weight_decay=0.1, momentum=0.9):
     torch.manual_seed(0)
     params = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
     vector = nn.Parameter(torch.randn(7))
-    adamw = LocalAdamW([{"params": [vector], "weight_decay": 0.0}], lr=lr, fused=True)
+    adamw = LocalAdamW([{"params": [vector], "weight_decay": 0.0}], OptimizerSection(lr=lr))
     groups = [{"params": list(params.values()), "lr": lr, "weight_decay": weight_decay}]
     stacked = {params["stacked"]: 2}
     return params, vector, Muon(groups, adamw, momentum=momentum, stacked=stacked)
