@@ -14,6 +14,7 @@ import torch
 
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import TitanliteError
+from titanlite.base.events import record_event
 from titanlite.base.extension import is_extension
 from titanlite.base.log import logger
 from titanlite.base.process import keep_freed_memory
@@ -78,7 +79,7 @@ from titanlite.features.transformers.probes import check_documents_per_row
 from titanlite.launch.process_group import init_distributed
 from titanlite.launch.protocol import beat
 from titanlite.materialize import materialize
-from titanlite.metrics import record_event, run_folder
+from titanlite.metrics import run_folder
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.point import Results

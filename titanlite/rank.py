@@ -45,10 +45,10 @@ with lean_imports():
     from titanlite.assemble import assemble, close, explain
     from titanlite.base.agree import is_lost_peer
     from titanlite.base.errors import NOTICE_FOLDER, TitanliteError
+    from titanlite.base.events import record_event
     from titanlite.base.files import FolderLock
     from titanlite.config import load_config
     from titanlite.launch.process_group import end_distributed
-    from titanlite.metrics import record_event
     from titanlite.preflight import check
 
 _LAUNCHER_WAIT_S = 10.0

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import DataError
+from titanlite.base.events import record_event
 from titanlite.base.files import FolderLock
 from titanlite.base.log import logger
 from titanlite.checkpoint import Progress
@@ -22,7 +23,7 @@ from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader
 from titanlite.launch.protocol import beat, is_stop_requested
 from titanlite.materialize import Plan
-from titanlite.metrics import profiling, record_event
+from titanlite.metrics import profiling
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.point import EvaluationResult, Results, Window
 from titanlite.metrics.run_folder import get_identity

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import titanlite.rank
 from titanlite.base.agree import is_lost_peer
 from titanlite.base.errors import TrainingError
-from titanlite.metrics.run_folder import _state, open_events
+from titanlite.base.events import _state, open_events
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from titanlite import TrainResult
 from titanlite.assemble import assemble, close, explain
 from titanlite.base.errors import NOTICE_FOLDER, TitanliteError
+from titanlite.base.events import open_events, record_event
 from titanlite.base.files import FolderLock
 from titanlite.base.log import logger, setup_logger, warn_once
 from titanlite.base.process import environment_kept, read_variable, read_world_size
@@ -22,7 +23,6 @@ from titanlite.config.load import CODE, Reader
 from titanlite.config.settings import get_values
 from titanlite.launch import protocol
 from titanlite.launch.process_group import end_distributed
-from titanlite.metrics import open_events, record_event
 from titanlite.preflight import check_all
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | JobConfig

@@ -1,3 +1,3 @@
 """Metrics of a run: model FLOPs, TensorBoard, Weights & Biases, `metrics.jsonl` and the console."""
 
-from titanlite.metrics.run_folder import open_events, profiling, record_event
+from titanlite.metrics.run_folder import profiling

@@ -2,7 +2,6 @@
 traces.
 """
 
-import json
 import os
 import re
 import secrets
@@ -20,13 +19,13 @@ from torch.profiler import profile, schedule
 
 from titanlite.base.agree import (
     failing_together,
-    get_rank,
     new_host_group,
     on_first_rank,
     raise_together,
 )
 from titanlite.base.errors import RENDEZVOUS, ConfigError
-from titanlite.base.files import LOCK_WAIT_S, AppendedFile, FolderLock, check_regular, is_full
+from titanlite.base.events import open_events, record_event
+from titanlite.base.files import LOCK_WAIT_S, FolderLock, check_regular, is_full
 from titanlite.base.log import log_to_folder, logger
 from titanlite.base.process import read_variable
 from titanlite.config import JobConfig, find_changes, format_changes, save_resolved
@@ -50,8 +49,6 @@ _IDENTITY = (
 )
 # Settings that a resumed run keeps where they are not set.
 _KEPT = ("training.global_batch_size", "moe.aux_loss_coeff")
-EVENTS_FILE = "events.jsonl"
-_state: dict[str, AppendedFile] = {}
 # Paths that may differ between machines and hold the same files: a hub model is in each machine's
 # cache. `check_shared_folder` checks the run's folder.
 _MAY_DIFFER = {
@@ -218,37 +215,6 @@ def record_start(
     )
     logger.info(text)
     record_event("restart", f"{text}; {where}", step)
-
-
-def open_events(dump_folder: Path | None) -> None:
-    """Make `record_event` write into `dump_folder`, which exists; None: nowhere. A resumed run
-    appends.
-    """
-    _state.clear()
-    if dump_folder is not None:
-        _state["file"] = AppendedFile(dump_folder / EVENTS_FILE)
-
-
-def record_event(kind: str, text: str, step: int) -> None:
-    """Append one event on rank 0; other ranks, and a process without an open run, write nothing.
-
-    `kind` is a word for events alike ("start", "save", "skip", "error", ...), `text` a sentence for
-    people. A file that cannot be written is a warning, because an event often precedes a worse
-    error; the next event writes it, too.
-    """
-    file = _state.get("file")
-    if get_rank() or file is None:
-        return
-    event = {"time": round(time.time(), 3), "step": step, "kind": kind, "text": text}
-    try:
-        file.append((json.dumps(event) + "\n").encode("ascii"))
-    except OSError as error:
-        logger.warning(
-            "metrics: cannot write %s: %s. The event was: %s",
-            file.path,
-            error.strerror or error,
-            text,
-        )
 
 
 @contextmanager

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.metrics import run_folder as events
-from titanlite.metrics.run_folder import open_events, record_event
+from titanlite.base import events
+from titanlite.base.events import open_events, record_event
 
 
 @pytest.fixture(autouse=True)
