@@ -6,28 +6,26 @@ allocate -> fill -> verify -> optimizer -> state -> trainer
 """
 
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from titanlite.base.agree import on_first_rank
+from titanlite.base.agree import new_host_group, on_first_rank
 from titanlite.base.errors import TitanliteError
-from titanlite.base.events import record_event
+from titanlite.base.events import open_events
 from titanlite.base.extension import is_extension
 from titanlite.base.log import logger
 from titanlite.base.process import keep_freed_memory
 from titanlite.base.text import format_count, format_size
-from titanlite.checkpoint.commit import step_folder
-from titanlite.checkpoint.description import check_data_order, check_resumed_model
 from titanlite.checkpoint.hf_model import HFFormat, check_layout
 from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.start import Start, find_start, look_for_start
 from titanlite.checkpoint.ties import untie
-from titanlite.checkpoint.train_state import Progress, find_start, resolve_held_out
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.assets import list_model_paths
-from titanlite.config.defaults import wants_held_out
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data.dataset import TrainDataset
 from titanlite.data.loader import (
@@ -95,6 +93,7 @@ from titanlite.optim.expert_bias import (
 )
 from titanlite.optim.optimizer import build_adamw, count_parameters, freeze_parameters
 from titanlite.preflight import Checked
+from titanlite.run import check_resumed_model, resolve_held_out, warn_of_other_data
 from titanlite.train_step import TrainStep
 from titanlite.trainer import Trainer
 
@@ -116,19 +115,22 @@ def assemble(checked: Checked) -> Trainer:
     where = f"{degrees}, {format_count(degrees.world_size, 'rank')} on {device.type}"
     logger.info("mesh: %s", where)
 
-    job = on_first_rank(lambda: with_chat_date(job))
+    group = new_host_group(timedelta(seconds=job.checkpoint.timeout_seconds))
+    if (folder / job.checkpoint.folder).is_dir():
+        open_events(folder)
+    start = find_start(job.checkpoint, job.job.dump_folder, group)
+    step = 0 if start is None else start.progress.step
+    job = on_first_rank(lambda: with_chat_date(job, start))
     with run_folder.waiting_for_machines():  # ranks read files independently: no collective inside
-        job, model_config, tokenizer, loader = _read_data(job, model_config, dims)
+        job, model_config, tokenizer, loader = _read_data(job, model_config, dims, start)
         warn_of_ignored_balancing(job.moe, model_config.num_experts)
     changes = run_folder.make_dump_folder(job, folder)
     run_folder.check_shared_folder(folder)
 
-    checkpointer = Checkpointer(job.checkpoint, build_format(job), folder, record_event)
-    # `start`: progress to resume from
-    step = 0 if (start := checkpointer.start) is None else start.step
+    checkpointer = Checkpointer(job.checkpoint, build_format(job), folder, start, group)
     if start is not None:
-        run_folder.check_same_run(job, step, start.identity)
-    model_config = _fit_to_weights(job, model_config, checkpointer)
+        run_folder.check_same_run(job, step, start.progress.identity)
+    model_config = _fit_to_weights(job, model_config, start)
     beat("loading", step)
 
     model = build_on_meta(job, model_config, dims, device)
@@ -152,9 +154,9 @@ def assemble(checked: Checked) -> Trainer:
     checkpointer.load_state(plan, optimizer)
     objective = build_objective(job, model.config.vocab_size)
     stepper = TrainStep(job, dims, device, model, optimizer, objective, step)
-    samples, taken = (0, None) if start is None else (start.samples, start.taken)
-    loader.start_from(step, samples, job.data.skip_to_sample, taken)
-    check_data_order(start, loader)
+    samples = 0 if start is None else start.progress.samples
+    loader.start_from(step, samples, job.data.skip_to_sample, start and start.progress.taken)
+    warn_of_other_data(start, loader)
     total, trained = count_parameters(model)
     logger.info(
         "model: %s, %.1f M parameters%s, %s of weights",
@@ -174,7 +176,7 @@ def assemble(checked: Checked) -> Trainer:
         checkpointer=checkpointer,
         plan=plan,
         stepper=stepper,
-        results=Results(job.validation, job.checkpoint.save_best, start and start.results),
+        results=Results(job.validation, job.checkpoint.save_best, start and start.progress.results),
         evaluator=build_evaluator(job, loader.dataset, tokenizer, model_config, dims, device),
         diagnose=partial(diagnose, model, whole_layers=job.compile.enable, stage=dims.stage),
         metrics=build_metrics(job, folder, model, loader, dims, device, step),
@@ -223,7 +225,7 @@ def _join(job: JobConfig, folder: Path) -> torch.device:
 
 
 def _fit_to_weights(
-    job: JobConfig, model_config: AnyModelConfig, checkpointer: Checkpointer
+    job: JobConfig, model_config: AnyModelConfig, start: Start | None
 ) -> AnyModelConfig:
     """Return the configuration with the ties of the weights that the run resumes or begins with;
     see `untie`.
@@ -231,25 +233,27 @@ def _fit_to_weights(
     Raises ConfigError: the resumed model is another one. The same on all ranks. Collective: every
     rank must call.
     """
-    base, start = job.checkpoint.initial_load_path, checkpointer.start
-    resumed = None if start is None else step_folder(checkpointer.folder, start.step)
-    weights = Path(base) if base and (resumed is None or job.lora.rank) else resumed
+    base = job.checkpoint.initial_load_path
+    weights = Path(base) if base and (start is None or job.lora.rank) else start and start.folder
     # then one of two stored tensors is a mistake
     is_asked_for = job.model.overrides.tie_word_embeddings
     if weights is not None and not is_asked_for:
         model_config = untie(model_config, weights, build_model)
-    if resumed is not None:
-        check_resumed_model(model_config, resumed)
+    if start is not None:
+        check_resumed_model(model_config, start)
     return model_config
 
 
-def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple[Any, TrainLoader]:
-    """Build the tokenizer and the batches of one data-parallel rank, of all kinds of data: see
-    `build_loader`.
+def build_data(
+    job: JobConfig, dp_rank: int, dp_degree: int, start: Start | None = None
+) -> tuple[Any, TrainLoader]:
+    """Build the tokenizer and the batches of one data-parallel rank, in the run that begins at
+    `start`. No collectives.
     """
-    job, start = resolve_start(job)
+    job = resolve_held_out(job, start)
     tokenizer, dataset = build_dataset(job)
-    return tokenizer, build_loader(job, dataset, dp_rank, dp_degree, start and start.batch_size)
+    batch_size = start and start.progress.batch_size
+    return tokenizer, build_loader(job, dataset, dp_rank, dp_degree, batch_size)
 
 
 def build_dataset(job: JobConfig) -> tuple[Any, TrainDataset]:
@@ -272,34 +276,22 @@ def build_dataset(job: JobConfig) -> tuple[Any, TrainDataset]:
             return build_text(job)
 
 
-def resolve_start(job: JobConfig) -> tuple[JobConfig, Progress | None]:
-    """Return `job` with the held-out share of the run to resume, or of a new one, and that run's
-    progress, if any.
-    """
-    start = find_start(job.checkpoint, folder := job.job.dump_folder)
-    return replace(
-        job, data=resolve_held_out(job.data, start, folder, wanted=wants_held_out(job))
-    ), start
-
-
 def _read_data(
-    job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims
+    job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims, start: Start | None
 ) -> tuple[JobConfig, AnyModelConfig, Any, TrainLoader]:
     """Return the job with its steps and balance of experts, the model's sizes, the tokenizer, this
     rank's batches.
     """
-    job, start = resolve_start(job)
-    start_batch = start and start.batch_size
-    tokenizer, dataset = build_dataset(job)
-    loader = build_loader(job, dataset, dims.dp_rank, dims.degrees.dp, start_batch)
-    job = resolve_steps(job, loader, start)
+    job = resolve_held_out(job, start)
+    tokenizer, loader = build_data(job, dims.dp_rank, dims.degrees.dp, start)
+    job = resolve_steps(job, loader, start and start.progress)
     job, model_config = fit_vocabulary(
         job, model_config, count_ids(tokenizer), dims.degrees.tp, start
     )
     check_data(
         job, model_config, loader.dataset.form, loader.dataset.vocab_size, count_ids(tokenizer)
     )
-    identity = start and start.identity
+    identity = start and start.progress.identity
     has_weights = bool(job.checkpoint.initial_load_path)
     job = replace(
         job, moe=complete_balancing(job.moe, model_config, identity, has_weights=has_weights)
@@ -309,17 +301,14 @@ def _read_data(
 
 
 def fit_vocabulary(
-    job: JobConfig, model_config: AnyModelConfig, num_ids: int, tp: int, start: Progress | None
+    job: JobConfig, model_config: AnyModelConfig, num_ids: int, tp: int, start: Start | None
 ) -> tuple[JobConfig, AnyModelConfig]:
     """Return `job` and the model's sizes, with the vocabulary of a new model as `follow_tokenizer`
     says.
 
     A run that resumes keeps the vocabulary of its checkpoint. No collective.
     """
-    saved = None
-    if start is not None:
-        saved = step_folder(Path(job.job.dump_folder) / job.checkpoint.folder, start.step)
-    followed = follow_tokenizer(job, model_config, num_ids, tp, saved)
+    followed = follow_tokenizer(job, model_config, num_ids, tp, start and start.folder)
     return followed, model_config if followed is job else resolve_model_config(followed.model)
 
 
@@ -343,7 +332,10 @@ def check_model(checked: Checked) -> None:
 
     Raises ConfigError, DataError or CheckpointError: it is not so.
     """
-    (job, start), config = resolve_start(checked.job), checked.model_config
+    job = checked.job
+    config = checked.model_config
+    start = look_for_start(job.checkpoint, job.job.dump_folder)
+    job = resolve_held_out(job, start)
     if path := resolve_tokenizer_path(job).tokenizer_path:  # otherwise one is trained on the data
         num_ids = count_ids(load_tokenizer(path))
         job, config = fit_vocabulary(job, config, num_ids, checked.degrees.tp, start)

@@ -283,7 +283,10 @@ class Trainer:
                 job.training.steps,
                 self.results.describe(),
             )
-        elif self.checkpointer.start is not None and self.step == self.checkpointer.start.step:
+        elif (
+            self.checkpointer.start is not None
+            and self.step == self.checkpointer.start.progress.step
+        ):
             logger.info(
                 "nothing left to train: the checkpoint is of step %d of %d. Raise training.%s to "
                 "train on, or set another job.dump_folder to start a new run.",

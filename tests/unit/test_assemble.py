@@ -16,7 +16,6 @@ from titanlite.data.loader import TrainLoader, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary
 from titanlite.distributed.parallelize import check_device, choose_attention
 from titanlite.features.dpo import turn_off_dropout
-from titanlite.features.sft import chat_template
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.models.families import families, resolve_model_config
 from titanlite.optim.expert_bias import warn_of_ignored_balancing
@@ -180,15 +179,13 @@ def test_a_model_without_experts_has_nothing_to_balance(warnings, monkeypatch):
     assert len(warnings) == 1
 
 
-def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        chat_template, "find_start", lambda *_: SimpleNamespace(chat_date="2024-05-06")
-    )
+def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path):
+    start = SimpleNamespace(progress=SimpleNamespace(chat_date="2024-05-06"))
     job = JobConfig()
     job.job.dump_folder, job.data.dataset, job.checkpoint.enable = str(tmp_path), "examples", True
-    assert with_chat_date(job).data.chat_date == "2024-05-06"
+    assert with_chat_date(job, start).data.chat_date == "2024-05-06"
     job.data.chat_date = "2023-01-02"
-    assert with_chat_date(job).data.chat_date == "2023-01-02"
+    assert with_chat_date(job, start).data.chat_date == "2023-01-02"
 
 
 def test_a_warm_up_as_long_as_the_run_is_a_warning(warnings):
@@ -241,4 +238,7 @@ def test_a_vocabulary_that_is_written_or_trained_stays(tmp_path):
     saved.mkdir(parents=True)
     (saved / "config.json").write_text(json.dumps({"vocab_size": 2048}))
     resumed = replace(job, job=replace(job.job, dump_folder=str(tmp_path)))
-    assert fit_vocabulary(resumed, preset, 300, 1, SimpleNamespace(step=7)) == (resumed, preset)
+    assert fit_vocabulary(resumed, preset, 300, 1, SimpleNamespace(folder=saved)) == (
+        resumed,
+        preset,
+    )

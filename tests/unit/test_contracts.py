@@ -14,12 +14,12 @@ READS_ENVIRONMENT = ("base/", "launch/")
 # what saves or compares all of it.
 KNOWS_JOB = (
     *("config/", "preflight.py", "features/", "data/", "metrics/"),
-    *("assemble.py", "trainer.py", "train_step.py", "distributed/parallelize.py"),
+    *("assemble.py", "run.py", "trainer.py", "train_step.py", "distributed/parallelize.py"),
 )
 # Native and transformers' models are told apart where they are described, built, balanced, sharded
 # and written.
 TELLS_KINDS = (
-    *("config/", "models/families/", "features/", "data/tokenizer.py", "assemble.py"),
+    *("config/", "models/families/", "features/", "data/tokenizer.py", "assemble.py", "run.py"),
     *(
         "distributed/parallelize.py",
         "checkpoint/description.py",

@@ -17,15 +17,11 @@ from typing import Any
 import torch
 
 from titanlite import __version__
-from titanlite.base.agree import get_rank, on_first_rank
-from titanlite.base.errors import CheckpointError, ConfigError, TitanliteError
+from titanlite.base.errors import CheckpointError, TitanliteError
 from titanlite.base.hf_objects import build_from_config, get_config_class, is_known
-from titanlite.base.log import logger
-from titanlite.checkpoint.folder import OWN_FOLDER, read_json
-from titanlite.checkpoint.train_state import Progress
+from titanlite.checkpoint.folder import read_json
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
-from titanlite.data.loader import TrainLoader
-from titanlite.models.families import Family, describe_differences, family_of, model_config_from_hf
+from titanlite.models.families import Family, family_of
 from titanlite.models.families.config_json import (
     find_refused,
     format_json,
@@ -260,42 +256,3 @@ def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:
         table["extra_special_tokens"] = dict(named)
     table = {key: value for key, value in table.items() if key not in _NOT_WRITTEN}
     path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
-    """Check that the model of the checkpoint in `folder` computes the same as the configured one.
-
-    Raises ConfigError: it does not. The same on all ranks. Collective: every rank must call.
-    """
-
-    def find() -> str:
-        # the latter beside adapters
-        files = [folder / "config.json", folder / OWN_FOLDER / "config.json"]
-        path = next((path for path in files if path.is_file()), None)
-        if not isinstance(model_config, ModelConfig) or path is None:
-            return ""
-        return describe_differences(model_config, model_config_from_hf(path, "checkpoint"))
-
-    if text := on_first_rank(find):
-        raise ConfigError(
-            f"model: this run is to resume from {folder}, whose model is another one: {text}. Undo "
-            f"the change, or begin a new run: another job.dump_folder, and model.path = {folder}."
-        )
-
-
-def check_data_order(start: Progress | None, loader: TrainLoader) -> None:
-    """Warn if the data or their order differ from those of the resumed run."""
-    if start is None or start.data == loader.fingerprint or get_rank() != 0:
-        return
-    taken = loader.get_taken(start.step)
-    places = ", ".join(f"{name} at {count}" for name, count in taken.items())
-    logger.warning(
-        "data: the checkpoint was trained on %s, this run has %s; it goes on at sample %d of the "
-        "new order%s.",
-        *(
-            start.data,
-            loader.fingerprint,
-            start.samples,
-            f", of the sources {places}" if places else "",
-        ),
-    )

@@ -1,27 +1,26 @@
-"""`Checkpointer`: which checkpoint a run begins from, when it saves, and what it keeps."""
+"""`Checkpointer`: what a run loads, when it saves, and what it keeps."""
 
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from titanlite.base.agree import gather_objects, new_host_group, on_first_rank
-from titanlite.base.errors import CheckpointError, TitanliteError, TransientError, raise_problems
+from titanlite.base.agree import on_first_rank
+from titanlite.base.errors import CheckpointError, TitanliteError, TransientError
+from titanlite.base.events import record_event
 from titanlite.base.log import logger
-from titanlite.base.text import list_names
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.commit import check_folder, step_folder
+from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.hf_model import HFFormat, index_of, warn_of_sidecar
+from titanlite.checkpoint.start import Start
 from titanlite.checkpoint.train_state import (
     STATE_FILE,
     Progress,
-    find_missing_state,
     load_state,
     state_files,
 )
@@ -36,15 +35,13 @@ class Checkpointer:
     collective.
 
     A context manager: if training ends with an error, a save in the background is finished first.
-    `start` is the progress of the checkpoint that the run resumes from, or None.
 
     Args:
         saved_as: format of the model's part of the checkpoints.
-        record: called with (kind, text, step) after a complete or failed save, and for a damaged
-            checkpoint; also from the thread that saves in the background.
-
-    Raises CheckpointError: on all ranks; the checkpoint that was asked for is not there or not
-    complete, or later ones are in the way.
+        start: the checkpoint that the run resumes from, or None.
+        group: all ranks, on the host, with a long timeout, because one rank may read or write
+            longer than another. Its collectives of a background save must not interleave with those
+            of training.
     """
 
     def __init__(
@@ -52,22 +49,21 @@ class Checkpointer:
         section: CheckpointSection,
         saved_as: HFFormat,
         dump_folder: Path,
-        record: Callable[[str, str, int], None],
+        start: Start | None,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self._section, self._format, self._record = section, saved_as, record
-        self.folder = dump_folder / self._section.folder
-        # Its own group: collectives of a background save must not interleave with those of training
-        # or of `agree`. Its timeout is longer, because one rank may read or write longer than
-        # another.
-        self.group = new_host_group(timedelta(seconds=self._section.timeout_seconds))
+        self._section = section
+        self._format = saved_as
+        self.folder = dump_folder / section.folder
+        self.start = start
+        self.group = group
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._pending: Future[None] | None = None
         self._copies: dict[Any, torch.Tensor] = {}
         self._description: dict[str, bytes] = {}
         self._carried: Any = None
         self.carried_bytes = 0
-        self._saved_step = -1
-        self.start = self._find() if self._section.enable else None
+        self._saved_step = -1 if start is None else start.progress.step
 
     # --- loading
 
@@ -77,83 +73,14 @@ class Checkpointer:
         """
         if self.start is None:
             return self.initial_sources(model)
-        return self._format.sources(step_folder(self.folder, self.start.step), model)
+        return self._format.sources(self.start.folder, model)
 
     def initial_sources(self, model: Model) -> list[SourceProvider]:
         return self._format.initial_sources(model)
 
     def load_state(self, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
         if self.start is not None:
-            load_state(step_folder(self.folder, self.start.step), plan, optimizer)
-
-    def _find(self) -> Progress | None:
-        """Return the checkpoint to resume from; rank 0 chooses, all ranks help with checksums."""
-        asked, refused = self._section.load_step, list[int]()
-        while True:
-            complete = on_first_rank(lambda: self._list_complete(refused), self.group)
-            if asked > 0 and asked not in complete:
-                raise CheckpointError(
-                    f"checkpoint.load_step: {self.folder} has no step-{asked}. Complete "
-                    f"checkpoints there: {list_names(reversed(complete)) or 'none'}."
-                )
-            if asked >= 0 and complete and complete[0] > asked:
-                raise CheckpointError(
-                    f"checkpoint.load_step = {asked}: {self.folder} holds step-{complete[0]} of an "
-                    "earlier run, which the next resume would choose over what this run saves. "
-                    "Move the later checkpoints away, or set another job.dump_folder."
-                )
-            if not complete or asked == 0:
-                return None
-            folder, problems = step_folder(self.folder, complete[0]), list[str]()
-            if self._section.verify_checksums:  # every rank reads its share of the files
-                mine = check_folder(
-                    folder, checksums=True, share=(dist.get_rank(), dist.get_world_size())
-                )
-                problems = [
-                    problem for found in gather_objects(mine, self.group) for problem in found
-                ]
-            if not problems:
-                break
-            if asked > 0:
-                raise_problems(CheckpointError, f"checkpoint {folder}", problems)
-            self._pass_over(folder, problems)
-            refused.append(complete[0])
-        logger.info("checkpoint: resuming from %s", folder)
-        self._saved_step = complete[0]
-        return on_first_rank(lambda: Progress.read(folder), self.group)
-
-    def _list_complete(self, refused: list[int]) -> list[int]:
-        """List the steps of complete checkpoints, descending; the newest alone if that is asked
-        for. Those in `refused` are left out, and those that are passed over here are added to it.
-        On rank 0.
-        """
-        commit.clean_up(self.folder)
-        asked, complete = self._section.load_step, list[int]()
-        for step in reversed(commit.list_steps(self.folder)):
-            if step in refused:
-                continue
-            folder = step_folder(self.folder, step)
-            problems = check_folder(folder) or find_missing_state(folder)
-            if not problems:
-                complete.append(step)
-                if asked < 0:
-                    break
-            elif step == asked:
-                raise_problems(CheckpointError, f"checkpoint {folder}", problems)
-            elif asked < 0:
-                self._pass_over(folder, problems)
-                refused.append(step)
-        return complete
-
-    def _pass_over(self, folder: Path, problems: Sequence[str]) -> None:
-        """Warn why `folder` is not resumed from; a save of the same step will replace it."""
-        if dist.get_rank() != 0:
-            return
-        text = f"{folder} is passed over: {problems[0]}" + (
-            f" (and {len(problems) - 1} more)" if problems[1:] else ""
-        )
-        logger.warning("checkpoint: %s", text)
-        self._record("damaged", text, -1)
+            load_state(self.start.folder, plan, optimizer)
 
     # --- saving
 
@@ -231,7 +158,7 @@ class Checkpointer:
                 commit.commit_folder(folder, files, rest, self.group)
                 if self._carried is not None:
                     self._carried.follow(folder, files)
-                self._record("save", f"checkpoint {folder.name}", progress.step)
+                record_event("save", f"checkpoint {folder.name}", progress.step)
                 if on_first:
                     self._tidy(progress)
 
@@ -281,7 +208,7 @@ class Checkpointer:
             )
             if dist.get_rank() == 0:
                 logger.warning("%s", text)
-            self._record("save failed", text, step)
+            record_event("save failed", text, step)
 
     def final_folder(self, step: int) -> Path:
         """Return the checkpoint to hand out after training: that of `checkpoint.save_best`, or else

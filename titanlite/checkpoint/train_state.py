@@ -4,21 +4,18 @@ train_state.json.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from titanlite.base.agree import gather_objects, on_first_rank, raise_together
-from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
-from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
+from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import OWN_FOLDER, StoredTensor, read_headers, read_json
 from titanlite.checkpoint.pieces import whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.config.data import DataSection, get_sources
-from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import Plan, Read, region_of, share_out
 from titanlite.materialize.execute import read_tensors, sharded_like
 from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
@@ -70,62 +67,6 @@ class Progress:
                 f"{where}: {STATE_FILE} is damaged. Resume from an earlier step: "
                 "checkpoint.load_step."
             ) from None
-
-
-def find_start(section: CheckpointSection, dump_folder: str) -> Progress | None:
-    """Return the state that the run in `dump_folder` would resume from, or None.
-
-    `Checkpointer` makes the same choice; here one process does, without checksums, and changes and
-    refuses nothing.
-
-    Raises CheckpointError: its state is damaged.
-    """
-    load_step, folder = section.load_step, Path(dump_folder) / section.folder
-    steps = reversed(list_steps(folder)) if load_step < 0 else [load_step] * (load_step > 0)
-    for step in steps if section.enable else ():
-        if not (
-            check_folder(step_folder(folder, step)) or find_missing_state(step_folder(folder, step))
-        ):
-            return Progress.read(step_folder(folder, step))
-    return None
-
-
-def resolve_held_out(
-    data: DataSection, before: Progress | None, dump_folder: str, *, wanted: bool
-) -> DataSection:
-    """Return `data` with `validation_share` of the resumed run (`find_start`) or of a new one; 0 if
-    not `wanted`.
-
-    Raises ConfigError: the run was trained on all rows, and now some are to be held out.
-    """
-    if data.validation_share is not None:
-        return data
-    if before is None:
-        share = None if wanted else 0.0
-    else:
-        text = before.identity["data.validation_share"]
-        share = float(text) if text else None
-    data = replace(data, validation_share=share)
-    has_any = any(
-        source.validation_path or source.validation_share != 0
-        for source in get_sources(data).values()
-    )
-    if wanted and not has_any:
-        raise ConfigError(
-            f"data: the run in {dump_folder} was trained on all rows, and now some are to be held "
-            "out. Set data.validation_path to others, or another job.dump_folder to start a new "
-            "run."
-        )
-    return data
-
-
-def find_missing_state(folder: Path) -> list[str]:
-    """Return why a run cannot resume from the checkpoint in `folder`; empty if it can."""
-    return (
-        []
-        if (folder / STATE_FILE).exists()
-        else [f"{STATE_FILE}: missing, a run cannot resume without it."]
-    )
 
 
 def state_files(plan: Plan, optimizer: torch.optim.Optimizer) -> list[FileLayout]:

@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from titanlite.base.errors import CheckpointError, ConfigError
+from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import Progress
-from titanlite.checkpoint.train_state import STATE_FILE, resolve_held_out
+from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import JobConfig
-from titanlite.config.data import DataSection
 from titanlite.metrics.point import Results
 
 
@@ -47,33 +46,3 @@ def test_other_fields_are_refused(tmp_path, change):
     )
     with pytest.raises(CheckpointError, match="is damaged"):
         Progress.read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("identity", "wants", "share"),
-    [
-        (None, False, 0.0),  # nobody would look at them
-        (None, True, None),
-        ({"data.validation_share": "0"}, False, 0.0),
-        # it began with validation, and goes on with the same rows
-        ({"data.validation_share": ""}, False, None),
-        ({"data.validation_share": ""}, True, None),
-    ],
-)
-def test_a_run_goes_on_with_the_rows_that_it_was_trained_on(identity, wants, share):
-    before = None if identity is None else Progress(7, 56, "data", 4, {}, identity=identity)
-    data = DataSection()
-    assert resolve_held_out(data, before, "outputs", wanted=wants).validation_share == share
-    data.validation_share = 0.3
-    assert resolve_held_out(data, before, "outputs", wanted=wants).validation_share == 0.3
-
-
-def test_rows_that_were_trained_on_are_not_held_out_later():
-    before = Progress(7, 56, "data", 4, {}, identity={"data.validation_share": "0"})
-    data = DataSection()
-    with pytest.raises(
-        ConfigError, match=r"was trained on all rows, .* Set data\.validation_path to others"
-    ):
-        resolve_held_out(data, before, "outputs", wanted=True)
-    data.validation_path = "others.jsonl"
-    assert resolve_held_out(data, before, "outputs", wanted=True).validation_share == 0

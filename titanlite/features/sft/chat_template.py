@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titanlite.base.errors import DataError
 from titanlite.base.text import list_names
-from titanlite.checkpoint.train_state import find_start
+from titanlite.checkpoint.start import Start
 from titanlite.config import JobConfig
 from titanlite.features.sft.forms import Messages
 from titanlite.features.sft.readers import RowError
@@ -177,12 +177,11 @@ def _list_arguments(template: str) -> frozenset[str]:
     return frozenset(found - _KNOWN - set(environment.globals))
 
 
-def with_chat_date(job: JobConfig) -> JobConfig:
-    """Return `job` with the date for chat templates: as set, as in the checkpoint to resume from,
-    or today.
+def with_chat_date(job: JobConfig, start: Start | None) -> JobConfig:
+    """Return `job` with the date for chat templates: as set, as in the checkpoint `start`, or
+    today.
     """
     if job.data.dataset not in ("examples", "images") or job.data.chat_date:
         return job
-    start = find_start(job.checkpoint, job.job.dump_folder)
-    date = (start and start.chat_date) or Date.today().isoformat()
+    date = (start and start.progress.chat_date) or Date.today().isoformat()
     return replace(job, data=replace(job.data, chat_date=date))

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.assemble import build_data, check_data, fit_vocabulary, resolve_start
+from titanlite.assemble import build_data, check_data, fit_vocabulary
 from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.base.log import logger
 from titanlite.base.process import escape_controls, raw_output, read_variable
 from titanlite.base.text import Parser, command, format_count
+from titanlite.checkpoint.start import look_for_start
 from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
 from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset, get_sources
@@ -192,9 +193,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         job = load_config(rest)
         raise_problems(ConfigError, "configuration", find_missing_files(job))
         checked = check(job, known.world_size, weights=False)
-        job = with_chat_date(checked.job)
-        tokenizer, loader = build_data(job, 0, checked.degrees.dp)
-        num_ids, (_, start) = count_ids(tokenizer), resolve_start(job)
+        start = look_for_start(job.checkpoint, checked.job.job.dump_folder)
+        job = with_chat_date(checked.job, start)
+        tokenizer, loader = build_data(job, 0, checked.degrees.dp, start)
+        num_ids = count_ids(tokenizer)
         job, sizes = fit_vocabulary(job, checked.model_config, num_ids, checked.degrees.tp, start)
         check_data(job, sizes, loader.dataset.form, loader.dataset.vocab_size, num_ids)
         loader.start_from(0, 0, job.data.skip_to_sample)
