@@ -25,10 +25,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from cluster import Launched
 
 ROOT = Path(__file__).parents[1]
 # environment variable: where processes leave their pids and find what they shall do wrong
@@ -99,45 +101,23 @@ os._exit(code)
 """  # noqa: E501
 
 
-class Launched:
-    """A launcher with its ranks, and what they have written so far to the one output that they
-    share.
-    """
+class Served(Launched):
+    """A launcher that the server has forked, with its ranks; each process leaves its pid."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self._lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+    def __init__(self, command: Sequence[str], folder: Path, **options: Any) -> None:
+        super().__init__(command, **options)
+        self._folder = folder
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            self._lines.extend(lines)
-
-    @property
-    def out(self) -> str:
-        return "".join(self._lines)
-
-    def wait_for(self, what: str, condition: Callable[[], object], timeout_s: float) -> None:
-        end = time.monotonic() + timeout_s
-        while not condition():
-            code = self.process.poll()
-            assert code is None, f"ended with {code} instead of {what}:\n{self.out[-6000:]}"
-            assert time.monotonic() < end, f"no {what} within {timeout_s} s:\n{self.out[-6000:]}"
+    def pid(self, name: str) -> int:
+        """Return the process "launcher" or "rank-N"; a new start's ranks take a moment."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            with suppress(OSError, ValueError):
+                pid = int((self._folder / f"{name}.pid").read_text())
+                os.kill(pid, 0)
+                return pid
             time.sleep(0.02)
-
-    def end(self, timeout_s: float) -> int:
-        """The exit code, once it and all of its ranks have ended by themselves."""
-        try:
-            code = self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"no end within {timeout_s} s:\n{self.out[-6000:]}") from None
-        self._reader.join(timeout_s)
-        assert not self._reader.is_alive(), (
-            f"ended with {code}, but a rank is left:\n{self.out[-6000:]}"
-        )
-        return code
+        raise AssertionError(f"{name} does not start")
 
 
 class RankServer:
@@ -210,7 +190,7 @@ class RankServer:
             )
             time.sleep(0.05)
 
-    def launch(self, *arguments: str, folder: Path, **variables: str) -> Launched:
+    def launch(self, *arguments: str, folder: Path, **variables: str) -> Served:
         """`python -m titanlite.launch ARGUMENTS`, with its output and that of its ranks in one
         pipe.
 
@@ -219,15 +199,11 @@ class RankServer:
         N gives NaN, once.
         """
         self.wait_until_it_serves()
-        process = subprocess.Popen(
-            [self.python, "-m", "titanlite.launch", *arguments],
-            env=self.environment(**{"PYTHONUNBUFFERED": "1", FOLDER: str(folder)}, **variables),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        environment = self.environment(
+            **{"PYTHONUNBUFFERED": "1", FOLDER: str(folder)}, **variables
         )
-        return Launched(process)
+        command = [self.python, "-m", "titanlite.launch", *arguments]
+        return Served(command, folder, env=environment, joined=True)
 
     def close(self) -> None:
         """End the server, and with it all that it has forked."""
@@ -236,18 +212,6 @@ class RankServer:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
             self.process.kill()
-
-
-def rank_pid(folder: Path, rank: int) -> int:
-    """Of a rank that lives; between two starts there is none for a moment."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        with suppress(OSError, ValueError):
-            pid = int((folder / f"rank-{rank}.pid").read_text())
-            os.kill(pid, 0)
-            return pid
-        time.sleep(0.02)
-    raise AssertionError(f"rank {rank} does not start")
 
 
 # --- the server itself

@@ -18,7 +18,7 @@ from typing import Any
 import numpy.ma  # noqa: F401
 import pytest
 import torch
-from launches import Launch
+from cluster import Launched, launch_two_ranks
 from processes import run_to_end
 from rank_server import RankServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -269,14 +269,12 @@ def examples(tmp_path_factory: pytest.TempPathFactory, cache_folder: Path) -> li
 
 
 @pytest.fixture
-def launch(config_file: Path, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    """`launch(folder name, *overrides, options=, variables=)` -> a `Launch`, killed at the end if
-    it is left.
-    """
-    started: list[Launch] = []
+def launch(config_file: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """`launch(folder name, *overrides)`: `launch_two_ranks` into this folder of `tmp_path`."""
+    started: list[Launched] = []
 
-    def start(name: str, *overrides: str, **more: Any) -> Launch:
-        started.append(Launch(config_file, tmp_path / name, *overrides, **more))
+    def start(name: str, *overrides: str) -> Launched:
+        started.append(launch_two_ranks(config_file, tmp_path / name, *overrides))
         return started[-1]
 
     yield start

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import variables_of
+from cluster import rank_pids, variables_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -175,7 +175,7 @@ def test_run_leaves_nothing_else_behind(run):
 
 def finishing(number: signal.Signals) -> str:
     return (
-        f"titanlite: {number.name}: finishing this step and saving; send it again to end at once."
+        f"titanlite: {number.name}: finishing this step and saving; send it again to end at once.\n"
     )
 
 
@@ -184,18 +184,18 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_the_same_command_goes_on
     """SIGINT to the launcher's process group as a terminal sends it, and SIGKILL to one rank.
     SIGTERM to the launcher is in the fault drill.
     """
-    folder = tmp_path / "a/run/checkpoint"
+    folder = tmp_path / "run/checkpoint"
     command = (
-        "a",
+        "run",
         "--checkpoint.async_mode=async",
         "--checkpoint.interval=100000",
         "--checkpoint.keep_latest_k=0",
     )
     run = launch(*command)
-    run.wait_for(lambda: 2 in run.steps())
+    run.wait_for_step(2)
     os.killpg(run.process.pid, signal.SIGINT)
-    assert run.end(30) == 0, run.errors
-    assert run.errors == [finishing(signal.SIGINT)] and "resuming from" not in run.out
+    assert run.end(30) == 0, run.err
+    assert run.err == finishing(signal.SIGINT) and "resuming from" not in run.out
     saved = run.steps()[-1]
     assert run.steps() == list(range(1, saved + 1))
     assert (
@@ -206,19 +206,20 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_the_same_command_goes_on
     assert list_steps(folder) == [saved]
 
     run = launch(*command)
-    run.wait_for(lambda: saved + 2 in run.steps())
+    run.wait_for_step(saved + 2)
     assert run.steps()[0] == saved + 1, "from the step after the one that was saved"
     assert f"resuming from {folder / f'step-{saved}'}" in run.out
     before = sorted(path.name for path in folder.iterdir())
-    for pid in run.rank_pids():  # no connection could take it before rank 0 opened it
+    ranks = rank_pids(run.process.pid)
+    for pid in ranks:  # no connection could take it before rank 0 opened it
         assert int(variables_of(pid)["MASTER_PORT"]) in rendezvous.PORTS
-    os.kill(run.rank_pids()[1], signal.SIGKILL)
+    os.kill(ranks[1], signal.SIGKILL)
     assert run.end(15) != 0
-    assert run.errors == [
+    assert run.err == (
         "titanlite: rank 1 was ended by SIGKILL (often: out of memory); all ranks were stopped. "
         f"The same command resumes from the newest checkpoint in {folder.parent}, or begins anew "
-        "without one."
-    ]
+        "without one.\n"
+    )
     assert sorted(path.name for path in folder.iterdir()) == before
     assert check_folder(folder / f"step-{saved}", checksums=True) == []
 
@@ -228,24 +229,22 @@ def test_second_signal_and_a_run_that_cannot_save(launch, tmp_path):
     # Steps of minutes, so that the first signal cannot be obeyed soon.
     slow = launch("slow", "--training.global_batch_size=32768")
     lost = launch("lost", "--checkpoint.enable=false")
-    slow.wait_for((tmp_path / "slow/run/events.jsonl").exists)  # everything is built
+    slow.wait_for("the start", (tmp_path / "slow/events.jsonl").exists)  # everything is built
     time.sleep(2)  # and the first step begun
     slow.process.terminate()
-    slow.wait_for(lambda: slow.errors)
+    slow.wait_for("the answer to the signal", lambda: slow.err)
     time.sleep(1)
     assert slow.process.poll() is None, "it finishes its step"
     slow.process.terminate()
     assert slow.end(15) == 128 + signal.SIGTERM
-    assert slow.errors[0] == finishing(signal.SIGTERM)
-    assert slow.errors[1].startswith(
-        "titanlite: stopped by SIGTERM, with all ranks. The same command resumes from "
+    assert slow.err.startswith(
+        finishing(signal.SIGTERM)
+        + "titanlite: stopped by SIGTERM, with all ranks. The same command resumes from "
     )
-    assert (
-        not (tmp_path / "slow/run/checkpoint").exists() and "before the first step" not in slow.out
-    )
+    assert not (tmp_path / "slow/checkpoint").exists() and "before the first step" not in slow.out
 
-    lost.wait_for(lambda: 2 in lost.steps())
+    lost.wait_for_step(2)
     lost.process.terminate()
     assert lost.end(30) != 0, "what was trained is lost"
     assert f"stopped after step {lost.steps()[-1]} of 100000, lost" in lost.out
-    assert lost.errors[0] == finishing(signal.SIGTERM) and "Traceback" not in "".join(lost.errors)
+    assert lost.err.startswith(finishing(signal.SIGTERM)) and "Traceback" not in lost.err

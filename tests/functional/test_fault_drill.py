@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_server import RankServer, rank_pid
+from rank_server import RankServer
 from safetensors.torch import load_file
 
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
@@ -28,7 +28,6 @@ EVERY = 3  # steps of progress between two faults
 ROUNDS = ["kill"] * 2 + ["nan"] * 2 + ["corrupt", "disk", "stop", "term"]
 STEPS = EVERY * len(ROUNDS) + 6
 TIMEOUT_S = 5
-WAIT_S = 300  # for what takes 5 s on idle cores, or, of the quiet run, a minute
 # bytes; more than the notes for the launcher, which are elsewhere, less than any file of the run
 FILE_LIMIT = 4 << 10
 
@@ -85,7 +84,7 @@ class Drill:
             return 0
 
     def wait_for(self, what: str, condition: Callable[[], object]) -> None:
-        self.launched.wait_for(what, condition, WAIT_S)
+        self.launched.wait_for(what, condition)
 
     def said(self, kind: str) -> int:
         return len(re.findall(SAID[kind], self.out))
@@ -96,23 +95,23 @@ class Drill:
         """Let it happen, and wait until the run has noticed."""
         before, rank = self.said(kind), rng.randrange(RANKS)
         if kind == "kill":
-            os.kill(rank_pid(self.folder, rank), signal.SIGKILL)
+            os.kill(self.launched.pid(f"rank-{rank}"), signal.SIGKILL)
         elif kind == "stop":
-            os.kill(rank_pid(self.folder, rank), signal.SIGSTOP)
+            os.kill(self.launched.pid(f"rank-{rank}"), signal.SIGSTOP)
         elif kind == "corrupt":
             self.wait_for("two complete checkpoints", lambda: len(self.complete()) >= 2)
             # or a newer one than the damaged one could be complete before the kill
             for each in range(RANKS):
-                os.kill(rank_pid(self.folder, each), signal.SIGSTOP)
+                os.kill(self.launched.pid(f"rank-{each}"), signal.SIGSTOP)
             self.corrupt(rng)
-            os.kill(rank_pid(self.folder, rank), signal.SIGKILL)
+            os.kill(self.launched.pid(f"rank-{rank}"), signal.SIGKILL)
         elif kind == "nan":
             (self.folder / f"nan-{rank}").touch()
         elif kind == "disk":
             self.fill_disk()
         elif kind == "term":
             self.launched.process.terminate()  # the stub forwards it to the launcher
-            assert self.launched.end(WAIT_S) == 0, self.out[-6000:]
+            assert self.launched.end() == 0, self.out[-6000:]
             assert self.said(kind) == before + 1
             self.go_on()
             return
@@ -140,7 +139,7 @@ class Drill:
         failed.
         """
         before, waited = self.said("disk"), self.out.count(POINTS_WAIT)
-        pid = rank_pid(self.folder, 0)
+        pid = self.launched.pid("rank-0")
         _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, hard))
         try:
@@ -158,7 +157,7 @@ def test_a_run_with_eight_faults_ends_with_the_weights_of_a_quiet_one(
     server, config_file, tmp_path
 ):
     quiet = Drill(server, config_file, tmp_path / "quiet")
-    assert quiet.launched.end(WAIT_S) == 0, quiet.out[-6000:]
+    assert quiet.launched.end() == 0, quiet.out[-6000:]
 
     rng = random.Random(SEED)
     rounds = rng.sample(ROUNDS, len(ROUNDS))
@@ -170,7 +169,7 @@ def test_a_run_with_eight_faults_ends_with_the_weights_of_a_quiet_one(
         began = time.monotonic()
         drill.fault(kind, rng)
         times.setdefault(kind, []).append(round(time.monotonic() - began, 1))
-    assert drill.launched.end(WAIT_S) == 0, drill.out[-6000:]
+    assert drill.launched.end() == 0, drill.out[-6000:]
     print(f"rounds: {rounds}\nseconds until noticed: {times}")
 
     assert set(rounds) == set(SAID)

@@ -12,11 +12,10 @@ from pathlib import Path
 from textwrap import indent
 
 import pytest
-from rank_server import Launched, RankServer
+from cluster import Launched
+from rank_server import RankServer
 
 from titanlite.checkpoint.commit import list_steps
-
-WAIT_S = 90  # for what takes a few seconds on idle cores
 
 # Each runs in every rank before it trains; `rank` is its number.
 RAISE_ON_2 = """
@@ -138,15 +137,14 @@ def run(
         )
         started.append(launched)
         if signal_after is not None:
-            launched.wait_for(signal_after, lambda: signal_after in launched.out, WAIT_S)
+            launched.wait_for(signal_after, lambda: signal_after in launched.out)
             launched.process.send_signal(signal.SIGTERM)
         asked = time.monotonic()
-        return launched.end(WAIT_S), launched.out, time.monotonic() - asked
+        return launched.end(), launched.out, time.monotonic() - asked
 
     yield start
     for launched in started:
-        launched.process.kill()
-        launched.process.wait()
+        launched.kill()
 
 
 def said_by_launcher(out: str) -> list[str]:

@@ -1,0 +1,136 @@
+"""Launchers with real ranks: start them, wait for what they do, and see them end."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from processes import kill_tree
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 240  # a wait takes 10 s on 2 idle cores, or, for several machines, 40 s
+SHOWN = 6000  # characters of an output that a failure shows
+
+
+def variables_of(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with."""
+    return dict(v.partition("=")[::2] for v in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+
+
+class Launched:
+    """A launcher that runs, and what it and its ranks have written so far.
+
+    Args:
+        command: Starts the launcher.
+        env: All variables of its environment.
+        cwd: Its working directory.
+        joined: Both streams are `out`, in the order in which they were written.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str | os.PathLike[str]],
+        *,
+        env: Mapping[str, str],
+        cwd: Path = ROOT,
+        joined: bool = False,
+    ) -> None:
+        self.process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if joined else subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+        streams = [self.process.stdout] if joined else [self.process.stdout, self.process.stderr]
+        self._lines: list[list[str]] = [[], []]
+        self._readers = [
+            threading.Thread(target=self._read, args=pair, daemon=True)
+            for pair in zip(streams, self._lines, strict=False)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream, lines: list[str]) -> None:
+        with stream:
+            lines.extend(stream)
+
+    @property
+    def out(self) -> str:
+        return "".join(self._lines[0])
+
+    @property
+    def err(self) -> str:
+        return "".join(self._lines[1])
+
+    def report(self) -> str:
+        return f"{self.out[-SHOWN:]}\n{self.err[-SHOWN:]}"
+
+    def steps(self) -> list[int]:
+        """Return the steps whose lines the log has, in its order."""
+        return [int(step) for step in re.findall(r"step +(\d+)/\d+  +loss", self.out)]
+
+    def wait_for(
+        self, what: str, condition: Callable[[], object], timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Wait until `condition()` is true; an end of the launcher before that is a failure."""
+        end = time.monotonic() + timeout_s
+        while not condition():
+            code = self.process.poll()
+            assert code is None, f"ended with {code} instead of {what}:\n{self.report()}"
+            assert time.monotonic() < end, f"no {what} within {timeout_s} s:\n{self.report()}"
+            time.sleep(0.02)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(f"step {step}", lambda: max(self.steps(), default=0) >= step)
+
+    def end(self, timeout_s: float = TIMEOUT_S) -> int:
+        """Return the exit code, once the launcher and all of its ranks have ended by themselves.
+
+        A rank that is left keeps the streams open, which is a failure.
+        """
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end within {timeout_s} s:\n{self.report()}") from None
+        for reader in self._readers:
+            reader.join(timeout_s)
+            assert not reader.is_alive(), f"ended with {code}, a rank is left:\n{self.report()}"
+        return code
+
+    def kill(self) -> None:
+        """End the launcher and its ranks at the same moment, as a loss of power does."""
+        kill_tree(self.process.pid)
+        self.process.wait()
+
+
+def rank_pids(launcher: int) -> list[int]:
+    """Return the processes of the ranks that a launcher has started, in their order."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher:
+                found[int(variables_of(int(path.name))["RANK"])] = int(path.name)
+        except (OSError, KeyError):
+            continue  # it has ended since, or is no rank
+    return [found[rank] for rank in sorted(found)]
+
+
+def launch_two_ranks(config: Path, dump: Path, *overrides: str) -> Launched:
+    """Start `python -m titanlite.launch` with 2 ranks that train until they are told to stop."""
+    launcher = [sys.executable, "-m", "titanlite.launch", "--standalone", "--nproc-per-node=2"]
+    training = ["-m", "titanlite.rank", "--config", str(config), f"--job.dump_folder={dump}"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return Launched([*launcher, *training, "--training.steps=100000", *overrides], env=environment)
