@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import Launched
 from files import file_digest
-from processes import kill_tree
 from rank_server import RankServer
 from safetensors.torch import save_file
 
@@ -45,7 +45,6 @@ from titanlite.metrics.run_folder import (
 from titanlite.models.decoder import build_decoder
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 240  # 40 s on 2 idle cores
 # A lost launcher is noticed after 6 s and not after 15; so that tests do not wait, not so that they
 # pass.
 QUICK = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=3,join_timeout=120"
@@ -53,93 +52,50 @@ FILES = ("model.safetensors", "titanlite/optimizer.safetensors")
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="run_train.sh needs bash")
 
 
-class Machine:
-    """`run_train.sh` with 2 ranks, as it runs on one machine; `prefix` puts it into a namespace."""
-
-    def __init__(
-        self,
-        folder: Path,
-        arguments: Sequence[str],
-        env: Mapping[str, str],
-        prefix: Sequence[str] = (),
-    ) -> None:
-        self.out_path, self.err_path = folder.with_suffix(".out"), folder.with_suffix(".err")
-        with open(self.out_path, "a") as out, open(self.err_path, "a") as err:
-            command = [*prefix, "./run_train.sh", *arguments]
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=out, stderr=err, process_group=0
-            )
-
-    @property
-    def out(self) -> str:
-        return self.out_path.read_text()
-
-    @property
-    def err(self) -> str:
-        return self.err_path.read_text()
-
-    def kill(self) -> None:
-        """What a loss of power does: the launcher and its ranks end at the same moment, without a
-        word.
-        """
-        kill_tree(self.process.pid)
-        self.process.wait()
-
-
 class Cluster:
-    """Machines on which one run trains, with one output folder."""
+    """Machines on which one run trains, each with `run_train.sh` and 2 ranks."""
 
-    def __init__(
-        self, config: Path, folder: Path, num_steps: int, *overrides: str, env: Mapping[str, str]
-    ) -> None:
-        self.folder, self.num_steps, self.env = folder, num_steps, env
-        self.arguments = [
-            f"--config={config}",
-            f"--training.steps={num_steps}",
-            f"--job.dump_folder={folder / 'run'}",
-        ]
-        self.arguments += overrides
-        self.machines: list[Machine] = []
+    def __init__(self, config: Path, dump: Path, *overrides: str, env: Mapping[str, str]) -> None:
+        self.dump, self.env = dump, env
+        self.arguments = [f"--config={config}", f"--job.dump_folder={dump}", *overrides]
+        self.machines: list[Launched] = []
 
-    def start(self, name: str, variables: Mapping[str, str], prefix: Sequence[str] = ()) -> Machine:
-        self.machines.append(
-            Machine(self.folder / name, self.arguments, {**self.env, **variables}, prefix)
-        )
+    def start(self, variables: Mapping[str, str], prefix: Sequence[str] = ()) -> Launched:
+        """Start a machine; `prefix` puts it into a network namespace."""
+        command = [*prefix, "./run_train.sh", *self.arguments]
+        self.machines.append(Launched(command, env={**self.env, **variables}))
         return self.machines[-1]
 
     @property
     def out(self) -> str:
-        """What all of them have written; only the one that has rank 0 writes much."""
-        return "".join(path.read_text() for path in sorted(self.folder.glob("*.out")))
+        """What all machines have written; only the one that has rank 0 writes much."""
+        return "".join(machine.out for machine in self.machines)
 
     @property
     def checkpoints(self) -> Path:
-        return self.folder / "run/checkpoint"
+        return self.dump / "checkpoint"
 
     def steps(self) -> set[int]:
-        return {int(step) for step in re.findall(rf"step +(\d+)/{self.num_steps}  +loss", self.out)}
+        return {step for machine in self.machines for step in machine.steps()}
 
-    def losses(self) -> dict[int, float]:
-        """The loss of each step; of one that was trained twice, the later."""
-        lines = (self.folder / "run/metrics.jsonl").read_text().splitlines()
-        found = re.findall(r'"step": (\d+).*"loss/train": ([\d.e-]+)', "\n".join(lines))
-        return {int(step): float(loss) for step, loss in found}
-
-    def wait_for(self, condition: Callable[[], object], alive: Machine) -> None:
-        end = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert alive.process.poll() is None and time.monotonic() < end, self.report()
-            time.sleep(0.02)
+    def wait_for_step(self, step: int) -> None:
+        """Wait for any machine's word of it: the rendezvous chooses which one has rank 0."""
+        newest = self.machines[-1]
+        newest.wait_for(f"step {step}", lambda: step in self.steps())
 
     def report(self) -> str:
-        return "\n".join(
-            f"=== {m.out_path}\n{m.out[-3000:]}\n{m.err[-3000:]}" for m in self.machines
-        )
+        return "\n".join(machine.report() for machine in self.machines)
 
-    def end(self, *ending: Machine) -> None:
+    def end(self, *ending: Launched) -> None:
         """They end by themselves with exit code 0."""
         for machine in ending:
-            assert machine.process.wait(TIMEOUT_S) == 0, self.report()
+            assert machine.end() == 0, self.report()
+
+
+def losses_of(dump: Path) -> dict[int, float]:
+    """Return the loss of each step; of a step that was trained twice, the later one."""
+    points = map(json.loads, (dump / "metrics.jsonl").read_text().splitlines())
+    return {point["step"]: point["loss/train"] for point in points if "loss/train" in point}
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +121,8 @@ def cluster(
     made: list[Cluster] = []
 
     def make(num_steps: int, *overrides: str) -> Cluster:
-        made.append(Cluster(config_file, tmp_path, num_steps, *overrides, env=environment))
+        steps = f"--training.steps={num_steps}"
+        made.append(Cluster(config_file, tmp_path / "cluster", steps, *overrides, env=environment))
         return made[-1]
 
     yield make
@@ -236,24 +193,20 @@ def elastic(nnodes: str, places: Namespaces | None = None) -> tuple[dict[str, st
 
 
 @pytest.fixture
-def undisturbed(run_ranks, checked, tmp_path) -> Callable[..., dict[int, float]]:
-    """`undisturbed(num_steps, *overrides)` trains on 4 ranks of one machine into `tmp_path /
-    "run"`; losses by step.
-    """
+def undisturbed(run_ranks, checked) -> Callable[[int], None]:
+    """`undisturbed(num_steps)` trains on 4 ranks of one machine into `tmp_path / "run"`."""
 
-    def train(num_steps: int, *overrides: str) -> dict[int, float]:
+    def train(num_steps: int) -> None:
         job = checked(
             Degrees(dp_shard=4),
             f"--training.steps={num_steps}",
             "--checkpoint.interval=0",
-            *overrides,
         )
 
         def rank_main() -> None:
             assemble(job).train()
 
         run_ranks(4, rank_main)
-        return {}
 
     return train
 
@@ -267,13 +220,10 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
     processes of one: it comes back, and the ranks of both resume from the newest checkpoint.
     """
     run: Cluster = cluster(36, "--checkpoint.interval=6", "--checkpoint.keep_latest_k=0")
-    run.folder = tmp_path / "cluster"
-    run.folder.mkdir()
-    run.arguments[2] = f"--job.dump_folder={run.folder / 'run'}"
     host, other = elastic("2", places)
     here, there = ([], []) if places is None else places.prefixes
-    first, second = run.start("a", host, here), run.start("b", other, there)
-    run.wait_for(lambda: 3 in run.steps(), first)
+    first, second = run.start(host, here), run.start(other, there)
+    run.wait_for_step(3)
     second.process.terminate()
     run.end(first, second)
     stopped = list_steps(run.checkpoints)[-1]
@@ -287,10 +237,10 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
     )
 
     newest = (stopped // 6 + 1) * 6
-    first, second = run.start("c", host, here), run.start("d", other, there)
-    run.wait_for(lambda: newest + 2 in run.steps(), first)
+    first, second = run.start(host, here), run.start(other, there)
+    run.wait_for_step(newest + 2)
     second.kill()
-    again = run.start("e", other, there)
+    again = run.start(other, there)
     run.end(first, again)
     resumed = [int(step) for step in re.findall(r"resuming from \S*step-(\d+)", run.out)]
     assert len(resumed) == 2 and resumed[0] == stopped and resumed[1] >= newest
@@ -309,21 +259,17 @@ def test_a_run_goes_on_with_the_machines_that_are_left(cluster, undisturbed, tmp
     the same batches.
     """
     run: Cluster = cluster(16, "--checkpoint.interval=4")
-    run.folder = tmp_path / "cluster"
-    run.folder.mkdir()
-    run.arguments[2] = f"--job.dump_folder={run.folder / 'run'}"
     host, other = elastic("1:2")
-    first, second = run.start("a", host | {"NGPU": "1"}), run.start("b", other | {"NGPU": "1"})
-    run.wait_for(lambda: 6 in run.steps(), first)
+    first, second = run.start(host | {"NGPU": "1"}), run.start(other | {"NGPU": "1"})
+    run.wait_for_step(6)
     second.kill()
     run.end(first)
     assert "dp_shard 2 x tp 1, ep 1, 2 ranks on cpu" in run.out
     assert "dp_shard 1 x tp 1, ep 1, 1 rank on cpu" in run.out
     undisturbed(16)
-    reference = Cluster(Path(), tmp_path, 16, env={})
-    assert run.losses().keys() == reference.losses().keys() == set(range(1, 17))
-    for step, loss in reference.losses().items():
-        assert run.losses()[step] == pytest.approx(loss, abs=1e-5), step
+    expected, losses = losses_of(tmp_path / "run"), losses_of(run.dump)
+    assert expected.keys() == set(range(1, 17))
+    assert losses == pytest.approx(expected, abs=1e-5)
 
 
 def test_sigterm_ends_a_machine_that_waits_for_others_at_once(cluster):
@@ -332,8 +278,8 @@ def test_sigterm_ends_a_machine_that_waits_for_others_at_once(cluster):
     """
     run: Cluster = cluster(5)
     host, _ = elastic("2")
-    alone = run.start("a", host)
-    run.wait_for(lambda: "waiting for 2 machines" in alone.err, alone)
+    alone = run.start(host)
+    alone.wait_for("the wait", lambda: "waiting for 2 machines" in alone.err)
     alone.process.terminate()
     assert alone.process.wait(30) == 128 + signal.SIGTERM
     assert alone.err.splitlines()[1:] == ["titanlite: stopped by SIGTERM, with all ranks."]
@@ -348,9 +294,7 @@ def test_two_network_namespaces_with_fixed_numbers(cluster, namespaces):
     started = []
     for number, prefix in enumerate(namespaces.prefixes):
         static = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": namespaces.addresses[0]}
-        started.append(
-            run.start(f"node{number}", {**static, "MASTER_PORT": "29533", "NGPU": "1"}, prefix)
-        )
+        started.append(run.start({**static, "MASTER_PORT": "29533", "NGPU": "1"}, prefix))
     run.end(*started)
     assert run.steps() == {1, 2} and "2 ranks on cpu" in started[0].out
     assert started[1].out == "", "rank 0 is on machine 0"
@@ -409,36 +353,23 @@ def test_slurm_script(cluster, places, tmp_path, environment):
     slurm |= {"SLURM_SUBMIT_DIR": str(ROOT), "NODE_RANK": "7", "RDZV_PORT": str(find_free_port())}
     variables = {"FAKE_FOLDER": str(tmp_path), "FAKE_NAMESPACES": lines, "RDZV_CONF": QUICK}
     variables["PATH"] = f"{tools}:{environment['PATH']}"
-    with open(tmp_path / "job.out", "w") as out, open(tmp_path / "job.err", "w") as err:
-        job = subprocess.Popen(
-            [ROOT / "scripts/clusters/slurm.sh", *run.arguments],
-            cwd=tmp_path,
-            env={**environment, **slurm, **variables},
-            stdout=out,
-            stderr=err,
-        )
-    try:
-        end = time.monotonic() + TIMEOUT_S
-        while not {2} <= run.steps():
-            assert job.poll() is None and time.monotonic() < end, [
-                p.read_text() for p in tmp_path.glob("*.err")
-            ]
-            time.sleep(0.05)
-        job.send_signal(signal.SIGUSR1)
-        assert job.wait(TIMEOUT_S) == 0, [p.read_text() for p in tmp_path.glob("*.err")]
-    finally:
-        kill_tree(job.pid)
-        job.wait()
+    job = Launched(
+        [ROOT / "scripts/clusters/slurm.sh", *run.arguments],
+        cwd=tmp_path,
+        env={**environment, **slurm, **variables},
+    )
+    run.machines.append(job)  # the fixture ends it
+    run.wait_for_step(2)
+    job.process.send_signal(signal.SIGUSR1)
+    errors = [tmp_path / f"node{node}.err" for node in range(2)]
+    assert job.end() == 0, [path.read_text() for path in errors]
     (saved,) = list_steps(run.checkpoints)
-    assert f"stopped after step {saved} of 100000, saved" in run.out
+    assert f"stopped after step {saved} of 100000, saved" in job.out
     assert check_folder(run.checkpoints / f"step-{saved}", checksums=True) == []
     assert (tmp_path / "scontrol.log").read_text() == f"scontrol requeue {slurm['SLURM_JOB_ID']}\n"
     assert "--nodes=2" in (tmp_path / "srun.log").read_text().split()
-    errors = [(tmp_path / f"node{node}.err").read_text() for node in range(2)]
-    assert all(
-        "SIGTERM: finishing this step and saving" in text and "Traceback" not in text
-        for text in errors
-    )
+    for text in (path.read_text() for path in errors):
+        assert "SIGTERM: finishing this step and saving" in text and "Traceback" not in text
 
 
 # --- what must be alike on all machines
