@@ -29,11 +29,12 @@ from titanlite.base.extension import load_extension
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_headers
 from titanlite.config import JobConfig, load_config
+from titanlite.config.data import DataSection
 from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import OptimizerSection
 from titanlite.features.api import make_config
 from titanlite.features.custom import build_custom_objective, build_custom_optimizer
-from titanlite.features.sft.rows import _digest_code
+from titanlite.features.sft.rows import open_rows
 from titanlite.models.families import any_model_config_from_hf, families, resolve_model_config
 from titanlite.preflight import check
 
@@ -191,13 +192,12 @@ def test_a_converter_makes_the_rows_that_it_says(
         ]
         tokens[name] = build_data(load_config(argv), 0, 1)[1].dataset.train.examples
     assert tokens["asked"].tokens.tolist() == tokens["plain"].tokens.tolist()
-    assert tokens["asked"].header.skipped["converter failed"].count == 3
-    assert (
-        "raised ValueError: bad answer" in tokens["asked"].header.skipped["converter failed"].first
-    )
-    before = _digest_code("my_rows:convert")
+    count, first = tokens["asked"].skipped["converter failed"]
+    assert count == 3 and "raised ValueError: bad answer" in first
+    rows = open_rows(DataSection(path=f"{tmp_path / 'asked'}.jsonl", converter="my_rows:convert"))
+    before = rows.identity
     (modules / "my_rows.py").write_text(BLOCKS["my_rows"] + "\n# changed\n")
-    assert _digest_code("my_rows:convert") != before
+    assert rows.identity != before
 
 
 def test_a_family_of_ones_own(modules: Path):

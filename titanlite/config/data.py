@@ -47,7 +47,7 @@ class _OneSource:
     )
     path: str = setting(
         "",
-        "For 'text': a file or folder. For 'examples': a .jsonl (.jsonl.gz, .jsonl.zst), .json, "
+        "For 'text': a file or folder. For 'examples': a .jsonl (.jsonl.gz and alike), .json, "
         ".parquet or .csv file, a folder of such files, or the id of a dataset on the Hugging "
         "Face hub (owner/name or owner/name@revision). For 'images': a .jsonl file.",
     )
@@ -202,7 +202,7 @@ class DataSection(_OneSource):
 
 def holds_rows(name: str) -> bool:
     """Return True for the name of a file of rows, packed or not."""
-    for packed in (".gz", ".zst"):
+    for packed in (".gz", ".zst", ".bz2", ".xz"):
         name = name.removesuffix(packed)
     return name.endswith((".jsonl", ".json", ".parquet", ".csv", ".arrow"))
 

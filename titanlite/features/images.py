@@ -38,7 +38,7 @@ from titanlite.data.tokenizer import count_ids
 from titanlite.features.sft.build import get_padding
 from titanlite.features.sft.chat_frame import FrameFinder
 from titanlite.features.sft.chat_template import set_date
-from titanlite.features.sft.readers import READERS, RowError, first_line
+from titanlite.features.sft.readers import RowError, first_line, read_rows
 from titanlite.ops import IGNORE_INDEX
 
 # Pillow reads 40 more; one of them, PostScript, starts a program.
@@ -357,7 +357,7 @@ def read_image_rows(path: Path) -> list[ImageRow]:
     """
     rows, problems = [], []
     try:
-        for number, row in READERS[".jsonl"](path, 0):
+        for number, row in read_rows(path):
             place = f"{path}, line {number}"
             try:
                 if not isinstance(row, dict):

@@ -20,13 +20,14 @@ from titanlite.base.files import (
     replace_file,
 )
 from titanlite.config import load_config
+from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import build_text_corpus
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.images import load_image, read_image_rows
 from titanlite.features.sft.build import _read_template
-from titanlite.features.sft.readers import READERS
-from titanlite.features.sft.rows import LocalRows
+from titanlite.features.sft.readers import SUFFIXES
+from titanlite.features.sft.rows import LocalRows, open_rows
 from titanlite.features.tools.generate import _read_prompts
 from titanlite.metrics.run_folder import make_dump_folder
 from titanlite.models.families import any_model_config_from_hf
@@ -58,15 +59,11 @@ OPENED: dict[str, Callable[[Path], Any]] = {
     "images.jsonl": read_image_rows,
     "corpus.txt": lambda path: dict(build_text_corpus(path.parent)),
     "image.png": lambda path: load_image("row 1", path),
-    **{f"rows{ending}": lambda path: list(LocalRows((path,))) for ending in READERS},
     **{
-        f"skipped{ending}": lambda path: list(LocalRows((path,)).iterate_from(3))
-        for ending in READERS
+        f"rows{ending}": lambda path: list(open_rows(DataSection(path=str(path))).iterate_from())
+        for ending in (*SUFFIXES, ".jsonl.gz", ".jsonl.xz")
     },
-    **{
-        f"digest{ending}": lambda path: LocalRows((path,)).get_digest(path.parent)
-        for ending in READERS
-    },
+    "digest.jsonl": lambda path: LocalRows((path,)).get_digest(path.parent),
 }
 
 

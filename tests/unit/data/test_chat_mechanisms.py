@@ -375,15 +375,12 @@ chat_template_kwargs = {{quiet = true}}
 """
     toml.write_text(text)
     with pytest.raises(
-        DataError, match=r"line 1: .* drops messages\[1\]\.tool_calls, a call of 'f'"
+        DataError, match=r"row 1: .* drops messages\[1\]\.tool_calls, a call of 'f'"
     ):
         build_data(load_config(["--job.config_file", str(toml)]), 0, 1)
     toml.write_text(text + 'dropped_parts = "warn"\n')
     tokenizer, loader = build_data(load_config(["--job.config_file", str(toml)]), 0, 1)
     assert isinstance(loader.dataset, ExampleDataset)
     examples = loader.dataset.train.examples
-    assert (
-        sum(count for what, count in examples.header.counts.items() if what.startswith(DROPPED))
-        == 3
-    )
+    assert sum(count for what, count in examples.counts.items() if what.startswith(DROPPED)) == 3
     assert str(tokenizer.decode(examples.tokens)).startswith("quietly ")

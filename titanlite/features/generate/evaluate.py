@@ -21,7 +21,7 @@ from titanlite.base.extension import load_extension
 from titanlite.base.text import describe_error
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import assets_folder
-from titanlite.config.data import DataSection, get_fields
+from titanlite.config.data import DataSection
 from titanlite.data.dataset import TrainDataset, get_sources
 from titanlite.data.tokenizer import count_ids
 from titanlite.distributed import ParallelDims
@@ -32,7 +32,7 @@ from titanlite.features.streams.stream import StreamDataset
 from titanlite.metrics.point import EvaluationResult, Example
 
 if TYPE_CHECKING:
-    from titanlite.features.sft.examples import TokenizedExamples
+    from titanlite.features.sft.examples import Examples
 
 Scorer = Callable[[str, str], float]
 _EXAMPLES = 2
@@ -88,16 +88,13 @@ def read_evaluation_prompts(
             answers.
     """
     from titanlite.features.sft.examples import build_examples
-    from titanlite.features.sft.rows import ConvertedRows, find_rows
+    from titanlite.features.sft.rows import open_rows
 
     try:
-        rows = ConvertedRows(
-            find_rows(path, subset=data.subset, split=split), get_fields(data), data.converter
-        )
+        rows = open_rows(replace(data, path=path, split=split, pattern=""))
         settings = replace(data, format="auto", bad_rows="error", train_on="assistant")
         examples = build_examples(settings, rows, tokenizer)
-        count = (len(examples.offsets) - 1) // examples.header.documents_per_example
-        found = _prompts(examples, range(count), tokenizer)
+        found = _prompts(examples, range(len(examples.places)), tokenizer)
         if not found:
             raise _no_answers(path, examples)
         return found
@@ -105,9 +102,7 @@ def read_evaluation_prompts(
         raise DataError(f"evaluation.path: {error}") from None
 
 
-def _prompts(
-    examples: "TokenizedExamples", which: Iterable[int], tokenizer: Any
-) -> list[EvaluationPrompt]:
+def _prompts(examples: "Examples", which: Iterable[int], tokenizer: Any) -> list[EvaluationPrompt]:
     found = []
     for example in which:
         place = next(iter(examples.get_documents(example)))
@@ -127,9 +122,9 @@ def _prompts(
     return found
 
 
-def _no_answers(what: str, examples: "TokenizedExamples") -> DataError:
+def _no_answers(what: str, examples: "Examples") -> DataError:
     return DataError(
-        f"data: the {what} examples ({examples.header.form}) have no answers to compare with. "
+        f"data: the {what} examples ({examples.form}) have no answers to compare with. "
         "Evaluate by generation on messages or prompt and completion only."
     )
 

@@ -18,8 +18,15 @@ from titanlite.data.loader import resolve_tokenizer_path
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.sft.chat import DROPPED, NO_END, SPELLED
 from titanlite.features.sft.chat_template import set_arguments
-from titanlite.features.sft.dataset import ExampleDataset, ExampleSet, fit_examples, hold_out
+from titanlite.features.sft.dataset import (
+    ExampleDataset,
+    ExampleSet,
+    describe_counts,
+    fit_examples,
+    hold_out,
+)
 from titanlite.features.sft.examples import build_examples
+from titanlite.features.sft.forms import Form
 from titanlite.features.sft.rows import open_rows
 
 if TYPE_CHECKING:
@@ -51,7 +58,9 @@ def build_example_dataset(
     examples = build_examples(data, rows, tokenizer)
     train = fit_examples(examples, seq_len, data.too_long)
     if data.validation_path:
-        held_out = build_held_out(replace(data, format=examples.header.form), seq_len, tokenizer)
+        held_out = build_held_out(
+            replace(data, format=cast(Form, examples.form)), seq_len, tokenizer
+        )
         sources = (train, held_out)
     else:
         sources = (train,)
@@ -109,58 +118,38 @@ def _read_template(path: str) -> str:
         ) from None
 
 
-def get_left_out(dataset: ExampleDataset) -> list[str]:
-    """List rows skipped and examples cut or dropped, counted by reason; empty if everything is used
-    as it is.
-    """
-    found: Counter[tuple[str, str]] = Counter()
-    for source in dataset.sources:
-        for reason, skipped in source.examples.header.skipped.items():
-            found["row", f"skipped: {reason}"] += skipped.count
-        for reason, count in source.dropped.items():
-            found["example", f"dropped: {reason}"] += count
-        if source.num_cut:
-            found["example", f"cut to {dataset.seq_len} tokens"] += source.num_cut
-    return [
-        f"{count} {noun}{'' if count == 1 else 's'} {what}" for (noun, what), count in found.items()
-    ]
-
-
-def get_first_skipped(dataset: ExampleDataset) -> list[str]:
-    """Return the message about the first skipped row, for each reason."""
-    headers = [source.examples.header for source in dataset.sources]
-    return [skipped.first for header in headers for skipped in header.skipped.values()]
+def get_left_out(dataset: ExampleDataset) -> Counter[str]:
+    """Count rows skipped and examples cut or dropped, by what is said of them."""
+    return sum((source.left_out for source in dataset.sources), Counter())
 
 
 def describe(dataset: ExampleDataset) -> str:
     """Return one line for the log of a run."""
     train = dataset.train
     kind = "pairs" if dataset.form == "preference" else "examples"
-    left_out = "; ".join(get_left_out(dataset))
     num_split = sum(source.num_split for source in dataset.sources)  # documents
+    split = f", {num_split} longer documents split" if num_split else ""
     share = train.num_trained / train.num_tokens  # padding aside
     return (
         f"{len(train.selected)} {kind} to train on ({dataset.form}), "
-        f"{len(dataset.held_out.selected)} held "
-        f"out{f', {num_split} longer documents split' if num_split else ''}; {train.num_tokens} "
-        f"tokens, {share:.1%} trained; {dataset.num_train_sequences} sequences of "
-        f"{dataset.seq_len}, {dataset.packing_efficiency:.1%} full; left out: "
-        f"{left_out or 'nothing'}"
+        f"{len(dataset.held_out.selected)} held out{split}; {train.num_tokens} tokens, {share:.1%} "
+        f"trained; {dataset.num_train_sequences} sequences of {dataset.seq_len}, "
+        f"{dataset.packing_efficiency:.1%} full; left out: "
+        f"{describe_counts(get_left_out(dataset))}"
     )
 
 
 def get_warnings(dataset: ExampleDataset) -> list[str]:
     """Return warnings about chats that are most likely unintended, with their file."""
-    headers = [source.examples.header for source in dataset.sources]
     return [
-        f"{header.names[0]}: {text}"
-        for header in headers
-        for text in get_chat_warnings(header.counts)
+        f"{source.examples.names[0]}: {text}"
+        for source in dataset.sources
+        for text in get_chat_warnings(source.examples.counts)
     ]
 
 
 def get_chat_warnings(counts: Mapping[str, int]) -> list[str]:
-    """Return warnings about `ExampleHeader.counts` that are no errors but most likely
+    """Return warnings about `Examples.counts` that are no errors but most likely
     unintended.
     """
     remedies = {

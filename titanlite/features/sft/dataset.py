@@ -5,16 +5,15 @@ Shape suffixes: B rows in a batch, L tokens per row.
 """
 
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from hashlib import sha256
 
 import numpy as np
 import torch
 
-from titanlite.base.errors import DataError, raise_problems
+from titanlite.base.errors import DataError
 from titanlite.config.data import TooLong
 from titanlite.data.dataset import (
     Batch,
@@ -24,8 +23,9 @@ from titanlite.data.dataset import (
     get_permutation,
 )
 from titanlite.features.sft.chat import TRAINED
-from titanlite.features.sft.examples import TokenizedExamples
+from titanlite.features.sft.examples import Examples
 from titanlite.features.sft.forms import Form
+from titanlite.features.sft.rows import refuse_rows
 from titanlite.ops import IGNORE_INDEX
 
 _HOLD_OUT_SEED = 0  # not training.seed: another seed is another order of the same training data
@@ -39,70 +39,46 @@ class ExampleSet:
     Attributes:
         selected: (n,) int64, the examples that are used; one that was split is there several times.
         starts, lengths: (n, D) int64, what to use of each of the D documents of an example.
-        dropped: examples left out, by reason.
+        trained: (n, D) int64, tokens that the loss is taken on.
+        left_out: rows skipped and examples dropped or cut, by what is said of them.
     """
 
-    examples: TokenizedExamples
+    examples: Examples
     selected: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
-    num_cut: int = 0
+    trained: np.ndarray
     num_split: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)
 
     def subset(self, which: np.ndarray) -> "ExampleSet":
         """Return the examples `which`, indices or a mask over `selected`; counts stay with the
         whole.
         """
-        return ExampleSet(
-            self.examples, self.selected[which], self.starts[which], self.lengths[which]
-        )
+        columns = (self.selected, self.starts, self.lengths, self.trained)
+        return ExampleSet(self.examples, *(column[which] for column in columns))
 
     def get_documents(self, member: int) -> Iterator[slice]:
-        """Return the used parts of the documents of example `member`, as places in `tokens` and
+        """Yield the used parts of the documents of example `member`, as places in `tokens` and
         `flags`.
         """
         places = self.examples.get_documents(int(self.selected[member]))
-        parts = zip(
-            places, self.starts[member].tolist(), self.lengths[member].tolist(), strict=True
-        )
-        return (
-            slice(place.start + start, place.start + start + length)
-            for place, start, length in parts
-        )
+        starts, lengths = self.starts[member].tolist(), self.lengths[member].tolist()
+        for place, start, length in zip(places, starts, lengths, strict=True):
+            yield slice(place.start + start, place.start + start + length)
 
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
 
-    @cached_property
+    @property
     def num_trained(self) -> int:
         """Tokens that the loss is taken on."""
-        if self.examples.header.form == "text":  # every token except the first is trained
-            return int((self.lengths - 1).sum())
-        size = self.examples.header.documents_per_example
-        full = np.diff(self.examples.offsets).reshape(-1, size)[self.selected]
-        trained = self.examples.num_trained.reshape(-1, size)[self.selected]
-        total = int(trained[full == self.lengths].sum())
-        for example, document in np.argwhere(full != self.lengths):
-            total += _count_trained(
-                self.examples, int(self.selected[example]), document, self.lengths[example]
-            )
-        return total
-
-
-def _count_trained(
-    examples: TokenizedExamples, example: int, document: int, lengths: np.ndarray
-) -> int:
-    """Count the trained labels of one document in its first `lengths[document]` tokens."""
-    start = int(examples.offsets[example * examples.header.documents_per_example + document])
-    return int(
-        np.count_nonzero(examples.flags[start + 1 : start + int(lengths[document])] & TRAINED)
-    )
+        return int(self.trained.sum())
 
 
 def fit_examples(
-    examples: TokenizedExamples, seq_len: int, too_long: TooLong, *, may_be_empty: bool = False
+    examples: Examples, seq_len: int, too_long: TooLong, *, may_be_empty: bool = False
 ) -> ExampleSet:
     """Return the examples that fit into `seq_len` tokens, or can be made to.
 
@@ -117,70 +93,76 @@ def fit_examples(
             left and `may_be_empty` is off; `too_long` is 'split' for another form than 'text', or
             for a `seq_len` of 1.
     """
-    form, size = examples.header.form, examples.header.documents_per_example
-    if too_long == "split" and (form != "text" or seq_len < 2):
-        what = (
-            f"the examples are of form '{form}'"
-            if form != "text"
-            else f"training.seq_len is {seq_len}"
-        )
-        raise DataError(
-            "data: too_long = \"split\" is for documents of plain text (form 'text') and pieces of "
-            "2 tokens or more, "
-            f'but {what}. Set data.too_long to "cut" or "drop".'
-        )
+    form, size = examples.form, examples.documents_per_example
     lengths = np.diff(examples.offsets).reshape(-1, size)
+    trained = examples.num_trained.reshape(-1, size).copy()
     is_long = lengths.sum(1) > seq_len
-    selected, starts = np.arange(len(lengths)), np.zeros_like(lengths)
-    if too_long == "split" and is_long.any():
-        return _split(examples, lengths[:, 0], seq_len)
-    if too_long == "error" and is_long.any():
-        found = np.flatnonzero(is_long)
-        problems = [
-            f"{examples.describe_place(i)}: {lengths[i].sum()} tokens" for i in found.tolist()
-        ]
-        remedy = 'Raise training.seq_len, or set data.too_long to "cut" or "drop".'
-        if len(problems) == 1:
-            raise DataError(f"data: {problems[0]}, but training.seq_len is {seq_len}. {remedy}")
-        longest = lengths.sum(1).max()
-        where = (
-            f"data: examples longer than training.seq_len ({seq_len}), the longest of {longest} "
-            f"tokens. {remedy}"
-        )
-        raise_problems(DataError, where.rstrip("."), problems)
-    kept, dropped = np.ones(len(lengths), dtype=bool), {}
-
-    def drop(which: np.ndarray, reason: str) -> None:
-        kept[which] = False
-        if len(which):
-            dropped[reason] = len(which)
-
-    if too_long == "drop":
-        drop(np.flatnonzero(is_long), f"longer than {seq_len} tokens")
-    elif is_long.any():
-        lengths = lengths.copy()
-        lengths[is_long] = _cut_lengths(lengths[is_long], seq_len)
-        untrained = [
-            i
-            for i in np.flatnonzero(is_long).tolist()
-            if not all(
-                _count_trained(examples, i, document, lengths[i]) for document in range(size)
+    left_out = Counter(
+        {f"rows skipped ({reason})": count for reason, (count, _) in examples.skipped.items()}
+    )
+    if too_long == "split":
+        if form not in ("text", None) or seq_len < 2:
+            what = (
+                f"training.seq_len is {seq_len}"
+                if form == "text"
+                else f"the examples are of form '{form}'"
             )
-        ]
-        drop(np.array(untrained, dtype=np.int64), f"no trained token among the first {seq_len}")
-    num_cut = int(np.count_nonzero(is_long & kept))
-    if not kept.any() and not may_be_empty:
+            raise DataError(
+                "data: too_long = \"split\" is for documents of plain text (form 'text') and "
+                f'pieces of 2 tokens or more, but {what}. Set data.too_long to "cut" or "drop".'
+            )
+        return _split(examples, lengths[:, 0], seq_len, left_out)
+    if too_long == "error" and is_long.any():
+        _refuse_long(examples, lengths.sum(1), seq_len)
+    is_left = ~is_long
+    if too_long == "cut":
+        lengths[is_long] = _cut_lengths(lengths[is_long], seq_len)
+        for example, document in np.argwhere(is_long[:, None] & (trained > 0)).tolist():
+            start = int(examples.offsets[example * size + document])
+            flags = examples.flags[start + 1 : start + int(lengths[example, document])]
+            trained[example, document] = np.count_nonzero(flags & TRAINED)
+        is_left = (trained > 0).all(1) | ~is_long
+        left_out[f"examples cut to {seq_len} tokens"] = int((is_long & is_left).sum())
+    why = f"no trained token among the first {seq_len}"
+    reason = f"longer than {seq_len} tokens" if too_long == "drop" else why
+    left_out[f"examples dropped ({reason})"] = int((~is_left).sum())
+    left_out = +left_out  # without zeros
+    if not is_left.any() and not may_be_empty:
         raise DataError(
-            f"data: none of {len(kept)} examples fits into training.seq_len ({seq_len}): "
-            f"{', '.join(f'{count} {reason}' for reason, count in dropped.items())}. Raise "
-            "training.seq_len."
+            f"data: none of {len(is_left)} examples fits into training.seq_len ({seq_len}): "
+            f"{describe_counts(left_out)}. Raise training.seq_len."
         )
+    selected = np.flatnonzero(is_left)
+    starts = np.zeros_like(lengths[is_left])
     return ExampleSet(
-        examples, selected[kept], starts[kept], lengths[kept], num_cut=num_cut, dropped=dropped
+        examples,
+        selected=selected,
+        starts=starts,
+        lengths=lengths[is_left],
+        trained=trained[is_left],
+        left_out=left_out,
     )
 
 
-def _split(examples: TokenizedExamples, lengths: np.ndarray, seq_len: int) -> ExampleSet:
+def describe_counts(left_out: Counter[str]) -> str:
+    """Return what was left out in words."""
+    return "; ".join(f"{what}: {count}" for what, count in left_out.items()) or "nothing"
+
+
+def _refuse_long(examples: Examples, lengths: np.ndarray, seq_len: int) -> None:
+    """Raise a DataError that names the examples of `lengths` (n,) that are too long."""
+    problems = [
+        (*examples.get_place(i), f"{lengths[i]} tokens, but training.seq_len is {seq_len}.")
+        for i in np.flatnonzero(lengths > seq_len).tolist()
+    ]
+    longest = f" to {lengths.max()}, the longest" if len(problems) > 1 else ""
+    remedy = f'Raise training.seq_len{longest}, or set data.too_long to "cut" or "drop".'
+    refuse_rows(examples.names, problems, remedy)
+
+
+def _split(
+    examples: Examples, lengths: np.ndarray, seq_len: int, left_out: Counter[str]
+) -> ExampleSet:
     """Split documents of `lengths` (n,) into pieces of at most `seq_len` tokens that overlap by one
     token.
     """
@@ -188,10 +170,17 @@ def _split(examples: TokenizedExamples, lengths: np.ndarray, seq_len: int) -> Ex
     num_pieces = np.maximum(-(-(lengths - 1) // step), 1)
     selected = np.repeat(np.arange(len(lengths)), num_pieces)
     numbers = np.arange(len(selected)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    starts = numbers * step
-    pieces = np.minimum(lengths[selected] - starts, seq_len)
-    num_split = int(np.count_nonzero(num_pieces > 1))
-    return ExampleSet(examples, selected, starts[:, None], pieces[:, None], num_split=num_split)
+    starts = numbers[:, None] * step
+    pieces = np.minimum(lengths[selected, None] - starts, seq_len)
+    return ExampleSet(
+        examples,
+        selected=selected,
+        starts=starts,
+        lengths=pieces,
+        trained=pieces - 1,  # every token of a text except the first
+        num_split=int(np.count_nonzero(num_pieces > 1)),
+        left_out=left_out,
+    )
 
 
 def _cut_lengths(lengths: np.ndarray, seq_len: int) -> np.ndarray:
@@ -226,13 +215,35 @@ def hold_out(whole: ExampleSet, share: float | None = None) -> tuple[ExampleSet,
     return whole.subset(~is_held_out[row_of]), whole.subset(is_held_out[row_of])
 
 
-class ExampleDataset(ShuffledSequences):
+class ExampleSequences:
+    """Sequences of `seq_len` tokens, each made of the documents of some examples. Padding has the
+    token `pad_token_id`, the label -100, the position 0 and the document id -1.
+    """
+
+    seq_len: int
+    pad_token_id: int
+
+    def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:
+        """Return the set of the examples in sequence `index`, and their numbers in order."""
+        raise NotImplementedError
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Return the sequences `indices` (B,); of a pair, first chosen, then rejected."""
+        rows = []
+        for index in np.asarray(indices, dtype=np.int64).tolist():
+            part, members = self.get_members(index)
+            used = [place for member in members for place in part.get_documents(int(member))]
+            examples = part.examples
+            rows.append([(examples.tokens[place], examples.flags[place]) for place in used])
+        return make_batch(rows, self.seq_len, self.pad_token_id)
+
+
+class ExampleDataset(ExampleSequences, ShuffledSequences):
     """Training rows, then held-out rows, of `seq_len` tokens each.
 
     With `packing`, examples are packed best-fit-decreasing, which depends on their lengths alone;
-    without, each has a row for itself. Padding has the token `pad_token_id`, the label -100, the
-    position 0 and the document id -1. `sources` are the sets that `train` and `held_out` were taken
-    from, with what was cut and dropped in them.
+    without, each has a row for itself. `sources` are the sets that `train` and `held_out` were
+    taken from, with what was cut and dropped in them.
     """
 
     def __init__(
@@ -268,16 +279,17 @@ class ExampleDataset(ShuffledSequences):
 
     @property
     def vocab_size(self) -> int:
-        sizes = [part.examples.header.vocab_size for part in (self.train, self.held_out)]
+        sizes = [part.examples.vocab_size for part in (self.train, self.held_out)]
         return max(*sizes, self.pad_token_id + 1)
 
     @property
     def stop_token_ids(self) -> set[int]:
-        return {token for source in self.sources for token in source.examples.header.stop_token_ids}
+        return {token for source in self.sources for token in source.examples.stop_token_ids}
 
     @property
     def form(self) -> Form:
-        return self.train.examples.header.form
+        assert self.train.examples.form is not None
+        return self.train.examples.form
 
     @property
     def packing_efficiency(self) -> float:
@@ -285,35 +297,23 @@ class ExampleDataset(ShuffledSequences):
         return self.train.num_tokens / (self.num_train_sequences * self.seq_len)
 
     def _describe(self) -> str:
+        train = self.train
         parts = [
-            self.packing,
-            self.train.selected.tobytes(),
-            self.train.lengths.tobytes(),
-            self.train.examples.content,
+            str(self.packing).encode(),
+            train.selected.tobytes(),
+            train.lengths.tobytes(),
+            train.examples.content.encode(),
         ]
-        digest = sha256()
-        for part in parts:
-            digest.update(part if isinstance(part, bytes) else str(part).encode())
+        digest = sha256(b"".join(parts)).hexdigest()
         return (
-            f"{len(self.train.selected)} examples of {self.train.num_tokens} tokens (digest "
-            f"{digest.hexdigest()[:8]}), sequences of {self.seq_len}"
+            f"{len(train.selected)} examples of {train.num_tokens} tokens (digest {digest[:8]}), "
+            f"sequences of {self.seq_len}"
         )
 
     def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:
-        """Return the set of the examples in sequence `index`, and their numbers in order."""
+        if not 0 <= index < self.num_sequences:
+            raise IndexError(f"sequence index {index} is not in [0, {self.num_sequences})")
         return self._rows[index]
-
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        places = np.asarray(indices, dtype=np.int64)
-        if places.size == 0 or places.min() < 0 or places.max() >= self.num_sequences:
-            raise IndexError(
-                f"sequence indices {list(indices)} are not all in [0, {self.num_sequences})"
-            )
-        return make_batch(
-            [get_documents(*self._rows[i]) for i in places.tolist()],
-            self.seq_len,
-            self.pad_token_id,
-        )
 
 
 def pack_examples(part: ExampleSet, seq_len: int, *, packing: bool) -> list[np.ndarray]:
@@ -323,15 +323,6 @@ def pack_examples(part: ExampleSet, seq_len: int, *, packing: bool) -> list[np.n
     if packing:
         return pack_best_fit(part.lengths.sum(1), seq_len)
     return list(np.arange(len(part.selected)).reshape(-1, 1))
-
-
-def get_documents(part: ExampleSet, members: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, flags) of all documents of `members`, in order: of a pair first chosen, then
-    rejected.
-    """
-    for member in members.tolist():
-        for used in part.get_documents(member):
-            yield part.examples.tokens[used], part.examples.flags[used]
 
 
 def make_batch(

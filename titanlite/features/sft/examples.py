@@ -4,19 +4,20 @@ was skipped.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from importlib import metadata
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from zipfile import BadZipFile
 
 import numpy as np
 
-from titanlite.base.errors import DataError, raise_problems
+from titanlite.base.errors import DataError
 from titanlite.base.files import write_atomic
 from titanlite.base.log import logger
 from titanlite.base.text import list_names
@@ -28,7 +29,7 @@ from titanlite.features.sft.chat_template import set_date
 from titanlite.features.sft.encode import Document, ExampleEncoder
 from titanlite.features.sft.forms import FORM_FIELDS, Form, detect_form
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.rows import Row, Rows, describe_place, merge_row_problems
+from titanlite.features.sft.rows import Row, Rows, describe_place, refuse_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,77 +37,86 @@ if TYPE_CHECKING:
 CODE = Path(__file__).parent, Path(__file__).parents[2] / "data"  # turns rows into tokens
 _BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
 _FILE_SHIFT = 40  # a place is file << 40 | number
-_SKIP_REMEDY = 'To leave such rows out and count them, set data.bad_rows = "skip".'
+_INDEX = ("offsets", "num_trained", "places")  # arrays that are loaded
+_HEADER = ("form", "names", "num_rows", "vocab_size", "stop_token_ids", "counts", "skipped")
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """Rows left out for one reason: how many, and the message about the first."""
-
-    count: int
-    first: str
-
-
-@dataclass(frozen=True)
-class ExampleHeader:
-    """Header of a file of tokenized examples, kept in a JSON file next to it.
-
-    `documents_per_example` is 2 for preference pairs. `vocab_size` is one more than the largest id
-    among the tokens. `counts` are as in `ChatRenderer`; `stop_token_ids` the tokens that answers
-    end with.
-    """
-
-    form: Form
-    dtype: str
-    documents_per_example: int
-    num_examples: int
-    num_tokens: int
-    vocab_size: int
-    num_rows: int
-    stop_token_ids: tuple[int, ...]
-    names: tuple[str, ...]
-    counts: dict[str, int] = field(default_factory=dict)
-    skipped: dict[str, Skipped] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TokenizedExamples:
-    """All examples of a set of rows; the arrays are read-only and memory-mapped.
+class Examples:
+    """The examples of a set of rows, and what was left out of them.
 
     Attributes:
+        form: form of the rows; None where no row could be used.
+        names: files of the rows, as `Rows.names`.
         tokens: (num_tokens,) uint16, or uint32 for a vocabulary above 65536.
         flags: (num_tokens,) uint8, the bits TRAINED and ANSWER of `titanlite.features.sft.chat`.
         offsets: (num_documents + 1,) int64, where documents begin.
         num_trained: (num_documents,) int64, trained tokens of each document that are labels.
         places: (num_examples,) int64, the row of each example; examples of one row follow each
             other.
+        num_rows: rows that were read.
+        vocab_size: one more than the largest id among the tokens.
+        stop_token_ids: tokens that answers end with.
+        counts: remarks about chats, as in `ChatRenderer`.
+        skipped: for each reason the number of rows that were left out, and the message about the
+            first.
         content: digest of rows, tokenizer, template and options, wherever the rows are.
     """
 
+    form: Form | None
+    names: Sequence[str]
     tokens: np.ndarray
     flags: np.ndarray
     offsets: np.ndarray
     num_trained: np.ndarray
     places: np.ndarray
-    header: ExampleHeader
-    content: str
+    num_rows: int
+    vocab_size: int
+    stop_token_ids: Sequence[int]
+    counts: Mapping[str, int]
+    skipped: Mapping[str, tuple[int, str]]
+    content: str = ""
+
+    @property
+    def documents_per_example(self) -> int:
+        return 2 if self.form == "preference" else 1
+
+    def get_place(self, example: int) -> tuple[int, int]:
+        """Return file and number of the row of an example."""
+        return divmod(int(self.places[example]), 1 << _FILE_SHIFT)
 
     def describe_place(self, example: int) -> str:
-        place = int(self.places[example])
-        return describe_place(
-            self.header.names, place >> _FILE_SHIFT, place & (1 << _FILE_SHIFT) - 1
-        )
+        return describe_place(self.names, *self.get_place(example))
 
     def get_documents(self, example: int) -> Iterator[slice]:
         """Yield the place in `tokens` and `flags` of each document of an example."""
-        size = self.header.documents_per_example
+        size = self.documents_per_example
         for document in range(example * size, (example + 1) * size):
             yield slice(int(self.offsets[document]), int(self.offsets[document + 1]))
 
 
-def build_examples(
-    data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast"
-) -> TokenizedExamples:
+def concatenate(parts: Sequence[Examples]) -> Examples:
+    """Join examples of rows that follow each other, encoded one after the other by one encoder."""
+    skipped: dict[str, tuple[int, str]] = {}
+    for reason, (count, first) in chain.from_iterable(part.skipped.items() for part in parts):
+        before, text = skipped.get(reason, (0, first))
+        skipped[reason] = (before + count, text)
+    lengths = [np.diff(part.offsets) for part in parts]
+    return replace(
+        parts[-1],  # has the form, and the stop tokens of all
+        tokens=np.concatenate([part.tokens for part in parts]),
+        flags=np.concatenate([part.flags for part in parts]),
+        offsets=np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64),
+        num_trained=np.concatenate([part.num_trained for part in parts]),
+        places=np.concatenate([part.places for part in parts]),
+        num_rows=sum(part.num_rows for part in parts),
+        vocab_size=max(part.vocab_size for part in parts),
+        counts=dict(sum((Counter(part.counts) for part in parts), Counter())),
+        skipped=skipped,
+    )
+
+
+def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast") -> Examples:
     """Render and tokenize `rows`, or map the files made by an earlier call for the same rows and
     settings.
 
@@ -117,21 +127,19 @@ def build_examples(
     """
     content = make_key(data, tokenizer, [rows.get_digest(get_cache_folder(data))])
     # Names of files are part of the key, because errors are reported by them.
-    key = sha256(json.dumps([content, rows.names, get_code_digest(*CODE)]).encode()).hexdigest()[
-        :32
-    ]
-    path = get_cache_folder(data) / "examples" / f"{key}.tokens"
-    load, build = partial(_load, path, content), partial(_write, data, rows, tokenizer, path)
-    examples, elapsed_s = load_or_build(path, load, build)
+    key = sha256(json.dumps([content, rows.names, get_code_digest(*CODE)]).encode()).hexdigest()
+    path = get_cache_folder(data) / "examples" / f"{key[:32]}.tokens"
+    examples, elapsed_s = load_or_build(
+        path, partial(_load, path), partial(_write, data, rows, tokenizer, path)
+    )
     if elapsed_s:
-        header = examples.header
         logger.info(
             "data: tokenized %d rows, %d tokens, in %.1f s",
-            header.num_rows,
-            header.num_tokens,
+            examples.num_rows,
+            len(examples.tokens),
             elapsed_s,
         )
-    return examples
+    return replace(examples, content=content)
 
 
 def make_key(
@@ -141,22 +149,18 @@ def make_key(
     depend on.
     """
     settings = [
-        *(
-            6,
-            metadata.version("transformers"),
-            data.format,
-            data.train_on,
-            data.bad_rows,
-            data.dropped_parts,
-            *rows,
-        ),
-        # The date only where the template shows one.
-        *(
-            tokenizer.special_tokens_map,
-            set_date(tokenizer.chat_template, data.chat_date),
-            get_fields(data),
-        ),
-        *(tokenizer.eos_token_id, serialize(tokenizer)),
+        6,
+        metadata.version("transformers"),
+        data.format,
+        data.train_on,
+        data.bad_rows,
+        data.dropped_parts,
+        *rows,
+        tokenizer.special_tokens_map,
+        set_date(tokenizer.chat_template, data.chat_date),  # only where the template shows a date
+        get_fields(data),
+        tokenizer.eos_token_id,
+        serialize(tokenizer),
     ]
     return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -164,121 +168,97 @@ def make_key(
 def _write(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", path: Path) -> None:
     """Tokenize the rows and write the files of `path`."""
     dtype = "uint16" if count_ids(tokenizer) <= 2**16 else "uint32"
-    encoder, num_rows = None, 0
-    headers: list[ExampleHeader] = []
-    lengths, num_trained, places = [], [], []
-    skipped: dict[str, Skipped] = {}
-    stream = iter(rows)
+    encoder = None
+    parts: list[Examples] = []
+    stream = rows.iterate_from()
     with ExitStack() as stack:
-        tokens, flags, index = (
-            stack.enter_context(write_atomic(path.with_suffix(suffix)))
-            for suffix in (".tokens", ".flags", ".index")
-        )
+        tokens = stack.enter_context(write_atomic(path))
+        flags = stack.enter_context(write_atomic(path.with_suffix(".flags")))
         while batch := list(islice(stream, _BATCH_ROWS)):
-            encoder = make_encoder(data, tokenizer, batch) if encoder is None else encoder
-            block = encode_block(encoder, batch, rows.names)
-            num_rows += len(batch)
-            for reason, text in block.problems:
-                before = skipped.get(reason, Skipped(0, text))
-                skipped[reason] = Skipped(before.count + 1, before.first)
-            if data.bad_rows == "error" and block.problems:
-                refuse_rows([text for _, text in block.problems])
-            if (found := block.examples) is not None:
-                tokens.write(found.tokens.astype(dtype).tobytes())
-                flags.write(found.flags.tobytes())
-                headers.append(found.header)
-                lengths.append(np.diff(found.offsets))
-                num_trained.append(found.num_trained)
-                places.append(found.places)
-        if not headers:
-            raise _no_usable_row(rows.names, num_rows, skipped)
-        index.write(np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64).tobytes())
-        for column in (num_trained, places):
-            index.write(np.concatenate(column).astype(np.int64).tobytes())
-    header = replace(
-        headers[-1],  # its stop tokens are those of all
-        dtype=dtype,
-        num_examples=sum(header.num_examples for header in headers),
-        num_tokens=sum(header.num_tokens for header in headers),
-        vocab_size=max(header.vocab_size for header in headers),
-        num_rows=num_rows,
-        counts=dict(sum((Counter(header.counts) for header in headers), Counter())),
-        skipped=skipped,
-    )
+            encoder = encoder or make_encoder(data, tokenizer, batch)
+            part = encode_rows(data, encoder, batch, rows.names)
+            tokens.write(part.tokens.astype(dtype).tobytes())
+            flags.write(part.flags.tobytes())
+            parts.append(replace(part, tokens=part.tokens[:0], flags=part.flags[:0]))
+        if not any(len(part.places) for part in parts):
+            raise _no_usable_row(rows.names, parts)
+    whole = concatenate(parts)
+    header = {name: getattr(whole, name) for name in _HEADER} | {"dtype": dtype}
+    arrays = {name: getattr(whole, name) for name in _INDEX}
     # last: only with it are the other files valid
-    with write_atomic(path.with_suffix(".json")) as file:
-        file.write(json.dumps(asdict(header)).encode())
+    with write_atomic(path.with_suffix(".npz")) as file:
+        np.savez(file, header=np.array(json.dumps(header)), **arrays)
 
 
-def _no_usable_row(names: tuple[str, ...], num_rows: int, skipped: dict[str, Skipped]) -> DataError:
+def _load(path: Path) -> Examples | None:
+    """Map the arrays; None if a file is missing, damaged or cut off."""
+    try:
+        with path.with_suffix(".npz").open("rb") as file, np.load(file) as found:
+            header = json.loads(str(found["header"]))
+            arrays = {name: found[name] for name in _INDEX}
+        shape = (int(arrays["offsets"][-1]),)
+        tokens = np.memmap(path, header.pop("dtype"), "r", shape=shape)
+        flags = np.memmap(path.with_suffix(".flags"), np.uint8, "r", shape=shape)
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile):
+        return None
+    return Examples(tokens=tokens, flags=flags, **arrays, **header)
+
+
+def _no_usable_row(names: Sequence[str], parts: Sequence[Examples]) -> DataError:
     where = names[0] if len(names) == 1 else f"{len(names)} files"
-    if not num_rows:
+    if not parts:
         return DataError(f"data: {where} holds no row. Set data.path to examples.")
-    reasons = "; ".join(f"{rows.count} rows: {reason}" for reason, rows in skipped.items())
-    first = next(iter(skipped.values())).first
+    whole = concatenate(parts)
+    reasons = "; ".join(f"{count} rows: {reason}" for reason, (count, _) in whole.skipped.items())
+    first = next(text for _, text in whole.skipped.values())
     return DataError(
-        f"data: {where}: none of {num_rows} rows can be used ({reasons}). The first: {first}"
+        f"data: {where}: none of {whole.num_rows} rows can be used ({reasons}). The first: {first}"
     )
 
 
-@dataclass(frozen=True)
-class EncodedBlock:
-    """The examples of some rows, in memory, None if no row can be used; `problems` are (reason,
-    place and text) of each bad row.
+def encode_rows(
+    data: DataSection, encoder: ExampleEncoder | None, batch: Sequence[Row], names: Sequence[str]
+) -> Examples:
+    """Render and tokenize rows. Without an encoder, no row has a known form.
+
+    Raises:
+        DataError: `data.bad_rows` is 'error', and there are some: all are named.
     """
-
-    examples: TokenizedExamples | None
-    problems: list[tuple[str, str]]
-
-
-def encode_block(
-    encoder: ExampleEncoder | None, batch: list[Row], names: tuple[str, ...]
-) -> EncodedBlock:
-    """Render and tokenize rows. Without an encoder, no row has a known form."""
+    good: list[dict[str, Any]] = [row.content for row in batch if isinstance(row.content, dict)]
+    encoded = iter(map(_unknown_form, good) if encoder is None else encoder.encode(good))
     places: list[int] = []
     documents: list[Document] = []
-    problems = []
-    for row, result in encode_rows(encoder, batch):
+    problems: list[tuple[int, int, str]] = []
+    skipped: dict[str, tuple[int, str]] = {}
+    for row in batch:
+        result = row.content if isinstance(row.content, RowError) else next(encoded)
         if isinstance(result, RowError):
-            problems.append(
-                (result.reason, f"{describe_place(names, row.file, row.number)}: {result}")
-            )
+            problems.append((row.file, row.number, str(result)))
+            place = describe_place(names, row.file, row.number)
+            count, first = skipped.get(result.reason, (0, f"{place}: {result}"))
+            skipped[result.reason] = (count + 1, first)
         else:
             places += [row.file << _FILE_SHIFT | row.number] * len(result)
-            documents += [document for example in result for document in example]
-    if encoder is None or not places:
-        return EncodedBlock(None, problems)
-    offsets = np.cumsum([0, *(len(document.ids) for document in documents)])
-    header = ExampleHeader(
-        form=encoder.form,
-        dtype="uint32",
-        documents_per_example=len(documents) // len(places),
-        num_examples=len(places),
-        num_tokens=int(offsets[-1]),
-        vocab_size=max(int(document.ids.max()) for document in documents) + 1,
-        num_rows=len(batch),
-        stop_token_ids=tuple(sorted(encoder.stop_token_ids)),
-        counts=encoder.renderer.take_counts(),
+            documents += chain.from_iterable(result)
+    if problems and data.bad_rows == "error":
+        remedy = 'To leave such rows out and count them, set data.bad_rows = "skip".'
+        refuse_rows(names, problems, remedy)
+    ids = [np.empty(0, np.uint32), *(document.ids.astype(np.uint32) for document in documents)]
+    tokens = np.concatenate(ids)
+    return Examples(
+        form=None if encoder is None else encoder.form,
         names=names,
+        tokens=tokens,
+        flags=np.concatenate([np.empty(0, np.uint8), *(document.flags for document in documents)]),
+        offsets=np.cumsum([len(part) for part in ids], dtype=np.int64),
+        num_trained=np.array([document.num_trained for document in documents], dtype=np.int64),
+        places=np.array(places, dtype=np.int64),
+        num_rows=len(batch),
+        vocab_size=int(tokens.max(initial=0)) + 1,
+        stop_token_ids=[] if encoder is None else sorted(encoder.stop_token_ids),
+        counts={} if encoder is None else encoder.renderer.take_counts(),
+        skipped=skipped,
     )
-    examples = TokenizedExamples(
-        tokens=np.concatenate([document.ids for document in documents]).astype(np.uint32),
-        flags=np.concatenate([document.flags for document in documents]),
-        offsets=offsets,
-        num_trained=np.array([document.num_trained for document in documents]),
-        places=np.array(places),
-        header=header,
-        content="",
-    )
-    return EncodedBlock(examples, problems)
-
-
-def refuse_rows(problems: list[str]) -> None:
-    """Raise a DataError for rows that cannot be used, one line for equal problems, and how to leave
-    them out.
-    """
-    *others, last = merge_row_problems(problems)
-    raise_problems(DataError, "data", [*others, f"{last} {_SKIP_REMEDY}"])
 
 
 def make_encoder(
@@ -321,22 +301,6 @@ def make_encoder(
     return ExampleEncoder(tokenizer, form, renderer=renderer)
 
 
-def encode_rows(
-    encoder: ExampleEncoder | None, batch: list[Row]
-) -> Iterator[tuple[Row, list[tuple[Document, ...]] | RowError]]:
-    """Yield each row of `batch` with its examples or its error. Without an encoder, no row has a
-    known form.
-    """
-    good: list[dict[str, Any]] = [row.content for row in batch if isinstance(row.content, dict)]
-    encoded = (
-        iter(encoder.encode(good))
-        if encoder is not None
-        else (_unknown_form(content) for content in good)
-    )
-    for row in batch:
-        yield row, row.content if isinstance(row.content, RowError) else next(encoded)
-
-
 def _unknown_form(content: dict[str, Any]) -> RowError:
     found = list_names(map(repr, sorted(content))) or "none"
     return RowError(
@@ -345,34 +309,3 @@ def _unknown_form(content: dict[str, Any]) -> RowError:
         "answer, prompt and completion, text, or prompt, chosen and rejected; or say which they "
         "are: --data.fields.question=COLUMN.",
     )
-
-
-def read_header(table: dict[str, Any]) -> ExampleHeader:
-    """Return the header from `table`, its `asdict` after a round trip through JSON."""
-    table["skipped"] = {reason: Skipped(**entry) for reason, entry in table["skipped"].items()}
-    table |= {name: tuple(table[name]) for name in ("names", "stop_token_ids")}
-    return ExampleHeader(**table)
-
-
-def _load(path: Path, content: str) -> TokenizedExamples | None:
-    """Map the arrays; None if a file is missing, cut off, or contradicts its header."""
-    try:
-        header = read_header(json.loads(path.with_suffix(".json").read_bytes()))
-        num_documents = header.num_examples * header.documents_per_example
-        index = np.fromfile(path.with_suffix(".index"), dtype=np.int64)
-        sizes = (path.stat().st_size, path.with_suffix(".flags").stat().st_size, len(index))
-    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-    expected = (
-        header.num_tokens * np.dtype(header.dtype).itemsize,
-        header.num_tokens,
-        2 * num_documents + 1 + header.num_examples,
-    )
-    if sizes != expected or header.num_examples == 0:
-        return None
-    offsets, num_trained, places = np.split(index, [num_documents + 1, 2 * num_documents + 1])
-    if offsets[0] != 0 or offsets[-1] != header.num_tokens or (np.diff(offsets) < 1).any():
-        return None
-    tokens = np.memmap(path, dtype=header.dtype, mode="r")
-    flags = np.memmap(path.with_suffix(".flags"), dtype=np.uint8, mode="r")
-    return TokenizedExamples(tokens, flags, offsets, num_trained, places, header, content)

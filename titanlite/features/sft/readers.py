@@ -1,35 +1,29 @@
-"""Readers of JSON lines, JSON arrays, CSV and Parquet: (number, row) pairs, with a `RowError` where
-a row is bad.
+"""Readers of rows: (number, row) pairs, with a `RowError` in place of a bad line of JSON.
 
-JSON lines and CSV are read with the standard library: line numbers are exact, "123" stays text, and
-a key that one row has and another has not stays absent, where a columnar reader would merge the
-schemas and fill in None.
-
-A stream that resumes skips rows by the million: lines of JSON and row groups of Parquet are counted
-without being parsed. Bad rows are counted too; a file that is damaged is an error of the run.
+CSV, Parquet and Arrow files are read by `datasets`. Lines of JSON are parsed here: `datasets` finds
+one type for each column in the first 10 MB, so that the text "2024-01-01" becomes a date, "1" next
+to a number becomes a number, a list in a column of texts becomes text, and a key that first appears
+later ends the run. None of that may happen to a chat or to the arguments of a tool.
 """
 
-import csv
+import glob
 import json
-import re
-from collections.abc import Callable, Iterator
+import lzma
+from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedReader
-from itertools import repeat
+from io import BufferedReader, BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from titanlite.base.errors import DataError
 from titanlite.base.files import check_regular, open_regular, parse_json
 
-_BUFFER_BYTES = 2**16  # with the default of 8 KiB, skipping lines of 3 KB takes twice as long
-_BATCH_ROWS = 256  # of Parquet, in memory at once as Python objects
-_MOST_LINE_BYTES = 2**26  # 30 books; more would be a bomb, or no lines of JSON
-_PART = 2**16  # bytes of a longer line that are in memory
-_MOST_ARRAY_BYTES = 2**30  # of a .json file with an array, which is read at once
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+_BUILDERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+_BATCH_ROWS = 1024
+_PACKED = (".gz", ".zst", ".bz2", ".xz")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # as some editors write
+SUFFIXES = (".jsonl", ".json", *_BUILDERS)  # after .jsonl and .json one of `_PACKED` may follow
 
 
 class RowError(Exception):
@@ -42,159 +36,87 @@ class RowError(Exception):
         self.reason = reason
 
 
-# (number, row) pairs; None stands for a skipped row, which was not parsed.
-_Numbered = Iterator[tuple[int, dict[str, Any] | RowError | None]]
+Numbered = Iterator[tuple[int, dict[str, Any] | RowError]]
 
 
-def _read_jsonl(file: Path, start: int) -> _Numbered:
-    """Yield the non-blank lines as rows; before row `start` they are only counted, and UTF-16 is
-    refused.
+def get_kind(file: Path) -> str:
+    """Return the suffix that selects the reader of a file, '.jsonl' for 'a.jsonl.gz'; '' for a file
+    that no reader knows.
     """
-    num_rows = 0
-    for number, line in enumerate(_read_lines(file), 1):
-        if _is_blank(line, is_first=number == 1):
-            continue
-        num_rows += 1
-        if isinstance(line, int):
-            yield number, _too_long("line", line)
-        elif number == 1 and line.startswith(_UTF_16):
-            yield 0, _not_utf8(file, "UTF-16")
-            return
-        elif num_rows <= start:
-            yield number, None
-        else:
-            text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
-            try:
-                row = _load_json(text.rstrip())
-                yield number, row if isinstance(row, dict) else _not_an_object(row)
-            except RowError as error:
-                yield number, error
-            except UnicodeDecodeError:
-                yield number, _not_utf8(file)
+    if file.suffix in _PACKED:
+        kind = Path(file.stem).suffix
+        return kind if kind in (".jsonl", ".json") else ""
+    return file.suffix if file.suffix in SUFFIXES else ""
 
 
-def _too_long(what: str, nbytes: int) -> RowError:
-    text = (
-        f"the {what} has {nbytes} bytes, more than the {_MOST_LINE_BYTES} of a row. Split it, or "
-        "take it out."
-    )
-    return RowError("too long", text)
+def read_rows(file: Path, start: int = 0) -> Numbered:
+    """Yield the rows of a file after number `start`; rows are numbered from 1, blank lines of JSON
+    included.
 
-
-def _not_utf8(file: Path, encoding: str = "ISO-8859-1") -> RowError:
-    """Return an error that is the same for all rows of a file."""
-    what = "the file is UTF-16" if encoding == "UTF-16" else "not UTF-8"
-    how = f": iconv -f {encoding} -t UTF-8 {file.name} > converted{file.suffix}"
-    return RowError("not UTF-8", f"{what}. Convert it{'' if _is_compressed(file) else how}.")
-
-
-def _read_lines(file: Path) -> Iterator[bytes | int]:
-    """Yield the lines of a file, decompressed; of one longer than 64 MiB only its length in
-    bytes.
+    Raises:
+        DataError: the file is damaged, or not of the kind that its name says.
+        OSError: it is no regular file, or cannot be opened.
     """
-    number = 0
-    with _open(file) as stream:
-        try:
-            while line := stream.readline(_MOST_LINE_BYTES + 1):
-                length, end = len(line), line[-1:]
-                while (
-                    length > _MOST_LINE_BYTES and end != b"\n" and (part := stream.readline(_PART))
-                ):
-                    length, end = length + len(part), part[-1:]
-                yield line if length <= _MOST_LINE_BYTES else length
-                number += 1
-        except OSError as error:
-            if getattr(error, "errno", None) is not None or not _is_compressed(file):
-                raise  # of the disk, not of the content
-            # what was in the buffer is lost
-            where = f" somewhere after line {number}" if number else ""
-            raise DataError(
-                f"data: {file} is damaged or cut off{where} ({first_line(error)}). Write or copy "
-                "it again."
-            ) from None
-
-
-def _is_compressed(file: Path) -> bool:
-    return file.suffix in _COMPRESSIONS
+    check_regular(file)
+    kind = get_kind(file)
+    with _naming(file):
+        yield from _read_columns(file, kind, start) if kind in _BUILDERS else _read(file, start)
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[IO[bytes]]:
-    with open_regular(file, buffering=_BUFFER_BYTES) as stream:
-        if not _is_compressed(file):
-            yield stream
+def _naming(file: Path) -> Iterator[None]:
+    """Raise a DataError that names the file for each error in its content."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk
+        raise DataError(
+            f"data: cannot read {file}: {first_line(error)}. The file is damaged, or not what its "
+            "name says: write or copy it again."
+        ) from None
+
+
+def _read(file: Path, start: int) -> Numbered:
+    """Yield the rows of lines of JSON, or of one array of rows."""
+    with _open(file) as stream:
+        head = stream.read(64)
+        if get_kind(file) == ".json" and head.strip(_BYTE_ORDER_MARK + b" \t\r\n")[:1] == b"[":
+            rows = parse_json((head + stream.read()).decode("utf-8-sig"))
+            yield from ((i, _check(row)) for i, row in enumerate(rows, 1) if i > start)
             return
-        from pyarrow import CompressedInputStream  # takes half a second
-
-        # Alone it does not give lines as fast as a reader with a buffer.
-        decompressed: Any = CompressedInputStream(stream, _COMPRESSIONS[file.suffix])
-        with BufferedReader(decompressed, _BUFFER_BYTES) as lines:
-            yield lines
+        lines = chain(BytesIO(head + stream.readline()), stream)
+        for number, line in enumerate(lines, 1):
+            if number > start and line.strip(_BYTE_ORDER_MARK).strip():
+                yield number, _parse(line)
 
 
-def _is_blank(line: bytes | int, *, is_first: bool) -> bool:
-    if isinstance(line, int):
-        return False
-    return line.isspace() or (is_first and not line.removeprefix(_BYTE_ORDER_MARK).strip())
+def _open(file: Path) -> IO[bytes]:
+    if file.suffix == ".xz":
+        return lzma.open(file)
+    if file.suffix in _PACKED:
+        from pyarrow import input_stream  # takes half a second
+
+        return BufferedReader(input_stream(str(file)), 1 << 16)
+    return open_regular(file)
 
 
-def _read_json(file: Path, start: int) -> _Numbered:
-    """Yield the rows of a file with one array of rows, or JSON lines under another name."""
-    with open_regular(file) as stream:
-        head = stream.read(64).removeprefix(_BYTE_ORDER_MARK).lstrip()
-    if not head.startswith(b"["):
-        yield from _read_jsonl(file, start)
-        return
-    if (size := file.stat().st_size) > _MOST_ARRAY_BYTES:
-        text = (
-            f"the file is one JSON array of {size} bytes, more than {_MOST_ARRAY_BYTES}. Write "
-            "JSON lines (.jsonl)."
-        )
-        yield 0, RowError("too long", text)
-        return
+def _parse(line: bytes) -> dict[str, Any] | RowError:
     try:
-        rows = _load_json(file.read_bytes().removeprefix(_BYTE_ORDER_MARK))
-    except RowError as error:
-        yield 0, error
-        return
-    except UnicodeDecodeError:
-        yield 0, _not_utf8(file)
-        return
-    for number, row in enumerate(rows, 1):
-        yield number, row if isinstance(row, dict) else _not_an_object(row)
-
-
-def _load_json(content: bytes) -> Any:
-    try:
-        value = parse_json(content.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise
+        text = line.decode("utf-8-sig").strip()
+        row = parse_json(text)
+        if "\\ud" in text.lower():  # half of a surrogate pair is no character
+            json.dumps(row, ensure_ascii=False).encode()
     except ValueError as error:
-        what: object = error
-        # "Extra data" is where each row ends, and is said once
-        if isinstance(error, json.JSONDecodeError):
-            what = error.msg if error.msg == "Extra data" else f"{error.msg}, column {error.colno}"
-        text = f"not valid JSON ({what}). Write one JSON object per line."
-        raise RowError("invalid JSON", text) from None
-    except MemoryError:
-        text = (
-            f"there is no memory for what its {len(content)} bytes stand for. Split it, or take it "
-            "out."
-        )
-        raise RowError("too long", text) from None
-    if b"\\ud" in content or b"\\uD" in content:
-        try:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            text = (
-                "an escape \\ud800 to \\udfff stands alone and is no character. Write the text as "
-                "UTF-8."
-            )
-            raise RowError("not UTF-8", text) from None
-    return value
+        what = first_line(error).replace("line 1 column", "column")
+        text = f"not valid JSON ({what}). Write one JSON object per line, in UTF-8."
+        return RowError("invalid JSON", text)
+    return _check(row)
 
 
-def _not_an_object(row: Any) -> RowError:
+def _check(row: Any) -> dict[str, Any] | RowError:
+    if isinstance(row, dict):
+        return row
     text = (
         f"the row is of type {type(row).__name__}, not an object. Write rows such as "
         f'{{"messages": [...]}}.'
@@ -202,127 +124,34 @@ def _not_an_object(row: Any) -> RowError:
     return RowError("wrong type", text)
 
 
-def _read_csv(file: Path, _: int) -> _Numbered:
-    csv.field_size_limit(_MOST_LINE_BYTES)  # the default of 128 KiB is less than a long document
-    with open_regular(
-        file, "r", encoding="utf-8-sig", errors="surrogateescape", newline=""
-    ) as stream:
-        reader = csv.reader(stream, strict=True)
-        header: list[str] | None = None
-        while True:
-            number = reader.line_num + 1
-            try:
-                cells = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                yield (
-                    number,
-                    RowError(
-                        "invalid CSV", f"not valid CSV ({error}). Quote fields that hold quotes."
-                    ),
-                )
-                continue
-            if not cells:
-                continue
-            if header is not None:
-                yield number, _csv_row(file, header, cells)
-                continue
-            header = cells
-            if len(cells) == 1 and (
-                sign := next((sign for sign in ";\t|" if sign in cells[0]), "")
-            ):
-                yield (
-                    number,
-                    RowError(
-                        "invalid CSV", f"columns are separated by {sign!r}. Write ',' between them."
-                    ),
-                )
-                return
+def _read_columns(file: Path, kind: str, start: int) -> Numbered:
+    """Yield the rows that `datasets` reads, one at a time: it keeps no copy of the file."""
+    from datasets import load_dataset
+
+    options: dict[str, Any] = _declare_text(file) if kind == ".csv" else {}
+    if kind == ".parquet":  # otherwise a whole row group, and an error where that has no row
+        options["batch_size"] = _BATCH_ROWS
+    rows = load_dataset(
+        _BUILDERS[kind],
+        data_files=glob.escape(str(file)),
+        split="train",
+        streaming=True,
+        **options,
+    )
+    for number, row in enumerate(rows.skip(start), start + 1):
+        yield number, drop_none(row)
 
 
-def _csv_row(file: Path, header: list[str], cells: list[str]) -> dict[str, Any] | RowError:
-    if len(cells) != len(header):
-        text = (
-            f"{len(cells)} fields, but the first line names {len(header)} columns. Quote fields "
-            "that hold commas."
-        )
-        return RowError("invalid CSV", text)
-    if any(re.search("[\ud800-\udfff]", cell) for cell in (*header, *cells)):
-        return _not_utf8(file)
-    return dict(zip(header, cells, strict=True))
+def _declare_text(file: Path) -> dict[str, Any]:
+    """Return the options with which every field of a CSV file stays text."""
+    from datasets import Features, Value
+    from pandas import RangeIndex, read_csv
 
-
-@contextmanager
-def _reading_columns(file: Path) -> Iterator[None]:
-    """Raise a DataError that names the file if pyarrow or `datasets` cannot read it: the missing
-    rows are unknown.
-    """
-    from pyarrow import ArrowException
-
-    check_regular(file)
-    try:
-        yield
-    except (ArrowException, ValueError, TypeError) as error:
-        raise DataError(
-            f"data: {file} is damaged ({first_line(error)}). Write or copy it again."
-        ) from None
-
-
-def _read_parquet(file: Path, start: int) -> _Numbered:
-    """Yield the rows as `datasets` decodes them (its JSON columns are objects again). Row groups
-    before `start` are not read.
-    """
-    from pyarrow.parquet import ParquetFile
-
-    number = 0
-    with _reading_columns(file), ParquetFile(file) as parquet:
-        for group in range(parquet.num_row_groups):
-            size = parquet.metadata.row_group(group).num_rows
-            if number + size <= start:
-                yield from repeat((0, None), size)
-                number += size
-                continue
-            for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group]):
-                is_long = batch.nbytes > _MOST_LINE_BYTES
-                for part in (
-                    map(batch.slice, range(batch.num_rows), repeat(1)) if is_long else [batch]
-                ):
-                    if part.nbytes > _MOST_LINE_BYTES:
-                        number += 1
-                        yield number, _too_long("row", part.nbytes)
-                        continue
-                    for row in _convert(part):
-                        number += 1
-                        yield number, row
-
-
-def _convert(part: Any) -> Iterator[dict[str, Any] | RowError]:
-    """Yield the rows of a record batch; a text that is not UTF-8 is an error of its row."""
-    from datasets import Dataset
-    from pyarrow import Table
-
-    done = 0
-    while done < part.num_rows:
-        try:
-            for row in Dataset(Table.from_batches([part.slice(done)]), fingerprint="rows"):
-                done += 1
-                yield drop_none(row)
-        except UnicodeDecodeError as error:
-            done += 1
-            yield RowError(
-                "not UTF-8",
-                f"a text of the row is not UTF-8 ({error.reason}). Write the file again.",
-            )
-
-
-def _read_arrow(file: Path, _: int) -> _Numbered:
-    """Yield the rows of a file of a folder that `datasets` saved."""
-    from datasets import Dataset
-
-    with _reading_columns(file):
-        for number, row in enumerate(Dataset.from_file(str(file)), 1):
-            yield number, drop_none(row)
+    head = read_csv(file, nrows=1, dtype=str)
+    if not isinstance(head.index, RangeIndex):  # pandas would take the first fields for labels
+        raise ValueError("the first row has more fields than there are columns, quote its commas")
+    features = Features({str(name): Value("string") for name in head.columns})
+    return {"features": features, "keep_default_na": False}
 
 
 def drop_none(value: Any) -> Any:
@@ -338,23 +167,3 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's text; its class name if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def get_suffix(file: Path) -> str:
-    """Return the suffix that selects the reader of a file, such as '.jsonl.gz'."""
-    ending = "".join(file.suffixes[-2:])
-    return ending if ending in READERS else file.suffix
-
-
-# The rows of a file by its ending; those before a row, counted from 0, need not be parsed.
-READERS: dict[str, Callable[[Path, int], _Numbered]] = {
-    ".jsonl": _read_jsonl,
-    ".jsonl.gz": _read_jsonl,
-    ".jsonl.zst": _read_jsonl,
-    ".json.gz": _read_jsonl,  # as C4 and Dolma name their JSON lines
-    ".json.zst": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
-}

@@ -2,25 +2,24 @@
 
 Rows are taken in blocks of `data.streaming_block_rows`. A block is packed by itself, best-fit, and
 its sequences are shuffled by (seed, block). So sample n is a function of the rows, the settings and
-the seed, on any world size, and a run resumes at any sample: the sequences of earlier blocks need
-only be counted. The counts are kept in the cache folder, and a resumed run skips the rows before
-its block without rendering or tokenizing them, those of JSON lines and Parquet without parsing
-them. Where the counts are missing (another machine, without a shared cache), the blocks are
-tokenized again.
+the seed, on any world size, and a run resumes at any sample: of earlier blocks, only the place of
+the last row and the number of sequences must be known. Both are kept in the cache folder, and a
+resumed run reads on after that row. Where they are missing (another machine, without a shared
+cache), the blocks are tokenized again.
 
 Every rank makes every block, because the number of its sequences is known only after packing. The
 next block is made in a thread while the present one is trained on.
 """
 
 import json
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from titanlite.base.log import logger
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import get_cache_folder, write_atomic
-from titanlite.data.dataset import Batch, get_permutation
+from titanlite.data.dataset import get_permutation
 from titanlite.data.loader import resolve_tokenizer_path
 from titanlite.data.tokenizer import count_ids
 from titanlite.features.sft.build import (
@@ -39,55 +38,38 @@ from titanlite.features.sft.build import (
     load_example_tokenizer,
 )
 from titanlite.features.sft.dataset import (
+    ExampleSequences,
     ExampleSet,
+    describe_counts,
     fit_examples,
-    get_documents,
-    make_batch,
     pack_examples,
 )
 from titanlite.features.sft.encode import ExampleEncoder
-from titanlite.features.sft.examples import (
-    EncodedBlock,
-    encode_block,
-    make_encoder,
-    make_key,
-    refuse_rows,
-)
+from titanlite.features.sft.examples import encode_rows, make_encoder, make_key
 from titanlite.features.sft.rows import Row, Rows, open_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _FORMAT_VERSION = 3  # raise it if blocks or their packing change
+_START = (0, 0)
 
 # blocks are small, and there may be several streams
 _get_order = lru_cache(maxsize=16)(get_permutation)
+_Place = tuple[int, int]  # file and number of the row after which a block begins, as in `Row`
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Sequences made of the rows from `start` on, in the order of training.
-
-    Attributes:
-        left_out: how much of its rows was not used, by reason.
-        problems: (reason, place and what is wrong) of each row that cannot be used.
-        next_start: the first row of the next block.
+class _Block(NamedTuple):
+    """The examples of some rows, their sequences, and the place where the next block begins: that
+    of the last one of a pass is `_START`.
     """
 
-    start: int
-    num_rows: int
-    content: ExampleSet | None
+    content: ExampleSet
     sequences: list[np.ndarray]
-    left_out: Counter[str]
-    problems: list[tuple[str, str]]
-    next_start: int
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.sequences)
+    end: _Place
 
 
-class StreamDataset:
+class StreamDataset(ExampleSequences):
     """Training sequences from a stream; held-out ones, if any, from a tokenized set.
 
     Sequence indices below `num_validation_sequences` are held out; training sample n is
@@ -123,28 +105,27 @@ class StreamDataset:
         )
         self.num_validation_sequences = len(self._held_out_rows)
         self.left_out: Counter[str] = Counter()
-        self.chat_counts: Counter[str] = Counter()  # as in ExampleHeader.counts
-        self.stop_token_ids = set(
-            () if held_out is None else held_out.examples.header.stop_token_ids
-        )
+        self.chat_counts: Counter[str] = Counter()  # as in Examples.counts
+        self.stop_token_ids = set(() if held_out is None else held_out.examples.stop_token_ids)
         packing = (_FORMAT_VERSION, data.too_long, data.packing, data.streaming_block_rows, seq_len)
-        self._key = make_key(data, tokenizer, (*packing, rows.names, rows.get_stamp()))
-        identity = rows.get_identity()
-        digest = make_key(data, tokenizer, (*packing, *identity))[:8]
+        identity = rows.identity
+        digest = make_key(data, tokenizer, (*packing, *identity))
         # A digest of rows and settings, in words.
         self.fingerprint = (
-            f"a stream of {', '.join(identity[:4])} (digest {digest}), sequences of {seq_len}"
+            f"a stream of {', '.join(identity[:4])} (digest {digest[:8]}), sequences of {seq_len}"
         )
-        self._counts_file = get_cache_folder(data) / "streams" / f"{self._key}.json"
-        # (first row, rows, sequences) of each block, in order
-        self._known = _load_counts(self._counts_file)
-        self._ends = np.cumsum([block[2] for block in self._known], dtype=np.int64).tolist()
+        # Files that were written again may have other rows in as many bytes.
+        times = [file.stat().st_mtime_ns for file in rows.source.files]
+        key = make_key(data, tokenizer, (*packing, *identity, rows.names, times))
+        self._ends_file = get_cache_folder(data) / "streams" / f"{key}.json"
+        # For each block, in order, where it ends, and how many sequences there are until then.
+        self._ends = _load_ends(self._ends_file)
         self._encoder: ExampleEncoder | None = None
-        self._reader: tuple[int, Iterator[Row]] | None = None
+        self._reader: tuple[_Place, Iterator[Row]] | None = None
         self._blocks: dict[int, _Block] = {}
         self._thread = ThreadPoolExecutor(1, "titanlite-stream")
-        # the block that is made next, by its first row
-        self._ahead: tuple[int, Future[_Block]] | None = None
+        # the block that is made next, by its place
+        self._ahead: tuple[_Place, Future[_Block]] | None = None
 
     @property
     def form(self) -> str:
@@ -159,7 +140,7 @@ class StreamDataset:
         this reads.
         """
         count = len(self.get_members(self.num_validation_sequences)[0].selected)
-        return count / next(size for _, _, size in self._known if size)
+        return count / next(total for _, total in self._ends if total)
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Return training samples [start, stop) in the order of the stream."""
@@ -172,158 +153,113 @@ class StreamDataset:
             raise DataError("data: streaming holds no rows out. Set data.validation_path.")
         return np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        rows = [
-            get_documents(*self.get_members(index))
-            for index in np.asarray(indices, dtype=np.int64).tolist()
-        ]
-        return make_batch(rows, self.seq_len, self.pad_token_id)
-
     def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:
         if index < self.num_validation_sequences:
             assert self.held_out is not None
             return self.held_out, self._held_out_rows[index]
         sample = index - self.num_validation_sequences
-        while not self._ends or self._ends[-1] <= sample:
-            self._get_block(len(self._known))
-        number = int(np.searchsorted(self._ends, sample, side="right"))
+        while self._count_until(len(self._ends)) <= sample:
+            self._get_block(len(self._ends))
+        number = bisect_right(self._ends, sample, key=lambda end: end[1])
         block = self._get_block(number)
-        assert block.content is not None
-        place = sample - (self._ends[number - 1] if number else 0)
-        order = _get_order(self.seed, number, block.num_sequences)
-        return block.content, block.sequences[order[place]]
+        order = _get_order(self.seed, number, len(block.sequences))
+        return block.content, block.sequences[order[sample - self._count_until(number)]]
+
+    def _count_until(self, number: int) -> int:
+        """Count the sequences before block `number`."""
+        return self._ends[number - 1][1] if number else 0
 
     def _get_block(self, number: int) -> _Block:
         if number not in self._blocks:
-            before = self._known[number - 1] if number else (0, 0, 0)
-            block = self._take_block(self._get_next_start(before[0], before[1]))
-            self._report(block)  # only now: a block that is made ahead may never be used
-            if number == len(self._known):
-                self._add(block)
-            elif block.num_sequences != self._known[number][2]:
+            block = self._take_block(self._ends[number - 1][0] if number else _START)
+            self._report(block.content)  # only now: a block that is made ahead may never be used
+            total = self._count_until(number) + len(block.sequences)
+            if number == len(self._ends):
+                self._add(block.end, total)
+            elif total != self._ends[number][1]:
                 raise DataError(
-                    f"data: the rows from {block.start + 1} on give {block.num_sequences} "
-                    f"sequences, but gave {self._known[number][2]} before. Remove "
-                    f"{self._counts_file} if the rows have changed."
+                    f"data: block {number + 1} of the stream has {len(block.sequences)} sequences, "
+                    f"and had another number before. Remove {self._ends_file} if the rows have "
+                    "changed."
                 )
             # Micro-batches may straddle two blocks; what is older is not asked for again but by a
             # run that goes back.
-            self._blocks = {n: kept for n, kept in self._blocks.items() if n == number - 1} | {
-                number: block
-            }
+            self._blocks = {n: kept for n, kept in self._blocks.items() if n == number - 1}
+            self._blocks[number] = block
         return self._blocks[number]
 
-    def _take_block(self, start: int) -> _Block:
-        """Return the block from row `start` on, and begin to make the block after it."""
+    def _take_block(self, place: _Place) -> _Block:
+        """Return the block at `place`, and begin to make the block after it."""
         begun = self._ahead
-        if begun is None or begun[0] != start:
-            begun = (start, self._thread.submit(self._make_block, start))
+        if begun is None or begun[0] != place:
+            begun = (place, self._thread.submit(self._make_block, place))
         block = begun[1].result()
-        self._ahead = (block.next_start, self._thread.submit(self._make_block, block.next_start))
+        self._ahead = (block.end, self._thread.submit(self._make_block, block.end))
         return block
 
-    def _get_next_start(self, start: int, num_rows: int) -> int:
-        """Return the first row of the block after that of `num_rows` rows from `start`: a short one
-        ends a pass.
-        """
-        return start + num_rows if num_rows == self.data.streaming_block_rows else 0
-
-    def _add(self, block: _Block) -> None:
-        self._known.append((block.start, block.num_rows, block.num_sequences))
-        self._ends.append((self._ends[-1] if self._ends else 0) + block.num_sequences)
-        ended = block.num_rows < self.data.streaming_block_rows
-        if ended and not any(sequences for _, _, sequences in self._known):
-            what = (
-                "; ".join(f"{count} {reason}" for reason, count in self.left_out.items())
-                or "there is none"
-            )
+    def _add(self, end: _Place, total: int) -> None:
+        self._ends.append((end, total))
+        if end == _START and not total:
             raise DataError(
-                f"data: no row of {self.rows.names[0]} can be used ({what}). Look at the rows."
+                f"data: no row of {self.rows.names[0]} can be used; left out: "
+                f"{describe_counts(self.left_out)}. Look at the rows."
             )
         try:
-            self._counts_file.parent.mkdir(parents=True, exist_ok=True)
-            with write_atomic(self._counts_file) as file:
-                file.write(json.dumps(self._known).encode())
+            self._ends_file.parent.mkdir(parents=True, exist_ok=True)
+            with write_atomic(self._ends_file) as file:
+                file.write(json.dumps(self._ends).encode())
         except OSError as error:
             raise DataError(
-                f"data: cannot write {self._counts_file}: {error}. Set data.cache_folder to a "
+                f"data: cannot write {self._ends_file}: {error}. Set data.cache_folder to a "
                 "writable folder."
             ) from None
 
-    def _make_block(self, start: int) -> _Block:
-        """Read, render, tokenize and pack the block from row `start` on; an empty one stands for
-        the end of a pass.
+    def _make_block(self, place: _Place) -> _Block:
+        """Read, render, tokenize and pack the block at `place`; a short one, which may be empty, is
+        the last of a pass.
         """
-        if self._reader is None or self._reader[0] != start:
-            self._reader = (start, self.rows.iterate_from(start))
+        if self._reader is None or self._reader[0] != place:
+            self._reader = (place, self.rows.iterate_from(*place))
         (_, reader), self._reader = self._reader, None  # one that raises has ended
-        batch = list(islice(reader, self.data.streaming_block_rows))
-        self._reader = (start + len(batch), reader)
+        data = self.data
+        batch = list(islice(reader, data.streaming_block_rows))
+        end = _START
+        if len(batch) == data.streaming_block_rows:
+            end = (batch[-1].file, batch[-1].number)
+            self._reader = (end, reader)
         if self._encoder is None:
-            self._encoder = make_encoder(self.data, self.tokenizer, batch)
-            if (
-                self.form == "auto"
-                and self._encoder is not None
-                and self._encoder.form == "preference"
-            ):
+            self._encoder = make_encoder(data, self.tokenizer, batch)
+            found = None if self._encoder is None else self._encoder.form
+            if found == "preference" and self.form == "auto":
                 raise DataError(
                     'data: the stream has preference pairs. Say so with data.format = "preference".'
                 )
-        left_out: Counter[str] = Counter()
-        encoded = encode_block(self._encoder, batch, self.rows.names)
-        content = self._collect(encoded, left_out)
-        sequences = (
-            []
-            if content is None
-            else pack_examples(content, self.seq_len, packing=self.data.packing)
-        )
-        following = self._get_next_start(start, len(batch))
-        return _Block(start, len(batch), content, sequences, left_out, encoded.problems, following)
+        examples = encode_rows(data, self._encoder, batch, self.rows.names)
+        content = fit_examples(examples, self.seq_len, data.too_long, may_be_empty=True)
+        return _Block(content, pack_examples(content, self.seq_len, packing=data.packing), end)
 
-    def _collect(self, block: EncodedBlock, left_out: Counter[str]) -> ExampleSet | None:
-        """Return the examples of a block that fit, or None; the others are counted in
-        `left_out`.
-        """
-        left_out.update(f"rows skipped: {reason}" for reason, _ in block.problems)
-        if self.data.bad_rows == "error" and block.problems:
-            refuse_rows([text for _, text in block.problems])
-        if block.examples is None:
-            return None
-        fitting = fit_examples(block.examples, self.seq_len, self.data.too_long, may_be_empty=True)
-        left_out.update(
-            {f"examples dropped: {reason}": count for reason, count in fitting.dropped.items()}
-        )
-        if fitting.num_cut:
-            left_out[f"examples cut: to {self.seq_len} tokens"] = fitting.num_cut
-        return fitting if len(fitting.selected) else None
-
-    def _report(self, block: _Block) -> None:
+    def _report(self, content: ExampleSet) -> None:
         """Count what a block leaves out, and keep the tokens that end its answers; each reason is
         logged once.
         """
-        if block.content is not None:
-            header = block.content.examples.header
-            self.stop_token_ids.update(header.stop_token_ids)
-            for what in header.counts.keys() - self.chat_counts.keys():
-                for warning in get_chat_warnings({what: header.counts[what]}):
-                    logger.warning("data: %s, counted from here on", warning)
-            self.chat_counts.update(header.counts)
+        examples = content.examples
+        self.stop_token_ids.update(examples.stop_token_ids)
+        new = {what: n for what, n in examples.counts.items() if what not in self.chat_counts}
+        for warning in get_chat_warnings(new):
+            logger.warning("data: %s, counted from here on", warning)
         firsts = {
-            f"rows skipped: {reason}": f"; the first: {text}"
-            for reason, text in reversed(block.problems)
+            f"rows skipped ({reason})": f"; the first: {text}"
+            for reason, (_, text) in examples.skipped.items()
         }
-        for name in block.left_out:
-            if name not in self.left_out and self.data.bad_rows != "error":
-                logger.warning("data: %s, counted from here on%s", name, firsts.get(name, ""))
-        self.left_out += block.left_out
+        for what in content.left_out.keys() - self.left_out.keys():
+            logger.warning("data: %s, counted from here on%s", what, firsts.get(what, ""))
+        self.chat_counts.update(examples.counts)
+        self.left_out += content.left_out
 
 
-def _load_counts(file: Path) -> list[tuple[int, int, int]]:
+def _load_ends(file: Path) -> list[tuple[_Place, int]]:
     try:
-        return [
-            (int(start), int(rows), int(sequences))
-            for start, rows, sequences in json.loads(file.read_bytes())
-        ]
+        return [((int(f), int(n)), int(total)) for (f, n), total in json.loads(file.read_bytes())]
     except (OSError, ValueError, TypeError):
         return []
 

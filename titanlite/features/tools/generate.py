@@ -36,7 +36,7 @@ from titanlite.features.generate.generate import (
     get_end_of_turn_ids,
     get_eos_token_ids,
 )
-from titanlite.features.sft.readers import READERS, RowError
+from titanlite.features.sft.readers import RowError, read_rows
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model, load_model
 from titanlite.launch.process_group import end_distributed, init_distributed
 from titanlite.models.families import any_model_config_from_hf
@@ -285,10 +285,7 @@ def _read_prompts(path: Path) -> list[Any]:
     where = f"generate: --prompts-file {path}"
     try:
         if path.suffix == ".jsonl":
-            return [
-                _read_prompt(f"{where}, line {number}", row)
-                for number, row in READERS[".jsonl"](path, 0)
-            ]
+            return [_read_prompt(f"{where}, line {number}", row) for number, row in read_rows(path)]
         text = read_regular(path, 2**30).decode("utf-8")
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror}.") from None

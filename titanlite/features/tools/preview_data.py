@@ -118,7 +118,7 @@ def _get_from_corpus(dataset: PackedDataset, index: int) -> ShownDocument:
 
 
 def _get_from_examples(part: ExampleSet, members: np.ndarray) -> Iterator[ShownDocument]:
-    sides = ("chosen", "rejected") if part.examples.header.form == "preference" else ("",)
+    sides = ("chosen", "rejected") if part.examples.form == "preference" else ("",)
     for member in members.tolist():
         place = escape_controls(part.examples.describe_place(int(part.selected[member])))
         starts = part.starts[member].tolist()
@@ -264,12 +264,10 @@ def _show_source(dataset: SequenceDataset) -> None:
 
 def _show_examples(dataset: ExampleDataset) -> None:
     names = ", ".join(
-        dict.fromkeys(
-            name for source in dataset.sources for name in source.examples.header.names[:4]
-        )
+        dict.fromkeys(name for source in dataset.sources for name in source.examples.names[:4])
     )
     num_rows, lengths = (
-        sum(s.examples.header.num_rows for s in dataset.sources),
+        sum(s.examples.num_rows for s in dataset.sources),
         dataset.train.lengths.sum(1),
     )
     print(f"  rows       {num_rows:,} from {names}")
@@ -281,12 +279,13 @@ def _show_examples(dataset: ExampleDataset) -> None:
     counts = [
         f"{count:,} {what}"
         for source in dataset.sources
-        for what, count in source.examples.header.counts.items()
+        for what, count in source.examples.counts.items()
     ]
     if counts:
         print("  chats      " + "\n             ".join(map(escape_controls, counts)))
-    for first in report.get_first_skipped(dataset):
-        print(f"               {escape_controls(first)}")
+    for source in dataset.sources:
+        for _, first in source.examples.skipped.values():
+            print(f"               {escape_controls(first)}")
     for warning in report.get_warnings(dataset):
         print(f"  warning    {escape_controls(warning)}")
 

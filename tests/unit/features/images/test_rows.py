@@ -140,7 +140,7 @@ def test_a_message_of_weight_0_is_no_answer(processor: Any, tmp_path: Path) -> N
     ("bad", "message"),
     [
         (b"{", r"chats\.jsonl, line 2: not valid JSON"),
-        (b'{"messages": "\xff"}', r"chats\.jsonl, line 2: not UTF-8\. Convert it"),
+        (b'{"messages": "\xff"}', r"chats\.jsonl, line 2: not valid JSON \('utf-8' codec"),
         ({"text": "a"}, r"line 2: has no list of messages"),
         (
             {"messages": [{"role": "user"}]},

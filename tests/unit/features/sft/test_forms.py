@@ -103,7 +103,7 @@ def test_a_column_that_is_missing_is_named_once_with_its_rows(make_job: MakeJob)
     rows = [{"q": "a", "a": "b"}] * 3 + [{"q": "a"}] * 360 + [{"q": "a", "a": "b"}] + [{"q": "a"}]
     job = make_job(rows, fields=json.dumps({"question": "q", "answer": "a"}))
     text = (
-        r"^data: \S+, line 4 and 360 more: no field 'a'; its fields are: 'q'\. Add or rename the "
+        r"^data: \S+, row 4 and 360 more: no field 'a'; its fields are: 'q'\. Add or rename the "
         r"field, or set "
         r"data\.fields\.answer\. To leave such rows out"
     )

@@ -1,26 +1,25 @@
-"""Rows from any row on: the same as after reading all before it, without parsing those; and
-compressed files.
-"""
+"""Rows are what the files hold, whatever other rows have; from any row on; and damaged files."""
 
+import bz2
 import gzip
 import json
+import lzma
 import random
-import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pytest
-from datasets import Dataset, Features, List, load_dataset
+from datasets import Dataset, Features, Json, List, load_dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow.parquet import write_table
 
 from titanlite.base.errors import DataError
-from titanlite.features.sft import readers
-from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.rows import LocalRows, Row, Rows, find_rows
+from titanlite.config.data import DataSection
+from titanlite.features.sft.readers import RowError, drop_none, read_rows
+from titanlite.features.sft.rows import Row, Rows, open_rows
 
 _MARK = b"\xef\xbb\xbf"
 LINES = [
@@ -36,6 +35,10 @@ LINES = [
 ]
 
 
+def open_path(path: Path, **settings: Any) -> Rows:
+    return open_rows(DataSection(path=str(path), **settings))
+
+
 def _compare(row: Row) -> tuple[Any, ...]:
     content = row.content
     error = (content.reason, str(content)) if isinstance(content, RowError) else None
@@ -43,47 +46,59 @@ def _compare(row: Row) -> tuple[Any, ...]:
 
 
 def _assert_starts_anywhere(rows: Rows) -> list[Row]:
-    found = list(rows)
+    found = list(rows.iterate_from())
     expected = [_compare(row) for row in found]
-    for start in range(len(expected) + 3):
-        assert [_compare(row) for row in rows.iterate_from(start)] == expected[start:], start
+    for i, row in enumerate(found, 1):
+        assert [_compare(r) for r in rows.iterate_from(row.file, row.number)] == expected[i:]
     return found
+
+
+def _call(**arguments: object) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
+LONG = "y" * 11_000
+KEPT = {
+    "keys": [_call(a=1), _call(b="x"), _call()],
+    "null": [_call(a=1, b=None), _call(a=None)],
+    "numbers": [_call(a=1), _call(a=1.5), _call(a=2**70)],
+    "dates": [_call(a="2024-01-01"), {"text": "2024-01-01"}],
+    "nested": [_call(a={"b": [1, {"c": None}]}), _call(a=[1, "x"]), _call(a={"z": 1})],
+    "text or number": [{"answer": 1}, {"answer": "1"}],
+    "text or parts": [{"content": "a"}, {"content": [{"type": "text", "text": "b"}]}],
+    "a late key": [{"text": LONG}] * 1000 + [{"text": "a", "tools": [{"name": "x"}]}],
+    "a late type": [{"content": LONG}] * 1000 + [{"content": [{"type": "text"}]}],
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_lines_of_json_are_kept_as_they_are(tmp_path: Path, kind: str) -> None:
+    """Types and keys of one row say nothing about those of another."""
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in KEPT[kind]))
+    assert [row for _, row in read_rows(file)] == KEPT[kind]
 
 
 def _write_parquet(file: Path, texts: list[str | None], group: int) -> None:
     write_table(pa.table({"text": pa.array(texts, pa.string())}), file, row_group_size=group)
 
 
-def test_rows_of_a_mixed_folder_from_any_row_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readers, "_BATCH_ROWS", 2)
-    folder = tmp_path / "rows"
+def test_rows_of_a_mixed_folder_from_any_row_on(tmp_path: Path) -> None:
+    folder = tmp_path / "rows [1]*"
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(
         _MARK + b'\n\n{"a": 1}\n  \n{"a": \n\n[2]\n{"a": "\xff"}\n{"a": 5}'
     )
     (folder / "b.jsonl").write_bytes(b"")
-    (folder / "c.jsonl").write_bytes(b"\n \n")
     _write_parquet(folder / "d.parquet", [f"text {i}" for i in range(7)], 3)
     (folder / "e.csv").write_bytes(b'a,b\n1,2\n\n3\n"x\ny",4\n')
     _write_parquet(folder / "f.parquet", [], 3)
     (folder / "h.json").write_text('[{"a": 1}, 2, {"a": 3}]')
-    (folder / "i.json").write_text("")
     (folder / "j.jsonl").write_bytes(b'{"a": 6}\n{"a": 7}\n')
-    found = _assert_starts_anywhere(find_rows(str(folder)))
-    assert [sum(row.file == file for row in found) for file in range(9)] == [
-        5,
-        1,
-        1,
-        7,
-        3,
-        1,
-        3,
-        1,
-        2,
-    ]
-    assert "not UTF-8. Convert it: iconv" in str(found[3].content)
+    found = _assert_starts_anywhere(open_path(folder))
+    assert [sum(row.file == file for row in found) for file in range(7)] == [5, 0, 7, 3, 0, 3, 2]
+    assert "not valid JSON ('utf-8' codec" in str(found[3].content)
 
 
 @given(lines=st.lists(st.sampled_from(LINES), max_size=12), ends=st.booleans())
@@ -92,7 +107,11 @@ def test_lines_from_any_row_on(
 ) -> None:
     folder = tmp_path_factory.mktemp("rows")
     (folder / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n" * ends)
-    _assert_starts_anywhere(find_rows(str(folder)))
+    found = _assert_starts_anywhere(open_path(folder / "a.jsonl"))
+    blank = [b"", b" \t\r", _MARK]
+    assert [row.number for row in found] == [
+        number for number, line in enumerate(lines, 1) if line not in blank
+    ]
 
 
 def test_parquet_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
@@ -104,21 +123,27 @@ def test_parquet_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
     columns = {
         "time": pa.array([10**9, None, 0], pa.timestamp("us")),
         "word": pa.array(["a", "b", "a"]).dictionary_encode(),
-        "pair": pa.array([[1, 2]] * 3, pa.list_(pa.int32(), 2)),
         "nest": pa.array([{"a": [1], "b": None}, {"a": [], "b": "c"}, {"a": None, "b": "d"}]),
     }
     write_table(pa.table(columns), tmp_path / "b.parquet", row_group_size=2)
-    if mixed := getattr(datasets, "Json", None):  # datasets 5
-        features = Features({"a": List(mixed())})
-        objects = Dataset.from_dict({"a": [[{"b": 0}, {"c": "d"}]]}, features=features)
-        objects.to_parquet(str(tmp_path / "c.parquet"))
-        assert [row.content for row in find_rows(str(tmp_path / "c.parquet"))] == [
-            {"a": [{"b": 0}, {"c": "d"}]}
-        ]
+    features = Features({"a": List(Json())})
+    objects = Dataset.from_dict({"a": [[{"b": 0}, {"c": "d"}]]}, features=features)
+    objects.to_parquet(str(tmp_path / "c.parquet"))
+    assert [row for _, row in read_rows(tmp_path / "c.parquet")] == [{"a": [{"b": 0}, {"c": "d"}]}]
     for file in tmp_path.iterdir():
         expected = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
-        found = [row.content for row in find_rows(str(file))]
-        assert found == [readers.drop_none(row) for row in expected]
+        assert [row for _, row in read_rows(file)] == [drop_none(row) for row in expected]
+
+
+def test_csv_is_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_bytes(_MARK + b'a,b\n1,NA\n"two\nlines",\n007,1.50\n"x ""y""",null\n')
+    assert [row for _, row in read_rows(file)] == [
+        {"a": "1", "b": "NA"},
+        {"a": "two\nlines", "b": ""},
+        {"a": "007", "b": "1.50"},
+        {"a": 'x "y"', "b": "null"},
+    ]
 
 
 def _compress_zstd(content: bytes) -> bytes:
@@ -128,151 +153,67 @@ def _compress_zstd(content: bytes) -> bytes:
     return file.getvalue().to_pybytes()
 
 
-COMPRESS = {".gz": gzip.compress, ".zst": _compress_zstd}
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".zst": _compress_zstd,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
-def test_compressed_lines_are_the_same_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
+def test_compressed_lines_are_the_same_rows(tmp_path: Path, ending: str) -> None:
     """Also of files that were made by appending one to another, as parallel compressors do."""
-    compress = COMPRESS[ending]
-    contents = [
-        _MARK + b'\n{"a": 1}\n \n{\n[2]\n',
-        b'{"a": 3}\n\n{"a": 4}',
-        b"",
-        b'{"a": 5}\n{"a": 6}\n' * 3,
-    ]
-    names = ("a.jsonl", "a.v1.jsonl", "b.json", "c.jsonl")
+    contents = {
+        "a.jsonl": _MARK + b'\n{"a": 1}\n \n{\n[2]\n',
+        "a.v1.jsonl": b'{"a": 3}\n\n{"a": 4}',
+        "b.json": b'{"a": 5}\n{"a": 6}\n' * 3,
+        "c.json": b'[{"a": 7}, {"a": 8}]',
+    }
     for folder in ("plain", "compressed"):
         (tmp_path / folder).mkdir()
-    for name, content in zip(names, contents, strict=True):
+    for name, content in contents.items():
         (tmp_path / "plain" / name).write_bytes(content)
         half = len(content) // 2
-        (tmp_path / "compressed" / (name + ending)).write_bytes(
-            compress(content[:half]) + compress(content[half:])
-        )
-    plain = find_rows(str(tmp_path / "plain"))
-    rows = find_rows(str(tmp_path / "compressed"))
-    found = _assert_starts_anywhere(rows)
+        packed = COMPRESS[ending](content[:half]) + COMPRESS[ending](content[half:])
+        (tmp_path / "compressed" / (name + ending)).write_bytes(packed)
+    found = _assert_starts_anywhere(open_path(tmp_path / "compressed"))
+    plain = open_path(tmp_path / "plain").iterate_from()
     assert [_compare(row) for row in found] == [_compare(row) for row in plain]
-    assert find_rows(str(tmp_path / "compressed"), "c.*").names == (
-        str(tmp_path / f"compressed/c.jsonl{ending}"),
-    )
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
 def test_a_damaged_compressed_file_is_named(tmp_path: Path, ending: str) -> None:
     """It is no bad row that could be skipped, for nobody knows what is missing."""
     noise = random.Random(0)
-    lines = b"".join(
-        json.dumps({"a": noise.randbytes(500).hex()}).encode() + b"\n" for _ in range(400)
-    )
-    whole = COMPRESS[ending](lines)
+    lines = [json.dumps({"a": noise.randbytes(500).hex()}).encode() + b"\n" for _ in range(400)]
+    whole = COMPRESS[ending](b"".join(lines))
     file = tmp_path / f"a.jsonl{ending}"
-    for content, place in (
-        # of the 200 lines in the first half
-        (whole[: len(whole) // 2], r" somewhere after line 1\d\d"),
-        (whole[:-1], r" somewhere after line 3\d\d"),
-        (whole + b"trailing", r" somewhere after line 3\d\d"),
-        (b"of another format", ""),
-    ):
+    for content in (whole[: len(whole) // 2], whole[:-1], b"of another format"):
         file.write_bytes(content)
-        rows = find_rows(str(file))
         for start in (0, 10**6):
-            with pytest.raises(
-                DataError,
-                match=rf"^data: {file} is damaged or cut off{place} \(.*\)\. Write or copy",
-            ):
-                list(rows.iterate_from(start))
+            with pytest.raises(DataError, match=rf"^data: cannot read {file}: .* is damaged, or"):
+                list(read_rows(file, start))
 
 
-@pytest.mark.parametrize(
-    "ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".csv", ".parquet"]
-)
-def test_a_row_that_is_too_long_is_named_and_the_next_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
-    monkeypatch.setattr(readers, "_MOST_LINE_BYTES", 5000)
-    texts = ["first", "x" * 9000, "y" * 70_000, "last"]
-    path = tmp_path / f"rows{ending}"
-    if ending == ".csv":
-        path.write_text("\n".join(["text", *texts, ""]))
-    elif ending == ".parquet":
-        write_table(pa.table({"text": texts}), path)
-    else:
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-        with pa.output_stream(
-            path, compression={"gz": "gzip", "zst": "zstd"}.get(ending[7:])
-        ) as stream:
-            stream.write(lines)
-    rows = _assert_starts_anywhere(LocalRows((path,)))
-    first = 2 if ending == ".csv" else 1
-    assert [row.number for row in rows] == [first, first + 1, first + 2, first + 3]
-    assert [row.content for row in rows if isinstance(row.content, dict)] == [
-        {"text": "first"},
-        {"text": "last"},
-    ]
-    problem = "field limit (5000)" if ending == ".csv" else "more than the 5000 of a row"
-    assert all(problem in str(row.content) for row in rows[1:3])
+BAD_FILES = {
+    "utf-16.json": ('[{"text": "a"}]'.encode("utf-16"), "not valid JSON"),
+    "array.json": (b'[{"text": "a"}', "delimiter"),
+    "commas.csv": (b"a,b\n1,2,3\n", "the first row has more fields than there are columns"),
+    "later.csv": (b"a,b\n1,2\n1,2,3\n", "Expected 2 fields in line 3, saw 3"),
+    "bytes.csv": (b"a,b\n1,\xff\n", "'utf-8' codec"),
+    "magic.parquet": (b"PAR1 nonsense", "Parquet magic bytes not found"),
+    "a.arrow": (b"nonsense", "."),
+}
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.zst"])
-def test_a_bomb_costs_time_and_no_memory(tmp_path: Path, ending: str) -> None:
-    """One line of 300 MB, between two rows."""
-    path = tmp_path / f"rows{ending}"
-    with pa.output_stream(
-        path, compression={"gz": "gzip", "zst": "zstd"}.get(ending[7:])
-    ) as stream:
-        stream.write(b'{"text": "a"}\n')
-        for _ in range(300):
-            stream.write(b" " * 10**6)
-        stream.write(b'\n{"text": "b"}\n')
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    rows = [row.content for row in LocalRows((path,))]
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert (rows[0], rows[2]) == ({"text": "a"}, {"text": "b"}) and "300000001 bytes" in str(
-        rows[1]
-    )
-    assert grown < 200_000, "KiB"
-
-
-def test_a_text_of_a_parquet_file_that_is_not_utf8(tmp_path: Path) -> None:
-    file = tmp_path / "a.parquet"
-    offsets = pa.array([0, 1, 2, 3], pa.int32()).buffers()[1]
-    write_table(
-        pa.table({"text": pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"a\xffc"))}), file
-    )
-    found = _assert_starts_anywhere(find_rows(str(file)))
-    assert [row.content for row in found[::2]] == [{"text": "a"}, {"text": "c"}] and found[
-        1
-    ].number == 2
-    assert (
-        str(found[1].content)
-        == "a text of the row is not UTF-8 (invalid start byte). Write the file again."
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "problem"),
-    [
-        ("a.jsonl", '{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"), "the file is UTF-16"),
-        ("a.csv", b"question;answer\na;b\nc;d\n", "columns are separated by ';'"),
-    ],
-)
-def test_what_is_wrong_with_a_file_as_a_whole_is_said_once(
-    tmp_path: Path, name: str, content: bytes, problem: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    (row,) = LocalRows((tmp_path / name,))
-    assert str(row.content).startswith(problem)
-
-
-def test_skipped_lines_are_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed: list[str] = []
-    monkeypatch.setattr(
-        readers, "parse_json", lambda text: (parsed.append(text), json.loads(text))[1]
-    )
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"a": {i}}}\n' for i in range(1000)))
-    row = next(iter(find_rows(str(tmp_path)).iterate_from(500)))
-    assert (row.number, row.content, len(parsed)) == (501, {"a": 500}, 1)
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    content, problem = BAD_FILES[name]
+    file = tmp_path / name
+    file.write_bytes(content)
+    if problem == "not valid JSON":  # as a line
+        assert problem in str(next(read_rows(file))[1])
+        return
+    with pytest.raises(DataError, match=rf"^data: cannot read {file}: .*{problem}.* write or copy"):
+        list(read_rows(file))

@@ -268,7 +268,7 @@ def make_sources(make_job: MakeJob, tmp_path: Path) -> MakeJob:
 
 
 def get_rows(loader: TrainLoader, start: int, stop: int) -> list[str]:
-    """Source and line of each sample."""
+    """Source and row of each sample."""
     indices = loader.dataset.get_train_indices(loader.seed, start, stop).tolist()
     return [get_shown_documents(loader.dataset, index)[0].place for index in indices]
 
@@ -278,7 +278,7 @@ def test_examples(make_sources: MakeJob, tmp_path: Path, caplog: pytest.LogCaptu
     tokenizer, loader = build_data(make_sources(), 0, 1)
     places = get_rows(loader, 0, 400)
     assert all(
-        place.startswith((f"a: {tmp_path}/a.jsonl, line ", f"b: {tmp_path}/b.jsonl, line "))
+        place.startswith((f"a: {tmp_path}/a.jsonl, row ", f"b: {tmp_path}/b.jsonl, row "))
         for place in places
     )
     assert sum(place.startswith("a") for place in places) == pytest.approx(300, abs=30)

@@ -88,13 +88,13 @@ def test_any_world_size_and_resume(make_job: MakeJob, monkeypatch: pytest.Monkey
         ]
         assert trained_on == whole[:20]
     resumed = build(job)
-    read = []
-    collect = resumed._collect
+    made = []
+    make_block = resumed._make_block
     monkeypatch.setattr(
-        resumed, "_collect", lambda block, *rest: (read.append(block), collect(block, *rest))[1]
+        resumed, "_make_block", lambda place: (made.append(place), make_block(place))[1]
     )
     assert take(resumed, 20, 22) == whole[20:22]
-    assert len(read) <= 3  # its block, the next and one ahead, not the five before
+    assert len(made) <= 3  # its block, the next and one ahead, not the five before
     (file,) = Path(job.data.cache_folder, "streams").glob("*.json")
     file.unlink()
     assert take(build(job), 20, 40) == whole[20:]  # without the counts, by tokenizing again
@@ -108,22 +108,23 @@ def test_what_does_not_fit(make_job: MakeJob, caplog: pytest.LogCaptureFixture) 
     job = make_job(rows, seq_len=48, streaming=True, streaming_block_rows=4)
     dataset = build(job)
     with pytest.raises(
-        DataError, match=r"rows\.jsonl, line 9: no field 'completion'|line 9: field 'prompt'"
+        DataError, match=r"rows\.jsonl, row 9: no field 'completion'|row 9: field 'prompt'"
     ):
         take(dataset, 0, 20)
     job.data.bad_rows = "skip"
     with pytest.raises(
-        DataError, match=r"rows\.jsonl, line 10: 9\d tokens, but training\.seq_len is 48"
+        DataError, match=r"rows\.jsonl, row 10: 9\d tokens, but training\.seq_len is 48"
     ):
         take(build(job), 0, 20)
     job.data.too_long = "drop"
     dataset = build(job)
     take(dataset, 0, 7)
-    assert dataset.left_out["examples dropped: longer than 48 tokens"] >= 1
-    assert "rows skipped: missing field, counted from here on; the first: " in caplog.text
+    assert dataset.left_out["examples dropped (longer than 48 tokens)"] >= 1
+    assert "rows skipped (missing field), counted from here on; the first: " in caplog.text
     job = make_job([{"prompt": "a"}] * 6, streaming=True, streaming_block_rows=4, bad_rows="skip")
     with pytest.raises(
-        DataError, match=r"no row of .*rows\.jsonl can be used \(. rows skipped: missing field\)"
+        DataError,
+        match=r"no row of .*rows\.jsonl can be used; left out: rows skipped \(missing field\): \d",
     ):
         take(build(job), 0, 1)
 
@@ -155,7 +156,7 @@ def test_streamed_documents_are_split_too(make_job: MakeJob) -> None:
         sample = 0
         found = []
         # the third block is the last of the pass
-        while len(dataset._ends) < 3 or sample < dataset._ends[2]:
+        while len(dataset._ends) < 3 or sample < dataset._ends[2][1]:
             batch = dataset.batch([sample])
             for document in range(int(batch.document_ids.max()) + 1):
                 found += pairwise(batch.tokens[batch.document_ids == document].tolist())
@@ -174,12 +175,12 @@ def test_a_bad_row_that_is_read_ahead_ends_the_run_when_it_is_reached(make_job: 
     dataset = build(job)
     before = take(dataset, 0, 8)
     taken = len(before)
-    with pytest.raises(DataError, match=r"line 61: no field 'completion'"):
+    with pytest.raises(DataError, match=r"row 61: no field 'completion'"):
         for _ in range(100):
             before += take(dataset, taken, taken + 1)
             taken += 1
     assert taken >= 7 * 3  # all sequences of the 7 blocks before
-    assert taken == dataset._ends[-1] and len(dataset._ends) == 7
+    assert taken == dataset._ends[-1][1] and len(dataset._ends) == 7
 
 
 def test_held_out_rows_come_from_their_own_path(make_job: MakeJob, tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def test_report(preview: Callable[..., tuple[int, str, str]]) -> None:
     assert (code, err) == (0, "")
     assert "32 from " in out and "messages" in out
     assert "27 examples to train on (messages), 3 held out" in out
-    assert "1 row skipped: empty field\n             1 row skipped: no trained token" in out
-    assert "rows.jsonl, line 31: field 'messages' holds no message." in out
+    assert "rows skipped (empty field): 1\n             rows skipped (no trained token): 1" in out
+    assert "rows.jsonl, row 31: field 'messages' holds no message." in out
     assert " on 2 data ranks" in out and "seed 42" in out
     assert out.count("\nsample ") == 2 and "\nsample 1: " in out
     shown = out.split("\nsample 1: ")[1].split("\nsample 2")[0]
@@ -75,7 +75,7 @@ def test_a_part_of_the_data_order_is_shown(preview: Callable[..., tuple[int, str
     def places(*arguments: str) -> list[str]:
         code, out, _ = preview(chats(30), "--data.packing=false", *arguments)
         assert code == 0
-        return re.findall(r"^sample \d+: \S+, line (\d+)", out, flags=re.M)
+        return re.findall(r"^sample \d+: \S+, row (\d+)", out, flags=re.M)
 
     order = places("--samples=27")
     assert len({*order}) == 27, "an epoch"
@@ -100,7 +100,7 @@ def test_pieces_of_documents(preview: Callable[..., tuple[int, str, str]]) -> No
     assert (code, err) == (0, "")
     assert ", 4 longer documents split\n" in out and "left out: nothing\n" in out
     assert re.search(
-        r"sample \d+: .*rows\.jsonl, line \d, from token 15 on, 16 tokens, 15 trained\n", out
+        r"sample \d+: .*rows\.jsonl, row \d, from token 15 on, 16 tokens, 15 trained\n", out
     )
 
 
@@ -116,9 +116,9 @@ def test_stream(preview: Callable[..., tuple[int, str, str]]) -> None:
     assert (
         (code, err) == (0, "") and "a stream of " in out and "\nsample 1: " in out and "[[x" in out
     )
-    assert "left out so far: 1 rows skipped: empty field" in out
+    assert "left out so far: 1 rows skipped (empty field)" in out
     code, _, err = preview(rows, "--data.streaming=true", "--validation.enable=false")
-    assert code == 2 and "rows.jsonl, line 10: field 'messages' holds no message" in err
+    assert code == 2 and "rows.jsonl, row 10: field 'messages' holds no message" in err
 
 
 PAIRS = [{"prompt": f"{i}", "chosen": " good", "rejected": " bad"} for i in range(40)]
@@ -127,7 +127,7 @@ PAIRS = [{"prompt": f"{i}", "chosen": " good", "rejected": " bad"} for i in rang
 @pytest.mark.parametrize(
     ("rows", "arguments", "said"),
     [
-        ([*chats(2), {"messages": 1}], [], "rows.jsonl, line 3: field 'messages' is of type int"),
+        ([*chats(2), {"messages": 1}], [], "rows.jsonl, row 3: field 'messages' is of type int"),
         (
             chats(40),
             ["--training.objective=dpo"],

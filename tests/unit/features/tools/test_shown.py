@@ -108,7 +108,7 @@ def test_rows(make_job: MakeJob, packing: bool, streaming: bool) -> None:
     assert any(len(documents) > 1 for documents in found) == packing
     tokenizer = build_data(make_job(rows), 0, 1)[0]
     for document in (document for documents in found for document in documents):
-        path, _, line = document.place.partition(", line ")
+        path, _, line = document.place.partition(", row ")
         text = tokenizer.decode(document.ids)
         assert (
             path.endswith("rows.jsonl")
@@ -131,7 +131,7 @@ def test_pairs_and_pieces(make_job: MakeJob, streaming: bool) -> None:
     )
     places = [d.place for i in range(6) for d in check_against_batch(dataset, i)]
     assert any(place.endswith(", from token 15 on") for place in places)
-    assert any(re.search(r", line \d$", place) for place in places) or streaming
+    assert any(re.search(r", row \d$", place) for place in places) or streaming
 
 
 def test_images(tmp_path: Path) -> None:
