@@ -67,13 +67,13 @@ class MixtureDataset:
         self.parts = [sources[name] for name in self.names]
         self.seq_len = self.parts[0].seq_len
         self.form = _get_form(sources)
-        sizes = [part.num_train_sequences for part in self.parts]
-        if weights is None and len(sizes) == 1:
+        if weights is None and len(sources) == 1:
             weights = dict.fromkeys(self.names, 1.0)  # a stream may be the only one
-        if weights is None:
-            self.order = _Order(_check_sizes(self.names, sizes))
-        else:
-            self.order = _Order(_get_quotas([weights[name] for name in self.names]))
+        self.order = _Order(
+            _get_sizes(sources)
+            if weights is None
+            else _get_quotas([weights[name] for name in self.names])
+        )
         # Sequences of an epoch of all sources; None with weights, with which each has epochs of its
         # own.
         self.num_train_sequences = self.order.length if weights is None else None
@@ -192,27 +192,26 @@ class _Order:
     """
 
     def __init__(self, quotas: np.ndarray) -> None:
-        self.quotas, self.length = quotas, int(quotas.sum())
-        self._shuffled = lru_cache(maxsize=2)(self._shuffle)  # a step can straddle two pieces
+        self.quotas = quotas
+        self.length = int(quotas.sum())
+        self._get_piece = lru_cache(maxsize=2)(self._make_piece)  # a step can straddle two pieces
 
-    def _find_piece(self, sample: int) -> tuple[int, int, int, int]:
-        """Return number, first place in the period and length of the piece of `sample`, and the
-        place of `sample`.
+    def _find_piece(self, seed: int, sample: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """Return the first sample of the piece of `sample`, how many of each source are before it,
+        (S,) int64, and the source of each of its samples, int16.
         """
         period, place = divmod(sample, self.length)
-        start = place // PERIOD * PERIOD
-        return (
-            period * -(-self.length // PERIOD) + start // PERIOD,
-            start,
-            min(PERIOD, self.length - start),
-            place,
-        )
+        return self._get_piece(seed, period, place // PERIOD)
 
-    def _shuffle(self, seed: int, number: int, start: int, length: int) -> np.ndarray:
-        """Return the source of each sample of a piece."""
-        quotas = self._count_first(start + length) - self._count_first(start)
+    def _make_piece(self, seed: int, period: int, piece: int) -> tuple[int, np.ndarray, np.ndarray]:
+        start = piece * PERIOD
+        stop = min(start + PERIOD, self.length)
+        before = self._count_first(start)
+        quotas = self._count_first(stop) - before
         sources = np.repeat(np.arange(len(quotas), dtype=np.int16), quotas)
-        return sources[get_permutation(seed, number, length)]
+        number = period * -(-self.length // PERIOD) + piece
+        shuffled = sources[get_permutation(seed, number, stop - start)]
+        return period * self.length + start, period * self.quotas + before, shuffled
 
     def _count_first(self, places: int) -> np.ndarray:
         """Count the first `places` of a period by source, (S,) int64, where they are spread evenly:
@@ -234,20 +233,16 @@ class _Order:
 
     def count_before(self, seed: int, sample: int) -> np.ndarray:
         """Count the samples of each source before `sample`, (S,) int64."""
-        number, start, length, place = self._find_piece(sample)
-        before = sample // self.length * self.quotas + self._count_first(start)
-        if place == start:
-            return before
-        sources = self._shuffled(seed, number, start, length)
-        return before + np.bincount(sources[: place - start], minlength=len(self.quotas))
+        start, before, sources = self._find_piece(seed, sample)
+        return before + np.bincount(sources[: sample - start], minlength=len(self.quotas))
 
     def get_runs(self, seed: int, start: int, stop: int) -> Iterator[tuple[np.ndarray, int, int]]:
         """Yield each source in samples [start, stop): (samples (n,) int64, source, number of the
         first there).
         """
         while start < stop:
-            number, first, length, place = self._find_piece(start)
-            here = self._shuffled(seed, number, first, length)[place - first :][: stop - start]
+            first, _, sources = self._find_piece(seed, start)
+            here = sources[start - first : stop - first]
             before = self.count_before(seed, start)
             for source in np.unique(here).tolist():
                 yield start + np.flatnonzero(here == source), source, int(before[source])
@@ -269,14 +264,15 @@ def _get_quotas(weights: Sequence[float]) -> np.ndarray:
     return quotas
 
 
-def _check_sizes(names: Sequence[str], sizes: Sequence[int | None]) -> np.ndarray:
-    for name, size in zip(names, sizes, strict=True):
+def _get_sizes(sources: Mapping[str, SequenceDataset]) -> np.ndarray:
+    sizes = {name: part.num_train_sequences for name, part in sorted(sources.items())}
+    for name, size in sizes.items():
         if size is None:
             raise DataError(
                 f"data.sources.{name}: the size of a stream is not known. Set the weight of every "
                 "source."
             )
-    return np.array(sizes, dtype=np.int64)
+    return np.array([*sizes.values()], dtype=np.int64)
 
 
 def build_mixture(job: JobConfig) -> tuple[Any, MixtureDataset]:
