@@ -123,8 +123,11 @@ def fit_examples(
             trained[example, document] = np.count_nonzero(flags & TRAINED)
         is_left = (trained > 0).all(1) | ~is_long
         left_out[f"examples cut to {seq_len} tokens"] = int((is_long & is_left).sum())
-    why = f"no trained token among the first {seq_len}"
-    reason = f"longer than {seq_len} tokens" if too_long == "drop" else why
+    reason = (
+        f"longer than {seq_len} tokens"
+        if too_long == "drop"
+        else f"no trained token among the first {seq_len}"
+    )
     left_out[f"examples dropped ({reason})"] = int((~is_left).sum())
     left_out = +left_out  # without zeros
     if not is_left.any() and not may_be_empty:

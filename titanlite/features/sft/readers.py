@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from io import BufferedReader, BytesIO
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from titanlite.base.errors import DataError
@@ -131,13 +132,15 @@ def _read_columns(file: Path, kind: str, start: int) -> Numbered:
     options: dict[str, Any] = _declare_text(file) if kind == ".csv" else {}
     if kind == ".parquet":  # otherwise a whole row group, and an error where that has no row
         options["batch_size"] = _BATCH_ROWS
-    rows = load_dataset(
-        _BUILDERS[kind],
-        data_files=glob.escape(str(file)),
-        split="train",
-        streaming=True,
-        **options,
-    )
+    with TemporaryDirectory() as folder:  # for its locks: nothing of a stream is cached
+        rows = load_dataset(
+            _BUILDERS[kind],
+            data_files=glob.escape(str(file)),
+            split="train",
+            streaming=True,
+            cache_dir=folder,
+            **options,
+        )
     for number, row in enumerate(rows.skip(start), start + 1):
         yield number, drop_none(row)
 

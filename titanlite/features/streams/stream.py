@@ -122,10 +122,10 @@ class StreamDataset(ExampleSequences):
         self._ends = _load_ends(self._ends_file)
         self._encoder: ExampleEncoder | None = None
         self._reader: tuple[_Place, Iterator[Row]] | None = None
-        self._blocks: dict[int, _Block] = {}
+        self._reported: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "titanlite-stream")
-        # the block that is made next, by its place
-        self._ahead: tuple[_Place, Future[_Block]] | None = None
+        # Micro-batches may straddle two blocks, and one is made ahead.
+        self._begin = lru_cache(maxsize=3)(self._submit)
 
     @property
     def form(self) -> str:
@@ -170,32 +170,24 @@ class StreamDataset(ExampleSequences):
         return self._ends[number - 1][1] if number else 0
 
     def _get_block(self, number: int) -> _Block:
-        if number not in self._blocks:
-            block = self._take_block(self._ends[number - 1][0] if number else _START)
-            self._report(block.content)  # only now: a block that is made ahead may never be used
-            total = self._count_until(number) + len(block.sequences)
-            if number == len(self._ends):
-                self._add(block.end, total)
-            elif total != self._ends[number][1]:
-                raise DataError(
-                    f"data: block {number + 1} of the stream has {len(block.sequences)} sequences, "
-                    f"and had another number before. Remove {self._ends_file} if the rows have "
-                    "changed."
-                )
-            # Micro-batches may straddle two blocks; what is older is not asked for again but by a
-            # run that goes back.
-            self._blocks = {n: kept for n, kept in self._blocks.items() if n == number - 1}
-            self._blocks[number] = block
-        return self._blocks[number]
-
-    def _take_block(self, place: _Place) -> _Block:
-        """Return the block at `place`, and begin to make the block after it."""
-        begun = self._ahead
-        if begun is None or begun[0] != place:
-            begun = (place, self._thread.submit(self._make_block, place))
-        block = begun[1].result()
-        self._ahead = (block.end, self._thread.submit(self._make_block, block.end))
+        block = self._begin(self._ends[number - 1][0] if number else _START).result()
+        self._begin(block.end)  # the next one is made meanwhile
+        if number in self._reported:
+            return block
+        self._reported.add(number)
+        self._report(block.content)  # only now: a block that is made ahead may never be used
+        total = self._count_until(number) + len(block.sequences)
+        if number == len(self._ends):
+            self._add(block.end, total)
+        elif total != self._ends[number][1]:
+            raise DataError(
+                f"data: block {number + 1} of the stream has {len(block.sequences)} sequences, and "
+                f"had another number before. Remove {self._ends_file} if the rows have changed."
+            )
         return block
+
+    def _submit(self, place: _Place) -> Future[_Block]:
+        return self._thread.submit(self._make_block, place)
 
     def _add(self, end: _Place, total: int) -> None:
         self._ends.append((end, total))

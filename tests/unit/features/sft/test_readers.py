@@ -135,7 +135,9 @@ def test_parquet_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
         assert [row for _, row in read_rows(file)] == [drop_none(row) for row in expected]
 
 
-def test_csv_is_text(tmp_path: Path) -> None:
+def test_csv_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is cached: a file that is written again has other rows, and no cache is needed."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", "/proc/nowhere")
     file = tmp_path / "a.csv"
     file.write_bytes(_MARK + b'a,b\n1,NA\n"two\nlines",\n007,1.50\n"x ""y""",null\n')
     assert [row for _, row in read_rows(file)] == [
@@ -144,6 +146,8 @@ def test_csv_is_text(tmp_path: Path) -> None:
         {"a": "007", "b": "1.50"},
         {"a": 'x "y"', "b": "null"},
     ]
+    file.write_bytes(file.read_bytes().replace(b"007", b"008"))
+    assert next(read_rows(file, 2))[1] == {"a": "008", "b": "1.50"}
 
 
 def _compress_zstd(content: bytes) -> bytes:

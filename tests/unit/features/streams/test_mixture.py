@@ -138,15 +138,6 @@ def test_a_long_epoch_is_shuffled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
         assert dataset.get_taken(5, stop) == {"a": own[1], "b": own[2], "c": own[3]}
 
 
-def test_sources_of_one_size_do_not_go_side_by_side() -> None:
-    dataset = MixtureDataset(
-        {"a": make_part(100, 1000), "b": make_part(100, 2000)}, {"a": 1, "b": 1}
-    )
-    found = ids(dataset, 0, 150)
-    orders = [[token % 1000 for token in found if token // 1000 == kind] for kind in (1, 2)]
-    assert orders[0][:20] != orders[1][:20]
-
-
 def test_a_batch_keeps_the_order_of_its_indices() -> None:
     dataset = make_mixture([1, 1, 1])
     indices = dataset.get_train_indices(0, 0, 30)
@@ -350,11 +341,5 @@ def test_the_folder_is_no_part_of_the_order(make_sources: MakeJob, tmp_path: Pat
     with (tmp_path / "moved/b.jsonl").open("a") as file:
         file.write('{"prompt": "one", "completion": "more"}\n')
     assert build_data(job, 0, 1)[1].fingerprint != here
-
-
-def test_another_weight_is_another_order(make_sources: MakeJob) -> None:
-    orders = [
-        build_data(make_sources(weights), 0, 1)[1].fingerprint
-        for weights in ((3, 1), (6, 2), (3, 2), None)
-    ]
-    assert orders[0] == orders[1] and len(set(orders)) == 3
+    orders = [build_data(make_sources(w), 0, 1)[1].fingerprint for w in ((3, 1), (6, 2), (3, 2))]
+    assert orders[0] == orders[1] != orders[2]
