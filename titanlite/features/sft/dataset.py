@@ -55,8 +55,13 @@ class ExampleSet:
         """Return the examples `which`, indices or a mask over `selected`; counts stay with the
         whole.
         """
-        columns = (self.selected, self.starts, self.lengths, self.trained)
-        return ExampleSet(self.examples, *(column[which] for column in columns))
+        return ExampleSet(
+            self.examples,
+            selected=self.selected[which],
+            starts=self.starts[which],
+            lengths=self.lengths[which],
+            trained=self.trained[which],
+        )
 
     def get_documents(self, member: int) -> Iterator[slice]:
         """Yield the used parts of the documents of example `member`, as places in `tokens` and
