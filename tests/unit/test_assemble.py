@@ -53,7 +53,7 @@ def test_a_tokenizer_that_does_not_fit_the_embedding_is_said(warnings, monkeypat
     # the data does not use its new tokens: whoever has the model may
     check_vocabulary(JobConfig(), 990, 1003, CONFIG)
     assert "the tokenizer has 1003 tokens, but the model's vocab_size is 1000." in warnings.pop()
-    with pytest.raises(DataError, match=r"has 1001 tokens.*Set model.overrides.vocab_size = 1001"):
+    with pytest.raises(DataError, match=r"has 1001 tokens.*set model.overrides.vocab_size = 1001"):
         check_vocabulary(JobConfig(), 1001, 1001, CONFIG)
 
 

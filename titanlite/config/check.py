@@ -225,6 +225,7 @@ def _find_unused(data: DataSection) -> list[str]:
     unused, used = dict[str, str](), set[str]()
     for name, source in get_sources(data).items():
         is_read: dict[str, object] = dict.fromkeys(_OF_EXAMPLES, source.dataset == "examples")
+        is_read["document_separator"] = source.dataset == "text"
         is_read["validation_share"] = not source.validation_path and not source.streaming
         if source.dataset == "examples":
             is_read |= {

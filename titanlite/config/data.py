@@ -56,6 +56,11 @@ class _OneSource:
         "File name pattern in the folder data.path. Empty: *.txt for 'text', all files of rows "
         "for 'examples'.",
     )
+    document_separator: str = setting(
+        "found",
+        "Text between the documents of a file of plain text. 'found': the tokenizer's end token, "
+        "or <|endoftext|>, where it begins or ends a line. 'none': a file is one document.",
+    )
     split: str = setting("train", "Split of a dataset of the hub.")
     subset: str = setting("", "Subset (configuration) of a dataset of the hub; empty: its default.")
     validation_path: str = setting(
@@ -149,6 +154,7 @@ class _OneSource:
 
 _PER_SOURCE = (
     "pattern",
+    "document_separator",
     "split",
     "subset",
     "validation_path",

@@ -11,7 +11,8 @@ import os
 import re
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache, cached_property
@@ -43,27 +44,54 @@ _SPLITS = {
 
 @dataclass(frozen=True)
 class Corpus:
-    """An ordered, deterministic sequence of documents.
+    """An ordered, deterministic sequence of text files, each with one document or several.
 
     `files` are (name, path) pairs in reading order; the name is the path relative to the dataset,
-    with '/' on every system. Empty files are no documents. With a `cache_folder`, digest and sizes
-    of files that have not changed are not computed again.
+    with '/' on every system. `separator` is `data.document_separator`. With a `cache_folder`,
+    digest and sizes of files that have not changed are not computed again.
     """
 
     files: tuple[tuple[str, Path], ...]
     cache_folder: Path | None = None
+    separator: str = "none"
+
+    def get_documents(self, ends: Iterable[str], found: Counter[str]) -> Iterator[str]:
+        """Yield every document; `ends` are tokens that end a text. `found` counts the separators.
+
+        With the separator "found", an end token that begins or ends a line separates documents; a
+        program that quotes the token has it inside a line. A separator takes the line end after it
+        along. What is blank between two separators is no document.
+
+        Raises DataError: as the iteration over the files.
+        """
+        tokens = ends if self.separator == "found" else [self.separator]
+        where = r"(?:\r?\n|\Z|(?<![^\n]{0}))" if self.separator == "found" else r"(?:\r?\n)?"
+        pattern = "|".join(escaped + where.format(escaped) for escaped in map(re.escape, tokens))
+        for _, text in self:
+            if self.separator in ("none", ""):
+                yield text
+                continue
+            parts = re.split(f"({pattern})", text)
+            found.update(part.rstrip("\r\n") or part for part in parts[1::2])
+            for document in parts[::2]:
+                if document.strip() or len(parts) == 1:
+                    yield document
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, text) of every document; newlines are kept as they are in the file.
+        """Yield (name, text) of every file that is not empty; newlines are kept as they are.
 
         Raises DataError: a file cannot be read, or is not UTF-8.
         """
         for name, path in self.files:
-            content = _read(path)
             try:
-                # bytes.decode and not open(): text mode would turn \r\n into \n, and the digest is
+                # decode() and not open(): text mode would turn \r\n into \n, and the digest is
                 # over the bytes.
-                text = content.decode("utf-8")
+                text = read_regular(path).decode("utf-8")
+            except OSError as error:
+                raise DataError(
+                    f"data: cannot read {path}: {error.strerror}. Check data.path and its "
+                    "permissions."
+                ) from None
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"data: {path} is not UTF-8 (byte {error.start}: {error.reason}). Convert it, "
@@ -78,9 +106,8 @@ class Corpus:
         if self.cache_folder is None:
             return self._summarize()
         what = f"corpus {[name for name, _ in self.files]}"
-        digest, num_bytes = read_once(
-            self.cache_folder, what, [path for _, path in self.files], self._summarize
-        )
+        paths = [path for _, path in self.files]
+        digest, num_bytes = read_once(self.cache_folder, what, paths, self._summarize)
         return digest, num_bytes
 
     def _summarize(self) -> tuple[str, int]:
@@ -95,21 +122,12 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """sha256 over names and bytes of all documents, in hex."""
+        """sha256 over names and bytes of all files, in hex."""
         return self._summary[0]
 
     @property
     def num_bytes(self) -> int:
         return self._summary[1]
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_regular(path)
-    except OSError as error:
-        raise DataError(
-            f"data: cannot read {path}: {error.strerror}. Check data.path and its permissions."
-        ) from None
 
 
 def _get_size(path: Path) -> int:
@@ -227,7 +245,11 @@ def build_corpus(data: DataSection) -> Corpus:
     """
     if data.dataset == "stdlib":
         return replace(build_stdlib_corpus(), cache_folder=get_cache_folder(data))
-    return replace(build_text_corpus(data.path, data.pattern), cache_folder=get_cache_folder(data))
+    return replace(
+        build_text_corpus(data.path, data.pattern),
+        cache_folder=get_cache_folder(data),
+        separator=data.document_separator,
+    )
 
 
 def split_text(text: str, max_chars: int) -> Iterator[str]:

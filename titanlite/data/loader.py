@@ -265,18 +265,20 @@ def build_packed(
     """
     corpus = build_corpus(data)
     tokenizer = build_tokenizer(data, corpus, model_type) if tokenizer is None else tokenizer
-    dataset = PackedDataset(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)
+    tokenized = build_tokens(data, corpus, tokenizer)
+    dataset = PackedDataset(tokenized, seq_len, data.validation_share)
     logger.info(
-        "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, "
-        "%d held out",
-        *(
-            where,
-            len(dataset.tokenized.tokens),
-            dataset.tokenized.vocab_size,
-            dataset.tokenized.num_documents,
-        ),
-        *(dataset.seq_len, dataset.num_train_sequences, dataset.num_validation_sequences),
+        "%s: %d tokens, vocabulary %d, in %s; sequences of %d tokens: %d to train on, %d held out",
+        where,
+        len(tokenized.tokens),
+        tokenized.vocab_size,
+        tokenized.describe(),
+        dataset.seq_len,
+        dataset.num_train_sequences,
+        dataset.num_validation_sequences,
     )
+    if get_rank() == 0 and (warning := tokenized.get_warning()):
+        logger.warning("%s: %s", where, warning)
     return tokenizer, dataset
 
 

@@ -11,7 +11,8 @@ twice as slow on 2 cores.
 """
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -80,6 +81,30 @@ def get_prefix(tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
     return ()
 
 
+def build_end_reader(
+    tokenizer: "PreTrainedTokenizerFast",
+) -> Callable[[str], tuple[tuple[int, ...], str]]:
+    """Return a function of the text of a document that returns the ids in front of it, and the text
+    without the begin and end tokens that it spells at its two ends.
+
+    A begin token that the tokenizer does not put in front of any text is in front of such a text.
+    """
+    prefix = get_prefix(tokenizer)
+    begin, end = tokenizer.bos_token, tokenizer.eos_token
+    begin_ids = prefix if tokenizer.bos_token_id in prefix else (*prefix, tokenizer.bos_token_id)
+
+    def read(text: str) -> tuple[tuple[int, ...], str]:
+        begins = bool(begin) and text.startswith(begin)
+        if begins:
+            text = text.removeprefix(begin)
+        before_end, found, after_end = text.rpartition(end)
+        if found and not after_end.strip():
+            text = before_end
+        return begin_ids if begins else prefix, text
+
+    return read
+
+
 def get_bpe_form(model_type: str) -> Tokenizer:
     """Return an untrained byte-level BPE with the normalization and splitting of transformers'
     class for `model_type`.
@@ -139,7 +164,8 @@ def train_bpe(corpus: Corpus, vocab_size: int, form: Tokenizer | None = None) ->
 def _get_training_pieces(corpus: Corpus) -> Iterator[str]:
     """Return the text to train on: every nth piece of the corpus, n = 1 unless it is too large."""
     stride = -(-corpus.num_bytes // _MAX_TRAINING_BYTES)
-    pieces = (piece for _, text in corpus for piece in split_text(text, _TRAINING_PIECE_CHARS))
+    documents = corpus.get_documents([END_OF_TEXT], Counter())
+    pieces = (piece for text in documents for piece in split_text(text, _TRAINING_PIECE_CHARS))
     return (piece for i, piece in enumerate(pieces) if i % stride == 0)
 
 
@@ -161,7 +187,7 @@ def build_tokenizer(
     form = get_bpe_form(model_type)
     recipe = (
         f"{_RECIPE_VERSION} {tokenizers.__version__} {data.bpe_vocab_size} {corpus.digest} "
-        f"{form.to_str()}"
+        f"{corpus.separator} {form.to_str()}"
     )
     name = f"bpe-{data.bpe_vocab_size}-{sha256(recipe.encode()).hexdigest()[:16]}.json"
     path = get_cache_folder(data) / "tokenizers" / name
@@ -316,27 +342,6 @@ def follow_tokenizer(
     return replace(job, model=replace(model, overrides=replace(model.overrides, vocab_size=wanted)))
 
 
-def describe_resizing(job: JobConfig, vocab_size: int, model_config: AnyModelConfig) -> str:
-    """Return how the embedding gets `vocab_size` rows: by a setting, or in the files that its
-    weights come from.
-    """
-    folder = job.checkpoint.initial_load_path
-    if not folder and isinstance(model_config, ModelConfig):
-        return (
-            f"Set model.overrides.vocab_size = {vocab_size}, lower data.bpe_vocab_size, or use the "
-            "model's tokenizer."
-        )
-    if not folder:
-        return (
-            f"Set vocab_size = {vocab_size} in its config.json, or use the model's own tokenizer."
-        )
-    return (
-        "Use the model's own tokenizer, or give its embedding rows for the new tokens with "
-        f"transformers' resize_token_embeddings({vocab_size}), and set {weights_key(job)} to the "
-        "folder that it is saved in."
-    )
-
-
 def check_vocabulary(
     job: JobConfig, vocab_size: int, num_ids: int, model_config: AnyModelConfig
 ) -> None:
@@ -347,24 +352,36 @@ def check_vocabulary(
     Raises DataError: the data has more tokens than the model. The same on all ranks.
     """
     rows = model_config.vocab_size
-    if max(vocab_size, num_ids) > rows:
+    wanted = max(vocab_size, num_ids)
+    if wanted > rows:
+        if job.checkpoint.initial_load_path:
+            remedy = (
+                "save the model anew after transformers' "
+                f"resize_token_embeddings({wanted}) and set {weights_key(job)} to that folder"
+            )
+        elif isinstance(model_config, ModelConfig):
+            remedy = f"set model.overrides.vocab_size = {wanted}"
+        else:
+            remedy = f"set vocab_size = {wanted} in its config.json"
         text = (
-            f"data: the tokenizer has {max(vocab_size, num_ids)} tokens, but the model's "
-            f"vocab_size is {rows}. "
+            f"data: the tokenizer has {wanted} tokens, but the model's vocab_size is {rows}. Use "
+            f"the model's own tokenizer, or {remedy}."
         )
-        text += describe_resizing(job, max(vocab_size, num_ids), model_config)
         if vocab_size > rows:
             raise DataError(text)
         if get_rank() == 0:
-            text += (
-                f" The data has none of the tokens from {rows} on, so the run begins; with one of "
-                "them the saved "
+            logger.warning(
+                "%s The data has none of the tokens from %d on, so the run begins; with one of "
+                "them the saved model would fail.",
+                text,
+                rows,
             )
-            logger.warning("%smodel would fail.", text)
-    if 2 * max(vocab_size, num_ids) < rows and get_rank() == 0:
+    if 2 * wanted < rows and get_rank() == 0:
         logger.warning(
             "data: the tokenizer has %d tokens, the embedding %d rows, of which most will never "
             "be trained. Set data.tokenizer_path to the model's own tokenizer, or "
             "model.overrides.vocab_size = %d.",
-            *(max(vocab_size, num_ids), rows, max(vocab_size, num_ids)),
+            wanted,
+            rows,
+            wanted,
         )

@@ -1,18 +1,21 @@
 """The corpus as one memory-mapped array of token ids, made once per machine."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from titanlite.base.files import write_atomic
 from titanlite.base.log import logger
+from titanlite.base.text import format_count, list_names
 from titanlite.config.data import DataSection
 from titanlite.data.corpus import (
     Corpus,
@@ -21,7 +24,7 @@ from titanlite.data.corpus import (
     load_or_build,
     split_text,
 )
-from titanlite.data.tokenizer import count_ids, get_prefix, serialize
+from titanlite.data.tokenizer import END_OF_TEXT, build_end_reader, count_ids, serialize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,14 +40,31 @@ class TokenizedCorpus:
 
     `tokens (num_tokens,)` is read-only and memory-mapped: uint16 if `vocab_size` is at most 65536,
     else uint32. `vocab_size` is one more than the largest id that the tokenizer can produce.
-    Without `corpus`, the files of the documents are not known.
+    `separators` and `spelled` count texts in the files: between documents, and special tokens
+    inside documents.
     """
 
     tokens: np.ndarray
     eos_token_id: int
     vocab_size: int
     num_documents: int
-    corpus: Corpus | None = None
+    separators: dict[str, int] = field(default_factory=dict)
+    spelled: dict[str, int] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """Return the number of documents in words, and what separates them."""
+        split = f", split at {_list_counts(self.separators)}" if self.separators else ""
+        return f"{format_count(self.num_documents, 'document')}{split}"
+
+    def get_warning(self) -> str:
+        """Return a warning about special tokens that documents spell; empty if there are none."""
+        if not self.spelled:
+            return ""
+        return (
+            f"the text spells {_list_counts(self.spelled)} inside documents, where special tokens "
+            "are trained as letters. Remove them; or set data.document_separator to the one that "
+            "is between documents."
+        )
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -64,38 +84,31 @@ def build_tokens(
     """Tokenize `corpus`, or map the file made by an earlier call for the same text and the same
     tokenizer.
 
-    Text that spells a special token is encoded as ordinary text, so no document can forge the end
-    of a document. Each document begins with what the tokenizer puts in front of any text, such as
-    Llama's begin-of-text token, and ends with the end-of-text token. Documents longer than 1 Mi
-    characters are encoded in pieces cut after a newline, at the price of up to one unusual token
-    per cut. A damaged file is rebuilt.
+    Text that spells a special token is encoded as ordinary text, except where it separates
+    documents, and at the ends of one (`build_end_reader`). Each document begins with what the
+    tokenizer puts in front of any text, such as Llama's begin-of-text token, and ends with the
+    end-of-text token. Documents longer than 1 Mi characters are encoded in pieces cut after a
+    newline, at the price of up to one unusual token per cut. A damaged file is rebuilt.
 
     Raises DataError: a document cannot be read, or the cache folder cannot be written.
     """
-    serialized = serialize(tokenizer)
     eos_token_id = cast(int, tokenizer.eos_token_id)
-    prefix = get_prefix(tokenizer)
-    # one token for both: the end of the document before is there already
-    if eos_token_id in prefix:
-        prefix = ()
     vocab_size = count_ids(tokenizer)
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     key = sha256(
-        f"{get_code_digest(Path(__file__).parent)} {corpus.digest} {eos_token_id} "
-        f"{serialized}".encode()
+        f"{get_code_digest(Path(__file__).parent)} {corpus.digest} {corpus.separator} "
+        f"{tokenizer.bos_token} {eos_token_id} {serialize(tokenizer)}".encode()
     ).hexdigest()[:32]
     path = get_cache_folder(data) / "tokens" / f"{key}.bin"
 
-    def load() -> tuple[np.ndarray, int] | None:
-        return _load(path, dtype, eos_token_id)
-
-    def build() -> None:
-        _write(path, corpus, get_plain_encoder(serialized), prefix, eos_token_id, dtype)
-
-    (tokens, num_documents), elapsed_s = load_or_build(path, load, build)
+    (tokens, counts), elapsed_s = load_or_build(
+        path,
+        load=lambda: _load(path, dtype, eos_token_id),
+        build=lambda: _write(path, corpus, tokenizer, dtype),
+    )
     if elapsed_s:
         logger.info("data: tokenized %.1f MB in %.1f s", corpus.num_bytes / 1e6, elapsed_s)
-    return TokenizedCorpus(tokens, eos_token_id, vocab_size, num_documents, corpus)
+    return TokenizedCorpus(tokens, eos_token_id, vocab_size, **counts)
 
 
 @lru_cache(maxsize=2)  # several sources share one: of 150 k tokens it takes half a second and 50 MB
@@ -110,16 +123,34 @@ def get_plain_encoder(serialized: str, *, special_is_text: bool = True) -> Token
     return encoder
 
 
-def _batches(corpus: Corpus) -> Iterator[list[tuple[str, bool, bool]]]:
-    """Yield groups of (piece of a document, whether it is the first one of its document, whether
-    the last).
-    """
-    batch: list[tuple[str, bool, bool]] = []
+def _list_counts(counts: Mapping[str, int]) -> str:
+    return list_names(f"{text!r} ({count:,})" for text, count in counts.items())
+
+
+class _Piece(NamedTuple):
+    """A piece of a document, and the ids before and after it."""
+
+    text: str
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def _batches(
+    documents: Iterator[str],
+    read_ends: Callable[[str], tuple[tuple[int, ...], str]],
+    eos_token_id: int,
+) -> Iterator[list[_Piece]]:
+    """Yield the pieces of all documents, in groups that are tokenized at once."""
+    batch: list[_Piece] = []
     num_chars = 0
-    for _, text in corpus:
-        pieces = list(split_text(text, _PIECE_CHARS))
+    for document in documents:
+        prefix, text = read_ends(document)
+        # one token for both: the end of the document before is there already
+        before = () if eos_token_id in prefix else prefix
+        pieces = list(split_text(text, _PIECE_CHARS)) if text else []
         for i, piece in enumerate(pieces):
-            batch.append((piece, i == 0, i == len(pieces) - 1))
+            after = (eos_token_id,) if i == len(pieces) - 1 else ()
+            batch.append(_Piece(piece, before if i == 0 else (), after))
             num_chars += len(piece)
             if num_chars >= _BATCH_CHARS:
                 yield batch
@@ -128,42 +159,39 @@ def _batches(corpus: Corpus) -> Iterator[list[tuple[str, bool, bool]]]:
         yield batch
 
 
-def _write(
-    path: Path,
-    corpus: Corpus,
-    encoder: Tokenizer,
-    prefix: Sequence[int],
-    eos_token_id: int,
-    dtype: str,
-) -> None:
+def _write(path: Path, corpus: Corpus, tokenizer: "PreTrainedTokenizerFast", dtype: str) -> None:
     num_tokens = num_documents = 0
+    separators, spelled = Counter[str](), Counter[str]()
+    encoder = get_plain_encoder(serialize(tokenizer))
+    ends = dict.fromkeys([cast(str, tokenizer.eos_token), END_OF_TEXT])
+    special = re.compile("|".join(map(re.escape, [*ends, *tokenizer.all_special_tokens])))
+    documents = corpus.get_documents(ends, separators)
+    batches = _batches(documents, build_end_reader(tokenizer), cast(int, tokenizer.eos_token_id))
     with write_atomic(path) as file:
-        for batch in _batches(corpus):
-            encodings = encoder.encode_batch_fast(
-                [piece for piece, _, _ in batch], add_special_tokens=False
-            )
-            for encoding, (_, is_first, is_last) in zip(encodings, batch, strict=True):
-                ids = [*prefix, *encoding.ids] if is_first else encoding.ids
-                if is_last:
-                    ids.append(eos_token_id)
-                    num_documents += 1
+        for batch in batches:
+            texts = [piece.text for piece in batch]
+            encodings = encoder.encode_batch_fast(texts, add_special_tokens=False)
+            for encoding, piece in zip(encodings, batch, strict=True):
+                ids = [*piece.before, *encoding.ids, *piece.after]
                 file.write(np.array(ids, dtype=dtype).tobytes())
                 num_tokens += len(ids)
+                num_documents += bool(piece.after)
+                spelled.update(special.findall(piece.text))
+    header = {"num_tokens": num_tokens, "num_documents": num_documents}
+    header |= {"separators": separators, "spelled": spelled}
     # The header comes last: it is what makes the tokens valid.
     with write_atomic(path.with_suffix(".json")) as file:
-        file.write(json.dumps({"num_tokens": num_tokens, "num_documents": num_documents}).encode())
+        file.write(json.dumps(header).encode())
 
 
-def _load(path: Path, dtype: str, eos_token_id: int) -> tuple[np.ndarray, int] | None:
-    """Map the tokens and return the number of documents; None if a file is missing, cut off, or
-    contradicts the header.
-
-    The header is a JSON file next to the tokens.
+def _load(path: Path, dtype: str, eos_token_id: int) -> tuple[np.ndarray, dict[str, Any]] | None:
+    """Map the tokens and return the counts of the header, a JSON file next to them; None if a file
+    is missing, cut off, or contradicts the header.
     """
     try:
         header = json.loads(path.with_suffix(".json").read_bytes())
         tokens = np.memmap(path, dtype=dtype, mode="r")  # ValueError: part of a token, or nothing
-        is_valid = len(tokens) == header["num_tokens"] and tokens[-1] == eos_token_id
-        return (tokens, int(header["num_documents"])) if is_valid else None
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        is_valid = len(tokens) == header.pop("num_tokens") and tokens[-1] == eos_token_id
+        return (tokens, header) if is_valid else None
+    except (FileNotFoundError, ValueError, KeyError):
         return None

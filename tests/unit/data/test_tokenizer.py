@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,15 @@ def test_training_does_not_depend_on_document_order(text_folder: Path, bpe: Toke
     for seed in range(3):
         random.Random(seed).shuffle(files)
         assert train_bpe(Corpus(tuple(files)), 320).to_str() == bpe.to_str()
+
+
+def test_a_separator_is_not_trained_on(text_folder: Path, tmp_path: Path, bpe: Tokenizer) -> None:
+    file = tmp_path / "all.txt"
+    texts = [text for _, text in build_text_corpus(text_folder)]
+    file.write_text(f"{END_OF_TEXT}\n".join(texts))
+    corpus = build_text_corpus(file)
+    assert train_bpe(replace(corpus, separator="found"), 320).to_str() == bpe.to_str()
+    assert train_bpe(corpus, 320).to_str() != bpe.to_str()
 
 
 # Threads are made when they are first needed, so each fork has its own number of them.

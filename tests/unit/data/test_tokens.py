@@ -87,6 +87,58 @@ def test_text_that_spells_a_special_token_is_text(
     assert tokenizer.encode(text).count(tokenizer.eos_token_id) == 1
 
 
+END = END_OF_TEXT
+
+
+@pytest.mark.parametrize(
+    ("text", "separator", "documents", "spelled"),
+    [
+        (f"one\n{END}\ntwo\n", "found", ["one\n", "two\n"], 0),
+        (f"one\r\n{END}\r\n\r\ntwo", "found", ["one\r\n", "\r\ntwo"], 0),
+        (f"one{END}\ntwo{END}\n", "found", ["one", "two"], 0),
+        (f"{END}one\n\n{END}two", "found", ["one\n\n", "two"], 0),
+        (f"one\n{END}\n{END}\n\n{END}", "found", ["one\n"], 0),
+        (f'one = "{END}"\n', "found", [f'one = "{END}"\n'], 1),
+        (f"one{END}two", "found", [f"one{END}two"], 1),
+        (f"one{END}two", END, ["one", "two"], 0),
+        (f"one\n---\ntwo{END}\n", "---", ["one\n", "two"], 0),
+        (f"one\n{END}\ntwo{END}\n", "none", [f"one\n{END}\ntwo"], 1),
+    ],
+)
+def test_separators_in_a_file(
+    data: DataSection,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    text: str,
+    separator: str,
+    documents: list[str],
+    spelled: int,
+) -> None:
+    data.path, data.document_separator = str(tmp_path / "a.txt"), separator
+    Path(data.path).write_bytes(text.encode())
+    tokenized = _build(data, tokenizer)
+    plain = tokens_module.get_plain_encoder(tokens_module.serialize(tokenizer))
+    expected = [[*plain.encode(document).ids, tokenizer.eos_token_id] for document in documents]
+    assert tokenized.tokens.tolist() == [token for ids in expected for token in ids]
+    assert tokenized.num_documents == len(documents)
+    assert tokenized.spelled == ({END: spelled} if spelled else {})
+    assert (END in tokenized.get_warning()) == bool(spelled)
+    assert ("split at" in tokenized.describe()) == bool(tokenized.separators)
+
+
+def test_the_end_token_of_the_tokenizer_separates_and_is_read(
+    data: DataSection, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    data.path = str(tmp_path / "a.txt")
+    Path(data.path).write_text(f"<s>one</s>\n<s>two</s>\n{END}\nthree</s>")
+    tokenized = _build(data, tokenizer)
+    assert tokenizer.decode(tokenized.tokens.tolist()) == "<s>one</s><s>two</s>three</s>"
+    assert np.count_nonzero(tokenized.tokens == tokenizer.eos_token_id) == 3
+    assert np.count_nonzero(tokenized.tokens == tokenizer.bos_token_id) == 2
+
+
 def test_large_vocabulary_gives_uint32(
     data: DataSection, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -140,7 +192,9 @@ def test_key_follows_text_and_tokenizer(
     third = _build(data, tokenizer)
     assert first != second
     assert third.tokens[-1] == third.eos_token_id == tokenizer.convert_tokens_to_ids("a")
-    assert len(list(Path(data.cache_folder, "tokens").glob("*.bin"))) == 3
+    data.document_separator = "none"
+    _build(data, tokenizer)
+    assert len(list(Path(data.cache_folder, "tokens").glob("*.bin"))) == 4
 
 
 def _truncate(file: Path) -> None:
