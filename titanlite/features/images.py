@@ -38,6 +38,7 @@ from titanlite.data.tokenizer import count_ids
 from titanlite.features.sft.build import get_padding
 from titanlite.features.sft.chat_frame import FrameFinder
 from titanlite.features.sft.chat_template import set_date
+from titanlite.features.sft.forms import take_weight
 from titanlite.features.sft.readers import RowError, first_line, read_rows
 from titanlite.ops import IGNORE_INDEX
 
@@ -363,7 +364,7 @@ def read_image_rows(path: Path) -> list[ImageRow]:
                 if not isinstance(row, dict):
                     raise DataError(f"{place}: {row}")
                 rows.append(_parse(place, row, path.parent))
-            except DataError as error:
+            except (DataError, RowError) as error:
                 problems.append(str(error))
     except OSError as error:
         raise DataError(
@@ -390,6 +391,8 @@ def _parse(place: str, row: dict[str, Any], folder: Path) -> ImageRow:
             raise DataError(
                 f"{place}: messages[{i}] has no role and content, text or a list of parts."
             )
+        if not take_weight(message, f"{place}: messages[{i}]"):
+            message["weight"] = 0
         for j, part in enumerate(_parts_of(message)):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind not in ("text", "image") or not isinstance(part.get(kind), str):

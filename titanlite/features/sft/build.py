@@ -28,6 +28,7 @@ from titanlite.features.sft.dataset import (
 from titanlite.features.sft.examples import build_examples
 from titanlite.features.sft.forms import Form
 from titanlite.features.sft.rows import open_rows
+from titanlite.features.sft.unread import describe_unread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -130,12 +131,14 @@ def describe(dataset: ExampleDataset) -> str:
     num_split = sum(source.num_split for source in dataset.sources)  # documents
     split = f", {num_split} longer documents split" if num_split else ""
     share = train.num_trained / train.num_tokens  # padding aside
+    counts = sum((Counter(source.examples.counts) for source in dataset.sources), Counter())
+    unread = describe_unread(counts)
     return (
         f"{len(train.selected)} {kind} to train on ({dataset.form}), "
         f"{len(dataset.held_out.selected)} held out{split}; {train.num_tokens} tokens, {share:.1%} "
         f"trained; {dataset.num_train_sequences} sequences of {dataset.seq_len}, "
         f"{dataset.packing_efficiency:.1%} full; left out: "
-        f"{describe_counts(get_left_out(dataset))}"
+        f"{describe_counts(get_left_out(dataset))}{f'; {unread}' if unread else ''}"
     )
 
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from titanlite.base.text import describe_error
-from titanlite.data.tokenizer import get_prefix, serialize
+from titanlite.data.tokenizer import build_end_reader, get_prefix, serialize
 from titanlite.data.tokens import get_plain_encoder
 from titanlite.features.sft.chat import ANSWER, END, TRAINED, ChatRenderer, Conversation, Turn
-from titanlite.features.sft.forms import Chat, Form, Plain, parse_row
+from titanlite.features.sft.forms import Chat, Form, Plain, count_unread_in, parse_row
 from titanlite.features.sft.readers import RowError
 
 if TYPE_CHECKING:
@@ -116,12 +116,15 @@ class ExampleEncoder:
         )
         self._adds_space = not any(ids[-len(alone) :] == alone for ids in preceded)
         self._prefix = get_prefix(tokenizer)
+        self._read_ends = build_end_reader(tokenizer)
+        self._template = str(tokenizer.chat_template or "")
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Iterator[list[Example] | RowError]:
         """Yield the examples of each row, or why it has none; in order. All texts are tokenized in
         one call.
         """
         drafts: list[list[_Draft] | RowError] = []
+        self.renderer.counts.update(count_unread_in(rows, self.form, self._template))
         for row in rows:
             try:
                 drafts.append(self._draft_row(row))
@@ -177,15 +180,19 @@ class ExampleEncoder:
         if isinstance(parsed, Chat):
             return self._draft_chat(self.renderer.render(parsed))
         prompt_flags = TRAINED if self.train_all else 0
+        prefix = self._prefix
         if parsed.prompt is None:
-            self.renderer.count_spelled(parsed.text)
-            pieces = [_Piece(parsed.text, TRAINED)]
+            prefix, text = self._read_ends(parsed.text)
+            if not text:
+                raise RowError("empty field", "the text has special tokens only. Remove the row.")
+            self.renderer.count_spelled(text)
+            pieces = [_Piece(text, TRAINED)]
         else:
             pieces = [_Piece(parsed.prompt, prompt_flags), _Piece(parsed.text, TRAINED | ANSWER)]
         suffix = (self.eos_token_id,)
         return _Draft(
             [piece for piece in pieces if piece.text],
-            self._prefix,
+            prefix,
             suffix,
             plain=parsed.prompt is None,
         )

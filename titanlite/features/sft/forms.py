@@ -1,37 +1,44 @@
-"""Chats and plain texts, parsed from rows in the forms that public data sets have.
+"""Chats and plain texts, parsed from rows in the formats that public data sets have.
 
-| form | fields |
+| format | fields |
 |---|---|
 | messages | `messages` (role, content), `conversations` (from, value), or a question (`QUESTIONS`) |
 | prompt_completion | `prompt` and `completion`: strings, or lists of messages |
 | text | `text`, or the field that `data.text_field` names |
 | preference | `chosen`, `rejected`: strings or lists of messages, with `prompt` or a shared beginning |
 
-Chats may also bring `tools`, `chat_template_kwargs` and ShareGPT's `system`.
+Chats may also bring `tools` (OpenAI's older `functions`), `chat_template_kwargs` and `system`. A
+list of messages may be JSON text, as CSV files have it. Columns under other names are renamed by
+`data.fields`; `data.converter` turns other rows into these.
 
 Rows are checked here, so that a template never has to guess: every message has a known role,
 content that is text, and tool calls whose arguments are objects.
 """  # noqa: E501
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from titanlite.base.files import parse_json
 from titanlite.base.text import list_names
 from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.unread import count_unread, refuse_placeholder, refuse_unread
 
 T = TypeVar("T", str, list[Any], dict[str, Any])
 Form = Literal["messages", "prompt_completion", "text", "preference"]
 Messages = list[dict[str, Any]]
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-# ShareGPT's names for them.
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Names for them in ShareGPT, in OpenAI's older form and in Llama's template.
 _OTHER_ROLES = {
     "human": "user",
     "gpt": "assistant",
-    "observation": "tool",
     "function_call": "assistant",
+    "observation": "tool",
+    "function": "tool",
+    "ipython": "tool",
 }
 # Fields of a question and its answer, as instruction data have them.
 QUESTIONS = (
@@ -40,28 +47,32 @@ QUESTIONS = (
     ("question", "answer"),
     ("prompt", "response"),
 )
+_CONTEXTS = ("input", "context")  # Alpaca's and Dolly's, after an instruction
 # Fields that a form takes from `data.fields`.
 FORM_FIELDS: dict[Form, tuple[str, ...]] = {
     "messages": (
-        *(
-            "messages",
-            "conversations",
-            "question",
-            "answer",
-            "instruction",
-            "input",
-            "output",
-            "response",
-            "context",
-        ),
-        *("prompt", "system", "tools"),
+        "messages",
+        "conversations",
+        *dict.fromkeys(name for pair in QUESTIONS for name in pair),
+        *_CONTEXTS,
+        "system",
+        "tools",
     ),
     "prompt_completion": ("prompt", "completion", "tools"),
     "text": ("text",),
     "preference": ("prompt", "chosen", "rejected", "system", "tools"),
 }
 REASONING = ("reasoning_content", "thinking", "reasoning")
+# Flags of an assistant's message that say whether it is trained: OpenAI's and Together's, and those
+# of ms-swift, axolotl and verl.
+WEIGHTS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "loss_scale")
+_ALSO_READ = ("tools", "functions", "chat_template_kwargs")
+_KEYS = frozenset(
+    ("role", "content", "from", "value", "tool_calls", "function_call", *REASONING, *WEIGHTS)
+)
 _KINDS = {str: "a string", list: "a list", dict: "an object"}
+_ROLE_KEYS = ("role", "from")
+_JSON_LIST = re.compile(r"\s*\[\s*\{")
 
 
 @dataclass(frozen=True)
@@ -92,8 +103,9 @@ def rename_fields(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, A
     """
     for name, column in fields.items():
         if column not in row:
-            setting = "data.text_field" if name == "text" else f"data.fields.{name}"
-            raise _missing(row, column, setting)
+            raise _missing(
+                row, column, "data.text_field" if name == "text" else f"data.fields.{name}"
+            )
     if not fields:
         return row
     others = {column: value for column, value in row.items() if column not in fields.values()}
@@ -117,13 +129,34 @@ def parse_row(row: dict[str, Any], form: Form) -> tuple[Chat | Plain, ...]:
     """Return the one document of `row`; of preference pairs two, chosen and rejected.
 
     Raises:
-        RowError: a field is missing, empty or of the wrong type, or a role is unknown.
+        RowError: a field is missing, empty or of the wrong type, a role is unknown, or a column
+            that nothing reads changes what is learned.
     """
+    refuse_unread(row, form)
     if form == "preference":
         return _parse_preference(row)
     if form == "text":
-        return (Plain(None, _get_text(row, "text", setting="data.text_field")),)
+        text = _get_text(row, "text")
+        refuse_placeholder(text, "field 'text'")
+        return (Plain(None, text),)
     return (_parse_messages(row) if form == "messages" else _parse_prompt_completion(row),)
+
+
+def count_unread_in(rows: Iterable[Mapping[str, Any]], form: Form, template: str) -> Counter[str]:
+    """Count the columns and keys of messages that neither the form nor the chat template reads."""
+    counts = Counter[str]()
+    for row in rows:
+        counts += count_unread(row, _list_fields(row, form), _KEYS, template)
+    return counts
+
+
+def _list_fields(row: Mapping[str, Any], form: Form) -> tuple[str, ...]:
+    """List the fields that the form reads in this row."""
+    if form != "messages":
+        return (*FORM_FIELDS[form], *_ALSO_READ)
+    if pair := _find_question(row):
+        return (*pair, *(_CONTEXTS if pair[0] == "instruction" else ()), "system", *_ALSO_READ)
+    return ("messages" if "messages" in row else "conversations", "system", *_ALSO_READ)
 
 
 def _find_question(row: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -133,14 +166,15 @@ def _find_question(row: Mapping[str, Any]) -> tuple[str, str] | None:
     return next((pair for pair in QUESTIONS if pair[0] in row and pair[1] in row), None)
 
 
-def _get_question(row: dict[str, Any], name: str) -> str:
-    """Return the text of the question; an instruction is followed by Alpaca's input, or Dolly's
-    context.
-    """
-    names = ("input", "context") if name == "instruction" else ()
-    return "\n\n".join(
-        [_get_text(row, name), *(_get_text(row, more) for more in names if row.get(more))]
-    )
+def _ask(row: dict[str, Any], *names: str) -> Messages:
+    """Return the user's message that has the texts of the fields."""
+    text = "\n\n".join(_get_text(row, name) for name in names)
+    refuse_placeholder(text, f"field '{names[0]}'")
+    return [{"role": "user", "content": text}]
+
+
+def _answer(row: dict[str, Any], name: str) -> Messages:
+    return [{"role": "assistant", "content": _get_text(row, name)}]
 
 
 def _get_system(row: dict[str, Any], turns: Messages) -> Messages:
@@ -152,26 +186,26 @@ def _get_system(row: dict[str, Any], turns: Messages) -> Messages:
 
 
 def _parse_messages(row: dict[str, Any]) -> Chat:
+    untrained = frozenset[int]()
     if pair := _find_question(row):
-        asked, answer = _get_question(row, pair[0]), _get_text(row, pair[1])
-        messages, untrained = (
-            [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}],
-            frozenset(),
-        )
+        names = _CONTEXTS if pair[0] == "instruction" else ()
+        asked = _ask(row, pair[0], *(name for name in names if row.get(name)))
+        messages = [*asked, *_answer(row, pair[1])]
     else:
-        is_sharegpt = "conversations" in row and "messages" not in row
-        messages, untrained = _get_messages(row, "conversations" if is_sharegpt else "messages")
+        name = "messages" if "messages" in row else "conversations"
+        messages, untrained = _get_messages(row, name)
     return _join(row, _get_system(row, messages), messages, untrained)
 
 
 def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
-    prompt, completion = (_get(row, name) for name in ("prompt", "completion"))
-    kinds = {type(prompt), type(completion)}
+    kinds = {type(_get(row, name)) for name in ("prompt", "completion")}
     if kinds == {str, list}:
         text = "one of prompt and completion is a string, the other a list. Write both alike."
         raise RowError("wrong type", text)
     if kinds != {list}:
-        return Plain(_get_text(row, "prompt", may_be_empty=True), _get_text(row, "completion"))
+        prompt = _get_text(row, "prompt", may_be_empty=True)
+        refuse_placeholder(prompt, "field 'prompt'")
+        return Plain(prompt, _get_text(row, "completion"))
     before, _ = _get_messages(row, "prompt")
     after, untrained = _get_messages(row, "completion")
     return _join(row, before, after, untrained)
@@ -183,7 +217,7 @@ def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
         raise RowError(
             "equal pair", "chosen and rejected are equal, so nothing is preferred. Remove the row."
         )
-    prompt = row.get("prompt")
+    prompt = _get(row, "prompt") if row.get("prompt") is not None else None
     texts = [name for name, side in sides.items() if isinstance(side, str)]
     if len(texts) == 1:
         raise RowError(
@@ -193,10 +227,10 @@ def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
         raise _missing(row, "prompt")
     if texts and isinstance(prompt, str) and not _get_system(row, []):
         start = _get_text(row, "prompt", may_be_empty=True)
+        refuse_placeholder(start, "field 'prompt'")
         return tuple(Plain(start, _get_text(row, name)) for name in sides)
     if texts:
-        before = _get_asked(row, prompt)
-        answers = [[{"role": "assistant", "content": _get_text(row, name)}] for name in sides]
+        before, answers = _get_asked(row, prompt), [_answer(row, name) for name in sides]
     else:
         before, answers = _split_pair(row, prompt)
     before = [*_get_system(row, before), *before]
@@ -204,9 +238,7 @@ def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
 
 
 def _get_asked(row: dict[str, Any], prompt: Any) -> Messages:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": _get_text(row, "prompt")}]
-    return _get_messages(row, "prompt")[0]
+    return _ask(row, "prompt") if isinstance(prompt, str) else _get_messages(row, "prompt")[0]
 
 
 def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[Messages]]:
@@ -240,7 +272,8 @@ def _join(
     return Chat([*before, *after], len(before), _get_tools(row), arguments, untrained)
 
 
-def _missing(row: dict[str, Any], name: str, setting: str = "data.format") -> RowError:
+def _missing(row: dict[str, Any], name: str, setting: str = "") -> RowError:
+    setting = setting or ("data.text_field" if name == "text" else "data.format")
     found = list_names(map(repr, sorted(row))) or "none"
     text = f"no field '{name}'; its fields are: {found}. Add or rename the field, or set {setting}."
     return RowError("missing field", text)
@@ -255,19 +288,28 @@ def _expect(value: Any, kind: type[T], where: str) -> T:
     return value
 
 
-def _get_text(
-    row: dict[str, Any], name: str, *, may_be_empty: bool = False, setting: str = "data.format"
-) -> str:
-    value = _expect(_get(row, name, setting), str, f"field '{name}'")
+def _get_text(row: dict[str, Any], name: str, *, may_be_empty: bool = False) -> str:
+    if name not in row:
+        raise _missing(row, name)
+    value = _expect(row[name], str, f"field '{name}'")
     if not value and not may_be_empty:
         raise RowError("empty field", f"field '{name}' is empty. Remove the row, or write text.")
     return value
 
 
-def _get(row: dict[str, Any], name: str, setting: str = "data.format") -> Any:
+def _get(row: dict[str, Any], name: str) -> Any:
+    """Return the field: text, or messages, also as JSON text. Other JSON is text to learn."""
     if name not in row:
-        raise _missing(row, name, setting)
-    return row[name]
+        raise _missing(row, name)
+    value = row[name]
+    if isinstance(value, str) and _JSON_LIST.match(value):
+        try:
+            found = parse_json(value)
+        except ValueError:  # text that begins like JSON
+            return value
+        if all(isinstance(item, dict) and not item.keys().isdisjoint(_ROLE_KEYS) for item in found):
+            return found
+    return value
 
 
 def _from_json(value: Any, where: str) -> Any:
@@ -281,40 +323,64 @@ def _from_json(value: Any, where: str) -> Any:
 
 
 def _get_messages(row: dict[str, Any], name: str) -> tuple[Messages, frozenset[int]]:
-    """Return the messages of a field in OpenAI's form, and the indices of those with weight 0."""
-    value = _expect(_get(row, name), list, f"field '{name}'")
+    """Return the messages of a field in OpenAI's form, and the indices of those that are not
+    trained.
+    """
+    where = f"field '{name}'"
+    value = _expect(_get(row, name), list, where)
     if not value:
         raise RowError(
-            "empty field", f"field '{name}' holds no message. Remove the row, or write messages."
+            "empty field", f"{where} holds no message. Remove the row, or write messages."
         )
     messages, untrained = [], set()
     for index, given in enumerate(value):
         where = f"{name}[{index}]"
         message = _unify(_expect(given, dict, where), where)
-        weight = message.pop("weight", None)
-        if weight not in (None, 0, 1):
-            raise RowError("wrong type", f"{where}.weight is {weight!r}. Write 0 or 1.")
-        if weight == 0:
+        if not take_weight(message, where):
             untrained.add(index)
+        refuse_unread(message, "messages", where)
         messages.append(_check_message(message, where))
     return messages, frozenset(untrained)
 
 
+def take_weight(message: dict[str, Any], where: str) -> bool:
+    """Remove the flags in `WEIGHTS` from `message`, and return whether it is trained.
+
+    Raises RowError: a flag is not 0, 1, true or false, or one that only the assistant's messages
+    have says to train another.
+    """
+    is_trained = True
+    for name in WEIGHTS:
+        weight = message.pop(name, None)
+        if weight not in (None, 0, 1):
+            raise RowError("wrong type", f"{where}.{name} is {weight!r}. Write 0 or 1.")
+        if weight and name != "weight" and message.get("role") != "assistant":
+            raise RowError(
+                f"'{name}' is not read",
+                f"{where}.{name} is {weight!r}, and only messages of the assistant are trained. "
+                "Remove it from the others.",
+            )
+        is_trained &= weight != 0
+    return is_trained
+
+
 def _unify(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message with `role` and `content`, also from ShareGPT's `from` and `value`."""
-    name = "from" if "from" in given and "role" not in given else "role"
-    said, value = (
-        given.get(name),
-        "value" if "value" in given and "content" not in given else "content",
-    )
-    message: dict[str, Any] = {key: item for key, item in given.items() if key not in (name, value)}
+    """Return a message with `role`, `content` and `tool_calls`, also from ShareGPT's `from` and
+    `value`, and from OpenAI's older `function_call`.
+    """
+    role_key = "from" if "from" in given and "role" not in given else "role"
+    content_key = "value" if "value" in given and "content" not in given else "content"
+    message = {key: item for key, item in given.items() if key not in (role_key, content_key)}
+    said = given.get(role_key)
     plain = said.strip().lower() if isinstance(said, str) else ""
     message["role"] = _OTHER_ROLES.get(plain, plain if plain in ROLES else said)
-    if name == "from" and said == "function_call":
-        call = parse_object(given.get(value), f"{where}.{value}")
-        message["tool_calls"] = [{"type": "function", "function": call}]
-    elif value in given:
-        message["content"] = given[value]
+    call = message.pop("function_call", None)
+    if plain == "function_call":
+        call = parse_object(given.get(content_key), f"{where}.{content_key}")
+    elif content_key in given:
+        message["content"] = given[content_key]
+    if call:
+        message["tool_calls"] = [call]
     return message
 
 
@@ -343,6 +409,8 @@ def _check_message(message: dict[str, Any], where: str) -> dict[str, Any]:
             "empty field",
             f"{where} is an empty message of the assistant. Remove it, or write an answer.",
         )
+    if role == "user":
+        refuse_placeholder(message["content"], f"{where}.content")
     return message
 
 
@@ -384,10 +452,11 @@ def parse_object(value: Any, where: str) -> dict[str, Any]:
 
 
 def _get_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    tools = _from_json(row.get("tools") or None, "field 'tools'") or None
-    if tools is None:
-        return None
-    return [
-        _expect(tool, dict, f"tools[{k}]")
-        for k, tool in enumerate(_expect(tools, list, "field 'tools'"))
-    ]
+    """Return the tools; OpenAI's older `functions` are wrapped as tools."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in ("tools", "functions"):
+        where = f"field '{name}'"
+        listed = _expect(_from_json(row.get(name) or None, where) or [], list, where)
+        found[name] = [_expect(tool, dict, f"{name}[{k}]") for k, tool in enumerate(listed)]
+    older = [{"type": "function", "function": function} for function in found["functions"]]
+    return found["tools"] + older or None

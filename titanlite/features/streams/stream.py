@@ -47,6 +47,7 @@ from titanlite.features.sft.dataset import (
 from titanlite.features.sft.encode import ExampleEncoder
 from titanlite.features.sft.examples import encode_rows, make_encoder, make_key
 from titanlite.features.sft.rows import Row, Rows, open_rows
+from titanlite.features.sft.unread import describe_unread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -239,6 +240,8 @@ class StreamDataset(ExampleSequences):
         new = {what: n for what, n in examples.counts.items() if what not in self.chat_counts}
         for warning in get_chat_warnings(new):
             logger.warning("data: %s, counted from here on", warning)
+        if unread := describe_unread(new):
+            logger.info("data: %s, counted from here on", unread)
         firsts = {
             f"rows skipped ({reason})": f"; the first: {text}"
             for reason, (_, text) in examples.skipped.items()

@@ -3,9 +3,9 @@ does.
 """
 
 import logging
-import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
@@ -16,19 +16,19 @@ from titanlite.assemble import build_data, check_data, fit_vocabulary
 from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.base.log import logger
 from titanlite.base.process import escape_controls, raw_output, read_variable
-from titanlite.base.text import Parser, command, format_count
+from titanlite.base.text import Parser, command, format_count, list_names
 from titanlite.checkpoint.start import look_for_start
 from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
 from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import count_ids
-from titanlite.data.tokens import TokenizedCorpus
 from titanlite.features.images import ImageDataset
 from titanlite.features.sft import build as report
 from titanlite.features.sft.chat import TRAINED
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.sft.dataset import ExampleDataset, ExampleSet
+from titanlite.features.sft.unread import UNREAD, describe_unread
 from titanlite.features.streams.mixture import MixtureDataset, naming_source
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.preflight import check
@@ -89,17 +89,6 @@ def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument
     raise DataError(f"data: the documents of {type(dataset).__name__} cannot be shown.")
 
 
-def _find_file(corpus: TokenizedCorpus, document: int) -> str:
-    """Return the file of a document, counted from 0, or else its number."""
-    files = (
-        []
-        if corpus.corpus is None
-        else [path for _, path in corpus.corpus.files if path.stat().st_size]
-    )
-    known = len(files) == corpus.num_documents
-    return str(files[document]) if known else f"document {document + 1} of {corpus.num_documents}"
-
-
 def _get_from_corpus(dataset: PackedDataset, index: int) -> ShownDocument:
     """Return the whole sequence: what it is trained on lies between its first token and the label
     of its last one.
@@ -107,14 +96,15 @@ def _get_from_corpus(dataset: PackedDataset, index: int) -> ShownDocument:
     corpus = dataset.tokenized
     start = index * dataset.seq_len
     stop = start + dataset.seq_len
-    places = np.arange(start, stop + 1)
-    trained = ~np.isin(places - 1, corpus.ends)  # the first token of a document follows nothing
-    trained[0] = False
-    place = f"tokens {start} to {stop} of {len(corpus.tokens)}"
-    if len(corpus.ends) == corpus.num_documents:  # else the text itself has end-of-text tokens
-        place += f", beginning in {_find_file(corpus, int(np.searchsorted(corpus.ends, start)))}"
+    trained = ~np.isin(np.arange(start, stop + 1) - 1, corpus.ends)
+    trained[0] = False  # like the first token of a document, it follows nothing
+    document = int(np.searchsorted(corpus.ends, start)) + 1
+    place = (
+        f"tokens {start} to {stop} of {len(corpus.tokens)}, beginning in document {document} of "
+        f"{len(corpus.ends)}"
+    )
     ids = corpus.tokens[start : stop + 1].tolist()
-    return ShownDocument(escape_controls(place), "", ids, trained.tolist(), dataset.seq_len)
+    return ShownDocument(place, "", ids, trained.tolist(), dataset.seq_len)
 
 
 def _get_from_examples(part: ExampleSet, members: np.ndarray) -> Iterator[ShownDocument]:
@@ -209,15 +199,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     dataset = loader.dataset
     sources = get_sources(dataset)
-    trained = [source.share * _count_trained(source.dataset) for source in sources]
-    for source, tokens in zip(sources, trained, strict=True):
+    for source in sources:
         if source.name:
-            share = (
-                f", {tokens / sum(trained):.1%} of the trained tokens"
-                if math.isfinite(sum(trained))
-                else ""
-            )
-            print(f"{source.name}: {source.share:.2%} of the sequences{share}")
+            print(f"{source.name}: {source.share:.2%} of the sequences")
         _show_source(source.dataset)
     size, total = loader.global_batch_size, dataset.num_train_sequences
     epoch = "" if total is None else f"{total / size:.1f} to an epoch, "
@@ -227,23 +211,17 @@ def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     print(f"  order      {loader.fingerprint}", flush=True)
     _show_samples(loader, show, num_samples)
     for source in sources:
-        if isinstance(source.dataset, StreamDataset):
+        if isinstance(stream := source.dataset, StreamDataset):
             of = f" of {source.name}" if source.name else ""
-            for what, count in source.dataset.chat_counts.items():
-                print(f"\n  chats so far{of}: {count:,} {escape_controls(what)}")
-            for what, count in source.dataset.left_out.items():
-                print(f"\n  left out so far{of}: {count} {what}")
+            lines = [*_list_remarks(stream.chat_counts), describe_unread(stream.chat_counts)]
+            lines += [f"left out: {count} {what}" for what, count in stream.left_out.items()]
+            for line in filter(None, lines):
+                print(f"\n  so far{of}: {escape_controls(line)}")
 
 
-def _count_trained(dataset: SequenceDataset) -> float:
-    """Trained tokens of a sequence, in the mean; nan where that is not known before they are
-    made.
-    """
-    if isinstance(dataset, ExampleDataset):
-        return dataset.train.num_trained / dataset.num_train_sequences
-    if isinstance(dataset, PackedDataset):  # rows of one document have fewer
-        return min(dataset.seq_len, len(dataset.tokenized.tokens) / dataset.num_sequences)
-    return math.nan
+def _list_remarks(counts: Mapping[str, int]) -> list[str]:
+    """List the remarks about chats with their counts, except what is not read."""
+    return [f"{count:,} {what}" for what, count in counts.items() if not what.startswith(UNREAD)]
 
 
 def _show_source(dataset: SequenceDataset) -> None:
@@ -252,7 +230,9 @@ def _show_source(dataset: SequenceDataset) -> None:
         return
     if isinstance(dataset, PackedDataset):
         tokens = dataset.tokenized
-        print(f"  documents  {tokens.num_documents:,}, {len(tokens.tokens):,} tokens, all trained")
+        print(f"  text       {tokens.describe()}, {len(tokens.tokens):,} tokens, all trained")
+        if warning := tokens.get_warning():
+            print(f"  warning    {warning}")
     else:
         print(f"  data       {dataset.fingerprint}")
     total = "" if dataset.num_train_sequences is None else f"{dataset.num_train_sequences:,} "
@@ -263,28 +243,21 @@ def _show_source(dataset: SequenceDataset) -> None:
 
 
 def _show_examples(dataset: ExampleDataset) -> None:
-    names = ", ".join(
-        dict.fromkeys(name for source in dataset.sources for name in source.examples.names[:4])
-    )
-    num_rows, lengths = (
-        sum(s.examples.num_rows for s in dataset.sources),
-        dataset.train.lengths.sum(1),
-    )
-    print(f"  rows       {num_rows:,} from {names}")
+    sources = [source.examples for source in dataset.sources]
+    names = list_names(dict.fromkeys(name for source in sources for name in source.names), most=8)
+    lengths = dataset.train.lengths.sum(1)
+    print(f"  rows       {sum(source.num_rows for source in sources):,} from {names}")
     print(
         f"  lengths    min {lengths.min()}, median {int(np.median(lengths))}, max {lengths.max()} "
         "tokens"
     )
-    print("  data       " + report.describe(dataset).replace("; ", "\n             "))
-    counts = [
-        f"{count:,} {what}"
-        for source in dataset.sources
-        for what, count in source.examples.counts.items()
-    ]
-    if counts:
-        print("  chats      " + "\n             ".join(map(escape_controls, counts)))
-    for source in dataset.sources:
-        for _, first in source.examples.skipped.values():
+    described = escape_controls(report.describe(dataset))
+    print("  data       " + described.replace("; ", "\n             "))
+    remarks = _list_remarks(sum((Counter(source.counts) for source in sources), Counter()))
+    for i, remark in enumerate(remarks):
+        print(f"  {'' if i else 'chats':10} {escape_controls(remark)}")
+    for source in sources:
+        for _, first in source.skipped.values():
             print(f"               {escape_controls(first)}")
     for warning in report.get_warnings(dataset):
         print(f"  warning    {escape_controls(warning)}")

@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import titanlite
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
-from titanlite.features.sft.forms import Chat, detect_form, parse_row
+from titanlite.features.sft.forms import Chat, count_unread_in, detect_form, parse_row
 from titanlite.features.sft.readers import RowError
 
 MakeJob = Callable[..., JobConfig]
@@ -109,6 +111,16 @@ def test_a_column_that_is_missing_is_named_once_with_its_rows(make_job: MakeJob)
     )
     with pytest.raises(DataError, match=text):
         build_data(job, 0, 1)
+
+
+def test_the_example_rows_of_the_documents_are_read() -> None:
+    page = Path(titanlite.__file__).parents[1] / "docs/fine_tuning.md"
+    block = page.read_text().split("```json\n")[1].split("```")[0]
+    rows = [json.loads(line) for line in block.splitlines()]
+    forms = [detect_form(row) for row in rows]
+    assert forms == ["messages"] * 4 + ["prompt_completion", "text", "preference"]
+    for row, form in zip(rows, forms, strict=True):
+        assert form and parse_row(row, form) and not count_unread_in([row], form, "")
 
 
 # --- questions and answers

@@ -48,10 +48,11 @@ def preview(
 def chats(count: int) -> list[dict[str, object]]:
     return [
         {
+            "id": i + 1,
             "messages": [
                 {"role": "user", "content": f"what is {i}"},
                 {"role": "assistant", "content": "x" * (i % 7 + 1)},
-            ]
+            ],
         }
         for i in range(count)
     ]
@@ -65,6 +66,7 @@ def test_report(preview: Callable[..., tuple[int, str, str]]) -> None:
     assert "27 examples to train on (messages), 3 held out" in out
     assert "rows skipped (empty field): 1\n             rows skipped (no trained token): 1" in out
     assert "rows.jsonl, row 31: field 'messages' holds no message." in out
+    assert out.count("\n             not read: id (30)\n") == 1
     assert " on 2 data ranks" in out and "seed 42" in out
     assert out.count("\nsample ") == 2 and "\nsample 1: " in out
     shown = out.split("\nsample 1: ")[1].split("\nsample 2")[0]
@@ -116,7 +118,8 @@ def test_stream(preview: Callable[..., tuple[int, str, str]]) -> None:
     assert (
         (code, err) == (0, "") and "a stream of " in out and "\nsample 1: " in out and "[[x" in out
     )
-    assert "left out so far: 1 rows skipped (empty field)" in out
+    assert "so far: left out: 1 rows skipped (empty field)" in out
+    assert out.count("so far: not read: id (9)\n") == 1
     code, _, err = preview(rows, "--data.streaming=true", "--validation.enable=false")
     assert code == 2 and "rows.jsonl, row 10: field 'messages' holds no message" in err
 

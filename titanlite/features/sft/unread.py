@@ -1,0 +1,139 @@
+"""Columns of rows and keys of messages that nothing reads.
+
+What would change what is learned is refused by name; the rest is counted, for one line of the log.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from titanlite.base.text import list_names
+from titanlite.features.sft.readers import RowError
+
+UNREAD = "not read: "  # begins the names of these counts
+KEYS = "messages[]."  # and of keys of messages
+_EMPTY = (None, "", [], {})
+_ONE = ("1", "1.0", "True", "true")
+_FLAGS = (*_ONE, "0", "0.0", "False", "false")  # in CSV files they are text
+
+# Where an image goes in the text of LLaVA, LLaMA-Factory and ms-swift; HTML has a closing tag.
+_PLACEHOLDER = re.compile(
+    r"\s*<(image|audio|video)>(?!.*</\1>)|.*<(image|audio|video)>\s*", re.DOTALL
+)
+
+
+class _Refused(NamedTuple):
+    """Columns, or keys of messages, that change what is learned.
+
+    Attributes:
+        what: what the column says, and what to do.
+        forms: the row formats in which it does; None: all.
+        values: as text, the only values for which it does.
+        harmless: as text, values for which it does not.
+    """
+
+    names: tuple[str, ...]
+    what: str
+    forms: tuple[str, ...] | None = ("messages", "prompt_completion")
+    values: tuple[str, ...] | None = None
+    harmless: tuple[str, ...] = ()
+
+
+_REFUSED = {
+    name: refused
+    for refused in (
+        _Refused(
+            ("image", "images", "audio", "audios", "video", "videos"),
+            "rows of text show none of it. Write images as parts of messages for data.dataset = "
+            '"images" (docs/fine_tuning.md), or remove the column.',
+            forms=None,
+        ),
+        _Refused(
+            ("weight", "weights", "loss_weight", "sample_weight", "loss_scale", "loss_mask"),
+            "rows all have the same weight. Give sources a weight (data.sources.NAME.weight), or "
+            "messages of the assistant the weight 0; or remove the column.",
+            forms=None,
+            harmless=_ONE,
+        ),
+        _Refused(
+            ("label", "kto_tag"),
+            "a label of KTO says whether the answer is wanted, and all answers would be learned. "
+            "Keep the rows with wanted answers and remove the column, or write pairs of chosen and "
+            "rejected.",
+            values=_FLAGS,
+        ),
+        _Refused(
+            ("rejected_response", "rejected_messages"),
+            "the answer that is not wanted is part of a pair. Write prompt, chosen and rejected, "
+            "or remove the column.",
+        ),
+        _Refused(
+            ("history",),
+            "earlier turns would be left out. Write the turns as messages, or remove the column.",
+            forms=("messages", "prompt_completion", "preference"),
+        ),
+        _Refused(
+            ("mask", "masked", "train_detail", "training_detail"),
+            "which part of an answer is trained is not read. Write 'weight': 0 in messages that "
+            "are not trained, and remove it.",
+        ),
+    )
+    for name in refused.names
+}
+
+
+def refuse_unread(entry: Mapping[str, Any], form: str, where: str = "") -> None:
+    """Raise a RowError if nothing reads a column, or a key of the message at `where`, that changes
+    what is learned.
+    """
+    for name in sorted(entry.keys() & _REFUSED.keys()):
+        refused, value = _REFUSED[name], str(entry[name])
+        is_meant = refused.values is None or value in refused.values
+        if entry[name] in _EMPTY or value in refused.harmless or not is_meant:
+            continue
+        if refused.forms is None or form in refused.forms:
+            place = f"{where}.{name}" if where else f"field '{name}'"
+            raise RowError(f"'{name}' is not read", f"{place}: {refused.what}")
+
+
+def refuse_placeholder(text: str, where: str) -> None:
+    """Raise a RowError if a text that is no answer begins or ends with `<image>` or the like."""
+    match = _PLACEHOLDER.match(text)
+    if match and (match[1] or match.end() == len(text)):
+        raise RowError(
+            "image without a place",
+            f"{where} has a place for {match[1] or match[2]}s, and rows of text show none. Write "
+            'images as parts of messages for data.dataset = "images" (docs/fine_tuning.md), or '
+            "remove the row.",
+        )
+
+
+def count_unread(
+    row: Mapping[str, Any], fields: Collection[str], keys: Collection[str], template: str
+) -> Counter[str]:
+    """Count the columns of `row` except `fields`, and the keys of its messages except `keys`.
+
+    A chat template may read any key; one that it spells counts as read.
+    """
+    unread = [name for name, value in row.items() if name not in fields and value not in _EMPTY]
+    for name in fields:
+        messages = row.get(name)
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict):
+                unread += [
+                    f"{KEYS}{key}"
+                    for key, value in message.items()
+                    if key not in keys and key not in template and value not in _EMPTY
+                ]
+    return Counter(f"{UNREAD}{name}" for name in unread)
+
+
+def describe_unread(counts: Mapping[str, int]) -> str:
+    """Return what `count_unread` has counted, in one line; empty if there is none."""
+    found = [
+        f"{name.removeprefix(UNREAD)} ({count:,})"
+        for name, count in counts.items()
+        if name.startswith(UNREAD)
+    ]
+    return f"{UNREAD}{list_names(found)}" if found else ""
