@@ -40,6 +40,7 @@ from titanlite.features.sft.chat_frame import FrameFinder
 from titanlite.features.sft.chat_template import set_date
 from titanlite.features.sft.forms import take_weight
 from titanlite.features.sft.readers import RowError, first_line, read_rows
+from titanlite.features.sft.unread import refuse_unread
 from titanlite.ops import IGNORE_INDEX
 
 # Pillow reads 40 more; one of them, PostScript, starts a program.
@@ -375,6 +376,7 @@ def read_image_rows(path: Path) -> list[ImageRow]:
 
 
 def _parse(place: str, row: dict[str, Any], folder: Path) -> ImageRow:
+    refuse_unread(row, "images", f"{place}: row")
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{place}: has no list of messages under the key 'messages'.")

@@ -158,8 +158,8 @@ def get_chat_warnings(counts: Mapping[str, int]) -> list[str]:
     remedies = {
         NO_END: "the model will not learn to stop. Use a chat template that closes the assistant's "
         "turn with a token.",
-        SPELLED: "they are trained as letters. Give such chats as messages, or as prompt and "
-        "completion.",
+        SPELLED: "they are trained as letters. Give chats as messages, or as prompt and "
+        "completion, and each document as a row.",
     }
     found = [
         f"{count} {what}: {remedies[what]}" for what, count in counts.items() if what in remedies

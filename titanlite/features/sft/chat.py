@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 TRAINED, ANSWER, END = 1, 2, 4
 # Kinds of `ChatRenderer.counts` that are worth a warning; the last is a prefix of several.
 NO_END = "answers without an end"
-SPELLED = "texts that spell special tokens of the chat template"
+SPELLED = "texts that spell special tokens"
 DROPPED = "parts dropped by the template: "
 
 _LONG = 500  # characters of an answer that is more than marks
@@ -172,8 +172,8 @@ class ChatRenderer:
 
     @cached_property
     def _spelled(self) -> list[str]:
-        """Special tokens that the template spells; without a template, all except those that begin
-        and end any text.
+        """Special tokens that the template spells, or without one all; and those that begin and end
+        any text, which `build_end_reader` has taken off its ends.
         """
         template = str(self.tokenizer.chat_template or "")
         named: dict[str, Any] = self.tokenizer.special_tokens_map
@@ -181,7 +181,8 @@ class ChatRenderer:
         tokens = {
             match.group() for match in self._finder.special.finditer(template)
         } or self._finder.special_tokens
-        return sorted(tokens - plain)
+        ends = {named[name] for name in ("bos_token", "eos_token") if name in named}
+        return sorted((tokens - plain) | ends)
 
     def take_counts(self) -> dict[str, int]:
         """Return `counts` since the last call."""

@@ -24,7 +24,7 @@ from titanlite.base.text import describe_error
 from titanlite.data.tokenizer import build_end_reader, get_prefix, serialize
 from titanlite.data.tokens import get_plain_encoder
 from titanlite.features.sft.chat import ANSWER, END, TRAINED, ChatRenderer, Conversation, Turn
-from titanlite.features.sft.forms import Chat, Form, Plain, count_unread_in, parse_row
+from titanlite.features.sft.forms import Chat, Form, Plain, count_unread, parse_row
 from titanlite.features.sft.readers import RowError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class ExampleEncoder:
         one call.
         """
         drafts: list[list[_Draft] | RowError] = []
-        self.renderer.counts.update(count_unread_in(rows, self.form, self._template))
+        self.renderer.counts.update(count_unread(rows, self.form, self._template))
         for row in rows:
             try:
                 drafts.append(self._draft_row(row))

@@ -19,16 +19,18 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 from titanlite.base.files import parse_json
 from titanlite.base.text import list_names
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.unread import count_unread, refuse_placeholder, refuse_unread
+from titanlite.features.sft.unread import list_unread, refuse_placeholder, refuse_unread
 
 T = TypeVar("T", str, list[Any], dict[str, Any])
 Form = Literal["messages", "prompt_completion", "text", "preference"]
 Messages = list[dict[str, Any]]
+_Weighted = tuple[Messages, frozenset[int]]  # and the indices of those that are not trained
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Names for them in ShareGPT, in OpenAI's older form and in Llama's template.
@@ -142,12 +144,13 @@ def parse_row(row: dict[str, Any], form: Form) -> tuple[Chat | Plain, ...]:
     return (_parse_messages(row) if form == "messages" else _parse_prompt_completion(row),)
 
 
-def count_unread_in(rows: Iterable[Mapping[str, Any]], form: Form, template: str) -> Counter[str]:
-    """Count the columns and keys of messages that neither the form nor the chat template reads."""
-    counts = Counter[str]()
-    for row in rows:
-        counts += count_unread(row, _list_fields(row, form), _KEYS, template)
-    return counts
+def count_unread(rows: Iterable[Mapping[str, Any]], form: Form, template: str) -> Counter[str]:
+    """Count the columns that the form does not read, and the keys of messages that the chat
+    template does not read either: a word of it may be such a key.
+    """
+    keys = _KEYS.union(re.findall(r"\w+", template))
+    unread = (list_unread(row, _list_fields(row, form), keys) for row in rows)
+    return Counter(chain.from_iterable(unread))
 
 
 def _list_fields(row: Mapping[str, Any], form: Form) -> tuple[str, ...]:
@@ -230,22 +233,24 @@ def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
         refuse_placeholder(start, "field 'prompt'")
         return tuple(Plain(start, _get_text(row, name)) for name in sides)
     if texts:
-        before, answers = _get_asked(row, prompt), [_answer(row, name) for name in sides]
+        before = _get_asked(row, prompt)
+        answers = [(_answer(row, name), frozenset[int]()) for name in sides]
     else:
         before, answers = _split_pair(row, prompt)
     before = [*_get_system(row, before), *before]
-    return tuple(_join(row, before, after) for after in answers)
+    return tuple(_join(row, before, *answer) for answer in answers)
 
 
 def _get_asked(row: dict[str, Any], prompt: Any) -> Messages:
     return _ask(row, "prompt") if isinstance(prompt, str) else _get_messages(row, "prompt")[0]
 
 
-def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[Messages]]:
+def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[_Weighted]]:
     """Return prompt and answers of a pair of message lists; the prompt is in its field, in the
     lists, or in both.
     """
-    lists = [_get_messages(row, name)[0] for name in ("chosen", "rejected")]
+    sides = [_get_messages(row, name) for name in ("chosen", "rejected")]
+    lists = [messages for messages, _ in sides]
     shared = 0
     while shared < min(map(len, lists)) and lists[0][shared] == lists[1][shared]:
         shared += 1
@@ -256,11 +261,14 @@ def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[Messag
                 "there is no 'prompt', and chosen and rejected begin with different messages. Add "
                 "it.",
             )
-        return lists[0][:shared], [messages[shared:] for messages in lists]
-    before = _get_asked(row, prompt)
-    if all(messages[: len(before)] == before for messages in lists):
-        lists = [messages[len(before) :] for messages in lists]
-    return before, lists
+        before = lists[0][:shared]
+    else:
+        before = _get_asked(row, prompt)
+        shared = len(before) if all(side[: len(before)] == before for side in lists) else 0
+    return before, [
+        (messages[shared:], frozenset(index - shared for index in untrained if index >= shared))
+        for messages, untrained in sides
+    ]
 
 
 def _join(
@@ -322,7 +330,7 @@ def _from_json(value: Any, where: str) -> Any:
         ) from None
 
 
-def _get_messages(row: dict[str, Any], name: str) -> tuple[Messages, frozenset[int]]:
+def _get_messages(row: dict[str, Any], name: str) -> _Weighted:
     """Return the messages of a field in OpenAI's form, and the indices of those that are not
     trained.
     """

@@ -4,8 +4,7 @@ What would change what is learned is refused by name; the rest is counted, for o
 """
 
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from titanlite.base.text import list_names
@@ -35,7 +34,7 @@ class _Refused(NamedTuple):
 
     names: tuple[str, ...]
     what: str
-    forms: tuple[str, ...] | None = ("messages", "prompt_completion")
+    forms: tuple[str, ...] | None = ("messages", "prompt_completion", "images")
     values: tuple[str, ...] | None = None
     harmless: tuple[str, ...] = ()
 
@@ -47,7 +46,7 @@ _REFUSED = {
             ("image", "images", "audio", "audios", "video", "videos"),
             "rows of text show none of it. Write images as parts of messages for data.dataset = "
             '"images" (docs/fine_tuning.md), or remove the column.',
-            forms=None,
+            forms=("messages", "prompt_completion", "text", "preference"),
         ),
         _Refused(
             ("weight", "weights", "loss_weight", "sample_weight", "loss_scale", "loss_mask"),
@@ -71,7 +70,7 @@ _REFUSED = {
         _Refused(
             ("history",),
             "earlier turns would be left out. Write the turns as messages, or remove the column.",
-            forms=("messages", "prompt_completion", "preference"),
+            forms=("messages", "prompt_completion", "preference", "images"),
         ),
         _Refused(
             ("mask", "masked", "train_detail", "training_detail"),
@@ -109,12 +108,11 @@ def refuse_placeholder(text: str, where: str) -> None:
         )
 
 
-def count_unread(
-    row: Mapping[str, Any], fields: Collection[str], keys: Collection[str], template: str
-) -> Counter[str]:
-    """Count the columns of `row` except `fields`, and the keys of its messages except `keys`.
-
-    A chat template may read any key; one that it spells counts as read.
+def list_unread(
+    row: Mapping[str, Any], fields: Collection[str], keys: Collection[str]
+) -> Iterator[str]:
+    """Yield the columns of `row` except `fields`, and the keys of its messages except `keys`, each
+    after `UNREAD`.
     """
     unread = [name for name, value in row.items() if name not in fields and value not in _EMPTY]
     for name in fields:
@@ -124,13 +122,13 @@ def count_unread(
                 unread += [
                     f"{KEYS}{key}"
                     for key, value in message.items()
-                    if key not in keys and key not in template and value not in _EMPTY
+                    if key not in keys and value not in _EMPTY
                 ]
-    return Counter(f"{UNREAD}{name}" for name in unread)
+    return (f"{UNREAD}{name}" for name in unread)
 
 
 def describe_unread(counts: Mapping[str, int]) -> str:
-    """Return what `count_unread` has counted, in one line; empty if there is none."""
+    """Return the counts of what `list_unread` has found, in one line; empty if there is none."""
     found = [
         f"{name.removeprefix(UNREAD)} ({count:,})"
         for name, count in counts.items()

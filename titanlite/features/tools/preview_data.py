@@ -16,7 +16,7 @@ from titanlite.assemble import build_data, check_data, fit_vocabulary
 from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.base.log import logger
 from titanlite.base.process import escape_controls, raw_output, read_variable
-from titanlite.base.text import Parser, command, format_count, list_names
+from titanlite.base.text import Parser, command, format_count
 from titanlite.checkpoint.start import look_for_start
 from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
@@ -35,7 +35,6 @@ from titanlite.preflight import check
 
 _CANDIDATES = 64  # samples to choose from
 _COLOR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
-_FROM = ", from token {} on"
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,8 @@ def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument
     if isinstance(dataset, ImageDataset):
         row, ids, trained = dataset.get_document(index)
         images = ", ".join(str(path) for path in row.images)
-        return [
-            ShownDocument(
-                escape_controls(f"{row.place}, with {images}"),
-                "",
-                ids,
-                [False, *trained[1:]],
-                len(ids),
-            )
-        ]
+        where = escape_controls(f"{row.place}, with {images}")
+        return [ShownDocument(where, "", ids, [False, *trained[1:]], len(ids))]
     raise DataError(f"data: the documents of {type(dataset).__name__} cannot be shown.")
 
 
@@ -116,9 +108,8 @@ def _get_from_examples(part: ExampleSet, members: np.ndarray) -> Iterator[ShownD
             ids = part.examples.tokens[used].tolist()
             trained = ((part.examples.flags[used] & TRAINED) != 0).tolist()
             trained[0] = False  # the first token is never a label
-            yield ShownDocument(
-                place + _FROM.format(start) * (start > 0), side, ids, trained, len(ids)
-            )
+            beginning = f", from token {start} on" if start else ""
+            yield ShownDocument(place + beginning, side, ids, trained, len(ids))
 
 
 class Painter:
@@ -244,7 +235,7 @@ def _show_source(dataset: SequenceDataset) -> None:
 
 def _show_examples(dataset: ExampleDataset) -> None:
     sources = [source.examples for source in dataset.sources]
-    names = list_names(dict.fromkeys(name for source in sources for name in source.names), most=8)
+    names = ", ".join(dict.fromkeys(name for source in sources for name in source.names[:4]))
     lengths = dataset.train.lengths.sum(1)
     print(f"  rows       {sum(source.num_rows for source in sources):,} from {names}")
     print(

@@ -119,12 +119,15 @@ def test_the_date_of_a_template_is_that_of_the_run(processor: Any, tmp_path: Pat
         assert processor.tokenizer.convert_ids_to_tokens(dataset.get_document(0)[1])[0] == f"w{day}"
 
 
-def test_a_message_of_weight_0_is_no_answer(processor: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"loss": False}])
+def test_a_message_of_weight_0_is_no_answer(
+    processor: Any, tmp_path: Path, flag: dict[str, Any]
+) -> None:
     messages = chat("red.png")["messages"]
     row = {
         "messages": [
             messages[0],
-            messages[1] | {"weight": 0},
+            messages[1] | flag,
             *chat("blue.png", "blue")["messages"],
         ]
     }
@@ -156,6 +159,7 @@ def test_a_message_of_weight_0_is_no_answer(processor: Any, tmp_path: Path) -> N
             chat("red.png", tools=[{"name": "f"}]),
             r"line 2: has 'tools', which chats with images do not take",
         ),
+        (chat("red.png", label=True), r"line 2: row\.label: a label of KTO"),
         (chat("red.png", chat_template_kwargs={"a": 1}), r"line 2: has 'chat_template_kwargs'"),
         (chat("nowhere.png"), r"line 2: cannot read .*nowhere\.png: No such file or directory"),
         (chat("text.png"), r"line 2: .*text\.png does not decode: cannot identify"),

@@ -12,7 +12,7 @@ from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
-from titanlite.features.sft.forms import Chat, count_unread_in, detect_form, parse_row
+from titanlite.features.sft.forms import Chat, count_unread, detect_form, parse_row
 from titanlite.features.sft.readers import RowError
 
 MakeJob = Callable[..., JobConfig]
@@ -85,6 +85,8 @@ def test_columns_have_the_names_that_they_are_given(
         ({"text_field": ""}, 'data.text_field = ""'),
         ({"text_field": "content", "dataset": "text"}, "data.text_field"),
         ({"format": "text", "dataset": "text"}, "data.format"),
+        ({"document_separator": "none"}, 'data.document_separator = "none"'),
+        ({"document_separator": "none", "dataset": "text"}, None),
         ({"path": ""}, 'data.dataset = "examples" needs data.path'),
         ({"format": "preference", "train_on": "all"}, 'data.train_on = "all"'),
         ({"text_field": "content", "format": "text"}, None),
@@ -120,7 +122,7 @@ def test_the_example_rows_of_the_documents_are_read() -> None:
     forms = [detect_form(row) for row in rows]
     assert forms == ["messages"] * 4 + ["prompt_completion", "text", "preference"]
     for row, form in zip(rows, forms, strict=True):
-        assert form and parse_row(row, form) and not count_unread_in([row], form, "")
+        assert form and parse_row(row, form) and not count_unread([row], form, "")
 
 
 # --- questions and answers

@@ -81,6 +81,18 @@ def test_flags_of_messages_are_weights(name: str) -> None:
     assert chat.messages == [USER, ANSWER, USER, ANSWER]
 
 
+def test_flags_of_pairs_are_weights() -> None:
+    turns = [USER, ANSWER | {"loss": False}, USER]
+    sides = {
+        name: [*turns, ANSWER | {"loss": False}, USER, ANSWER | {"content": name}]
+        for name in ("chosen", "rejected")
+    }
+    sides["rejected"][3] = ANSWER | {"content": "d", "loss": False}
+    chosen, rejected = parse(sides)
+    assert chosen.answers_from == rejected.answers_from == 3
+    assert chosen.untrained == rejected.untrained == {3}
+
+
 def test_older_calls_of_functions_are_tool_calls() -> None:
     call = {"name": "f", "arguments": '{"x": 1}'}
     function = {"name": "f", "parameters": {}}
@@ -151,3 +163,11 @@ def test_a_text_may_spell_its_begin_and_end(make_job: MakeJob, text: str, stream
     document = [*begin, *tokenizer("what is")["input_ids"], tokenizer.eos_token_id]
     assert batch.tokens[0, : len(document)].tolist() == document
     assert batch.document_ids[0, len(document)] == 1
+
+
+def test_special_tokens_inside_a_text_are_counted(
+    make_job: MakeJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"text": f"what{token} is<|endoftext|>"} for token in ("", "<s>", "<|endoftext|>")]
+    build_data(make_job(rows * 4, None, seq_len=48), 0, 1)
+    assert "8 texts that spell special tokens: they are trained as letters" in caplog.text
