@@ -80,10 +80,10 @@ class _OneSource:
     )
     format: Format = setting(
         "auto",
-        "Form of the rows: 'messages' (or ShareGPT's conversations), 'prompt_completion', 'text', "
+        "Row format: 'messages' (or ShareGPT's conversations), 'prompt_completion', 'text', "
         "'preference' (prompt, chosen, rejected). 'auto': by the fields of the first row.",
     )
-    text_field: str = setting("text", "Field with the text, in rows of the form 'text'.")
+    text_field: str = setting("text", "Field with the text, in rows of the format 'text'.")
     fields: str = setting(
         "",
         'Columns that have other names, as a table: {question = "problem", answer = "solution"}, '
@@ -91,7 +91,7 @@ class _OneSource:
     )
     converter: str = setting(
         "",
-        "Function that makes of each row of any form one of these forms (docs/extending.md).",
+        "Function that turns each row into a row of one of these formats (docs/extending.md).",
         calls=("row",),
     )
     train_on: TrainOn = setting(

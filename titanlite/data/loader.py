@@ -317,14 +317,13 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
 
 
 def check_form(job: JobConfig, form: str) -> None:
-    """Refuse rows of a fine-tuning `form` if the model has random weights that were not asked for:
-    a ConfigError.
+    """Refuse rows of a format for fine-tuning if the model has random weights that were not asked
+    for: a ConfigError.
     """
     if form == "text" or job.checkpoint.initial_load_path or job.model.init == "random":
         return
     raise ConfigError(
-        f"model: the run would begin with random weights, and its data are rows of form '{form}', "
-        "for "
-        'fine-tuning. Set model.path to the model to fine-tune; or model.init = "random", if '
-        "random weights are meant."
+        "model: the run would begin with random weights, and its data are rows of format "
+        f"'{form}', for fine-tuning. Set model.path to the model to fine-tune; or "
+        'model.init = "random", if random weights are meant.'
     )

@@ -33,7 +33,7 @@ Messages = list[dict[str, Any]]
 _Weighted = tuple[Messages, frozenset[int]]  # and the indices of those that are not trained
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Names for them in ShareGPT, in OpenAI's older form and in Llama's template.
+# Other names of roles: ShareGPT's, OpenAI's older one, and Llama's.
 _OTHER_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -50,7 +50,7 @@ QUESTIONS = (
     ("prompt", "response"),
 )
 _CONTEXTS = ("input", "context")  # Alpaca's and Dolly's, after an instruction
-# Fields that a form takes from `data.fields`.
+# Fields that a row format takes from `data.fields`.
 FORM_FIELDS: dict[Form, tuple[str, ...]] = {
     "messages": (
         "messages",
@@ -115,7 +115,7 @@ def rename_fields(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, A
 
 
 def detect_form(row: Mapping[str, Any]) -> Form | None:
-    """Return the form whose fields `row` has, or None."""
+    """Return the row format whose fields `row` has, or None."""
     if "chosen" in row and "rejected" in row:
         return "preference"
     if "messages" in row or "conversations" in row:
@@ -145,8 +145,8 @@ def parse_row(row: dict[str, Any], form: Form) -> tuple[Chat | Plain, ...]:
 
 
 def count_unread(rows: Iterable[Mapping[str, Any]], form: Form, template: str) -> Counter[str]:
-    """Count the columns that the form does not read, and the keys of messages that the chat
-    template does not read either: a word of it may be such a key.
+    """Count the columns that the row format does not read, and the keys of messages that neither
+    it nor the chat template reads; each word of a template may be a key.
     """
     keys = _KEYS.union(re.findall(r"\w+", template))
     unread = (list_unread(row, _list_fields(row, form), keys) for row in rows)
@@ -154,7 +154,7 @@ def count_unread(rows: Iterable[Mapping[str, Any]], form: Form, template: str) -
 
 
 def _list_fields(row: Mapping[str, Any], form: Form) -> tuple[str, ...]:
-    """List the fields that the form reads in this row."""
+    """List the fields that the row format reads in this row."""
     if form != "messages":
         return (*FORM_FIELDS[form], *_ALSO_READ)
     if pair := _find_question(row):
@@ -331,7 +331,7 @@ def _from_json(value: Any, where: str) -> Any:
 
 
 def _get_messages(row: dict[str, Any], name: str) -> _Weighted:
-    """Return the messages of a field in OpenAI's form, and the indices of those that are not
+    """Return the messages of a field as OpenAI writes them, and the indices of those that are not
     trained.
     """
     where = f"field '{name}'"
