@@ -3,7 +3,6 @@
 What would change what is learned is refused by name; the rest is counted, for one line of the log.
 """
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,11 +14,8 @@ KEYS = "messages[]."  # and of keys of messages
 _EMPTY = (None, "", [], {})
 _ONE = ("1", "1.0", "True", "true")
 _FLAGS = (*_ONE, "0", "0.0", "False", "false")  # in CSV files they are text
-
-# Where an image goes in the text of LLaVA, LLaMA-Factory and ms-swift; HTML has a closing tag.
-_PLACEHOLDER = re.compile(
-    r"\s*<(image|audio|video)>(?!.*</\1>)|.*<(image|audio|video)>\s*", re.DOTALL
-)
+# "<image>" is the place of one in LLaVA, LLaMA-Factory and ms-swift; HTML has a closing tag.
+_PLACES = ("image", "audio", "video")
 
 
 class _Refused(NamedTuple):
@@ -98,14 +94,17 @@ def refuse_unread(entry: Mapping[str, Any], form: str, where: str = "") -> None:
 
 def refuse_placeholder(text: str, where: str) -> None:
     """Raise a RowError if a text that is no answer begins or ends with `<image>` or the like."""
-    match = _PLACEHOLDER.match(text)
-    if match and (match[1] or match.end() == len(text)):
-        raise RowError(
-            "image without a place",
-            f"{where} has a place for {match[1] or match[2]}s, and rows of text show none. Write "
-            'images as parts of messages for data.dataset = "images" (docs/fine_tuning.md), or '
-            "remove the row.",
-        )
+    stripped = text.strip()
+    for kind in _PLACES:
+        place = f"<{kind}>"
+        stands = stripped.startswith(place) or stripped.endswith(place)
+        if stands and f"</{kind}>" not in text:
+            raise RowError(
+                f"{place} in a text",
+                f"{where} has a place for {kind}s, and rows of text show none. Write images as "
+                'parts of messages for data.dataset = "images" (docs/fine_tuning.md), or remove '
+                "the row.",
+            )
 
 
 def list_unread(
