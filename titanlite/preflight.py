@@ -1,4 +1,5 @@
-"""Preflight: every check that needs neither torch nor ranks, in a fraction of a second.
+"""Preflight: every check that needs no ranks, in a fraction of a second; with a config.json in
+seconds, since transformers' class reads it.
 
 `run_train.sh` runs it once before it starts ranks, so that a mistake is reported once and at once;
 every rank runs it again, so that a launch without the script says the same.

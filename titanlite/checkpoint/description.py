@@ -29,7 +29,6 @@ from titanlite.models.families.config_json import (
     load_config_and_class,
     save_config,
 )
-from titanlite.models.families.family import KEY_ALIASES
 
 _GENERATION = "generation_config.json"
 
@@ -45,6 +44,7 @@ _PROCESSOR_FILES = (
 _REPLACED_KEYS = {
     *("quantization_config", "transformers_version", "torch_dtype"),
     *("rope_theta", "rope_scaling", "original_max_position_embeddings"),
+    "num_local_experts",  # the other name of a number of experts
     "auto_map",  # names files with code, which are not written
 }
 
@@ -215,7 +215,7 @@ def _values_of(
     if original.get("model_type") != config.family:
         original = {}
     ours = family_of(config).to_hf(config, original)
-    replaced = {"model_type", "architectures", "dtype", *_REPLACED_KEYS, *KEY_ALIASES.values()}
+    replaced = {"model_type", "architectures", "dtype", *_REPLACED_KEYS}
     base = {key: value for key, value in original.items() if key not in replaced}
     # Entries per layer are derived anew.
     if (count := original.get("num_hidden_layers")) != config.num_layers:

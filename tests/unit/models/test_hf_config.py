@@ -4,6 +4,7 @@ name.
 
 import json
 import math
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,41 @@ def test_other_classes_are_not_taken() -> None:
             load_config_and_class(
                 {"model_type": "musicgen_decoder", "architectures": named}, "test"
             )
+
+
+GEMMA = {
+    "model_type": "gemma2",
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 40,
+}
+MIXTRAL = {**GEMMA, "model_type": "mixtral", "intermediate_size": 32, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("hf", "text"),
+    [
+        ({**GEMMA, "num_hidden_layers": 2**31}, "num_hidden_layers = 2147483648 is more than 4096"),
+        (
+            {**GEMMA, "parts": [{"a": 1}, {"depths": [2, 2**28]}]},
+            "parts.depths = 268435456 is more",
+        ),
+        ({**GEMMA, "num_attention_heads": 0}, "ZeroDivisionError"),
+        ({**GEMMA, "rms_norm_eps": float("inf")}, "rms_norm_eps = inf is not a finite number"),
+        ({"model_type": "gpt2", "resid_pdrop": -1}, "probability"),
+        ({**GEMMA, "id2label": [1]}, "transformers refuses it: "),
+        (
+            {**MIXTRAL, "num_local_experts": 2**15, "num_hidden_layers": 2**10},
+            "33554432 in all, more than",
+        ),
+        (
+            {**GEMMA, "hidden_size": 2**24, "vocab_size": 2**24, "intermediate_size": 2**24},
+            "vocab|parameters|size",
+        ),
+        ({**GEMMA, "vocab_size": 2**60, "hidden_size": 2**40}, "size"),
+    ],
+)
+def test_absurd_sizes_of_transformers_classes(hf: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        build_transformers(transformers_config(deepcopy(hf), "config.json"))

@@ -150,3 +150,25 @@ def test_a_wrong_model_is_noticed(tiny, family):
     tokens = torch.arange(20).view(2, 10)
     expected = theirs(tokens, use_cache=False).logits
     assert (ours(tokens) - expected).norm() > BOUND * expected.norm()
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_row_of_the_padding_has_the_gradient_of_transformers(family, tied, tiny):
+    """None from the lookup; what a tied head has of it stays."""
+    config = tiny.config(family, tie_word_embeddings=tied, pad_token_id=3)
+    ours = tiny.ours(config)
+    theirs = tiny.theirs(config, ours)
+    assert theirs.config.pad_token_id == 3
+    tokens = torch.tensor([[3, 5, 3, 9, 11, 3, 2, 7]])
+    ours(tokens, tokens).cross_entropy.backward()
+    logits = theirs(tokens, use_cache=False).logits
+    torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), tokens.flatten(), reduction="sum"
+    ).backward()
+    actual, expected = (
+        model.get_parameter("model.embed_tokens.weight").grad for model in (ours, theirs)
+    )
+    assert actual is not None and expected is not None
+    assert (actual - expected).norm() <= 1e-5 * expected.norm()
+    assert bool(actual[3].count_nonzero()) == tied

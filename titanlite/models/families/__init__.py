@@ -2,8 +2,7 @@
 to titanlite's.
 
 Each `Family` in a file of this folder is found; one file is all it takes to add a model that the
-decoder can express. Nothing here imports torch, except through transformers for a model that
-transformers implements.
+decoder can express. Only reading a config.json imports torch, through transformers' classes.
 """
 
 import importlib

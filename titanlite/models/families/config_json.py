@@ -14,12 +14,12 @@ from titanlite.base.log import logger
 from titanlite.base.text import cut
 from titanlite.config.model import TransformersConfig
 from titanlite.models.families.keys import (
-    PARTIAL,
     QUANTIZATION,
     describe_unreadable,
     find_absurd,
     find_quantization,
 )
+from titanlite.models.families.rope import PARTIAL
 
 _SHOWN_CHARS = 80
 _THETA = "rope_theta"
@@ -130,19 +130,7 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
             f"transformers {version}. Correct it, install a newer transformers, or train with a "
             "Family of your own in model.name."
         )
-    raise_problems(ConfigError, where, list(find_absurd(decode_floats(hf))))
-
-    def build(table: Mapping[str, Any]) -> Any:
-        return build_config({**table, "model_type": model_type})
-
-    try:
-        config = build(hf)
-    except Exception as error:  # noqa: BLE001 - transformers refuses values with all kinds of them
-        named = ", ".join(
-            f"{key} = {format_json(hf[key])}" for key in find_refused(build, hf, error)
-        )
-        text = f"{named}: {format_refusal(error)}" if named else format_refusal(error)
-        raise ConfigError(f"{where}: transformers refuses it: {text}. Correct it there.") from None
+    config = read_config(hf, where)
     classes, known = list[Any](), set[Any]()
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM):
         found: Any = auto._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
@@ -164,6 +152,27 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
     # as `from_config`: of the text alone
     parts = [getattr(config, name, None) for name in config.sub_configs]
     return next((part for part in parts if type(part) is cls.config_class), config), cls
+
+
+def read_config(hf: Mapping[str, Any], where: str) -> Any:
+    """Return the object of transformers' configuration class that `hf`, the content of a
+    config.json, describes; `where` names it in errors.
+
+    Raises ConfigError: transformers refuses it, or would take minutes to read it.
+    """
+    raise_problems(ConfigError, where, list(find_absurd(decode_floats(hf))))
+
+    def build(table: Mapping[str, Any]) -> Any:
+        return build_config({**table, "model_type": hf["model_type"]})
+
+    try:
+        return build(hf)
+    except Exception as error:  # noqa: BLE001 - transformers refuses values with all kinds of them
+        named = ", ".join(
+            f"{key} = {format_json(hf[key])}" for key in find_refused(build, hf, error)
+        )
+        text = f"{named}: {format_refusal(error)}" if named else format_refusal(error)
+        raise ConfigError(f"{where}: transformers refuses it: {text}. Correct it there.") from None
 
 
 def find_refused(

@@ -8,11 +8,12 @@ is built like them, have latent attention. Layers for multi-token prediction aft
 neither trained nor saved, as in transformers.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from titanlite.config.model import ModelConfig, RopeScaling
 from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, MOE_KEYS, Family, preset
-from titanlite.models.families.keys import COMMON_DECLARED, HEADS, Key
 
 # Routers choose groups first, by the best two scores of each, even where there is one group.
 _RULES = (
@@ -46,24 +47,15 @@ DOTS1 = Family(
         "routed_scaling_factor": "routed_scaling_factor",
     },
     fixed={"qk_norm": True, "score_func": "sigmoid"},
-    declared={
-        **COMMON_DECLARED,
-        "first_k_dense_replace": Key(0),
-        **dict.fromkeys(("n_group", "topk_group"), Key(1)),
-        "norm_topk_prob": Key(False, False),
-        "routed_scaling_factor": Key(1.0),
-        "sliding_window": Key(4096),
-        "max_window_layers": Key(62),
-    },
     rules=_RULES,
     required={
-        "sliding_window": (None,),
         # Serving engines and llama.cpp look at these; transformers' class has no other. Early
         # folders name the method.
         "scoring_func": ("sigmoid", "noaux_tc"),
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
     },
+    written={"sliding_window": None},  # else layers from the 62nd on would have one
     expert_bias_key="e_score_correction_bias",
     presets={
         "debug": replace(
@@ -102,17 +94,7 @@ GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     keys={**DOTS1.keys, "qk_norm": "use_qk_norm"},
     fixed={"score_func": "sigmoid", "attention_output_bias": False},
-    declared={
-        **COMMON_DECLARED,
-        "num_key_value_heads": Key(8),
-        **dict.fromkeys(
-            ("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"), Key(1)
-        ),
-        "norm_topk_prob": Key(True),
-        "routed_scaling_factor": Key(1.0),
-        "use_qk_norm": Key(False),
-    },
-    partial_rotary=Key(0.5, 1.0),
+    rotates_partially=True,
     rules=_RULES,
     mtp_key="num_nextn_predict_layers",
     expert_bias_key="e_score_correction_bias",
@@ -161,6 +143,16 @@ def _yarn(factor: float, original: int, mscale_all_dim: float) -> RopeScaling:
     )
 
 
+def _find_lacking(config: Any, table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what latent attention of transformers does and the decoder does not."""
+    if config.head_dim != config.qk_rope_head_dim:
+        yield f"head_dim = {config.head_dim!a} is not qk_rope_head_dim = {config.qk_rope_head_dim}."
+    if config.q_lora_rank == 0:
+        yield "q_lora_rank = 0 is a latent without width; null leaves it out."
+    if table.get("mscale_all_dim") and table["rope_type"] not in ("default", "yarn"):
+        yield "mscale_all_dim changes the softmax scale here with rope_type 'yarn' alone."
+
+
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -174,19 +166,8 @@ DEEPSEEK_V3 = Family(
         "rope_interleave": "rope_interleave",
     },
     fixed={"qk_norm": False, "score_func": "sigmoid"},
-    declared={
-        **COMMON_DECLARED,
-        "num_key_value_heads": Key(128, HEADS),
-        "n_shared_experts": Key(1),
-        **dict.fromkeys(("num_experts_per_tok", "n_group"), Key(8)),
-        "first_k_dense_replace": Key(3),
-        "topk_group": Key(4),
-        "norm_topk_prob": Key(True, False),
-        "routed_scaling_factor": Key(2.5),
-        "q_lora_rank": Key(null=None),
-        "rope_interleave": Key(True, False),
-    },
     rules=_RULES,
+    find_lacking=_find_lacking,
     # DeepSeek's own code and serving engines look at these; the decoder has no other.
     required={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
     mtp_key="num_nextn_predict_layers",

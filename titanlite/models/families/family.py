@@ -2,30 +2,29 @@
 keys.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import warn_once
 from titanlite.config.model import ModelConfig
+from titanlite.models.families.config_json import read_config
 from titanlite.models.families.keys import (
-    COMMON_DECLARED,
-    MISSING,
+    MOST_LAYERS,
     MOST_PARAMETERS,
-    PARTIAL,
-    Key,
     NotNativeError,
-    Rope,
-    check_rope_scaling,
     describe_unreadable,
-    find_absurd,
-    find_other_loss,
     find_quantization,
-    read_rope,
-    rope_table,
-    rope_to_hf,
     show,
+)
+from titanlite.models.families.rope import (
+    PARTIAL,
+    check_rope_scaling,
+    find_foreign,
+    find_wrong,
+    read_scaling,
+    rope_to_hf,
 )
 
 # ModelConfig field -> Hugging Face key, where all families agree.
@@ -61,61 +60,54 @@ DEBUG_SIZES: Mapping[str, Any] = {
     "max_position_embeddings": 2048,
 }
 DEBUG_EXPERTS = {**DEBUG_SIZES, "num_experts": 8, "top_k": 2, "moe_intermediate_size": 32}
-# Other names under which transformers versions write the same key.
-KEY_ALIASES: Mapping[str, str] = {
-    "num_experts": "num_local_experts",
-    "n_routed_experts": "num_local_experts",
-}
 _KINDS = {item.name: item.type for item in fields(ModelConfig)} | {"pad_token_id": int}
-_KIND_NAMES = {int: "an integer", float: "a number with a decimal point", bool: "true or false"}
-# ModelConfig fields whose 0 is written null, as a config.json has what is not there.
-NONE_IS_ZERO = {"q_lora_rank"}
-# What every config.json may ask for and the decoder does not have.
+# ModelConfig fields that may be null.
+_OPTIONAL = ("q_lora_rank", "pad_token_id")
+# Attributes of transformers' configuration that the decoder has in no other way.
 UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    "attention_dropout": (0, 0.0, None),
+    "attention_dropout": (0, None),
     "is_causal": (True,),
-    "per_layer_config": (None,),
 }
 
 
-# The norm of nothing: hidden states would vanish beside the epsilon.
-_MOST = {
-    "rms_norm_eps": 1.0,
-    "initializer_range": 1.0,
-    "rope_theta": 1e15,
-    "routed_scaling_factor": 1e6,
+_SIZE, _COUNT = (1, 2**27), (0, 2**16)
+_LEAST = 1e-30
+# Least and greatest value of each number.
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "num_heads", "num_kv_heads"), _SIZE),
+    **dict.fromkeys(("head_dim", "intermediate_size", "max_position_embeddings"), _SIZE),
+    **dict.fromkeys(("num_experts", "num_dense_layers", "num_shared_experts"), _COUNT),
+    "num_layers": (1, MOST_LAYERS),
+    # the norm of nothing: hidden states would vanish beside the epsilon
+    "rms_norm_eps": (_LEAST, 1.0),
+    "initializer_range": (0.0, 1.0),
+    "rope_theta": (_LEAST, 1e15),
+    "routed_scaling_factor": (-1e6, 1e6),
 }
-_POSITIVE = (
-    *(
-        "vocab_size",
-        "hidden_size",
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "intermediate_size",
-    ),
-    *("max_position_embeddings", "rms_norm_eps", "rope_theta"),
-)
-_POSITIVE_MOE = ("top_k", "moe_intermediate_size")
+_MOE_BOUNDS = {"top_k": _SIZE, "moe_intermediate_size": _SIZE}
+_LATENT_BOUNDS = {
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), _SIZE),
+    "q_lora_rank": (0, 2**27),
+}
 
 
 def check_model_config(config: ModelConfig) -> list[str]:
-    """Contradictions inside `config`, one message each."""
-    problems = list(find_absurd(vars(config)))
-    problems += [
-        f"{name} = {getattr(config, name)} is more than {most}."
-        for name, most in _MOST.items()
-        if getattr(config, name) > most
+    """Return the contradictions inside `config`, one message each."""
+    is_latent = any(getattr(config, name) for name in _LATENT_BOUNDS)
+    bounds = {
+        **_BOUNDS,
+        **(_MOE_BOUNDS if config.num_experts > 0 else {}),
+        **(_LATENT_BOUNDS if is_latent else {}),
+    }
+    problems = [
+        f"{name} = {getattr(config, name)} is not between {low} and {high}."
+        for name, (low, high) in bounds.items()
+        if not low <= getattr(config, name) <= high  # nan too
     ]
-    for name in _POSITIVE + (_POSITIVE_MOE if config.num_experts else ()):
-        if getattr(config, name) <= 0:
-            problems.append(f"{name} = {getattr(config, name)} is not positive.")
-    for name in ("num_experts", "num_dense_layers", "num_shared_experts", "initializer_range"):
-        if getattr(config, name) < 0:
-            problems.append(f"{name} = {getattr(config, name)} is negative.")
-    if config.num_kv_heads > 0 and config.num_heads % config.num_kv_heads:
+    if problems:
+        return problems
+    if config.num_heads % config.num_kv_heads:
         problems.append(
             f"num_heads ({config.num_heads}) is not a multiple of num_kv_heads "
             f"({config.num_kv_heads})."
@@ -129,20 +121,11 @@ def check_model_config(config: ModelConfig) -> list[str]:
             f"partial_rotary_factor ({config.partial_rotary_factor}) of head_dim "
             f"({config.head_dim}) is no even number between 2 and head_dim."
         )
-    if any((config.kv_lora_rank, config.q_lora_rank, config.qk_nope_head_dim, config.v_head_dim)):
-        problems += [
-            f"{name} = {getattr(config, name)} is not positive, as latent attention needs it."
-            for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-            if getattr(config, name) <= 0
-        ]
-        problems += (
-            [f"q_lora_rank = {config.q_lora_rank} is negative."] if config.q_lora_rank < 0 else []
+    if is_latent and config.num_heads != config.num_kv_heads:
+        problems.append(
+            f"num_kv_heads ({config.num_kv_heads}) is not num_heads ({config.num_heads}), "
+            "which latent attention makes keys and values for."
         )
-        if config.num_heads != config.num_kv_heads:
-            problems.append(
-                f"num_kv_heads ({config.num_kv_heads}) is not num_heads ({config.num_heads}), "
-                "which latent attention makes keys and values for."
-            )
     if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
         problems.append(
             f"pad_token_id ({config.pad_token_id}) is not less than vocab_size "
@@ -194,22 +177,23 @@ def preset(base: ModelConfig, sizes: tuple[int, int, int, int, int], **more: Any
 
 @dataclass(frozen=True)
 class Family:
-    """One model family."""
+    """One model family: a map between transformers' configuration and `ModelConfig`."""
 
     name: str  # Hugging Face `model_type`
     architecture: str  # Hugging Face class, written into config.json
-    keys: Mapping[str, str]  # ModelConfig field -> Hugging Face key
+    keys: Mapping[str, str]  # ModelConfig field -> attribute of transformers' configuration
     presets: Mapping[str, ModelConfig]  # sizes by flavor
     # ModelConfig fields that the family does not configure
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    # What keys mean in transformers' class that are missing or null; others must be there.
-    declared: Mapping[str, Key] = field(default_factory=lambda: COMMON_DECLARED)
-    # The same for `partial_rotary_factor`, also in the rotary table; with a default of 1 there is
-    # no other value.
-    partial_rotary: Key = field(default=Key(1.0, 1.0))
-    # Keys that, if present, must have one of these values: the decoder has no other. The first one
-    # is written.
+    # Attributes that must have one of these values: the decoder has no other. The first is written.
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # Keys that are written because transformers' default is another model.
+    written: Mapping[str, Any] = field(default_factory=dict)
+    # Features of transformers' configuration, with its rotary table, that the decoder lacks; one
+    # message each.
+    find_lacking: Callable[[Any, Mapping[str, Any]], Iterable[str]] = lambda _config, _table: ()
+    # True: a part of each head may be rotated (`partial_rotary_factor`).
+    rotates_partially: bool = False
     # What must hold for a configuration of this family, and the text of the problem if it does not.
     rules: Sequence[tuple[Callable[[ModelConfig], bool], str]] = ()
     # Key that counts layers for multi-token prediction, which are not computed: 0 is written unless
@@ -219,50 +203,90 @@ class Family:
     expert_bias_key: str | None = None
 
     def from_hf(self, hf: Mapping[str, Any], where: str) -> ModelConfig:
-        """Sizes from a Hugging Face configuration; `where` names it in errors.
+        """Return the sizes that transformers' class reads from `hf`, the content of a config.json;
+        `where` names it in errors.
 
-        Warns of entries of the rotary table without effect, and of a balance loss that transformers
-        would add.
+        Warns of a balance loss that transformers would add.
 
-        Raises NotNativeError, for what the decoder cannot express, or ConfigError: a key is
-        missing, wrong, or contradicts another one.
+        Raises NotNativeError, for what the decoder cannot express, or ConfigError: transformers
+        refuses a value, or nothing can compute with it.
         """
-        problems = self._find_wrong_kinds(hf)
-        lacking = self._find_lacking(hf)
-        values: dict[str, Any] = {**self.fixed, "family": self.name}
-        if not problems:
-            row = hf.get("pad_token_id")  # a negative one counts from the end
-            values["pad_token_id"] = row + hf["vocab_size"] if row is not None and row < 0 else row
-            values |= {ours: self._read(theirs, hf) for ours, theirs in self.keys.items()}
-            problems += [
-                f"{self.keys[name]} = 0 is not positive; null leaves it out."
-                for name in NONE_IS_ZERO & values.keys()
-                if values[name] == 0
-            ]
-            values |= {name: 0 for name in NONE_IS_ZERO & values.keys() if values[name] is None}
-        rope = Rope()
-        try:
-            rope = read_rope(hf, self.partial_rotary, is_latent="kv_lora_rank" in self.keys)
-        except NotNativeError as error:
-            lacking.append(str(error))
-        except ConfigError as error:
-            problems.append(str(error))
-        raise_problems(ConfigError if problems else NotNativeError, where, [*lacking, *problems])
-        values |= {"rope_theta": rope.theta, "rope_scaling": rope.scaling, PARTIAL: rope.partial}
-        config = ModelConfig(**values)
-        if config.head_dim % 2 == 0 and config.rotary_dim % 2:
-            raise NotNativeError(
-                f"{where}: {PARTIAL} rotates {config.rotary_dim} of {config.head_dim}, an odd "
-                "number."
+        theirs = {"model_type": self.name, "architectures": [self.architecture]}
+        config = read_config({**hf, **theirs, "per_layer_config": None}, where)
+        # once more, as its model: a length beside the table counts for more than that in it
+        config.standardize_rope_params()
+        table = {
+            "rope_type": "default",
+            # of a class without rotary embeddings, that of a name transformers does not know
+            "rope_theta": getattr(config, "rope_theta", None),
+            **(getattr(config, "rope_parameters", None) or {}),
+        }
+        foreign = find_foreign(table)
+        wrong = [] if foreign else list(find_wrong(table))
+        lacking = [
+            *self._find_unsupported(hf, config),
+            *foreign,
+            *self.find_lacking(config, table),
+        ]
+        values = dict[str, Any]()
+        for ours, key in {**self.keys, "pad_token_id": "pad_token_id"}.items():
+            if ours == "head_dim" and not hasattr(config, key):
+                continue  # most classes do not declare it: an equal share of the hidden width
+            value, kind = getattr(config, key, None), _KINDS[ours]
+            # transformers tests flags, so that null is false
+            values[ours] = False if value is None and kind is bool else value
+            if type(values[ours]) is not kind and not (value is None and ours in _OPTIONAL):
+                wrong.append(f"{key} = {show(value)} is not of type {kind.__name__}.")
+        if not wrong and not self.rotates_partially and table.get(PARTIAL, 1.0) != 1.0:
+            lacking.append(f"{PARTIAL} = {table[PARTIAL]} is not supported, only 1.0 is.")
+        raise_problems(ConfigError if wrong else NotNativeError, where, [*lacking, *wrong])
+        values.setdefault("head_dim", values["hidden_size"] // max(1, values["num_heads"]))
+        if values.get("q_lora_rank", 0) is None:
+            values["q_lora_rank"] = 0
+        if (values["pad_token_id"] or 0) < 0:  # counts from the end
+            values["pad_token_id"] += values["vocab_size"]
+        model = ModelConfig(
+            family=self.name,
+            **self.fixed,
+            **values,
+            rope_theta=float(table["rope_theta"]),
+            rope_scaling=read_scaling(table),
+            partial_rotary_factor=float(table.get(PARTIAL, 1.0)),
+        )
+        raise_problems(ConfigError, where, self.check(model))
+        if getattr(config, "output_router_logits", False):
+            warn_once(
+                f"{where}: output_router_logits is true: transformers would add a balance loss to "
+                "the training loss. Nothing is added here because of it: set moe.aux_loss_coeff "
+                "for a balance loss of the native decoder."
             )
-        raise_problems(ConfigError, where, self.check(config))
-        for text in filter(None, [*rope.without_effect, find_other_loss(hf)]):
-            warn_once(f"{where}: {text}")
-        return config
+        return model
+
+    def _find_unsupported(self, hf: Mapping[str, Any], config: Any) -> list[str]:
+        """Return one message per feature that the native decoder does not implement."""
+        lacking = []
+        for key, allowed in {**UNIVERSALLY_REQUIRED, **self.required}.items():
+            value = getattr(config, key, allowed[0])
+            if value not in allowed:
+                wanted = " or ".join(map(show, allowed))
+                lacking.append(
+                    f"{key} = {show(value)} is not supported by the native decoder, only {wanted} "
+                    "is."
+                )
+        if hf.get("per_layer_config") is not None:
+            lacking.append("per_layer_config is not supported by the native decoder.")
+        if problem := describe_unreadable(find_quantization(hf)):
+            lacking.append(problem)
+        if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+            lacking.append(
+                "layer_types has other entries than 'full_attention', which the native decoder "
+                "lacks."
+            )
+        return lacking
 
     def check(self, config: ModelConfig) -> list[str]:
-        """Contradictions inside `config`, and what transformers' class of this family refuses; one
-        message each.
+        """Return the contradictions inside `config`, and what transformers' class of this family
+        refuses; one message each.
         """
         problems = check_model_config(config)
         if problems:
@@ -278,100 +302,18 @@ class Family:
         The rotary table keeps the entries of `original`, the config.json that the model came from,
         that mean nothing here, such as other names for the same thing.
         """
+        original = original or {}
         hf = {theirs: getattr(config, ours) for ours, theirs in self.keys.items()}
-        hf |= {
-            self.keys[ours]: None
-            for ours in NONE_IS_ZERO & self.keys.keys()
-            if not getattr(config, ours)
-        }
+        if "q_lora_rank" in self.keys:
+            hf["q_lora_rank"] = config.q_lora_rank or None
         hf |= {key: allowed[0] for key, allowed in self.required.items()}
-        rope = {
-            "rope_theta": config.rope_theta,
-            **rope_to_hf(config.rope_scaling, rope_table(original or {})),
-        }
-        if self.partial_rotary.default != 1.0 or PARTIAL in (original or {}):
+        hf |= self.written
+        table = original.get("rope_scaling") or original.get("rope_parameters") or {}
+        rope = {"rope_theta": config.rope_theta, **rope_to_hf(config.rope_scaling, table)}
+        if self.rotates_partially or PARTIAL in original:
             rope[PARTIAL] = config.partial_rotary_factor
         if self.mtp_key is not None:
             hf[self.mtp_key] = 0
         if config.pad_token_id is not None:
             hf["pad_token_id"] = config.pad_token_id
         return hf | {"rope_parameters": rope, "architectures": [self.architecture]}
-
-    def _read(self, key: str, hf: Mapping[str, Any]) -> Any:
-        """Return the value of `key`, which may stand under its other name."""
-        alias = KEY_ALIASES.get(key, "")
-        return self.declared.get(key, Key()).read(
-            key, {key: hf[alias], **hf} if alias in hf else hf
-        )
-
-    def _find_wrong_kinds(self, hf: Mapping[str, Any]) -> list[str]:
-        """Keys whose values transformers refuses, or cannot compute with."""
-        problems = list(find_absurd(hf))
-        rotated = hf.get("qk_rope_head_dim")
-        if rotated is not None and hf.get("head_dim", rotated) != rotated:
-            problems.append(
-                f"head_dim = {show(hf['head_dim'])} is not qk_rope_head_dim = {show(rotated)}."
-            )
-        for ours, key in {**self.keys, "pad_token_id": "pad_token_id"}.items():
-            declared, alias, kind = (
-                self.declared.get(key, Key()),
-                KEY_ALIASES.get(key, ""),
-                _KINDS[ours],
-            )
-            value = hf.get(key, hf.get(alias, MISSING))
-            if key in hf and alias in hf and hf[key] != hf[alias]:
-                problems.append(
-                    f"{key} = {show(hf[key])}, but {alias} = {show(hf[alias])}. Give one."
-                )
-            elif value is MISSING and declared.default is MISSING:
-                problems.append(f"{key} is missing.")
-            elif value is None and declared.null is MISSING:
-                problems.append(
-                    f"{key} = null: transformers' model cannot compute with it. Give its value."
-                )
-            elif value is not MISSING and value is not None and type(value) is not kind:
-                hint = (
-                    f" Write {float(value)}."
-                    if type(value) is int and kind is float and abs(value) < 2**31
-                    else ""
-                )
-                wanted = f"transformers expects {_KIND_NAMES[kind]}"
-                problems.append(f"{key} = {show(value)} is of the wrong type: {wanted}.{hint}")
-        return problems
-
-    def _find_lacking(self, hf: Mapping[str, Any]) -> list[str]:
-        """Return what the decoder does not have, one message each."""
-        lacking = []
-        for key, allowed in {**UNIVERSALLY_REQUIRED, **self.required}.items():
-            value = hf.get(key, allowed[0])
-            if key not in hf and key in self.declared and self.declared[key].default is not MISSING:
-                value = self.declared[key].default
-            if any(type(value) is type(one) and value == one for one in allowed):
-                continue
-            if key == "sliding_window" and self._has_full_attention(hf):
-                continue
-            wanted = " or ".join(repr(one) for one in allowed)
-            default = "" if key in hf else ", which transformers takes where the key is missing,"
-            lacking.append(
-                f"{key} = {value!a}{default} is not supported by the native decoder, only {wanted} "
-                "is."
-            )
-        if problem := describe_unreadable(find_quantization(hf)):
-            lacking.append(problem)
-        types = hf.get("layer_types")
-        if isinstance(types, list) and any(kind != "full_attention" for kind in types):
-            lacking.append(
-                "layer_types has other entries than 'full_attention', which the native decoder "
-                "lacks."
-            )
-        return lacking
-
-    def _has_full_attention(self, hf: Mapping[str, Any]) -> bool:
-        """Return True if a sliding window that `hf` has is used by none of its layers."""
-        first = self.declared.get("max_window_layers")
-        if first is None:
-            return False
-        if hf.get("layer_types") is not None:
-            return True  # looked at by themselves
-        first, count = hf.get("max_window_layers", first.default), hf.get("num_hidden_layers")
-        return type(first) is int and type(count) is int and first >= count

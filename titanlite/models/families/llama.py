@@ -15,7 +15,6 @@ from titanlite.models.families.family import (
     Family,
     preset,
 )
-from titanlite.models.families.keys import COMMON_DECLARED, HEADS, SHARE, Key
 
 _LLAMA3 = ModelConfig(
     family="llama",
@@ -35,11 +34,6 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     keys=COMMON_KEYS,
     fixed={"qk_norm": False},
-    declared={
-        **COMMON_DECLARED,
-        "num_key_value_heads": Key(HEADS, HEADS),
-        "head_dim": Key(SHARE, SHARE),
-    },
     rules=(
         (
             lambda config: config.hidden_size % config.num_heads == 0,
@@ -93,7 +87,6 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     keys=COMMON_KEYS,
     fixed={"qk_norm": True},
-    declared={**COMMON_DECLARED, "head_dim": Key(128)},
     required={"use_sliding_window": (False,)},
     presets={
         "debug": ModelConfig(family="qwen3", **DEBUG_SIZES, tie_word_embeddings=True),
@@ -113,7 +106,6 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     keys={**COMMON_KEYS, **MOE_KEYS, "num_experts": "num_experts"},
     fixed={"qk_norm": True, "score_func": "softmax"},
-    declared={**COMMON_DECLARED, "num_key_value_heads": Key(4), "norm_topk_prob": Key(False)},
     required={
         "use_sliding_window": (False,),
         "decoder_sparse_step": (1,),
