@@ -91,17 +91,17 @@ class TimedRecorder(StepRecorder):
         super().__init__(persistent, cuda_workspace)
         self.timed: list[tuple[str, Any, Any, list[tuple[Kind, Work]]]] = []
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator between two events."""
         if not torch.cuda.is_available():
             begin = time.perf_counter()
-            out = super().call(func, args, kwargs)
+            out = super().call(func, types, args, kwargs)
             self.timed.append((func.name(), begin, time.perf_counter(), []))
             return out
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(_SLEEP_CYCLES)
         begin.record()
-        out = super().call(func, args, kwargs)
+        out = super().call(func, types, args, kwargs)
         end.record()
         self.timed.append((func.name(), begin, end, []))
         return out

@@ -23,8 +23,8 @@ from titanlite.features.estimate.estimate import (
     RATES,
     SYNC_S,
     Hardware,
-    estimate_stages,
     merge_stages,
+    plan_stages,
 )
 from titanlite.features.estimate.render import render_parts
 
@@ -60,10 +60,8 @@ def main() -> int:
     known, rest = parser.parse_known_args()
     try:
         request = read_request([*rest, f"--gpu={known.rates}"])
-        checked, hardware = request.check(), request.hardware
-        stages = estimate_stages(
-            checked.job, checked.model_config, checked.degrees, hardware, rank=request.known.rank
-        )
+        hardware = request.hardware
+        stages = plan_stages(request.check(), hardware, rank=request.known.rank)
     except TitanliteError as error:
         print(f"step_traffic: error: {error}", file=sys.stderr)
         return 2

@@ -116,7 +116,7 @@ def measure(checked: Checked) -> dict[str, Any]:
         "calls": calls,
         "torch_flops": flops.get_total_flops(),
         "flops": sum(work.flops for kind, work in recorder.work.items() if not kind.group),
-        "peak": max(recorder.peaks().values(), key=lambda peak: sum(peak.values())),
+        "peak": max(recorder.peaks.values(), key=lambda peak: sum(peak.values())),
     }
 
 

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.base.log import warn_once
 from titanlite.base.process import read_variable, remove_variable
@@ -315,6 +316,16 @@ def get_groups(offsets: torch.Tensor) -> list[tuple[int, int]]:
     """
     ends = offsets.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+@register_flop_formula(torch.ops.titanlite.grouped_mm)
+def _(x: Any, weight: Any, *rest: Any, **options: Any) -> int:
+    return 2 * x[0] * x[1] * weight[2]
+
+
+@register_flop_formula(torch.ops.titanlite.grouped_mm_wgrad)
+def _(x: Any, dy: Any, *rest: Any, **options: Any) -> int:
+    return 2 * max(x[0], dy[0]) * x[1] * dy[1]  # one of the two may have the rows of tokens
 
 
 @grouped_mm.register_fake

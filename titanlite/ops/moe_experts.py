@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.ops.elementwise import swiglu
 from titanlite.ops.matmul import (
@@ -235,6 +236,16 @@ def gather_swiglu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dz, h, drow_weight) by Triton; the last in float32."""
     return get_launchers().row_grouped_swiglu_backward(dout, down, offsets, token, row_weight, z)
+
+
+@register_flop_formula(torch.ops.titanlite.gather_swiglu)
+def _(x: Any, gate_up: Any, row_weight: Any, *rest: Any, **options: Any) -> int:
+    return 2 * row_weight[0] * gate_up[1] * gate_up[2]
+
+
+@register_flop_formula(torch.ops.titanlite.gather_swiglu_backward)
+def _(dout: Any, down: Any, row_weight: Any, *rest: Any, **options: Any) -> int:
+    return 2 * row_weight[0] * down[1] * down[2]
 
 
 @gather_swiglu.register_fake

@@ -15,19 +15,18 @@ from typing import Any
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.log import logger
 from titanlite.base.text import Parser
-from titanlite.config import JobConfig, load_config
+from titanlite.config import JobConfig, ModelConfig, load_config
 from titanlite.config.load import CODE, Reader
 from titanlite.features.estimate import render
 from titanlite.features.estimate.estimate import (
     DEFAULT_GPU,
     GPUS,
     Hardware,
-    estimate_stages,
     get_hardware,
     merge_stages,
+    plan_stages,
 )
 from titanlite.features.estimate.proposals import Plan, Planned, propose, sweep
-from titanlite.features.estimate.trace import layers_to_trace
 from titanlite.optim.expert_bias import complete_balancing
 from titanlite.preflight import Checked, check
 
@@ -55,6 +54,7 @@ _OBJECTIVES = {
     "pretrain": ("--data.dataset=text", "--training.objective=next_token"),
     "dpo": ("--data.dataset=examples", "--training.objective=dpo"),
 }
+_MANY_LAYERS = 24
 _SOME_DATA = {"sft": "train.jsonl", "pretrain": "corpus", "dpo": "pairs.jsonl"}  # need not exist
 
 
@@ -205,15 +205,8 @@ def plan_run(argv: Sequence[str], more: Sequence[str] = ()) -> Planned:
     """Plan the command line `argv` with `more` arguments."""
     request = read_request([*argv, *more])
     checked, known = request.check(), request.known
-    stages = estimate_stages(
-        checked.job,
-        checked.model_config,
-        checked.degrees,
-        request.hardware,
-        rank=0 if more else known.rank,
-        # Which rank owns which of Muon's matrices does not repeat from layer to layer.
-        every_layer=known.every_layer or checked.job.optimizer.name == "Muon",
-    )
+    rank = 0 if more else known.rank
+    stages = plan_stages(checked, request.hardware, rank=rank, every_layer=known.every_layer)
     return Planned(tuple(more), checked, merge_stages(stages), stages)
 
 
@@ -221,11 +214,9 @@ def _plan(request: Request, plan: Plan) -> int:
     known = request.known
     base = plan(())
     checked, stages, wanted = base.checked, base.stages, known.proposals
-    if wanted is None:  # one trace of every layer takes as long as all proposals together
-        is_quick = (
-            layers_to_trace(checked.job, checked.model_config, checked.degrees, 0) is not None
-        )
-        wanted = is_quick and not known.every_layer and checked.job.optimizer.name != "Muon"
+    if wanted is None:  # others take as long for one plan as for all proposals together
+        is_native = isinstance(checked.model_config, ModelConfig)
+        wanted = is_native and base.estimate.trace.traced_layers < _MANY_LAYERS
     proposals = propose(base, plan) if wanted else None
     print(
         render.render_verdict(base, request.weights, request.sizes, known.tokens, proposals) + "\n",

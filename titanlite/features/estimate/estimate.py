@@ -14,11 +14,12 @@ from itertools import accumulate
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.text import find_near
-from titanlite.config import AnyModelConfig, JobConfig
+from titanlite.config import AnyModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.features.estimate.operators import BESIDE, Work
 from titanlite.features.estimate.trace import Moment, StepTrace, layers_by_kind, trace_step
 from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS, Kind
+from titanlite.preflight import Checked
 
 _GIB = 2**30
 
@@ -26,15 +27,11 @@ _GIB = 2**30
 # memory. Measured on an H200 by scripts/bench/step_gpu.py (docs/benchmarks.md), except those marked
 # assumed.
 RATES = {
-    # cuBLAS, all dims of 512 or more; 0.82 alone: a whole step is at the GPU's power limit
+    # cuBLAS; 0.82 alone: a whole step is at the GPU's power limit
     "dense": ("flops", 0.72),
-    "thin": ("flops", 0.40),  # products with a smaller dim
-    "grouped": ("flops", 0.54),  # rows through small experts
-    "grouped weights": ("flops", 0.40),  # their weight gradients
-    "grouped wide": ("flops", 0.59),  # rows through experts of 1024 or wider
-    "grouped wide weights": ("flops", 0.48),
-    "flash": ("flops", 0.33),  # FlashAttention-2, causal
-    "flash backward": ("flops", 0.28),
+    "grouped": ("flops", 0.48),  # experts: rows 0.54, weight gradients 0.40
+    "grouped wide": ("flops", 0.55),  # experts of 1024 or wider: 0.59, 0.48
+    "flash": ("flops", 0.29),  # FlashAttention-2, causal: 0.33, backward 0.28
     # the memory-efficient kernel, which takes a mask and computes what is masked
     "masked": ("flops", 0.115),
     "float32": ("float32_flops", 0.80),  # without tensor cores; assumed
@@ -251,33 +248,31 @@ class Estimate:
         return self.tokens / max(self.time.best_s, 1e-12) / self.degrees.world_size
 
 
-def estimate_stages(
-    job: JobConfig,
-    model_config: AnyModelConfig,
-    degrees: Degrees,
-    hardware: Hardware,
-    *,
-    rank: int = 0,
-    every_layer: bool = False,
+def plan_step(
+    checked: Checked, hardware: Hardware, *, rank: int = 0, every_layer: bool = False
+) -> Estimate:
+    """Compute the memory and the time of an optimizer step of `rank` on `hardware`."""
+    job, degrees = checked.job, checked.degrees
+    trace = trace_step(job, checked.model_config, degrees, rank=rank, every_layer=every_layer)
+    tokens = trace.micro_batches * job.training.local_batch_size * job.training.seq_len * degrees.dp
+    memory = get_memory(trace, offload=job.training.enable_cpu_offload)
+    time = step_time(trace, degrees, hardware, rank)
+    return Estimate(degrees, hardware, memory, time, trace, tokens)
+
+
+def plan_stages(
+    checked: Checked, hardware: Hardware, *, rank: int = 0, every_layer: bool = False
 ) -> dict[int, Estimate]:
     """Figures of the pipeline stage of `rank`, first, and of one of each kind of the others, by
     stage.
     """
-    others = [stage * degrees.stage_size for stage in stages_to_trace(model_config, degrees)]
-    ranks = [
-        rank,
-        *(other for other in others if degrees.stage_of(other) != degrees.stage_of(rank)),
-    ]
-    found = {}
-    for one in ranks:
-        trace = trace_step(job, model_config, degrees, rank=one, every_layer=every_layer)
-        tokens = (
-            trace.micro_batches * job.training.local_batch_size * job.training.seq_len * degrees.dp
-        )
-        memory = get_memory(trace, offload=job.training.enable_cpu_offload)
-        time = step_time(trace, degrees, hardware, one)
-        found[degrees.stage_of(one)] = Estimate(degrees, hardware, memory, time, trace, tokens)
-    return found
+    degrees = checked.degrees
+    own, stages = degrees.stage_of(rank), stages_to_trace(checked.model_config, degrees)
+    ranks = {own: rank} | {stage: stage * degrees.stage_size for stage in stages if stage != own}
+    return {
+        stage: plan_step(checked, hardware, rank=one, every_layer=every_layer)
+        for stage, one in ranks.items()
+    }
 
 
 def stages_to_trace(model_config: AnyModelConfig, degrees: Degrees) -> list[int]:
@@ -328,13 +323,9 @@ def _describe_moment(moment: Moment, trace: StepTrace) -> str:
         "backward": "backward of the output head",
         "optimizer": "gradient norm and optimizer",
     }
-    if moment.kind < 0:
+    if moment.layer is None:
         return outside[moment.phase]
-    num = trace.num_layers[moment.kind]
-    index = (num - 1 - moment.index if moment.from_end else moment.index) + (
-        trace.num_layers[0] * moment.kind
-    )
-    return f"{moment.phase} of layer {trace.layers[index]}"
+    return f"{moment.phase} of layer {trace.layers[moment.layer]}"
 
 
 def axis_ranks(degrees: Degrees, axis: str, rank: int = 0) -> list[int]:

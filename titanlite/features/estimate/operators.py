@@ -3,7 +3,6 @@ CUDA kernels.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from operator import add
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 import titanlite.ops.attention
-import titanlite.ops.moe_experts  # noqa: F401
+import titanlite.ops.moe_experts  # noqa: F401 - defines its operators and their formulas
 from titanlite.distributed import collectives  # noqa: F401 - defines torch.ops.titanlite.all_gather and others
 
 _aten, _own = torch.ops.aten, torch.ops.titanlite
@@ -49,82 +48,19 @@ class Call(NamedTuple):
     nbytes: int = 0
 
 
-def _rows_through(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> dict[str, int]:
-    """Rows (R, K) through matrices (E, K, N), or as in their gradient (M, R) and (R, N), group by
-    group.
-    """
-    if weight.dim() == 2:
-        return {
-            f"{_grouped(x.shape[0], weight.shape[1])} weights": 2
-            * x.shape[0]
-            * x.shape[1]
-            * weight.shape[1]
-        }
-    return {_grouped(*weight.shape[1:]): 2 * x.shape[0] * x.shape[1] * weight.shape[-1]}
-
-
-def _weights_of_rows(x: torch.Tensor, dy: torch.Tensor, *rest: Any) -> dict[str, int]:
-    """Count (M, R) times (R, N), group by group, where one may be gathered of fewer rows."""
-    rows = max(x.shape[0], dy.shape[0])
-    return {f"{_grouped(x.shape[1], dy.shape[1])} weights": 2 * rows * x.shape[1] * dy.shape[1]}
-
-
 _WIDE_EXPERTS = 1024
 
 
-def _gather_swiglu(
-    x: torch.Tensor, gate_up: torch.Tensor, row_weight: torch.Tensor, *rest: Any
-) -> dict[str, int]:
-    _, two_inner, hidden = gate_up.shape
-    return {_grouped(hidden, two_inner // 2): 2 * row_weight.shape[0] * hidden * two_inner}
-
-
-def _gather_swiglu_backward(
-    dout: Any, down: torch.Tensor, row_weight: torch.Tensor, *rest: Any
-) -> dict[str, int]:
-    return {_grouped(*down.shape[1:]): 2 * row_weight.shape[0] * down.shape[1] * down.shape[2]}
-
-
-def _grouped(hidden: int, inner: int) -> str:
-    return "grouped wide" if min(hidden, inner) >= _WIDE_EXPERTS else "grouped"
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, products: tuple[int, int]) -> int:
-    """Count FLOPs of so many products over the width of keys, and of values; each query head has
-    its keys.
-    """
-    return (
-        2
-        * q.shape[0]
-        * q.shape[1]
-        * q.shape[2]
-        * k.shape[2]
-        * (products[0] * q.shape[3] + products[1] * v.shape[3])
-    )
-
-
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
-    return _scores(q, k, v, (1, 1))
-
-
-def _sdpa_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
-) -> int:
-    return _scores(q, k, v, (3, 2))
-
-
-def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
-    """Assume that each document is as long as the longest may be: tokens x longest x (width + width
-    of values).
-    """
-    return 2 * q.shape[0] * rest[2] * q.shape[1] * (q.shape[2] + v.shape[2])
-
-
-def _varlen_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
-) -> int:
-    """`rest` begins with the output, its logsumexp, and where documents begin."""
-    return 2 * q.shape[0] * rest[4] * q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])
+def _grouped(packet: Any, args: tuple[Any, ...]) -> str:
+    """Return the rate of a product of experts, by the smaller dim of each of their matrices."""
+    first, second = (tensor.shape for tensor in args[:2])
+    if packet is _own.gather_swiglu:
+        narrow = min(second[2], second[1] // 2)
+    elif packet is _own.grouped_mm_wgrad:
+        narrow = min(first[1], second[1])
+    else:
+        narrow = min(second[1:])
+    return "grouped wide" if narrow >= _WIDE_EXPERTS else "grouped"
 
 
 _FLASH = _aten._scaled_dot_product_flash_attention.default
@@ -135,71 +71,62 @@ _HOST_FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _HOST_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _VARLEN = torch.ops.torch_attn._varlen_attn.default
 _VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn_backward.default
-GROUPED_OPS: dict[Any, Callable[..., dict[str, int]]] = {
-    _own.grouped_mm.default: _rows_through,
-    _own.grouped_mm_wgrad.default: _weights_of_rows,
-    _own.gather_swiglu.default: _gather_swiglu,
-    _own.gather_swiglu_backward.default: _gather_swiglu_backward,
-    _aten._grouped_mm.default: _rows_through,
+GROUPED_OPS = {
+    _own.grouped_mm,
+    _own.grouped_mm_wgrad,
+    _own.gather_swiglu,
+    _own.gather_swiglu_backward,
 }
-ATTENTION_OPS: dict[Any, tuple[str, Callable[..., int]]] = {
-    _FLASH: ("flash", _sdpa),
-    _FLASH_BACKWARD: ("flash backward", _sdpa_backward),
-    _VARLEN: ("flash", _varlen),
-    _VARLEN_BACKWARD: ("flash backward", _varlen_backward),
-    _HOST_FLASH: ("flash", _sdpa),
-    _HOST_FLASH_BACKWARD: ("flash backward", _sdpa_backward),
-    _EFFICIENT: ("masked", _sdpa),
-    _EFFICIENT_BACKWARD: ("masked", _sdpa_backward),
+ATTENTION_OPS = {
+    _FLASH: "flash",
+    _FLASH_BACKWARD: "flash",
+    _VARLEN: "flash",
+    _VARLEN_BACKWARD: "flash",
+    _HOST_FLASH: "flash",
+    _HOST_FLASH_BACKWARD: "flash",
+    _EFFICIENT: "masked",
+    _EFFICIENT_BACKWARD: "masked",
 }
-# Operator -> place of `is_causal` among its arguments.
-_CAUSAL = {
-    _FLASH: 4,
-    _FLASH_BACKWARD: 11,
-    _HOST_FLASH: 4,
-    _HOST_FLASH_BACKWARD: 7,
-    _VARLEN: 7,
-    _VARLEN_BACKWARD: 10,
-}
-_CAUSAL |= {_EFFICIENT: 6, _EFFICIENT_BACKWARD: 11}
-_THIN = 512  # a product with a dim of fewer elements fills no tensor cores
+
+
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of one call by name; defaults are left out."""
+    names = (argument.name for argument in func._schema.arguments)
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _attention_flops(given: dict[str, Any], is_backward: bool) -> int:
+    """Two products over all pairs in forward, five in backward. Each query head has its keys, each
+    document is as long as the longest may be; causal kernels skip blocks above the diagonal.
+    """
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    longest = given["max_q"] if query.dim() == 3 else key.shape[2]
+    pairs = query.numel() // query.shape[-1] * longest
+    width, value_width = query.shape[-1], value.shape[-1]
+    widths = 3 * width + 2 * value_width if is_backward else width + value_width
+    flops = 2 * pairs * widths
+    return flops - flops // 2 if given.get("is_causal") else flops
 
 
 def count_flops(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-) -> dict[str, int]:
-    """FLOPs of one call by rate, forward or backward; nothing for operators that multiply no
-    matrices.
-    """
+) -> tuple[str, int]:
+    """Return the rate and the FLOPs of one call; 0 for operators that multiply no matrices."""
     packet = getattr(func, "_overloadpacket", None)
-    if func in GROUPED_OPS:
-        counts = GROUPED_OPS[func](*args)
-    elif func in ATTENTION_OPS:
-        rate, formula = ATTENTION_OPS[func]
-        counts = {rate: formula(*args)}
-    elif packet in (_aten.mm, _aten.addmm, _aten.addmm_):  # with or without a wider result
-        a, b = (
-            [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
-            if packet is _aten.mm
-            else args[1:3]
-        )
-        sizes = (*a.shape, b.shape[1])
-        counts = {"dense" if min(sizes) >= _THIN else "thin": 2 * math.prod(sizes)}
-    else:  # torch has formulas for the others
-        formula = flop_registry.get(packet)
-        if formula is None:
-            return {}
-        counts = {"thin": formula(*args, **kwargs, out_val=out)}
-    place = _CAUSAL.get(func)
-    if place is not None and (args[place] if len(args) > place else kwargs.get("is_causal", False)):
-        # The memory-efficient kernel skips blocks above the diagonal, too.
-        return {rate: count - count // 2 for rate, count in counts.items()}
-    # to the first, which may be wider than the factors
-    added = packet in (_aten.addmm, _aten.addmm_)
-    first = next(arg for arg in args[added:] if isinstance(arg, torch.Tensor))
-    if first.dtype.itemsize > 2:
-        return {"float32": sum(counts.values())}
-    return counts
+    if func in ATTENTION_OPS:
+        given = _arguments(func, args, kwargs)
+        return ATTENTION_OPS[func], _attention_flops(given, "backward" in func.name())
+    # The first of these may be wider than the factors.
+    factors = args[1:3] if packet in (_aten.addmm, _aten.addmm_) else args
+    if packet in (_aten.addmm, _aten.addmm_):
+        flops = 2 * factors[0].shape[0] * factors[0].shape[1] * factors[1].shape[1]
+    elif packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=out)
+    else:
+        return "", 0
+    if _tensors(factors)[0].dtype.itemsize > 2:
+        return "float32", flops
+    return _grouped(packet, args) if packet in GROUPED_OPS else "dense", flops
 
 
 # Those that read as much as they write, whatever the size of what they read from.
@@ -247,26 +174,26 @@ _KERNELS = {
 
 def measure(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, moves: bool, inside: int
-) -> dict[Call, Work]:
-    """Return the work of one call. Views launch nothing; a collective (`moves`) takes its time on
-    links.
+) -> tuple[Call, Work] | None:
+    """Return the work of one call; None if there is none. Views launch nothing; a collective
+    (`moves`) takes its time on links.
 
     `inside` are the bytes that the kernel holds while it runs, which it writes and reads.
     """
-    without_time = moves or func.namespace in ("c10d", "_c10d_functional", "profiler")
+    without_time = moves or func.namespace in ("c10d", "_c10d_functional", "profiler", "prim")
     if without_time or getattr(func, "_overloadpacket", None) in _WITHOUT_KERNEL:
-        return {}
+        return None
     if func is _aten._local_scalar_dense.default:
-        return {Call("memory"): Work(syncs=1)}
-    flops = count_flops(func, args, kwargs, out)
+        return Call("memory"), Work(syncs=1)
+    product, flops = count_flops(func, args, kwargs, out)
     written = _written(func)
     read, made = list(_tensors((args, kwargs))), list(_tensors(out))
     if not written and not flops and _share_storage(read, made):
-        return {}
+        return None
     if func in _PICKING:
         nbytes = 2 * sum(map(_held, made))
     else:
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        given = _arguments(func, args, kwargs)
         changed = {name: sum(map(_held, _tensors(given.get(name)))) for name in written}
         nbytes = sum(map(_held, read)) + (
             sum(changed.values()) if written else sum(map(_held, made))
@@ -276,24 +203,17 @@ def measure(
             nbytes -= changed["grads"]  # it writes gradients only to unscale them
     nbytes += 2 * inside
     launches = _KERNELS.get(func.name(), 1)
-    if not flops:
-        two_bytes = func not in _MOVING and any(
-            tensor.dtype.itemsize == 2 for tensor in (*read, *made)
-        )
-        rate = (
-            "sum of rows"
-            if "_embedding_bag" in func.name()
-            else "elementwise"
-            if two_bytes
-            else "memory"
-        )
-        rate = "optimizer" if func is _aten._fused_adamw_.default else rate
-        return {Call(rate): Work(nbytes=nbytes, launches=launches)}
-    found = {}
-    for rate, count in flops.items():
-        found[Call(rate, count, nbytes)] = Work(flops=count, nbytes=nbytes, launches=launches)
-        nbytes = launches = 0  # with the first of several products
-    return found
+    if flops:
+        call = Call(product, flops, nbytes)
+    elif func is _aten._fused_adamw_.default:
+        call = Call("optimizer")
+    elif "_embedding_bag" in func.name():
+        call = Call("sum of rows")
+    elif func not in _MOVING and any(t.dtype.itemsize == 2 for t in (*read, *made)):
+        call = Call("elementwise")
+    else:
+        call = Call("memory")
+    return call, Work(flops=flops, nbytes=nbytes, launches=launches)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

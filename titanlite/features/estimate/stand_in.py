@@ -26,7 +26,7 @@ from titanlite.config.schema import TrainingSection
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.features.dpo import DPO, AdaptersOff
-from titanlite.features.estimate.tracker import GRADIENTS, FixedScalars, StepRecorder
+from titanlite.features.estimate.tracker import GRADIENTS, UNITS, FixedScalars, StepRecorder
 from titanlite.features.images import ImageBatch
 from titanlite.materialize import Plan, build_plan
 from titanlite.materialize.execute import exchange, sharded_like
@@ -143,31 +143,33 @@ def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
     """
     model, enter = trainer.model, trainer.enter
     layers = model.decoder_layers()
+    sharded = dict.fromkeys(model.parameters())  # FSDP2 puts others in their place: gathered ones
     turns = {"forward": -1, "backward": -1}  # the latest micro-batch of each
     handles = []
 
+    def begin(micro_batch: int, phase: str, layer: int = -1) -> None:
+        recorder.mark((p for p in model.parameters() if p not in sharded), UNITS)
+        recorder.mark((p.grad for p in sharded if p.grad is not None), GRADIENTS)
+        recorder.begin(micro_batch, phase, layer)
+
     def watch(layer: nn.Module, index: int) -> None:
         def before(*_: Any) -> None:
-            recorder.begin(turns["forward"], "forward", index)
+            begin(turns["forward"], "forward", index)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if index == len(layers) - 1:
-                recorder.begin(turns["forward"], "head")
+                begin(turns["forward"], "head")
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
-                hidden.register_hook(
-                    lambda grad: recorder.begin(turns["backward"], "backward", index)
-                )
+                hidden.register_hook(lambda grad: begin(turns["backward"], "backward", index))
 
         handles.append(layer.register_forward_pre_hook(before, prepend=True))
         handles.append(layer.register_forward_hook(after))
 
     def observed_enter(phase: str, micro_batch: int | None = None) -> None:
-        if turns["backward"] >= 0:
-            recorder.mark((p.grad for p in model.parameters() if p.grad is not None), GRADIENTS)
         if micro_batch is not None:
             turns[phase] = micro_batch
-        recorder.begin(-1 if micro_batch is None else micro_batch, phase)
+        begin(-1 if micro_batch is None else micro_batch, phase)
         enter(phase, micro_batch)
 
     for index, layer in enumerate(layers):

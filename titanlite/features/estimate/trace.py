@@ -1,10 +1,10 @@
 """One training step, traced on a fake rank: live bytes of each segment, collectives, FLOPs.
 
-Layers of one kind are alike, so few of each are traced and the rest is extrapolated: with n and
-with n + 1 of them (or n + p, if they repeat with period p), every quantity differs by the share of
-one more layer. This holds for each moment, counted from the first or the last layer of its kind;
-between those, memory is linear, so its peak is at an end. `trace_step(..., every_layer=True)`
-traces all of them; the results are equal.
+Layers repeat: some first ones, then periods of p layers of the same kinds, in most models p = 1.
+So few are traced and the rest is extrapolated: with n and with n + p of them, every quantity
+differs by the share of one more period. This holds for each moment, counted from the first or the
+last layer; between those, memory is linear, so its peak is at an end.
+`trace_step(..., every_layer=True)` traces all of them; the results are equal.
 """
 
 import re
@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from titanlite.assemble import build_unsharded
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, resolve_global_batch_size
 from titanlite.distributed import ParallelDims
@@ -26,10 +28,11 @@ from titanlite.features.transformers.model import TransformersModel
 from titanlite.launch.process_group import fake_ranks
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.metrics.flops import train_flops_per_token
+from titanlite.models.families.config_json import cut_layers
 from titanlite.models.interface import Model
 from titanlite.models.moe import Experts
 
-_FEWEST = 3  # layers of a kind: the first and the last two
+_FEWEST = 3  # layers that repeat: the first and the last two
 # where gradients add up over micro-batches outside of FSDP, the last but one is the fullest
 _FEWEST_WITH_SUMS = 4
 
@@ -42,14 +45,11 @@ def count_micro_batches(job: JobConfig, dp_degree: int) -> int:
 
 
 class Moment(NamedTuple):
-    """A stretch of a step (`Segment`), its layer counted from an end of the layers of its kind."""
+    """A stretch of a step (`Segment`), its layer counted from the first or from the last one."""
 
     micro_batch: int
     phase: str
-    # 0: leading dense layers of an MoE model or all layers of others; 1: the rest; -1: no layer
-    kind: int
-    from_end: bool  # `index` counts from the last layer of the kind
-    index: int
+    layer: int | None  # from the last one if negative; None outside of layers
     turn: int
 
 
@@ -70,9 +70,7 @@ class StepTrace:
     buffers: int
     padding: int  # that FSDP2 adds to shards of uneven size
     micro_batches: int  # per step
-    # that the figures are of, by kind; with pipeline stages those of this rank's
-    num_layers: tuple[int, ...]
-    traced_layers: int  # that were really traced
+    traced_layers: int  # layers that were really traced
     layers: range  # numbers of this rank's
 
     def step_work(self) -> Iterator[tuple[Kind, Work]]:
@@ -84,35 +82,32 @@ class StepTrace:
         """Of kernels, in the whole step."""
         return sum((work for kind, work in self.step_work() if not kind.group), Work())
 
-    def plus(self, times: int, larger: "StepTrace", smaller: "StepTrace") -> "StepTrace":
-        """Return this trace with `times` the difference of two others added: as many layers
-        more.
-        """
 
-        def grown(name: str) -> Any:
-            here, more, less = (getattr(trace, name) for trace in (self, larger, smaller))
-            if isinstance(here, dict):
-                none = Work()
-                # of one layer more, a call on all layers' tensors at once has another size
-                keys = {**here, **more}
-                found = {
-                    k: here.get(k, none) + (more.get(k, none) + less.get(k, none) * -1) * times
-                    for k in keys
-                }
-                return {key: work for key, work in found.items() if work != none}
-            return here + (more + less * -1) * times
+def add_periods(base: StepTrace, times: int, more: StepTrace) -> StepTrace:
+    """Add `times` the difference between `more`, which has one period of layers more, and
+    `base`.
+    """
 
-        peaks = {
-            moment: {
-                name: value + times * (larger.peaks[moment][name] - smaller.peaks[moment][name])
-                for name, value in peak.items()
-            }
-            for moment, peak in self.peaks.items()
-            # A moment that only some of the traces have lies between moments that all have.
-            if moment in larger.peaks and moment in smaller.peaks
-        }
-        sizes = ("model_flops_per_token", "weights", "optimizer", "buffers", "padding")
-        return replace(self, peaks=peaks, **{name: grown(name) for name in ("work", *sizes)})
+    def grow(first: Any, second: Any) -> Any:
+        return first + (second + first * -1) * times
+
+    none = Work()
+    # of one layer more, a call on all layers' tensors at once has another size
+    work = {
+        kind: grow(base.work.get(kind, none), more.work.get(kind, none))
+        for kind in {**base.work, **more.work}
+    }
+    peaks = {
+        moment: {name: grow(nbytes, more.peaks[moment][name]) for name, nbytes in peak.items()}
+        for moment, peak in base.peaks.items()
+        # A moment that only one of the traces has lies between moments that both have.
+        if moment in more.peaks
+    }
+    names = ("model_flops_per_token", "weights", "optimizer", "buffers", "padding")
+    sizes = {name: grow(getattr(base, name), getattr(more, name)) for name in names}
+    traced = base.traced_layers + more.traced_layers
+    work = {kind: found for kind, found in work.items() if found != none}
+    return replace(base, work=work, peaks=peaks, traced_layers=traced, **sizes)
 
 
 def trace_step(
@@ -134,58 +129,93 @@ def trace_step(
     Raises:
         ConfigError: patterns that name nothing, or transformers cannot build the model.
     """
-    stage = degrees.stage_of(rank)
-
-    def trace(by_kind: tuple[int, ...] | None = None) -> StepTrace:
-        """With so many layers of each kind in this rank's stage; None: with all."""
-        if by_kind is None or not isinstance(model_config, ModelConfig):
-            return _trace(job, model_config, degrees, rank, device_type, documents)
-        few_layers = _with_layers(model_config, degrees, stage, by_kind)
-        return _trace(job, *few_layers, rank, device_type, documents)
-
-    selected = layers_to_trace(job, model_config, degrees, stage)
-    if every_layer or selected is None:
-        return trace()
-    wanted, few, period = selected
-    more_layers = sum(
-        sum(few) + period for num, num_few in zip(wanted, few, strict=True) if num > num_few
+    options = (rank, device_type, documents)
+    repetition = None if every_layer else find_repetition(job, model_config, degrees, rank)
+    if repetition is None:
+        return _trace(job, model_config, degrees, None, *options)
+    stage, period = degrees.stage_of(rank), repetition.period
+    base, more = (
+        _trace(job, *_with_layers(model_config, degrees, stage, count), repetition.split, *options)
+        for count in (repetition.fewest, repetition.fewest + period)
     )
-    if sum(few) + more_layers >= sum(wanted):
-        return trace()
-    found = base = trace(few)
-    traced = sum(few)
-    for kind, (num, num_few) in enumerate(zip(wanted, few, strict=True)):
-        if num > num_few:
-            more = tuple(n + period * (k == kind) for k, n in enumerate(few))
-            found = found.plus((num - num_few) // period, trace(more), base)
-            traced += sum(more)
     layers = degrees.stage_layers(model_config.num_layers, stage)
-    return replace(found, num_layers=wanted, layers=layers, traced_layers=traced)
+    found = add_periods(base, (len(layers) - repetition.fewest) // period, more)
+    return replace(found, layers=layers)
 
 
-def layers_to_trace(
-    job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, stage: int
-) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """Return (layers by kind, how many of them are traced, period of their repetition); None: they
-    are not alike.
-    """
+class Repetition(NamedTuple):
+    """How the layers of a pipeline stage repeat."""
+
+    fewest: int  # layers that are traced first; they end as all layers do
+    period: int
+    split: int  # layers up to here are counted from the first one
+
+
+def find_repetition(
+    job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, rank: int
+) -> Repetition | None:
+    """Find how few layers stand for all of the stage of `rank`; None: all are to be traced."""
     named = (job.optimizer.freeze, job.optimizer.lr_multipliers, job.lora.targets)
-    if not isinstance(model_config, ModelConfig) or any(
-        re.search(r"\.[\d\[]", patterns) for patterns in named
-    ):
+    # Which rank owns which of Muon's matrices does not repeat from layer to layer.
+    if job.optimizer.name == "Muon" or any(re.search(r"\.[\d\[]", names) for names in named):
         return None
-    wanted = layers_by_kind(model_config, degrees, stage)
-    section, period = job.activation_checkpoint, 1
-    if section.mode == "selective" and section.selective_ac_option != "op":
-        period = int(section.selective_ac_option)
+    stage = degrees.stage_of(rank)
+    kinds = _list_kinds(job, model_config, degrees, stage)
     many = count_micro_batches(job, degrees.dp) > 1
     sums = degrees.dp_replicate > 1 or (degrees.experts_on_own_mesh and degrees.efsdp == 1)
-    fewest = _FEWEST_WITH_SUMS if many and sums else _FEWEST
-    few = []
-    for num in wanted:
-        least = fewest * period + (num - fewest * period) % period
-        few.append(num if num <= least + period else least)
-    return wanted, tuple(few), period
+    least = _FEWEST_WITH_SUMS if many and sums else _FEWEST
+    found: list[Repetition] = []
+    for period in range(1, len(kinds) // 2):
+        pairs = enumerate(zip(kinds, kinds[period:], strict=False), start=1)
+        first = max((number for number, (kind, later) in pairs if kind != later), default=0)
+        fewest = first + max(least, period)
+        fewest += (len(kinds) - fewest) % period
+        if 2 * fewest + period < len(kinds):
+            found.append(Repetition(fewest, period, first + min(2, (fewest - first) // 2)))
+    best = min(found, default=None)
+    if best is None or isinstance(model_config, ModelConfig):
+        return best
+    for count in (best.fewest, best.fewest + best.period):
+        smaller = _with_layers(model_config, degrees, stage, count)[0]
+        # The class may count its layers from the last one.
+        if _list_kinds(job, smaller, degrees, stage) != kinds[:count]:
+            return None
+    return best
+
+
+def _list_kinds(
+    job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, stage: int
+) -> list[Any]:
+    """Return a value for each layer of a pipeline stage; those of equal layers are equal."""
+    section, turns = job.activation_checkpoint, 1
+    if section.mode == "selective" and section.selective_ac_option != "op":
+        turns = int(section.selective_ac_option)
+    if isinstance(model_config, ModelConfig):
+        dense, others = layers_by_kind(model_config, degrees, stage)
+        kinds = [*["dense"] * dense, *["MoE"] * others]
+    else:
+        model: Any = build_unsharded(job, model_config, "cuda")
+        layers, config = model.decoder_layers(), model.transformers_model.config.get_text_config()
+        if len(layers) != model_config.num_layers:  # a vision tower's are among them
+            return [*range(len(layers))]
+        types = getattr(config, "layer_types", None) or [""] * len(layers)
+        kinds = [*zip(map(_describe_layer, layers), types, strict=True)]
+    return [(kind, number % turns) for number, kind in enumerate(kinds)]
+
+
+def _describe_layer(layer: nn.Module) -> list[Any]:
+    """Return all that a layer of transformers does not share with others, except its number."""
+    found: list[Any] = []
+    for name, module in layer.named_modules():
+        options = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, bool | float | str)
+            or (isinstance(value, int) and not key.startswith("layer_"))
+        }
+        held = [(key, p.shape, p.requires_grad) for key, p in module.named_parameters("", False)]
+        found.append((name, type(module), options, held))
+    return found
 
 
 def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -> tuple[int, int]:
@@ -203,17 +233,20 @@ def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -
 
 
 def _with_layers(
-    model_config: ModelConfig, degrees: Degrees, stage: int, by_kind: tuple[int, ...]
-) -> tuple[ModelConfig, Degrees]:
-    """Return model and degrees with so many layers in one pipeline stage, the others as they
-    are.
+    model_config: AnyModelConfig, degrees: Degrees, stage: int, count: int
+) -> tuple[AnyModelConfig, Degrees]:
+    """Return model and degrees with only the first `count` layers of one pipeline stage, the others
+    as they are.
     """
+    if not isinstance(model_config, ModelConfig):
+        return cut_layers(model_config, count), degrees
     sizes = degrees.stage_sizes(model_config.num_layers)
-    removed = sizes[stage] - sum(by_kind)
-    sizes[stage] = sum(by_kind)
+    removed = sizes[stage] - count
+    sizes[stage] = count
     dense = model_config.num_dense_layers
     if model_config.num_experts:
-        dense -= layers_by_kind(model_config, degrees, stage)[0] - by_kind[0]
+        here = layers_by_kind(model_config, degrees, stage)[0]
+        dense -= here - min(here, count)
     changed = replace(
         model_config, num_layers=model_config.num_layers - removed, num_dense_layers=dense
     )
@@ -224,11 +257,14 @@ def _trace(
     job: JobConfig,
     model_config: AnyModelConfig,
     degrees: Degrees,
+    split: int | None,
     rank: int,
     device_type: DeviceType,
     documents: bool,
 ) -> StepTrace:
-    """Trace a step with every layer of `model_config`."""
+    """Trace a step with every layer of `model_config`; moments count layers up to `split` from the
+    first, others from the last.
+    """
     # traced uncompiled; compiled code keeps no more
     job = replace(job, compile=replace(job.compile, enable=False))
     job = replace(job, training=replace(job.training, enable_cpu_offload=False))
@@ -238,7 +274,7 @@ def _trace(
         with without_data(trainer, device_type):
             batches = trainer.make_batches(len(repeats), documents=documents)
             if isinstance(trainer.model, TransformersModel):
-                trainer.train_step(batches)  # its first forward looks at how the model works
+                trainer.model.find_facts(trainer.device)
             workspace = cuda_workspace if device_type == "cuda" else lambda *_: 0
             given = [
                 value
@@ -247,25 +283,23 @@ def _trace(
                 if isinstance(value, torch.Tensor)
             ]
             recorder = StepRecorder([*trainer.persistent(), *given], workspace)
+            recorder.mark(_expert_copies(trainer.model), UNITS)
             with observed(trainer, recorder):
                 trainer.train_step(batches)
-            recorder.leave_out(trainer.persistent())
-            recorder.mark(_expert_copies(trainer.model), UNITS)
-            num_layers = layers_by_kind(model_config, degrees, degrees.stage_of(rank))
-            if not isinstance(model_config, ModelConfig):
-                num_layers = (len(trainer.model.decoder_layers()), 0)
-            return _summarize(recorder, trainer, num_layers, repeats)
+            return _summarize(recorder, trainer, split, repeats)
 
 
-def _expert_copies(model: Model) -> list[torch.Tensor]:
-    """Return what stands in for gathered experts where FSDP has none to gather."""
-    readers = [module.read for module in model.modules() if isinstance(module, Experts)]
-    return [
-        copy
-        for read in readers
-        if isinstance(read, ExpertCopies)
-        for copy, _ in read.by_param.values()
-    ]
+def _expert_copies(model: Model) -> Iterator[torch.Tensor]:
+    """Make what stands in for gathered experts where FSDP has none to gather; it is to be renewed
+    by the step.
+    """
+    for module in model.modules():
+        if isinstance(module, Experts) and isinstance(module.read, ExpertCopies):
+            for param in module.parameters():
+                module.read(param)
+            for param, (copy, _) in module.read.by_param.items():
+                module.read.by_param[param] = copy, (-1, -1)
+                yield copy
 
 
 def _repeats(micro_batches: int, job: JobConfig, degrees: Degrees) -> tuple[int, ...]:
@@ -284,7 +318,7 @@ def _repeats(micro_batches: int, job: JobConfig, degrees: Degrees) -> tuple[int,
 def _summarize(
     recorder: StepRecorder,
     trainer: StandInTrainer,
-    num_layers: tuple[int, ...],
+    split: int | None,
     repeats: tuple[int, ...],
 ) -> StepTrace:
     """Return the figures of a recorded step; each of its micro-batches stands for `repeats`
@@ -301,8 +335,12 @@ def _summarize(
     model = trainer.model
     params = [local_of(param) for param in model.parameters() if not is_elsewhere(param)]
     weights = sum(param.nbytes for param in params)
+    num_layers = len(model.decoder_layers())
+    split = num_layers // 2 if split is None else split
     return StepTrace(
-        peaks={_moment(segment, num_layers): peak for segment, peak in recorder.peaks().items()},
+        peaks={
+            _moment(segment, split, num_layers): peak for segment, peak in recorder.peaks.items()
+        },
         work=work,
         repeats=repeats,
         model_flops_per_token=train_flops_per_token(model, trainer.job.training.seq_len),
@@ -311,20 +349,16 @@ def _summarize(
         buffers=sum(buffer.nbytes for buffer in model.buffers() if not is_elsewhere(buffer)),
         padding=sum(param.untyped_storage().nbytes() for param in params) - weights,
         micro_batches=sum(repeats),
-        num_layers=num_layers,
-        traced_layers=sum(num_layers),
+        traced_layers=num_layers,
         layers=trainer.dims.degrees.stage_layers(len(model.all_layers()), trainer.dims.stage),
     )
 
 
-def _moment(segment: Segment, num_layers: tuple[int, ...]) -> Moment:
-    kind, index = (-1, 0) if segment.layer < 0 else (0, segment.layer)
-    if kind == 0 and index >= num_layers[0]:
-        kind, index = 1, index - num_layers[0]
-    from_end = kind >= 0 and index >= num_layers[kind] // 2
-    if from_end:
-        index = num_layers[kind] - 1 - index
-    return Moment(segment.micro_batch, segment.phase, kind, from_end, index, segment.turn)
+def _moment(segment: Segment, split: int, num_layers: int) -> Moment:
+    layer = None if segment.layer < 0 else segment.layer
+    if layer is not None and layer >= split:
+        layer -= num_layers
+    return Moment(segment.micro_batch, segment.phase, layer, segment.turn)
 
 
 def axis_names(dims: ParallelDims) -> dict[str, str]:

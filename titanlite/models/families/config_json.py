@@ -5,6 +5,7 @@ transformers implements.
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,20 @@ def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> Tra
         rope_limit=_get_rope_limit(text),
         why=why,
     )
+
+
+def cut_layers(config: TransformersConfig, count: int) -> TransformersConfig:
+    """Return `config` with the first `count` layers of its text model only."""
+    parsed = load_config_and_class(config.hf, config.family)[0]
+    text = parsed.get_text_config()
+    name = next((key for key in config.hf if getattr(parsed, key, None) is text), "")
+    part = dict(config.hf[name] if name else config.hf)
+    for key, value in part.items():
+        if isinstance(value, list) and len(value) == config.num_layers:  # such as `layer_types`
+            part[key] = value[:count]
+    names = {"num_hidden_layers", text.attribute_map.get("num_hidden_layers", "num_hidden_layers")}
+    part |= dict.fromkeys(names.intersection(part) or names, count)
+    return replace(config, hf={**config.hf, name: part} if name else part, num_layers=count)
 
 
 def _get_rope_limit(text: Any) -> int | None:
