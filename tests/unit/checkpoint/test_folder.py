@@ -197,25 +197,19 @@ NO_OBJECT: dict[str, tuple[bytes | str | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", [INDEX_FILE, "config.json"])
 @pytest.mark.parametrize(("content", "says"), NO_OBJECT.values(), ids=NO_OBJECT)
 def test_files_without_a_json_object_are_refused(
-    tmp_path: Path, name: str, content: Any, says: str
+    tmp_path: Path, content: bytes | str | None, says: str
 ) -> None:
-    path = tmp_path / name
+    path = tmp_path / INDEX_FILE
     if content is None:
         path.mkdir()
-    elif content == "":
+    elif isinstance(content, str):
         os.mkfifo(path)
     else:
         path.write_bytes(content)
     with at_most(5):
-        if name == INDEX_FILE:
-            text = _refusal(tmp_path, name, says)
-        else:
-            text = assert_refused(
-                lambda folder: read_json(path, f"checkpoint {folder}"), tmp_path, name, says
-            )
+        text = _refusal(tmp_path, INDEX_FILE, says)
     assert len(text) < 500 + len(str(tmp_path))
 
 
@@ -236,30 +230,19 @@ def test_index_without_weight_map(tmp_path: Path) -> None:
 
 
 OUTSIDE: list[Any] = [
-    *(
-        "../x.safetensors",
-        "{root}/x.safetensors",
-        "sub/x.safetensors",
-        "./x.safetensors",
-        "sub//x.safetensors",
-    ),
-    *(
-        "x.safetensors/",
-        "",
-        "..",
-        "..\\x.safetensors",
-        "C:\\x.safetensors",
-        "pytorch_model.bin",
-        "x.SAFETENSORS",
-    ),
-    *(
-        "x.safetensors\n",
-        "x\0.safetensors",
-        "x.bin\0.safetensors",
-        "\x1b[31mx.safetensors",
-        "\u202ex.safetensors",
-    ),
-    *("\ud800.safetensors", None, 1, [FIRST], {"file": FIRST}),
+    "../x.safetensors",
+    "{root}/x.safetensors",
+    "sub/x.safetensors",
+    "x.safetensors/",
+    "",
+    "..",
+    "..\\x.safetensors",
+    "pytorch_model.bin",
+    "x\0.safetensors",
+    "\x1b[31mx.safetensors",
+    "\ud800.safetensors",
+    None,
+    {"file": FIRST},
 ]
 
 
