@@ -52,7 +52,7 @@ from titanlite.features.sft.unread import describe_unread
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_FORMAT_VERSION = 3  # raise it if blocks or their packing change
+_FORMAT_VERSION = 4  # raise it if blocks or their packing change
 _START = (0, 0)
 
 # blocks are small, and there may be several streams
