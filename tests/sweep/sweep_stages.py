@@ -14,7 +14,7 @@ import torch
 
 from titanlite.checkpoint.folder import read_model_headers
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.recording import Replay
+from titanlite.features.transformers.initial import UnitDraw
 from titanlite.materialize import Init, materialize
 
 _SEEDS = 3
@@ -92,8 +92,8 @@ def scratch(case: Any) -> str:
         return f"WRONG: {len(wrong)}, among them {wrong[0]}"
     sources = ours[0].declare_sources().values()
     return (
-        f"equal, {sum(isinstance(s, Init) and isinstance(s.recipe, Replay) for s in sources)} "
-        "replayed"
+        f"equal, {sum(isinstance(s, Init) and isinstance(s.recipe, UnitDraw) for s in sources)} "
+        "by unit"
     )
 
 

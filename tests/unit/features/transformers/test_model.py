@@ -13,10 +13,10 @@ from transformers import initialization
 from titanlite.base.errors import ConfigError, PlanError
 from titanlite.config import load_config
 from titanlite.config.model import TransformersConfig
-from titanlite.features.transformers.build import build_transformers, find_sources
+from titanlite.features.transformers.build import build_transformers
+from titanlite.features.transformers.initial import Notes, find_sources
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.features.transformers.recording import Recording
-from titanlite.materialize import Alias, build_plan, materialize
+from titanlite.materialize import Alias, Source, build_plan, materialize
 from titanlite.models.families.config_json import transformers_config
 from titanlite.preflight import Checked, check
 
@@ -95,6 +95,10 @@ def spoil_buffer(model: Any) -> str:
     return "model.norm.scale"
 
 
+def sources_of(inner: Any) -> dict[str, Source]:
+    return find_sources(inner, Notes(), lambda: (inner, Notes()))
+
+
 @pytest.mark.parametrize(
     ("spoil", "late"), [(spoil_attribute, True), (spoil_list, False), (spoil_buffer, True)]
 )
@@ -102,11 +106,9 @@ def test_a_tensor_that_nobody_fills_makes_the_plan_fail_with_its_name(
     spoil: Any, late: bool
 ) -> None:
     inner = build_transformers(config_of("llama")).transformers_model
-    sources = find_sources(inner, Recording()) if late else {}
+    sources = sources_of(inner) if late else {}
     name = spoil(inner)
-    model = TransformersModel(
-        inner, config_of("llama"), sources or find_sources(inner, Recording())
-    )
+    model = TransformersModel(inner, config_of("llama"), sources or sources_of(inner))
     with pytest.raises(PlanError, match=rf"{name}: .*no source"):
         materialize(model, "cpu")
     assert all(param.is_meta for param in model.parameters()), "nothing was allocated"
@@ -139,9 +141,7 @@ def test_a_buffer_that_is_drawn_at_random_has_no_source() -> None:
     inner._init_weights = draw.__get__(inner)
     inner.model._init_weights = draw.__get__(inner.model)
     with pytest.raises(PlanError, match=r"model\.norm\.noise: .*no source"):
-        materialize(
-            TransformersModel(inner, config_of("llama"), find_sources(inner, Recording())), "cpu"
-        )
+        materialize(TransformersModel(inner, config_of("llama"), sources_of(inner)), "cpu")
 
 
 # --- what a model shows at its first forward

@@ -10,22 +10,14 @@ import torch
 from plain_sources import Checkpoint, StateDictReader
 from tiny_transformers import ALL_MODELS
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, initialization
+from transformers import MambaConfig, PreTrainedConfig, PreTrainedModel, initialization
 
-from titanlite.base.errors import PlanError
+from titanlite.base.errors import VerifyError
 from titanlite.features.transformers import build
 from titanlite.features.transformers.build import build_transformers
+from titanlite.features.transformers.initial import UnitDraw
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.features.transformers.recording import Replay
-from titanlite.materialize import (
-    Compute,
-    Init,
-    Normal,
-    Region,
-    TruncatedNormal,
-    Uniform,
-    materialize,
-)
+from titanlite.materialize import Init, Normal, Region, Uniform, materialize
 from titanlite.models.families.config_json import transformers_config
 
 SHAPE = (24, 16)
@@ -61,6 +53,7 @@ class Odd(nn.Module):
             empty() for _ in range(5)
         )
         # These are written here alone.
+        self.two_rows, self.column = empty(), empty(16, 16)
         self.alpha = nn.Parameter(torch.log(torch.expm1(torch.tensor(0.8))).unsqueeze(0))
         self.legacy_values = nn.Parameter(torch.normal(0.0, 0.5, size=SHAPE))
         self.attention = nn.MultiheadAttention(16, 2)
@@ -110,6 +103,11 @@ class OddModel(PreTrainedModel):
             init.normal_(module.sliced[4:], std=0.1)
             init.normal_(module.data_row)
             init.zeros_(module.data_row.data[-1])
+            init.normal_(module.two_rows)
+            init.zeros_(module.two_rows[3])
+            init.zeros_(module.two_rows[5])
+            init.normal_(module.column)
+            init.zeros_(module.column[:, 0])
             init.kaiming_uniform_(module.scaled, a=math.sqrt(5))
             init.copy_(module.scaled, module.scaled / math.sqrt(8))
             init.orthogonal_(module.covered)
@@ -149,25 +147,21 @@ def test_what_a_class_writes_is_what_it_gets(odd: TransformersModel) -> None:
     assert not found["embedding.weight"][2].any() and not found["odd.data_row"][-1].any()
 
 
-def test_sources_are_recipes_where_one_call_draws_all(odd: TransformersModel) -> None:
+def test_sources_are_recipes_where_one_plain_call_draws_all(odd: TransformersModel) -> None:
     sources = odd.declare_sources()
-    bound = 1 / math.sqrt(16)  # of a Linear, and of the same call in `_init_weights`
-    for name in ("odd.kaiming", "odd.linear.weight"):
-        source = sources[name]
-        assert isinstance(source, Init) and isinstance(source.recipe, Uniform), name
-        assert (source.recipe.low, source.recipe.high) == pytest.approx((-bound, bound)), name
     assert sources["odd.flax"] == Init(Normal(std=0.25))
-    assert isinstance(sources["odd.lecun"], Init) and isinstance(
-        sources["odd.lecun"].recipe, TruncatedNormal | Normal
-    )
-    assert sources["embedding.weight"] == Init(Normal(std=0.02, zero_row=2))
+    assert sources["odd.legacy"] == Init(Uniform(low=0.0, high=1.0))
     assert sources["odd.covered"] == Init(Normal(std=0.3))
-    assert sources["odd.plain"] == Init(Normal(mean=1.0, std=0.5))
-    for name in ("computed", "on_meta", "eye", "alpha"):
-        assert isinstance(sources[f"odd.{name}"], Compute), name
-    for name in ("drawn", "chained", "orthogonal", "sliced", "legacy_values"):
+    assert sources["embedding.weight"] == Init(Normal(std=0.02, zero_row=2))
+    assert sources["odd.data_row"] == Init(Normal(zero_row=23))
+    others = (
+        *("computed", "on_meta", "drawn", "chained", "kaiming", "lecun", "eye", "orthogonal"),
+        *("sliced", "scaled", "plain", "alpha", "legacy_values", "linear.weight", "two_rows"),
+        "column",
+    )
+    for name in others:
         source = sources[f"odd.{name}"]
-        assert isinstance(source, Init) and isinstance(source.recipe, Replay), name
+        assert isinstance(source, Init) and isinstance(source.recipe, UnitDraw), name
 
 
 def test_a_checkpoint_fills_what_constructors_put_elsewhere(odd: TransformersModel) -> None:
@@ -181,23 +175,43 @@ def test_a_checkpoint_fills_what_constructors_put_elsewhere(odd: TransformersMod
         assert torch.equal(tensor, stored[name]), name
 
 
-def test_a_replay_has_the_same_bits_in_every_part(odd: TransformersModel) -> None:
-    """The seed and the name of the tensor decide, not the run's generator, nor who holds what."""
-    source = odd.declare_sources()["odd.drawn"]
+def draw(odd: TransformersModel, name: str, region: Region, seed: int) -> torch.Tensor:
+    source = odd.declare_sources()[name]
     assert isinstance(source, Init)
+    local = torch.empty(region.lengths)
+    source.recipe.fill(local, region, SHAPE, seed, name)
+    return local
 
-    def draw(region: Region, seed: int, name: str) -> torch.Tensor:
-        local = torch.empty(region.lengths)
-        source.recipe.fill(local, region, SHAPE, seed, name)
-        return local
 
+@pytest.mark.parametrize("name", ["odd.drawn", "odd.legacy_values", "odd.linear.weight"])
+def test_a_unit_is_drawn_with_the_same_bits_for_every_part(
+    odd: TransformersModel, name: str
+) -> None:
+    """The seed decides, not the run's generator, the order, nor who holds what."""
+    everything = Region((0, 0), SHAPE)
     before = torch.get_rng_state()
-    whole = draw(Region((0, 0), SHAPE), 1, "a")
+    whole = draw(odd, name, everything, 1)
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(1)
-    assert torch.equal(draw(Region((5, 2), (7, 9)), 1, "a"), whole[5:12, 2:11])
-    for other in (draw(Region((0, 0), SHAPE), 2, "a"), draw(Region((0, 0), SHAPE), 1, "b")):
-        assert not torch.equal(other, whole)
+    other = draw(odd, name, everything, 2)
+    assert not torch.equal(other, whole)
+    for first in ("odd.orthogonal", name):
+        draw(odd, first, everything, 1)
+        assert torch.equal(draw(odd, name, Region((5, 2), (7, 9)), 1), whole[5:12, 2:11])
+
+
+def test_layers_are_drawn_one_at_a_time() -> None:
+    """Of two layers of Mamba each has numbers of its own, and only a unit's tensors are real."""
+    config = MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
+    model = build_transformers(transformers_config(config.to_dict(), "test"))
+    names = [f"backbone.layers.{i}.mixer.conv1d.weight" for i in range(2)]
+    recipes: list[Any] = [model.declare_sources()[name].recipe for name in names]  # type: ignore[union-attr]
+    assert [recipe.unit for recipe in recipes] == ["backbone.layers.0", "backbone.layers.1"]
+    shape = model.state_shapes[names[0]]
+    first, second = (recipe.units.take(recipe.unit, recipe.tensor, seed=1) for recipe in recipes)
+    assert first.shape == second.shape == shape and not torch.equal(first, second)
+    built, _ = recipes[0].units._built
+    assert all(param.is_meta for param in built.parameters())
 
 
 @pytest.mark.parametrize(
@@ -206,10 +220,9 @@ def test_a_replay_has_the_same_bits_in_every_part(odd: TransformersModel) -> Non
         lambda param: None,
         lambda param: initialization.ones_(param[1:]),
         lambda param: initialization.copy_(param, param + 1),
-        lambda param: initialization.copy_(param, torch.full(SHAPE, float(param.sum().item()))),
     ],
 )
-def test_what_is_not_written_completely_has_no_source(
+def test_what_is_not_written_completely_is_found(
     odd: TransformersModel, monkeypatch: pytest.MonkeyPatch, write: Any
 ) -> None:
     plain = OddModel._init_weights
@@ -227,5 +240,24 @@ def test_what_is_not_written_completely_has_no_source(
 
     monkeypatch.setattr(OddModel, "_init_weights", initialize)
     monkeypatch.setattr(Odd, "__init__", init)
-    with pytest.raises(PlanError, match=r"odd\.extra: .*no source"):
+    with pytest.raises(VerifyError, match=r"odd\.extra: not filled"):
         materialize(build_transformers(odd.config), "cpu")
+
+
+def test_a_class_may_ask_for_values_that_its_constructor_drew(
+    odd: TransformersModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On meta there are none, so the parameters of such a module have no recipe."""
+    plain = OddModel._init_weights
+
+    def initialize(self: Any, module: Any) -> None:
+        plain(self, module)
+        if type(module) is nn.Linear and module is not self.head:
+            initialization.normal_(module.weight, std=100 * module.weight.std().item())
+
+    monkeypatch.setattr(OddModel, "_init_weights", initialize)
+    model = build_transformers(odd.config)
+    materialize(model, "cpu")
+    # uniform up to 1 / sqrt(16) in the constructor; 384 draws vary by 4 %
+    found = model.transformers_model.odd.linear.weight.std().item()
+    assert found == pytest.approx(100 / (4 * math.sqrt(3)), rel=0.3)
