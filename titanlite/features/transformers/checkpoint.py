@@ -5,15 +5,14 @@ it is saved to.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.base.agree import on_first_rank, raise_together
+from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.text import describe_error
 from titanlite.checkpoint.bias import is_bias, judge_absent_biases
@@ -376,15 +375,12 @@ def transformers_items(
         mine: by the same names, whether this rank writes its shard.
         dtype: dtype of parameters on disk; buffers keep theirs.
 
-    Raises CheckpointError: on all ranks; one of them could not convert a tensor.
-
-    Collectives: one all-gather for each such tensor, and one of objects after them; every rank must
-    call.
+    Collectives: one all-gather for each such tensor; every rank must call.
     """
     names = {entry.fqn: name for name, entry in entries.items()}
     forms, rename = stored_forms(entries, model)
     converted: dict[str, torch.Tensor] = {}
-    current, num_converted, problems, items = "", 0, list[str](), list[Item]()
+    current, num_converted, items = "", 0, list[Item]()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for form in forms:
         stored = form.entry.saved_dtype(dtype)
@@ -398,51 +394,26 @@ def transformers_items(
             continue
         if form.group.first != current:
             current = form.group.first
-            found = _convert(form.group, entries, model, problems)
+            found = _convert(form.group, entries, model)
             converted = {rename(key): value for key, value in found.items()}
-        if problems:
-            continue
         piece, local = whole(form.key, form.shape), converted[form.key]
         writes = num_converted % world_size == rank
         num_converted += 1
         local = local if writes else torch.empty_like(local, device="meta")
         items.append(Item(form.key, stored, piece.region, form.shape, local, piece.region, writes))
-    if current:
-        raise_together(CheckpointError, "checkpoint", problems)
     return items
 
 
 def _convert(
-    group: Group, entries: Mapping[str, TensorEntry], model: TransformersModel, problems: list[str]
+    group: Group, entries: Mapping[str, TensorEntry], model: TransformersModel
 ) -> dict[str, torch.Tensor]:
-    """Return the targets of `group`; none, and add a problem, if this rank cannot: the others wait
-    for it.
-
-    Collectives: one all-gather for each source, also after a problem; one that fails is raised.
-    """
+    """Return the targets of `group`, in host memory. Collectives: an all-gather per source."""
     sources: dict[str, torch.Tensor] = {}
-    found: dict[str, torch.Tensor] = {}
     for name in group.keys:
         tensor = entries[name].tensor.detach()
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        with _noting(name, problems):
-            if not problems:
-                sources[name] = tensor.cpu()
-    with _noting(group.first, problems):
-        if not problems:
-            found = {
-                key: value.contiguous()
-                for key, value in group.convert(sources.__getitem__, model).items()
-            }
-    return found
-
-
-@contextmanager
-def _noting(name: str, problems: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - no memory, on this rank alone; or of transformers' conversions
-        problems.append(f"{name}: cannot be converted to be saved: {describe_error(error)}.")
+        sources[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+    converted = group.convert(sources.__getitem__, model)
+    return {key: value.contiguous() for key, value in converted.items()}
 
 
 class TransformersFormat:
