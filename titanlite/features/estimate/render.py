@@ -10,9 +10,9 @@ from titanlite.features.estimate.tracker import ACTIVATIONS, GRADIENTS, PARTS, T
 _MOST_SWEPT = 15
 _EXPLAINED = {
     GRADIENTS: "sharded, as many as are there at that moment",
-    ACTIVATIONS: "kept for backward, gradients that the loss has made among them",
+    ACTIVATIONS: "made by forwards: kept for backward, or of the layer or head at work",
     UNITS: "gathered weights, gradients before the reduce-scatter, and buffers of both",
-    TEMPORARIES: "inside a layer, the output head or a kernel at work",
+    TEMPORARIES: "made by backwards, recomputed activations among them, or inside a kernel",
 }
 
 
