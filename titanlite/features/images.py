@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -36,7 +37,7 @@ from titanlite.data.dataset import (
 )
 from titanlite.data.tokenizer import count_ids
 from titanlite.features.sft.build import get_padding
-from titanlite.features.sft.chat_frame import FrameFinder
+from titanlite.features.sft.chat import End, Turn, TurnFinder, shows
 from titanlite.features.sft.chat_template import set_date
 from titanlite.features.sft.forms import take_weight
 from titanlite.features.sft.readers import RowError, first_line, read_rows
@@ -128,7 +129,8 @@ class ImageDataset(ShuffledSequences):
                 "held out."
             )
         self.seq_len, self._rows, self._processor = seq_len, rows, processor
-        self._finder = FrameFinder(processor.tokenizer)
+        self._finder = TurnFinder(processor.tokenizer)
+        self._get_end = cache(self._find_end)
         template = getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
         self._options = (
             {"chat_template": set_date(template, date)}
@@ -196,13 +198,13 @@ class ImageDataset(ShuffledSequences):
             text = self._show(row.messages)
         except RowError as error:
             raise DataError(f"{row.place}: {error}") from None
-        if answers and answers[-1] == len(row.messages) - 1 and turns[-1][1].startswith(text):
-            text = turns[-1][1]  # with the end that the next message would add
+        if answers and answers[-1] == len(row.messages) - 1 and turns[-1].text.startswith(text):
+            text = turns[-1].text  # with the end that the next message would add
         ids, extra = self._encode(row, len(row.messages), text, images)
         trained = torch.zeros_like(ids, dtype=torch.bool)
-        for i, (prompt, turn) in zip(answers, turns, strict=True):
-            before, _ = self._encode(row, i, prompt, images)
-            done, _ = self._encode(row, i + 1, turn, images)
+        for i, turn in zip(answers, turns, strict=True):
+            before, _ = self._encode(row, i, turn.prompt, images)
+            done, _ = self._encode(row, i + 1, turn.text, images)
             if not (_begins(done, before) and _begins(ids, done)):
                 raise DataError(
                     f"{row.place}: the chat template shows messages[{i}] otherwise in the whole "
@@ -221,21 +223,24 @@ class ImageDataset(ShuffledSequences):
             )
         return ids, trained, extra
 
-    def _find_turn(self, row: ImageRow, i: int) -> tuple[str, str]:
-        """Return the prompt of the answer messages[i], and the text up to and including what ends
-        the answer.
-        """
-        messages = row.messages[: i + 1]
-        prompt, done = self._show(messages[:i], prompt=True), self._show(messages)
-        found = self._finder.probe(self._show, messages, prompt)
-        if found is None or not done.endswith(found[0].tail):
+    def _find_turn(self, row: ImageRow, i: int) -> Turn:
+        """Return the turn of the answer messages[i]."""
+        prompt = self._show(row.messages[:i], prompt=True)
+        done = self._show(row.messages[: i + 1])
+        end = self._get_end(isinstance(row.messages[i]["content"], list))
+        turn = self._finder.find_turn(prompt, done, end)
+        said = row.messages[i]["content"]
+        texts = [said] if isinstance(said, str) else [part.get("text", "") for part in said]
+        if turn is None or not all(shows(turn.answer, text) for text in texts):
             text = (
                 f"the chat template shows messages[{i}] after another prompt than at inference, or "
                 "not at all."
             )
             raise RowError("prompt differs", f"{text} Use another template.")
-        frame, _ = found
-        return prompt, done[: len(done) - len(frame.tail)] + frame.glue + frame.end
+        return turn
+
+    def _find_end(self, as_parts: bool) -> End:
+        return self._finder.find_end(self._show, as_parts=as_parts)
 
     def _show(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
         try:

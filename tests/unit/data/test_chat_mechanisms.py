@@ -40,12 +40,6 @@ NEXT_HEADER = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
     + ASK.replace("%s", "")
 )
-TOO_WIDE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation "
-    "%}<|im_start|>assistant\n{{ m.content }}<|im_end|>\n{% endgeneration %}{% else "
-    "%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
-    "{% endfor %}" + ASK.replace("%s", "")
-)
 REWRITTEN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last or m.role != "
     "'tool' else 'gone' }}"
@@ -135,10 +129,6 @@ def test_the_next_header_ends_a_turn(make_tokenizer: MakeTokenizer) -> None:
     assert document.flags[-1] & END  # appended, for nothing follows
 
 
-def test_marks_are_cut_to_the_answer(make_tokenizer: MakeTokenizer) -> None:
-    check(make_tokenizer(TOO_WIDE), chat("a", "b", "c", "d"), "b", "d", end="<|im_end|>")
-
-
 def test_history_may_be_rewritten(make_tokenizer: MakeTokenizer) -> None:
     messages = [
         *chat("a", "b"),
@@ -151,15 +141,13 @@ def test_history_may_be_rewritten(make_tokenizer: MakeTokenizer) -> None:
 @pytest.mark.parametrize(
     ("template", "answer", "end"),
     [
-        (TWO_ENDS, "b", "<|eot_id|>"),
+        (TWO_ENDS, "b<|eot_id|>", "<|im_end|>"),
         (INNER_END, "hm<|eot_id|>b<|eot_id|>", "<|im_end|>"),
         (OTHER_LAST_END, "b", "</s>"),
     ],
 )
 def test_of_two_ends(make_tokenizer: MakeTokenizer, template: str, answer: str, end: str) -> None:
-    """The first one, if it does not stand inside of answers; not the next header that a finished
-    turn shows too.
-    """
+    """The last one, but not the next header that a finished turn shows too."""
     check(make_tokenizer(template), chat("a", "b"), answer, end=end)
 
 
@@ -241,16 +229,16 @@ LOSSES = {
     "thought": ("{{ m.content }}", r"messages\[1\]\.reasoning_content"),
     "name": (
         "{{ m.content }}{{ m.reasoning_content }}",
-        r"messages\[1\]\.tool_calls, a call of 'f'",
+        r"messages\[1\]\.tool_calls, a call of 'first'",
     ),
     "second call": (
         "{{ m.content }}{{ m.reasoning_content }}{{ (m.tool_calls or [''])[0] }}",
-        r"messages\[1\]\.tool_calls\[1\], a call of 'g'",
+        r"messages\[1\]\.tool_calls\[1\], a call of 'second'",
     ),
     "argument": (
         "{{ m.content }}{{ m.reasoning_content }}{% for c in m.tool_calls or [] %}{{ "
         "c.function.name }}{% endfor %}",
-        r"messages\[1\]\.tool_calls\[0\]\.function\.arguments\['x'\]",
+        r"messages\[1\]\.tool_calls\[0\]\.function\.arguments\['place'\]",
     ),
     "tool": ("{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}", r"tools\[0\]\.name"),
 }
@@ -262,17 +250,107 @@ def test_each_part_that_is_dropped_is_named(make_tokenizer: MakeTokenizer, what:
     template = (
         HEAD + "{{ m.role }}" + shown + "<|im_end|>{% endfor %}" + ASK.replace("%s", "assistant")
     )
-    calls = [{"function": {"name": name, "arguments": {"x": name * 3}}} for name in "fg"]
-    answer = {"role": "assistant", "content": "b", "reasoning_content": "t", "tool_calls": calls}
-    row: dict[str, Any] = {"messages": [*chat("a"), answer]}
+    names = ("first", "second")
+    calls = [{"function": {"name": name, "arguments": {"place": f"of {name}"}}} for name in names]
+    answer = {"role": "assistant", "content": "done", "tool_calls": calls}
+    answer["reasoning_content"] = "why"
+    row: dict[str, Any] = {"messages": [*chat("asked"), answer]}
     if what == "tool":
-        row["tools"] = [{"function": {"name": "f", "description": "d"}}]
+        row["tools"] = [{"function": {"name": "tool", "description": "described"}}]
     with pytest.raises(RowError, match=f"the chat template drops {text}"):
         encode(make_tokenizer(template), **row)
     renderer = ChatRenderer(make_tokenizer(template), warn_of_dropped=True)
     encoder = ExampleEncoder(make_tokenizer(template), "messages", renderer=renderer)
     (found,) = encoder.encode([row])
     assert not isinstance(found, RowError) and sum(encoder.renderer.counts.values()) > 0
+
+
+TOOL_CALL = "{% for c in m.tool_calls or [] %}%s{% endfor %}"
+# As gpt-oss: a call is a turn of its own, and only the last answer of a chat ends with </s>.
+CHANNELS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.tool_calls %}"
+    + TOOL_CALL.replace("%s", " to={{ c.function.name }}<s>{{ c.function.arguments | tojson }}")
+    + "<|eot_id|>{% else %}<s>{{ m.content }}{{ '</s>' if loop.last else '<|im_end|>' }}"
+    "{% endif %}{% endfor %}" + ASK.replace("\n%s", "")
+)
+# As Qwen3-Coder: a call is a mark.
+MARKS = (
+    HEAD
+    + "{{ m.content }}"
+    + TOOL_CALL.replace(
+        "%s", "<function={{ c.function.name }}>{{ c.function.arguments.x }}</function>"
+    )
+    + "<|im_end|>\n{% endfor %}"
+    + ASK.replace("%s", "")
+)
+# As Command-R7B: an answer ends before its turn.
+ANSWER_END = TURN.replace("<|im_end|>", "<|eot_id|><|im_end|>") + ASK.replace("%s", "")
+# As Command-R+: instructions follow every chat, and a call has no end but the next header.
+ROLE = "<|im_start|>{{ '<start_of_turn>' if m.role == 'assistant' else '<end_of_turn>' }}"
+INSTRUCTED = (
+    "{% for m in messages %}"
+    + ROLE
+    + "{{ m.content }}"
+    + TOOL_CALL.replace("%s", "{{ c.function }}\n")
+    + "{{ '' if m.tool_calls else '<|im_end|>' }}{% endfor %}"
+    "<|im_start|><s>Write 'call' to call.<|im_end|>"
+    "{% if add_generation_prompt %}<|im_start|><start_of_turn>{% endif %}"
+)
+# As Apertus: after a result, a turn goes on without a header.
+LOOP = (
+    "{% for m in messages %}{% if m.role == 'tool' %}[{{ m.content }}]{% else %}"
+    "{% if loop.first or loop.previtem.role != 'tool' %}<|im_start|>{{ m.role }}\n{% endif %}"
+    "{{ m.content }}"
+    + TOOL_CALL.replace("%s", "{{ c.function.name }}{{ c.function.arguments | tojson }}<|eot_id|>")
+    + "{{ '' if m.tool_calls else '<|im_end|>' }}{% endif %}{% endfor %}"
+    + ASK.replace("%s", "")
+)
+BARE = {"function": {"name": "get_time", "arguments": {}}}
+CALLING = [*chat("a"), {"role": "assistant", "content": "", "tool_calls": [BARE]}]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "answers", "stops"),
+    [
+        (CHANNELS, CALLING, [" to=get_time<s>{}<|eot_id|>"], "<|eot_id|>"),
+        (CHANNELS, chat("a", "b"), ["<s>b</s>"], "</s>"),
+        (MARKS, CALLING, ["<function=get_time></function><|im_end|>"], "<|im_end|>"),
+        (ANSWER_END, chat("a", "b"), ["b<|eot_id|><|im_end|>"], "<|im_end|>"),
+        (
+            LOOP,
+            [*CALLING, {"role": "tool", "content": "noon"}, *chat("a", "b")[1:]],
+            ["get_time{}<|eot_id|>", "b<|im_end|>"],
+            "<|eot_id|><|im_end|>",
+        ),
+    ],
+)
+def test_an_answer_is_whole_and_ends(
+    make_tokenizer: MakeTokenizer, template: str, messages: Any, answers: list[str], stops: str
+) -> None:
+    """Also a call without arguments; and an equal second row has equal tokens."""
+    tokenizer = make_tokenizer(template)
+    encoder = ExampleEncoder(tokenizer, "messages")
+    first, second = encoder.encode([{"messages": messages}] * 2)
+    assert not isinstance(first, RowError) and not isinstance(second, RowError)
+    found = []
+    for (one,), (other,) in zip(first, second, strict=True):
+        assert one.ids.tolist() == other.ids.tolist() and one.flags.tolist() == other.flags.tolist()
+        ids = one.ids[(one.flags & ANSWER) > 0].tolist()
+        found.append(tokenizer.decode(ids))
+    assert "".join(found) == "".join(answers)  # turns may share a document
+    assert encoder.stop_token_ids == set(tokenizer.encode(stops, add_special_tokens=False))
+
+
+def test_instructions_behind_a_call_do_not_end_it(make_tokenizer: MakeTokenizer) -> None:
+    (document,), _ = encode(make_tokenizer(INSTRUCTED), CALLING)
+    answer = document.ids[(document.flags & ANSWER) > 0].tolist()
+    assert make_tokenizer(INSTRUCTED).decode(answer).endswith("}\n<|im_start|>")
+
+
+def test_a_thought_after_a_closed_thought_is_refused(make_tokenizer: MakeTokenizer) -> None:
+    template = TURN + ASK.replace("%s", "<think>\n</think>")
+    with pytest.raises(RowError, match=r"'</think>' there, 'well"):
+        encode(make_tokenizer(template), chat("a", "<think>\nwell\n</think>b"))
 
 
 def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer: MakeTokenizer) -> None:
@@ -285,16 +363,6 @@ def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer: MakeToken
     assert off.decode(encode_prompt(off, {"messages": chat("a")})).endswith("<think></think>")
     row = {"messages": chat("a"), "chat_template_kwargs": {"thinking": True}}
     assert not off.decode(encode_prompt(off, row)).endswith("<think></think>")
-
-
-def test_an_error_names_the_arguments_that_the_template_reads(
-    make_tokenizer: MakeTokenizer,
-) -> None:
-    template = TURN + ASK.replace("%s", "{{ '<think>' if thinking }}")
-    with pytest.raises(
-        RowError, match=r"The template reads thinking: set them with data\.chat_template_kwargs"
-    ):
-        encode(make_tokenizer(template), chat("a", "b"), chat_template_kwargs={"thinking": True})
 
 
 @pytest.mark.parametrize(
@@ -356,7 +424,7 @@ def test_dropped_parts_and_template_arguments_from_a_toml_file(
     make_job: Callable[..., JobConfig], tmp_path: Path
 ) -> None:
     template = "{{ 'quietly ' if quiet is defined and quiet }}" + CHATML
-    call = {"type": "function", "function": {"name": "f", "arguments": {"k": "v"}}}
+    call = {"type": "function", "function": {"name": "find", "arguments": {"key": "value"}}}
     row = {"messages": [*chat("hi"), {"role": "assistant", "content": "x", "tool_calls": [call]}]}
     make_job([row], template.replace("tool_calls", "nothing"))
     toml = tmp_path / "run.toml"
@@ -375,7 +443,7 @@ chat_template_kwargs = {{quiet = true}}
 """
     toml.write_text(text)
     with pytest.raises(
-        DataError, match=r"row 1: .* drops messages\[1\]\.tool_calls, a call of 'f'"
+        DataError, match=r"row 1: .* drops messages\[1\]\.tool_calls, a call of 'find'"
     ):
         build_data(load_config(["--job.config_file", str(toml)]), 0, 1)
     toml.write_text(text + 'dropped_parts = "warn"\n')

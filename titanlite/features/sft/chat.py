@@ -1,47 +1,31 @@
-"""Chats through the tokenizer's own template, and which part of the text is an answer.
+"""Chats through the tokenizer's own template: what the model is asked, and what it should answer.
 
-**One turn is trained as inference will produce it.** Its prompt is `apply_chat_template(messages
-before it, add_generation_prompt=True)`; the trained text is what the finished turn shows after that
-prompt, up to and including the token that ends it. A template is a program: what it does with a
-message is known only by running it. So the turn is rendered with other texts in its place, and the
-texts are compared:
+**One rule.** The prompt of an answer is the template on the messages before it, with the generation
+prompt. The trained text is what the template, on the messages up to the answer, shows after that
+prompt, through the token that ends the turn.
 
-- **Start**: the prompt. A closed empty thought that the generation prompt adds and the finished
-  turn does not show belongs to the prompt; any other difference is an error, because inference
-  would never ask for this answer.
-- **End**: the first special token that the finished turn, and the same turn followed by a message,
-  show alike. Where there is none, the first token of the message that follows.
-- **Dropped part**: a part (a call, an argument, a tool) whose replacement does not change the text
-  is an error.
-
-Results are cached per kind of message, so that most rows are rendered twice: as prompt and
-finished.
+- A generation prompt may end with a closed empty thought that the finished turn leaves out. The
+  thought belongs to the prompt.
+- A template may rewrite the history of a finished turn. The answer then starts after the same role
+  header.
+- How a turn ends is found once per template, with made-up words: an answer may say anything.
+- Every text of a message must stand in its turn's answer or in the next prompt. Otherwise the
+  template drops the text, which is an error.
 """
 
 import json
 import re
+from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise, repeat
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, cached_property, partial
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from titanlite.base.errors import DataError
-from titanlite.features.sft.chat_frame import (
-    PROBES,
-    Frame,
-    FrameFinder,
-    Part,
-    change_message,
-    change_tool,
-    get_common_start,
-    get_shape,
-    list_parts,
-    list_python_texts,
-    put_probe,
-)
-from titanlite.features.sft.chat_template import REMEDY, ChatTemplate, Marks
-from titanlite.features.sft.forms import Chat, Messages
+from titanlite.features.sft.chat_template import REMEDY, ChatTemplate
+from titanlite.features.sft.forms import REASONING, Chat, Messages
 from titanlite.features.sft.readers import RowError
 
 if TYPE_CHECKING:
@@ -54,36 +38,162 @@ NO_END = "answers without an end"
 SPELLED = "texts that spell special tokens"
 DROPPED = "parts dropped by the template: "
 
-_LONG = 500  # characters of an answer that is more than marks
+# Words that occur in no template: what is asked, what is answered, and what is said next.
+_WORDS = ("Kwyjqz", "Zqxjvq", "Wvkzxw")
+_CALL = {"type": "function", "id": "callAB000", "function": {"name": "f"}}
+_PARAMETERS = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}}
+_FUNCTION = {"name": "f", "description": "f", "parameters": _PARAMETERS}
+_TOOL = {"type": "function", "function": _FUNCTION}
+
+_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_EMPTY_THOUGHT = re.compile(
+    r"\s*(?:(?:<[^<>]*>|\[[^\[\]]*\])\s*(?:thought|analysis)?\s*)?"
+    r"(?:</[^<>]*(?:think|thought|reason)[^<>]*>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>)\s*\Z",
+    re.IGNORECASE,
+)
+_OPEN_THOUGHT = re.compile(r"(?:<[^/<>]*think[^<>]*>|\[THINK\])\s*\Z", re.IGNORECASE)
+_OPEN_MARK = re.compile(r"<[^<>\s]*\Z|\[/?[A-Z_]*\Z")
 _INDEX = re.compile(r"\[.*?\]|, .*")
+_SPACE = re.compile(r"[\s\\]+")
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One answer as inference produces it: the model gets `prompt` and writes `body` and `end`. Of
-    `body` only `marks` are trained, places that the template marks with {% generation %}; None: all
-    of it.
+class Turn(NamedTuple):
+    """One answer as inference produces it: the model gets `prompt` and writes `answer` and `end`,
+    the token that ends the turn.
     """
 
     prompt: str
-    body: str
+    answer: str
     end: str
-    marks: tuple[tuple[int, int], ...] | None = None
 
-    @cached_property
+    @property
     def text(self) -> str:
-        return self.prompt + self.body + self.end
+        return self.prompt + self.answer + self.end
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Turns to train on; the finished conversation; and whether each turn's prompt begins with the
-    turn before.
-    """
+class Conversation(NamedTuple):
+    """The turns to train on, and the text of the whole finished conversation."""
 
     turns: list[Turn]
-    joined: bool
     whole: str
+
+
+class End(NamedTuple):
+    """How a finished turn ends.
+
+    Attributes:
+        tail: what the template writes after the answer, from the token that ends the turn on.
+        text: what is trained in place of `tail`: that token, with white space before it where only
+            a next message shows it; empty if nothing ends the turn.
+        header: generation prompt, if a finished turn begins with it.
+    """
+
+    tail: str = ""
+    text: str = ""
+    header: str = ""
+
+
+class Show(Protocol):
+    """A conversation as text. Raises RowError: the template fails."""
+
+    def __call__(self, messages: Messages, *, prompt: bool = False) -> str: ...
+
+
+class TurnFinder:
+    """Finder of answers in the text of a chat template, with the special tokens of `tokenizer`."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        self.special_tokens = {
+            *tokenizer.all_special_tokens,
+            *(token.content for token in added if token.special),
+        }
+        self.special = any_of(self.special_tokens)
+
+    def find_turn(self, prompt: str, done: str, end: End) -> Turn | None:
+        """Return the answer that `done`, the finished turn, shows; None if `done` begins with
+        another prompt, or ends otherwise.
+        """
+        start, stop = self._find_start(prompt, done, end.header), len(done) - len(end.tail)
+        if start is None or stop < start or not done.endswith(end.tail):
+            return None
+        return Turn(prompt, done[start:stop], end.text)
+
+    def _find_start(self, prompt: str, done: str, header: str) -> int | None:
+        if done.startswith(prompt):
+            return len(prompt)
+        same = self.count_common(prompt, done)
+        more = prompt[same:]
+        # The finished turn shows at most the end of an empty thought, and opens no other thought.
+        if _EMPTY_THOUGHT.fullmatch(more):
+            starts = (match.start() for match in re.finditer(r"<|\[|\s+\Z|\Z", more))
+            left = next(len(more) - k for k in starts if done.startswith(more[k:], same))
+            if left or not _OPEN_THOUGHT.search(prompt, max(0, same - 80), same):
+                return same + left
+        # After another message of the assistant, or a result, a turn may go on without a header.
+        if header and more == header:
+            return same
+        # The history differs: the answer starts after the same role header.
+        for shown in (prompt, _EMPTY_THOUGHT.sub("", prompt)):
+            marks = [*self.special.finditer(shown)]
+            role = shown[marks[-1].start() :] if marks else ""
+            place = done.rfind(role, same) if role else -1
+            if place >= 0:
+                return place + len(role)
+        return None
+
+    def count_common(self, prompt: str, done: str) -> int:
+        """Count the characters that both texts begin with, up to a whole mark."""
+        same = _count_common(prompt, done)
+        while mark := _OPEN_MARK.search(prompt, max(0, same - 80), same):
+            same = mark.start()
+        return same
+
+    def find_end(self, show: Show, *, has_calls: bool = False, as_parts: bool = False) -> End:
+        """Find how a finished turn ends: one with a call, or of content, as parts or as text.
+        Raises RowError: the template refuses or drops it.
+        """
+        roles = ("user", "assistant", "tool" if has_calls else "user")
+        contents = [[{"type": "text", "text": word}] if as_parts else word for word in _WORDS]
+        asked, answer, then = (
+            {"role": role, "content": content}
+            for role, content in zip(roles, contents, strict=True)
+        )
+        if has_calls:
+            function = {"name": _FUNCTION["name"], "arguments": {"a": _WORDS[1]}}
+            answer |= {"content": "", "tool_calls": [{**_CALL, "function": function}]}
+            then |= {"name": function["name"], "tool_call_id": _CALL["id"]}
+        prompt, finished = show([asked], prompt=True), show([asked, answer])
+        header = prompt.removeprefix(show([asked]))
+        if _WORDS[1] not in finished:
+            raise RowError("dropped by the template", f"the chat template drops answers. {REMEDY}")
+        try:
+            followed = show([asked, answer, then])
+        except RowError:
+            followed = finished
+        tail = finished.rpartition(_WORDS[1])[2]
+        rest = followed.rpartition(_WORDS[1])[2].partition(_WORDS[2])[0]
+        alike = _count_common(tail, rest)
+        # A template may end the last turn of a chat otherwise than the turns before.
+        ends = [*self.special.finditer(tail, 0, alike)] or [*self.special.finditer(tail)][:1]
+        role = self.special.search(header)  # where the next role header begins, the turn has ended
+        own = [*takewhile(lambda match: not role or match.group() != role.group(), ends)]
+        named = [match for match in own if match.group() == self._tokenizer.eos_token]
+        header = header if finished.startswith(prompt) else ""
+        if ends:
+            end = (named or own[-1:] or ends)[0]
+            return End(tail[end.start() :], end.group(), header)
+        rest = rest[alike:]
+        glue = rest[: len(rest) - len(rest.lstrip())]
+        return End(tail[alike:], glue + self._get_first_token(rest.lstrip()), header)
+
+    def _get_first_token(self, text: str) -> str:
+        if match := self.special.match(text):
+            return match.group()
+        encoder = self._tokenizer.backend_tokenizer
+        offsets = encoder.encode(text, add_special_tokens=False).offsets if text else []
+        return next((text[start:stop] for start, stop in offsets if stop > start), "")
 
 
 class ChatRenderer:
@@ -104,22 +214,19 @@ class ChatRenderer:
         date: str = "",
     ) -> None:
         self.tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer, date)
         self.train_all = train_all
         self.warn_of_dropped = warn_of_dropped
         self.counts: Counter[str] = Counter()
-        self._finder = FrameFinder(tokenizer)
-        self.cutting = self._finder.cutting  # tokens on whose two sides text is tokenized apart
-        self._frames: dict[object, Frame] = {}
-        self._lost: dict[object, tuple[int, ...]] = {}
-        self._as_text: dict[object, bool] = {}
+        self._template = ChatTemplate(tokenizer, date)
+        self._finder = TurnFinder(tokenizer)
+        self._get_end = cache(self._find_end)
 
     def render_prompt(self, chat: Chat) -> str:
         """Return the text that the model gets at inference to answer all messages of `chat`; raises
         as `ChatTemplate.render`.
         """
-        chat = self._prepare(chat)
-        return self._apply(chat, chat.messages, prompt=True)
+        chat = self._choose_arguments(chat)
+        return self._show(chat, chat.messages, prompt=True)
 
     def render(self, chat: Chat) -> Conversation:
         """Return the answers of one chat, each as inference produces it.
@@ -143,25 +250,21 @@ class ChatRenderer:
             raise RowError(
                 "no prompt",
                 "the first message is the assistant's, so it answers nothing. Put a user's message "
-                "before it, or give "
-                'it "weight": 0.',
+                'before it, or give it "weight": 0.',
             )
-        chat = self._prepare(chat)
-        keys = _list_keys(chat, answers)
-        prompts = self._apply_all(chat, [chat.messages[:i] for i in answers], prompt=True)
-        texts = self._apply_all(chat, [chat.messages[: i + 1] for i in answers])
-        turns = [
-            self._find_turn(chat, i, keys[i], prompt, *shown)
-            for i, (prompt, _), shown in zip(answers, prompts, texts, strict=True)
-        ]
-        whole = (
-            texts[-1][0]
-            if answers and answers[-1] == len(keys) - 1
-            else self._apply(chat, chat.messages)
-        )
-        self._check_parts(chat, keys, answers)
-        joined = all(after.prompt.startswith(turn.text) for turn, after in pairwise(turns))
-        return Conversation(turns, joined, whole)
+        shown = self._choose_arguments(chat)
+        prompts = [self._show(shown, shown.messages[:i], prompt=True) for i in answers]
+        done = [self._show(shown, shown.messages[: i + 1]) for i in answers]
+        turns = [self._find_turn(shown, *each) for each in zip(answers, prompts, done, strict=True)]
+        is_last = answers[-1:] == [len(chat.messages) - 1]
+        whole = done[-1] if is_last else self._show(shown, shown.messages)
+        dropped = _list_dropped(chat, answers, turns, whole)
+        if dropped and not self.warn_of_dropped:
+            raise RowError(
+                "dropped by the template", f"the chat template drops {dropped[0]}. {REMEDY}"
+            )
+        self.counts.update(f"{DROPPED}{_INDEX.sub('', name)}" for name in dropped)
+        return Conversation(turns, whole)
 
     def count_spelled(self, text: str) -> None:
         """Count a text that spells special tokens of the template: a chat that was rendered before,
@@ -178,9 +281,7 @@ class ChatRenderer:
         template = str(self.tokenizer.chat_template or "")
         named: dict[str, Any] = self.tokenizer.special_tokens_map
         plain = {named.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        tokens = {
-            match.group() for match in self._finder.special.finditer(template)
-        } or self._finder.special_tokens
+        tokens = {*self._finder.special.findall(template)} or self._finder.special_tokens
         ends = {named[name] for name in ("bos_token", "eos_token") if name in named}
         return sorted((tokens - plain) | ends)
 
@@ -189,190 +290,169 @@ class ChatRenderer:
         taken, self.counts = dict(self.counts), Counter()
         return taken
 
-    def _prepare(self, chat: Chat) -> Chat:
-        first = next((message for message in chat.messages if message.get("tool_calls")), None)
-        if first is None:
-            return chat
-        key = (get_shape(first), bool(chat.tools), str(chat.template_kwargs))
-        if key not in self._as_text:
-            self._as_text[key] = self._needs_text(chat)
-        if not self._as_text[key]:
-            return chat
-        self.counts["chats with tool arguments as JSON text"] += 1
-        return replace(chat, arguments_as_text=True)
+    def _find_turn(self, chat: Chat, i: int, prompt: str, done: str) -> Turn:
+        """Return the turn of the answer messages[i]; `done` shows the messages up to it."""
+        has_calls = "tool_calls" in chat.messages[i]
+        arguments = json.dumps(chat.template_kwargs)
+        end = self._get_end(has_calls, bool(chat.tools), chat.arguments_as_text, arguments)
+        turn = self._finder.find_turn(prompt, done, end)
+        if turn is None:
+            same = self._finder.count_common(prompt, done)
+            text = (
+                f"the chat template shows messages[{i}] after another prompt than at inference: "
+                f"{prompt[same:][:40]!r} there, {done[same:][:40]!r} here. Give the answer the "
+                "thought that the prompt opens, set an argument of the template with "
+                "data.chat_template_kwargs, such as {enable_thinking = false}, or set "
+                "data.chat_template to a template that shows both alike."
+            )
+            raise RowError("prompt differs", text)
+        if not end.text:
+            self.counts[NO_END] += 1
+        elif not end.tail.startswith(end.text):
+            self.counts["answers that end with the first token of the next message"] += 1
+        if not done.startswith(prompt) and _EMPTY_THOUGHT.search(prompt):
+            self.counts["answers after an empty thought that only the prompt shows"] += 1
+        return turn
 
-    def _needs_text(self, chat: Chat) -> bool:
-        """Return True if the template fails on objects as arguments, or prints them as Python, and
-        takes JSON text.
-        """
-        calls = [
-            call["function"]["arguments"]
-            for message in chat.messages
-            for call in message.get("tool_calls", ())
-        ]
+    def _find_end(self, has_calls: bool, has_tools: bool, as_text: bool, arguments: str) -> End:
+        tools = [_TOOL] if has_tools else None
+        chat = Chat([], 0, tools, json.loads(arguments), arguments_as_text=as_text)
         try:
-            text = self._apply(chat, chat.messages)
+            return self._finder.find_end(partial(self._show, chat), has_calls=has_calls)
+        except RowError:
+            return self._get_end(False, has_tools, as_text, arguments) if has_calls else End()
+
+    def get_end_token(self) -> int | None:
+        """Return the special token that ends an answer without calls; None if there is none.
+        Raises DataError: the tokenizer has no chat template.
+        """
+        text = self._get_end(False, False, False, "{}").text
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        return ids[-1] if ids and ids[-1] in special else None
+
+    def _choose_arguments(self, chat: Chat) -> Chat:
+        """Return `chat` with the arguments of its calls as JSON text, if the template fails on
+        objects or prints them as Python does, and takes JSON text.
+        """
+        calls = [call for message in chat.messages for call in message.get("tool_calls", ())]
+        if not calls:
+            return chat
+        given = [call["function"]["arguments"] for call in calls]
+        as_text = replace(chat, arguments_as_text=True)
+        try:
+            text = self._show(chat, chat.messages)
         except RowError:
             text = ""
-        if text and not any(
-            value in text for arguments in calls for value in list_python_texts(arguments)
-        ):
-            return False
+        if text and not any(value in text for one in given for value in _list_python_texts(one)):
+            return chat
         try:
-            other = self._apply(replace(chat, arguments_as_text=True), chat.messages)
+            other = self._show(as_text, chat.messages)
         except RowError:
-            return False
+            return chat
         # A template that prints each argument by itself may show nothing of JSON text.
-        return not text or all(
-            json.dumps(arguments, ensure_ascii=False) in other for arguments in calls if arguments
-        )
+        if text and not all(_to_json(one) in other for one in given if one):
+            return chat
+        self.counts["chats with tool arguments as JSON text"] += 1
+        return as_text
 
-    def _find_turn(
-        self, chat: Chat, i: int, key: object, prompt: str, done: str, marks: Marks | None
-    ) -> Turn:
-        """Return the turn of the answer messages[i]; `done` is the text of the conversation up to
-        and including it.
-        """
-        frame = self._frames.get(key)
-        start = None if frame is None else frame.get_start(prompt, done)
-        if frame is None or start is None:
-            found = self._finder.probe(
-                lambda messages: self._apply(chat, messages), chat.messages[: i + 1], prompt
-            )
-            if (
-                found is None
-                and not self._finder.mark.sub("", done[get_common_start(prompt, done) :]).strip()
-            ):
-                raise _shows_nothing(chat, i)
-            if found is None:
-                raise self._wrong_prompt(chat, i, prompt, done)
-            frame, start = found
-            self._frames[key] = frame
-        if not done.endswith(frame.tail) or len(done) - len(frame.tail) < start:
-            raise self._wrong_prompt(chat, i, prompt, done)
-        stop = len(done) - len(frame.tail)
-        body = done[start:stop] + frame.glue
-        if (
-            len(body) < _LONG
-            and not body[:1].isalnum()
-            and not self._finder.mark.sub("", body).strip()
-        ):
-            raise _shows_nothing(chat, i)
-        inside = None
-        if marks is not None:
-            inside = tuple(
-                (max(a, start) - start, min(b, stop) - start)
-                for a, b in marks
-                if a < stop and b > start
-            )
-            if not inside:
-                text = (
-                    f"the template's {{% generation %}} marks leave no token of messages[{i}]. "
-                    f"{REMEDY}"
-                )
-                raise RowError("no trained token", text)
-        if not frame.end:
-            self.counts[NO_END] += 1
-        elif not frame.tail.startswith(frame.end):
-            self.counts["answers that end with the first token of the next message"] += 1
-        if frame.more:
-            self.counts["answers after an empty thought that only the prompt shows"] += 1
-        return Turn(prompt, body, frame.end, inside)
-
-    def _check_parts(self, chat: Chat, keys: list[object], answers: list[int]) -> None:
-        """Refuse or count parts of the chat that the text does not show: templates ignore fields
-        they do not know.
-        """
-        if not chat.tools and not any(map(self._lost.get, keys, repeat((0,)))):
-            return
-        size = len(chat.messages)
-        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        first = turns[0] if turns else size
-        lost: list[str] = []
-        for k, tool in enumerate(chat.tools or ()):
-            key = (
-                k,
-                len(chat.tools or ()),
-                tuple(list_parts(change_tool, tool)),
-                str(chat.template_kwargs),
-            )
-            lost += self._find_lost(chat, "tools", k, key, first, prompt=bool(turns))
-        for i, key in enumerate(keys):
-            trained = i in answers
-            stop = i + 1 if trained else next((turn for turn in turns if turn > i), size)
-            # Thoughts of turns that are not trained may be dropped, as at inference.
-            prompt = stop < size and not trained
-            lost += self._find_lost(chat, "messages", i, key, stop, prompt=prompt, thoughts=trained)
-        if lost and not self.warn_of_dropped:
-            text = (
-                f"the chat template drops {lost[0]}. "
-                f"{REMEDY}{self._template.describe_arguments(chat.tools)}"
-            )
-            raise RowError("dropped by the template", text)
-        for name in lost:
-            self.counts[f"{DROPPED}{_INDEX.sub('', name)}"] += 1
-
-    def _find_lost(
-        self,
-        chat: Chat,
-        field: str,
-        i: int,
-        key: object,
-        stop: int,
-        *,
-        prompt: bool,
-        thoughts: bool = True,
-    ) -> list[str]:
-        """Name the parts of message or tool `i` whose probes do not change the text of the first
-        `stop` messages.
-        """
-        if not self._lost.get(key, (0,)):
-            return []
-        change, whole = change_tool if field == "tools" else change_message, getattr(chat, field)[i]
-        parts = list_parts(change, whole)
-
-        def show(other: dict[str, Any]) -> str:
-            items = [*getattr(chat, field)]
-            items[i] = other
-            changed = replace(chat, **{field: items})
-            return self._apply(changed, changed.messages[:stop], prompt=prompt)
-
-        def is_lost(part: Part) -> bool:
-            try:
-                text = show(whole)
-                return all(text == show(put_probe(change, whole, part, probe)) for probe in PROBES)
-            except RowError:
-                return False  # a template that refuses another value looks at it
-
-        if key not in self._lost:
-            looked_at = [
-                (n, part) for n, part in enumerate(parts) if thoughts or part.kind != "thought"
-            ]
-            self._lost[key] = tuple(n for n, part in looked_at if is_lost(part))
-        return [f"{field}[{i}]{parts[n].name}" for n in self._lost[key]]
-
-    def _apply(self, chat: Chat, messages: Messages, *, prompt: bool = False) -> str:
-        return self._apply_all(chat, [messages], prompt=prompt)[0][0]
-
-    def _apply_all(
-        self, chat: Chat, conversations: list[Messages], *, prompt: bool = False
-    ) -> list[tuple[str, Marks | None]]:
+    def _show(self, chat: Chat, messages: Messages, *, prompt: bool = False) -> str:
         if chat.arguments_as_text:
-            conversations = [
-                [_with_text_arguments(message) for message in messages]
-                for messages in conversations
-            ]
-        return self._template.render(conversations, chat.tools, chat.template_kwargs, prompt=prompt)
+            messages = [_with_text_arguments(message) for message in messages]
+        return self._template.render(messages, chat.tools, chat.template_kwargs, prompt=prompt)
 
-    def _wrong_prompt(self, chat: Chat, index: int, prompt: str, done: str) -> RowError:
-        same = self._finder.cut_mark(get_common_start(prompt, done), prompt, done)
-        text = (
-            f"the chat template shows messages[{index}] after another prompt than at inference: "
-            f"{prompt[same:][:40]!r} there, {done[same:][:40]!r} here. Give the answer the thought "
-            "that the prompt opens, or set data.chat_template to a template that shows both "
-            f"alike.{self._template.describe_arguments(chat.tools)}"
+
+def _count_common(first: str, second: str) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _list_dropped(chat: Chat, answers: list[int], turns: list[Turn], whole: str) -> list[str]:
+    """Name the texts of the chat that the template does not show: it ignores fields that it does
+    not know.
+    """
+    shown = [*(turn.prompt for turn in turns), whole]
+    dropped: list[str] = []
+    for i, message in enumerate(chat.messages):
+        place = bisect_left(answers, i)
+        trained = i in answers
+        text = turns[place].answer if trained else shown[place]
+        parts = _list_texts(message, with_thought=trained)
+        dropped += [f"messages[{i}]{name}" for name, part in parts if not shows(text, part)]
+    for k, tool in enumerate(chat.tools or ()):
+        parts = _list_tool_texts(tool)
+        dropped += [f"tools[{k}]{name}" for name, part in parts if not shows(shown[0], part)]
+    return dropped
+
+
+def _list_texts(message: dict[str, Any], *, with_thought: bool) -> Iterator[tuple[str, str]]:
+    """Yield the texts that a rendered message must show, with their places. The thoughts of an
+    answer that is not trained may be dropped, as at inference.
+    """
+    role, content = message["role"], message.get("content") or ""
+    thought = _THOUGHT.search(content)
+    if with_thought and thought:
+        yield ".content (its thought)", thought[1]
+    name = ".content" if role == "assistant" else f", of the role '{role}'"
+    yield name, content[thought.end() :] if thought else content
+    given = [key for key in REASONING if isinstance(message.get(key), str)]
+    if with_thought and given:
+        yield f".{given[0]}", message[given[0]]
+    for k, call in enumerate(message.get("tool_calls", ())):
+        function = call["function"]
+        yield (
+            f".tool_calls{f'[{k}]' if k else ''}, a call of '{function['name']}'",
+            function["name"],
         )
-        return RowError("prompt differs", text)
+        for key, value in function["arguments"].items():
+            where = f".tool_calls[{k}].function.arguments['{key}']"
+            yield where, key
+            for text in _list_strings(value):
+                yield where, text
+
+
+def _list_tool_texts(tool: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    function = tool["function"] if isinstance(tool.get("function"), dict) else tool
+    for key in ("name", "description"):
+        if isinstance(function.get(key), str):
+            yield f".{key}", function[key]
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    for name in properties if isinstance(properties, dict) else ():
+        yield f".parameters.{name}", name
+
+
+def _list_strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _list_strings(item)
+
+
+def shows(rendered: str, text: str) -> bool:
+    """Return whether `text` stands in `rendered`, as it is or in JSON; a template may change white
+    space, and quote a quoted text again.
+    """
+    text = text.strip()
+    forms = [text, _to_json(text)[1:-1], json.dumps(text)[1:-1]]
+    if any(form in rendered for form in forms):
+        return True
+    bare = _SPACE.sub("", rendered)
+    return any(_SPACE.sub("", form) in bare for form in forms)
+
+
+def _list_python_texts(value: Any) -> list[str]:
+    """List how Python prints the objects and lists in `value`, itself included, where JSON
+    differs.
+    """
+    if not isinstance(value, dict | list) or not value:
+        return []
+    text = str(value)
+    if text == _to_json(value):
+        return []
+    inner = value.values() if isinstance(value, dict) else value
+    return [text, *(found for one in inner for found in _list_python_texts(one))]
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
@@ -381,58 +461,29 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """
     if "tool_calls" not in message:
         return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [{**function, "arguments": _to_json(function["arguments"])} for function in functions]
     calls = [
-        call
-        | {
-            "function": call["function"]
-            | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
-        }
-        for call in message["tool_calls"]
+        {**call, "function": text} for call, text in zip(message["tool_calls"], texts, strict=True)
     ]
-    return message | {"tool_calls": calls}
+    return {**message, "tool_calls": calls}
 
 
-def _list_keys(chat: Chat, answers: list[int]) -> list[object]:
-    """List a key for each message, of all that decides how the template shows it: its kind,
-    neighbours and roles.
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
-    An answer is rendered as the last message.
-    """
-    shapes = [get_shape(message) for message in chat.messages]
-    roles = [shape[0] for shape in shapes]
-    common = roles[0], len(chat.tools or ()), str(chat.template_kwargs)
-    keys: list[object] = []
-    for i in range(len(roles)):
-        stop, later = (i + 1, None) if i in answers else (i + 2, frozenset(roles[i + 1 :]))
-        keys.append((i == 0, "user" in roles[:i], *shapes[max(0, i - 1) : stop], later, *common))
-    return keys
+
+def any_of(tokens: set[str]) -> "re.Pattern[str]":
+    """Return a pattern of any of `tokens`, the longest first: <|end|> is no part of <|im_end|>."""
+    longest_first = sorted(tokens - {""}, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def get_end_token(tokenizer: "PreTrainedTokenizerFast") -> int | None:
     """Return the special token that ends an answer of the tokenizer's chat template; None if there
     is none.
     """
-    chat = Chat(
-        [{"role": "user", "content": PROBES[0]}, {"role": "assistant", "content": PROBES[1]}]
-    )
     try:
-        turn = ChatRenderer(tokenizer).render(chat).turns[0]
-    except (DataError, RowError):
-        return None  # it has no template, or one that wants more than every chat has
-    ids: list[int] = tokenizer.encode(turn.end, add_special_tokens=False)
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return ids[-1] if ids and ids[-1] in special else None
-
-
-def _shows_nothing(chat: Chat, i: int) -> RowError:
-    parts = [
-        part.name
-        for part in list_parts(change_message, chat.messages[i])
-        if ".tool_calls" in part.name
-    ]
-    text = (
-        f"drops messages[{i}]{parts[0]}"
-        if parts
-        else f"shows nothing of messages[{i}], an answer of the assistant"
-    )
-    return RowError("dropped by the template", f"the chat template {text}. {REMEDY}")
+        return ChatRenderer(tokenizer).get_end_token()
+    except DataError:  # it has no template
+        return None

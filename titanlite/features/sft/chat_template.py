@@ -4,18 +4,13 @@ Every exception of it becomes a `RowError`, and its date of today is the same fo
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date as Date
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
-from jinja2 import meta
 from jinja2.exceptions import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titanlite.base.errors import DataError
-from titanlite.base.text import list_names
 from titanlite.checkpoint.start import Start
 from titanlite.config import JobConfig
 from titanlite.features.sft.forms import Messages
@@ -24,10 +19,11 @@ from titanlite.features.sft.readers import RowError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-REMEDY = "Correct the row, or give another template with data.chat_template."
-Marks = list[tuple[int, int]]  # places in a text that the template marks with {% generation %}
+REMEDY = (
+    "Correct the row, set an argument of the template with data.chat_template_kwargs, or give "
+    "another template with data.chat_template."
+)
 
-_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 # Exceptions of a template: its own raise_exception, and errors of expressions on unexpected values.
 _ERRORS = (
@@ -39,15 +35,6 @@ _ERRORS = (
     ArithmeticError,
     RecursionError,
 )
-_KNOWN = {
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "raise_exception",
-    "strftime_now",
-    "date_string",
-}
 
 
 class ChatTemplate:
@@ -55,19 +42,17 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._date = date
         self._special: dict[str, Any] = tokenizer.special_tokens_map
-        # with and without tools: the text, and whether it has marks
-        self._texts: dict[bool, tuple[str, bool]] = {}
+        self._texts: dict[bool, str] = {}  # with and without tools
 
     def render(
         self,
-        conversations: Sequence[Messages],
+        messages: Messages,
         tools: Messages | None,
         arguments: dict[str, Any],
         *,
         prompt: bool = False,
-    ) -> list[tuple[str, Marks | None]]:
-        """Render each conversation, with the generation prompt if `prompt`; and the marks of a
-        template that has any.
+    ) -> str:
+        """Render a conversation, with the generation prompt if `prompt`.
 
         Raises:
             DataError: the tokenizer has no chat template.
@@ -75,30 +60,26 @@ class ChatTemplate:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        if not conversations:
-            return []
-        template, has_marks = self._get(tools)
-        marked = has_marks and not prompt
+        template = self._get(tools)
         try:
-            texts, marks = render_jinja_template(
-                cast(Any, conversations),
+            texts, _ = render_jinja_template(
+                [cast(Any, messages)],
                 tools=cast(Any, tools),
                 chat_template=template,
                 add_generation_prompt=prompt,
                 continue_final_message=False,  # given, so that no row's argument can set it
-                return_assistant_tokens_mask=marked,
+                return_assistant_tokens_mask=False,
                 **self._special | arguments,
             )
         except _ERRORS as error:
             said = str(error).strip().rstrip(".") or type(error).__name__
-            text = f"the chat template fails: {said}. {REMEDY}{self.describe_arguments(tools)}"
-            raise RowError("template failed", text) from None
-        return list(zip(texts, cast(Any, marks) if marked else [None] * len(texts), strict=True))
+            raise RowError(
+                "template failed", f"the chat template fails: {said}. {REMEDY}"
+            ) from None
+        return texts[0]
 
-    def _get(self, tools: Messages | None) -> tuple[str, bool]:
-        """Return the Jinja text for rows with or without tools, its dates written out, and whether
-        it has marks.
-        """
+    def _get(self, tools: Messages | None) -> str:
+        """Return the Jinja text for rows with or without tools, its dates written out."""
         has_tools = tools is not None
         if has_tools not in self._texts:
             if not self._tokenizer.chat_template:
@@ -111,23 +92,8 @@ class ChatTemplate:
                 template = self._tokenizer.get_chat_template(None, cast(Any, tools))
             except ValueError as error:  # several named templates, none of them the default
                 raise DataError(f"data: {error} Set data.chat_template to a Jinja file.") from None
-            self._texts[has_tools] = (
-                set_date(template, self._date),
-                bool(_GENERATION.search(template)),
-            )
+            self._texts[has_tools] = set_date(template, self._date)
         return self._texts[has_tools]
-
-    def describe_arguments(self, tools: Messages | None) -> str:
-        """Return a remedy that names the arguments which the template reads; empty if there are
-        none.
-        """
-        names = _list_arguments(self._get(tools)[0]) - self._special.keys()
-        if not names:
-            return ""
-        named = list_names(sorted(names))
-        return (
-            f" The template reads {named}: set them with data.chat_template_kwargs, or in the row."
-        )
 
 
 def set_date(template: Any, date: str) -> Any:
@@ -168,13 +134,6 @@ def _to_jinja(value: Any) -> str:
     return (
         "none" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     )
-
-
-@lru_cache(maxsize=8)
-def _list_arguments(template: str) -> frozenset[str]:
-    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    found = meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
-    return frozenset(found - _KNOWN - set(environment.globals))
 
 
 def with_chat_date(job: JobConfig, start: Start | None) -> JobConfig:

@@ -1,34 +1,35 @@
 """Encoding of rows to token ids, with flags for each: trained, part of an answer, end of an answer.
 
 **Prompt and answer are tokenized separately**: at inference the model gets the tokens of the
-prompt, and a token across the seam would never occur. Tokenizers that put a space before every text
-(SentencePiece) are the exception: there the whole text is tokenized, and used if it begins with the
-tokens of each prompt.
+prompt, and a token across the seam would never occur. Turns share a document if their prompts, each
+as one text, have the same tokens in it; otherwise each turn is a document. Tokenizers that put a
+space before every text (SentencePiece) get prompt and answer as one text, under the same condition.
 
 **Special tokens are added once.** A chat template writes the begin-of-text token itself; a prompt
 as plain text gets what the tokenizer puts in front of any text, unless it is there already.
-Completions and documents end with the end-of- text token. In a document, text that spells a special
+Completions and documents end with the end-of-text token. In a document, text that spells a special
 token is plain text, as in pretraining data; in chats and prompts it is the token, because prompts
 are written that way.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from titanlite.base.text import describe_error
 from titanlite.data.tokenizer import build_end_reader, get_prefix, serialize
 from titanlite.data.tokens import get_plain_encoder
-from titanlite.features.sft.chat import ANSWER, END, TRAINED, ChatRenderer, Conversation, Turn
+from titanlite.features.sft.chat import ANSWER, END, TRAINED, ChatRenderer, Turn, any_of
 from titanlite.features.sft.forms import Chat, Form, Plain, count_unread, parse_row
 from titanlite.features.sft.readers import RowError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
 
 
@@ -45,32 +46,56 @@ class Document:
         return int(np.count_nonzero(self.flags[1:] & TRAINED))
 
 
-class _Piece(NamedTuple):
-    """Text that is tokenized by itself, with `flags` for its tokens; with `marks`, only those there
-    are trained.
-    """
-
-    text: str
-    flags: int
-    marks: tuple[tuple[int, int], ...] | None = None
-
-
 @dataclass(frozen=True)
 class _Draft:
-    """A document before tokenization: pieces of text, with token ids before (`prefix`) and after
-    (`suffix`) them.
+    """A document before tokenization.
 
-    At inference the prompt of the last answer is tokenized as one text. So several turns share a
-    document only if every tuple in `seams`, joined to one text, has the tokens of its parts.
-    Otherwise each turn in `apart` becomes a document.
+    Attributes:
+        turns: answers with their prompts, where each prompt begins with the turn before; or none.
+        rest: what follows the last turn.
+        flags: bits of all tokens that belong to no answer.
+        as_one: whether all of it is tokenized as one text; otherwise the last prompt, the last
+            answer, its end, and the rest.
+        is_chat: whether a chat template wrote the text, with all special tokens.
+        prefix: tokens before another text, unless it spells them itself.
     """
 
-    pieces: list[_Piece]
+    turns: tuple[Turn, ...]
+    rest: str
+    flags: int
+    as_one: bool
+    is_chat: bool = True
     prefix: tuple[int, ...] = ()
-    suffix: tuple[int, ...] = ()
-    plain: bool = False
-    seams: tuple[tuple[str, ...], ...] = ()
-    apart: tuple[Turn, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether text that spells a special token is plain text."""
+        return not self.is_chat and not self.turns
+
+    @property
+    def inner(self) -> tuple[Turn, ...]:
+        """Turns whose answers are part of the first piece."""
+        return self.turns if self.as_one else self.turns[:-1]
+
+    @cached_property
+    def pieces(self) -> list[tuple[str, int]]:
+        """Texts that are tokenized each by itself, with the flags of their tokens."""
+        last = self.turns[-1] if self.turns else Turn("", "", "")
+        if self.as_one:
+            return [(last.text + self.rest, self.flags)]
+        found = [
+            (last.prompt, self.flags),
+            (last.answer, TRAINED | ANSWER),
+            (last.end, TRAINED | ANSWER | END),
+            (self.rest, self.flags),
+        ]
+        return [(text, flags) for text, flags in found if text]
+
+    def split(self) -> "list[_Draft]":
+        """Return a draft for each turn; of a single turn, one whose prompt is tokenized apart."""
+        if len(self.turns) == 1:
+            return [replace(self, as_one=False)]
+        return [replace(self, turns=(turn,), rest="") for turn in self.turns]
 
 
 Example = tuple[Document, ...]  # one document, or chosen and rejected
@@ -109,39 +134,47 @@ class ExampleEncoder:
         self.stop_token_ids: set[int] = set()
         self.eos_token_id = cast(int, tokenizer.eos_token_id)
         serialized = serialize(tokenizer)
-        self._plain = get_plain_encoder(serialized)
-        self._special = get_plain_encoder(serialized, special_is_text=False)
-        alone, *preceded = (
-            [*self._encode_batch([(text, False)])[0]] for text in ("a", "\na", ".a", "-a")
-        )
+        self._encoders = {
+            is_plain: get_plain_encoder(serialized, special_is_text=is_plain)
+            for is_plain in (False, True)
+        }
+        alone, *preceded = (self._encode_text(text) for text in ("a", "\na", ".a", "-a"))
         self._adds_space = not any(ids[-len(alone) :] == alone for ids in preceded)
         self._prefix = get_prefix(tokenizer)
         self._read_ends = build_end_reader(tokenizer)
         self._template = str(tokenizer.chat_template or "")
+        # Text on the two sides of these tokens is tokenized apart.
+        self._cutting = any_of(
+            {
+                token.content
+                for token in tokenizer.added_tokens_decoder.values()
+                if not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+            }
+        )
+        self._encode_header = lru_cache(maxsize=1024)(self._encode_text)
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Iterator[list[Example] | RowError]:
         """Yield the examples of each row, or why it has none; in order. All texts are tokenized in
         one call.
         """
-        drafts: list[list[_Draft] | RowError] = []
         self.renderer.counts.update(count_unread(rows, self.form, self._template))
+        found: list[list[list[_Draft]] | RowError] = []
         for row in rows:
             try:
-                drafts.append(self._draft_row(row))
+                found.append(self._draft_row(row))
             except RowError as error:
-                drafts.append(error)
-        documents = iter(
-            self._tokenize(
-                [one for found in drafts if not isinstance(found, RowError) for one in found]
-            )
-        )
-        for found in drafts:
-            if isinstance(found, RowError):
-                yield found
+                found.append(error)
+        good = [sides for sides in found if not isinstance(sides, RowError)]
+        documents = iter(self._tokenize([one for sides in good for side in sides for one in side]))
+        for sides in found:
+            if isinstance(sides, RowError):
+                yield sides
                 continue
-            yield self._join([next(documents) for _ in found])
+            yield self._make_examples(
+                [[document for _ in side for document in next(documents)] for side in sides]
+            )
 
-    def _join(self, sides: list[list[Document]]) -> list[Example] | RowError:
+    def _make_examples(self, sides: list[list[Document]]) -> list[Example] | RowError:
         """Return the examples of one row: of its document or documents, or of the two sides of a
         pair.
         """
@@ -166,7 +199,8 @@ class ExampleEncoder:
             self.renderer.counts["chats that become one example per answer"] += 1
         return [(document,) for document in sides[0]]
 
-    def _draft_row(self, row: dict[str, Any]) -> list[_Draft]:
+    def _draft_row(self, row: dict[str, Any]) -> list[list[_Draft]]:
+        """Return the documents of a row, or of the two sides of a pair."""
         try:
             return [self._draft(parsed) for parsed in parse_row(row, self.form)]
         except (MemoryError, RecursionError) as error:
@@ -176,160 +210,109 @@ class ExampleEncoder:
             )
             raise RowError("too long or too deep", text) from None
 
-    def _draft(self, parsed: Chat | Plain) -> _Draft:
-        if isinstance(parsed, Chat):
-            return self._draft_chat(self.renderer.render(parsed))
-        prompt_flags = TRAINED if self.train_all else 0
-        prefix = self._prefix
-        if parsed.prompt is None:
-            prefix, text = self._read_ends(parsed.text)
-            if not text:
-                raise RowError("empty field", "the text has special tokens only. Remove the row.")
-            self.renderer.count_spelled(text)
-            pieces = [_Piece(text, TRAINED)]
-        else:
-            pieces = [_Piece(parsed.prompt, prompt_flags), _Piece(parsed.text, TRAINED | ANSWER)]
-        suffix = (self.eos_token_id,)
-        return _Draft(
-            [piece for piece in pieces if piece.text],
-            prefix,
-            suffix,
-            plain=parsed.prompt is None,
-        )
-
-    def _draft_chat(self, chat: Conversation) -> _Draft:
-        turns, prompt_flags = chat.turns, TRAINED if self.train_all else 0
-        # the whole text is trained; only the last answer is evaluated
-        if self.train_all and not chat.joined:
-            turns = turns[-1:] if chat.whole.startswith(turns[-1].text) else []
-        if not turns:
-            return _Draft([_Piece(chat.whole, prompt_flags)])
-        several = len(turns) > 1 and not self.train_all
-        if several and not chat.joined:
-            return _Draft([], apart=tuple(turns))
-        pieces, place, last = [], 0, turns[-1].text
-        for turn in turns:
-            pieces += [_Piece(last[place : len(turn.prompt)], prompt_flags), *_get_answer(turn)]
-            place = len(turn.text)
-        if chat.whole.startswith(last):
-            pieces.append(_Piece(chat.whole[place:], prompt_flags))
-        pieces = [piece for piece in pieces if piece.text]
-        if not several:
-            return _Draft(pieces)
-        seams = () if self._adds_space else self._list_seams(pieces, turns[-1].prompt)
-        return _Draft(pieces, seams=seams, apart=tuple(turns))
-
-    def _list_seams(self, pieces: list[_Piece], prompt: str) -> tuple[tuple[str, ...], ...]:
-        """List the stretches of `prompt` between special tokens that borders of `pieces` cut, each
-        as its parts.
-        """
-        cuts = list(accumulate(len(piece.text) for piece in pieces))
-        seams: list[tuple[str, ...]] = []
-        start = 0
-        for match in (*self.renderer.cutting.finditer(prompt), None):
-            stop, next_start = match.span() if match else (len(prompt), 0)
-            places = [start, *cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop]
-            if len(places) > 2:
-                seams.append(tuple(prompt[i:j] for i, j in pairwise(places)))
-            start = next_start
-        return tuple(seams)
+    def _draft(self, parsed: Chat | Plain) -> list[_Draft]:
+        flags = TRAINED if self.train_all else 0
+        if isinstance(parsed, Plain):
+            if parsed.prompt is None:
+                prefix, text = self._read_ends(parsed.text)
+                if not text:
+                    raise RowError(
+                        "empty field", "the text has special tokens only. Remove the row."
+                    )
+                self.renderer.count_spelled(text)
+                return [_Draft((), text, TRAINED, as_one=True, is_chat=False, prefix=prefix)]
+            turn = Turn(parsed.prompt, parsed.text, "")
+            return [
+                _Draft(
+                    (turn,),
+                    "",
+                    flags,
+                    as_one=self._adds_space,
+                    is_chat=False,
+                    prefix=self._prefix,
+                )
+            ]
+        turns, whole = self.renderer.render(parsed)
+        if not all(after.prompt.startswith(turn.text) for turn, after in pairwise(turns)):
+            if not self.train_all:
+                return [_Draft((turn,), "", flags, as_one=self._adds_space) for turn in turns]
+            # All of the text is trained, and only the last answer is evaluated.
+            turns = turns[-1:] if whole.startswith(turns[-1].text) else []
+        last = turns[-1].text if turns else ""
+        rest = whole[len(last) :] if whole.startswith(last) else ""
+        return [_Draft(tuple(turns), rest, flags, as_one=self._adds_space)]
 
     def _tokenize(self, drafts: list[_Draft]) -> list[list[Document]]:
-        texts = [(piece.text, draft.plain) for draft in drafts for piece in draft.pieces]
-        texts += [
-            (text, False)
-            for draft in drafts
-            for seam in draft.seams
-            for text in (*seam, "".join(seam))
+        """Return the documents of each draft: a single one, if that has the tokens of inference."""
+        tokens = self._encode_batch(drafts)
+        documents = [self._make_document(draft, tokens) for draft in drafts]
+        splits = [
+            draft.split() if document is None else []
+            for draft, document in zip(drafts, documents, strict=True)
         ]
-        ids = iter(self._encode_batch(texts))
-        parts = [[next(ids) for _ in draft.pieces] for draft in drafts]
-        found: list[list[Document]] = []
-        apart: list[Turn] = []
-        for draft, tokens in zip(drafts, parts, strict=True):
-            document = self._make_document(draft, tokens) if tokens else None
-            alike = [
-                [*chain.from_iterable(next(ids) for _ in seam)] == next(ids) for seam in draft.seams
-            ]
-            fits = document is not None and all(alike)
-            found.append([document] if fits and document is not None else [])
-            apart += [] if fits else draft.apart
-        if apart:
-            rest = iter(
-                self._tokenize(
-                    [_Draft([_Piece(turn.prompt, 0), *_get_answer(turn)]) for turn in apart]
-                )
-            )
-            for draft, documents_of_draft in zip(drafts, found, strict=True):
-                if not documents_of_draft:
-                    documents_of_draft += [next(rest)[0] for _ in draft.apart]
+        if not any(splits):
+            return [[cast(Document, document)] for document in documents]
+        rest = iter(self._tokenize([one for split in splits for one in split]))
+        return [
+            [document] if document is not None else [one for _ in split for one in next(rest)]
+            for document, split in zip(documents, splits, strict=True)
+        ]
+
+    def _encode_batch(self, drafts: list[_Draft]) -> dict[tuple[str, bool], "Encoding"]:
+        """Tokenize each text once, because many are the template's."""
+        texts = dict.fromkeys(
+            (text, draft.is_plain) for draft in drafts for text, _ in draft.pieces
+        )
+        found: dict[tuple[str, bool], Encoding] = {}
+        for is_plain, encoder in self._encoders.items():
+            some = [text for text in texts if text[1] == is_plain]
+            encodings = encoder.encode_batch([text for text, _ in some], add_special_tokens=False)
+            found |= dict(zip(some, encodings, strict=True))
         return found
 
-    def _make_document(self, draft: _Draft, parts: list[list[int]]) -> Document | None:
-        if self._adds_space and len(parts) > 1:
-            whole = self._encode_whole([piece.text for piece in draft.pieces])
-            if whole is None and draft.apart:
-                return None
-            parts = whole or parts
-        prefix, suffix = draft.prefix, draft.suffix
-        if prefix and tuple(parts[0][: len(prefix)]) == prefix:
-            prefix = ()  # the text spells the begin-of-text token itself
-        tokens = list(prefix)
-        flags = bytearray([TRAINED if self.train_all or draft.plain else 0]) * len(prefix)
-        for part, piece in zip(parts, draft.pieces, strict=True):
-            tokens += part
-            flags += self._get_flags(piece, part)
-        if suffix and tuple(tokens[-len(suffix) :]) == suffix:
-            suffix = ()  # the text spells the end-of-text token itself
-        tokens += suffix
-        last = draft.pieces[-1].flags
-        flags += bytes([last | END if last & ANSWER else last]) * len(suffix)
-        return Document(np.array(tokens, dtype=np.int64), np.frombuffer(flags, dtype=np.uint8))
+    def _make_document(
+        self, draft: _Draft, tokens: dict[tuple[str, bool], "Encoding"]
+    ) -> Document | None:
+        """Return the document of `draft`; None if a prompt alone has other tokens than in it."""
+        encodings = [tokens[text, draft.is_plain] for text, _ in draft.pieces]
+        ids = [token for encoding in encodings for token in encoding.ids]
+        flags = bytearray()
+        for encoding, (_, piece_flags) in zip(encodings, draft.pieces, strict=True):
+            flags += bytes([piece_flags]) * len(encoding)
+        if draft.inner and not self._mark(draft, encodings[0], flags):
+            return None
+        if not draft.is_chat:
+            # The text may spell the tokens at its beginning and end itself.
+            prefix = () if tuple(ids[: len(draft.prefix)]) == draft.prefix else draft.prefix
+            suffix = [] if ids[-1:] == [self.eos_token_id] else [self.eos_token_id]
+            ids = [*prefix, *ids, *suffix]
+            last = TRAINED | ANSWER | END if draft.turns else draft.flags
+            flags = bytearray([draft.flags]) * len(prefix) + flags + bytes([last]) * len(suffix)
+        return Document(np.array(ids, dtype=np.int64), np.frombuffer(flags, dtype=np.uint8))
 
-    def _get_flags(self, piece: _Piece, ids: list[int]) -> bytes:
-        if piece.marks is None or self.train_all:
-            return bytes([piece.flags]) * len(ids)
-        offsets = self._special.encode(piece.text, add_special_tokens=False).offsets
-        # cut from the tokens of the whole text: the answer was not tokenized alone
-        if len(offsets) != len(ids):
-            return bytes([piece.flags]) * len(ids)
-        inside = [
-            any(start < stop_mark and stop > start_mark for start_mark, stop_mark in piece.marks)
-            for start, stop in offsets
-        ]
-        return bytes(piece.flags if found else piece.flags & ~TRAINED for found in inside)
-
-    def _encode_batch(self, texts: list[tuple[str, bool]]) -> list[list[int]]:
-        # each once: many are the template's
-        found: dict[tuple[str, bool], list[int]] = {text: [] for text in texts}
-        for encoder, plain in ((self._special, False), (self._plain, True)):
-            some = [text for text, is_plain in found if is_plain is plain]
-            encodings = encoder.encode_batch_fast(some, add_special_tokens=False)
-            found |= {
-                (text, plain): encoding.ids for text, encoding in zip(some, encodings, strict=True)
-            }
-        return [found[text] for text in texts]
-
-    def _encode_whole(self, texts: list[str]) -> list[list[int]] | None:
-        """Tokenize the joined texts and cut them where each text begins; None if a prompt alone has
-        other tokens.
+    def _mark(self, draft: _Draft, encoding: "Encoding", flags: bytearray) -> bool:
+        """Set the flags of the inner answers. False if the tokens of `encoding` before an answer
+        are not those of its prompt alone, or a token reaches over the end of the answer.
         """
-        encoder: Tokenizer = self._special
-        whole = encoder.encode("".join(texts), add_special_tokens=False).ids
-        cuts = [0]
-        for i in range(1, len(texts)):
-            before = encoder.encode("".join(texts[:i]), add_special_tokens=False).ids
-            if whole[: len(before)] != before:
-                return None
-            cuts.append(len(before))
-        return [
-            whole[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(whole)], strict=True)
-        ]
+        ids, offsets = encoding.ids, encoding.offsets
+        starts = [start for start, _ in offsets]
+        header = 0  # place of the last token in the prompt that cuts the text
+        for turn in draft.inner:
+            for match in self._cutting.finditer(turn.prompt, header):
+                header = match.start()
+            borders = len(turn.prompt), len(turn.prompt + turn.answer), len(turn.text)
+            start, end, stop = (bisect_left(starts, border) for border in borders)
+            alone = self._encode_header(turn.prompt[header:])
+            alike = ids[bisect_left(starts, header) : start] == alone and all(
+                offsets[place - 1][1] <= border
+                for place, border in zip((end, stop), borders[1:], strict=True)
+            )
+            if not alike and not draft.flags & TRAINED:
+                return False
+            flags[start:end] = bytes([TRAINED | ANSWER]) * (end - start)
+            flags[end:stop] = bytes([TRAINED | ANSWER | END]) * (stop - end)
+        return True
 
-
-def _get_answer(turn: Turn) -> list[_Piece]:
-    pieces = [
-        _Piece(turn.body, TRAINED | ANSWER, turn.marks),
-        _Piece(turn.end, TRAINED | ANSWER | END),
-    ]
-    return [piece for piece in pieces if piece.text]
+    def _encode_text(self, text: str) -> list[int]:
+        ids: list[int] = self._encoders[False].encode(text, add_special_tokens=False).ids
+        return ids

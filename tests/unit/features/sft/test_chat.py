@@ -202,22 +202,13 @@ def test_prompt_tokens_are_those_of_inference(make_tokenizer: MakeTokenizer) -> 
     assert tokenizer.decode(document.ids.tolist()) == tokenizer.decode(whole)
 
 
-def test_generation_marks(make_tokenizer: MakeTokenizer) -> None:
-    tokenizer = make_tokenizer(MARKED)
-    start = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
-    middle = "\n<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n"
+def test_generation_marks_change_nothing(make_tokenizer: MakeTokenizer) -> None:
     row = say("one", "two", "three", "four")
-    assert marked(tokenizer, row) == [f"{start}[[two<|im_end|>]]{middle}[[four<|im_end|>]]\n"]
-    pair = {"prompt": row["messages"][:3], "completion": row["messages"][3:]}
-    assert marked(tokenizer, pair, "prompt_completion") == [
-        f"{start}two<|im_end|>{middle}[[four<|im_end|>]]\n"
-    ]
-    row["messages"][1]["weight"] = 0
-    assert marked(tokenizer, row) == [f"{start}two<|im_end|>{middle}[[four<|im_end|>]]\n"]
+    assert marked(make_tokenizer(MARKED), row) == marked(make_tokenizer(CHATML), row)
 
 
 def test_train_on_all(make_tokenizer: MakeTokenizer) -> None:
-    for template in (CHATML, THINKING, MARKED):
+    for template in (CHATML, THINKING):
         tokenizer = make_tokenizer(template)
         row = say("one", "two", "three", "four")
         ((document,),) = encode(tokenizer, row, train_all=True)
@@ -333,16 +324,10 @@ def test_preference_pairs(make_tokenizer: MakeTokenizer, prompt: str | None, sid
     row = {"chosen": SIDES[side]("good"), "rejected": SIDES[side]("bad")}
     row |= {"prompt": prompts[prompt]} if prompt else {}
     start = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    for template in (CHATML, MARKED):
-        expected = [f"{start}[[good<|im_end|>]]\n", f"{start}[[bad<|im_end|>]]\n"]
-        assert marked(make_tokenizer(template), row, "preference") == expected
+    expected = [f"{start}[[good<|im_end|>]]\n", f"{start}[[bad<|im_end|>]]\n"]
+    assert marked(make_tokenizer(CHATML), row, "preference") == expected
     thinking = marked(make_tokenizer(THINKING), row, "preference")
     assert all("[[<think>\n\n</think>\n\n" in text for text in thinking) and len(thinking) == 2
-
-
-MARKED_OPEN = OPEN_THOUGHT.replace(
-    "{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}"
-)
 
 
 REWRITTEN = {side: say("a", side, "c", "d")["messages"] for side in ("chosen", "rejected")}
@@ -355,7 +340,7 @@ REWRITTEN = {side: say("a", side, "c", "d")["messages"] for side in ("chosen", "
             GEMMA,
             "messages",
             say("one", "two", system="be"),
-            r"fails: System role not supported\. Correct the row, or",
+            r"fails: System role not supported\. Correct the row, set",
         ),
         (
             MISTRAL,
@@ -363,9 +348,8 @@ REWRITTEN = {side: say("a", side, "c", "d")["messages"] for side in ("chosen", "
             say("one", "two", system="be"),
             r"drops messages\[0\], of the role 'system'",
         ),
-        # Inference would never ask for this answer, also where marks say what is trained.
+        # Inference would never ask for this answer.
         (OPEN_THOUGHT, "messages", say("one", "two"), r"messages\[1\] .*: '<think>.n' there, 'two"),
-        (MARKED_OPEN, "messages", say("one", "two"), r"messages\[1\] .*: '<think>.n' there, 'two"),
         (
             THINKING,
             "preference",
