@@ -96,8 +96,10 @@ class SafetensorsReader:
         file_bytes: Mapping[Path, int],
         threads: int = 0,
     ) -> None:
-        self.name, self.proves_coverage = name, True
-        self._tensors, self._file_bytes = tensors, file_bytes
+        self.name = name
+        self.proves_coverage = True
+        self._tensors = tensors
+        self._file_bytes = file_bytes
         self._threads = threads or io_threads()
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
@@ -369,10 +371,8 @@ def _dequantize(
     dtype = torch.float8_e8m0fnu if needed.dtype == torch.uint8 else needed.dtype  # exponents
     factors = torch.empty(needed.shape, dtype=dtype)
     read_bytes(files, needed.file, bytes_of(factors.view(-1)), needed.offset)
-    factors, codes = (
-        factors.to(torch.float32)[(rows - rows[0])[:, None], columns],
-        codes.view(height, width),
-    )
+    factors = factors.to(torch.float32)[(rows - rows[0])[:, None], columns]
+    codes = codes.view(height, width)
     if kept_by is not None:
         return kept_by.keep(codes, factors)
     return codes.to(torch.float32).mul_(factors).view(box.lengths)
