@@ -5,6 +5,7 @@ config -> mesh -> data -> model (meta) -> transforms (meta) -> parallelize (meta
 allocate -> fill -> verify -> optimizer -> state -> trainer
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from titanlite.base.agree import new_host_group, on_first_rank
-from titanlite.base.errors import TitanliteError
+from titanlite.base.errors import ConfigError, TitanliteError, raise_problems
 from titanlite.base.events import open_events
 from titanlite.base.extension import is_extension
 from titanlite.base.log import logger
@@ -67,6 +68,7 @@ from titanlite.features.record.run_files import (
     log_held,
     record_trained,
     save_environment,
+    say_end,
 )
 from titanlite.features.sft.build import build_sft
 from titanlite.features.sft.chat_template import with_chat_date
@@ -76,7 +78,7 @@ from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.probes import check_documents_per_row
 from titanlite.launch.process_group import init_distributed
 from titanlite.launch.protocol import beat
-from titanlite.materialize import materialize
+from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.metrics import run_folder
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.metrics.logger import MetricsLogger
@@ -93,9 +95,9 @@ from titanlite.optim.expert_bias import (
 )
 from titanlite.optim.optimizer import build_adamw, count_parameters, freeze_parameters
 from titanlite.preflight import Checked
-from titanlite.run import check_resumed_model, resolve_held_out, warn_of_other_data
+from titanlite.run import Run, check_resumed_model, resolve_held_out, warn_of_other_data
 from titanlite.train_step import TrainStep
-from titanlite.trainer import Trainer
+from titanlite.trainer import Closing, Parts, Trainer, Watch
 
 
 def assemble(checked: Checked) -> Trainer:
@@ -105,115 +107,69 @@ def assemble(checked: Checked) -> Trainer:
     Raises TitanliteError on all ranks: something cannot be built, read or saved as the
     configuration says.
     """
-    job, model_config, degrees = checked.job, checked.model_config, checked.degrees
-    folder = Path(job.job.dump_folder)
-    device = _join(job, folder)
-    locks = run_folder.hold_folders(job, folder)  # before anything there is read or cleaned
-    check_device(job, device)
-    prepare_device(job, model_config, device)
-    dims = ParallelDims.build(degrees, device.type)
-    where = f"{degrees}, {format_count(degrees.world_size, 'rank')} on {device.type}"
-    logger.info("mesh: %s", where)
+    run = begin(checked)
+    run, tokenizer, loader = read_data(run)
+    refuse(on_first_rank(lambda: find_problems(run, tokenizer, loader)))
+    prepare_device(run.job, run.model_config, run.device)
+    changes = run_folder.make_dump_folder(run.job, run.folder)
+    start_data(run, loader)
+    beat("loading", run.first_step)
 
-    group = new_host_group(timedelta(seconds=job.checkpoint.timeout_seconds))
-    if (folder / job.checkpoint.folder).is_dir():
-        open_events(folder)
-    start = find_start(job.checkpoint, job.job.dump_folder, group)
-    step = 0 if start is None else start.progress.step
-    job = on_first_rank(lambda: with_chat_date(job, start))
-    with run_folder.waiting_for_machines():  # ranks read files independently: no collective inside
-        job, model_config, tokenizer, loader = _read_data(job, model_config, dims, start)
-        warn_of_ignored_balancing(job.moe, model_config.num_experts)
-    changes = run_folder.make_dump_folder(job, folder)
-    run_folder.check_shared_folder(folder)
-
-    checkpointer = Checkpointer(job.checkpoint, build_format(job), folder, start, group)
-    if start is not None:
-        run_folder.check_same_run(job, step, start.progress.identity)
-    model_config = _fit_to_weights(job, model_config, start)
-    beat("loading", step)
-
-    model = build_on_meta(job, model_config, dims, device)
-    ends_of_turn = (
-        [] if loader.dataset.form == "text" else get_end_of_turn_ids(tokenizer, loader.dataset)
-    )
-    checkpointer.prepare(model, tokenizer, ends_of_turn)
-    home = torch.device("cpu") if job.training.enable_cpu_offload else device
-    fill = partial(
-        materialize,
-        device=home,
-        buffer_device=device,
-        seed=job.training.seed,
-        waiting=checkpointer.group,
-    )
-    plan = fill(model, sources=(sources := checkpointer.weight_sources(model)))
-    carry_passengers(job, model.config, sources, checkpointer)
-    if job.checkpoint.enable and not job.lora.rank:
-        check_layout(plan)
-    optimizer = build_optimizer(job, model, dims)
+    model = build_on_meta(run)
+    checkpointer = build_checkpointer(run, model, tokenizer, loader)
+    sources = checkpointer.weight_sources(model)
+    plan = fill(run, model, sources)
+    carry_passengers(run.job, model.config, sources, checkpointer)
+    optimizer = build_optimizer(run.job, model, run.dims)
     checkpointer.load_state(plan, optimizer)
-    objective = build_objective(job, model.config.vocab_size)
-    stepper = TrainStep(job, dims, device, model, optimizer, objective, step)
-    samples = 0 if start is None else start.progress.samples
-    loader.start_from(step, samples, job.data.skip_to_sample, start and start.progress.taken)
-    warn_of_other_data(start, loader)
-    total, trained = count_parameters(model)
-    logger.info(
-        "model: %s, %.1f M parameters%s, %s of weights",
-        *(
-            model_config.family,
-            total / 1e6,
-            "" if trained == total else f", {trained / 1e6:.3f} M of them trained",
-        ),
-        format_size(sum(entry.tensor.numel() * entry.dtype.itemsize for entry in plan.entries)),
+    objective = build_objective(run.job, model.config.vocab_size)
+    parts = Parts(
+        run=run,
+        loader=loader,
+        plan=plan,
+        stepper=TrainStep(run, model, optimizer, objective),
+        checkpointer=checkpointer,
+        results=build_results(run),
     )
     trainer = Trainer(
-        job=job,
-        device=device,
-        dump_folder=folder,
-        locks=locks,
-        loader=loader,
-        checkpointer=checkpointer,
-        plan=plan,
-        stepper=stepper,
-        results=Results(job.validation, job.checkpoint.save_best, start and start.progress.results),
-        evaluator=build_evaluator(job, loader.dataset, tokenizer, model_config, dims, device),
-        diagnose=partial(diagnose, model, whole_layers=job.compile.enable, stage=dims.stage),
-        metrics=build_metrics(job, folder, model, loader, dims, device, step),
-        render_card=partial(
-            render_model_card, job, family=model_config.family, num_parameters=total
+        parts,
+        metrics=build_metrics(run, model, loader),
+        watch=Watch(
+            evaluator=build_evaluator(run, loader.dataset, tokenizer),
+            diagnose=partial(
+                diagnose, model, whole_layers=run.job.compile.enable, stage=run.dims.stage
+            ),
+            record_trained=partial(record_trained, run.folder),
         ),
-        record_trained=partial(record_trained, folder),
-        push_to_hub=push_to_hub,
+        closing=Closing(
+            render_card=partial(
+                render_model_card,
+                run.job,
+                family=run.model_config.family,
+                num_parameters=count_parameters(model)[0],
+            ),
+            say_end=say_end,
+            push_to_hub=push_to_hub,
+        ),
     )
-    matrices = muon_matrices(model, job.optimizer) if job.optimizer.name == "Muon" else {}
+    matrices = muon_matrices(model, run.job.optimizer) if run.job.optimizer.name == "Muon" else {}
+    refuse(find_problems_of(parts, matrices))
     log_held(plan, matrices)
-    check_space(job, plan, matrices, checkpointer.folder, step, checkpointer.carried_bytes)
-    facts = {
-        "model": model_config.family,
-        "parameters": total,
-        "trained": trained,
-        "mesh": str(degrees),
-    }
-    configure_wandb(save_environment(folder, device, facts))
-    run_folder.record_start(folder, step, where, resumed=bool(start), changes=changes)
-
-    def initial_model() -> Model:
-        if step == 0:
-            return model
-        initial = build_on_meta(job, model.config, dims, device)
-        fill(initial, sources=checkpointer.initial_sources(initial))
-        return initial
-
-    check_documents_per_row(job, model, device)
-    objective.prepare(loader.coming_batches(step, job), initial_model, device)
+    record_start(parts, changes)
+    objective.prepare(
+        loader.coming_batches(run.first_step, run.job), partial(build_initial, parts), run.device
+    )
     return trainer
 
 
-def _join(job: JobConfig, folder: Path) -> torch.device:
-    """Join the other ranks, which must have the same settings and models; return the device of this
-    one.
+def begin(checked: Checked) -> Run:
+    """Join the other ranks, lock the run's folder, and find where the run starts. Collective.
+
+    Raises TitanliteError on all ranks: the ranks have other settings, models or folders; the folder
+    is in use; or its checkpoint is not the one that was asked for.
     """
+    job = checked.job
+    folder = Path(job.job.dump_folder)
     beat("loading", 0)
     prepare_process(job, folder)
     device = init_distributed(job.comm.timeout_seconds)
@@ -221,27 +177,168 @@ def _join(job: JobConfig, folder: Path) -> torch.device:
         keep_freed_memory()
     run_folder.check_same_settings(job)
     check_same_copies(list_model_paths(job))
-    return device
+    locks = run_folder.hold_folders(job, folder)  # before anything there is read or cleaned
+    run_folder.check_shared_folder(folder)
+    dims = ParallelDims.build(checked.degrees, device.type)
+    logger.info("mesh: %s", describe_mesh(dims, device))
+    if (folder / job.checkpoint.folder).is_dir():
+        open_events(folder)
+    group = new_host_group(timedelta(seconds=job.checkpoint.timeout_seconds))
+    start = find_start(job.checkpoint, job.job.dump_folder, group)
+    return Run(job, checked.model_config, dims, device, start, group, locks)
 
 
-def _fit_to_weights(
+def describe_mesh(dims: ParallelDims, device: torch.device) -> str:
+    """Return the degrees, and where the ranks are."""
+    return f"{dims.degrees}, {format_count(dims.degrees.world_size, 'rank')} on {device.type}"
+
+
+def read_data(run: Run) -> tuple[Run, Any, TrainLoader]:
+    """Return `run` with what its data and weights say, the tokenizer, and this rank's batches.
+    Collective.
+
+    Raises TitanliteError on all ranks: the data or the headers of the weights cannot be read.
+    """
+    start = run.start
+    progress = start and start.progress
+    degrees = run.dims.degrees
+    job = run.job
+    job = on_first_rank(lambda: with_chat_date(job, start))
+    with run_folder.waiting_for_machines():  # ranks read files independently: no collective inside
+        job = resolve_held_out(job, start)
+        tokenizer, loader = build_data(job, run.dims.dp_rank, degrees.dp, start)
+        job = resolve_steps(job, loader, progress)
+        job, config = fit_vocabulary(job, run.model_config, count_ids(tokenizer), degrees.tp, start)
+        has_weights = bool(job.checkpoint.initial_load_path)
+        moe = complete_balancing(
+            job.moe, config, progress and progress.identity, has_weights=has_weights
+        )
+        job = replace(job, moe=moe)
+    warn_of_ignored_balancing(job.moe, config.num_experts)
+    describe_pipeline(loader, config, degrees)
+    return replace(run, job=job, model_config=fit_to_weights(job, config, start)), tokenizer, loader
+
+
+def start_data(run: Run, loader: TrainLoader) -> None:
+    """Let the data begin where the run does."""
+    samples = 0
+    taken = None
+    if run.start is not None:
+        samples = run.start.progress.samples
+        taken = run.start.progress.taken
+    loader.start_from(run.first_step, samples, run.job.data.skip_to_sample, taken)
+    warn_of_other_data(run.start, loader)
+
+
+def fit_to_weights(
     job: JobConfig, model_config: AnyModelConfig, start: Start | None
 ) -> AnyModelConfig:
     """Return the configuration with the ties of the weights that the run resumes or begins with;
-    see `untie`.
-
-    Raises ConfigError: the resumed model is another one. The same on all ranks. Collective: every
-    rank must call.
+    see `untie`. Collective.
     """
     base = job.checkpoint.initial_load_path
     weights = Path(base) if base and (start is None or job.lora.rank) else start and start.folder
     # then one of two stored tensors is a mistake
     is_asked_for = job.model.overrides.tie_word_embeddings
-    if weights is not None and not is_asked_for:
-        model_config = untie(model_config, weights, build_model)
-    if start is not None:
-        check_resumed_model(model_config, start)
-    return model_config
+    if weights is None or is_asked_for:
+        return model_config
+    return untie(model_config, weights, build_model)
+
+
+def find_problems(run: Run, tokenizer: Any, loader: TrainLoader) -> list[str]:
+    """Return the problems that can be known before the weights are read. On one rank."""
+    dataset = loader.dataset
+    problems = check_device(run.job, run.device)
+    problems += check_data(
+        run.job, run.model_config, dataset.form, dataset.vocab_size, count_ids(tokenizer)
+    )
+    if run.start is not None:
+        identity = run.start.progress.identity
+        problems += run_folder.check_same_run(run.job, run.first_step, identity)
+        problems += check_resumed_model(run.model_config, run.start)
+    return problems
+
+
+def find_problems_of(parts: Parts, matrices: Any) -> list[str]:
+    """Return the problems of what was built; `matrices` are those that Muon steps. Collective."""
+    run, plan, checkpointer = parts.run, parts.plan, parts.checkpointer
+    problems: list[str] = []
+    if run.job.checkpoint.enable and not run.job.lora.rank:
+        problems += check_layout(plan)
+    folder, carried = checkpointer.folder, checkpointer.carried_bytes
+    problems += on_first_rank(
+        lambda: check_space(run.job, plan, matrices, folder, run.first_step, carried)
+    )
+    problems += check_documents_per_row(run.job, parts.stepper.model, run.device)
+    return problems
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise one ConfigError that lists the `problems` of a run, the same on all ranks; return
+    quietly if there are none.
+    """
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    raise_problems(ConfigError, "configuration", problems)
+
+
+def build_checkpointer(run: Run, model: Model, tokenizer: Any, loader: TrainLoader) -> Checkpointer:
+    """Build the loading and saving of checkpoints, and their files without tensors. Collective.
+
+    Raises CheckpointError on all ranks: one of those files cannot be built.
+    """
+    job = run.job
+    checkpointer = Checkpointer(
+        job.checkpoint, build_format(job), run.folder, run.start, run.file_group
+    )
+    is_text = loader.dataset.form == "text"
+    ends_of_turn = [] if is_text else get_end_of_turn_ids(tokenizer, loader.dataset)
+    checkpointer.prepare(model, tokenizer, ends_of_turn)
+    return checkpointer
+
+
+def fill(run: Run, model: Model, sources: Sequence[SourceProvider]) -> Plan:
+    """Materialize `model`; raises as `materialize`. Collective."""
+    is_on_host = run.job.training.enable_cpu_offload
+    return materialize(
+        model,
+        torch.device("cpu") if is_on_host else run.device,
+        sources,
+        seed=run.job.training.seed,
+        buffer_device=run.device,
+        waiting=run.file_group,
+    )
+
+
+def build_initial(parts: Parts) -> Model:
+    """Return the model with the weights that the run began with. Collective."""
+    run, model = parts.run, parts.stepper.model
+    if run.start is None:
+        return model
+    initial = build_on_meta(replace(run, model_config=model.config))
+    fill(run, initial, parts.checkpointer.initial_sources(initial))
+    return initial
+
+
+def record_start(parts: Parts, changes: Mapping[str, tuple[Any, Any]]) -> None:
+    """Log the model, and record the start and the settings that changed since. Collective."""
+    run = parts.run
+    family = run.model_config.family
+    total, trained = count_parameters(parts.stepper.model)
+    nbytes = sum(entry.tensor.numel() * entry.dtype.itemsize for entry in parts.plan.entries)
+    logger.info(
+        "model: %s, %.1f M parameters%s, %s of weights",
+        family,
+        total / 1e6,
+        "" if trained == total else f", {trained / 1e6:.3f} M of them trained",
+        format_size(nbytes),
+    )
+    mesh = str(run.dims.degrees)
+    facts = {"model": family, "parameters": total, "trained": trained, "mesh": mesh}
+    configure_wandb(save_environment(run.folder, run.device, facts))
+    where = describe_mesh(run.dims, run.device)
+    is_resumed = run.start is not None
+    run_folder.record_start(run.folder, run.first_step, where, resumed=is_resumed, changes=changes)
 
 
 def build_data(
@@ -276,30 +373,6 @@ def build_dataset(job: JobConfig) -> tuple[Any, TrainDataset]:
             return build_text(job)
 
 
-def _read_data(
-    job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims, start: Start | None
-) -> tuple[JobConfig, AnyModelConfig, Any, TrainLoader]:
-    """Return the job with its steps and balance of experts, the model's sizes, the tokenizer, this
-    rank's batches.
-    """
-    job = resolve_held_out(job, start)
-    tokenizer, loader = build_data(job, dims.dp_rank, dims.degrees.dp, start)
-    job = resolve_steps(job, loader, start and start.progress)
-    job, model_config = fit_vocabulary(
-        job, model_config, count_ids(tokenizer), dims.degrees.tp, start
-    )
-    check_data(
-        job, model_config, loader.dataset.form, loader.dataset.vocab_size, count_ids(tokenizer)
-    )
-    identity = start and start.progress.identity
-    has_weights = bool(job.checkpoint.initial_load_path)
-    job = replace(
-        job, moe=complete_balancing(job.moe, model_config, identity, has_weights=has_weights)
-    )
-    describe_pipeline(loader, model_config, dims.degrees)
-    return job, model_config, tokenizer, loader
-
-
 def fit_vocabulary(
     job: JobConfig, model_config: AnyModelConfig, num_ids: int, tp: int, start: Start | None
 ) -> tuple[JobConfig, AnyModelConfig]:
@@ -314,15 +387,14 @@ def fit_vocabulary(
 
 def check_data(
     job: JobConfig, model_config: AnyModelConfig, form: str, vocab_size: int, num_ids: int
-) -> None:
-    """Check that a run can train on rows of `form`, with tokens below `vocab_size`, of a tokenizer
-    of `num_ids` ids.
-
-    Raises ConfigError or DataError: it cannot. The same on all ranks; no collective.
+) -> list[str]:
+    """Return the problems of a run on rows of `form`, with tokens below `vocab_size`, of a
+    tokenizer of `num_ids` ids.
     """
-    check_form(job, form)
-    check_pairs(job, form)
-    check_vocabulary(job, vocab_size, num_ids, model_config)
+    problems = check_form(job, form)
+    problems += check_pairs(job, form)
+    problems += check_vocabulary(job, vocab_size, num_ids, model_config)
+    return problems
 
 
 def check_model(checked: Checked) -> None:
@@ -340,7 +412,7 @@ def check_model(checked: Checked) -> None:
         num_ids = count_ids(load_tokenizer(path))
         job, config = fit_vocabulary(job, config, num_ids, checked.degrees.tp, start)
         is_text = job.data.dataset in ("text", "stdlib")  # rows may have only some of the tokens
-        check_vocabulary(job, num_ids if is_text else 0, num_ids, config)
+        refuse(check_vocabulary(job, num_ids if is_text else 0, num_ids, config))
     if job.checkpoint.enable:
         build_format(job).describe(build_unsharded(job, config, "cpu"), None, [])
 
@@ -355,20 +427,18 @@ def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> M
     return build_decoder(config, dtype)
 
 
-def build_on_meta(
-    job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims, device: torch.device
-) -> Model:
-    """Build the model on meta, configured and sharded for training on devices like `device`. No
-    collective.
+def build_on_meta(run: Run) -> Model:
+    """Build the model on meta, configured and sharded for training. No collective.
 
     Raises ConfigError, the same on all ranks: a pattern matches nothing, or transformers cannot
     build the model.
     """
+    job, device = run.job, run.device
     use_triton(job.training.triton_kernels)
-    model = build_unsharded(job, model_config, device.type)
-    attention = choose_attention(job, model_config, device.type)
+    model = build_unsharded(job, run.model_config, device.type)
+    attention = choose_attention(job, run.model_config, device.type)
     model.configure(attention, job.moe, job.training.loss_chunk_tokens, device)
-    shard(model, job, dims, device.type)
+    shard(model, job, run.dims, device.type)
     return model
 
 
@@ -402,28 +472,25 @@ def build_format(job: JobConfig) -> HFFormat:
     return PeftFormat(*sections, job.lora) if job.lora.rank else HFFormat(*sections)
 
 
-def build_metrics(
-    job: JobConfig,
-    folder: Path,
-    model: Model,
-    loader: TrainLoader,
-    dims: ParallelDims,
-    device: torch.device,
-    step: int,
-) -> MetricsLogger:
-    """Build the metrics logger of a run that begins after `step`; rank 0 writes, also to W&B if
-    that is on.
-    """
+def build_results(run: Run) -> Results:
+    """Build the record of validations and evaluations, with those before `run.start`."""
+    saved = run.start and run.start.progress.results
+    return Results(run.job.validation, run.job.checkpoint.save_best, saved)
+
+
+def build_metrics(run: Run, model: Model, loader: TrainLoader) -> MetricsLogger:
+    """Build the metrics logger; rank 0 writes, also to W&B if that is on."""
+    job = run.job
     return MetricsLogger(
         job,
-        folder,
+        run.folder,
         train_flops_per_token(model, job.training.seq_len),
-        dims.degrees.world_size,
-        device,
-        start_step=step,
+        run.dims.degrees.world_size,
+        run.device,
+        start_step=run.first_step,
         moe_layers=model.moe_layer_numbers(),
         if_idle=advise_balancing(job.moe, job.model.implementation, model),
-        sink=open_wandb(job, folder),
+        sink=open_wandb(job, run.folder),
         measure=build_metric(job.metrics),
         steps_per_epoch=(loader.dataset.num_train_sequences or 0) / loader.global_batch_size,
     )

@@ -1,9 +1,15 @@
-"""What a resumed run has in common with its checkpoint."""
+"""`Run`: the facts that all parts of a run are built from; what it shares with its checkpoint."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from titanlite.base.agree import get_rank, on_first_rank
+import torch
+import torch.distributed as dist
+
+from titanlite.base.agree import get_rank
 from titanlite.base.errors import ConfigError
+from titanlite.base.files import FolderLock
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import OWN_FOLDER
 from titanlite.checkpoint.start import Start
@@ -11,7 +17,39 @@ from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.data import get_sources
 from titanlite.config.defaults import wants_held_out
 from titanlite.data.loader import TrainLoader
+from titanlite.distributed import ParallelDims
 from titanlite.models.families import describe_differences, model_config_from_hf
+
+
+@dataclass(frozen=True)
+class Run:
+    """Facts of a run, complete before its first part is built.
+
+    Attributes:
+        job: with its number of steps, batch size, chat date and held-out share.
+        device: of this rank.
+        start: the checkpoint that the run resumes from, or None.
+        file_group: all ranks, on the host; its collectives wait as long as reading and writing
+            files may take.
+        locks: of the run's folders, held as long as this object lives.
+    """
+
+    job: JobConfig
+    model_config: AnyModelConfig
+    dims: ParallelDims
+    device: torch.device
+    start: Start | None = None
+    file_group: dist.ProcessGroup | None = None
+    locks: Sequence[FolderLock | None] = ()
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.job.job.dump_folder)
+
+    @property
+    def first_step(self) -> int:
+        """Optimizer steps done where the run begins."""
+        return 0 if self.start is None else self.start.progress.step
 
 
 def resolve_held_out(job: JobConfig, start: Start | None) -> JobConfig:
@@ -41,26 +79,23 @@ def resolve_held_out(job: JobConfig, start: Start | None) -> JobConfig:
     return replace(job, data=data)
 
 
-def check_resumed_model(model_config: AnyModelConfig, start: Start) -> None:
-    """Check that the model of the checkpoint computes the same as the configured one.
-
-    Raises ConfigError: it does not. The same on all ranks. Collective: every rank must call.
+def check_resumed_model(model_config: AnyModelConfig, start: Start) -> list[str]:
+    """Return the problem of a checkpoint whose model computes something else than the configured
+    one. On one rank.
     """
-
-    def find() -> str:
-        # the latter beside adapters
-        files = [start.folder / "config.json", start.folder / OWN_FOLDER / "config.json"]
-        path = next((path for path in files if path.is_file()), None)
-        if not isinstance(model_config, ModelConfig) or path is None:
-            return ""
-        return describe_differences(model_config, model_config_from_hf(path, "checkpoint"))
-
-    if text := on_first_rank(find):
-        raise ConfigError(
-            f"model: this run is to resume from {start.folder}, whose model is another one: "
-            f"{text}. Undo the change, or begin a new run: another job.dump_folder, and model.path "
-            f"= {start.folder}."
-        )
+    # the latter beside adapters
+    files = [start.folder / "config.json", start.folder / OWN_FOLDER / "config.json"]
+    path = next((path for path in files if path.is_file()), None)
+    if not isinstance(model_config, ModelConfig) or path is None:
+        return []
+    text = describe_differences(model_config, model_config_from_hf(path, "checkpoint"))
+    if not text:
+        return []
+    return [
+        f"model: this run is to resume from {start.folder}, whose model is another one: {text}. "
+        f"Undo the change, or begin a new run: another job.dump_folder, and model.path = "
+        f"{start.folder}."
+    ]
 
 
 def warn_of_other_data(start: Start | None, loader: TrainLoader) -> None:

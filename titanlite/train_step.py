@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.base.timers import StepTimer
-from titanlite.config import JobConfig
 from titanlite.data.dataset import Batch
-from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import prepare_backward
 from titanlite.distributed.grads import clip_grad_norms, find_unreached, reduce_replicated_grads
 from titanlite.launch.protocol import beat
@@ -31,6 +29,7 @@ from titanlite.objective import Objective, ObjectiveSums
 from titanlite.optim import FiniteGuard, build_lr_scheduler
 from titanlite.optim.expert_bias import ExpertBiasBalancer, get_bias_update_rate
 from titanlite.optim.optimizer import step_if_finite
+from titanlite.run import Run
 
 
 def order_turns(count: int, ahead: int) -> Iterator[tuple[Literal["forward", "backward"], int]]:
@@ -49,34 +48,36 @@ def order_turns(count: int, ahead: int) -> Iterator[tuple[Literal["forward", "ba
 
 
 class TrainStep:
-    """Optimizer steps of a model that is sharded over `dims`, after `step` earlier ones; batches
-    are on `device`.
-    """
+    """Optimizer steps of the sharded model of a run, on batches on its device."""
 
     def __init__(
         self,
-        job: JobConfig,
-        dims: ParallelDims,
-        device: torch.device,
+        run: Run,
         model: Model,
         optimizer: torch.optim.Optimizer,
         objective: Objective,
-        step: int = 0,
     ) -> None:
-        self.job, self.dims, self.device = job, dims, device
-        self.model, self.optimizer, self.objective, self.step = model, optimizer, objective, step
+        job = run.job
+        self.job = job
+        self.dims = run.dims
+        self.device = run.device
+        self.model = model
+        self.optimizer = optimizer
+        self.objective = objective
+        self.step = run.first_step
         self.lr_scheduler = build_lr_scheduler(
-            optimizer, job.lr_scheduler, job.training.steps, step
+            optimizer, job.lr_scheduler, job.training.steps, self.step
         )
-        stage_size = dims.degrees.stage_size if dims.degrees.pp > 1 else None
+        degrees = run.dims.degrees
+        stage_size = degrees.stage_size if degrees.pp > 1 else None
         rate = get_bias_update_rate(job.moe, model)
         self.balancer = ExpertBiasBalancer(model, rate, dist.all_reduce, stage_size)
         self.grad_groups = group_parameters(model, whole=not job.metrics.grad_norm_groups)
         max_nonfinite = (
             job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
         )
-        self.finite_guard = FiniteGuard(device, max_nonfinite)
-        self.timer = StepTimer(device)
+        self.finite_guard = FiniteGuard(run.device, max_nonfinite)
+        self.timer = StepTimer(run.device)
         # trained parameters without a gradient; known after the first step
         self.unreached: list[str] | None = None
 
@@ -91,7 +92,8 @@ class TrainStep:
         self.dims.seed_generators(self.job.training.seed, self.step, self.device)
         # ranks that wait below for one whose data is late are not slow themselves
         self.timer.start("other")
-        objective, count = self.objective, len(micro_batches)
+        objective = self.objective
+        count = len(micro_batches)
         units, num_tokens = self.count_units(micro_batches)
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
         once_per_step = self.job.parallelism.fsdp_once_per_step
@@ -131,9 +133,16 @@ class TrainStep:
 
         tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
         means = sums / units
-        aux_loss = sums[1] / num_tokens
-        norms, counts = (grad_norm, group_norms), (tokens, num_tokens, tokens_per_expert)
-        return StepResult(means[0], aux_loss, *norms, *counts, means[2:])
+        return StepResult(
+            loss=means[0],
+            aux_loss=sums[1] / num_tokens,
+            grad_norm=grad_norm,
+            group_norms=group_norms,
+            tokens=tokens,
+            unpadded_tokens=num_tokens,
+            tokens_per_expert=tokens_per_expert,
+            metrics=means[2:],
+        )
 
     def enter(self, phase: str, micro_batch: int | None = None) -> None:
         """Start `phase` in the step's timer and in the heartbeat, which shows the launcher hung
@@ -199,8 +208,10 @@ class TrainStep:
         """
         result = window.results[-1]
         self.timer.start(None)
-        seconds, phases = time.perf_counter() - window.start, self.timer.read()
-        norms, tokens = window.read("grad_norm"), sum(step.tokens for step in window.results)
+        seconds = time.perf_counter() - window.start
+        phases = self.timer.read()
+        norms = window.read("grad_norm")
+        tokens = sum(step.tokens for step in window.results)
         group_norms = dict(zip(self.grad_groups, result.group_norms.tolist(), strict=True))
         applied = [loss for loss in losses if math.isfinite(loss)]
         moe = None

@@ -13,12 +13,10 @@ import torch.distributed as dist
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import DataError
 from titanlite.base.events import record_event
-from titanlite.base.files import FolderLock
 from titanlite.base.log import logger
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.description import describe_versions
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.config import JobConfig
 from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader
 from titanlite.launch.protocol import beat, is_stop_requested
@@ -30,6 +28,7 @@ from titanlite.metrics.run_folder import get_identity
 from titanlite.models.interface import Model
 from titanlite.optim import lr_factor
 from titanlite.optim.optimizer import Diagnosis, describe_unreached
+from titanlite.run import Run
 from titanlite.train_step import TrainStep
 
 
@@ -40,44 +39,72 @@ class Evaluator(Protocol):
     def run(self, model: Model) -> EvaluationResult: ...
 
 
-@dataclass
-class Trainer:
-    """Training loop of one rank, built by `assemble`. `evaluator` and the fields after it are
-    optional.
-    """
+def _search_nothing(*_: object) -> Diagnosis:
+    return Diagnosis("Its origin was not searched.", repeats=True)
 
-    job: JobConfig
-    device: torch.device
-    dump_folder: Path
-    locks: list[FolderLock | None]  # of the run's folders, held as long as the trainer lives
+
+@dataclass(frozen=True)
+class Parts:
+    """What was built of a run."""
+
+    run: Run
     loader: TrainLoader
-    checkpointer: Checkpointer
     plan: Plan
     stepper: TrainStep  # runs the steps; owns the model, the optimizer and the objective
-    metrics: MetricsLogger
+    checkpointer: Checkpointer
     results: Results
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What looks at a run while it trains; each is optional.
+
+    Attributes:
+        diagnose: called with (micro-batches, scaled loss of one). Collective.
+        record_trained: corrects the number of trained parameters, on rank 0.
+    """
+
     evaluator: Evaluator | None = None
-    # Called with (micro-batches, scaled loss of one). Collective.
-    diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor]], Diagnosis] = lambda *_: (
-        Diagnosis("Its origin was not searched.", repeats=True)
+    diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor]], Diagnosis] = (
+        _search_nothing
     )
-    # renders a README.md from `progress` and `results`
-    render_card: Callable[..., str] = lambda **_: ""
-    # corrects the number of trained parameters, on rank 0
     record_trained: Callable[[int], None] = lambda *_: None
-    # called with (folder, repository) on rank 0
+
+
+@dataclass(frozen=True)
+class Closing:
+    """What a run leaves at its end; each is optional.
+
+    Attributes:
+        render_card: renders the README.md of a checkpoint from `progress` and `results`.
+        say_end: logs and records how the run ended.
+        push_to_hub: called with (folder, repository) on rank 0.
+    """
+
+    render_card: Callable[..., str] = lambda **_: ""
+    say_end: Callable[["Trainer"], None] = lambda _: None
     push_to_hub: Callable[[Path, str], None] = lambda *_: None
+
+
+@dataclass
+class Trainer:
+    """Training loop of one rank, built by `assemble`."""
+
+    parts: Parts
+    metrics: MetricsLogger
+    watch: Watch = Watch()
+    closing: Closing = Closing()
     stopping: bool = False  # the run was asked to end early
     loss: float | None = None  # of the last step that was logged
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self.stepper.step
+        return self.parts.stepper.step
 
     @property
     def model(self) -> Model:
-        return self.stepper.model
+        return self.parts.stepper.model
 
     def train(self) -> None:
         """Run the configured steps, and save on the way and at the end.
@@ -85,31 +112,32 @@ class Trainer:
         Collective: every rank must call. SIGTERM or SIGINT end it early, after a step, with a
         checkpoint.
         """
-        job = self.job
+        job = self.parts.run.job
+        device = self.parts.run.device
+        stepper = self.parts.stepper
+        checkpointer = self.parts.checkpointer
         with (
-            self.checkpointer,
+            checkpointer,
             self.metrics,
-            profiling(job.profiling, self.dump_folder) as end_step,
+            profiling(job.profiling, self.parts.run.folder) as end_step,
         ):
-            self.stopping = self.checkpointer.agree(is_stop_requested())  # asked while loading
+            self.stopping = checkpointer.agree(is_stop_requested())  # asked while loading
             if self.step == 0 and not self.stopping:
                 self.assess(last=False)  # the model before training
             window = Window()
             while self.step < job.training.steps and not (
-                self.stopping or self.results.out_of_patience
+                self.stopping or self.parts.results.out_of_patience
             ):
-                self.stepper.enter("data")
+                stepper.enter("data")
                 micro_batches = [
-                    batch.to(self.device) for batch in self.loader.micro_batches(self.step)
+                    batch.to(device) for batch in self.parts.loader.micro_batches(self.step)
                 ]
-                logged_lr = job.optimizer.lr * lr_factor(
-                    self.step, job.training.steps, job.lr_scheduler
-                )
-                is_first = self.stepper.unreached is None
-                window.results.append(self.stepper.train_step(micro_batches))
-                if is_first and self.stepper.unreached:
-                    self.report_unreached(self.stepper.unreached)
-                self.stepper.timer.start("other")
+                factor = lr_factor(self.step, job.training.steps, job.lr_scheduler)
+                is_first = stepper.unreached is None
+                window.results.append(stepper.train_step(micro_batches))
+                if is_first and stepper.unreached:
+                    self.report_unreached(stepper.unreached)
+                stepper.timer.start("other")
                 end_step(self.step)
                 self.metrics.advance(self.step)
 
@@ -118,13 +146,14 @@ class Trainer:
                     self.check_finite()  # synchronization point: the device has finished this step
                     losses = window.read("loss")
                     self.loss = losses[-1]
-                    self.metrics.log_step(self.stepper.build_point(window, losses, logged_lr))
+                    point = stepper.build_point(window, losses, job.optimizer.lr * factor)
+                    self.metrics.log_step(point)
                     window = Window()
-                self.stepper.timer.start(None)
+                stepper.timer.start(None)
                 pause = time.perf_counter()
                 is_best = self.assess(last=last)
-                self.stopping = self.checkpointer.agree(is_stop_requested())
-                if self.checkpointer.is_due(self.step) or is_best:
+                self.stopping = checkpointer.agree(is_stop_requested())
+                if checkpointer.is_due(self.step) or is_best:
                     self.save()
                 window.start += time.perf_counter() - pause  # pauses do not count as training time
         self.finish()
@@ -137,7 +166,7 @@ class Trainer:
             text, trained = describe_unreached(self.model, names)
             logger.warning("%s", text)
             record_event("unreached", text, self.step)
-            self.record_trained(trained)
+            self.watch.record_trained(trained)
 
     @torch.no_grad()
     def validate(self) -> tuple[float, dict[str, float]]:
@@ -148,20 +177,21 @@ class Trainer:
         call.
         """
         self.model.eval()
-        objective, losses = self.stepper.objective, dict[str, float]()
-        loss_of_all, units_of_all = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for source, weight, batches in self.loader.validation_sets(self.job.validation.steps):
-            loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-            units = torch.zeros((), dtype=torch.int64, device=self.device)
-            for batch in (batch.to(self.device) for batch in batches):
+        run = self.parts.run
+        stepper = self.parts.stepper
+        objective = stepper.objective
+        losses: dict[str, float] = {}
+        loss_of_all, units_of_all = torch.zeros(2, dtype=torch.float64, device=run.device)
+        for source, weight, batches in self.parts.loader.validation_sets(run.job.validation.steps):
+            loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
+            units = torch.zeros((), dtype=torch.int64, device=run.device)
+            for batch in (batch.to(run.device) for batch in batches):
                 losses_of_batch = objective(self.model, batch)
                 beat("validation")
-                loss_sum += self.stepper.local_sums(losses_of_batch)[0]
+                loss_sum += stepper.local_sums(losses_of_batch)[0]
                 units += objective.count(batch)
-            loss_sum, units = (
-                self.stepper.sum_over_data(loss_sum, in_stages=True),
-                self.stepper.sum_over_data(units),
-            )
+            loss_sum = stepper.sum_over_data(loss_sum, in_stages=True)
+            units = stepper.sum_over_data(units)
             if not units.item():
                 raise DataError(
                     f"validation: the held-out sequences{f' of {source}' if source else ''} have "
@@ -178,20 +208,21 @@ class Trainer:
 
         Collective: every rank must call.
         """
-        validation, is_best = self.job.validation, False
+        validation = self.parts.run.job.validation
+        results = self.parts.results
+        evaluator = self.watch.evaluator
+        is_best = False
         if validation.enable and (self.step % validation.freq == 0 or last):
             self.check_finite()
             loss, losses = self.validate()
             # bit-identical on all ranks: it decides when to stop and what to keep
             loss = on_first_rank(lambda: loss)
             self.metrics.log_validation(self.step, loss, losses if len(losses) > 1 else {})
-            is_best = self.results.add_validation(self.step, loss, self.loader.mixture)
-        if self.evaluator is not None and self.evaluator.is_due(
-            self.step, last or self.results.out_of_patience
-        ):
+            is_best = results.add_validation(self.step, loss, self.parts.loader.mixture)
+        if evaluator is not None and evaluator.is_due(self.step, last or results.out_of_patience):
             self.check_finite()
             beat("evaluation")
-            result = self.evaluator.run(self.model)
+            result = evaluator.run(self.model)
             values = {
                 f"eval/{result.name}": result.score,
                 "eval/ended": result.ended,
@@ -200,7 +231,7 @@ class Trainer:
             self.metrics.log_evaluation(
                 self.step, values, [asdict(example) for example in result.examples]
             )
-            is_best |= self.results.add_evaluation(self.step, result.name, result.score)
+            is_best |= results.add_evaluation(self.step, result.name, result.score)
         return is_best
 
     def check_finite(self) -> None:
@@ -210,14 +241,17 @@ class Trainer:
         Before the end, save the state before the first such step. Synchronizes; collective: every
         rank must call.
         """
-        if (found := self.stepper.finite_guard.look()) is None:
+        stepper = self.parts.stepper
+        loader = self.parts.loader
+        checkpointer = self.parts.checkpointer
+        found = stepper.finite_guard.look()
+        if found is None:
             return
         beat("diagnosing")
         step = found.first if found.fatal else found.first_new
-        batches = [batch.to(self.device) for batch in self.loader.micro_batches(step - 1)]
-        stepper = self.stepper
+        batches = [batch.to(self.parts.run.device) for batch in loader.micro_batches(step - 1)]
         units = stepper.count_units(batches)
-        diagnosis = self.diagnose(
+        diagnosis = self.watch.diagnose(
             batches,
             lambda batch: stepper.scaled_loss(stepper.objective(stepper.model, batch), *units),
         )
@@ -228,12 +262,12 @@ class Trainer:
             return
         stepper.step = found.first - 1  # no update was applied since
         saved = ""
-        if self.step > 0 and self.job.checkpoint.enable:
+        if self.step > 0 and self.parts.run.job.checkpoint.enable:
             self.save()
-            self.checkpointer.wait()
-            is_saved = self.checkpointer.has_saved(self.step)
-            saved = f", saved in {self.checkpointer.folder}" if is_saved else ", not saved"
-        raise diagnosis.to_error(found, saved, self.loader.samples_before(self.step))
+            checkpointer.wait()
+            is_saved = checkpointer.has_saved(self.step)
+            saved = f", saved in {checkpointer.folder}" if is_saved else ", not saved"
+        raise diagnosis.to_error(found, saved, loader.samples_before(self.step))
 
     def save(self) -> None:
         """Save a checkpoint of this step, unless it was saved already. Collective: every rank must
@@ -241,57 +275,32 @@ class Trainer:
         """
         self.check_finite()
         beat("saving")
+        parts = self.parts
+        job = parts.run.job
         progress = Progress(
             step=self.step,
-            samples=self.loader.samples_before(self.step),
-            data=self.loader.fingerprint,
+            samples=parts.loader.samples_before(self.step),
+            data=parts.loader.fingerprint,
             world_size=dist.get_world_size(),
             versions=describe_versions(),
-            results=self.results.state(),
-            taken=self.loader.get_taken(self.step),
-            chat_date=self.job.data.chat_date,
-            identity=get_identity(self.job),
+            results=parts.results.state(),
+            taken=parts.loader.get_taken(self.step),
+            chat_date=job.data.chat_date,
+            identity=get_identity(job),
         )
-        card = partial(self.render_card, progress=progress, results=self.results)
-        self.checkpointer.save(self.model, self.plan, self.stepper.optimizer, progress, card)
+        card = partial(self.closing.render_card, progress=progress, results=parts.results)
+        parts.checkpointer.save(self.model, parts.plan, parts.stepper.optimizer, progress, card)
 
     def finish(self) -> None:
-        """Save, log how the run ended, and upload. Collective: every rank must call."""
-        job = self.job
-        if self.step > 0 or not self.stopping:  # otherwise stopped before the first step
+        """Save, say how the run ended, and upload. Collective: every rank must call."""
+        is_untouched = self.stopping and self.step == 0
+        if not is_untouched:
             self.save()
-            self.checkpointer.finish()
+            self.parts.checkpointer.finish()
         beat("finishing")
-        if self.stopping and self.step == 0:
-            logger.info("stopped before the first step of %d", job.training.steps)
-            return
-        if self.stopping:
-            resume = f"saved; the same command resumes from {self.checkpointer.folder}"
-            saved = resume if job.checkpoint.enable else "lost"
-            logger.info("stopped after step %d of %d, %s", self.step, job.training.steps, saved)
-            record_event(
-                "stop",
-                f"stopped after step {self.step} of {job.training.steps}, {saved}",
-                self.step,
-            )
-            return
-        record_event("end", f"ended after step {self.step} of {job.training.steps}", self.step)
-        if self.results.out_of_patience:
-            logger.info(
-                "early stopping after step %d of %d: %s",
-                self.step,
-                job.training.steps,
-                self.results.describe(),
-            )
-        elif (
-            self.checkpointer.start is not None
-            and self.step == self.checkpointer.start.progress.step
-        ):
-            logger.info(
-                "nothing left to train: the checkpoint is of step %d of %d. Raise training.%s to "
-                "train on, or set another job.dump_folder to start a new run.",
-                *(self.step, job.training.steps, "epochs" if job.training.epochs else "steps"),
-            )
-        if job.checkpoint.push_to_hub and dist.get_rank() == 0:
+        self.closing.say_end(self)
+        repository = self.parts.run.job.checkpoint.push_to_hub
+        if repository and not self.stopping and dist.get_rank() == 0:
             # No collective after it.
-            self.push_to_hub(self.checkpointer.final_folder(self.step), job.checkpoint.push_to_hub)
+            folder = self.parts.checkpointer.final_folder(self.step)
+            self.closing.push_to_hub(folder, repository)

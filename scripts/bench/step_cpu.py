@@ -61,6 +61,7 @@ from titanlite.models.decoder import build_decoder
 from titanlite.models.families import model_config_from_hf
 from titanlite.objective import NextToken
 from titanlite.optim.optimizer import build_adamw
+from titanlite.run import Run
 from titanlite.train_step import TrainStep
 
 _LEARNING_RATE, _WEIGHT_DECAY, _BETAS, _MAX_NORM = 3e-4, 0.1, (0.9, 0.95), 1.0
@@ -169,7 +170,7 @@ def build_titanlite(folder: Path, ranks: int) -> Step:
     parallelize(model, job, dims, "cpu")
     materialize(model, device, [hf_checkpoint(folder, config)])
     optimizer = build_adamw(model, job.optimizer)
-    trainer = TrainStep(job, dims, device, model, optimizer, NextToken())
+    trainer = TrainStep(Run(job, config, dims, device), model, optimizer, NextToken())
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         labels = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)

@@ -73,6 +73,7 @@ from titanlite.models.families import families, family_of
 from titanlite.objective import NextToken
 from titanlite.ops.attention import AttentionBackend, leave_out_cudnn
 from titanlite.optim.optimizer import build_adamw
+from titanlite.run import Run
 from titanlite.train_step import TrainStep
 
 # per parameter: cast 4 + 2, gradient 2 + 4, norm 4, AdamW reads 4 x 4 and writes 3 x 4
@@ -284,7 +285,8 @@ class BenchTrainer(TrainStep):
         model.configure("sdpa", job.moe, job.training.loss_chunk_tokens, device)
         parallelize(model, job, dims, device.type)
         self.plan = materialize(model, device, seed=job.training.seed, buffer_device=device)
-        super().__init__(job, dims, device, model, build_adamw(model, job.optimizer), NextToken())
+        run = Run(job, config, dims, device)
+        super().__init__(run, model, build_adamw(model, job.optimizer), NextToken())
 
     def choose(self, variant: Variant) -> None:
         """Switch to `variant`; FSDP's hooks are outside of `forward`, so the model need not be

@@ -376,7 +376,7 @@ def train_steps(trainer: Trainer, steps: int) -> Run:
         digests={name: digest(tensor) for name, tensor in full_tensors(trainer.model).items()}
     )
     for _ in range(steps):
-        result = trainer.stepper.train_step(trainer.loader.micro_batches(trainer.step))
+        result = trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(trainer.step))
         run.losses.append(result.loss.item())
         run.grad_norms.append(result.grad_norm.item())
         if result.tokens_per_expert is not None:

@@ -28,10 +28,10 @@ def gradients(checked, degrees, *overrides):
             module.register_forward_pre_hook(
                 lambda _, args: entered.add((args[0].dtype, args[1].dtype))
             )
-    (batch,) = trainer.loader.micro_batches(0)
+    (batch,) = trainer.parts.loader.micro_batches(0)
     losses = trainer.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
     (losses.cross_entropy / 997).backward()  # a factor that bfloat16 cannot hold
-    reduce_replicated_grads(trainer.model.parameters(), trainer.stepper.dims)
+    reduce_replicated_grads(trainer.model.parameters(), trainer.parts.stepper.dims)
     full = {}
     for name, param in trainer.model.named_parameters():
         grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad

@@ -198,9 +198,11 @@ def test_bfloat16_matmuls_and_memory(run_ranks, checked, base_of, meshes):
 
     def rank_main() -> None:
         trainer = assemble(job)
-        first = trainer.stepper.train_step(trainer.loader.micro_batches(0)).loss.item()
+        first = trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0)).loss.item()
         for step in (0, 0, 0):
-            last = trainer.stepper.train_step(trainer.loader.micro_batches(step)).loss.item()
+            last = trainer.parts.stepper.train_step(
+                trainer.parts.loader.micro_batches(step)
+            ).loss.item()
         assert last < first
         encoded = [param for param in trainer.model.parameters() if encoding_of(param) is not None]
         assert len(encoded) == 2 * (4 + 2)

@@ -64,20 +64,22 @@ def _warm() -> None:
 def build_trainer(job: Checked) -> Trainer:
     """A trainer whose optimizer has states."""
     trainer = assemble(job)
-    if trainer.checkpointer.start is None:
+    if trainer.parts.checkpointer.start is None:
         for param in trainer.model.parameters():
             param.grad = torch.zeros_like(param)
-        trainer.stepper.optimizer.step()
-        trainer.stepper.optimizer.zero_grad()
+        trainer.parts.stepper.optimizer.step()
+        trainer.parts.stepper.optimizer.zero_grad()
     return trainer
 
 
 def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
     """This rank's part of everything that a checkpoint has."""
-    found = [local_of(entry.tensor) for entry in trainer.plan.entries if entry.info.persistent]
+    found = [
+        local_of(entry.tensor) for entry in trainer.parts.plan.entries if entry.info.persistent
+    ]
     return found + [
         local_of(value)
-        for state in trainer.stepper.optimizer.state.values()
+        for state in trainer.parts.stepper.optimizer.state.values()
         for value in state.values()
     ]
 
@@ -87,7 +89,7 @@ def save_step(trainer: Trainer, step: int) -> None:
     """Save a `step` of which every number is `step`, so that a mixture of two steps shows."""
     for tensor in tensors_of(trainer):
         tensor.fill_(step)
-    trainer.stepper.step = step
+    trainer.parts.stepper.step = step
     trainer.save()
 
 
@@ -209,13 +211,13 @@ def save_forever(job: Checked, send: Callable[[Any], None]) -> None:
         (
             start,
             wrong_values(trainer, start) if start else 0,
-            hidden(trainer.checkpointer.folder) if start else [],
+            hidden(trainer.parts.checkpointer.folder) if start else [],
         )
     )
     dist.barrier()
     for step in range(start + 1, 1_000):
         save_step(trainer, step)
-        trainer.checkpointer.agree(False)
+        trainer.parts.checkpointer.agree(False)
         send(step)
 
 
@@ -327,7 +329,7 @@ def test_a_kill_around_each_rename_leaves_a_checkpoint_to_resume(
         if dist.get_rank() == 0:
             _kill_at(owner, point)
         if point.replace:
-            trainer.checkpointer._saved_step = -1
+            trainer.parts.checkpointer._saved_step = -1
         save_step(trainer, 2 if point.replace else 3)
 
     ranks = Ranks(2, killed)
@@ -345,7 +347,7 @@ def test_a_kill_around_each_rename_leaves_a_checkpoint_to_resume(
         trainer = build_trainer(job)
         send((trainer.step, wrong_values(trainer, trainer.step), hidden(folder)))
         save_step(trainer, trainer.step + 1)
-        trainer.checkpointer.wait()
+        trainer.parts.checkpointer.wait()
         send("saved")
 
     ranks = Ranks(2, resumed)
@@ -474,12 +476,12 @@ def failing_save(trainer: Trainer, step: int, how: str) -> tuple[str, str]:
         if how == "agree":
             end = time.monotonic() + SECONDS
             while time.monotonic() < end:
-                trainer.checkpointer.agree(False)
+                trainer.parts.checkpointer.agree(False)
                 time.sleep(0.01)
         elif how == "save":
             save_step(trainer, step + 1)
         elif how == "wait":
-            trainer.checkpointer.wait()
+            trainer.parts.checkpointer.wait()
     except (CheckpointError, OSError) as error:
         return type(error).__name__, str(error)
     return "none", ""
@@ -515,7 +517,7 @@ def test_failed_save_is_one_error_on_all_ranks(run_ranks, checked, saved, mode):
             )
             dist.barrier()
         save_step(trainer, 3)
-        trainer.checkpointer.wait()
+        trainer.parts.checkpointer.wait()
         return outcomes
 
     by_rank = run_ranks(2, rank_main)
@@ -821,7 +823,7 @@ def test_retention_keeps_the_latest_and_every_nth(run_ranks, checked, tmp_path, 
                 dist.barrier()
                 there.append(list_steps(folder))
                 dist.barrier()
-        trainer.checkpointer.wait()
+        trainer.parts.checkpointer.wait()
         dist.barrier()
         return [*there, list_steps(folder)]
 

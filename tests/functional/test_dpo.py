@@ -187,9 +187,9 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
             step(optimizer, finite)
 
         titanlite.train_step.step_if_finite = look
-        result = trainer.stepper.train_step(trainer.loader.micro_batches(0))
+        result = trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0))
         metrics = dict(
-            zip(trainer.stepper.objective.metric_names, result.metrics.tolist(), strict=True)
+            zip(trainer.parts.stepper.objective.metric_names, result.metrics.tolist(), strict=True)
         )
         return (
             result.loss.item(),
@@ -259,8 +259,11 @@ def test_training_prefers_what_was_chosen(run_ranks, checked, meshes):
 
     def rank_main() -> tuple[list[float], float]:
         trainer = assemble(job)
-        results = [trainer.stepper.train_step(trainer.loader.micro_batches(0)) for _ in range(8)]
-        accuracy = list(trainer.stepper.objective.metric_names).index("rewards/accuracy")
+        results = [
+            trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0))
+            for _ in range(8)
+        ]
+        accuracy = list(trainer.parts.stepper.objective.metric_names).index("rewards/accuracy")
         return [result.loss.item() for result in results], results[-1].metrics[accuracy].item()
 
     for losses, accuracy in run_ranks(4, rank_main):

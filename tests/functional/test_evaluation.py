@@ -120,7 +120,7 @@ def test_scores_are_the_same_on_every_mesh_and_counted_once(
     def rank_main(degrees: Degrees) -> tuple[float, float, int, list[str]]:
         job = checked(degrees, *EVALUATION)
         trainer = assemble(job)
-        result = trainer.evaluator.run(trainer.model)
+        result = trainer.watch.evaluator.run(trainer.model)
         return (
             result.score,
             result.ended,

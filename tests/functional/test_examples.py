@@ -43,13 +43,13 @@ def train(
         def rank_main() -> list[Rows]:
             seen: list[Rows] = []
             trainer = assemble(job)
-            step = trainer.stepper.train_step
+            step = trainer.parts.stepper.train_step
 
             def watch(micro_batches: list[Any]) -> Any:
                 seen.append([row for batch in micro_batches for row in batch.tokens.tolist()])
                 return step(micro_batches)
 
-            trainer.stepper.train_step = watch
+            trainer.parts.stepper.train_step = watch
             trainer.train()
             return seen
 

@@ -87,7 +87,7 @@ def poison_output(name: str, step: int, rank: int, *, once: bool) -> Callable[[T
     """
 
     def put_in(trainer: Trainer) -> None:
-        bad, latest, done = trainer.loader.micro_batches(step - 1)[1].tokens, [], []
+        bad, latest, done = trainer.parts.loader.micro_batches(step - 1)[1].tokens, [], []
 
         def hook(module: torch.nn.Module, arguments: Any, output: Any) -> Any:
             if dist.get_rank() != rank or not torch.equal(latest[-1], bad) or (once and done):

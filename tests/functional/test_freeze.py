@@ -75,9 +75,9 @@ def test_frozen_stays_and_the_rest_moves(run_ranks, checked, meshes, gather_full
         trainer = assemble(job)
         assert trainer.metrics._flops_per_token == flops, "on shards as on the whole model"
         before = gather_full(trainer.model)
-        trainer.stepper.train_step(trainer.loader.micro_batches(0))
+        trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0))
         for name, param in trainer.model.named_parameters():
-            assert (param in trainer.stepper.optimizer.state) != is_frozen(name), name
+            assert (param in trainer.parts.stepper.optimizer.state) != is_frozen(name), name
         for name, value in gather_full(trainer.model).items():
             if not name.endswith((".tokens_per_expert", ".inv_freq")):
                 assert torch.equal(value, before[name]) == is_frozen(name), name

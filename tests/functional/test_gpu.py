@@ -62,8 +62,11 @@ def losses_of(checked):
         trainer = assemble(configuration)
         losses = []
         for step in range(5):
-            batches = [batch.to(trainer.device) for batch in trainer.loader.micro_batches(step)]
-            losses.append(trainer.stepper.train_step(batches).loss.item())
+            batches = [
+                batch.to(trainer.parts.run.device)
+                for batch in trainer.parts.loader.micro_batches(step)
+            ]
+            losses.append(trainer.parts.stepper.train_step(batches).loss.item())
         trainer.metrics.close()
         dist.destroy_process_group()
         return losses

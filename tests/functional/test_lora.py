@@ -150,7 +150,7 @@ def test_base_is_frozen_in_two_bytes_and_adapters_are_trained_in_four(
     def rank_main() -> None:
         trainer = assemble(job)
         losses = [
-            trainer.stepper.train_step(trainer.loader.micro_batches(0)).loss.item()
+            trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0)).loss.item()
             for _ in range(4)
         ]
         assert losses[-1] < losses[0]
@@ -158,7 +158,7 @@ def test_base_is_frozen_in_two_bytes_and_adapters_are_trained_in_four(
             assert param.requires_grad == is_adapter(name), name
             assert param.dtype == (torch.float32 if is_adapter(name) else torch.bfloat16), name
         adapters = {id(p): p for name, p in trainer.model.named_parameters() if is_adapter(name)}
-        states = trainer.stepper.optimizer.state
+        states = trainer.parts.stepper.optimizer.state
         assert {id(p) for p in states} == adapters.keys()
         elements = sum(state["exp_avg"].to_local().numel() for state in states.values())
         assert elements == sum(p.to_local().numel() for p in adapters.values())

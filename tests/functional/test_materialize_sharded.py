@@ -260,7 +260,7 @@ def test_spec_dtype_is_local_dtype_with_bfloat16_mixed_precision_on_an_moe(
 
         for name, module in trainer.model.named_modules():
             module.register_forward_pre_hook(look(name))  # after FSDP's, so parameters are gathered
-        result = trainer.stepper.train_step(trainer.loader.micro_batches(0))
+        result = trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0))
         params = list(trainer.model.named_parameters())
         sharded = [(p.dtype, p.to_local().dtype) for _, p in params]
         return (

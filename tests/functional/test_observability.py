@@ -29,14 +29,14 @@ def read(folder: Path, name: str) -> list[dict]:
 
 def disturb(trainer: Trainer) -> None:
     """Let this rank misbehave in the steps above."""
-    rank, load = dist.get_rank(), trainer.loader.micro_batches
+    rank, load = dist.get_rank(), trainer.parts.loader.micro_batches
 
     def slow_micro_batches(step: int):
         if rank == SLOW_DATA and step + 1 == DATA:
             time.sleep(SLEEP_S)
         return load(step)
 
-    trainer.loader.micro_batches = slow_micro_batches  # type: ignore[method-assign]
+    trainer.parts.loader.micro_batches = slow_micro_batches  # type: ignore[method-assign]
 
 
 def test_metrics_show_who_waits_for_data(run_ranks, checked, meshes, tmp_path):
@@ -93,7 +93,7 @@ def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(
 
     def rank_main() -> None:
         trainer = assemble(job)
-        load = trainer.loader.micro_batches
+        load = trainer.parts.loader.micro_batches
 
         def padded(step: int) -> list[Batch]:
             """Row r of a batch ends 2 r tokens early, in the first step 8 more."""
@@ -101,7 +101,7 @@ def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(
             for number, batch in enumerate(load(step)):
                 end = (
                     length
-                    - 2 * (number * job.degrees.dp + trainer.loader.dp_rank)
+                    - 2 * (number * job.degrees.dp + trainer.parts.loader.dp_rank)
                     - 8 * (step == 0)
                 )
                 documents, labels = batch.document_ids.clone(), batch.labels.clone()
@@ -109,7 +109,7 @@ def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(
                 batches.append(Batch(batch.tokens, labels, batch.positions, documents))
             return batches
 
-        trainer.loader.micro_batches = padded  # type: ignore[method-assign]
+        trainer.parts.loader.micro_batches = padded  # type: ignore[method-assign]
         trainer.train()
 
     run_ranks(4, rank_main)

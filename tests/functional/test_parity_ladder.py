@@ -336,7 +336,7 @@ def test_the_row_of_the_padding_is_trained_on_no_mesh(checked, run_ranks, meshes
 def embedding_after_two_steps(job):
     trainer = assemble(job)
     for step in range(2):
-        trainer.stepper.train_step(trainer.loader.micro_batches(step))
+        trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(step))
     return full_tensors(trainer.model)["model.embed_tokens.weight"]
 
 

@@ -236,7 +236,9 @@ def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(
                 layer.mlp.forward = spoiled
             for step in range(4):
                 norms.append(
-                    trainer.stepper.train_step(trainer.loader.micro_batches(step)).grad_norm.item()
+                    trainer.parts.stepper.train_step(
+                        trainer.parts.loader.micro_batches(step)
+                    ).grad_norm.item()
                 )
                 trainer.check_finite()
             return norms

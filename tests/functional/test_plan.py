@@ -42,7 +42,7 @@ def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
     called inside.
     """
     found: Counter[tuple[str, str, str]] = Counter()
-    axes, depth = axis_names(trainer.stepper.dims), 0
+    axes, depth = axis_names(trainer.parts.stepper.dims), 0
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         kind, place = _KINDS[name]
@@ -72,16 +72,16 @@ def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
             patch.setattr(
                 collectives, name, getattr(dist, name, counting(name, getattr(collectives, name)))
             )
-        patch.setattr(trainer.stepper.balancer, "_sum_over_ranks", dist.all_reduce)
+        patch.setattr(trainer.parts.stepper.balancer, "_sum_over_ranks", dist.all_reduce)
         yield found
 
 
 def measure(checked: Checked) -> dict[str, Any]:
     """Two real steps on this rank: what lies in memory, is called and computed."""
     trainer = assemble(checked)
-    held_at_start = count_held(trainer.plan, ())
+    held_at_start = count_held(trainer.parts.plan, ())
     gradients = []
-    zero_grad = trainer.stepper.optimizer.zero_grad
+    zero_grad = trainer.parts.stepper.optimizer.zero_grad
 
     def look_then_zero() -> None:
         gradients.append(
@@ -89,23 +89,29 @@ def measure(checked: Checked) -> dict[str, Any]:
         )
         zero_grad()
 
-    trainer.stepper.unreached = []  # otherwise the first step asks all ranks, once in a run
-    trainer.stepper.optimizer.zero_grad = look_then_zero  # type: ignore[method-assign]
+    trainer.parts.stepper.unreached = []  # otherwise the first step asks all ranks, once in a run
+    trainer.parts.stepper.optimizer.zero_grad = look_then_zero  # type: ignore[method-assign]
     with calls_of(trainer) as calls, FlopCounterMode(display=False) as flops:
-        trainer.stepper.train_step(trainer.loader.micro_batches(0))
+        trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0))
     states = [
-        value for state in trainer.stepper.optimizer.state.values() for value in state.values()
+        value
+        for state in trainer.parts.stepper.optimizer.state.values()
+        for value in state.values()
     ]
     params = [param for param in trainer.model.parameters() if not is_elsewhere(param)]
     buffers = [buffer for buffer in trainer.model.buffers() if not is_elsewhere(buffer)]
 
-    batches = trainer.loader.micro_batches(1)
-    held = [*params, *buffers, *states, trainer.stepper.finite_guard.in_a_row]
+    batches = trainer.parts.loader.micro_batches(1)
+    held = [*params, *buffers, *states, trainer.parts.stepper.finite_guard.in_a_row]
     held += [value for batch in batches for value in vars(batch).values()]
-    held += [trainer.stepper.balancer.counts] if hasattr(trainer.stepper.balancer, "counts") else []
+    held += (
+        [trainer.parts.stepper.balancer.counts]
+        if hasattr(trainer.parts.stepper.balancer, "counts")
+        else []
+    )
     recorder = StepRecorder(held)
-    with observed(trainer.stepper, recorder):
-        trainer.stepper.train_step(batches)
+    with observed(trainer.parts.stepper, recorder):
+        trainer.parts.stepper.train_step(batches)
     return {
         "weights": sum(local_of(p).nbytes for p in params),
         "storages": sum(local_of(p).untyped_storage().nbytes() for p in params),

@@ -203,11 +203,13 @@ def test_another_global_batch_size_goes_on_behind_the_samples_that_were_seen(
         trainer = assemble(job)
         assert trainer.step == HALF
         seen = HALF * 8  # of the batch size before
-        dataset = trainer.loader.dataset
+        dataset = trainer.parts.loader.dataset
         expected = dataset.batch(
             dataset.get_train_indices(job.job.training.seed, seen, seen + 4)[:2]
         )
-        assert torch.equal(trainer.loader.micro_batches(trainer.step)[0].tokens, expected.tokens)
+        assert torch.equal(
+            trainer.parts.loader.micro_batches(trainer.step)[0].tokens, expected.tokens
+        )
 
     run_ranks(1, rank_main)
 
@@ -265,7 +267,9 @@ def test_nothing_is_drawn_when_a_run_resumes(run_ranks, halfway, checked, meshes
     _, resumed = halfway(meshes["HSDP2xTP2xEP2"])
     job = checked(meshes["HSDP2xTP2xEP2"], *SCHEDULE, f"--job.dump_folder={resumed}")
     found = _resume(
-        run_ranks, job, lambda t: [e.fqn for e in t.plan.entries if isinstance(e.source, Init)]
+        run_ranks,
+        job,
+        lambda t: [e.fqn for e in t.parts.plan.entries if isinstance(e.source, Init)],
     )
     # Counts of the running step begin anew; the biases of Qwen3-MoE come from the file beside the
     # model.
@@ -330,7 +334,7 @@ def test_initial_load_path_begins_at_step_0_with_those_weights(
     bias = load_file(source / "titanlite/expert_bias.safetensors")
 
     def look(trainer: Trainer) -> None:
-        assert trainer.step == 0 and not trainer.stepper.optimizer.state
+        assert trainer.step == 0 and not trainer.parts.stepper.optimizer.state
         for name, expected in bias.items():
             assert torch.equal(trainer.model.get_buffer(name), expected)
         norm = trainer.model.model.norm.weight
@@ -360,7 +364,9 @@ def test_checkpoints_are_as_large_as_was_said(run_ranks, checked, overrides):
     def rank_main() -> int:
         trainer = assemble(job)
         said = count_bytes(
-            trainer.plan, trainer.job, muon_matrices(trainer.model, trainer.job.optimizer)
+            trainer.parts.plan,
+            trainer.parts.run.job,
+            muon_matrices(trainer.model, trainer.parts.run.job.optimizer),
         )
         trainer.train()
         return said
@@ -401,7 +407,7 @@ def test_the_default_balance_loss_is_of_new_models_and_stays_that_of_a_run(
                 trainer = assemble(job)
             if train:
                 trainer.train()
-            return trainer.job.moe.aux_loss_coeff, [
+            return trainer.parts.run.job.moe.aux_loss_coeff, [
                 line for line in said if line.startswith("moe: experts")
             ]
 

@@ -42,9 +42,9 @@ def test_save_that_fails_on_one_rank_keeps_the_one_before(
 
     def rank_main() -> str:
         trainer = assemble(job)
-        trainer.stepper.train_step(trainer.loader.micro_batches(0))
+        trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0))
         trainer.save()
-        trainer.stepper.train_step(trainer.loader.micro_batches(1))
+        trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(1))
         with monkeypatch.context() as patch, pytest.raises(CheckpointError) as raised:
             patch.setattr(saved_as, "files", fail_on(1, saved_as.files))
             trainer.save()

@@ -157,7 +157,7 @@ def test_twenty_steps_are_those_of_a_plain_loop(
     def rank_main() -> list[float]:
         trainer = assemble(job)
         return [
-            trainer.stepper.train_step(trainer.loader.micro_batches(step)).loss.item()
+            trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(step)).loss.item()
             for step in range(STEPS)
         ]
 

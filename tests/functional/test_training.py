@@ -33,7 +33,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:
     """This rank's weights, buffers and optimizer states, copied."""
     found = dict([*trainer.model.named_parameters(), *trainer.model.named_buffers()])
-    for i, state in enumerate(trainer.stepper.optimizer.state.values()):
+    for i, state in enumerate(trainer.parts.stepper.optimizer.state.values()):
         found |= {f"state {i}.{key}": value for key, value in state.items()}
     return {
         name: local_of(tensor).clone()
@@ -71,9 +71,9 @@ def test_replicas_are_summed_once_a_step_however_many_micro_batches(
 
         monkeypatch.setattr(torch.distributed, "all_reduce", counted)
         for step in range(2):
-            micro_batches = trainer.loader.micro_batches(step)
+            micro_batches = trainer.parts.loader.micro_batches(step)
             elements.clear()
-            trainer.stepper.train_step(micro_batches)
+            trainer.parts.stepper.train_step(micro_batches)
         left = [name for name, param in trainer.model.named_parameters() if param.grad is not None]
         return len(micro_batches), sum(elements), left
 
@@ -91,13 +91,13 @@ def test_balance_losses_weigh_the_same_whatever_part_of_the_tokens_has_labels(ru
         for num_labels in (32, 4):
             configuration = checked(Degrees(dp_shard=2), "--moe.aux_loss_coeff=0.01")
             trainer = assemble(configuration)
-            batch = trainer.loader.micro_batches(0)[0]
+            batch = trainer.parts.loader.micro_batches(0)[0]
             labels = batch.labels.clone()
             labels[:, num_labels:] = -100
             ids = torch.zeros_like(batch.document_ids)
             ids[:, 24:] = -1
             positions = torch.arange(32).expand_as(ids)
-            result = trainer.stepper.train_step([Batch(batch.tokens, labels, positions, ids)])
+            result = trainer.parts.stepper.train_step([Batch(batch.tokens, labels, positions, ids)])
             found.append(result.aux_loss.item())
             trainer.metrics.close()
         return found
@@ -218,14 +218,14 @@ def test_step_with_a_non_finite_gradient_changes_nothing_on_any_rank(
 
     def rank_main():
         trainer = assemble(job)
-        trainer.stepper.train_step(trainer.loader.micro_batches(0))
+        trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0))
         trainer.check_finite()
         before = snapshot(trainer)
-        bad = trainer.stepper.train_step(trainer.loader.micro_batches(1))
+        bad = trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(1))
         changed = differing(before, snapshot(trainer))
-        trainer.stepper.train_step(trainer.loader.micro_batches(2))
+        trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(2))
         moved = differing(before, snapshot(trainer))
-        found = trainer.stepper.finite_guard.look()
+        found = trainer.parts.stepper.finite_guard.look()
         return (
             bad.grad_norm.isfinite().item(),
             changed,
@@ -256,7 +256,7 @@ def test_training_stops_at_the_next_log_step_and_names_the_step(run_ranks, check
         trainer = assemble(job)
         with pytest.raises(TrainingError) as raised:
             trainer.train()
-        return trainer.step, str(raised.value), trainer.stepper.lr_scheduler.last_epoch
+        return trainer.step, str(raised.value), trainer.parts.stepper.lr_scheduler.last_epoch
 
     (result,) = set(run_ranks(2, rank_main))
     assert result[2] == 4, "steps 1 and 4 log"
@@ -272,20 +272,20 @@ def test_validation_touches_neither_counts_nor_weights(run_ranks, checked, meshe
 
     def rank_main():
         trainer = assemble(job)
-        batches = trainer.loader.micro_batches(0)
+        batches = trainer.parts.loader.micro_batches(0)
         trainer.model(
             *(
                 getattr(batches[0], name)
                 for name in ("tokens", "labels", "positions", "document_ids")
             )
         )
-        trainer.stepper.balancer.accumulate()
-        before, counts = snapshot(trainer), trainer.stepper.balancer.counts.clone()
+        trainer.parts.stepper.balancer.accumulate()
+        before, counts = snapshot(trainer), trainer.parts.stepper.balancer.counts.clone()
         gates = [moe.gate.tokens_per_expert.clone() for moe in trainer.model.moe_layers().values()]
         losses = [trainer.validate()[0] for _ in range(2)]
         gates_after = [moe.gate.tokens_per_expert for moe in trainer.model.moe_layers().values()]
         same_gates = all(torch.equal(a, b) for a, b in zip(gates, gates_after, strict=True))
-        same = same_gates and torch.equal(trainer.stepper.balancer.counts, counts)
+        same = same_gates and torch.equal(trainer.parts.stepper.balancer.counts, counts)
         return (
             losses,
             counts.sum().item(),
@@ -316,7 +316,7 @@ def test_padding_is_neither_counted_nor_trained(run_ranks, checked, meshes, mesh
 
     def rank_main(filler: int):
         trainer = assemble(job)
-        result = trainer.stepper.train_step(padded(filler))
+        result = trainer.parts.stepper.train_step(padded(filler))
         return result.loss.item(), result.grad_norm.item(), result.tokens_per_expert.tolist()
 
     first, second = (run_ranks(degrees.world_size, rank_main, filler) for filler in (0, 200))

@@ -25,6 +25,7 @@ from titanlite.materialize.plan import clean_name
 from titanlite.models.families.config_json import transformers_config
 from titanlite.optim.optimizer import build_adamw
 from titanlite.preflight import check
+from titanlite.run import Run
 
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 5])
 
@@ -122,7 +123,7 @@ def test_bfloat16_with_parameters_kept_in_float32(
             seen = {}
             for name, case in cases.items():
                 dims = ParallelDims.build(Degrees(dp_shard=2), "cpu")
-                model: Any = build_on_meta(job, case.config, dims, torch.device("cpu"))
+                model: Any = build_on_meta(Run(job, case.config, dims, torch.device("cpu")))
                 materialize(model, "cpu", [weights_of(case.saved, model)])
                 model.find_facts(torch.device("cpu"))  # probes that raise leave nothing gathered
                 optimizer = build_adamw(model, job.optimizer)

@@ -118,7 +118,7 @@ def test_the_warning_has_patterns_that_freeze_those_parameters_alone() -> None:
 def unreached_after_a_step(job: Checked) -> list[str] | None:
     trainer = assemble(job)
     train_steps(trainer, 1)
-    return trainer.stepper.unreached
+    return trainer.parts.stepper.unreached
 
 
 @pytest.mark.parametrize("mesh", ["FSDP4", "HSDP2xTP2xEP2", "CP2xEP2", "PP2xTP2xEP2"])
@@ -145,7 +145,7 @@ def test_a_stage_without_a_gradient_is_found_on_all_ranks(
         trainer = assemble(job)
         trainer.model.register_parameter("idle", nn.Parameter(torch.ones(3)))
         train_steps(trainer, 1)
-        return trainer.stepper.unreached
+        return trainer.parts.stepper.unreached
 
     assert run_ranks(4, rank_main) == [["idle"]] * 4
 

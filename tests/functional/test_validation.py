@@ -71,16 +71,20 @@ def one_by_one(
             trainer.model.eval()
             loss = units = 0.0
             with torch.no_grad():
-                for _, share, dataset in get_sources(trainer.loader.dataset):
+                for _, share, dataset in get_sources(trainer.parts.loader.dataset):
                     held_out = dataset.get_validation_indices(0, dataset.num_validation_sequences)
                     for index in held_out:
                         batch = dataset.batch([index])
                         loss += (
                             share
                             / len(held_out)
-                            * trainer.stepper.objective(trainer.model, batch).loss.item()
+                            * trainer.parts.stepper.objective(trainer.model, batch).loss.item()
                         )
-                        units += share / len(held_out) * int(trainer.stepper.objective.count(batch))
+                        units += (
+                            share
+                            / len(held_out)
+                            * int(trainer.parts.stepper.objective.count(batch))
+                        )
             return loss / units
 
         return run_ranks(1, rank_main)[0]

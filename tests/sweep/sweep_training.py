@@ -32,6 +32,7 @@ from titanlite.features.transformers.probes import check_documents_per_row
 from titanlite.materialize import materialize
 from titanlite.materialize.plan import clean_name
 from titanlite.objective import NextToken
+from titanlite.run import Run
 from titanlite.train_step import TrainStep
 
 _CPU = torch.device("cpu")
@@ -172,7 +173,8 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
     job.optimizer.lr, job.optimizer.eps, job.optimizer.weight_decay = _LR, _EPS, 0.0
     job.lr_scheduler.warmup_steps, job.lr_scheduler.min_lr_factor = 0, 1.0
     dims = ParallelDims.build(Degrees(dp_shard=dist.get_world_size()), "cpu")
-    model: Any = build_on_meta(job, config, dims, _CPU)
+    run = Run(job, config, dims, _CPU)
+    model: Any = build_on_meta(run)
     plan = materialize(model, _CPU, [weights_of(folder, model)], seed=job.training.seed)
     optimizer = build_optimizer(job, model, dims)
     batch = rows_of(packed=False)
@@ -184,7 +186,7 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
     else:
         job.data.packing = model.find_facts(_CPU).keeps_apart
         batch, kind = (rows_of(packed=True), "packed") if job.data.packing else (batch, "apart")
-    check_documents_per_row(job, model, _CPU)
+    assert check_documents_per_row(job, model, _CPU) == []
     gradients: dict[str, torch.Tensor] = {}
 
     def note(*args: Any) -> None:
@@ -193,7 +195,7 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
                 gradients.setdefault(clean_name(name), whole(param.grad).clone())
 
     optimizer.register_step_pre_hook(note)
-    stepper = TrainStep(job, dims, _CPU, model, optimizer, NextToken())
+    stepper = TrainStep(run, model, optimizer, NextToken())
     mine = slice(dims.dp_rank, None, dims.degrees.dp)
     own = {
         of.name: value[mine]

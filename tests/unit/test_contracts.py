@@ -9,12 +9,12 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "titanlite"
 READS_ENVIRONMENT = ("base/", "launch/")
-# The configuration as a whole: where it is made and checked; the build order, with the loop and the
-# step that it builds, and the order of sharding; features and datasets, whose builders get it; and
-# what saves or compares all of it.
+# The configuration as a whole: where it is made and checked; the facts of a run, the build order
+# and the order of sharding; features and datasets, whose builders get it; and what saves or
+# compares all of it.
 KNOWS_JOB = (
     *("config/", "preflight.py", "features/", "data/", "metrics/"),
-    *("assemble.py", "run.py", "trainer.py", "train_step.py", "distributed/parallelize.py"),
+    *("assemble.py", "run.py", "distributed/parallelize.py"),
 )
 # Native and transformers' models are told apart where they are described, built, balanced, sharded
 # and written.

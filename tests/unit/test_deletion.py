@@ -117,12 +117,13 @@ class Cut(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)  # what is left of an inner call stays
         node.keywords = [keyword for keyword in node.keywords if not self.is_hit(keyword.value)]
-        return self.generic_visit(node)
+        return node
 
     def visit(self, node: ast.AST) -> ast.AST | None:
         result = super().visit(node)
-        if isinstance(result, ast.Expr | ast.Assign | ast.Return):
+        if isinstance(result, ast.Expr | ast.Assign | ast.AugAssign | ast.Return):
             targets = {
                 n.id
                 for n in ast.walk(result)

@@ -163,7 +163,8 @@ class HFCheckpoint:
     def __init__(self, folder: str, stored: Stored, config: ModelConfig) -> None:
         self.name = f"checkpoint {folder}"
         self.passengers = list[str]()  # tensors that the model does not compute; set by `__call__`
-        self._folder, self._family = folder, family_of(config)
+        self._folder = folder
+        self._family = family_of(config)
         self.stored = with_base_prefix(stored)
         self._has_head = (
             config.tie_word_embeddings or stored is self.stored or _HEAD in self.stored.tensors
@@ -309,11 +310,9 @@ class HFFormat:
     """
 
     def __init__(self, section: CheckpointSection, model: ModelSection) -> None:
-        self.base, self._model, self._assets = (
-            section.initial_load_path,
-            model,
-            assets_folder(model, section),
-        )
+        self.base = section.initial_load_path
+        self._model = model
+        self._assets = assets_folder(model, section)
         self._absent_bias = section.allow_missing_expert_bias
         self._dtype: torch.dtype = getattr(torch, section.export_dtype)
 
@@ -365,23 +364,21 @@ def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
     return {INDEX_FILE: (json.dumps(index, indent=2) + "\n").encode()}
 
 
-def check_layout(plan: Plan) -> None:
-    """Check before training that the model's files have a place for every tensor, in the form of
-    its values.
-
-    Raises CheckpointError: a tensor has none. The same on all ranks.
+def check_layout(plan: Plan) -> list[str]:
+    """Return the problems of tensors that have no place in the model's files, in the form of their
+    values. The same on all ranks.
     """
-    if encoded := [
+    encoded = [
         f"{entry.fqn} ({entry.form})" for entry in plan.entries if entry.encoding is not None
-    ]:
-        raise CheckpointError(
+    ]
+    if encoded:
+        return [
             f"checkpoint: {encoded[0]} and {len(encoded) - 1} other tensors are kept in few bits, "
             "which no model is saved in. Save the adapters, and merge them: python -m titanlite "
             "export --merge."
-        )
-    # not of the native decoder
-    if (own := getattr(plan.model, "checkpoint_format", None)) is not None:
-        own.check(plan)
+        ]
+    own = getattr(plan.model, "checkpoint_format", None)  # not of the native decoder
+    return [] if own is None else own.check(plan)
 
 
 def model_files(
@@ -409,12 +406,10 @@ def model_files(
     for entry, share in zip(
         entries, share_out((entry.tensor for entry in entries), plan.group), strict=True
     ):
-        stored, local, region, shape = (
-            entry.saved_dtype(dtype),
-            local_of(entry.tensor),
-            entry.region,
-            entry.info.shape,
-        )
+        stored = entry.saved_dtype(dtype)
+        local = local_of(entry.tensor)
+        region = entry.region
+        shape = entry.info.shape
         if is_sidecar(entry.fqn, family):
             if entry.fqn in used:
                 sidecar.append(Item.of(whole(entry.fqn, shape), stored, local, region, share.mine))

@@ -114,7 +114,8 @@ class Checkpointer:
 
         Raises CheckpointError on all ranks: the model's description cannot be changed to say so.
         """
-        self._carried, self.carried_bytes = carried, carried.nbytes
+        self._carried = carried
+        self.carried_bytes = carried.nbytes
         if self._section.enable:
             on_first_rank(
                 lambda: self._description.update(carried.describe(self._description)), self.group
@@ -177,7 +178,8 @@ class Checkpointer:
         process.
         """
         try:
-            section, best = self._section, self._best_step(progress)
+            section = self._section
+            best = self._best_step(progress)
             if best is not None:
                 commit.point_best(self.folder, best)  # before the previous best may be removed
                 best = commit.read_best(self.folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.base.agree import get_rank
-from titanlite.base.errors import ConfigError, DataError
+from titanlite.base.errors import DataError
 from titanlite.base.log import logger
 from titanlite.base.text import format_count
 from titanlite.config.data import DataSection
@@ -316,14 +316,14 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
     return replace(job, training=training)
 
 
-def check_form(job: JobConfig, form: str) -> None:
-    """Refuse rows of a format for fine-tuning if the model has random weights that were not asked
-    for: a ConfigError.
+def check_form(job: JobConfig, form: str) -> list[str]:
+    """Return the problem of rows of a format for fine-tuning, for a model with random weights that
+    were not asked for.
     """
     if form == "text" or job.checkpoint.initial_load_path or job.model.init == "random":
-        return
-    raise ConfigError(
+        return []
+    return [
         "model: the run would begin with random weights, and its data are rows of format "
         f"'{form}', for fine-tuning. Set model.path to the model to fine-tune; or "
         'model.init = "random", if random weights are meant.'
-    )
+    ]

@@ -344,12 +344,11 @@ def follow_tokenizer(
 
 def check_vocabulary(
     job: JobConfig, vocab_size: int, num_ids: int, model_config: AnyModelConfig
-) -> None:
-    """Check that every token id of the data, below `vocab_size`, has a row in the embedding.
+) -> list[str]:
+    """Return the problem of token ids of the data, below `vocab_size`, without a row in the
+    embedding.
 
     Ids of the tokenizer, below `num_ids`, without one are a warning; so are many more rows.
-
-    Raises DataError: the data has more tokens than the model. The same on all ranks.
     """
     rows = model_config.vocab_size
     wanted = max(vocab_size, num_ids)
@@ -368,7 +367,7 @@ def check_vocabulary(
             f"the model's own tokenizer, or {remedy}."
         )
         if vocab_size > rows:
-            raise DataError(text)
+            return [text]
         if get_rank() == 0:
             logger.warning(
                 "%s The data has none of the tokens from %d on, so the run begins; with one of "
@@ -385,3 +384,4 @@ def check_vocabulary(
             rows,
             wanted,
         )
+    return []

@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.base.process import secure_cache
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
@@ -181,34 +180,34 @@ def _let_many_graphs() -> dict[str, Any]:
     return {}
 
 
-def check_device(job: JobConfig, device: torch.device) -> None:
-    """Refuse settings that this device would ignore or fail on.
-
-    Raises ConfigError: CPU offload, Triton kernels, varlen attention without a GPU or in float32.
-    The same on all ranks.
+def check_device(job: JobConfig, device: torch.device) -> list[str]:
+    """Return the problems of settings that this device would ignore or fail on: CPU offload, Triton
+    kernels, varlen attention without a GPU or in float32.
     """
+    problems: list[str] = []
     if job.model.attention_backend == "varlen":
         dtype, _ = mixed_precision_dtypes(job.training, device.type)
         if device.type != "cuda" or dtype == torch.float32:
             other = (
                 ", or training.mixed_precision_param to 'bfloat16'" if device.type == "cuda" else ""
             )
-            raise ConfigError(
+            problems.append(
                 "model.attention_backend: 'varlen' is for bfloat16 on CUDA, and activations are "
                 f"{str(dtype).removeprefix('torch.')} on {device.type}. Set it to 'sdpa'{other}."
             )
     if job.training.enable_cpu_offload and device.type != "cuda":
-        raise ConfigError(
+        problems.append(
             "training.enable_cpu_offload: there is no CUDA device to offload from. Set it to false."
         )
     if job.moe.grouped_gemm == "triton" and not job.training.triton_kernels:
-        raise ConfigError(
+        problems.append(
             "moe.grouped_gemm = 'triton', but training.triton_kernels is false. Set one of them."
         )
     try:
         resolve_backend(job.moe.grouped_gemm, device, torch.float32)
     except ValueError as error:
-        raise ConfigError(f"moe.grouped_gemm: {error}") from None
+        problems.append(f"moe.grouped_gemm: {error}")
+    return problems
 
 
 def choose_attention(

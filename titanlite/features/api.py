@@ -54,7 +54,7 @@ def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any])
             raise refusal from error
         finally:
             close(code)
-        saved = trainer.checkpointer.folder / f"step-{trainer.step}"
+        saved = trainer.parts.checkpointer.folder / f"step-{trainer.step}"
         checkpoint = saved if saved.is_dir() else None
         return TrainResult(
             trainer.step, trainer.loss, checkpoint, Path(job.job.dump_folder), trainer.stopping

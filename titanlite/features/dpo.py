@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from titanlite.base.agree import gather_objects
-from titanlite.base.errors import DataError, TrainingError
+from titanlite.base.errors import TrainingError
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import Batch
@@ -83,27 +83,22 @@ class DPO:
         return ObjectiveSums(loss_BP.sum().float(), aux, metrics)
 
 
-def check_pairs(job: JobConfig, form: str) -> None:
-    """Check that rows of `form` are what `training.objective` compares.
-
-    Raises:
-        DataError: pairs would be trained token by token, both sides alike, or there are no pairs to
-            compare.
+def check_pairs(job: JobConfig, form: str) -> list[str]:
+    """Return the problem of rows of `form` if `training.objective` cannot compare them: pairs would
+    be trained token by token, both sides alike, or there are no pairs.
     """
     if form == "preference" and job.training.objective == "next_token":
-        raise DataError(
+        return [
             "data: the rows are preference pairs; next-token training would imitate both sides. "
-            "Set training.objective "
-            '= "dpo".'
-        )
+            'Set training.objective = "dpo".'
+        ]
     if form != "preference" and job.training.objective == "dpo":
-        raise DataError(
+        return [
             'data: training.objective = "dpo" needs preference pairs, but the rows are of form '
-            f"'{form}'. Set "
-            'data.dataset = "examples" and data.path to rows with prompt, chosen and rejected; '
-            "streams say so "
-            'themselves, with data.format = "preference".'
-        )
+            f"'{form}'. Set data.dataset = \"examples\" and data.path to rows with prompt, chosen "
+            'and rejected; streams say so themselves, with data.format = "preference".'
+        ]
+    return []
 
 
 def build_dpo(job: JobConfig) -> DPO | None:

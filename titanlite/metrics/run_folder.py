@@ -153,23 +153,19 @@ def get_identity(job: JobConfig) -> dict[str, str]:
     return settings | ({_BASE: f"{base.name}@{base.revision}"} if base and base.on_hub else {})
 
 
-def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> None:
-    """Check that a run resumes its own checkpoint: one of another base model, data or objective is
-    refused.
+def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> list[str]:
+    """Return the problems of a run that is to resume a checkpoint of another base model, data or
+    objective, or one of more steps than it shall have. On one rank.
 
     Of a mixture the sources may change. `before` is the identity in the checkpoint of `step`.
-    Raises ConfigError: on all ranks; what differs, or there are fewer steps than were trained.
-    Collective: every rank must call.
     """
-    folder, asked, now = job.job.dump_folder, job.training.steps, get_identity(job)
-
-    def find() -> str:
-        others = {key: (before[key], now[key]) for key in _IDENTITY if before[key] != now[key]}
-        return format_changes(
-            {key: tuple(map(get_settings()[key].kind, pair)) for key, pair in others.items()}
-        )
-
-    text = on_first_rank(find)
+    folder = job.job.dump_folder
+    asked = job.training.steps
+    now = get_identity(job)
+    others = {key: (before[key], now[key]) for key in _IDENTITY if before[key] != now[key]}
+    text = format_changes(
+        {key: tuple(map(get_settings()[key].kind, pair)) for key, pair in others.items()}
+    )
     never = "lora.rank" in text  # its weights do not fit
     if text and (job.checkpoint.resume == "auto" or step >= asked or never):
         weights = Path(folder) / job.checkpoint.folder / f"step-{step}"
@@ -178,16 +174,17 @@ def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> None
             if never
             else f", or train more than {step} steps in all with --checkpoint.resume=force"
         )
-        raise ConfigError(
+        return [
             f"checkpoint: {folder} holds another run, at step {step}: {text}. Set another "
             f"job.dump_folder to begin anew, there with model.path = {weights} to begin with its "
             f"weights{forced}."
-        )
+        ]
     if step > asked:
-        raise ConfigError(
+        return [
             f"training.steps (or epochs) ask for {asked} steps, but the checkpoint in {folder} is "
             f"of step {step}. Set more to train on, or another job.dump_folder to begin anew."
-        )
+        ]
+    return []
 
 
 def record_start(

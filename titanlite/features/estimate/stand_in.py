@@ -9,6 +9,7 @@ ranks.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import filterfalse
 from typing import Any, Literal
@@ -37,6 +38,7 @@ from titanlite.ops import grouped_gemm
 from titanlite.ops.attention import AttentionBackend, AttentionMask
 from titanlite.ops.kernels import plan_for_device
 from titanlite.optim.optimizer import step_if_finite
+from titanlite.run import Run
 from titanlite.train_step import TrainStep
 
 DeviceType = Literal["cuda", "cpu"]
@@ -54,18 +56,17 @@ class StandInTrainer(TrainStep):
         degrees: Degrees,
         device_type: DeviceType,
     ) -> None:
-        device = torch.device("cpu")  # where fake tensors are; FSDP2 needs no streams there
         dims = ParallelDims.build(degrees, "cpu")
+        run = Run(job, model_config, dims, torch.device(device_type))
         # Also takes the meshes that a step needs out of `dims`: without data a mesh cannot look its
         # ranks up.
-        model = build_on_meta(job, model_config, dims, torch.device(device_type))
+        model = build_on_meta(run)
         self.plan = build_plan(model)
         with FakeTensorMode() as self.fake:
             _allocate(self.plan, model)
             super().__init__(
-                job,
-                dims,
-                device,
+                # where fake tensors are; FSDP2 needs no streams there
+                replace(run, device=torch.device("cpu")),
                 model,
                 build_optimizer(job, model, dims),
                 _build_objective(job, model.config.vocab_size),

@@ -19,17 +19,17 @@ from titanlite.base.agree import failing_together, raise_together
 from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.base.extension import load_extension
 from titanlite.base.text import describe_error
-from titanlite.config import AnyModelConfig, JobConfig
+from titanlite.config import JobConfig
 from titanlite.config.assets import assets_folder
 from titanlite.config.data import DataSection
 from titanlite.data.dataset import TrainDataset, get_sources
 from titanlite.data.tokenizer import count_ids
-from titanlite.distributed import ParallelDims
 from titanlite.features.generate.generate import generate, get_end_of_turn_ids, get_eos_token_ids
 from titanlite.features.sft.chat import ANSWER, END
 from titanlite.features.sft.dataset import ExampleDataset
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.metrics.point import EvaluationResult, Example
+from titanlite.run import Run
 
 if TYPE_CHECKING:
     from titanlite.features.sft.examples import Examples
@@ -153,20 +153,16 @@ class Evaluator:
 
     def __init__(
         self,
-        job: JobConfig,
+        run: Run,
         dataset: TrainDataset,
         tokenizer: Any,
-        model_config: AnyModelConfig,
-        dims: ParallelDims,
-        device: torch.device,
     ) -> None:
+        job = run.job
+        model_config = run.model_config
         prompts = build_evaluation_prompts(job, dataset, tokenizer)
-        self._section, self._tokenizer, self._dims, self._device = (
-            job.evaluation,
-            tokenizer,
-            dims,
-            device,
-        )
+        self._section = job.evaluation
+        self._tokenizer = tokenizer
+        self._run = run
         self.name, self._scorer = get_scorer(self._section.scorer)
         if not prompts:
             raise DataError(
@@ -211,8 +207,8 @@ class Evaluator:
             model,
             [prompt.prompt_ids for prompt in self._prompts],
             max_new_tokens=self._section.max_new_tokens,
-            device=self._device,
-            dims=self._dims,
+            device=self._run.device,
+            dims=self._run.dims,
             eos_token_ids=self._eos_token_ids,
             vocab_size=self._vocab_size,
             batch_size=self._section.batch_size,
@@ -269,14 +265,7 @@ def build_evaluation_prompts(
     )
 
 
-def build_evaluator(
-    job: JobConfig,
-    dataset: TrainDataset,
-    tokenizer: Any,
-    model_config: AnyModelConfig,
-    dims: ParallelDims,
-    device: torch.device,
-) -> Evaluator | None:
+def build_evaluator(run: Run, dataset: TrainDataset, tokenizer: Any) -> Evaluator | None:
     """Return the evaluator that `[evaluation]` describes, or None if it is not enabled.
 
     Raises:
@@ -286,7 +275,7 @@ def build_evaluator(
 
     Collectives: one gather of small objects; every rank must call.
     """
-    if not job.evaluation.enable:
+    if not run.job.evaluation.enable:
         return None
     with failing_together():  # each rank reads the prompts and imports the scorer
-        return Evaluator(job, dataset, tokenizer, model_config, dims, device)
+        return Evaluator(run, dataset, tokenizer)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.base.agree import gather_objects, on_first_rank
-from titanlite.base.errors import CheckpointError
+from titanlite.base.agree import gather_objects
+from titanlite.base.events import record_event
 from titanlite.base.files import replace_file
 from titanlite.base.log import logger
 from titanlite.base.text import format_memory, format_size
@@ -28,6 +28,7 @@ from titanlite.checkpoint.description import describe_versions
 from titanlite.config import JobConfig
 from titanlite.materialize import Plan, TensorEntry
 from titanlite.models.interface import is_adapter
+from titanlite.trainer import Trainer
 
 ENVIRONMENT_FILE = "environment.json"
 _GIT_TIMEOUT_S = 5.0
@@ -195,43 +196,38 @@ def check_space(
     folder: Path,
     step: int,
     carried_bytes: int = 0,
-) -> None:
-    """Log the size of a checkpoint, and check that the first one after `step` fits into `folder`.
+) -> list[str]:
+    """Log the size of a checkpoint; return the problem of one after `step` that does not fit into
+    `folder`. On one rank.
 
     A run that shall go on without its checkpoints (`checkpoint.on_save_error`) is only warned.
-
-    Raises CheckpointError: on all ranks, if rank 0 has less space. Collective: every rank must
-    call.
     """
     if not job.checkpoint.enable or step >= job.training.steps:
-        return
-
-    def check() -> None:
-        size = count_bytes(plan, job, muon) + carried_bytes
-        try:
-            free = shutil.disk_usage(
-                next(path for path in (folder, *folder.parents) if path.exists())
-            ).free
-        except OSError:
-            return  # the first write will report what is wrong
-        logger.info(
-            "checkpoint: each takes %s, %s are free in %s",
-            format_size(size),
-            format_size(free),
-            folder,
-        )
-        if size <= free:
-            return
-        text = (
-            f"checkpoint: the first one takes {format_size(size)} ({size:,} bytes), and "
-            f"{format_size(free)} ({free:,} bytes) are free in {folder}. Make room there, set "
-            "another job.dump_folder, or set checkpoint.enable = false to save nothing."
-        )
-        if job.checkpoint.on_save_error == "stop":
-            raise CheckpointError(text)
-        logger.warning("%s", text)
-
-    on_first_rank(check)
+        return []
+    size = count_bytes(plan, job, muon) + carried_bytes
+    try:
+        free = shutil.disk_usage(
+            next(path for path in (folder, *folder.parents) if path.exists())
+        ).free
+    except OSError:
+        return []  # the first write will report what is wrong
+    logger.info(
+        "checkpoint: each takes %s, %s are free in %s",
+        format_size(size),
+        format_size(free),
+        folder,
+    )
+    if size <= free:
+        return []
+    text = (
+        f"checkpoint: the first one takes {format_size(size)} ({size:,} bytes), and "
+        f"{format_size(free)} ({free:,} bytes) are free in {folder}. Make room there, set "
+        "another job.dump_folder, or set checkpoint.enable = false to save nothing."
+    )
+    if job.checkpoint.on_save_error == "stop":
+        return [text]
+    logger.warning("%s", text)
+    return []
 
 
 def write_json(path: Path, found: dict[str, Any]) -> None:
@@ -240,3 +236,33 @@ def write_json(path: Path, found: dict[str, Any]) -> None:
         replace_file(path, json.dumps(found, indent=1) + "\n")
     except OSError as error:
         logger.warning("cannot write %s: %s.", path, error.strerror or error)
+
+
+def say_end(trainer: Trainer) -> None:
+    """Log and record how a run ended."""
+    parts, step = trainer.parts, trainer.step
+    job, start = parts.run.job, parts.run.start
+    steps = job.training.steps
+    if trainer.stopping and step == 0:
+        logger.info("stopped before the first step of %d", steps)
+        return
+    if trainer.stopping:
+        resume = f"saved; the same command resumes from {parts.checkpointer.folder}"
+        text = (
+            f"stopped after step {step} of {steps}, {resume if job.checkpoint.enable else 'lost'}"
+        )
+        logger.info("%s", text)
+        record_event("stop", text, step)
+        return
+    record_event("end", f"ended after step {step} of {steps}", step)
+    if parts.results.out_of_patience:
+        why = parts.results.describe()
+        logger.info("early stopping after step %d of %d: %s", step, steps, why)
+    elif start is not None and step == start.progress.step:
+        logger.info(
+            "nothing left to train: the checkpoint is of step %d of %d. Raise training.%s to train "
+            "on, or set another job.dump_folder to start a new run.",
+            step,
+            steps,
+            "epochs" if job.training.epochs else "steps",
+        )

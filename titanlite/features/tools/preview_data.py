@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.assemble import build_data, check_data, fit_vocabulary
+from titanlite.assemble import build_data, check_data, fit_vocabulary, refuse
 from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.base.log import logger
 from titanlite.base.process import escape_controls, raw_output, read_variable
@@ -179,7 +179,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer, loader = build_data(job, 0, checked.degrees.dp, start)
         num_ids = count_ids(tokenizer)
         job, sizes = fit_vocabulary(job, checked.model_config, num_ids, checked.degrees.tp, start)
-        check_data(job, sizes, loader.dataset.form, loader.dataset.vocab_size, num_ids)
+        dataset = loader.dataset
+        refuse(check_data(job, sizes, dataset.form, dataset.vocab_size, num_ids))
         loader.start_from(0, 0, job.data.skip_to_sample)
         painter = Painter(tokenizer, color=color, max_tokens=known.tokens)
         _show_data(loader, painter, known.samples)

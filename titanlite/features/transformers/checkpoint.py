@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.base.agree import on_first_rank
-from titanlite.base.errors import CheckpointError, raise_problems
+from titanlite.base.errors import CheckpointError
 from titanlite.base.text import describe_error
 from titanlite.checkpoint.bias import is_bias, judge_absent_biases
 from titanlite.checkpoint.folder import (
@@ -430,30 +430,26 @@ class TransformersFormat:
         checkpoint.untied = on_first_rank(checkpoint.find_untied)
         return checkpoint
 
-    def check(self, plan: Plan) -> None:
-        """Find out before training whether the tensors have a place in the model's files.
-
-        Raises CheckpointError: they have none. The same on all ranks.
+    def check(self, plan: Plan) -> list[str]:
+        """Return the problems of tensors without a place in the model's files. The same on all
+        ranks.
         """
         architecture = self._model.config.architecture
         try:
             forms, _ = stored_forms(saved_entries(plan.entries, self._model), self._model)
-        except Exception as error:  # of transformers' conversions, which raise all kinds of them
-            raise CheckpointError(
+        except Exception as error:  # noqa: BLE001  of transformers' conversions, which raise all kinds
+            return [
                 f"checkpoint: the tensors of {architecture} cannot be saved as transformers has "
                 f"them in files: {describe_error(error)}. Install another version of transformers, "
                 "or train adapters (lora.rank)."
-            ) from error
+            ]
         counts = Counter(form.key for form in forms)
-        raise_problems(
-            CheckpointError,
-            f"checkpoint: the tensors of {architecture} cannot be saved",
-            [
-                f"{key}: {count} tensors would have this name."
-                for key, count in counts.items()
-                if count > 1
-            ],
-        )
+        return [
+            f"checkpoint: the tensors of {architecture} cannot be saved: {key}: {count} tensors "
+            "would have this name."
+            for key, count in counts.items()
+            if count > 1
+        ]
 
     def files(self, plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:
         """Layout of the model's files, as `checkpoint.hf_model.model_files`; its collectives:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.base.text import describe_error
 from titanlite.config.schema import JobConfig
@@ -152,21 +152,20 @@ def check_facts(facts: Facts, model: "TransformersModel", inputs: Collection[str
         )
 
 
-def check_documents_per_row(job: JobConfig, model: nn.Module, device: torch.device) -> None:
-    """Refuse, before anything is trained, rows of several documents for a model that mixes them.
+def check_documents_per_row(job: JobConfig, model: nn.Module, device: torch.device) -> list[str]:
+    """Return the problems of rows of several documents for a model that mixes them. The same on all
+    ranks.
 
-    Collectives: those of a few forwards; every rank must call.
-
-    Raises ConfigError: names the setting; or the model cannot be trained on text at all. The same
-    on all ranks.
+    Collectives: those of a few forwards; every rank must call. Raises ConfigError: the model cannot
+    be trained on text at all. The same on all ranks.
     """
     from titanlite.features.transformers.model import TransformersModel
 
     if not isinstance(model, TransformersModel) or job.data.dataset == "images":
-        return
+        return []
     facts = model.find_facts(device)
     if facts.keeps_apart:
-        return
+        return []
     what = (
         f"{model.config.architecture} of transformers mixes documents that share a row "
         f"({facts.why_mixed})"
@@ -179,7 +178,7 @@ def check_documents_per_row(job: JobConfig, model: nn.Module, device: torch.devi
         problems.append(
             'training.objective = "dpo" puts both sides of a pair into one. Set it to "next_token".'
         )
-    raise_problems(ConfigError, f"model: {what}", problems)
+    return [f"model: {what}: {problem}" for problem in problems]
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from plain_sources import Checkpoint, StateDictReader
 from quantized_folder import write_fp8
 from safetensors.torch import save_file
 
-from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import reader as reader_module
 from titanlite.checkpoint.hf_model import check_layout, hf_checkpoint
 from titanlite.checkpoint.pieces import checkpoint_pieces
@@ -208,7 +207,5 @@ def test_experts_in_blocks_give_what_their_rounded_weights_give():
 def test_a_model_in_few_bits_is_not_saved_as_if_it_were_plain():
     model = build("nf4")
     plan = materialize(model, "cpu", seed=5)
-    with pytest.raises(
-        CheckpointError, match=r"q_proj.weight \(nf4\) and 11 other tensors are kept in few bits"
-    ):
-        check_layout(plan)
+    (problem,) = check_layout(plan)
+    assert "q_proj.weight (nf4) and 11 other tensors are kept in few bits" in problem

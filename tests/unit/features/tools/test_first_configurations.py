@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import pytest
 
-from titanlite.assemble import build_data, build_unsharded
+from titanlite.assemble import build_data, build_unsharded, refuse
 from titanlite.base.log import logger
 from titanlite.base.text import command
 from titanlite.config import load_config
@@ -130,8 +130,7 @@ def begin(argv: list[str]) -> None:
     if job.data.dataset != "stdlib":  # thousands of files
         _, loader = build_data(job, 0, checked.degrees.dp)
         form = loader.dataset.form
-        check_form(job, form)
-        check_pairs(job, form)
+        refuse(check_form(job, form) + check_pairs(job, form))
         print(f"form {form}, batch {loader.global_batch_size} of {job.training.seq_len}")
     weights = (
         f"weights of {job.checkpoint.initial_load_path}"
