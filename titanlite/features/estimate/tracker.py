@@ -138,6 +138,8 @@ class StepRecorder(MemTracker):
         self._workspace = workspace
         self._segment, self._most = Segment(-1, "optimizer", -1), -1
         self._begun = Counter([self._segment[:3]])
+        # by address; kept, or one that the step replaces would leave its address to another storage
+        self._persistent: dict[int, torch.UntypedStorage] = {}
         self.mark(persistent, PERSISTENT)
 
     def __enter__(self) -> "StepRecorder":
@@ -161,9 +163,14 @@ class StepRecorder(MemTracker):
         self._begun[place] += 1
 
     def mark(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """Set the category of the storages of `tensors`."""
+        """Set the category of the storages of `tensors`, except persistent ones."""
         for tensor in tensors:
-            self._update_and_maybe_create_winfos(tensor, _REFERENCES[category])
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            if category == PERSISTENT:
+                self._persistent[storage._cdata] = storage
+            if category == PERSISTENT or storage._cdata not in self._persistent:
+                self._update_and_maybe_create_winfos(local, _REFERENCES[category])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

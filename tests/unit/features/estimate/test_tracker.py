@@ -9,7 +9,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from titanlite.base.errors import ConfigError
 from titanlite.distributed import collectives
 from titanlite.features.estimate.operators import Work, cuda_workspace, moved_by
-from titanlite.features.estimate.tracker import Segment, StepRecorder
+from titanlite.features.estimate.tracker import UNITS, Segment, StepRecorder
 from titanlite.ops.kernels import plan_for_device
 from titanlite.ops.moe_experts import moe_experts
 
@@ -173,3 +173,11 @@ def test_every_collective_of_titanlite_is_counted():
         (moved,) = moved_by(getattr(torch.ops.titanlite, name).default, (*args, "group"), x)
         kind = "all_gather" if name == "gather_parts" else name
         assert (moved.kind, moved.group, moved.tensor is x) == (kind, "group", True)
+
+
+def test_a_weight_stays_persistent_where_fsdp_gathers_it_as_it_is():
+    x = torch.zeros(KIB, dtype=torch.uint8)
+    with StepRecorder([x]) as recorder:
+        recorder.mark([x], UNITS)
+        y = x + 1
+    assert y.nbytes == sum(sum(peak.values()) for peak in recorder.peaks.values())
