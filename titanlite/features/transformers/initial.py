@@ -118,8 +118,9 @@ class Notes(TorchFunctionMode):
             is_row = shape[1:] == tensor.shape and tensor.is_contiguous()
             row = int(tensor.storage_offset()) // max(tensor.numel(), 1)
             is_zero = is_row and recipe == Constant(value=0.0)
-            is_first = before is not None and before.zero_row in (None, row)
-            recipe = replace(before, zero_row=row) if is_zero and is_first else None
+            recipe = None
+            if is_zero and before is not None and before.zero_row in (None, row):
+                recipe = replace(before, zero_row=row)
         self._writes[key] = (storage, recipe, shape)
         return tensor
 
