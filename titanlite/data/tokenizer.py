@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 import tokenizers
@@ -90,12 +90,14 @@ def build_end_reader(
     A begin token that the tokenizer does not put in front of any text is in front of such a text.
     """
     prefix = get_prefix(tokenizer)
-    begin, end = tokenizer.bos_token, tokenizer.eos_token
-    begin_ids = prefix if tokenizer.bos_token_id in prefix else (*prefix, tokenizer.bos_token_id)
+    begin = cast("str | None", tokenizer.bos_token) or None
+    begin_id = cast(int, tokenizer.bos_token_id)
+    end = cast(str, tokenizer.eos_token)
+    begin_ids = prefix if begin_id in prefix else (*prefix, begin_id)
 
     def read(text: str) -> tuple[tuple[int, ...], str]:
-        begins = bool(begin) and text.startswith(begin)
-        if begins:
+        begins = begin is not None and text.startswith(begin)
+        if begin is not None:
             text = text.removeprefix(begin)
         before_end, found, after_end = text.rpartition(end)
         if found and not after_end.strip():
