@@ -9,11 +9,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import numpy.ma  # noqa: F401
 import pytest
@@ -34,9 +35,8 @@ from tests.saving import save_hf_model
 from titanlite.assemble import assemble, build_data
 from titanlite.base.agree import gather_objects
 from titanlite.config import JobConfig, load_config
-from titanlite.config.data import SourceSection
-from titanlite.config.load import Reader
 from titanlite.config.parallelism import Degrees
+from titanlite.config.settings import find_setting, get_value
 from titanlite.materialize import Init, Normal, materialize
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.plan import named_tensors
@@ -47,23 +47,24 @@ from titanlite.trainer import Trainer
 ROOT = Path(__file__).parents[2]
 
 
-def _build(reader: Reader) -> JobConfig:
-    """Build the configuration as `Reader.build` does it, of values that it has checked."""
-    job = JobConfig()
-    job.data.sources.update({name: SourceSection() for name in reader.source_names})
-    for key, value in reader.values.items():
-        *sections, name = key.split(".")
-        place = reduce(
-            lambda here, part: here[part] if isinstance(here, dict) else getattr(here, part),
-            sections,
-            job,
-        )
-        setattr(place, name, value)
-    return job
+class _OmegaConf:
+    """As much of OmegaConf as `Reader` calls, for right values."""
+
+    structured = staticmethod(lambda schema: schema())
+    to_object = staticmethod(lambda job: job)
+
+    @staticmethod
+    def update(job: JobConfig, key: str, value: Any) -> None:
+        section, _, name = key.rpartition(".")
+        setting = find_setting(key)
+        assert setting is not None
+        if setting.kind is bool and isinstance(value, str):
+            value = value == "true"
+        setattr(get_value(job, section), name, None if value is None else setting.kind(value))
 
 
 if find_spec("omegaconf") is None:  # machines with GPUs that have torch and little else
-    Reader.build = _build
+    sys.modules["omegaconf"] = cast(ModuleType, SimpleNamespace(OmegaConf=_OmegaConf))
 
 VOCAB_SIZE = 310  # of tokenizer and model: 310 / 4 = 77.5, so that vocabulary shards are uneven
 SEQ_LEN = 32

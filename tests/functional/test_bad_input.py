@@ -56,7 +56,7 @@ def test_all_problems_are_reported_at_once(run_process, config_file):
     arguments = ["--training.step=5", "--optimizer.lr=fast", "--nonsense.key=1"]
     done = preflight(run_process, "--config", str(config_file), *arguments)
     assert_one_error(
-        done, "3 problems:", "'training.step'", "optimizer.lr = fast", "'nonsense.key'"
+        done, "3 problems:", "'training.step'", 'optimizer.lr = "fast"', "'nonsense.key'"
     )
 
 

@@ -3,18 +3,19 @@
 """
 
 import json
-from dataclasses import dataclass, fields, make_dataclass, replace
-from typing import Any, Literal, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.text import parse_object, suggest
-from titanlite.config.model import setting
+from titanlite.config.model import overrides_of, setting
 
 Format = Literal["auto", "messages", "prompt_completion", "text", "preference"]
 TrainOn = Literal["assistant", "all"]
 TooLong = Literal["error", "cut", "drop", "split"]
 BadRows = Literal["error", "skip"]
 DroppedParts = Literal["error", "warn"]
+EXAMPLES = 'data.dataset = "examples"'  # of settings that are for rows only
 # Fields that a column can be mapped to with `data.fields`.
 FIELDS = (
     "messages",
@@ -60,13 +61,23 @@ class _OneSource:
         "found",
         "Text between the documents of a file of plain text. 'found': the tokenizer's end token, "
         "or <|endoftext|>, where it begins or ends a line. 'none': a file is one document.",
+        only_for='data.dataset = "text"',
     )
-    split: str = setting("train", "Split of a dataset of the hub.")
-    subset: str = setting("", "Subset (configuration) of a dataset of the hub; empty: its default.")
+    split: str = setting(
+        "train",
+        "Split of a dataset of the hub.",
+        only_for="a folder or a dataset of the hub in path",
+    )
+    subset: str = setting(
+        "",
+        "Subset (configuration) of a dataset of the hub; empty: its default.",
+        only_for="a dataset of the hub in path",
+    )
     validation_path: str = setting(
         "",
         "Held-out examples, as path (a hub dataset with validation_split). Empty: some rows of "
         "path are held out.",
+        only_for=EXAMPLES,
     )
     validation_share: float | None = setting(
         None,
@@ -74,38 +85,50 @@ class _OneSource:
         "is empty. 0: none. Not set: none without a validation or evaluation, otherwise 1%, but "
         "at least the fewer of 64 rows and 10%.",
         lt=1,
+        only_for="rows of path that are held out",
     )
     validation_split: str = setting(
-        "validation", "Split of validation_path, if that is a dataset of the hub."
+        "validation",
+        "Split of validation_path, if that is a dataset of the hub.",
+        only_for="a folder or a dataset of the hub in validation_path",
     )
     format: Format = setting(
         "auto",
         "Row format: 'messages' (or ShareGPT's conversations), 'prompt_completion', 'text', "
         "'preference' (prompt, chosen, rejected). 'auto': by the fields of the first row.",
+        only_for=EXAMPLES,
     )
-    text_field: str = setting("text", "Field with the text, in rows of the format 'text'.")
+    text_field: str = setting(
+        "text", "Field with the text, in rows of the format 'text'.", only_for="rows with a text"
+    )
     fields: str = setting(
         "",
         'Columns that have other names, as a table: {question = "problem", answer = "solution"}, '
         f"or --data.fields.question=problem. What a column can be: {', '.join(FIELDS)}.",
+        only_for=EXAMPLES,
     )
     converter: str = setting(
         "",
         "Function that turns each row into a row of one of these formats (docs/extending.md).",
         calls=("row",),
+        only_for=EXAMPLES,
     )
     train_on: TrainOn = setting(
         "assistant",
         "Tokens in the loss: 'assistant': answers (assistant messages, completions); 'all': "
         "everything.",
+        only_for=EXAMPLES,
     )
     too_long: TooLong = setting(
         "error",
         "Examples longer than training.seq_len: an 'error', or 'cut' their end, 'drop' or 'split' "
         "them (text only).",
+        only_for=EXAMPLES,
     )
     bad_rows: BadRows = setting(
-        "error", "Rows that cannot be used: refuse the data, or leave them out and report why."
+        "error",
+        "Rows that cannot be used: refuse the data, or leave them out and report why.",
+        only_for=EXAMPLES,
     )
     packing: bool = setting(
         True, "Put several examples into one sequence. They do not see each other."
@@ -113,30 +136,38 @@ class _OneSource:
     streaming: bool = setting(
         False,
         "Tokenize examples during training, for datasets that are too large to tokenize before.",
+        only_for=EXAMPLES,
     )
     streaming_block_rows: int = setting(
-        1024, "Rows that are read, packed and shuffled together, in memory, when streaming.", ge=1
+        1024,
+        "Rows that are read, packed and shuffled together, in memory, when streaming.",
+        ge=1,
+        only_for="rows that are streamed",
     )
     chat_template: str = setting(
         "",
         "Jinja file with a chat template that replaces the tokenizer's own. Saved with every "
         "checkpoint.",
+        only_for=EXAMPLES,
     )
     chat_template_kwargs: str = setting(
         "",
         "Arguments of the chat template, as a JSON object or a TOML table ({enable_thinking = "
         "false}); those of a row win.",
+        only_for=EXAMPLES,
     )
     skip_to_sample: int = setting(0, "Leave out the samples of the data order before this one.")
     chat_date: str = setting(
         "",
         "Today's date for chat templates (YYYY-MM-DD). Empty: the day on which the run first "
         "began.",
+        only_for=EXAMPLES,
     )
     dropped_parts: DroppedParts = setting(
         "error",
         "Parts of a chat that its template does not show, such as a tool or a thought: refuse the "
         "row, or count them.",
+        only_for=EXAMPLES,
     )
     tokenizer_path: str = setting(
         "",
@@ -169,31 +200,20 @@ _PER_SOURCE = (
     "bad_rows",
     "streaming",
 )
-SourceSection: Any = make_dataclass(
+SourceSection: Any = overrides_of(
     "SourceSection",
-    [
-        ("path", str, setting("", "A file, folder or hub id, as data.path.")),
-        (
-            "weight",
-            float | None,
-            setting(
-                None,
-                "Share of the sequences: its weight divided by all weights. Unset for all: every "
-                "sequence once per epoch.",
-                gt=0,
-            ),
+    [each for each in fields(_OneSource) if each.name in _PER_SOURCE],
+    ("path", str, setting("", "A file, folder or hub id, as data.path.")),
+    (
+        "weight",
+        float | None,
+        setting(
+            None,
+            "Share of the sequences: its weight divided by all weights. Unset for all: every "
+            "sequence once per epoch.",
+            gt=0,
         ),
-        *(
-            (
-                each.name,
-                cast(type, each.type) | None,
-                setting(None, **{**each.metadata, "doc": f"As data.{each.name}."}),
-            )
-            for each in fields(_OneSource)
-            if each.name in _PER_SOURCE
-        ),
-    ],
-    namespace={"__module__": __name__},
+    ),
 )
 
 

@@ -1,7 +1,7 @@
 """Settings that follow from others: defaults that depend on the rest of the configuration."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -9,7 +9,7 @@ from titanlite.base.log import warn_once
 from titanlite.config.assets import is_hub_id
 from titanlite.config.data import get_sources, holds_rows
 from titanlite.config.schema import JobConfig
-from titanlite.config.settings import format_value
+from titanlite.config.settings import Problem, format_value
 
 # Peak learning rate where a run begins with pretrained weights, by (is it DPO, are they adapters).
 _FINE_TUNING_RATES = {
@@ -19,20 +19,9 @@ _FINE_TUNING_RATES = {
     (True, False): 5e-7,  # Zephyr, arXiv:2310.16944; Tulu 3, arXiv:2411.15124
     (True, True): 5e-6,  # the LoRA recipe of Zephyr
 }
-# Sections and settings, with the setting that they need to have an effect.
-_SWITCHES = {
-    "lora": "lora.rank",
-    "dpo": "training.objective",
-    "compile": "compile.enable",
-    "validation": "validation.enable",
-    "evaluation": "evaluation.enable",
-    "evaluation.split": "evaluation.path",
-    "metrics.wandb_project": "metrics.enable_wandb",
-    "profiling.profile_freq": "profiling.enable_profiling",
-}
 
 
-def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[str]:
+def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[Problem]:
     """Set, in place, settings that follow from those in `given`; return the problems found.
 
     `given` maps the full key of each given setting to where it was given; the others have the
@@ -44,82 +33,64 @@ def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[str]:
         if key not in given:
             setattr(getattr(job, section), setting, value)
 
-    problems = (
-        _fill_in_model(job) + _fill_in_length(job, given) + _fill_in_data(job, given, default)
-    )
-    off = {
-        _SWITCHES[part]: key
-        for key in given
-        for part in (key, key.partition(".")[0])
-        if part in _SWITCHES
-    }
-    problems += [
-        f"{key if '.' in key else f'[{key}]'} is given, but {switch} is not, without which it has "
-        "no effect. Set " + f"{switch}, or leave {key} out."
-        for switch, key in off.items()
-        if switch not in given
-    ]
+    problems = [*_fill_in_model(job), *_fill_in_length(job, given)]
+    problems += _fill_in_data(job, is_given="data.dataset" in given)
     for key in ("validation_share", "validation_path"):
         if (value := getattr(job.data, key)) and not wants_held_out(job):
             text = f"data.{key} = {format_value(value)} holds rows out, and nothing looks at them"
             warn_once(f"{text}. Set validation.enable = true, or leave it out.")
     default("training.seq_len", -1)
     default("job.dump_folder", f"outputs/{name}" if name else "outputs")
-    if job.checkpoint.initial_load_path and (
-        job.data.dataset not in ("text", "stdlib") or job.lora.rank > 0
-    ):
+    is_pretrained, has_lora = job.checkpoint.initial_load_path != "", job.lora.rank > 0
+    if is_pretrained and (job.data.dataset not in ("text", "stdlib") or has_lora):
         default("training.global_batch_size", None)  # other runs with weights continue pretraining
     elif job.training.global_batch_size is None:
         job.training.global_batch_size = -1
-    if job.checkpoint.initial_load_path:
-        default(
-            "optimizer.lr", _FINE_TUNING_RATES[job.training.objective == "dpo", job.lora.rank > 0]
-        )
+    if is_pretrained:
+        default("optimizer.lr", _FINE_TUNING_RATES[job.training.objective == "dpo", has_lora])
         default("optimizer.weight_decay", 0.0)
         default("optimizer.beta2", 0.999)
     return problems
 
 
-def _fill_in_model(job: JobConfig) -> list[str]:
+def _fill_in_model(job: JobConfig) -> list[Problem]:
     """Turn `model.path` and `model.init` into `model.hf_assets_path` and
     `checkpoint.initial_load_path`.
     """
     model, checkpoint = job.model, job.checkpoint
     problems = [
-        f"model.path = {format_value(model.path)} and {key} = {format_value(other)} both name the "
-        f"model. Leave {key} " + f"out{also}."
-        for key, other, also in (
-            ("checkpoint.initial_load_path", checkpoint.initial_load_path, ""),
-            (
-                "model.hf_assets_path",
-                model.hf_assets_path,
-                "; another tokenizer is data.tokenizer_path",
-            ),
+        Problem(
+            key,
+            f"{key} = {format_value(other)} and model.path = {format_value(model.path)} both name "
+            f"the model. Leave {key} out; another tokenizer is data.tokenizer_path.",
+        )
+        for key, other in (
+            ("checkpoint.initial_load_path", checkpoint.initial_load_path),
+            ("model.hf_assets_path", model.hf_assets_path),
         )
         if model.path and other and other != model.path
     ]
-    if model.init == "random" and checkpoint.initial_load_path and not problems:
-        problems = [
-            'model.init = "random" and checkpoint.initial_load_path = '
-            + f"{format_value(checkpoint.initial_load_path)} contradict each other. Leave one of "
-            "them out."
-        ]
     weights = model.path or (model.hf_assets_path if model.init == "pretrained" else "")
+    if model.init == "random" and checkpoint.initial_load_path and not problems:
+        text = (
+            'model.init = "random" and checkpoint.initial_load_path contradict each other. Leave '
+            "one of them out."
+        )
+        problems.append(Problem("model.init", text))
     if model.init == "pretrained" and not (weights or checkpoint.initial_load_path):
-        problems = [
+        text = (
             'model.init = "pretrained" needs model.path, which is empty. Set it to a folder or hub '
             "id."
-        ]
-    if problems:
-        return problems
-    if model.init != "random":
+        )
+        problems.append(Problem("model.init", text))
+    if not problems and model.init != "random":
         checkpoint.initial_load_path = checkpoint.initial_load_path or weights
-    if not model.flavor or model.init == "random":
+    if not problems and (not model.flavor or model.init == "random"):
         model.hf_assets_path = model.hf_assets_path or model.path
-    return []
+    return problems
 
 
-def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[str]:
+def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
     """Keep the later of `training.steps` and `training.epochs`; 3 epochs for pretrained weights
     without either.
     """
@@ -131,15 +102,17 @@ def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[str]:
         if steps is None and job.checkpoint.initial_load_path and has_end:
             training.epochs = 3.0  # as in transformers
     elif steps is None and not training.epochs:
-        return ["training.epochs = 0 trains nothing. Set it to more, or leave it out."]
+        text = "training.epochs = 0 trains nothing. Set it to more, or leave it out."
+        return [Problem("training.epochs", text)]
     elif steps is not None and training.epochs:
-        is_late = [where.startswith("override") for where in (steps, epochs)]
-        if is_late[0] == is_late[1]:
-            return [
+        is_late = steps.startswith("override")
+        if is_late == epochs.startswith("override"):
+            text = (
                 f"training.steps = {training.steps} and training.epochs = {training.epochs:g} both "
-                "say how long the " + "run is. Leave one of them out."
-            ]
-        training.epochs = 0.0 if is_late[0] else training.epochs
+                "say how long the run is. Leave one of them out."
+            )
+            return [Problem("training.epochs", text)]
+        training.epochs = 0.0 if is_late else training.epochs
     return []
 
 
@@ -180,34 +153,32 @@ def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixe
     return "mixed" if len(kinds) == 2 else "examples" if True in kinds else "text"
 
 
-def _fill_in_data(
-    job: JobConfig, given: Mapping[str, str], default: Callable[[str, object], None]
-) -> list[str]:
-    """Set `data.dataset` by what is at the paths, unless it is given; return what contradicts
-    it.
-    """
+def _fill_in_data(job: JobConfig, *, is_given: bool) -> list[Problem]:
+    """Set `data.dataset` by the files at the paths, unless it `is_given`; return contradictions."""
     data = job.data
-    kinds = {s.path: find_kind(s.path, s.pattern) for s in get_sources(data).values() if s.path}
-    if "data.dataset" not in given and kinds:
-        if len(set(kinds.values())) > 1 or "mixed" in kinds.values():
-            return [
-                "data.dataset is not set, and there are rows and text files in "
-                f"{', '.join(kinds)}. Set data.dataset = "
-                + '"examples" for the rows, or "text" for the text files.'
-            ]
-        default("data.dataset", next(iter(kinds.values())))
-    elif job.checkpoint.initial_load_path:
-        default("data.dataset", "none")
-    sources = get_sources(data).values() if data.dataset == "text" else ()
+    sources = get_sources(data).values()
+    kinds = {source.path: find_kind(source.path, source.pattern) for source in sources}
+    kinds.pop("", None)
+    if not is_given and kinds:
+        if len({*kinds.values()}) > 1 or "mixed" in kinds.values():
+            text = (
+                f"data.dataset is not set, and there are rows and text files in {', '.join(kinds)}."
+                ' Set data.dataset = "examples" for the rows, or "text" for the text files.'
+            )
+            return [Problem("data", text)]
+        data.dataset = next(iter(kinds.values()))
+    elif not is_given and job.checkpoint.initial_load_path:
+        data.dataset = "none"
     rows = [
-        s.path
-        for s in sources
-        if (not Path(s.path).is_dir() and holds_rows(s.path)) or ".jsonl" in s.pattern
+        source.path
+        for source in sources
+        if (not Path(source.path).is_dir() and holds_rows(source.path))
+        or ".jsonl" in source.pattern
     ]
-    if rows:
-        return [
+    if data.dataset == "text" and rows:
+        text = (
             f'data.dataset = "text" would train {rows[0]} as it is written, with braces and field '
-            "names. Set "
-            + 'data.dataset = "examples": of rows with text, data.text_field is trained.'
-        ]
+            'names. Set data.dataset = "examples": of rows with text, data.text_field is trained.'
+        )
+        return [Problem("data.dataset", text)]
     return []

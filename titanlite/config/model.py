@@ -3,18 +3,19 @@ other model.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, make_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields, make_dataclass
 from typing import Any, Literal, cast
 
 
-def setting(default: Any, doc: str, **metadata: Any) -> Any:
+def setting(default: Any, doc: str = "", **metadata: Any) -> Any:
     """Return a dataclass field with its documentation; mutable defaults are copied per instance.
 
     `choices`: values of a text that may also name an extension; others are a Literal. `calls`: how
     an extension (`base.extension`) is called that it may name; None: it may not. `is_list`: text
     with commas, which may be a list. `ge, gt, le, lt, also`: bounds of a number, and a value that
-    it may have too; by default 0 or more.
+    it may have too; by default 0 or more. `only_for`: what the setting, or all of a section, has no
+    effect without (`check.find_ignored`).
     """
     metadata["doc"] = doc
     if callable(default):
@@ -211,23 +212,24 @@ class TransformersConfig:
 AnyModelConfig = ModelConfig | TransformersConfig
 
 
-def _overrides_of(config: type, name: str, *more: tuple[str, Any, Any]) -> type:
-    """Return a section with every field of `config` that may be overridden; None keeps what is
-    there.
-    """
-    own = [
-        (f.name, cast(type, f.type) | None, field(default=None, metadata=f.metadata))
-        for f in fields(config)
-        if f.metadata.get("override", True)
+def overrides_of(name: str, own: Iterable[Field[Any]], *more: tuple[str, Any, Any]) -> type:
+    """Return a section with the fields `own`, where None keeps what is there, and `more`."""
+    optional = [
+        (each.name, cast(type, each.type) | None, field(default=None, metadata=each.metadata))
+        for each in own
     ]
-    return make_dataclass(name, [*own, *more], namespace={"__module__": __name__})
+    return make_dataclass(name, [*optional, *more], namespace={"__module__": __name__})
+
+
+def _sizes(config: type) -> list[Field[Any]]:
+    return [each for each in fields(config) if each.metadata.get("override", True)]
 
 
 # Every size of the architecture may be overridden; None keeps what the flavor or config.json says.
-RopeOverrides = _overrides_of(RopeScaling, "RopeOverrides")
-ModelOverrides = _overrides_of(
-    ModelConfig,
+RopeOverrides = overrides_of("RopeOverrides", _sizes(RopeScaling))
+ModelOverrides = overrides_of(
     "ModelOverrides",
+    _sizes(ModelConfig),
     (
         "rope_scaling",
         RopeOverrides,

@@ -164,17 +164,9 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
 
 
 def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
-    """Parse `pipeline_parallel_layers`. ConfigError: not one number for each stage, or one stage
-    only.
-    """
+    """Parse `pipeline_parallel_layers`. ConfigError: not one number for each stage."""
     text, pp = section.pipeline_parallel_layers, section.pipeline_parallel_degree
     words = [word.strip() for word in text.split(",")] if text else []
-    if pp == 1 and words:
-        raise ConfigError(
-            f"parallelism: pipeline_parallel_layers = '{text}' has no effect, for "
-            "pipeline_parallel_degree is 1. Set that to the number of stages, or leave the layers "
-            "out."
-        )
     if words and (len(words) != pp or not all(word.isdecimal() for word in words)):
         raise ConfigError(
             f"parallelism.pipeline_parallel_layers = '{text}' is not one number of layers for each "

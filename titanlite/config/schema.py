@@ -4,7 +4,7 @@
 at once.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from titanlite.config.data import DataSection
@@ -116,7 +116,9 @@ class OptimizerSection:
         0.95, "Decay of the second moment. Not set, with pretrained weights: 0.999.", lt=1
     )
     eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
-    momentum: float = setting(0.95, "Nesterov momentum of Muon's matrices.", lt=1)
+    momentum: float = setting(
+        0.95, "Nesterov momentum of Muon's matrices.", lt=1, only_for='optimizer.name = "Muon"'
+    )
     weight_decay: float = setting(
         0.1,
         "Decoupled weight decay of matrices; norms and biases have none. Not set, with pretrained "
@@ -230,7 +232,10 @@ class ParallelismSection:
         ge=1,
     )
     pipeline_parallel_layers: str = setting(
-        "", "Layers of each stage, as '11,13,13,11'. Empty: evenly.", is_list=True
+        "",
+        "Layers of each stage, as '11,13,13,11'. Empty: evenly.",
+        is_list=True,
+        only_for="parallelism.pipeline_parallel_degree > 1",
     )
     expert_parallel_degree: int = setting(
         1,
@@ -324,11 +329,13 @@ class CheckpointSection:
         "none",
         "Also keep the checkpoint with the lowest loss or the highest score; the link 'best' "
         "leads to it.",
+        only_for="checkpoint.enable = true",
     )
     push_to_hub: str = setting(
         "",
         "Hub repository (owner/name) for the final or best model, private if it is new. Empty: no "
         "upload.",
+        only_for="checkpoint.enable = true",
     )
     verify_checksums: bool = setting(
         True,
@@ -351,6 +358,7 @@ class ActivationCheckpointSection:
         "op",
         "'op': keep the results of matmuls and attention, recompute the rest; a number N: every "
         "Nth layer.",
+        only_for='activation_checkpoint.mode = "selective"',
     )
 
 
@@ -373,7 +381,9 @@ class MetricsSection:
         False, "Send metrics and configuration to Weights & Biases (pip install wandb)."
     )
     wandb_project: str = setting(
-        "titanlite", "W&B project; the environment variable WANDB_PROJECT overrides it."
+        "titanlite",
+        "W&B project; the environment variable WANDB_PROJECT overrides it.",
+        only_for="metrics.enable_wandb",
     )
     grad_norm_groups: bool = setting(
         True,
@@ -393,7 +403,9 @@ class ProfilingSection:
     save_traces_folder: str = setting(
         "profile_traces", "Folder of the traces, inside job.dump_folder."
     )
-    profile_freq: int = setting(100, "Steps between traces.", ge=1)
+    profile_freq: int = setting(
+        100, "Steps between traces.", ge=1, only_for="profiling.enable_profiling"
+    )
     enable_memory_snapshot: bool = setting(
         False,
         "Record CUDA's allocations, for job.dump_folder/memory/rankN.pickle when memory runs out.",
@@ -425,7 +437,11 @@ class EvaluationSection:
     )
     freq: int = setting(500, "Steps between evaluations.", ge=1)
     path: str = setting("", "Examples to evaluate on, as data.path. Empty: the held-out examples.")
-    split: str = setting("test", "Split of evaluation.path, if that is a dataset of the hub.")
+    split: str = setting(
+        "test",
+        "Split of evaluation.path, if that is a dataset of the hub.",
+        only_for="evaluation.path",
+    )
     samples: int = setting(0, "Prompts per evaluation, spread evenly over the examples. 0: all.")
     batch_size: int = setting(16, "Prompts per batch on each data-parallel rank.", ge=1)
     max_new_tokens: int = setting(
@@ -455,23 +471,21 @@ class CommSection:
 class JobConfig:
     """The whole configuration of a run; `titanlite.config.load_config` makes one."""
 
-    job: JobSection = field(default_factory=JobSection)
-    model: ModelSection = field(default_factory=ModelSection)
-    training: TrainingSection = field(default_factory=TrainingSection)
-    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
-    lora: LoRASection = field(default_factory=LoRASection)
-    dpo: DPOSection = field(default_factory=DPOSection)
-    lr_scheduler: LRSchedulerSection = field(default_factory=LRSchedulerSection)
-    parallelism: ParallelismSection = field(default_factory=ParallelismSection)
-    moe: MoESection = field(default_factory=MoESection)
-    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
-    activation_checkpoint: ActivationCheckpointSection = field(
-        default_factory=ActivationCheckpointSection
-    )
-    compile: CompileSection = field(default_factory=CompileSection)
-    metrics: MetricsSection = field(default_factory=MetricsSection)
-    profiling: ProfilingSection = field(default_factory=ProfilingSection)
-    data: DataSection = field(default_factory=DataSection)
-    validation: ValidationSection = field(default_factory=ValidationSection)
-    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
-    comm: CommSection = field(default_factory=CommSection)
+    job: JobSection = setting(JobSection)
+    model: ModelSection = setting(ModelSection)
+    training: TrainingSection = setting(TrainingSection)
+    optimizer: OptimizerSection = setting(OptimizerSection)
+    lora: LoRASection = setting(LoRASection, only_for="lora.rank")
+    dpo: DPOSection = setting(DPOSection, only_for="training.objective")
+    lr_scheduler: LRSchedulerSection = setting(LRSchedulerSection)
+    parallelism: ParallelismSection = setting(ParallelismSection)
+    moe: MoESection = setting(MoESection)
+    checkpoint: CheckpointSection = setting(CheckpointSection)
+    activation_checkpoint: ActivationCheckpointSection = setting(ActivationCheckpointSection)
+    compile: CompileSection = setting(CompileSection, only_for="compile.enable")
+    metrics: MetricsSection = setting(MetricsSection)
+    profiling: ProfilingSection = setting(ProfilingSection)
+    data: DataSection = setting(DataSection)
+    validation: ValidationSection = setting(ValidationSection, only_for="validation.enable")
+    evaluation: EvaluationSection = setting(EvaluationSection, only_for="evaluation.enable")
+    comm: CommSection = setting(CommSection)

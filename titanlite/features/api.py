@@ -69,15 +69,15 @@ def make_config(config: Config, overrides: Sequence[str] = (), **sections: Any) 
     if isinstance(config, JobConfig):
         for setting, value in get_values(config):
             if value is not None and not is_derived(config, setting.key):
-                reader.accept(CODE, setting, value)
+                reader.set(CODE, setting.key, value)
     elif isinstance(config, Mapping):
-        reader.read_table(CODE, _plain(config))
+        reader.set_table(CODE, _plain(config))
     else:
         path = os.fspath(config)
-        reader.read_table(path, reader.read_file(path) or {})
-    reader.read_table("override", _plain(sections))
-    texts = reader.read_arguments(["--config", path or CODE, *overrides])[1]
-    return reader.finish(path, texts, is_whole=path is None or bool(reader.values))
+        reader.set_table(path, reader.read_file(path) or {})
+    reader.set_table("override", _plain(sections))
+    reader.read_arguments(["--config", path or CODE, *overrides])
+    return reader.finish(path, is_whole=path is None or bool(reader.given))
 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_one_key_names_configuration_tokenizer_and_weights() -> None:
     [
         (
             f'{MODEL}[checkpoint]\ninitial_load_path = "b"\n',
-            "Leave checkpoint.initial_load_path out.",
+            "Leave checkpoint.initial_load_path out;",
         ),
         (
             f'{MODEL}hf_assets_path = "b"\n',

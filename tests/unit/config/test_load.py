@@ -1,4 +1,4 @@
-"""From arguments and TOML to a JobConfig, the wording of every refusal, and the way back through
+"""From arguments and TOML to a JobConfig, what is refused with which key, and the way back through
 save_resolved.
 """
 
@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,15 @@ from hypothesis import strategies as st
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, find_changes, format_changes, load_config, save_resolved
-from titanlite.config.check import check_values
+from titanlite.config.check import check_values, find_ignored
 from titanlite.config.defaults import fill_in
-from titanlite.config.settings import Setting, get_settings, get_value, walk_schema
+from titanlite.config.settings import Setting, get_settings, get_value
 
 # Tests share a busy machine: nothing here is timed. 50 examples of 12 ms each keep a property under
 # a second.
 PROPERTY = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 
 ROOT = Path(__file__).parents[3]
-OTHER_NAMES = (
-    "Names of other trainers: docs/from_trl.md, docs/from_axolotl.md, docs/from_torchtitan.md."
-)
 BASE = '[model]\nflavor = "30B-A3B"\n'
 
 
@@ -112,191 +108,102 @@ def test_spellings_of_the_file_flag(argv: list[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "command line: no configuration file. Pass one with --config FILE."),
-        (["--config"], "--config: no file follows it. Write --config FILE."),
-        (["--config="], "--config: no file follows it. Write --config FILE."),
-        (["--config", "--config=base.toml"], "--config: no file follows it. Write --config FILE."),
-        (
-            ["--config=base.toml", "--config=b.toml"],
-            "--config: given 2 times: base.toml, b.toml. Keep one.",
-        ),
+        ([], "--config: names no file. Write --config FILE once."),
+        (["--config"], "--config: names no file."),
+        (["--config="], "--config: names no file."),
+        (["--config", "--config=base.toml"], "--config: names 2 files (, base.toml)."),
+        (["--config=base.toml", "--config=b.toml"], "--config: names 2 files (base.toml, b.toml)."),
         (["--config", "bsae.toml"], "bsae.toml: no such file. Did you mean 'base.toml'?"),
         (["--config", "base"], "base: no such file. Did you mean 'base.toml'?"),
         (["--config", "zzz"], "zzz: no such file. Check --config."),
-        (
-            ["--config", "."],
-            ".: cannot be read: it is a folder. Pass a file with --config FILE. Files in .: "
-            "base.toml",
-        ),
-        (
-            ["--config", "base.toml/x"],
-            "base.toml/x: cannot be read: Not a directory. Pass a file with --config FILE.",
-        ),
+        (["--config", "."], ".: it is a folder."),
+        (["--config", "base.toml/x"], "base.toml/x: Not a directory."),
     ],
 )
 def test_wrong_file_argument(argv: list[str], message: str) -> None:
-    assert refuse(*argv) == message
+    assert refuse(*argv).startswith(message)
 
 
 def test_missing_file_argument_lists_configs(folder: Path) -> None:
     (folder / "configs").mkdir()
     for name in ("b.toml", "a.toml", "notes.txt"):
         (folder / "configs" / name).touch()
-    assert refuse() == (
-        "command line: no configuration file. Pass one with --config FILE. Files in configs: "
-        "a.toml, b.toml"
-    )
-    assert (
-        refuse("--config", "zzz.toml")
-        == "zzz.toml: no such file. Check --config. Files in configs: a.toml, b.toml"
-    )
-
-
-def test_toml_syntax_error_has_line_and_column() -> None:
-    message = refuse_text("[training]\nsteps = five\n")
-    assert message.startswith("x.toml: not valid TOML: ")
-    assert "(at line 4, column 9). Write sections as [model], each once; text in quotes" in message
-
-
-def test_file_that_is_not_text(folder: Path) -> None:
-    (folder / "x.toml").write_bytes(b'a = "\xff"')
-    assert "x.toml: not valid TOML: 'utf-8' codec can't decode byte 0xff in position 5" in refuse(
-        "--config=x.toml"
-    )
+    for argv in ([], ["--config", "zzz.toml"]):
+        assert refuse(*argv).endswith(" Files in configs: a.toml, b.toml")
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("content", "said"),
     [
-        (
-            'training.seq_len = "long"',
-            'training.seq_len = "long" is not an int. Write a whole number.',
-        ),
-        (
-            'training.steps = "1_0"',
-            'training.steps = "1_0" is not an int. Write 10 without quotes.',
-        ),
-        ("training.steps = true", "training.steps = true is not an int. Write a whole number."),
-        ("training.steps = 1.5", "training.steps = 1.5 is not an int. Write a whole number."),
-        (
-            "training.steps = 1979-05-27",
-            "training.steps = 1979-05-27 is not an int. Write a whole number.",
-        ),
-        ("training.steps = [1]", "training.steps = [1] is not an int. Write a whole number."),
-        (
-            f"training.seed = {2**63}",
-            f"training.seed = {2**63} does not fit in 64 bits. Write a smaller number.",
-        ),
-        (
-            f"training.seed = {10**400}",
-            f"training.seed = 1{'0' * 76}... does not fit in 64 bits. Write a smaller number.",
-        ),
-        (
-            f"optimizer.lr = {10**400}",
-            f"optimizer.lr = 1{'0' * 76}... is not finite. Write a finite number.",
-        ),
-        ("optimizer.lr = true", "optimizer.lr = true is not a float. Write a number."),
-        ("optimizer.lr = nan", "optimizer.lr = nan is not finite. Write a finite number."),
-        ("optimizer.lr = -inf", "optimizer.lr = -inf is not finite. Write a finite number."),
-        ("compile.enable = 1", "compile.enable = 1 is not a bool. Write true or false."),
-        (
-            'compile.enable = "false"',
-            'compile.enable = "false" is not a bool. Write false without quotes.',
-        ),
-        ('compile.enable = "on"', 'compile.enable = "on" is not a bool. Write true or false.'),
-        ("data.path = 5", 'data.path = 5 is not a str. Put it in quotes: "5".'),
-        ("data.path = true", 'data.path = true is not a str. Put it in quotes: "true".'),
-        (
-            'lr_scheduler.decay_ratio = "x"',
-            'lr_scheduler.decay_ratio = "x" is not a float. Write a number, or leave it out.',
-        ),
-        (
-            'lr_scheduler.decay_ratio = "none"',
-            'lr_scheduler.decay_ratio = "none" is not a float. Write a number, or leave it out.',
-        ),
-        (
-            'training.dtype = "float16"',
-            'training.dtype = "float16" is not one of "float32", "bfloat16"; did you mean '
-            '"bfloat16"?',
-        ),
-        (
-            "training.dtype = 16",
-            'training.dtype = 16 is not one of "float32", "bfloat16". Write one of these.',
-        ),
-        (
-            'job.description = "a ${b}"',
-            "job.description = \"a ${b}\" contains '${', which OmegaConf takes for an "
-            "interpolation. Write the value it stands for.",
-        ),
-        (
-            'job.description = "???"',
-            'job.description = "???" is OmegaConf\'s mark of a missing value. Write another text.',
-        ),
-        ("training = 5", "training = 5 is not a section. Write [training] and its keys below."),
-        (
-            "[[training]]\nsteps = 1",
-            "training = [{'steps': 1}] is not a section. Write [training] and its keys below.",
-        ),
-        (
-            "[training.steps]\nx = 1",
-            "training.steps = {'x': 1} is not an int. Write a whole number.",
-        ),
-        ("training.step = 5", "unknown key 'training.step'; did you mean 'training.steps'?"),
-        (
-            "validation.seq_len = 5",
-            "unknown key 'validation.seq_len'; did you mean 'training.seq_len'?",
-        ),
-        (
-            "training.warmup_steps = 5",
-            "unknown key 'training.warmup_steps'; did you mean 'lr_scheduler.warmup_steps'?",
-        ),
-        (
-            "profiling.enable = true",
-            "unknown key 'profiling.enable'; did you mean 'profiling.enable_profiling' or "
-            "'profiling.enable_memory_snapshot'?",
-        ),
-        (
-            "job.zzz = 1",
-            "unknown key 'job.zzz'. Keys of [job]: dump_folder, description, stop_grace_seconds. "
-            f"{OTHER_NAMES}",
-        ),
-        (
-            "[metrics.log]\nfreq = 1",
-            "unknown section 'metrics.log'. Keys of [metrics]: log_freq, function, "
-            "enable_tensorboard, save_tb_folder, enable_wandb, wandb_project, grad_norm_groups, "
-            f"enable_progress_bar. {OTHER_NAMES}",
-        ),
-        ("[trainin]\nsteps = 5", "unknown section 'trainin'; did you mean 'training'?"),
-        (
-            "[model.override]\nnum_layers = 1",
-            "unknown section 'model.override'; did you mean 'model.overrides'?",
-        ),
-        (
-            '"training.steps" = 5',
-            "key 'training.steps' has a dot inside its quotes. Write it without quotes.",
-        ),
+        (b"[training]\nsteps = five\n", "(at line 2, column 9)"),
+        (b'a = "\xff"', "'utf-8' codec can't decode byte 0xff in position 5"),
+        (b"base_model: Qwen/Qwen3-0.6B\ndatasets:\n  - path: x.jsonl\n", "docs/from_axolotl.md"),
+        (b'{"model_name_or_path": "q"}', "docs/from_trl.md"),
+        (b"[model]\nname = qwen3\n", "text in quotes"),
+        (b"steps = 5\nsteps = 6\n", "each once"),
+        (b"[training\nsteps: 3 4\n", "Write sections as [model]"),
     ],
 )
-def test_wrong_file_content(text: str, problem: str) -> None:
+def test_a_file_that_is_not_toml(folder: Path, content: bytes, said: str) -> None:
+    (folder / "x.toml").write_bytes(content)
+    message = refuse("--config=x.toml")
+    assert message.startswith("x.toml: not valid TOML: ") and said in message
+    for page in re.findall(r"docs/\w+\.md", message):
+        assert (ROOT / page).is_file()
+
+
+# What is written in a file or on the command line, the key that the error names, and what more it
+# says.
+WRONG_VALUES = [
+    ('training.seq_len = "long"', "Write a whole number."),
+    ("training.steps = true", "Write a whole number."),
+    ("training.steps = 1.5", "Write a whole number."),
+    ("training.steps = 1979-05-27", "Write a whole number."),
+    ("training.steps = [1]", "Write a whole number."),
+    ("[training.steps]\nx = 1", "Write a whole number."),
+    (f"training.seed = {2**63}", "fits in 64 bits"),
+    (f"training.seed = {10**400}", "fits in 64 bits"),
+    (f"optimizer.lr = {10**400}", "Write a number."),
+    ("optimizer.lr = true", "Write a number."),
+    ("optimizer.lr = nan", "out of range"),
+    ("optimizer.lr = -inf", "out of range"),
+    ("model.overrides.rope_theta = nan", "out of range"),
+    ("compile.enable = 1", "Write true or false."),
+    ('compile.enable = "maybe"', "Write true or false."),
+    ("data.path = true", "text in quotes"),
+    ('data.path = ["a", "b"]', "one text in quotes"),
+    ('lr_scheduler.decay_ratio = "x"', "Write a number."),
+    ('lr_scheduler.decay_ratio = "none"', "Write a number."),
+    ('training.dtype = "float16"', '"float32", "bfloat16"; did you mean "bfloat16"?'),
+    ("training.dtype = 16", "Write one of these."),
+    ('data.converter = "f"', 'Write "package.module:name".'),
+    ('job.description = "a ${b}"', "Write the value it stands for."),
+    ('job.description = "???"', "Write the value it stands for."),
+    (f'training.steps = "{"x" * 1000}"', "more characters]"),
+]
+WRONG_KEYS = [
+    ("training = 5", "a section. Set its keys one by one: [training]"),
+    ("[[training]]\nsteps = 1", "or --training.steps=VALUE."),
+    ("training.step = 5", "did you mean 'training.steps'?"),
+    ("validation.seq_len = 5", "did you mean 'training.seq_len'?"),
+    ("training.warmup_steps = 5", "did you mean 'lr_scheduler.warmup_steps'?"),
+    ("job.zzz = 1", "dump_folder, description, stop_grace_seconds."),
+    ("job.zzz = 1", "docs/from_trl.md"),
+    ("[metrics.log]\nfreq = 1", "did you mean 'metrics'?"),
+    ("[trainin]\nsteps = 5", "did you mean 'training'?"),
+    ("[model.override]\nnum_layers = 1", "did you mean 'model.overrides'?"),
+    ("foo = 1", "Known here: job, model,"),
+    ("steps = 5", "did you mean 'training.steps' or 'validation.steps'?"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), WRONG_VALUES + WRONG_KEYS)
+def test_wrong_file_content(text: str, said: str) -> None:
     Path("x.toml").write_text(f'model.flavor = "30B-A3B"\n{text}\n', encoding="utf-8")
-    assert refuse("--config", "x.toml") == f"x.toml: {problem}"
-
-
-def test_keys_outside_sections_and_unknown_sections() -> None:
-    Path("x.toml").write_text("steps = 5\nfoo = 1\n" + BASE, encoding="utf-8")
-    lines = refuse("--config", "x.toml").splitlines()
-    assert lines[:2] == [
-        "x.toml: 2 problems:",
-        "  unknown key 'steps'; did you mean 'training.steps' or 'validation.steps'?",
-    ]
-    assert lines[2].startswith("  unknown key 'foo'. Sections: job, model, training, ")
-
-
-def test_long_values_are_cut() -> None:
-    message = refuse_text(f'[training]\nsteps = "{"x" * 1000}"\n')
-    assert (
-        message == f'x.toml: training.steps = "{"x" * 76}... is not an int. Write a whole number.'
-    )
+    message = refuse("--config", "x.toml")
+    key = re.split(r"[] =]", text.strip("["))[0]
+    assert message.startswith("x.toml: ") and key in message and said in message
+    assert len(message) < 500 and "\n" not in message
 
 
 # Overrides
@@ -321,6 +228,7 @@ def test_str_override_is_the_raw_text(text: str) -> None:
         ("--optimizer.lr=.5", 0.5),
         ("--optimizer.lr=1", 1.0),
         ("--compile.enable=true", True),
+        ("--compile.enable=on", True),
         ("--metrics.enable_tensorboard=false", False),
         ("--training.dtype=bfloat16", "bfloat16"),
         ("--activation_checkpoint.mode=none", "none"),
@@ -348,96 +256,49 @@ def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
     assert job.lr_scheduler.decay_ratio is None
 
 
-@pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        ("--training.step=5", "unknown key 'training.step'; did you mean 'training.steps'?"),
-        ("--steps=5", "unknown key 'steps'; did you mean 'training.steps' or 'validation.steps'?"),
-        ("--trainin.steps=5", "unknown key 'trainin.steps'; did you mean 'training.steps'?"),
-        (
-            "--training.seq-len=5",
-            "unknown key 'training.seq-len'; did you mean 'training.seq_len'?",
-        ),
-        (
-            "--model.num_layers=4",
-            "unknown key 'model.num_layers'; did you mean 'model.overrides.num_layers'?",
-        ),
-        (
-            "--compile.enable.x=1",
-            f"unknown key 'compile.enable.x'. Keys of [compile]: enable. {OTHER_NAMES}",
-        ),
-        (
-            "--training=5",
-            "'training' is a section. Set its keys one by one: --training.steps=VALUE.",
-        ),
-        ("--training.steps", "has no value. Write --training.steps=VALUE."),
-        ("--compile.enable", "has no value. Write --compile.enable=VALUE."),
-        ("--training.steps=1e3", "training.steps = 1e3 is not an int. Write a whole number."),
-        ("--training.steps=1.5", "training.steps = 1.5 is not an int. Write a whole number."),
-        ("--training.steps=", "training.steps = '' is not an int. Write a whole number."),
-        ("--training.steps=1__0", "training.steps = 1__0 is not an int. Write a whole number."),
-        ("--training.steps=none", "training.steps = none is not an int. Write a whole number."),
-        ("--training.steps=\u0665", "training.steps = \u0665 is not an int. Write a whole number."),
-        (
-            f"--training.steps={'9' * 5000}",
-            f"training.steps = {'9' * 77}... is not an int. Write a whole number.",
-        ),
-        (
-            f"--training.seed={2**63}",
-            f"training.seed = {2**63} does not fit in 64 bits. Write a smaller number.",
-        ),
-        (
-            "--model.overrides.top_k=x",
-            "model.overrides.top_k = x is not an int. Write a whole number, or none.",
-        ),
-        ("--optimizer.lr=nan", "optimizer.lr = nan is not a float. Write a number."),
-        ("--optimizer.lr=1e999", "optimizer.lr = inf is not finite. Write a finite number."),
-        ("--optimizer.lr=0,1", "optimizer.lr = 0,1 is not a float. Write a number."),
-        ("--compile.enable=True", "compile.enable = True is not a bool. Write true or false."),
-        (
-            "--data.dataset=c4",
-            'data.dataset = "c4" is not one of "stdlib", "text", "examples", "images", "none". For '
-            "your own data set data.path: a file, folder or hub id.",
-        ),
-        (
-            "--job.description=${oc.env:HOME}",
-            "job.description = \"${oc.env:HOME}\" contains '${', which OmegaConf takes for an "
-            "interpolation. Write the value it stands for.",
-        ),
-        (
-            "--job.description=???",
-            'job.description = "???" is OmegaConf\'s mark of a missing value. Write another text.',
-        ),
-        ("--job.description=\udcff", "job.description is not valid UTF-8 text. Use UTF-8."),
-    ],
-)
-def test_wrong_override(override: str, problem: str) -> None:
-    assert refuse("--config=base.toml", override) == f"override {override!r}: {problem}"
+WRONG_OVERRIDES = [
+    ("--training.step=5", "did you mean 'training.steps'?"),
+    ("--steps=5", "did you mean 'training.steps' or 'validation.steps'?"),
+    ("--trainin.steps=5", "did you mean 'training.steps'?"),
+    ("--training.seq-len=5", "did you mean 'training.seq_len'?"),
+    ("--model.num_layers=4", "did you mean 'model.overrides.num_layers'?"),
+    ("--compile.enable.x=1", "unknown key"),
+    ("--training=5", "Set its keys one by one: [training] and keys below, or --training.steps="),
+    ("--training.steps", "has no value. Write --training.steps=VALUE."),
+    ("--compile.enable", "has no value. Write --compile.enable=VALUE."),
+    *((f"--training.steps={text}", "Write a whole number.") for text in ("1e3", "1.5", "", "1__0")),
+    *((f"--training.steps={text}", "Write a whole number.") for text in ("none", "9" * 5000)),
+    (f"--training.seed={2**63}", "fits in 64 bits"),
+    ("--model.overrides.top_k=x", "Write a whole number."),
+    ("--optimizer.lr=nan", "out of range"),
+    ("--optimizer.lr=1e999", "out of range"),
+    ("--optimizer.lr=0,1", "Write a number."),
+    ("--compile.enable=maybe", "Write true or false."),
+    ("--data.dataset=c4", "Write one of these."),
+    ("--job.description=${oc.env:HOME}", "Write the value it stands for."),
+    ("--job.description=???", "Write the value it stands for."),
+    ("--job.description=\udcff", "Use UTF-8."),
+]
+
+
+@pytest.mark.parametrize(("override", "said"), WRONG_OVERRIDES)
+def test_wrong_override(override: str, said: str) -> None:
+    message = refuse("--config=base.toml", override)
+    key = override.strip("-").partition("=")[0]
+    assert message.startswith(f"override {override!r}: ") and said in message
+    assert key in message.removeprefix(f"override {override!r}: ")
 
 
 def test_override_shows_how_it_was_written() -> None:
-    message = (
-        "override '--training.step 5': unknown key 'training.step'; did you mean 'training.steps'?"
-    )
-    assert refuse("--config=base.toml", "--training.step", "5") == message
+    message = "override '--training.step 5': unknown key 'training.step'"
+    assert refuse("--config=base.toml", "--training.step", "5").startswith(message)
     message = "override '--training.steps': has no value. Write --training.steps=VALUE."
     assert refuse("--config=base.toml", "--training.steps", "--compile.enable=true") == message
 
 
-@pytest.mark.parametrize(
-    ("argument", "hint"),
-    [
-        ("junk", "Write --section.key=value."),
-        ("--", "Write --section.key=value."),
-        ("--=5", "Write --section.key=value."),
-        ("", "Write --section.key=value."),
-        ("training.steps=5", "Did you mean '--training.steps=5'?"),
-        ("-training.steps=5", "Did you mean '--training.steps=5'?"),
-        ("other.toml", "Did you mean '--config other.toml'?"),
-    ],
-)
-def test_positional_arguments_are_refused(argument: str, hint: str) -> None:
-    message = f"argument {argument!r}: is neither --config nor an override. {hint}"
+@pytest.mark.parametrize("argument", ["junk", "--", "--=5", "", "-training.steps=5", "other.toml"])
+def test_positional_arguments_are_refused(argument: str) -> None:
+    message = f"argument {argument!r}: unknown. Write --section.key=value."
     assert refuse("--config=base.toml", argument) == message
 
 
@@ -461,19 +322,21 @@ def test_all_problems_come_in_one_error() -> None:
         "[training]\nstep = 5\nsteps = -1\nseq_len = 'long'\n[optimizer]\neps = 0\n",
         "junk",
         "--optimizer.lr=-1",
-        "--compile.enable=on",
+        "--compile.enable=maybe",
     )
-    assert message.splitlines() == [
-        "configuration: 6 problems:",
-        "  argument 'junk': is neither --config nor an override. Write --section.key=value.",
-        "  x.toml: unknown key 'training.step'; did you mean 'training.steps'?",
-        '  x.toml: training.seq_len = "long" is not an int. Write a whole number.',
-        "  override '--compile.enable=on': compile.enable = on is not a bool. Write true or false.",
+    problems = [
+        "argument 'junk'",
+        "x.toml: unknown key 'training.step'",
+        'x.toml: training.seq_len = "long"',
         # training.steps = -1 is not reported: its key may be what training.step was meant for.
-        "  override '--optimizer.lr=-1': optimizer.lr = -1.0 is out of range. Set it to more than "
-        "0 and at most 1.",
-        "  x.toml: optimizer.eps = 0.0 is out of range. Set it to more than 0.",
+        "override '--compile.enable=maybe'",
+        "override '--optimizer.lr=-1': optimizer.lr = -1.0 is out of range. Set it to more than 0",
+        "x.toml: optimizer.eps = 0.0 is out of range. Set it to more than 0.",
     ]
+    first, *lines = message.splitlines()
+    assert first == "configuration: 6 problems:"
+    for line, problem in zip(lines, problems, strict=True):
+        assert line.startswith(f"  {problem}")
 
 
 def test_range_problem_names_the_file_or_the_override() -> None:
@@ -484,8 +347,7 @@ def test_range_problem_names_the_file_or_the_override() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ['[model]\nflavour = "x"', "[model]\nflavor = 1", '[modle]\nflavor = "x"', "[model]\npath = 1"],
+    "text", ['[model]\nflavour = "x"', "[model]\nflavor = true", '[modle]\nflavor = "x"']
 )
 def test_no_range_problem_on_top_of_a_misspelt_or_mistyped_key(text: str) -> None:
     Path("x.toml").write_text(text, encoding="utf-8")
@@ -493,22 +355,9 @@ def test_no_range_problem_on_top_of_a_misspelt_or_mistyped_key(text: str) -> Non
 
 
 def test_overrides_are_checked_even_if_the_file_is_missing() -> None:
-    assert refuse("--config", "no.toml", "--compile.enable=on").splitlines() == [
-        "configuration: 2 problems:",
-        "  no.toml: no such file. Check --config.",
-        "  override '--compile.enable=on': compile.enable = on is not a bool. Write true or false.",
-    ]
-
-
-def test_a_field_of_an_unreadable_type_is_a_schema_error() -> None:
-    @dataclass
-    class Section:
-        names: list[str] = field(default_factory=list)
-
-    with pytest.raises(
-        TypeError, match=r"schema: x\.names has type list\[str\], which no value can be read as"
-    ):
-        list(walk_schema(Section, "x"))
+    lines = refuse("--config", "no.toml", "--compile.enable=maybe").splitlines()
+    assert lines[:2] == ["configuration: 2 problems:", "  no.toml: no such file. Check --config."]
+    assert lines[2].startswith("  override '--compile.enable=maybe': compile.enable = ")
 
 
 # Properties
@@ -549,7 +398,7 @@ def build_job(chosen: list[tuple[Setting, Any]]) -> JobConfig:
         if check_values(job):
             setattr(section, setting.name, before)
     given = {setting.key: "override" for setting, _ in chosen}
-    assume(not fill_in(job, given, "base"))
+    assume(not fill_in(job, given, "base") and not find_ignored(job, given))
     # then they are not written
     job.training.steps = job.training.steps if not job.training.epochs else 1000
     return job
@@ -658,47 +507,3 @@ def test_every_one_of_many_problems_is_shown() -> None:
     text = refuse("--config", "x.toml", *(f"--training.wrong_{i}=1" for i in range(200)))
     assert text.startswith("configuration: 201 problems:")  # x.toml is missing, too
     assert all(f"'training.wrong_{i}'" in text for i in range(200))
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        (
-            "a.yaml",
-            "base_model: Qwen/Qwen3-0.6B\ndatasets:\n  - path: x.jsonl\n",
-            "YAML.*docs/from_axolotl.md",
-        ),
-        ("a.yml", "# TRL\nmodel_name_or_path: q\nlearning_rate: 1e-4\n", "YAML.*docs/from_trl.md"),
-        ("a.conf", "model:\n  path: q\n", "YAML.*docs/config.md"),
-        ("a.toml", "training:\n  steps: 3\n", "YAML.*docs/config.md"),
-        ("broken.yaml", "a: [1\nb: }\n", "YAML.*docs/config.md"),
-        ("a.json", '{"model_name_or_path": "q"}', "JSON.*docs/from_trl.md"),
-        ("a.json", '{"train_batch_size": 8}', "JSON.*docs/config.md"),
-        ("a.toml", '{\n  "lr": 1e-4\n}', "JSON.*docs/config.md"),
-        (
-            "a.py",
-            "from torchtitan.trainer import Trainer\n\ndef llama3():\n    return 1\n",
-            "Python.*docs/from_torch",
-        ),
-    ],
-)
-def test_a_file_in_another_language_is_named_with_the_page_that_helps(
-    name: str, text: str, said: str
-) -> None:
-    Path(name).write_text(text)
-    message = refuse("--config", name)
-    assert re.search(said, message) and "titanlite reads TOML" in message
-    for page in re.findall(r"docs/\w+\.md", message):
-        assert (ROOT / page).is_file()
-
-
-@pytest.mark.parametrize(
-    "text", ["[model]\nname = qwen3\n", "steps = 5\nsteps = 6\n", "[training\nsteps: 3 4\n"]
-)
-def test_wrong_toml_is_not_taken_for_another_language(text: str) -> None:
-    Path("a.toml").write_text(text)
-    assert "a.toml: not valid TOML" in refuse("--config", "a.toml")
-
-
-def test_a_yaml_file_without_its_flag_is_named() -> None:
-    assert "Did you mean '--config run.yaml'?" in refuse("run.yaml")

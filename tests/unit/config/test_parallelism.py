@@ -134,11 +134,6 @@ def test_a_stage_is_ahead_of_those_behind_it():
             )
             for layers in ("4", "2,2,2", "2,-2", "2,x")
         ),
-        (
-            section(layers="28"),
-            4,
-            "pipeline_parallel_layers = '28' has no effect, for pipeline_parallel_degree is 1.",
-        ),
         (section(cp=2, ep=3), 4, "ep (3) does not divide dp_shard (2) * cp (2) * tp (1) = 4."),
     ],
 )

@@ -98,7 +98,7 @@ def test_the_resolved_file_gives_the_same_job(load: Load, tmp_path: Path) -> Non
         ),
         (
             "weight = 3|colour = 3",
-            "unknown key 'data.sources.math.colour'. Keys of [data.sources.math]: path, weight,",
+            "unknown key 'data.sources.math.colour'. Known here: pattern, ",
         ),
         (
             "weight = 3|",
@@ -115,15 +115,15 @@ def test_the_resolved_file_gives_the_same_job(load: Load, tmp_path: Path) -> Non
         ),
         (
             "weight = 3|weight = 3\nsplit = 'test'",
-            'data.sources.math.split = "test" has no effect on this data',
+            "data.sources.math.split has no effect without a folder or a dataset of the hub",
         ),
         (
             "weight = 3|weight = 3\nformat = 'preference'",
-            'data.train_on = "all" does not go with data.sources.math.f',
+            'data.train_on = "all" does not go with format = "preference"',
         ),
         (
             'train_on = "all"|path = "a.jsonl"',
-            "data.path has no effect next to data.sources. Set data.sources.math.path.",
+            'data.path = "a.jsonl" has no effect next to data.sources. Set data.sources.math.path.',
         ),
         (
             'dataset = "examples"|dataset = "images"',
@@ -131,11 +131,11 @@ def test_the_resolved_file_gives_the_same_job(load: Load, tmp_path: Path) -> Non
         ),
         (
             "weight = 1.5|weight = 1.5\nvalidation_share = 0.5",
-            "data.sources.chat_2.validation_share = 0.5 has no effect on this data",
+            "data.sources.chat_2.validation_share has no effect without rows of path",
         ),
         (
             "[data.sources.math]|[data.sources]\nmath = 3\n[data.sources.x]",
-            "data.sources.math = 3 is not a section.",
+            "data.sources.math is a section. Set its keys one by one: [data.sources.math]",
         ),
     ],
 )
@@ -158,30 +158,31 @@ def test_what_is_wrong_in_the_section_is_said_once(load: Load) -> None:
 
 def test_overrides_of_tables(load: Load) -> None:
     assert (
-        "'data.sources' is a section. Set its keys one by one: --data.sources.NAME.path=VALUE."
-        in problem(load, TWO, "--data.sources=a")
+        "data.sources is a section. Set its keys one by one: [data.sources.NAME] and keys below, "
+        "or --data.sources.NAME.path=VALUE." in problem(load, TWO, "--data.sources=a")
     )
     assert (
-        "'data.sources.math' is a section. Set its keys one by one: --data.sources.math.path=VALUE"
+        "data.sources.math is a section. Set its keys one by one: [data.sources.math]"
         in problem(load, TWO, "--data.sources.math=a")
     )
 
 
 def test_streams_need_weights_and_have_no_epochs(load: Load) -> None:
     bare = TWO.replace("weight = 3\n", "streaming = true\n").replace("weight = 1.5\n", "")
-    assert "data.sources.math.streaming: how many sequences a stream has is not known" in problem(
-        load, bare
+    assert (
+        "data.sources.math.streaming = true: how many sequences a stream has is not known"
+        in problem(load, bare)
     )
     text = TWO.replace("weight = 3", "weight = 3\nstreaming = true")
     assert load(text).data.sources["math"].streaming
     assert (
-        "training.epochs needs data whose end is known, but data.sources.math.streaming is on."
+        "training.epochs = 2.0 needs data whose end is known, but data.sources.math.streaming is"
         in problem(load, text, "--training.epochs=2")
     )
 
 
 def test_epochs_need_sources_without_weights(load: Load) -> None:
-    assert "training.epochs needs sources without weights" in problem(
+    assert "training.epochs = 2.0 needs sources without weights" in problem(
         load, TWO, "--training.epochs=2"
     )
     bare = TWO.replace("weight = 3\n", "").replace("weight = 1.5\n", "")
@@ -192,12 +193,11 @@ def test_a_validation_needs_one_source_with_held_out_rows(load: Load) -> None:
     text = TWO.replace("weight = 3", "weight = 3\nstreaming = true")
     assert load(text, "--validation.enable=true").validation.enable
     none = text.replace('validation_path = "held_out.jsonl"\n', "streaming = true\n")
-    assert (
-        "no rows are held out (data.validation_share is 0, or data.streaming is on), but "
-        "validation.enable is on" in (problem(load, none, "--validation.enable=true"))
+    assert "validation.enable = true needs rows that are held out, and there are none" in problem(
+        load, none, "--validation.enable=true"
     )
     shares = TWO.replace('validation_path = "held_out.jsonl"\n', "")
-    assert "no rows are held out" in problem(
+    assert "needs rows that are held out" in problem(
         load, shares, "--data.validation_share=0", "--validation.enable=true"
     ).replace("0.0", "0")
 
@@ -205,7 +205,7 @@ def test_a_validation_needs_one_source_with_held_out_rows(load: Load) -> None:
 def test_a_list_of_sources_is_refused_with_the_right_form(load: Load) -> None:
     text = problem(load, f'{HEAD}[[data.sources]]\npath = "a.jsonl"\n')
     assert (
-        "is not a section. Write [data.sources.NAME] and its keys below." in text
+        "[data.sources.NAME] and keys below, or --data.sources.NAME.path=VALUE." in text
         and text.count("data.path") == 0
     )
 
@@ -213,10 +213,14 @@ def test_a_list_of_sources_is_refused_with_the_right_form(load: Load) -> None:
 def test_what_no_source_uses_is_refused(load: Load) -> None:
     """And what one of them uses is not."""
     head = TWO.replace('train_on = "all"', 'split = "test"')
-    assert 'data.split = "test" has no effect on this data' in problem(load, head)
+    assert "data.split has no effect without a folder or a dataset of the hub" in problem(
+        load, head
+    )
     assert load(head.replace('"math.jsonl"', '"owner/math"')).data.split == "test"
     rows = TWO.replace('train_on = "all"', "streaming_block_rows = 7")
-    assert "data.streaming_block_rows = 7 has no effect on this data" in problem(load, rows)
+    assert "data.streaming_block_rows has no effect without rows that are streamed" in problem(
+        load, rows
+    )
     assert (
         load(rows.replace("weight = 3", "weight = 3\nstreaming = true")).data.streaming_block_rows
         == 7

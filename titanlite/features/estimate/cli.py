@@ -167,8 +167,8 @@ def read_request(argv: Sequence[str]) -> Request:
             else ["--training.steps=1000"]
         )
         reader = Reader()
-        texts = reader.read_arguments(["--config", CODE, *model, *objective, *rest])[1]
-        job = reader.finish(None, texts, is_whole=True)
+        reader.read_arguments(["--config", CODE, *model, *objective, *rest])
+        job = reader.finish(None, is_whole=True)
     return Request(known, hardware, *_localize(job))
 
 

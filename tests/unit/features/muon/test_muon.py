@@ -184,7 +184,7 @@ def test_what_does_not_go_with_muon_is_refused(section, name, value, text):
     job.model.flavor, job.optimizer.name = "debug", "Muon"
     assert check_values(job) == []
     setattr(getattr(job, section), name, value)
-    assert any(text in problem for problem in check_values(job))
+    assert any(text in problem.text for problem in check_values(job))
 
 
 def split_like(make, world_size, experts_over=1):
