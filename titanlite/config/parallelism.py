@@ -8,7 +8,6 @@ from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.config.schema import BLOCK_SIZES, JobConfig, ParallelismSection
-from titanlite.config.settings import format_value
 
 # Examples of an optimizer step where none is set, by whether it is DPO: how many, their name, and
 # where that is from.
@@ -201,7 +200,7 @@ def _check_native(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[
     ]
     heads, kv_heads = model.num_heads // tp, max(model.num_kv_heads // tp, 1)
     split_by = f"context_parallel_degree ({cp}) * " if cp > 1 else ""
-    rows: list[tuple[object, str]] = [
+    problems += _texts(
         (
             job.training.seq_len % degrees.ranks_per_sequence,
             f"training.seq_len ({job.training.seq_len}) is not a multiple of "
@@ -231,8 +230,7 @@ def _check_native(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[
             f"{sum(layers)}, but the model has {model.num_layers} layers, and each stage needs "
             "one or more. Correct it, or leave it out.",
         ),
-    ]
-    problems += [text for is_wrong, text in rows if is_wrong]
+    )
     form = job.lora.base_dtype
     if form in BLOCK_SIZES and tp > 1:
         widths = {"num_heads * head width": model.num_heads * model.value_head_dim, **widths}
@@ -263,16 +261,18 @@ def _check_native(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[
 
 
 def _check_experts(model: AnyModelConfig, ep: int) -> list[str]:
-    if model.num_experts == 0 and ep > 1:
-        return [
+    return _texts(
+        (
+            model.num_experts == 0 and ep > 1,
             f"parallelism: expert_parallel_degree is {ep}, but the model has no experts. Set it to "
-            "1."
-        ]
-    text = (
-        f"parallelism: expert_parallel_degree ({ep}) does not divide the model's num_experts "
-        f"({model.num_experts})."
+            "1.",
+        ),
+        (
+            model.num_experts % ep,
+            f"parallelism: expert_parallel_degree ({ep}) does not divide the model's num_experts "
+            f"({model.num_experts}).",
+        ),
     )
-    return [text] if model.num_experts % ep else []
 
 
 def _feed_forward_widths(model: ModelConfig) -> dict[str, int]:
@@ -292,61 +292,67 @@ def _feed_forward_widths(model: ModelConfig) -> dict[str, int]:
 def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degrees) -> list[str]:
     """Return what a class of transformers cannot do here, and settings that it would ignore."""
     what = f"{model.architecture} is transformers' implementation"
-    form, backend = job.lora.base_dtype, job.model.attention_backend
-    rows = (
+    form, backend, moe = job.lora.base_dtype, job.model.attention_backend, job.moe
+    section = job.activation_checkpoint
+    ignored = (
         (
-            "parallelism.context_parallel_degree",
-            degrees.cp,
             degrees.cp > 1,
+            f"parallelism.context_parallel_degree = {degrees.cp}",
             "attention cannot be split so",
         ),
         (
-            "parallelism.pipeline_parallel_degree",
-            degrees.pp,
             degrees.pp > 1,
+            f"parallelism.pipeline_parallel_degree = {degrees.pp}",
             "forward cannot be cut into stages",
         ),
-        ("lora.base_dtype", form, form in BLOCK_SIZES, "layers multiply with plain weights"),
         (
-            "moe.expert_bias_update_rate",
-            rate := job.moe.expert_bias_update_rate,
-            rate,
+            form in BLOCK_SIZES,
+            f'lora.base_dtype = "{form}"',
+            "layers multiply with plain weights",
+        ),
+        (
+            moe.expert_bias_update_rate,
+            f"moe.expert_bias_update_rate = {moe.expert_bias_update_rate}",
             "routers have no such bias",
         ),
         (
-            "moe.aux_loss_coeff",
-            job.moe.aux_loss_coeff,
-            job.moe.aux_loss_coeff,
+            moe.aux_loss_coeff,
+            f"moe.aux_loss_coeff = {moe.aux_loss_coeff}",
             "routers have no such loss",
+        ),
+        (moe.z_loss_coeff, f"moe.z_loss_coeff = {moe.z_loss_coeff}", "routers have no such loss"),
+        (job.compile.enable, "compile.enable = true", "layers are not compiled"),
+        (
+            backend == "varlen",
+            'model.attention_backend = "varlen"',
+            "attention is the class's own",
+        ),
+    )
+    return _texts(
+        *(
+            (
+                is_set,
+                f"{setting}: {what}, whose {why} here. Leave it out, or use a native family.",
+            )
+            for is_set, setting, why in ignored
         ),
         (
-            "moe.z_loss_coeff",
-            job.moe.z_loss_coeff,
-            job.moe.z_loss_coeff,
-            "routers have no such loss",
-        ),
-        ("compile.enable", job.compile.enable, job.compile.enable, "layers are not compiled"),
-        ("model.attention_backend", backend, backend == "varlen", "attention is the class's own"),
-    )
-    problems = [
-        f"{key} = {format_value(value)}: {what}, whose {why} here. Leave it out, or use a native "
-        "family."
-        for key, value, is_set, why in rows
-        if is_set
-    ]
-    if degrees.tp > 1:
-        problems.append(
+            degrees.tp > 1,
             f"parallelism.tensor_parallel_degree = {degrees.tp}: {what}, whose layers are not "
             "split. Set it to 1: data_parallel_shard_degree shards the model, and "
-            "expert_parallel_degree its experts."
-        )
-    section = job.activation_checkpoint
-    if section.mode == "selective" and section.selective_ac_option == "op":
-        problems.append(
+            "expert_parallel_degree its experts.",
+        ),
+        (
+            section.mode == "selective" and section.selective_ac_option == "op",
             "activation_checkpoint: mode 'selective' by operation knows titanlite's layers only, "
-            f"and {what}. Set mode to 'full', or selective_ac_option to a number."
-        )
-    return problems
+            f"and {what}. Set mode to 'full', or selective_ac_option to a number.",
+        ),
+    )
+
+
+def _texts(*rows: tuple[object, str]) -> list[str]:
+    """Return the text of each row whose condition holds."""
+    return [text for is_wrong, text in rows if is_wrong]
 
 
 def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
@@ -365,7 +371,7 @@ def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
     reached = None
     if scaling is not None and scaling.rope_type == "yarn":
         reached = round(scaling.factor * scaling.original_max_position_embeddings)
-    rows: list[tuple[object, str]] = [
+    return _texts(
         (
             parallelism.fsdp_once_per_step and parallelism.fsdp_reshard_after_forward == "always",
             "parallelism.fsdp_once_per_step keeps gathered parameters for a whole step, and "
@@ -401,8 +407,7 @@ def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
             "reaches here, its factor * original_max_position_embeddings. Raise "
             "model.overrides.rope_scaling.factor.",
         ),
-    ]
-    return [text for is_wrong, text in rows if is_wrong]
+    )
 
 
 def resolve_seq_len(job: JobConfig, model: AnyModelConfig) -> JobConfig:
