@@ -87,14 +87,11 @@ def save_resolved(job: JobConfig, path: str | Path) -> None:
     """
     lines: list[str] = []
     for section, settings in get_sections_of(job).items():
-        values = {
-            setting.name: get_value(job, setting.key)
-            for setting in settings
-            if not is_derived(job, setting.key)
-        }
-        body = [
-            f"{name} = {format_value(value)}" for name, value in values.items() if value is not None
-        ]
+        body = []
+        for setting in settings:
+            value = get_value(job, setting.key)
+            if value is not None and not is_derived(job, setting.key):
+                body.append(f"{setting.name} = {format_value(value)}")
         lines += [f"[{section}]", *body, ""] if body else []
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     replace_file(Path(path), "\n".join(lines))
@@ -116,17 +113,17 @@ def find_changes(job: JobConfig, path: str | Path) -> dict[str, tuple[Any, Any]]
         }
         for one in (before, job)
     )
-    both = {key: (old.get(key), new.get(key)) for key in old | new}
-    return {key: pair for key, pair in both.items() if pair[0] != pair[1]}
+    keys = (key for key in old | new if old.get(key) != new.get(key))
+    return {key: (old.get(key), new.get(key)) for key in keys}
 
 
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """Return `changes` as 'optimizer.lr 0.003 -> 0.001, ...'."""
-    shown = [
-        [key, *("unset" if value is None else format_value(value) for value in changes[key])]
-        for key in changes
-    ]
-    return ", ".join(f"{key} {before} -> {now}" for key, before, now in shown)
+
+    def show(value: object) -> str:
+        return "unset" if value is None else format_value(value)
+
+    return ", ".join(f"{key} {show(old)} -> {show(new)}" for key, (old, new) in changes.items())
 
 
 class Reader:
