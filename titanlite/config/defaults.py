@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from titanlite.base.log import warn_once
 from titanlite.config.assets import is_hub_id
@@ -157,7 +157,9 @@ def _fill_in_data(job: JobConfig, *, is_given: bool) -> list[Problem]:
     """Set `data.dataset` by the files at the paths, unless it `is_given`; return contradictions."""
     data = job.data
     sources = get_sources(data).values()
-    kinds = {source.path: find_kind(source.path, source.pattern) for source in sources}
+    kinds: dict[str, Any] = {
+        source.path: find_kind(source.path, source.pattern) for source in sources
+    }
     kinds.pop("", None)
     if not is_given and kinds:
         if len({*kinds.values()}) > 1 or "mixed" in kinds.values():

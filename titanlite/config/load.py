@@ -209,9 +209,8 @@ class Reader:
         if setting is None and table.endswith(TABLES) and find_setting(table) is not None:
             entries: dict[str, Any] = {}
             with suppress(ConfigError):  # what is there is refused by itself
-                entries |= parse_object(
-                    table, get_value(self.omegaconf.to_object(self.config), table)
-                )
+                job = cast(JobConfig, self.omegaconf.to_object(self.config))
+                entries |= parse_object(table, get_value(job, table))
             with suppress(ValueError):
                 value = text if table.endswith("fields") else json.loads(text)
             key, value = table, entries | {name: value}

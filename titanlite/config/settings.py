@@ -57,7 +57,7 @@ class Setting(NamedTuple):
         return self.metadata.get("calls")
 
 
-def walk_schema(schema: type, section: str = "", only_for: str = "") -> Iterator[Setting]:
+def walk_schema(schema: Any, section: str = "", only_for: str = "") -> Iterator[Setting]:
     """Yield the settings of `schema` and of the sections inside it, in order, without the sources'.
 
     Settings without `only_for` have the one of their section.

@@ -60,7 +60,9 @@ DEBUG_SIZES: Mapping[str, Any] = {
     "max_position_embeddings": 2048,
 }
 DEBUG_EXPERTS = {**DEBUG_SIZES, "num_experts": 8, "top_k": 2, "moe_intermediate_size": 32}
-_KINDS = {item.name: item.type for item in fields(ModelConfig)} | {"pad_token_id": int}
+_KINDS: Mapping[str, Any] = {item.name: item.type for item in fields(ModelConfig)} | {
+    "pad_token_id": int
+}
 # ModelConfig fields that may be null.
 _OPTIONAL = ("q_lora_rank", "pad_token_id")
 # Attributes of transformers' configuration that the decoder has in no other way.
