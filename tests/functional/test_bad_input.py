@@ -118,8 +118,8 @@ def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(
         f"--job.dump_folder={dump}",
     ]
     message = (
-        "data: the tokenizer has 310 tokens, but the model's vocab_size is 300. Set "
-        "model.overrides.vocab_size = 310"
+        "data: the tokenizer has 310 tokens, but the model's vocab_size is 300. Use the "
+        "model's own tokenizer, or set model.overrides.vocab_size = 310"
     )
     assert_one_error_of_all_ranks(launch(run_process, *arguments), message)
     assert not dump.exists(), "nothing is left of a run that never began"
