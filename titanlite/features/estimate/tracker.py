@@ -194,7 +194,11 @@ class StepRecorder(MemTracker):
         return out
 
     def call(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator, and follow its results."""
+        """Call an operator, and follow what it makes: not views, among which are those of copies
+        that gloo makes inside a collective.
+        """
+        if func.is_view:
+            return func(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def add(self, kind: Kind, work: Work) -> None:
