@@ -301,7 +301,7 @@ def test_upload_of_the_final_or_the_best_model(run_ranks, checked, monkeypatch, 
     [
         (
             ["--validation.early_stopping_patience=2"],
-            "patience is given, but validation.enable is not",
+            "validation.early_stopping_patience has no effect without validation.enable.",
         ),
         (
             ["--checkpoint.save_best=evaluation"],
@@ -309,7 +309,7 @@ def test_upload_of_the_final_or_the_best_model(run_ranks, checked, monkeypatch, 
         ),
         (
             [*VALIDATION, "--checkpoint.save_best=validation", "--checkpoint.enable=false"],
-            'checkpoint.save_best = "validation" needs checkpoints.',
+            "checkpoint.save_best has no effect without checkpoint.enable = true.",
         ),
         (
             ["--checkpoint.push_to_hub=model"],

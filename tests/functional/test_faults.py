@@ -263,7 +263,7 @@ def test_a_disk_that_cannot_hold_the_first_checkpoint_ends_the_run_before_it_tra
 
     def refused(free: int) -> str:
         with pytest.raises(
-            AssertionError, match="CheckpointError: checkpoint: the first one takes "
+            AssertionError, match="ConfigError: checkpoint: the first one takes "
         ) as raised:
             run(free)
         return str(raised.value)

@@ -250,7 +250,7 @@ def test_bad_models(command, folder, tmp_path):
     [
         (b'{"prompt": "a"}\n{"prompt"\n', False, "line 2: not valid JSON"),
         (b'{"text": "a"}\n', False, "line 1: has neither prompt (a string) nor messages (a list)."),
-        (b'{"prompt": "\xff"}\n', False, "line 1: not UTF-8. Convert it"),
+        (b'{"prompt": "\xff"}\n', False, "line 1: not valid JSON ('utf-8' codec"),
         (b'{"messages": [{"role": "user"}]}\n', False, "Add --chat."),
         (b'{"messages": [{"role": "tool", "content": "1"}]}\n', True, "a tool cannot begin"),
     ],

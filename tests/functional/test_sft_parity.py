@@ -163,7 +163,7 @@ def test_twenty_steps_are_those_of_a_plain_loop(
 
     def global_batches() -> list[Batch]:
         # one process reads what all ranks read together
-        loader = assemble(replace(job, degrees=Degrees())).loader
+        loader = assemble(replace(job, degrees=Degrees())).parts.loader
         found = []
         for step in range(STEPS):
             parts = loader.micro_batches(step)

@@ -214,6 +214,7 @@ SourceSection: Any = overrides_of(
             gt=0,
         ),
     ),
+    module=__name__,
 )
 
 

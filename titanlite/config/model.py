@@ -212,13 +212,17 @@ class TransformersConfig:
 AnyModelConfig = ModelConfig | TransformersConfig
 
 
-def overrides_of(name: str, own: Iterable[Field[Any]], *more: tuple[str, Any, Any]) -> type:
-    """Return a section with the fields `own`, where None keeps what is there, and `more`."""
+def overrides_of(
+    name: str, own: Iterable[Field[Any]], *more: tuple[str, Any, Any], module: str = __name__
+) -> type:
+    """Return a section with the fields `own`, where None keeps what is there, and `more`; it is
+    pickled by the `name` that it has in `module`.
+    """
     optional = [
         (each.name, cast(type, each.type) | None, field(default=None, metadata=each.metadata))
         for each in own
     ]
-    return make_dataclass(name, [*optional, *more], namespace={"__module__": __name__})
+    return make_dataclass(name, [*optional, *more], namespace={"__module__": module})
 
 
 def _sizes(config: type) -> list[Field[Any]]:

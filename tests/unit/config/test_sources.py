@@ -2,6 +2,7 @@
 `[data]`, mistakes.
 """
 
+import pickle
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, load_config, save_resolved
-from titanlite.config.data import get_source_key, get_sources
+from titanlite.config.data import SourceSection, get_source_key, get_sources
 
 HEAD = '[model]\nflavor = "debug"\n[data]\ndataset = "examples"\ntrain_on = "all"\n'
 TWO = f"""{HEAD}
@@ -225,3 +226,9 @@ def test_what_no_source_uses_is_refused(load: Load) -> None:
         load(rows.replace("weight = 3", "weight = 3\nstreaming = true")).data.streaming_block_rows
         == 7
     )
+
+
+def test_a_configuration_with_sources_can_be_sent_to_other_ranks() -> None:
+    job = JobConfig()
+    job.data.sources["a"] = SourceSection(path="a.jsonl", weight=2.0)
+    assert pickle.loads(pickle.dumps(job)) == job
