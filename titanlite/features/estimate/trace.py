@@ -10,6 +10,7 @@ last layer; between those, memory is linear, so its peak is at an end.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import filterfalse
 from typing import Any, NamedTuple
 
 import torch
@@ -286,6 +287,8 @@ def _trace(
             recorder.mark(_expert_copies(trainer.model), UNITS)
             with observed(trainer, recorder):
                 trainer.train_step(batches)
+            params = filterfalse(is_elsewhere, trainer.model.parameters())
+            recorder.leave_out(map(local_of, params))
             return _summarize(recorder, trainer, split, repeats)
 
 

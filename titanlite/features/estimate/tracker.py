@@ -172,6 +172,16 @@ class StepRecorder(MemTracker):
             if category == PERSISTENT or storage._cdata not in self._persistent:
                 self._update_and_maybe_create_winfos(local, _REFERENCES[category])
 
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Subtract from the peaks those of `tensors` that the step has made, and gathered, as
+        weights: FSDP2 pads uneven shards in the first forward.
+        """
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        made = storages.keys() - self._persistent.keys()
+        nbytes = sum(storages[address].nbytes() for address in made)
+        for held in self.peaks.values():
+            held[UNITS] -= min(held[UNITS], nbytes)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor comes first, and calls operators on local tensors
