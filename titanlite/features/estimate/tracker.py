@@ -17,6 +17,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.base.errors import ConfigError
@@ -29,6 +30,7 @@ from titanlite.features.estimate.operators import (
     moved_by,
 )
 
+_PROPAGATE = "_propagate_tensor_meta_non_cached"
 # Private to torch, and the same in 2.11, 2.13 and 2.15. Its subclass for FSDP2 is no use here: it
 # hooks each module of a unit, such as norm and head, which FSDP2 hooks as one, and accumulating
 # over replicas then fails.
@@ -133,6 +135,7 @@ class StepRecorder(MemTracker):
                 f"{' and no '.join(missing)}. Use torch 2.11 to 2.15."
             )
         self._mod_tracker: Any = _NoModules()
+        self._finds_layout = False  # DTensor's own work, in the fake mode of the plan
         self.work: dict[Kind, Work] = {}
         self.peaks: dict[Segment, dict[str, int]] = {}
         self._workspace = workspace
@@ -146,11 +149,22 @@ class StepRecorder(MemTracker):
         # or memory in reference cycles would be given back at moments that change from run to run
         gc.disable()
         self._mode = active_fake_mode()
+        self._propagate = getattr(ShardingPropagator, _PROPAGATE)
+
+        def propagate(propagator: ShardingPropagator, schema: Any) -> Any:
+            self._finds_layout = True
+            try:
+                return self._propagate(propagator, schema)
+            finally:
+                self._finds_layout = False
+
+        setattr(ShardingPropagator, _PROPAGATE, propagate)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        setattr(ShardingPropagator, _PROPAGATE, self._propagate)
         gc.enable()
 
     def _register_global_optimizer_hook(self) -> None:
@@ -207,7 +221,7 @@ class StepRecorder(MemTracker):
         """Call an operator, and follow what it makes: not views, among which are those of copies
         that gloo makes inside a collective.
         """
-        if func.is_view:
+        if func.is_view or self._is_layout():
             return func(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -219,7 +233,7 @@ class StepRecorder(MemTracker):
         """Return True where DTensor finds out a layout, in fake tensors of global size that no
         kernel makes.
         """
-        return active_fake_mode() is not self._mode
+        return self._finds_layout or active_fake_mode() is not self._mode
 
     def _part_of(self, func: Any, call: Call) -> str:
         """Return the part of the step that a kernel is counted with: by operator, or by phase."""

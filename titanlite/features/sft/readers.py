@@ -72,6 +72,11 @@ def _naming(file: Path) -> Iterator[None]:
     except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the disk
+        if isinstance(error, UnicodeDecodeError):
+            raise DataError(
+                f"data: cannot read {file}: it is not UTF-8. Convert it: iconv -f ISO-8859-1 -t "
+                f"UTF-8 {file} > utf8-{file.name}, if those are its letters."
+            ) from None
         raise DataError(
             f"data: cannot read {file}: {first_line(error)}. The file is damaged, or not what its "
             "name says: write or copy it again."

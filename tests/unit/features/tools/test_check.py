@@ -90,7 +90,7 @@ def test_tokenizer_and_embedding_are_compared(
     Path("rows.jsonl").write_text('{"text": "one two"}\n' * 9)
     Path("mine.toml").write_text(NEW + '[data]\ntokenizer_path = "tokenizer"\n')
     few = "--model.overrides.vocab_size=64"
-    said = "tokens, but the model's vocab_size is 64. Set model.overrides.vocab_size = "
+    said = "model's vocab_size is 64. Use the model's own tokenizer, or set model.overrides."
     for path, code in (("book.txt", 2), ("rows.jsonl", 0)):  # rows may have few of the tokens
         arguments = ["--config=mine.toml", f"--data.path={path}"]
         assert check.main(arguments) == 0

@@ -278,7 +278,7 @@ REFUSED = {
     "adapters on random weights": (f"{NEW}[lora]\nrank = 8\n", ["Set model.path"]),
     "columns": (
         data("gsm.jsonl"),
-        ["line 1 and 29 more: the fields are 'a', 'q'", "--data.fields.question=COLUMN"],
+        ["row 1 and 29 more: the fields are 'a', 'q'", "--data.fields.question=COLUMN"],
     ),
     "a model alone": (f"{MODEL}{SHORT}", ["nothing says on which data", "Set data.path"]),
     "data alone": (
@@ -342,7 +342,7 @@ REFUSED = {
     ),
     "Latin-1": (
         data("latin.csv"),
-        ["line 2 and 29 more: not UTF-8. Convert it: iconv -f ISO-8859-1 -t UTF-8 latin.csv > "],
+        ["latin.csv: it is not UTF-8. Convert it: iconv -f ISO-8859-1 -t UTF-8 latin.csv > "],
     ),
     "True": (data("chats.jsonl", "packing = True"), ["text in quotes", "true or false"]),
 }
