@@ -10,7 +10,6 @@ last layer; between those, memory is linear, so its peak is at an end.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import filterfalse
 from typing import Any, NamedTuple
 
 import torch
@@ -287,8 +286,6 @@ def _trace(
             recorder.mark(_expert_copies(trainer.model), UNITS)
             with observed(trainer, recorder):
                 trainer.train_step(batches)
-            params = filterfalse(is_elsewhere, trainer.model.parameters())
-            recorder.leave_out(map(local_of, params))
             return _summarize(recorder, trainer, split, repeats)
 
 
@@ -337,6 +334,7 @@ def _summarize(
         work[kind] = work.get(kind, Work()) + found
     model = trainer.model
     params = [local_of(param) for param in model.parameters() if not is_elsewhere(param)]
+    recorder.leave_out(params)
     weights = sum(param.nbytes for param in params)
     num_layers = len(model.decoder_layers())
     split = num_layers // 2 if split is None else split

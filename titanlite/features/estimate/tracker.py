@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.tensor import DTensor
@@ -135,7 +134,8 @@ class StepRecorder(MemTracker):
                 f"{' and no '.join(missing)}. Use torch 2.11 to 2.15."
             )
         self._mod_tracker: Any = _NoModules()
-        self._finds_layout = False  # DTensor's own work, in the fake mode of the plan
+        # True while DTensor finds out a layout, in fake tensors of global size that no kernel makes
+        self._finds_layout = False
         self.work: dict[Kind, Work] = {}
         self.peaks: dict[Segment, dict[str, int]] = {}
         self._workspace = workspace
@@ -148,7 +148,6 @@ class StepRecorder(MemTracker):
     def __enter__(self) -> "StepRecorder":
         # or memory in reference cycles would be given back at moments that change from run to run
         gc.disable()
-        self._mode = active_fake_mode()
         self._propagate = getattr(ShardingPropagator, _PROPAGATE)
 
         def propagate(propagator: ShardingPropagator, schema: Any) -> Any:
@@ -200,9 +199,14 @@ class StepRecorder(MemTracker):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor comes first, and calls operators on local tensors
         kwargs = kwargs or {}
-        out = self.call(func, types, args, kwargs)
-        if self._is_layout():
-            return out
+        if self._finds_layout:
+            return func(*args, **kwargs)
+        # A view makes no memory; gloo shows views of copies that it makes inside a collective.
+        out = (
+            func(*args, **kwargs)
+            if func.is_view
+            else super().__torch_dispatch__(func, types, args, kwargs)
+        )
         inside = self._workspace(func, args, out)
         if inside:
             self._note_peak(inside)
@@ -217,23 +221,9 @@ class StepRecorder(MemTracker):
             self.add(Kind(*where, self._part_of(func, call), "", call), work)
         return out
 
-    def call(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator, and follow what it makes: not views, among which are those of copies
-        that gloo makes inside a collective.
-        """
-        if func.is_view or self._is_layout():
-            return func(*args, **kwargs)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
     def add(self, kind: Kind, work: Work) -> None:
         """Count what the latest operator does."""
         self.work[kind] = self.work.get(kind, Work()) + work
-
-    def _is_layout(self) -> bool:
-        """Return True where DTensor finds out a layout, in fake tensors of global size that no
-        kernel makes.
-        """
-        return self._finds_layout or active_fake_mode() is not self._mode
 
     def _part_of(self, func: Any, call: Call) -> str:
         """Return the part of the step that a kernel is counted with: by operator, or by phase."""
@@ -263,8 +253,7 @@ class StepRecorder(MemTracker):
 
     def _update_peak_stats(self, peak_state: Any) -> None:
         """Look at what lives after an operator, in place of torch's search by module."""
-        if not self._is_layout():
-            self._note_peak()
+        self._note_peak()
 
     def _note_peak(self, inside: int = 0) -> None:
         devices = self._curr_mem_snap.values()
