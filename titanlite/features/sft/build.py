@@ -25,7 +25,7 @@ from titanlite.features.sft.dataset import (
     fit_examples,
     hold_out,
 )
-from titanlite.features.sft.examples import build_examples
+from titanlite.features.sft.examples import build_examples, sum_counts
 from titanlite.features.sft.forms import Form
 from titanlite.features.sft.rows import open_rows
 from titanlite.features.sft.unread import describe_unread
@@ -131,8 +131,7 @@ def describe(dataset: ExampleDataset) -> str:
     num_split = sum(source.num_split for source in dataset.sources)  # documents
     split = f", {num_split} longer documents split" if num_split else ""
     share = train.num_trained / train.num_tokens  # padding aside
-    counts = sum((Counter(source.examples.counts) for source in dataset.sources), Counter())
-    unread = describe_unread(counts)
+    unread = describe_unread(sum_counts(source.examples for source in dataset.sources))
     return (
         f"{len(train.selected)} {kind} to train on ({dataset.form}), "
         f"{len(dataset.held_out.selected)} held out{split}; {train.num_tokens} tokens, {share:.1%} "

@@ -4,7 +4,7 @@ was skipped.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,6 +95,11 @@ class Examples:
             yield slice(int(self.offsets[document]), int(self.offsets[document + 1]))
 
 
+def sum_counts(parts: Iterable[Examples]) -> Counter[str]:
+    """Add up the remarks about chats."""
+    return sum((Counter(part.counts) for part in parts), Counter())
+
+
 def concatenate(parts: Sequence[Examples]) -> Examples:
     """Join examples of rows that follow each other, encoded one after the other by one encoder."""
     skipped: dict[str, tuple[int, str]] = {}
@@ -111,7 +116,7 @@ def concatenate(parts: Sequence[Examples]) -> Examples:
         places=np.concatenate([part.places for part in parts]),
         num_rows=sum(part.num_rows for part in parts),
         vocab_size=max(part.vocab_size for part in parts),
-        counts=dict(sum((Counter(part.counts) for part in parts), Counter())),
+        counts=dict(sum_counts(parts)),
         skipped=skipped,
     )
 

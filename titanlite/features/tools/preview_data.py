@@ -4,7 +4,6 @@ does.
 
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
@@ -28,6 +27,7 @@ from titanlite.features.sft import build as report
 from titanlite.features.sft.chat import TRAINED
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.sft.dataset import ExampleDataset, ExampleSet
+from titanlite.features.sft.examples import sum_counts
 from titanlite.features.sft.unread import UNREAD, describe_unread
 from titanlite.features.streams.mixture import MixtureDataset, naming_source
 from titanlite.features.streams.stream import StreamDataset
@@ -245,8 +245,7 @@ def _show_examples(dataset: ExampleDataset) -> None:
     )
     described = escape_controls(report.describe(dataset))
     print("  data       " + described.replace("; ", "\n             "))
-    remarks = _list_remarks(sum((Counter(source.counts) for source in sources), Counter()))
-    for i, remark in enumerate(remarks):
+    for i, remark in enumerate(_list_remarks(sum_counts(sources))):
         print(f"  {'' if i else 'chats':10} {escape_controls(remark)}")
     for source in sources:
         for _, first in source.skipped.values():
