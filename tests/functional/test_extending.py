@@ -307,6 +307,14 @@ def test_a_module_that_is_there_and_fails_is_not_called_missing(
             load_extension("training.objective", gone)
 
 
+def test_a_file_that_cannot_be_read_is_the_only_problem(tmp_path: Path):
+    (tmp_path / "broken.toml").write_text("[model")
+    for name, problem in (("broken", "not valid TOML"), ("gone", "no such file")):
+        with pytest.raises(ConfigError, match=problem) as error:
+            make_config(tmp_path / f"{name}.toml")
+        assert "problems:" not in str(error.value)
+
+
 def load_config_of(*overrides: str) -> JobConfig:
     return make_config({"data": {"dataset": "stdlib"}}, overrides)
 

@@ -74,9 +74,9 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     """
     reader = Reader()
     path = reader.read_arguments(argv)
-    table = None if path is None else reader.read_file(path)
-    reader.set_table(path or CODE, table or {})
-    return reader.finish(path, is_whole=table is not None)
+    if path is not None:
+        reader.set_table(path, reader.read_file(path))
+    return reader.finish(path)
 
 
 def save_resolved(job: JobConfig, path: str | Path) -> None:
@@ -140,6 +140,7 @@ class Reader:
         self.problems: list[tuple[str, str]] = []  # where, text
         # keys and sections with a problem: a second one about the same would mislead
         self.wrong: set[str] = set()
+        self.is_whole = True  # False: a file that might set what is missing cannot be read
 
     def read_arguments(self, argv: Sequence[str]) -> str | None:
         """Return the configuration file, and keep the overrides for `finish`; on `--help` print a
@@ -169,10 +170,13 @@ class Reader:
             return paths[0]
         found = f"{len(paths)} files ({', '.join(paths)})" if any(paths) else "no file"
         self.refuse("--config", f"names {found}. Write --config FILE once.{_list_configs()}")
+        self.is_whole = False
         return None
 
-    def read_file(self, path: str) -> dict[str, object] | None:
-        """Return the parsed TOML file, or None with a problem noted."""
+    def read_file(self, path: str) -> dict[str, object]:
+        """Return the parsed TOML file; an empty table, with a problem noted, if it cannot be
+        read.
+        """
         try:
             return tomllib.loads(read_regular(path, _MOST_FILE_BYTES).decode("utf-8"))
         except OSError as error:
@@ -188,7 +192,8 @@ class Reader:
                 f"not valid TOML: {error}. Write sections as [model], each once; text in quotes "
                 f"(with a \\ in single ones); true or false. {_OTHER_NAMES}",
             )
-        return None
+        self.is_whole = False
+        return {}
 
     def set_table(self, where: str, table: Mapping[str, object], section: str = "") -> None:
         """Set the values of one TOML table and of the tables inside it."""
@@ -291,9 +296,8 @@ class Reader:
             if not any(f"{key}.".startswith(each) or each.startswith(f"{key}.") for each in names):
                 self.refuse(self.given.get(key, path), text, key)
 
-    def finish(self, path: str | None, *, is_whole: bool) -> JobConfig:
-        """Set the overrides and return the configuration; check values only if it `is_whole`: the
-        file might set what is missing.
+    def finish(self, path: str | None) -> JobConfig:
+        """Set the overrides and return the configuration; check values only if it `is_whole`.
 
         Raises ConfigError: all problems.
         """
@@ -303,7 +307,7 @@ class Reader:
             import_from(Path(path).parent)
         job = cast(JobConfig, self.omegaconf.to_object(self.config))
         self.add(fill_in(job, self.given, "" if path is None else Path(path).stem), path or CODE)
-        if is_whole:
+        if self.is_whole:
             self.add([*check_values(job), *find_ignored(job, self.given)], path or CODE)
         wheres = {where for where, _ in self.problems}
         if len(wheres) == 1:

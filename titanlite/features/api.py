@@ -74,10 +74,10 @@ def make_config(config: Config, overrides: Sequence[str] = (), **sections: Any) 
         reader.set_table(CODE, _plain(config))
     else:
         path = os.fspath(config)
-        reader.set_table(path, reader.read_file(path) or {})
+        reader.set_table(path, reader.read_file(path))
     reader.set_table("override", _plain(sections))
     reader.read_arguments(["--config", path or CODE, *overrides])
-    return reader.finish(path, is_whole=path is None or bool(reader.given))
+    return reader.finish(path)
 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def read_request(argv: Sequence[str]) -> Request:
         )
         reader = Reader()
         reader.read_arguments(["--config", CODE, *model, *objective, *rest])
-        job = reader.finish(None, is_whole=True)
+        job = reader.finish(None)
     return Request(known, hardware, *_localize(job))
 
 
