@@ -84,39 +84,41 @@ class TimedRecorder(StepRecorder):
     """Also times the device's work of each operator.
 
     Attributes:
-        timed: of each operator its name, begin and end, and what it does.
+        timed: of each operator its name, its begin and end, and what it does.
     """
 
     def __init__(self, persistent: Sequence[torch.Tensor]) -> None:
         super().__init__(persistent, cuda_workspace)
-        self.timed: list[tuple[str, Any, Any, list[tuple[Kind, Work]]]] = []
+        self.timed: list[tuple[str, list[Any], list[tuple[Kind, Work]]]] = []
 
-    def call(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator between two events."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator between two events; on a CPU, between two readings of the clock."""
+        done: list[tuple[Kind, Work]] = []
         if not torch.cuda.is_available():
-            begin = time.perf_counter()
-            out = super().call(func, types, args, kwargs)
-            self.timed.append((func.name(), begin, time.perf_counter(), []))
+            times = [time.perf_counter(), 0.0]
+            self.timed.append((func.name(), times, done))
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            times[1] = time.perf_counter()
             return out
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.timed.append((func.name(), [begin, end], done))
         torch.cuda._sleep(_SLEEP_CYCLES)
         begin.record()
-        out = super().call(func, types, args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         end.record()
-        self.timed.append((func.name(), begin, end, []))
         return out
 
     def add(self, kind: Kind, work: Work) -> None:
         """Note what the latest operator does beside its time."""
         super().add(kind, work)
-        self.timed[-1][3].append((kind, work))
+        self.timed[-1][2].append((kind, work))
 
     def seconds(self, hardware: Hardware) -> list[tuple[str, Kind, Work, float]]:
         """Operators and what they did, with the seconds it took. Synchronizes."""
         if cuda := torch.cuda.is_available():
             torch.cuda.synchronize()
         found = []
-        for name, begin, end, done in self.timed:
+        for name, (begin, end), done in self.timed:
             seconds = begin.elapsed_time(end) / 1e3 if cuda else end - begin
             shares = [kernel_s(kind, work, hardware) if kind.part else 0.0 for kind, work in done]
             whole = sum(shares)

@@ -63,6 +63,8 @@ class Drill:
             *("--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=2"),
             *("--checkpoint.interval=2", "--checkpoint.on_save_error=continue"),
             f"--comm.timeout_seconds={TIMEOUT_S}",
+            # a fault may come while a save begins
+            f"--checkpoint.timeout_seconds={TIMEOUT_S}",
         ]
         self.said_before = ""  # by those that have ended in good order
         self.launched = server.launch(*self.command, folder=self.folder)
