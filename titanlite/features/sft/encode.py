@@ -259,16 +259,33 @@ class ExampleEncoder:
         ]
 
     def _encode_batch(self, drafts: list[_Draft]) -> dict[tuple[str, bool], "Encoding"]:
-        """Tokenize each text once, because many are the template's."""
+        """Tokenize each text once, and each part between tokens that cut it: the documents of one
+        chat repeat the messages before their answers.
+        """
+        from tokenizers import Encoding
+
         texts = dict.fromkeys(
             (text, draft.is_plain) for draft in drafts for text, _ in draft.pieces
         )
         found: dict[tuple[str, bool], Encoding] = {}
         for is_plain, encoder in self._encoders.items():
-            some = [text for text in texts if text[1] == is_plain]
-            encodings = encoder.encode_batch([text for text, _ in some], add_special_tokens=False)
-            found |= dict(zip(some, encodings, strict=True))
+            parts = {
+                text: [text] if is_plain or self._adds_space else self._cut(text)
+                for text, plain in texts
+                if plain == is_plain
+            }
+            unique = list(dict.fromkeys(part for some in parts.values() for part in some))
+            encodings = encoder.encode_batch(unique, add_special_tokens=False)
+            encoded = dict(zip(unique, encodings, strict=True))
+            for text, some in parts.items():
+                merged = [encoded[part] for part in some]
+                found[text, is_plain] = Encoding.merge(merged, growing_offsets=True)
         return found
+
+    def _cut(self, text: str) -> list[str]:
+        """Split `text` before each token of the template that cuts it."""
+        starts = [match.start() for match in self._cutting.finditer(text)]
+        return [text[start:stop] for start, stop in pairwise([0, *starts, len(text)])]
 
     def _make_document(
         self, draft: _Draft, tokens: dict[tuple[str, bool], "Encoding"]
