@@ -299,13 +299,10 @@ def _check_unregistered(
         else:
             remedy = "Register it as a buffer."
         problems.append(
-            f"{path}: {_describe(tensor)} is on the meta device, but neither a parameter nor a "
-            f"buffer of the model, so it has no source. {remedy}"
+            f"{path}: holds a tensor {tuple(tensor.shape)} of {tensor.dtype} on the meta device "
+            "that is neither a parameter nor a buffer of the model, so it has no source. "
+            f"{remedy}"
         )
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"tensor {tuple(tensor.shape)} of {tensor.dtype}"
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:

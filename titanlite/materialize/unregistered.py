@@ -5,9 +5,9 @@ torch computes with a CPU tensor and one on meta without an error, and the resul
 memory.
 """
 
-from collections import deque
+import gc
 from collections.abc import Iterator, Mapping
-from types import CellType, FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
+from types import FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from titanlite.materialize.sources import Alias, Compute, Init, Keep, Read
 
-_LEAVES = (str, bytes, bytearray, int, float, complex, type(None), type, ModuleType)
+_LEAVES = (str, bytes, int, float, type(None), type, ModuleType, FrameType, GeneratorType)
 _SOURCES = (Init, Compute, Alias, Keep, Read)  # what they recorded is in no forward
 # Torch's own machinery (meshes, FSDP, compiled graphs), which follows the model's tensors by
 # itself.
@@ -27,85 +27,52 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 def find_unregistered(
     model: nn.Module, names: Mapping[nn.Module, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (path, tensor) of each meta tensor that `model` reaches and that is none of its own.
+    """Yield (path, tensor) for each attribute that leads to a meta tensor that is none of the
+    model's own: the path of the attribute, and the first such tensor.
 
-    The search begins at the modules in `names`. It goes through attributes, also those of classes,
-    containers, unregistered modules, plain objects, `functools.partial`, bound methods and
-    closures, and visits each object once. It enters no Python modules, globals of functions, or
-    hooks.
+    The search begins at the modules in `names`. It goes through all that their attributes, and
+    those of their classes, refer to: containers, unregistered modules, objects, bound methods and
+    closures. It visits each object once, and enters no Python modules, classes, globals of
+    functions, or hooks.
     """
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     seen = set(map(id, names))
     for module, name in names.items():
-        todo = deque(_parts(name, module))
-        while todo:
-            path, value = todo.popleft()
-            if isinstance(value, _LEAVES) or id(value) in seen:
-                continue
-            seen.add(id(value))
-            if isinstance(value, torch.Tensor) and value.is_meta and id(value) not in registered:
-                yield path.lstrip("."), value
-            todo.extend(_parts(path, value))
+        for attribute, held in _attributes(module):
+            todo = [held]
+            while todo:
+                value = todo.pop()
+                if isinstance(value, _LEAVES) or id(value) in seen:
+                    continue
+                seen.add(id(value))
+                is_own = not isinstance(value, torch.Tensor) or id(value) in registered
+                if not is_own and value.is_meta:
+                    yield f"{name}.{attribute}".lstrip("."), value
+                    break
+                todo.extend(_referents(value))
 
 
-def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, object) for all that the object `value`, which is at `path`, holds."""
+def _referents(value: Any) -> list[Any]:
     if isinstance(value, _SOURCES) or f"{type(value).__module__}.".startswith(_MACHINERY):
-        return
-    match value:
-        case dict() | MappingProxyType():
-            for key, item in value.items():
-                shown = repr(key) if isinstance(key, str | int) else type(key).__name__
-                yield f"{path}[{shown}]", item
-                yield f"{path} (key)", key
-        case list() | tuple() | deque():
-            yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
-        case set() | frozenset():
-            yield from ((f"{path} (element)", item) for item in value)
-        case FunctionType():
-            names = value.__code__.co_freevars
-            cells = zip(names, value.__closure__ or (), strict=True)
-            yield from ((f"{path} (variable {name})", cell) for name, cell in cells)
-        case CellType():
-            try:
-                yield path, value.cell_contents
-            except ValueError:  # the variable has no value yet
-                return
-        case _:
-            pass
-    for name, item in _attributes(value):
-        yield f"{path}.{name}", item
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object) of the attributes of an object; for modules, of their tensors and
-    classes.
-    """
-    held = getattr(value, "__dict__", {})
+        return []
     if isinstance(value, nn.Module):
-        for registered in _REGISTERED:
-            yield from held.get(registered, {}).items()
-        held = {name: item for name, item in held.items() if name not in _OF_ANY_MODULE}
-        yield from _class_attributes(type(value))
-    if isinstance(held, dict):
-        yield from held.items()
-    is_function = isinstance(value, FunctionType)
-    names = ("__defaults__", "__kwdefaults__") if is_function else _slots(type(value))
-    yield from ((name, getattr(value, name)) for name in names if hasattr(value, name))
+        return [item for _, item in _attributes(value)]
+    if isinstance(value, torch.Tensor):
+        return list(vars(value).values())
+    if isinstance(value, FunctionType):  # not its globals
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
+    return gc.get_referents(value)
 
 
-def _class_attributes(cls: type) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object) of the tensors and containers that a class holds, such as a cache."""
-    for base in cls.__mro__:
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, object) of a module's tensors, modules and other attributes, and of the tensors
+    and containers that its classes hold, such as a cache.
+    """
+    for registered in _REGISTERED:
+        yield from vars(module)[registered].items()
+    yield from ((name, item) for name, item in vars(module).items() if name not in _OF_ANY_MODULE)
+    for base in type(module).__mro__:
         if not f"{base.__module__}.".startswith("torch."):
             for name, item in vars(base).items():
                 if isinstance(item, torch.Tensor | dict | list | tuple | set):
                     yield name, item
-
-
-def _slots(cls: type) -> Iterator[str]:
-    """Yield the names in `__slots__`; those of `functools.partial` and bound methods, too."""
-    for base in cls.__mro__:
-        for name, slot in vars(base).items():
-            if isinstance(slot, MemberDescriptorType):
-                yield name

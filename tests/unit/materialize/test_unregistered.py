@@ -87,40 +87,34 @@ def deep(levels: int) -> list[Any]:
     return held
 
 
-HELD: dict[str, Callable[[], Any]] = {
-    "held['causal']": lambda: {"causal": mask()},
-    "held['a'][1][2]": lambda: MappingProxyType({"a": (0, deque([0, 0, mask()]))}),
-    "held (element)": lambda: {mask()},
-    "held (key)": lambda: {mask(): 1},
-    "held.cos": lambda: Table(mask()),
-    "held[0]": lambda: Pair(mask(), 1),
-    "held.__self__.value": lambda: Slotted(mask()).method,
-    "held.keywords['mask']": lambda: functools.partial(dict, mask=mask()),
-    "held (variable value)": lambda: closure(mask()),
-    "held.__defaults__[0]": lambda: with_default(mask()),
-    "held.loc": lambda: torch.distributions.Normal(mask(), 1.0, validate_args=False),
-    "held[0].table": cyclic,
-    "held[0].0.weight": lambda: [nn.Sequential(nn.Linear(4, 4, bias=False))],
-}
+HELD: list[Callable[[], Any]] = [
+    lambda: {"causal": mask()},
+    lambda: MappingProxyType({"a": (0, deque([0, 0, mask()]))}),
+    lambda: {mask()},
+    lambda: {mask(): 1},
+    lambda: Table(mask()),
+    lambda: Pair(mask(), 1),
+    lambda: Slotted(mask()).method,
+    lambda: functools.partial(dict, mask=mask()),
+    lambda: closure(mask()),
+    lambda: with_default(mask()),
+    lambda: torch.distributions.Normal(mask(), 1.0, validate_args=False),
+    cyclic,
+    lambda: [nn.Sequential(nn.Linear(4, 4, bias=False))],
+    lambda: deep(3000),
+]
 
 
-def test_a_tensor_inside_another_object_is_refused_with_its_path() -> None:
-    for path, make in HELD.items():
-        assert f" {path}: tensor (" in refuse(build(lambda _, make=make: make()))
+def test_a_tensor_inside_another_object_is_refused_with_the_attribute_that_leads_there() -> None:
+    for make in HELD:
+        assert " held: holds a tensor (" in refuse(build(lambda _, make=make: make()))
     with torch.device("meta"):
         model = nn.Sequential(Model(lambda _: {"causal": mask()}))
     text = (
-        "0.held['causal']: tensor (4, 4) of torch.float32 is on the meta device, but neither a "
+        " 0.held: holds a tensor (4, 4) of torch.float32 on the meta device that is neither a "
         "parameter nor"
     )
     assert text in refuse(model)
-
-
-def test_every_tensor_is_found_once_however_deep() -> None:
-    assert f"held{'[0]' * 3001}: tensor" in refuse(build(lambda _: deep(3000)))
-    text = refuse(build(lambda _: [one := mask(), one, {"other": mask()}]))
-    assert text.startswith("materialize: 2 problems:")
-    assert "held[0]: " in text and "held[2]['other']: " in text
 
 
 def test_a_tensor_of_the_class_or_on_a_parameter_is_refused() -> None:
@@ -130,10 +124,10 @@ def test_a_tensor_of_the_class_or_on_a_parameter_is_refused() -> None:
     with torch.device("meta"):
         model = Cached(lambda _: 0)
         model.cache[4] = mask()
-    assert "cache[4]: tensor (4, 4)" in refuse(model)
+    assert "cache: holds a tensor (4, 4)" in refuse(model)
     model = build(lambda _: 0)
     model.weight.scale = torch.ones(4, device="meta")  # type: ignore[attr-defined]
-    assert "weight.scale: tensor (4,)" in refuse(model)
+    assert "weight: holds a tensor (4,)" in refuse(model)
 
 
 @pytest.mark.parametrize(
