@@ -25,7 +25,7 @@ from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
 from titanlite.base.process import read_ranks_here
 from titanlite.base.text import format_size
-from titanlite.checkpoint.folder import FP8, StoredTensor, find_scale, shown
+from titanlite.checkpoint.folder import FP8, StoredTensor, find_scale
 from titanlite.checkpoint.pieces import bytes_of
 from titanlite.materialize import ReadRequest, Region
 from titanlite.materialize.layout import Encoding, rows_of
@@ -137,13 +137,6 @@ class SafetensorsReader:
             opened(self._file_bytes, {tensor.file for tensor in stored}) as files,
         ):
             run_jobs(_jobs(parts, files), self._threads)
-
-    def parts_of(self, name: str) -> list[tuple[str, Region]]:
-        """Return each stored tensor that tensor `name` consists of, with its file, and the region
-        that it is.
-        """
-        found = self._tensors[name][1]
-        return [(f"{shown(part.stored.key)} in {part.stored.file}", part.region) for part in found]
 
     def _parts(self, request: ReadRequest) -> Iterator[_Part]:
         where, region = f"checkpoint {self.name}", request.region

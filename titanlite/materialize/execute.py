@@ -34,6 +34,7 @@ from titanlite.materialize.sources import (
     Read,
     ReadRequest,
     Recipe,
+    Source,
     TensorReader,
 )
 
@@ -284,11 +285,8 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
     if entry.encoding is not None:
         if count := entry.encoding.count_not_finite(local):
             problems.append(
-                _not_finite(
-                    entry,
-                    "not filled, NaN or infinite",
-                    f", in {count} of its blocks ({entry.form})",
-                )
+                f"{fqn}: not filled, NaN or infinite, in {count} of its blocks ({entry.form})."
+                f"{_explain(entry.source)}"
             )
     elif local.dtype.is_floating_point or local.dtype.is_complex:
         problems += _value_problems(entry, plain_of(local))
@@ -307,27 +305,33 @@ def _value_problems(entry: TensorEntry, local: torch.Tensor) -> list[str]:
     if local.dtype.itemsize > 1 and local.dtype != torch.complex32 and bool(local.sum().isfinite()):
         return []
     chunks = local.reshape(-1).split(_chunk_of(local)) if local.is_contiguous() else [local]
-    num_nan = sum(int(_components(chunk).isnan().any(dim=-1).sum()) for chunk in chunks)
+    num_nan = sum(int(_comparable(chunk).isnan().sum()) for chunk in chunks)
     if num_nan:
-        how = (
-            "was NaN before materialization"
-            if isinstance(entry.source, Keep)
-            else "not filled, or NaN"
-        )
-        return [_not_finite(entry, how, f", in {num_nan} of {local.numel()} elements")]
+        is_kept = isinstance(entry.source, Keep)
+        how = "was NaN before materialization" if is_kept else "not filled, or NaN"
+        problem = f"{how}, in {num_nan} of {local.numel()} elements"
     # Infinity is legal in buffers, such as masks.
-    if entry.info.kind == "parameter" and any(
-        bool(_components(chunk).isinf().any()) for chunk in chunks
+    elif entry.info.kind == "parameter" and any(
+        bool(_comparable(chunk).isinf().any()) for chunk in chunks
     ):
-        return [_not_finite(entry, "has infinite elements")]
-    return []
+        problem = "has infinite elements"
+    else:
+        return []
+    return [f"{entry.fqn}: {problem}.{_explain(entry.source)}"]
 
 
-def _components(chunk: torch.Tensor) -> torch.Tensor:
-    """Return the real numbers (..., 1 or 2) of elements, in a dtype that can be compared."""
-    if chunk.dtype.is_complex:
-        return torch.view_as_real(chunk)
-    return (chunk.float() if chunk.dtype.itemsize == 1 else chunk).unsqueeze(-1)
+def _comparable(chunk: torch.Tensor) -> torch.Tensor:
+    return chunk.float() if chunk.dtype.itemsize == 1 else chunk  # float8
+
+
+def _explain(source: Source) -> str:
+    """Return what to do about values that are not finite."""
+    if not isinstance(source, Read):
+        return ""
+    return (
+        f" It was read from {source}. If the file holds that, copy it again, or take another "
+        "checkpoint."
+    )
 
 
 def plain_of(local: torch.Tensor) -> torch.Tensor:
@@ -341,38 +345,6 @@ def plain_of(local: torch.Tensor) -> torch.Tensor:
     if local.layout is not torch.strided:
         return local.values()
     return local.resolve_conj().resolve_neg()
-
-
-def _not_finite(entry: TensorEntry, what: str, amount: str = "") -> str:
-    """Return the problem of a tensor that is not finite: what was read is read again, to tell
-    whether the file is.
-    """
-    problem, source, found = f"{entry.fqn}: {what}{amount}.", entry.source, list[str]()
-    if not isinstance(source, Read):
-        return problem
-    parts = getattr(
-        source.reader, "parts_of", lambda name: [(f"{name} in {source.reader.name}", entry.region)]
-    )
-    read = getattr(source.reader, "read_quietly", source.reader.read)
-    try:
-        for text, part in parts(source.name):
-            if region := part.overlap(entry.region):
-                values = torch.empty(region.lengths, dtype=torch.float32)
-                read([ReadRequest(source.name, region, values)])
-                if count := int(values.numel() - values.isfinite().sum()):
-                    found.append(
-                        f"{text} ({count} of {values.numel()} elements, "
-                        f"{int(values.isnan().sum())} NaN)"
-                    )
-    except CheckpointError as error:
-        return f"{problem} What its file holds is unknown: {error}"
-    if not found:
-        return f"{problem} Its file has finite values there."
-    more = f" and {len(found) - 1} others" if found[1:] else ""
-    return (
-        f"{entry.fqn}: NaN or infinite{amount}, because its file holds that: {found[0]}{more}. "
-        "Copy the file again, or take another checkpoint."
-    )
 
 
 def _chunk_of(local: torch.Tensor) -> int:
