@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,13 +18,11 @@ import torch
 
 from titanlite import __version__
 from titanlite.base.errors import CheckpointError, TitanliteError
-from titanlite.base.hf_objects import build_from_config, get_config_class, is_known
+from titanlite.base.hf_objects import get_config_class
 from titanlite.checkpoint.folder import read_json
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
-from titanlite.models.families import Family, family_of
+from titanlite.models.families import family_of
 from titanlite.models.families.config_json import (
-    find_refused,
-    format_json,
     format_refusal,
     load_config_and_class,
     save_config,
@@ -117,6 +115,7 @@ def _explained(what: str) -> Generator[None]:
         ) from error
 
 
+@cache
 def describe_versions() -> dict[str, str]:
     """Return the versions of the packages that write a checkpoint."""
     return {
@@ -165,50 +164,29 @@ def _native_config(
 ) -> Any:
     """Build transformers' configuration of the model; it has accepted all values.
 
-    Raises CheckpointError: it refuses values; names them with the file or setting that each is
-    from.
+    Raises CheckpointError: it refuses values; names the files and settings that they are from.
     """
-    values, original = _values_of(config, tokenizer, assets)
+    values = _values_of(config, tokenizer, assets)
     values["dtype"] = str(dtype).removeprefix("torch.")
+    family = family_of(config)
     try:
-        return _build(family_of(config), values, is_given=assets is not None)
+        hf_config = get_config_class(family.name, family.architecture)(**copy.deepcopy(values))
+        if hasattr(hf_config, "validate"):  # not of all classes
+            hf_config.validate()
     except Exception as error:
-        build = partial(_build, family_of(config), is_given=assets is not None)
-        named = list[str]()
-        for key in find_refused(build, values, error):
-            own = "the tokenizer" if key.endswith("_token_id") else "[model]"
-            origin = (
-                assets / "config.json" if assets and original.get(key, own) == values[key] else own
-            )
-            named.append(f"{key} = {format_json(values[key])} ({origin})")
-        text = f"{', '.join(named)}: " if named else ""
+        origins = "[model] and the tokenizer"
+        if assets is not None:
+            origins = f"{assets}/config.json, {origins}"
         raise CheckpointError(
             f"checkpoint: transformers {version('transformers')} refuses the config.json to be "
-            f"saved: {text}{format_refusal(error)}. Correct it there."
+            f"saved: {format_refusal(error)}. Its values are from {origins}. Correct it there."
         ) from error
-
-
-def _build(family: Family, values: Mapping[str, Any], is_given: bool) -> Any:
-    """Build transformers' configuration from `values`; if they are a file's, build its model on the
-    meta device, too.
-
-    The values of our families need no such trial, which costs seconds.
-    """
-    hf_config = get_config_class(family.name, family.architecture)(**copy.deepcopy(dict(values)))
-    if hasattr(hf_config, "validate"):  # not of all classes
-        hf_config.validate()
-    if is_given and is_known(family.name):
-        loaded, cls = load_config_and_class(json.loads(hf_config.to_json_string()), "config.json")
-        with torch.device("meta"):
-            build_from_config(cls, loaded, loaded.dtype)
     return hf_config
 
 
-def _values_of(
-    config: ModelConfig, tokenizer: Any, assets: Path | None
-) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Return the values for config.json, and the original ones, used for keys that titanlite has no
-    setting for.
+def _values_of(config: ModelConfig, tokenizer: Any, assets: Path | None) -> dict[str, Any]:
+    """Return the values for config.json; keys that titanlite has no setting for are as in the
+    original one.
     """
     path = None if assets is None else assets / "config.json"
     original = read_json(path, str(assets)) if path is not None and path.exists() else {}
@@ -225,7 +203,7 @@ def _values_of(
     if tokenizer is not None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             base.setdefault(name, getattr(tokenizer, name))
-    return {**base, **ours}, original
+    return {**base, **ours}
 
 
 def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:

@@ -74,16 +74,15 @@ def test_code_that_is_not_written_is_not_named(tmp_path):
 
 
 REFUSED: dict[str, tuple[str, dict, str]] = {
-    "a word for a flag": ("qwen3", {"use_cache": "yes"}, 'use_cache = "yes"'),
-    "nothing for a number": ("qwen3", {"max_window_layers": None}, "max_window_layers = null"),
-    "no dictionary of labels": ("qwen3_moe", {"num_labels": "x"}, 'num_labels = "x"'),
-    "no row of the embedding": ("llama", {"pad_token_id": 10**9}, "pad_token_id = 1000000000"),
-    "widths that do not go together": ("llama", {"hidden_size": 90}, "hidden_size = 90"),
+    "a word for a flag": ("qwen3", {"use_cache": "yes"}, "'use_cache' expected bool"),
+    "nothing for a number": ("qwen3", {"max_window_layers": None}, "'max_window_layers'"),
+    "no dictionary of labels": ("qwen3_moe", {"num_labels": "x"}, "'str' object"),
+    "widths that do not go together": ("llama", {"hidden_size": 90}, "hidden size (90)"),
 }
 
 
 @pytest.mark.parametrize(("family", "keys", "named"), REFUSED.values(), ids=REFUSED)
-def test_what_transformers_refuses_is_named_with_value_and_file(tmp_path, family, keys, named):
+def test_what_transformers_refuses_is_named_with_the_file(tmp_path, family, keys, named):
     """Before it is known whether training is worth anything: this is built before the first
     step.
     """
@@ -94,10 +93,8 @@ def test_what_transformers_refuses_is_named_with_value_and_file(tmp_path, family
     with pytest.raises(CheckpointError) as raised:
         describe_model(config, None, torch.float32, tmp_path)
     text = str(raised.value)
-    assert (
-        "refuses the config.json to be saved: " in text and named in text and list(keys)[-1] in text
-    )
-    assert f"({tmp_path}/config.json)" in text and "tokenizer" not in text and "space" not in text
+    assert "refuses the config.json to be saved: " in text and named in text
+    assert f"{tmp_path}/config.json, [model]" in text and "space" not in text
 
 
 def test_what_cannot_be_saved_is_named_without_a_file(tmp_path):
@@ -113,7 +110,7 @@ def test_what_cannot_be_saved_is_named_without_a_file(tmp_path):
     config = replace(families()["llama"].presets["debug"], hidden_size=90)
     with pytest.raises(
         CheckpointError,
-        match=r"hidden_size = 90 \(\[model\]\), num_attention_heads = 4 \(\[model\]\)",
+        match=r"The hidden size \(90\) .* Its values are from \[model\] and the tokenizer",
     ):
         describe_model(config, None, torch.float32, None)
 
