@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from titanlite.base.errors import TitanliteError, raise_problems
+from titanlite.base.errors import TitanliteError
 from titanlite.base.process import read_rank
 from titanlite.base.text import list_names
 
@@ -23,24 +23,26 @@ _NCCL_SIGNS_OF_A_LOST_PEER = (
 )
 
 
-def raise_together(
-    error: type[TitanliteError],
-    where: str,
-    problems: Sequence[str],
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Raise on all ranks one `error` that lists the problems of each rank; return quietly if no
-    rank has any.
+@contextmanager
+def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raise the `TitanliteError` of the body on all ranks, as one error of the class of the first.
 
-    A problem that several ranks have is listed once, with their numbers.
+    A text that several ranks have is there once; ranks are named unless all have it. The body must
+    have no collectives. Other exceptions end the rank, and with it the run.
 
-    Collectives: one all-gather of small objects over `group` (the default one), if there is one;
-    every rank must call.
+    Collectives: one all-gather of small objects over `group` (the default one), which waits for
+    all; every rank must call.
     """
-    if not (dist.is_initialized() and dist.get_world_size(group) > 1):
-        raise_problems(error, where, problems)
-        return
-    raise_problems(error, where, merge_problems(gather_objects(list(problems), group)))
+    failure: TitanliteError | None = None
+    try:
+        yield
+    except TitanliteError as error:
+        failure = error
+    found = gather_objects(failure, group)
+    first = next((error for error in found if error is not None), None)
+    if first is not None:
+        texts = merge_problems([[] if error is None else [str(error)] for error in found])
+        raise type(first)("\n".join(texts)) from failure
 
 
 def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
@@ -57,15 +59,17 @@ def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T
 
 
 def merge_problems(gathered: Sequence[Sequence[str]]) -> list[str]:
-    """Return the problems of all ranks, each once, with the ranks that have it."""
+    """Return the problems of all ranks, each once, with the ranks that have it if not all have."""
     ranks_of: defaultdict[str, list[int]] = defaultdict(list)
     for rank, problems in enumerate(gathered):
         for problem in problems:
             ranks_of[problem].append(rank)
-    return [
-        f"{problem} (rank{'s' if len(ranks) > 1 else ''} {list_names(ranks, most=8)})"
-        for problem, ranks in ranks_of.items()
-    ]
+    merged = []
+    for problem, ranks in ranks_of.items():
+        plural = "s" if len(ranks) > 1 else ""
+        where = f" (rank{plural} {list_names(ranks, most=8)})" if len(ranks) < len(gathered) else ""
+        merged.append(problem + where)
+    return merged
 
 
 def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
@@ -98,25 +102,6 @@ def on_first_rank(function: Callable[[], _T], group: dist.ProcessGroup | None = 
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]
-
-
-@contextmanager
-def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise the `TitanliteError` of the body on all ranks: that of the first rank that has one.
-
-    The body must have no collectives. Other exceptions end the rank, and with it the run.
-
-    Collectives: one all-gather of small objects over `group` (the default one), which waits for
-    all; every rank must call.
-    """
-    failure: TitanliteError | None = None
-    try:
-        yield
-    except TitanliteError as error:
-        failure = error
-    first = next((error for error in gather_objects(failure, group) if error is not None), None)
-    if first is not None:
-        raise first from failure
 
 
 def get_rank() -> int:

@@ -17,11 +17,12 @@ import zlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from titanlite.base.agree import gather_objects, is_lost_peer, on_first_rank, raise_together
-from titanlite.base.errors import CheckpointError, TitanliteError, TransientError, raise_problems
+from titanlite.base.agree import gather_objects, is_lost_peer, on_first_rank, together
+from titanlite.base.errors import CheckpointError, TitanliteError, TransientError
 from titanlite.base.files import check_regular, is_full, open_regular, sync
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json, shown
@@ -55,44 +56,46 @@ def commit_folder(
     temporary = on_first_rank(lambda: _hidden(folder, "tmp"), group)
     on_first = dist.get_rank(group) == 0
     try:
-        with saving_together(folder, group):
+        with together(group), saving(folder):
             if on_first:
                 temporary.mkdir(parents=True)
                 create_files(temporary, files)
         share: dict[str, tuple[int, int]] = {}
-        with saving_together(folder, group):
+        with together(group), saving(folder):
             share = write_items(temporary, files, f"writing {folder}")
         shares = gather_objects(share, group)
-        with saving_together(folder, group):
+        with together(group), saving(folder):
             if on_first:
-                for name, content in rest.items():
-                    (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-                    (temporary / name).write_bytes(content)
-                entries = {
-                    file.name: {"bytes": file.nbytes, "adler32": checksum(file, shares)}
-                    for file in files
-                }
-                for name, content in rest.items():
-                    entries[name] = {
-                        "bytes": len(content),
-                        "adler32": f"{zlib.adler32(content):08x}",
-                    }
-                manifest = (
-                    json.dumps({"format": 1, "files": dict(sorted(entries.items()))}, indent=1)
-                    + "\n"
-                )
-                (temporary / OWN_FOLDER).mkdir(exist_ok=True)
-                (temporary / MANIFEST_FILE).write_text(manifest, encoding="ascii")
-                raise_problems(
-                    CheckpointError, "another process changed it", check_folder(temporary)
-                )
-                for path in [*temporary.rglob("*"), temporary]:
-                    sync(path)
+                _complete(temporary, files, rest, shares)
                 _appear(temporary, folder)
     except CheckpointError:
         if on_first:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _complete(
+    temporary: Path,
+    files: Sequence[FileLayout],
+    rest: Mapping[str, bytes],
+    shares: Sequence[Mapping[str, tuple[int, int]]],
+) -> None:
+    """Write the files without tensors and the manifest, and flush all of the folder to the disk."""
+    entries = {file.name: _entry(file.nbytes, checksum(file, shares)) for file in files}
+    for name, content in rest.items():
+        path = temporary / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        entries[name] = _entry(len(content), f"{zlib.adler32(content):08x}")
+    manifest = {"format": 1, "files": dict(sorted(entries.items()))}
+    (temporary / OWN_FOLDER).mkdir(exist_ok=True)
+    (temporary / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="ascii")
+    for path in [*temporary.rglob("*"), temporary]:
+        sync(path)
+
+
+def _entry(nbytes: int, adler32: str) -> dict[str, Any]:
+    return {"bytes": nbytes, "adler32": adler32}
 
 
 def _hidden(folder: Path, kind: str) -> Path:
@@ -118,34 +121,31 @@ def hidden_folder(folder: Path) -> Generator[Path]:
 
 
 @contextmanager
-def saving_together(folder: Path, group: dist.ProcessGroup | None) -> Generator[None]:
-    """Raise an exception of the body, of any kind and on any rank, as a CheckpointError on all
-    ranks.
-
-    Where only this rank fails and the others wait in a collective of the body, they lose it, and
-    the run ends.
+def saving(folder: Path) -> Generator[None]:
+    """Raise an exception of the body, of any kind, as a CheckpointError about `folder`, unless a
+    peer was lost.
     """
-    problems = []
     try:
         yield
+        return
     except FileNotFoundError as error:
-        problems.append(
+        problem = (
             f"{error}. Another process removed it: let one run at a time have a job.dump_folder."
         )
     except OSError as error:
         remedy = "Free space there" if is_full(error) else "Make it writable"
-        problems.append(f"{error}. {remedy}, or set another job.dump_folder.")
+        problem = f"{error}. {remedy}, or set another job.dump_folder."
     except TitanliteError as error:
-        problems.append(str(error))
+        problem = str(error)
     except Exception as error:  # a bug; its traceback is for the log
         if is_lost_peer(error):
             raise
         logger.error("%s", traceback.format_exc())
-        problems.append(
+        problem = (
             f"{type(error).__name__}: {error}. This is an error of titanlite, see its traceback "
             "above."
         )
-    raise_together(CheckpointError, f"checkpoint: cannot save to {folder}", problems, group)
+    raise CheckpointError(f"checkpoint: cannot save to {folder}: {problem}")
 
 
 def check_folder(

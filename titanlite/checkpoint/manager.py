@@ -1,7 +1,7 @@
 """`Checkpointer`: what a run loads, when it saves, and what it keeps."""
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from titanlite.base.agree import on_first_rank
+from titanlite.base.agree import on_first_rank, together
 from titanlite.base.errors import CheckpointError, TitanliteError, TransientError
 from titanlite.base.events import record_event
 from titanlite.base.log import logger
@@ -142,36 +142,41 @@ class Checkpointer:
         self.wait()
         with self._on_save_error(progress.step):
             began = time.perf_counter()
-            on_first = dist.get_rank() == 0
             folder = step_folder(self.folder, progress.step)
-            files = list[FileLayout]()
-            with commit.saving_together(folder, self.group):
-                files = self._format.files(model, plan)
-                warn_of_sidecar(model.config, files)
-                if self._carried is not None:
-                    files = self._carried.add_to(files)
-                files += state_files(plan, optimizer)
+            files: list[FileLayout] = []
+            with together(self.group), commit.saving(folder):
+                files = self._lay_out(model, plan) + state_files(plan, optimizer)
             rest = self._description | index_of(files) | {STATE_FILE: progress.to_json()}
-            if on_first and (readme := card()):
+            readme = card() if dist.get_rank() == 0 else ""
+            if readme:
                 rest["README.md"] = readme.encode()
-
-            def write() -> None:
-                commit.commit_folder(folder, files, rest, self.group)
-                if self._carried is not None:
-                    self._carried.follow(folder, files)
-                record_event("save", f"checkpoint {folder.name}", progress.step)
-                if on_first:
-                    self._tidy(progress)
-
-            if self._section.async_mode == "disabled":
-                write()
-                self._saved_step = progress.step
-                return
             self._saved_step = progress.step
+            if self._section.async_mode == "disabled":
+                self._write(folder, files, rest, progress)
+                return
             files, self._copies = snapshot(files, self._copies)
-            self._pending = self._pool.submit(write)
+            self._pending = self._pool.submit(self._write, folder, files, rest, progress)
             text = "checkpoint: step %d copied in %.2f s, written in the background"
             logger.info(text, progress.step, time.perf_counter() - began)
+
+    def _lay_out(self, model: Model, plan: Plan) -> list[FileLayout]:
+        files = self._format.files(model, plan)
+        warn_of_sidecar(model.config, files)
+        return files if self._carried is None else self._carried.add_to(files)
+
+    def _write(
+        self,
+        folder: Path,
+        files: Sequence[FileLayout],
+        rest: Mapping[str, bytes],
+        progress: Progress,
+    ) -> None:
+        commit.commit_folder(folder, files, rest, self.group)
+        if self._carried is not None:
+            self._carried.follow(folder, files)
+        record_event("save", f"checkpoint {folder.name}", progress.step)
+        if dist.get_rank() == 0:
+            self._tidy(progress)
 
     def _tidy(self, progress: Progress) -> None:
         """Mark the best checkpoint and remove old ones, after that of `progress` is complete. One

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from titanlite.base.agree import gather_objects, on_first_rank, raise_together
+from titanlite.base.agree import gather_objects, on_first_rank, together
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import OWN_FOLDER, StoredTensor, read_headers, read_json
 from titanlite.checkpoint.pieces import whole
@@ -106,7 +106,8 @@ def _named_states(
             f"{fqn}: the optimizer has no state for it, because it had no gradient yet."
             for fqn in missing
         ]
-        raise_together(CheckpointError, "checkpoint", problems)
+        with together():
+            raise_problems(CheckpointError, "checkpoint", problems)
     for entry in plan.entries:
         is_unstepped = entry.tensor in names_of and entry.tensor not in optimizer.state
         if is_unstepped and optimizer.state and plan.group is None:

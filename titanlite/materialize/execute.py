@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.base.agree import gather_objects, merge_problems, raise_together
-from titanlite.base.errors import CheckpointError, PlanError, VerifyError, raise_problems
+from titanlite.base.agree import gather_objects, merge_problems, together
+from titanlite.base.errors import PlanError, VerifyError, raise_problems
 from titanlite.base.process import read_ranks_here
 from titanlite.base.text import list_names
 from titanlite.materialize.layout import (
@@ -195,14 +195,10 @@ def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], plan: Plan) -> None
             of_reader.append(
                 ReadRequest(source.name, region_of(tensor), local_of(tensor), encoding_of(tensor))
             )
-    problems = []
-    try:
-        for reader, of_reader in requests.values():
-            reader.read(of_reader)
-    except CheckpointError as error:
-        problems.append(str(error))
     if reads:
-        raise_together(CheckpointError, "loading", problems, plan.waiting)
+        with together(plan.waiting):
+            for reader, of_reader in requests.values():
+                reader.read(of_reader)
         broadcast(shares)
 
 

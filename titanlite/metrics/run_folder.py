@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch.profiler import profile, schedule
 
 from titanlite.base.agree import (
-    failing_together,
     new_host_group,
     on_first_rank,
-    raise_together,
+    together,
 )
-from titanlite.base.errors import RENDEZVOUS, ConfigError
+from titanlite.base.errors import RENDEZVOUS, ConfigError, raise_problems
 from titanlite.base.events import open_events, record_event
 from titanlite.base.files import LOCK_WAIT_S, FolderLock, check_regular, is_full
 from titanlite.base.log import log_to_folder, logger
@@ -277,7 +276,8 @@ def check_same_settings(job: JobConfig) -> None:
         for key in {**mine, **first[0]}
         if mine.get(key) != first[0].get(key)
     ]
-    raise_together(ConfigError, "configuration", problems)
+    with together():
+        raise_problems(ConfigError, "configuration", problems)
 
 
 def check_shared_folder(folder: Path) -> None:
@@ -296,13 +296,15 @@ def check_shared_folder(folder: Path) -> None:
     if dist.get_rank() == 0:
         token.touch()
     problem = (
-        f"{folder.absolute()} on {socket.gethostname()} is not the folder that rank 0 has, or "
-        "cannot be written to. Put the folder on a file system that all machines share, with the "
-        "same user."
+        f"job.dump_folder: {folder.absolute()} on {socket.gethostname()} is not the folder that "
+        "rank 0 has, or cannot be written to. Put the folder on a file system that all "
+        "machines share, with the same user."
     )
     is_shared = _appears(token) and os.access(folder, os.W_OK)
     try:
-        raise_together(ConfigError, "job.dump_folder", [] if is_shared else [problem])
+        with together():
+            if not is_shared:
+                raise ConfigError(problem)
     finally:
         if dist.get_rank() == 0:
             token.unlink(missing_ok=True)
@@ -320,7 +322,7 @@ def waiting_for_machines() -> Iterator[None]:
     the body must have none.
     """
     group = new_host_group(_PREPARING) if _are_several() else None
-    with failing_together(group):
+    with together(group):
         yield
     if group is not None:
         dist.destroy_process_group(group)

@@ -4,6 +4,7 @@ dtypes, sources.
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import pytest
@@ -432,7 +433,12 @@ def test_ranks_wait_for_slow_readers_in_the_group_that_is_given(
     more than.
     """
     groups: list[object] = []
-    monkeypatch.setattr(execute, "raise_together", lambda *arguments: groups.append(arguments[-1]))
+
+    def together(group: object) -> AbstractContextManager[None]:
+        groups.append(group)
+        return nullcontext()
+
+    monkeypatch.setattr(execute, "together", together)
     weight = torch.randn(3, 2)
     with torch.device("meta"):
         model = nn.Linear(2, 3, bias=False)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.attention
 
-from titanlite.base.agree import gather_objects, raise_together
+from titanlite.base.agree import gather_objects, together
 from titanlite.base.errors import ConfigError, TitanliteError, TrainingError, raise_problems
 from titanlite.base.log import logger
 from titanlite.base.process import read_rank, read_variable, set_defaults
@@ -147,11 +147,13 @@ def check_triton(job: JobConfig, device: torch.device) -> None:
     except Exception as error:  # noqa: BLE001 - whatever it is: a kernel that does not run is the problem
         problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
     text = (
-        f"a first Triton kernel fails on {socket.gethostname()}: {problem}. Triton compiles with "
-        "gcc and Python's headers: install them (Debian and Ubuntu: apt install gcc python3-dev), "
-        "or set training.triton_kernels = false, which is slower."
+        f"training.triton_kernels: a first Triton kernel fails on {socket.gethostname()}: "
+        f"{problem}. Triton compiles with gcc and Python's headers: install them (Debian and "
+        "Ubuntu: apt install gcc python3-dev), or set training.triton_kernels = false, which is slower."
     )
-    raise_together(ConfigError, "training.triton_kernels", [] if problem is None else [text])
+    with together():
+        if problem is not None:
+            raise ConfigError(text)
 
 
 def _run_kernel(device: torch.device) -> None:

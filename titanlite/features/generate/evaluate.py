@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.base.agree import failing_together, raise_together
+from titanlite.base.agree import together
 from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.base.extension import load_extension
 from titanlite.base.text import describe_error
@@ -223,7 +223,8 @@ class Evaluator:
                 scores[i] = self._score(texts[i], self._prompts[i])
             except DataError as error:
                 problems.append(str(error))
-        raise_together(DataError, "evaluation", problems)
+        with together():
+            raise_problems(DataError, "evaluation", problems)
         dist.all_reduce(scores)  # on the host
         shown = zip(self._prompts, texts, scores.tolist(), strict=True)
         examples = [
@@ -277,5 +278,5 @@ def build_evaluator(run: Run, dataset: TrainDataset, tokenizer: Any) -> Evaluato
     """
     if not run.job.evaluation.enable:
         return None
-    with failing_together():  # each rank reads the prompts and imports the scorer
+    with together():  # each rank reads the prompts and imports the scorer
         return Evaluator(run, dataset, tokenizer)
