@@ -1,0 +1,156 @@
+"""The gated delta rule in chunks against the recurrence that defines it, in float64."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from titanlite.ops.gated_delta import gated_delta_rule, gated_delta_step, l2_norm, log_decay
+
+H, G, K, V = 2, 4, 16, 12
+LENGTHS = {
+    "one": [150],
+    "odd": [5, 1, 70, 64, 9],
+    "chunks": [64, 64],
+    "edges": [63, 1, 64, 2],
+    "tokens": [1] * 20,
+}
+
+
+def recurrence(q, k, v, g, beta, documents=None, state=None):
+    """Token by token, as the paper has it."""
+    q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
+    if state is None:
+        state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])
+    outs = []
+    for t in range(v.shape[1]):
+        if t and documents is not None:
+            goes_on = documents[:, t] == documents[:, t - 1]
+            state = torch.where(goes_on[:, None, None, None], state, 0.0)
+        state = state * g[:, t].exp()[..., None, None]
+        new = v[:, t] - torch.einsum("bgkv,bgk->bgv", state, k[:, t])
+        state = state + torch.einsum("bgk,bgv,bg->bgkv", k[:, t], new, beta[:, t])
+        outs.append(torch.einsum("bgkv,bgk->bgv", state, q[:, t]))
+    return torch.stack(outs, 1), state
+
+
+def draw(lengths, gate, dtype=torch.float64, batch=2):
+    """Inputs, and the documents of rows that hold them in another order."""
+    torch.manual_seed(0)
+    size = sum(lengths)
+    q, k = (l2_norm(torch.randn(batch, size, H, K, dtype=torch.float64)) for _ in range(2))
+    v = torch.randn(batch, size, G, V, dtype=torch.float64)
+    g = -gate * torch.rand(batch, size, G, dtype=torch.float64)
+    beta = torch.rand(batch, size, G, dtype=torch.float64)
+    row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    documents = torch.stack([row, row.flip(0)])[:batch]
+    inputs = (q * K**-0.5, k, v, g, beta)
+    return [x.to(dtype).requires_grad_() for x in inputs], documents
+
+
+def run(function, inputs, *options, **keywords):
+    """Outputs and every gradient, of a loss that weighs both outputs."""
+    out, last = function(*inputs, *options, **keywords)
+    torch.manual_seed(1)
+    loss = sum((x * torch.randn(x.shape, dtype=torch.float64)).sum() for x in (out, last))
+    return [out, last, *torch.autograd.grad(loss, inputs)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize("gate", [0.05, 25.0])  # with a fast decay, a leak hides in noise
+def test_chunks_equal_the_recurrence(lengths, chunk, gate):
+    inputs, documents = draw(lengths, gate)
+    ours = run(gated_delta_rule, inputs, documents, chunk=chunk)
+    for actual, expected in zip(ours, run(recurrence, inputs, documents), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_a_row_goes_on_from_a_state():
+    inputs, documents = draw([20, 70], 0.05)
+    state = torch.randn(2, G, K, V, dtype=torch.float64, requires_grad=True)
+    inputs.append(state)
+
+    def with_state(function):
+        return lambda *given: function(*given[:5], documents, given[5])
+
+    ours, expected = (run(with_state(f), inputs) for f in (gated_delta_rule, recurrence))
+    for actual, wanted in zip(ours, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-10)
+
+
+def test_each_output_alone_has_gradients():
+    inputs, _ = draw([70], 0.05)
+    for which in (0, 1):
+        ours, expected = (f(*inputs)[which].square().sum() for f in (gated_delta_rule, recurrence))
+        wanted = torch.autograd.grad(expected, inputs[1:])
+        for actual, want in zip(torch.autograd.grad(ours, inputs[1:]), wanted, strict=True):
+            torch.testing.assert_close(actual, want, rtol=1e-9, atol=1e-10)
+
+
+def test_steps_go_on_from_a_padded_prompt():
+    """Padding without gates and keys leaves the state as it is."""
+    inputs, _ = draw([100], 0.05)
+    q, k, v, g, beta = (x.detach() for x in inputs)
+    expected, last = recurrence(q, k, v, g, beta)
+    is_prompt = torch.arange(100) < torch.tensor([90, 70])[:, None]
+    padded_g, padded_beta = (x * is_prompt[..., None] for x in (g, beta))
+    out, state = gated_delta_rule(
+        q[:, :90], k[:, :90], v[:, :90], padded_g[:, :90], padded_beta[:, :90]
+    )
+    for row, length in enumerate((90, 70)):
+        torch.testing.assert_close(out[row, :length], expected[row, :length], rtol=1e-9, atol=1e-10)
+        row_state = state[row : row + 1]
+        for t in range(length, 100):
+            token = (x[row : row + 1, t] for x in (q, k, v, g, beta))
+            step, row_state = gated_delta_step(*token, row_state)
+            torch.testing.assert_close(step[0], expected[row, t], rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(row_state[0], last[row], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_narrow_inputs_are_summed_in_float32(dtype, bound):
+    inputs, documents = draw(LENGTHS["odd"], 0.05, dtype)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    ours, expected = run(gated_delta_rule, inputs, documents), run(recurrence, exact, documents)
+    assert [x.dtype for x in ours] == [dtype, torch.float32, *[dtype] * 5]
+    for actual, wanted in zip(ours, expected, strict=True):
+        assert (actual.double() - wanted).norm() < bound * wanted.norm()
+
+
+def test_operators_without_data_have_the_shapes_and_layouts_of_those_with(monkeypatch):
+    inputs, documents = draw([70], 0.05, torch.float32)
+    options = (documents[:, :70].int(), None, 64)
+    given = [x.detach() for x in inputs]
+    torch.library.opcheck(torch.ops.titanlite.gated_delta.default, (*given, *options))
+    inverse = torch.ops.titanlite.gated_delta(*given, *options)[2]
+    dout, dlast = torch.randn(2, 70, G, V), torch.randn(2, G, K, V)
+    backward = (dout, dlast, *given, *options[:2], inverse, 64)
+    torch.library.opcheck(torch.ops.titanlite.gated_delta_backward.default, backward)
+
+
+def test_flops_are_those_of_the_recurrence():
+    inputs, documents = draw([70], 0.05)
+    with FlopCounterMode(display=False) as counter:
+        gated_delta_rule(*inputs, documents)[0].sum().backward()
+    assert counter.get_total_flops() == 3 * 6 * 2 * 70 * G * K * V
+
+
+def test_shapes_that_do_not_fit_are_named():
+    (q, k, v, g, beta), _ = draw([5], 0.05)
+    with pytest.raises(
+        ValueError, match=r"gated_delta_rule: shapes and dtypes do not fit: .*\(2, 5, 3\)"
+    ):
+        gated_delta_rule(q, k, v, g[..., :3], beta)
+    with pytest.raises(ValueError, match="bfloat16"):
+        gated_delta_rule(q.bfloat16(), k, v, g, beta)
+
+
+def test_gates_and_norms_are_those_of_transformers():
+    from transformers.models.qwen3_next.modeling_qwen3_next import l2norm
+
+    x, A_log, dt_bias = torch.randn(2, 5, G), torch.rand(G).log(), torch.ones(G)
+    expected = -A_log.exp() * torch.nn.functional.softplus(x + dt_bias)
+    torch.testing.assert_close(log_decay(x, A_log, dt_bias), expected, rtol=0, atol=0)
+    assert log_decay(x.bfloat16(), A_log, dt_bias).dtype == torch.float32
+    torch.testing.assert_close(l2_norm(x), l2norm(x, dim=-1, eps=1e-6), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(l2_norm(x, 0.5), 0.5 * l2_norm(x))

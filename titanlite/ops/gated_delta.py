@@ -1,0 +1,304 @@
+"""The gated delta rule (arXiv:2412.06464) on packed documents: forward, backward, and a step.
+
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T,  o_t = S_t^T q_t
+
+A document that begins at t has S_{t-1} = 0. Rows are cut into chunks of C tokens whether documents
+end there or not. Factors of what would cross into another document are zero, so that shapes are
+static, and the device is never asked where documents begin. With G the sum of g inside a chunk and
+D_ij = exp(G_i - G_j) for i >= j:
+
+    A = strict_tril(beta_i (k_i . k_j) D_ij)    T = (I + A)^-1    U = T (beta v)    W = T (beta e^G k)
+    new = U - W S    o = e^G (q S) + (q k^T * D) new    S' = e^(G_C) S + (e^(G_C - G) k)^T new
+
+The operators keep their arguments and T for backward, C values per token and value head; the rest
+is computed again. All sums are float32 or wider.
+
+Shapes: B batch, S sequence, N chunks, C tokens of a chunk, H key heads, G value heads, R = G / H
+(value head i reads key head i // R), K width of a key, V of a value. Inside, a tensor is
+(N, B, H, R, C, ...), with R = 1 where it belongs to a key head.
+"""  # noqa: E501 - the equations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+CHUNK = 64
+
+
+def l2_norm(x: Tensor, scale: float = 1.0, eps: float = 1e-6) -> Tensor:
+    """Return `scale * x / sqrt(sum(x ** 2) + eps)` over the last dim, in the dtype of x."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt() * scale).to(x.dtype)
+
+
+def log_decay(a_BSG: Tensor, A_log_G: Tensor, dt_bias_G: Tensor) -> Tensor:
+    """Return `-exp(A_log) * softplus(a + dt_bias)`, the log of a token's decay, float32 or wider;
+    at most 0.
+    """
+    dtype = torch.promote_types(a_BSG.dtype, torch.float32)
+    return -A_log_G.to(dtype).exp() * F.softplus(a_BSG.to(dtype) + dt_bias_G.to(dtype))
+
+
+def gated_delta_rule(
+    q_BSHK: Tensor,
+    k_BSHK: Tensor,
+    v_BSGV: Tensor,
+    g_BSG: Tensor,
+    beta_BSG: Tensor,
+    document_ids_BS: Tensor | None = None,
+    state_BGKV: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs (B, S, G, V), in the dtype of v, and the state after each row (B, G, K,
+    V), float32 or wider.
+
+    A token whose g and beta are 0 leaves the state as it is: padding after a prompt must have both,
+    and the document of the prompt's last token, if the state is to be that of the prompt.
+
+    Args:
+        q_BSHK: queries, normalized and multiplied by K ** -0.5.
+        k_BSHK: keys, normalized, in the dtype of q and v.
+        v_BSGV: values; G is a multiple of H.
+        g_BSG: logs of the decays, at most 0.
+        beta_BSG: how much of a value replaces the old one, between 0 and 1.
+        document_ids_BS: integers; a document ends where the next token's differs. None: one
+            document per row.
+        state_BGKV: what the first document of each row goes on from; None: zeros.
+        chunk: tokens that are computed at once.
+
+    Raises ValueError: shapes or dtypes do not fit.
+    """
+    heads, value_heads = k_BSHK.shape[2], v_BSGV.shape[2]
+    sequences = (k_BSHK, v_BSGV, g_BSG, beta_BSG)
+    fits = q_BSHK.shape == k_BSHK.shape and value_heads % heads == 0
+    fits = fits and all(x.shape[:2] == q_BSHK.shape[:2] for x in sequences)
+    fits = fits and g_BSG.shape == beta_BSG.shape == v_BSGV.shape[:3]
+    if not fits or not q_BSHK.dtype == k_BSHK.dtype == v_BSGV.dtype:
+        found = [(tuple(x.shape), x.dtype) for x in (q_BSHK, *sequences)]
+        raise ValueError(f"gated_delta_rule: shapes and dtypes do not fit: {found}.")
+    if document_ids_BS is None:
+        document_ids_BS = torch.zeros(v_BSGV.shape[:2], dtype=torch.int32, device=v_BSGV.device)
+    return _GatedDelta.apply(
+        q_BSHK, k_BSHK, v_BSGV, g_BSG, beta_BSG, document_ids_BS.int(), state_BGKV, chunk
+    )
+
+
+def gated_delta_step(
+    q_BHK: Tensor, k_BHK: Tensor, v_BGV: Tensor, g_BG: Tensor, beta_BG: Tensor, state_BGKV: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the output (B, G, V) of one more token per row, and the state after it."""
+    repeats = v_BGV.shape[1] // k_BHK.shape[1]
+    q_BGK, k_BGK = (x.repeat_interleave(repeats, 1).to(state_BGKV) for x in (q_BHK, k_BHK))
+    state_BGKV = state_BGKV * g_BG.exp()[..., None, None]
+    known_BGV = (k_BGK.unsqueeze(2) @ state_BGKV).squeeze(2)
+    new_BGV = beta_BG[..., None] * (v_BGV - known_BGV)
+    state_BGKV = state_BGKV + k_BGK[..., None] * new_BGV.unsqueeze(2)
+    return (q_BGK.unsqueeze(2) @ state_BGKV).squeeze(2).to(v_BGV.dtype), state_BGKV
+
+
+class _GatedDelta(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        *saved, ctx.chunk = inputs
+        out, last, inverse = gated_delta(*inputs)
+        ctx.save_for_backward(*saved, inverse)
+        ctx.set_materialize_grads(False)
+        return out, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None):
+        *saved, inverse = ctx.saved_tensors
+        dout = torch.zeros_like(saved[2]) if dout is None else dout
+        *grads, dstate = gated_delta_backward(dout, dlast, *saved, inverse, ctx.chunk)
+        return *grads, None, None if saved[6] is None else dstate, None
+
+
+@torch.library.custom_op("titanlite::gated_delta", mutates_args=())
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    documents: Tensor,
+    state: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `gated_delta_rule` without argument checks; returns T (N, B, H, R, C, C), too."""
+    chunks = _Chunks(q, k, v, g, beta, documents, chunk)
+    inverse = chunks.invert()
+    states, new = chunks.walk(inverse, state)
+    read = (chunks.q_read @ states[:-1]).add_(chunks.attend() @ new)
+    return _join(read, v), states[-1].flatten(1, 2).clone(), inverse
+
+
+@torch.library.custom_op("titanlite::gated_delta_backward", mutates_args=())
+def gated_delta_backward(
+    dout: Tensor,
+    dlast: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    documents: Tensor,
+    state: Tensor | None,
+    inverse: Tensor,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, g, beta and the first state."""
+    c = _Chunks(q, k, v, g, beta, documents, chunk)
+    do = _cut(dout, k.shape[2], chunk)
+    states, new = c.walk(inverse, state)
+    attended, k_write, q_read = c.attend(), c.k_write, c.q_read
+    dstates, dnew = torch.empty_like(states), attended.mT @ do
+    dstates[-1] = 0.0 if dlast is None else dlast.view_as(dstates[-1])
+    for n in reversed(range(len(dnew))):
+        dnew[n] += k_write[n] @ dstates[n + 1]
+        torch.mul(dstates[n + 1], c.keep[n], out=dstates[n])
+        dstates[n] += q_read[n].mT @ do[n]
+        dstates[n] -= c.W[n].mT @ dnew[n]
+    dW = (dnew @ states[:-1].mT).neg_()  # new = U - W S
+    dattended, dk_write = do @ new.mT, new @ dstates[1:].mT
+    dq_read = do @ states[:-1].mT
+    dbv, dbk = inverse.mT @ dnew, inverse.mT @ dW
+    # d(X^-1) = -X^-1 dX X^-1, and U and W are T times what `invert` does not depend on
+    dA = (dbv @ c.U.mT + dbk @ c.W.mT).mul_(c.D).tril_(-1).neg_()
+    dbeta = (dA * c.kk).sum(-1) + (dbv * c.v).sum(-1)
+    read_k = (dbk * c.k).sum(-1)
+    dbeta += c.read * read_k
+    dA *= c.beta[..., None]
+    # Every factor is exp of a difference of two sums of g: its gradient times itself goes to one
+    # of them, and minus that to the other.
+    pairs = attended.mul_(dattended).addcmul_(dA, c.kk)
+    wrote = (dk_write * k_write).sum(-1)
+    dG = pairs.sum(-1) - pairs.sum(-2) + (dq_read * q_read).sum(-1) - wrote
+    dG += c.beta * c.read * read_k
+    carried = (dstates[1:] * states[:-1]).sum((-2, -1)) * c.keep[..., 0, 0]
+    dG[..., -1] += wrote.sum(-1) + carried
+    dg = dG.flip(-1).cumsum(-1).flip(-1)
+    # Sums over a key head's value heads come before products with its queries and keys.
+    dattended, dA = (x.sum(3, keepdim=True) for x in (dattended.mul_(c.D), dA))
+    dq = (c.read[..., None] * dq_read).sum(3, keepdim=True) + dattended @ c.k
+    dk = c.write[..., None] * dk_write + (c.beta * c.read)[..., None] * dbk
+    dk = dk.sum(3, keepdim=True) + dattended.mT @ c.q + (dA + dA.mT) @ c.k
+    dv = dbv.mul_(c.beta[..., None])
+    grads = (_join(*pair) for pair in ((dq, q), (dk, k), (dv, v), (dg, g), (dbeta, beta)))
+    return *grads, dstates[0].flatten(1, 2).clone()
+
+
+class _Chunks:
+    """Operands cut into chunks, and the factors of decay between their tokens, all in [0, 1]."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        documents: Tensor,
+        chunk: int,
+    ) -> None:
+        heads = k.shape[2]
+        self.q, self.k, self.v, g_cut, self.beta = (
+            _cut(x, heads, chunk) for x in (q, k, v, g, beta)
+        )
+        # After the row's end its last document goes on.
+        rest = documents[:, -1:].expand(-1, -documents.shape[1] % chunk)
+        padded = torch.cat([documents, rest], 1)
+        before_NB = torch.cat([padded[:, :1], padded[:, chunk - 1 : -1 : chunk]], 1).T
+        ids = padded.unflatten(1, (-1, chunk)).transpose(0, 1)[:, :, None, None]  # (N, B, 1, 1, C)
+        is_going_on = ids == before_NB[..., None, None, None]
+        G = g_cut.cumsum(-1)
+        crosses = (ids[..., :, None] != ids[..., None, :]) | _is_above(chunk, g.device)
+        # Masked before exp: above the diagonal it may overflow, and 0 * inf is NaN.
+        self.D = (G[..., :, None] - G[..., None, :]).masked_fill_(crosses, float("-inf")).exp_()
+        self.read = G.exp() * is_going_on  # of the state before the chunk
+        self.write = (G[..., -1:] - G).exp() * (ids == ids[..., -1:])  # to the state after it
+        self.keep = self.read[..., -1:, None]
+        self.kk = self.k @ self.k.mT
+        self.q_read = self.read[..., None] * self.q
+        self.k_write = self.write[..., None] * self.k
+
+    def invert(self) -> Tensor:
+        """Return T = (I + A)^-1."""
+        A = self.kk * self.D
+        A *= self.beta[..., None]
+        eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand_as(A)
+        solved = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
+        return solved.contiguous()
+
+    def attend(self) -> Tensor:
+        """Return q k^T * D."""
+        return self.q @ self.k.mT * self.D
+
+    def walk(self, inverse: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the state before each chunk, with that after the last, (N + 1, B, H, R, K, V), and
+        `new`.
+        """
+        self.U = inverse @ (self.beta[..., None] * self.v)
+        self.W = inverse @ ((self.beta * self.read)[..., None] * self.k)
+        new = torch.empty_like(self.U)
+        num_chunks, *outer, _, width = self.U.shape
+        states = new.new_empty(num_chunks + 1, *outer, self.k.shape[-1], width)
+        states[0] = 0.0 if state is None else state.view_as(states[0])
+        for n in range(num_chunks):
+            torch.sub(self.U[n], self.W[n] @ states[n], out=new[n])
+            torch.mul(states[n], self.keep[n], out=states[n + 1])
+            states[n + 1] += self.k_write[n].mT @ new[n]
+        return states, new
+
+
+def _is_above(chunk: int, device: torch.device) -> Tensor:
+    return torch.ones(chunk, chunk, dtype=torch.bool, device=device).triu(1)
+
+
+def _cut(x: Tensor, heads: int, chunk: int) -> Tensor:
+    """Cut (B, S, heads * R, ...) into (N, B, heads, R, C, ...), with zeros after the row's end."""
+    padded = F.pad(x, (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % chunk))
+    cut = padded.unflatten(2, (heads, -1)).unflatten(1, (-1, chunk))
+    cut = cut.permute(1, 0, 3, 4, 2, *range(5, cut.dim()))
+    return cut.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+
+
+def _join(cut: Tensor, like: Tensor) -> Tensor:
+    """Undo `_cut`, in the dtype and shape of `like`."""
+    joined = cut.permute(1, 0, 4, 2, 3, *range(5, cut.dim()))
+    joined = joined.flatten(3, 4).flatten(1, 2)[:, : like.shape[1]]
+    return joined.to(like.dtype).contiguous()
+
+
+@gated_delta.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Any, documents: Any, state: Any, chunk: int):
+    (batch, seq_len, heads, width), value_heads = k.shape, v.shape[2]
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    last = v.new_empty(batch, value_heads, width, v.shape[3], dtype=dtype)
+    num_chunks = -(-seq_len // chunk)
+    outer = (num_chunks, batch, heads, value_heads // heads)
+    return torch.empty_like(v).contiguous(), last, last.new_empty(*outer, chunk, chunk)
+
+
+@gated_delta_backward.register_fake
+def _(dout: Any, dlast: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *rest: Any):
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    dstate = v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=dtype)
+    return *(x.new_empty(x.shape) for x in (q, k, v, g, beta)), dstate
+
+
+@register_flop_formula(torch.ops.titanlite.gated_delta)
+def _(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> int:
+    """Count the recurrence, two products and an outer one per token; chunks take about twice as
+    many.
+    """
+    return 6 * v[0] * v[1] * v[2] * v[3] * k[3]
+
+
+@register_flop_formula(torch.ops.titanlite.gated_delta_backward)
+def _(dout: Any, dlast: Any, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> int:
+    return 12 * v[0] * v[1] * v[2] * v[3] * k[3]
