@@ -21,7 +21,7 @@ from titanlite.config.parallelism import (
     resolve_seq_len,
 )
 from titanlite.config.settings import find_extension_problems
-from titanlite.models.families import find_other_model, resolve_model_config
+from titanlite.models.families import find_other_model, part_sizes, resolve_model_config
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
     except ConfigError as error:
         problems.append(str(error))
     if model_config is not None and degrees is not None:
-        problems += check_parallelism(job, model_config, degrees)
+        problems += check_parallelism(job, model_config, degrees, part_sizes(model_config))
     raise_problems(ConfigError, "configuration", problems)
     assert model_config is not None and degrees is not None
     return Checked(job, model_config, degrees)

@@ -165,10 +165,6 @@ class ModelConfig:
         return self.v_head_dim or self.head_dim
 
     @property
-    def attention_width(self) -> int:
-        return self.num_heads * (self.qk_head_dim + self.value_head_dim) // 2
-
-    @property
     def softmax_scale(self) -> float:
         """Factor on the scores, of all of a head: YaRN's on queries and keys covers what is rotated
         alone.

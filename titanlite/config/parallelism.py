@@ -2,7 +2,8 @@
 all ranks.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
@@ -122,6 +123,24 @@ class Degrees:
         )
 
 
+@dataclass(frozen=True)
+class PartSizes:
+    """Sizes of a part of a layer; mappings have their names for messages.
+
+    Attributes:
+        splits: what tensor parallelism divides.
+        heads: what context parallelism exchanges inside the part. It divides the first one, and
+            divides or is a multiple of the others.
+        inputs: widths that enter a product whose weight tensor parallelism splits along them.
+        core_flops: forward FLOPs per token where tokens meet, by the length of a sequence.
+    """
+
+    splits: Mapping[str, int] = field(default_factory=dict)
+    heads: Mapping[str, int] = field(default_factory=dict)
+    inputs: Mapping[str, int] = field(default_factory=dict)
+    core_flops: Callable[[int], int] = lambda _seq_len: 0
+
+
 def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
     """Fill in data_parallel_shard_degree = -1 and check that the degrees multiply to `world_size`.
 
@@ -175,43 +194,40 @@ def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
-    """Return everything that the model's sizes and the batch sizes forbid, one message each."""
+def check_parallelism(
+    job: JobConfig, model: AnyModelConfig, degrees: Degrees, parts: Iterable[PartSizes]
+) -> list[str]:
+    """Return everything that the model's sizes and the batch sizes forbid, one message each.
+
+    `parts` are those of the native decoder's layers, each kind once (`families.part_sizes`).
+    """
     if isinstance(model, TransformersConfig):
         problems = _check_transformers(job, model, degrees)
     else:
-        problems = _check_native(job, model, degrees)
+        problems = _check_native(job, model, degrees, list(parts))
     return problems + _check_experts(model, degrees.ep) + _check_lengths(job, model, degrees)
 
 
-def _check_native(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[str]:
+def _check_native(
+    job: JobConfig, model: ModelConfig, degrees: Degrees, parts: list[PartSizes]
+) -> list[str]:
     tp, cp, pp, layers = degrees.tp, degrees.cp, degrees.pp, degrees.layers
-    widths = _feed_forward_widths(model)
-    split = {
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "vocab_size": model.vocab_size,
-        **widths,
-    }
+    split = {"vocab_size": model.vocab_size}
+    for part in parts:
+        split |= part.splits
     problems = [
         f"parallelism: tensor_parallel_degree ({tp}) does not divide {name} ({size})."
         for name, size in split.items()
         if size % tp
     ]
-    heads, kv_heads = model.num_heads // tp, max(model.num_kv_heads // tp, 1)
+    if not problems:
+        problems += _check_heads(parts, degrees)
     split_by = f"context_parallel_degree ({cp}) * " if cp > 1 else ""
     problems += _texts(
         (
             job.training.seq_len % degrees.ranks_per_sequence,
             f"training.seq_len ({job.training.seq_len}) is not a multiple of "
             f"{split_by}tensor_parallel_degree ({tp}): activations are sequence-sharded.",
-        ),
-        (
-            not problems and (heads % cp or (kv_heads % cp and cp % kv_heads)),
-            f"parallelism: context_parallel_degree ({cp}) does not divide the {heads} attention "
-            f"heads, or is neither a divisor nor a multiple of the {kv_heads} key/value heads, "
-            f"that tensor_parallel_degree ({tp}) leaves: inside attention each rank has some of "
-            "them. Lower one of the degrees.",
         ),
         (
             pp > 1 and model.tie_word_embeddings,
@@ -233,12 +249,12 @@ def _check_native(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[
     )
     form = job.lora.base_dtype
     if form in BLOCK_SIZES and tp > 1:
-        widths = {"num_heads * head width": model.num_heads * model.value_head_dim, **widths}
+        inputs = dict(item for part in parts for item in part.inputs.items())
         problems += [
             f"lora.base_dtype = '{form}' keeps blocks of {BLOCK_SIZES[form]} values, but {name} "
             f"({width}) is not so many for each of tensor_parallel_degree ({tp}) ranks, or a "
             "multiple. Lower tensor_parallel_degree."
-            for name, width in widths.items()
+            for name, width in inputs.items()
             if width % (tp * BLOCK_SIZES[form])
         ]
     if (
@@ -275,18 +291,23 @@ def _check_experts(model: AnyModelConfig, ep: int) -> list[str]:
     )
 
 
-def _feed_forward_widths(model: ModelConfig) -> dict[str, int]:
-    """Return the widths of feed-forward layers that tensor parallelism splits, without those of
-    experts.
+def _check_heads(parts: list[PartSizes], degrees: Degrees) -> list[str]:
+    """Return the heads that context parallelism cannot exchange, of those that tensor parallelism
+    leaves.
     """
-    widths = {}
-    if model.num_experts == 0 or model.num_dense_layers:
-        widths["intermediate_size"] = model.intermediate_size
-    if model.num_experts and model.num_shared_experts:
-        widths["num_shared_experts * moe_intermediate_size"] = (
-            model.num_shared_experts * model.moe_intermediate_size
-        )
-    return widths
+    tp, cp, problems = degrees.tp, degrees.cp, []
+    for part in parts:
+        counts = {name: max(count // tp, 1) for name, count in part.heads.items()}
+        first, *others = counts.values() or [cp]
+        if first % cp or any(count % cp and cp % count for count in others):
+            named = [f"the {count} {name}" for name, count in counts.items()]
+            rest = "".join(f", or is neither a divisor nor a multiple of {n}" for n in named[1:])
+            problems.append(
+                f"parallelism: context_parallel_degree ({cp}) does not divide {named[0]}{rest}, "
+                f"that tensor_parallel_degree ({tp}) leaves: inside a layer each rank has some of "
+                "them. Lower one of the degrees."
+            )
+    return list(dict.fromkeys(problems))
 
 
 def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degrees) -> list[str]:

@@ -28,9 +28,8 @@ from titanlite.distributed.collectives import (
     own_part,
     register_group,
 )
-from titanlite.models.attention import CoreAttention
+from titanlite.models.interface import Core, Part, SequencePart
 from titanlite.models.layers import Embedding, OutputHead, RotaryEmbedding
-from titanlite.models.moe import MoE
 
 _SEQUENCE_DIM, _HEADS_DIM = 1, 2
 
@@ -58,14 +57,14 @@ def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
     """
     peers = Peers(register_group(group), group.size(), group.rank())
     for module in model.modules():
-        if isinstance(module, CoreAttention):
+        if isinstance(module, Core):
+            module.share = peers.rank, peers.size
             module.register_forward_pre_hook(partial(_gather_positions, peers=peers))
             module.register_forward_hook(partial(_gather_heads, peers=peers))
         elif isinstance(module, Embedding | RotaryEmbedding):
             module.register_forward_pre_hook(partial(_keep_own_tokens, peers=peers))
-        elif isinstance(module, MoE):
-            module.register_forward_pre_hook(partial(keep_own_valid, peers=peers))
-            module.gate.sequence_sums.append(partial(all_reduce, group=peers.group))
+        elif isinstance(module, Part):
+            module.sequence_parts.append(sequence_part(peers))
         elif isinstance(module, OutputHead):
             module.register_forward_pre_hook(
                 partial(_keep_own_labels, peers=peers), with_kwargs=True
@@ -74,25 +73,25 @@ def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _gather_positions(module: nn.Module, args: Any, *, peers: Peers) -> Any:
-    """Exchange s positions of all heads for all positions of h and g heads, of queries, keys and
-    values at once.
+    """Exchange s positions of all heads for all positions of a rank's share of them, of all tensors
+    before the first other argument at once.
     """
-    q_BsHK, k_BsGK, v_BsGV, *rest = args
-    num_kv_heads = k_BsGK.shape[_HEADS_DIM]
-    if num_kv_heads < peers.size:  # several ranks have query heads of the same one
-        repeats = peers.size // num_kv_heads
-        k_BsGK, v_BsGV = (x.repeat_interleave(repeats, dim=_HEADS_DIM) for x in (k_BsGK, v_BsGV))
-    by_rank = [
-        x.unflatten(_HEADS_DIM, (peers.size, -1)).movedim(_HEADS_DIM, 0)
-        for x in (q_BsHK, k_BsGK, v_BsGV)
+    is_other = (number for number, x in enumerate(args) if not isinstance(x, torch.Tensor))
+    count = next(is_other, len(args))
+    # of heads that several ranks need, each gets a copy
+    repeats = [max(peers.size // x.shape[_HEADS_DIM], 1) for x in args[:count]]
+    heads = [
+        x.repeat_interleave(n, dim=_HEADS_DIM) if n > 1 else x
+        for x, n in zip(args, repeats, strict=False)
     ]
+    by_rank = [x.unflatten(_HEADS_DIM, (peers.size, -1)).movedim(_HEADS_DIM, 0) for x in heads]
     # J = h * K + g * K + g * V
     x_nBsJ = _exchange(torch.cat([x.flatten(-2) for x in by_rank], dim=-1), peers)
     x_BSJ = x_nBsJ.movedim(0, _SEQUENCE_DIM).flatten(_SEQUENCE_DIM, _SEQUENCE_DIM + 1)
     pieces = x_BSJ.split([x.shape[-2] * x.shape[-1] for x in by_rank], dim=-1)
     return *(
         piece.unflatten(-1, x.shape[-2:]) for piece, x in zip(pieces, by_rank, strict=True)
-    ), *rest
+    ), *args[count:]
 
 
 def _gather_heads(
@@ -119,12 +118,9 @@ def _keep_own_tokens(module: nn.Module, args: Any, *, peers: Peers) -> Any:
     return _own(whole_BS, peers), *rest
 
 
-def keep_own_valid(module: nn.Module, args: Any, *, peers: Peers) -> Any:
-    """Give the MoE layer this rank's positions of `valid_BS`, as it gets this rank's positions of
-    x.
-    """
-    x_BsD, valid_BS = args
-    return x_BsD, None if valid_BS is None else _own(valid_BS, peers)
+def sequence_part(peers: Peers) -> SequencePart:
+    """Return this rank's positions among those of `peers`."""
+    return SequencePart(partial(_own, peers=peers), partial(all_reduce, group=peers.group))
 
 
 def _keep_own_labels(module: nn.Module, args: Any, kwargs: Any, *, peers: Peers) -> Any:

@@ -22,12 +22,9 @@ from titanlite.distributed.expert_parallel import apply_expert_parallel
 from titanlite.distributed.fsdp import apply_fsdp, mixed_precision_dtypes
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.tensor_parallel import apply_tensor_parallel
-from titanlite.models.attention import SelfAttention
 from titanlite.models.decoder import Decoder
 from titanlite.models.interface import Model
-from titanlite.models.layers import FeedForward, kept
-from titanlite.models.moe import Experts
-from titanlite.ops import local_tensor
+from titanlite.models.layers import Recomputable, kept
 from titanlite.ops.attention import AttentionBackend
 from titanlite.ops.matmul import resolve_backend
 
@@ -118,20 +115,8 @@ def checkpoint_operations(model: Model, section: ActivationCheckpointSection) ->
         return checkpoint(compute, *args, context_fn=_contexts, **options)
 
     for module in model.modules():
-        if (
-            isinstance(module, SelfAttention)
-            or (isinstance(module, Experts) and not module.is_fused)
-            or (isinstance(module, FeedForward) and _is_wide(module))
-        ):
+        if isinstance(module, Recomputable) and module.saves_memory:
             module.recompute = recompute
-
-
-def _is_wide(module: FeedForward) -> bool:
-    """Return True if this rank's part of it is wider inside than its result is."""
-    inside, outside = (
-        local_tensor(linear.weight).shape[0] for linear in (module.up_proj, module.down_proj)
-    )
-    return inside > outside
 
 
 def checkpoint_layers(model: Model, section: ActivationCheckpointSection) -> None:

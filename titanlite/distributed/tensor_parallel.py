@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from titanlite.distributed.collectives import all_gather, all_reduce, reduce_scatter, register_group
-from titanlite.distributed.context_parallel import Peers, keep_own_valid
+from titanlite.distributed.context_parallel import Peers, sequence_part
 from titanlite.distributed.shard import ParameterPlacements, shard_parameters
 from titanlite.materialize.layout import region_of
-from titanlite.models.attention import Attention, LatentAttention, SelfAttention
 from titanlite.models.decoder import Decoder
-from titanlite.models.layers import Embedding, FeedForward, Linear, OutputHead
-from titanlite.models.moe import Experts, MoE
+from titanlite.models.interface import Core, Part
+from titanlite.models.layers import Embedding, Linear, OutputHead
+from titanlite.models.moe import Experts
 from titanlite.ops import VocabShard, linear_cross_entropy
 
 _SEQUENCE_DIM = 1
@@ -43,15 +43,17 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     group = register_group(mesh.get_group())
     peers = Peers(group, mesh.size(), mesh.get_local_rank())
     for module in model.modules():
-        if isinstance(module, SelfAttention):
-            # each rank adds its share of the bias, the sum has it once
-            module.o_proj.bias_scale = 1.0 / mesh.size()
-        if isinstance(module, SelfAttention | FeedForward):
+        if isinstance(module, Core):
+            part, parts = module.share
+            module.share = peers.rank * parts + part, peers.size * parts
+        elif isinstance(module, Part) and module.splits:
+            for linear, dim in _split_layers(module).items():
+                if dim == 1:  # each rank adds its share of the bias, the sum has it once
+                    linear.bias_scale = 1.0 / mesh.size()
             module.register_forward_pre_hook(partial(_gather_sequence, group=group))
             module.register_forward_hook(partial(_scatter_sequence, group=group))
-        elif isinstance(module, MoE):
-            module.register_forward_pre_hook(partial(keep_own_valid, peers=peers))
-            module.gate.sequence_sums.append(partial(all_reduce, group=group))
+        elif isinstance(module, Part):
+            module.sequence_parts.append(sequence_part(peers))
         elif isinstance(module, Embedding):
             start = region_of(module.weight).starts[0]
             module.look_up = partial(_look_up_own_rows, start=start, group=group)
@@ -72,24 +74,18 @@ def _placements(model: Decoder) -> ParameterPlacements:
         param: Replicate() for param in model.parameters() if param not in experts
     }
     for module in model.modules():
-        split: dict[Linear | Embedding, int] = {}
-        if isinstance(module, Attention):
-            split = {module.q_proj: 0, module.k_proj: 0, module.v_proj: 0, module.o_proj: 1}
-        # every rank computes the latents, and from them its own heads
-        elif isinstance(module, LatentAttention):
-            queries = module.q_b_proj if module.q_proj is None else module.q_proj
-            assert queries is not None
-            split = {queries: 0, module.kv_b_proj: 0, module.o_proj: 1}
-        elif isinstance(module, FeedForward):
-            split = {module.gate_proj: 0, module.up_proj: 0, module.down_proj: 1}
-        elif isinstance(module, OutputHead | Embedding):
-            split = {module: 0}
-        for linear, dim in split.items():
-            parameters = (
-                linear.split_parameters(dim) if isinstance(linear, Linear) else [linear.weight]
-            )
-            found |= dict.fromkeys(parameters, Shard(dim))
+        if isinstance(module, OutputHead | Embedding):
+            found[module.weight] = Shard(0)
+        elif isinstance(module, Part):
+            for linear, dim in _split_layers(module).items():
+                found |= dict.fromkeys(linear.split_parameters(dim), Shard(dim))
     return found
+
+
+def _split_layers(part: Part) -> dict[Linear, int]:
+    """Return the linear layers of `part` that are split; it need not have all that it names."""
+    layers = {getattr(part, name): dim for name, dim in part.splits.items()}
+    return {layer: dim for layer, dim in layers.items() if layer is not None}
 
 
 def _gather_sequence(module: nn.Module, args, *, group: str):

@@ -37,9 +37,9 @@ def train_flops_per_token(model: Model, seq_len: int) -> int:
     arXiv:2204.02311, app. B).
 
     6 per active parameter that multiplies, which leaves out the embedding table but not the output
-    projection, plus attention, causal-halved: `6 * layers * heads * head_dim * seq_len`, half of
-    the 12 in PaLM and torchtitan, where MFU reads higher. Where keys and values have heads of
-    unequal width, head_dim is their mean.
+    projection, plus what layers compute where tokens interact. Of attention that is causal-halved:
+    `6 * heads * head_dim * seq_len`, half of the 12 in PaLM and torchtitan, where MFU reads higher.
+    Where keys and values have heads of unequal width, head_dim is their mean.
 
     The 6 are 2 for forward, 2 for the gradient of what goes in, 2 for that of the weight. A frozen
     weight has no gradient, and backward ends at the first layer that has something trained in it or
@@ -47,7 +47,7 @@ def train_flops_per_token(model: Model, seq_len: int) -> int:
     adapters' own products. Parameters come in the model's order: what is trained lies before what
     its gradient passes through.
     """
-    config, layers = model.config, model.all_layers()
+    config, layers, cores = model.config, model.all_layers(), model.core_flops(seq_len)
     layer_of = {param: i for i, layer in enumerate(layers) for param in layer.parameters()}
     trained_layers = {layer_of[param] for param in layer_of if param.requires_grad}
     embedding, head = outer_parameters(model)
@@ -72,7 +72,7 @@ def train_flops_per_token(model: Model, seq_len: int) -> int:
         flops += sum(count("", param) for param in embedding)  # as the head, after all others
     # A vision tower's layers come first; their attention is not counted.
     num_unreached = max(len(unreached_layers) - (len(layers) - config.num_layers), 0)
-    return flops + config.attention_width * seq_len * (6 * config.num_layers - 4 * num_unreached)
+    return flops + 3 * sum(cores) - 2 * sum(cores[:num_unreached])
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

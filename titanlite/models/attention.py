@@ -8,11 +8,12 @@ Shapes: B batch, S sequence, D hidden, H query heads, G key/value heads, K width
 head, V width of a value head, R rotated part of a head, C latent width.
 """
 
+from typing import ClassVar
+
 import torch
-from torch import nn
 
 from titanlite.config.model import ModelConfig
-from titanlite.models.interface import LayerCache
+from titanlite.models.interface import Context, Core, LayerCache, Part
 from titanlite.models.layers import Linear, Recomputable, RMSNorm
 from titanlite.ops import apply_rope
 from titanlite.ops.attention import AttentionMask, attention
@@ -24,11 +25,8 @@ default.
 """
 
 
-class CoreAttention(nn.Module):
-    """Core attention, without weights: the only place where tokens of a sequence interact.
-
-    A module, so that context parallelism can put its exchange around it.
-    """
+class CoreAttention(Core):
+    """Core attention, without weights."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -46,25 +44,18 @@ class CoreAttention(nn.Module):
         return attend(q_BSHK, k_BSGK, v_BSGV, mask, scale=self.scale)
 
 
-class SelfAttention(Recomputable):
+class SelfAttention(Recomputable, Part):
+    """A part whose tokens interact, up to the projection of its result."""
+
     o_proj: Linear
-    core_attention: CoreAttention
 
     def forward(
-        self,
-        x_BSD: torch.Tensor,
-        cos_sin: CosSin,
-        mask: AttentionMask,
-        cache: LayerCache | None = None,
+        self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        return self.o_proj(self.run(self.attend, x_BSD, cos_sin, mask, cache))
+        return self.o_proj(self.run(self.attend, x_BSD, context, cache))
 
     def attend(
-        self,
-        x_BSD: torch.Tensor,
-        cos_sin: CosSin,
-        mask: AttentionMask,
-        cache: LayerCache | None = None,
+        self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Return each head's output side by side, (B, S, heads of this rank * width), without the
         output projection.
@@ -76,6 +67,8 @@ class Attention(SelfAttention):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions and optional RMSNorm on
     queries and keys.
     """
+
+    splits: ClassVar = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -91,19 +84,15 @@ class Attention(SelfAttention):
         self.core_attention = CoreAttention(config.head_dim**-0.5)
 
     def attend(
-        self,
-        x_BSD: torch.Tensor,
-        cos_sin: CosSin,
-        mask: AttentionMask,
-        cache: LayerCache | None = None,
+        self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
     ) -> torch.Tensor:
         q_BSHK = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSGK = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSGK = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
-        q_BSHK, k_BSGK = apply_rope(q_BSHK, *cos_sin), apply_rope(k_BSGK, *cos_sin)
-        out_BSHK = self.core_attention(q_BSHK, k_BSGK, v_BSGK, mask, cache)
+        q_BSHK, k_BSGK = (apply_rope(x, *context.cos_sin) for x in (q_BSHK, k_BSGK))
+        out_BSHK = self.core_attention(q_BSHK, k_BSGK, v_BSGK, context.mask, cache)
         return out_BSHK.flatten(2)
 
 
@@ -115,6 +104,9 @@ class LatentAttention(SelfAttention):
     for all heads. In training the latents are expanded, and attention is that of H heads with a key
     and a value each.
     """
+
+    # Every rank computes the latents, and from them its own heads.
+    splits: ClassVar = {"q_proj": 0, "q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -144,15 +136,11 @@ class LatentAttention(SelfAttention):
         self.core_attention = CoreAttention(config.softmax_scale)
 
     def attend(
-        self,
-        x_BSD: torch.Tensor,
-        cos_sin: CosSin,
-        mask: AttentionMask,
-        cache: LayerCache | None = None,
+        self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
     ) -> torch.Tensor:
         q_BSHK = self._queries(x_BSD).unflatten(-1, (-1, self.plain_dim + self.rotary_dim))
         q_plain, q_rotary = q_BSHK.split([self.plain_dim, self.rotary_dim], dim=-1)
-        q_BSHK = torch.cat([q_plain, self._rotate(q_rotary, cos_sin)], dim=-1)
+        q_BSHK = torch.cat([q_plain, self._rotate(q_rotary, context.cos_sin)], dim=-1)
 
         latent_BSC, k_rotary_BSR = self.kv_a_proj_with_mqa(x_BSD).split(
             [self.latent_dim, self.rotary_dim], dim=-1
@@ -161,9 +149,9 @@ class LatentAttention(SelfAttention):
             -1, (-1, self.plain_dim + self.v_head_dim)
         )
         k_plain, v_BSHV = kv_BSH.split([self.plain_dim, self.v_head_dim], dim=-1)
-        k_rotary_BS1R = self._rotate(k_rotary_BSR.unsqueeze(2), cos_sin)
+        k_rotary_BS1R = self._rotate(k_rotary_BSR.unsqueeze(2), context.cos_sin)
         k_BSHK = torch.cat([k_plain, k_rotary_BS1R.expand(-1, -1, k_plain.shape[2], -1)], dim=-1)
-        out_BSHV = self.core_attention(q_BSHK, k_BSHK, v_BSHV, mask, cache)
+        out_BSHV = self.core_attention(q_BSHK, k_BSHK, v_BSHV, context.mask, cache)
         return out_BSHV.flatten(2)
 
     def _queries(self, x_BSD: torch.Tensor) -> torch.Tensor:
@@ -183,8 +171,3 @@ class LatentAttention(SelfAttention):
         if self.interleaved:
             x_BSHR = x_BSHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return apply_rope(x_BSHR, *cos_sin)
-
-
-def build_attention(config: ModelConfig) -> SelfAttention:
-    """Build the kind of attention that `config` describes."""
-    return LatentAttention(config) if config.kv_lora_rank else Attention(config)

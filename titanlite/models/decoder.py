@@ -18,11 +18,12 @@ from titanlite.config.model import ModelConfig
 from titanlite.config.schema import MoESection
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.sources import Alias, Source
-from titanlite.models.attention import build_attention
-from titanlite.models.interface import Cache, LayerCache, Model
-from titanlite.models.layers import Embedding, FeedForward, OutputHead, RMSNorm, RotaryEmbedding
+from titanlite.models.families import layers_of
+from titanlite.models.families.parts import Layer
+from titanlite.models.interface import Cache, Context, LayerCache, Model
+from titanlite.models.layers import Embedding, OutputHead, RMSNorm, RotaryEmbedding
 from titanlite.models.moe import ExpertCounter, Experts, MoE, TokenDispatcher
-from titanlite.ops.attention import AttentionBackend, AttentionMask, build_attention_mask
+from titanlite.ops.attention import AttentionBackend, build_attention_mask
 from titanlite.ops.matmul import resolve_backend
 
 
@@ -37,38 +38,27 @@ class LossSums(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm block: attention, then a dense or MoE feed-forward, each with a residual."""
+    """Residual blocks as the family declares them, x + part(norm(x)) each."""
 
-    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+    def __init__(self, config: ModelConfig, layer: Layer) -> None:
         super().__init__()
-        self.is_moe = config.num_experts > 0 and layer_index >= config.num_dense_layers
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = build_attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = (
-            MoE(config)
-            if self.is_moe
-            else FeedForward(
-                config.hidden_size, config.intermediate_size, std=config.initializer_range
-            )
-        )
+        self.blocks = layer
+        for block in layer:
+            setattr(self, block.norm, RMSNorm(config.hidden_size, config.rms_norm_eps))
+            setattr(self, block.name, block.part.build(config))
 
     def forward(
-        self,
-        x_BSD: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        mask: AttentionMask,
-        valid_BS: torch.Tensor | None,
-        cache: LayerCache | None = None,
+        self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the hidden states and this layer's balance losses (None for dense layers)."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), cos_sin, mask, cache)
-        normed_BSD = self.post_attention_layernorm(x_BSD)
-        if self.is_moe:
-            out_BSD, aux_loss = self.mlp(normed_BSD, valid_BS)
-        else:
-            out_BSD, aux_loss = self.mlp(normed_BSD), None
-        return x_BSD + out_BSD, aux_loss
+        """Return the hidden states and the sum of the parts' balance losses, or None."""
+        aux_loss = None
+        for block in self.blocks:
+            out = getattr(self, block.name)(getattr(self, block.norm)(x_BSD), context, cache)
+            out_BSD, aux = out if isinstance(out, tuple) else (out, None)
+            if aux is not None:
+                aux_loss = aux if aux_loss is None else aux_loss + aux
+            x_BSD = x_BSD + out_BSD
+        return x_BSD, aux_loss
 
 
 class Backbone(nn.Module):
@@ -82,7 +72,7 @@ class Backbone(nn.Module):
             std=config.initializer_range,
             padding_idx=config.pad_token_id,
         )
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in layers_of(config))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
         self.attention_backend: AttentionBackend = "sdpa"
@@ -106,10 +96,10 @@ class Backbone(nn.Module):
         cos_sin = self.rotary_emb(positions_BS, x_BSD.dtype)
         mask = build_attention_mask(document_ids_BS, self.attention_backend, x_BSD.dtype, starts_N1)
         valid_BS = None if document_ids_BS is None else document_ids_BS >= 0
-        aux_losses = []
+        context, aux_losses = Context(cos_sin, mask, document_ids_BS, valid_BS), []
         layer_caches = [None] * len(self.layers) if cache is None else cache.layers
         for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
-            x_BSD, aux_loss = layer(x_BSD, cos_sin, mask, valid_BS, layer_cache)
+            x_BSD, aux_loss = layer(x_BSD, context, layer_cache)
             if aux_loss is not None:
                 aux_losses.append(aux_loss)
         x_BSD = self.norm(x_BSD)
@@ -218,16 +208,22 @@ class Decoder(Model):
     def embedding_and_head(self) -> tuple[nn.Module, nn.Module]:
         return self.model.embed_tokens, self.lm_head
 
-    def moe_layers(self) -> dict[int, MoE]:
-        here = (
-            (i, layer.mlp)
+    def _find_moe(self) -> dict[int, MoE]:
+        return {
+            i: part
             for i, layer in enumerate(self.model.layers)
-            if isinstance(layer, DecoderLayer)
-        )
-        return {i: mlp for i, mlp in here if isinstance(mlp, MoE)}
+            for part in layer.children()
+            if isinstance(part, MoE)
+        }
+
+    def moe_layers(self) -> dict[int, MoE]:
+        layers = self.model.layers
+        return {
+            i: moe for i, moe in self._find_moe().items() if isinstance(layers[i], DecoderLayer)
+        }
 
     def moe_layer_numbers(self) -> list[int]:
-        return [i for i, layer in enumerate(self.model.layers) if isinstance(layer.mlp, MoE)]
+        return [*self._find_moe()]
 
     def split_experts(self) -> list[nn.Module]:
         return [moe.experts for moe in self.moe_layers().values()]
@@ -238,6 +234,12 @@ class Decoder(Model):
 
     def draws_random(self) -> bool:
         return any(getattr(module, "dropout", 0.0) > 0.0 for module in self.modules())
+
+    def core_flops(self, seq_len: int) -> list[int]:
+        return [
+            sum(block.part.sizes(self.config).core_flops(seq_len) for block in layer)
+            for layer in layers_of(self.config)
+        ]
 
     def expert_counters(self) -> dict[int, ExpertCounter]:
         return {i: moe.gate for i, moe in self.moe_layers().items()}

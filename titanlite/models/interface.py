@@ -2,8 +2,8 @@
 implements it.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -42,6 +42,55 @@ class Cache(Protocol):
 
     def advance(self) -> None:
         """Count the tokens of the forward that has just filled all layers."""
+
+
+class Context(NamedTuple):
+    """What all layers of a forward share; of whole sequences, whatever positions a rank has."""
+
+    cos_sin: tuple[torch.Tensor, torch.Tensor]
+    mask: AttentionMask
+    documents_BS: torch.Tensor | None  # as in `Decoder.forward`
+    valid_BS: torch.Tensor | None  # False for padding
+
+
+class Core(nn.Module):
+    """The place in a part where the tokens of a sequence interact, with arguments (B, S, heads,
+    width) before all others and a result (B, S, heads, width). The heads are independent.
+
+    A module, so that context parallelism can put its exchange of heads for positions around it.
+
+    Attributes:
+        share: which of how many equal shares of the heads this rank has in it.
+    """
+
+    share: tuple[int, int] = (0, 1)
+
+
+class SequencePart(NamedTuple):
+    """This rank's positions of sequences that other ranks have the rest of."""
+
+    own: Callable[[torch.Tensor], torch.Tensor]  # those of a tensor (B, S, ...)
+    sum: Callable[[torch.Tensor], torch.Tensor]  # adds up the ranks' tensors
+
+
+class Part(nn.Module):
+    """A part of a decoder layer: `forward(x_BSD, context, cache)` returns what is added to the
+    hidden states, or that and the part's balance losses.
+
+    It has no collective. A part with `splits` is called with all positions and returns a sum of
+    what the ranks of tensor parallelism compute; another one with a rank's own positions, which
+    `sequence_parts` describes, in the order in which sequences are split.
+
+    Attributes:
+        splits: names of linear layers that tensor parallelism splits, and along which dim of their
+            weights: 0 the output, 1 the input. What is not listed is replicated.
+    """
+
+    splits: ClassVar[Mapping[str, int]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence_parts: list[SequencePart] = []
 
 
 class Model(nn.Module):
@@ -105,6 +154,10 @@ class Model(nn.Module):
     def moe_layer_numbers(self) -> list[int]:
         """Return the numbers of the layers with counted experts, in all pipeline stages."""
         raise NotImplementedError
+
+    def core_flops(self, seq_len: int) -> list[int]:
+        """Return each layer's forward FLOPs per token where the tokens of a sequence interact."""
+        return [2 * self.config.attention_width * seq_len] * self.config.num_layers
 
     def expert_counters(self) -> dict[int, Any]:
         """Return the counters of routed rows of the MoE layers on this rank, by the layer's

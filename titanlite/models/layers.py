@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, D hidden size, V vocabulary, K head width.
 
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import nn
 
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Compute, Init, Normal, Ones, Source, Zeros
+from titanlite.models.interface import Part
 from titanlite.ops import (
     inverse_frequencies,
     linear_cross_entropy,
@@ -143,29 +144,46 @@ class RotaryEmbedding(nn.Module):
 
 
 class Recomputable(nn.Module):
-    """A module with a part that may run again in backward.
+    """A module with a region that may run again in backward.
 
     Attributes:
-        recompute: calls that part, a function, on the rest of its arguments, now and in backward;
+        recompute: calls that region, a function, on the rest of its arguments, now and in backward;
             None: once is enough.
     """
 
     recompute: Callable[..., torch.Tensor] | None = None
 
-    def run(self, part: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-        return part(*args) if self.recompute is None else self.recompute(part, *args)
+    @property
+    def saves_memory(self) -> bool:
+        """True: recomputing what is not costly keeps less than the region's own backward would."""
+        return True
+
+    def run(self, region: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        return region(*args) if self.recompute is None else self.recompute(region, *args)
 
 
-class FeedForward(Recomputable):
+class FeedForward(Recomputable, Part):
     """Dense SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, std: float) -> None:
+    splits: ClassVar = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}
+
+    def __init__(self, config: ModelConfig, intermediate_size: int | None = None) -> None:
         super().__init__()
+        hidden_size, std = config.hidden_size, config.initializer_range
+        intermediate_size = intermediate_size or config.intermediate_size
         self.gate_proj = Linear(hidden_size, intermediate_size, std=std)
         self.up_proj = Linear(hidden_size, intermediate_size, std=std)
         self.down_proj = Linear(intermediate_size, hidden_size, std=std)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def saves_memory(self) -> bool:
+        """True if this rank's part of it is wider inside than its result is."""
+        inside, outside = (
+            local_tensor(linear.weight).shape[0] for linear in (self.up_proj, self.down_proj)
+        )
+        return inside > outside
+
+    def forward(self, x: torch.Tensor, context: Any = None, cache: Any = None) -> torch.Tensor:
         return self.run(self.compute, x)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:

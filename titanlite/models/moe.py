@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Init, Normal, Source, Zeros
+from titanlite.models.interface import Context, Part, SequencePart
 from titanlite.models.layers import FeedForward, Recomputable, keep
 from titanlite.ops import (
     group_by_expert,
@@ -72,9 +73,8 @@ class Router(nn.Module):
         )
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
-        # Each sums a (B, E) tensor over ranks that hold other parts of the same sequences (cp, tp);
-        # applied in order.
-        self.sequence_sums: list[Callable[[Tensor], Tensor]] = []
+        # of the MoE layer: ranks that hold other positions of the same sequences (cp, tp)
+        self.sequence_parts: list[SequencePart] = []
 
     def declare_sources(self) -> dict[str, Source]:
         return {
@@ -120,8 +120,8 @@ class Router(nn.Module):
         counts_BE = self._count(ids_Tk, valid_BS, scores_BSE.shape[0]) if self.training else None
         if counts_BE is None or not self.aux_loss_coeff:
             return weights_Tk, ids_Tk, None, None
-        for sum_over_ranks in self.sequence_sums:
-            counts_BE = sum_over_ranks(counts_BE)
+        for part in self.sequence_parts:
+            counts_BE = part.sum(counts_BE)
         load_BE = (
             counts_BE
             * (self.aux_loss_coeff * config.num_experts)
@@ -279,6 +279,10 @@ class Experts(Recomputable):
         return unpermute_sum(y_RD, token_R, rows_Tk)
 
     @property
+    def saves_memory(self) -> bool:
+        return not self.is_fused
+
+    @property
     def is_fused(self) -> bool:
         """True: one operator computes both projections. False: `project` computes each."""
         return self.multiply is None
@@ -324,25 +328,28 @@ def dispatch_locally(
     return experts(x_TD, weight_R1.flatten(), token_R, rows_Tk, ends_E)
 
 
-class MoE(nn.Module):
+class MoE(Part):
     """Mixture-of-experts layer: routed experts plus optional shared experts."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate = Router(config)
+        self.gate.sequence_parts = self.sequence_parts
         self.experts = Experts(config)
         self.shared_experts: FeedForward | None = None
         if config.num_shared_experts:
             width = config.num_shared_experts * config.moe_intermediate_size
-            self.shared_experts = FeedForward(
-                config.hidden_size, width, std=config.initializer_range
-            )
+            self.shared_experts = FeedForward(config, width)
         self.dispatch: TokenDispatcher = dispatch_locally  # expert parallelism replaces it
 
     def forward(
-        self, x_BSD: Tensor, valid_BS: Tensor | None = None
+        self, x_BSD: Tensor, context: Context | None = None, cache: Any = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return (B, S, D) and the balance losses of this layer, summed over tokens, or None."""
+        valid_BS = None if context is None else context.valid_BS
+        if valid_BS is not None:
+            for part in self.sequence_parts:
+                valid_BS = part.own(valid_BS)
         scores_Tk, expert_ids_Tk, aux_loss = self.gate(x_BSD, valid_BS)
         # Before the routed experts, so that a recomputation can stop after these, without the
         # all-to-all back.

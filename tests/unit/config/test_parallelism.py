@@ -15,6 +15,7 @@ from titanlite.config.parallelism import (
     resolve_global_batch_size,
 )
 from titanlite.config.schema import ParallelismSection
+from titanlite.models.families import part_sizes
 
 MODEL = ModelConfig(
     vocab_size=96,
@@ -45,7 +46,7 @@ def problems(model: ModelConfig = MODEL, degrees: Degrees | None = None, **train
     job.training.seq_len = 128
     for name, value in training.items():
         setattr(job.training, name, value)
-    return check_parallelism(job, model, degrees or Degrees())
+    return check_parallelism(job, model, degrees or Degrees(), part_sizes(model))
 
 
 @given(
@@ -259,9 +260,9 @@ def test_what_is_kept_for_a_step_cannot_be_freed_before():
     job = JobConfig()
     job.training.seq_len = 128
     job.parallelism.fsdp_once_per_step = True
-    assert check_parallelism(job, MODEL, Degrees()) == []
+    assert check_parallelism(job, MODEL, Degrees(), []) == []
     job.parallelism.fsdp_reshard_after_forward = "always"
-    assert check_parallelism(job, MODEL, Degrees()) == [
+    assert check_parallelism(job, MODEL, Degrees(), []) == [
         "parallelism.fsdp_once_per_step keeps gathered parameters for a whole step, and "
         "fsdp_reshard_after_forward = 'always' frees them after each forward. Leave one of the two "
         "out."

@@ -79,7 +79,7 @@ def assert_traced_alike(
     wrap_layers(compiled, job_of(checkpointing, compiled=True), experts_on_own_mesh=False)
     for actual, expected in zip(train(compiled, 3), train(plain, 3), strict=True):
         assert (actual - expected).norm() <= BOUND * expected.norm()
-    kinds = {layer.is_moe for layer in compiled.decoder_layers()}
+    kinds = {layer.blocks for layer in compiled.decoder_layers()}
     assert graphs.made == len(kinds)
 
 

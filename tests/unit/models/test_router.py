@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titanlite.config import ModelConfig
 from titanlite.materialize import materialize
+from titanlite.models.interface import SequencePart
 from titanlite.models.moe import Experts, MoE, Router, dispatch_locally, group_by_expert
 
 CONFIG = ModelConfig(
@@ -183,7 +184,9 @@ def test_sequence_sum_sees_the_counts_of_each_sequence():
     plain = router(x).aux_loss
     seen = []
     # ranks with equal halves
-    router.sequence_sums = [lambda counts: seen.append(counts.clone()) or counts * 2]
+    router.sequence_parts = [
+        SequencePart(lambda x: x, lambda counts: seen.append(counts.clone()) or counts * 2)
+    ]
     torch.testing.assert_close(router(x).aux_loss, plain, rtol=1e-6, atol=0)
     assert seen[0].shape == (2, 6)
     assert seen[0].dtype == torch.int64

@@ -14,10 +14,10 @@ from itertools import accumulate
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.text import find_near
-from titanlite.config import AnyModelConfig
+from titanlite.config import AnyModelConfig, ModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.features.estimate.operators import BESIDE, Work
-from titanlite.features.estimate.trace import Moment, StepTrace, layers_by_kind, trace_step
+from titanlite.features.estimate.trace import Moment, StepTrace, stage_layers, trace_step
 from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS, Kind
 from titanlite.preflight import Checked
 
@@ -279,7 +279,9 @@ def stages_to_trace(model_config: AnyModelConfig, degrees: Degrees) -> list[int]
     """Select stages to trace: the first and the last of all (embedding, output head), and of
     consecutive stages with equal layers the first, which has the most micro-batches in flight.
     """
-    kinds = [layers_by_kind(model_config, degrees, stage) for stage in range(degrees.pp)]
+    if not isinstance(model_config, ModelConfig):
+        return [0]
+    kinds = [stage_layers(model_config, degrees, stage) for stage in range(degrees.pp)]
     first = [
         0,
         *(

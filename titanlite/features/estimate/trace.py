@@ -28,7 +28,9 @@ from titanlite.features.transformers.model import TransformersModel
 from titanlite.launch.process_group import fake_ranks
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.metrics.flops import train_flops_per_token
+from titanlite.models.families import layers_of
 from titanlite.models.families.config_json import cut_layers
+from titanlite.models.families.parts import Layer
 from titanlite.models.interface import Model
 from titanlite.models.moe import Experts
 
@@ -191,8 +193,7 @@ def _list_kinds(
     if section.mode == "selective" and section.selective_ac_option != "op":
         turns = int(section.selective_ac_option)
     if isinstance(model_config, ModelConfig):
-        dense, others = layers_by_kind(model_config, degrees, stage)
-        kinds = [*["dense"] * dense, *["MoE"] * others]
+        kinds = [*stage_layers(model_config, degrees, stage)]
     else:
         model: Any = build_unsharded(job, model_config, "cuda")
         layers, config = model.decoder_layers(), model.transformers_model.config.get_text_config()
@@ -218,18 +219,10 @@ def _describe_layer(layer: nn.Module) -> list[Any]:
     return found
 
 
-def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -> tuple[int, int]:
-    """Count leading dense layers of an MoE model, or all of others, and the rest: of one pipeline
-    stage.
-    """
-    if not isinstance(model_config, ModelConfig):
-        return model_config.num_layers, 0
-    num_dense = (
-        model_config.num_dense_layers if model_config.num_experts else model_config.num_layers
-    )
-    layers = degrees.stage_layers(model_config.num_layers, stage)
-    dense = sum(layer < num_dense for layer in layers)
-    return dense, len(layers) - dense
+def stage_layers(model_config: ModelConfig, degrees: Degrees, stage: int) -> tuple[Layer, ...]:
+    """Return what the layers of a pipeline stage of the native decoder are made of."""
+    numbers = degrees.stage_layers(model_config.num_layers, stage)
+    return layers_of(model_config)[numbers.start : numbers.stop]
 
 
 def _with_layers(
@@ -241,14 +234,13 @@ def _with_layers(
     if not isinstance(model_config, ModelConfig):
         return cut_layers(model_config, count), degrees
     sizes = degrees.stage_sizes(model_config.num_layers)
-    removed = sizes[stage] - count
+    removed = degrees.stage_layers(model_config.num_layers, stage)[count:]
     sizes[stage] = count
     dense = model_config.num_dense_layers
-    if model_config.num_experts:
-        here = layers_by_kind(model_config, degrees, stage)[0]
-        dense -= here - min(here, count)
     changed = replace(
-        model_config, num_layers=model_config.num_layers - removed, num_dense_layers=dense
+        model_config,
+        num_layers=model_config.num_layers - len(removed),
+        num_dense_layers=dense - sum(number < dense for number in removed),
     )
     return changed, replace(degrees, layers=tuple(sizes))
 

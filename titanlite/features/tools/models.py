@@ -59,6 +59,7 @@ from titanlite.features.lora.merge import MergedSource
 from titanlite.features.lora.peft_format import read_adapter
 from titanlite.features.transformers.conversion import find_packed
 from titanlite.materialize import SourceProvider, materialize
+from titanlite.models.families import part_sizes
 from titanlite.models.interface import Model
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -177,7 +178,9 @@ def load_model(
     parallelism = ParallelismSection(tensor_parallel_degree=tp, expert_parallel_degree=ep)
     job = JobConfig(training=training, parallelism=parallelism)
     degrees = resolve_degrees(parallelism, world_size)
-    raise_problems(ConfigError, "generate", check_parallelism(job, config, degrees))
+    raise_problems(
+        ConfigError, "generate", check_parallelism(job, config, degrees, part_sizes(config))
+    )
     model = build_model(config, getattr(torch, dtype))
     dims = None
     if dist.is_initialized():

@@ -27,9 +27,11 @@ from titanlite.config.model import (
     RopeScaling,
     TransformersConfig,
 )
+from titanlite.config.parallelism import PartSizes
 from titanlite.models.families.config_json import transformers_config
 from titanlite.models.families.family import Family, check_model_config
 from titanlite.models.families.keys import NotNativeError
+from titanlite.models.families.parts import Layer
 
 _ASKED_FOR = "model.implementation asks for it"
 _WITHOUT_EFFECT_ON_WEIGHTS = {"initializer_range", "max_position_embeddings", "pad_token_id"}
@@ -73,6 +75,20 @@ def use_family(name: str) -> str:
 def family_of(config: ModelConfig) -> Family:
     """Return the family that `config` belongs to."""
     return families()[config.family]
+
+
+def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
+    """Return what each layer of the native decoder is made of."""
+    layer = family_of(config).layer
+    return tuple(layer(config, index) for index in range(config.num_layers))
+
+
+def part_sizes(config: AnyModelConfig) -> list[PartSizes]:
+    """Return the sizes of each kind of part of the native decoder's layers; of others nothing."""
+    if not isinstance(config, ModelConfig):
+        return []
+    parts = dict.fromkeys(block.part for layer in layers_of(config) for block in layer)
+    return [part.sizes(config) for part in parts]
 
 
 def resolve_model_config(

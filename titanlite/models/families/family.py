@@ -18,6 +18,7 @@ from titanlite.models.families.keys import (
     find_quantization,
     show,
 )
+from titanlite.models.families.parts import Layer, standard_layer
 from titanlite.models.families.rope import (
     PARTIAL,
     check_rope_scaling,
@@ -201,6 +202,8 @@ class Family:
     # Key that counts layers for multi-token prediction, which are not computed: 0 is written unless
     # a folder has them.
     mtp_key: str | None = None
+    # What the layer with this number is made of.
+    layer: Callable[[ModelConfig, int], Layer] = standard_layer
     # of the router's bias buffer in checkpoints, if the architecture has one
     expert_bias_key: str | None = None
 

@@ -1,0 +1,82 @@
+"""What a decoder layer is made of, as a family declares it: blocks, each of them a norm and a part.
+
+Without torch: the preflight check and the plan read sizes from here. A part's module is imported
+when a model is built. A family in a file of its own may declare parts of its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from titanlite.config.model import ModelConfig
+from titanlite.config.parallelism import PartSizes
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kind of part: its module, called with a `ModelConfig`, and its sizes."""
+
+    module: str  # "package.module:Class", a `models.interface.Part`
+    sizes: Callable[[ModelConfig], PartSizes]
+
+    def build(self, config: ModelConfig) -> Any:
+        path, _, name = self.module.partition(":")
+        return getattr(import_module(path), name)(config)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One residual block, x + part(norm(x)); the names are those of the checkpoint."""
+
+    norm: str
+    name: str
+    part: Part
+
+
+Layer = tuple[Block, ...]  # equal layers are of one kind
+
+
+def _attention_sizes(config: ModelConfig) -> PartSizes:
+    width = config.num_heads * (config.qk_head_dim + config.value_head_dim)
+    return PartSizes(
+        splits={"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads},
+        heads={"attention heads": config.num_heads, "key/value heads": config.num_kv_heads},
+        inputs={"num_heads * head width": config.num_heads * config.value_head_dim},
+        core_flops=lambda seq_len: width * seq_len,  # 2 products, 2 per multiplication, half of it
+    )
+
+
+def _width_sizes(name: str, width: int) -> PartSizes:
+    return PartSizes(splits={name: width}, inputs={name: width})
+
+
+def _moe_sizes(config: ModelConfig) -> PartSizes:
+    if not config.num_shared_experts:
+        return PartSizes()
+    width = config.num_shared_experts * config.moe_intermediate_size
+    return _width_sizes("num_shared_experts * moe_intermediate_size", width)
+
+
+ATTENTION = Part("titanlite.models.attention:Attention", _attention_sizes)
+LATENT_ATTENTION = Part("titanlite.models.attention:LatentAttention", _attention_sizes)
+FEED_FORWARD = Part(
+    "titanlite.models.layers:FeedForward",
+    lambda config: _width_sizes("intermediate_size", config.intermediate_size),
+)
+MOE = Part("titanlite.models.moe:MoE", _moe_sizes)
+
+
+def standard_layer(config: ModelConfig, index: int) -> Layer:
+    """Return attention, grouped or latent, and then a feed-forward or, behind the leading dense
+    layers, experts.
+    """
+    is_moe = config.num_experts > 0 and index >= config.num_dense_layers
+    return (
+        Block(
+            "input_layernorm",
+            "self_attn",
+            LATENT_ATTENTION if config.kv_lora_rank else ATTENTION,
+        ),
+        Block("post_attention_layernorm", "mlp", MOE if is_moe else FEED_FORWARD),
+    )
