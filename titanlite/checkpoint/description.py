@@ -190,9 +190,10 @@ def _values_of(config: ModelConfig, tokenizer: Any, assets: Path | None) -> dict
     """
     path = None if assets is None else assets / "config.json"
     original = read_json(path, str(assets)) if path is not None and path.exists() else {}
-    if original.get("model_type") != config.family:
+    family = family_of(config)
+    if original.get("model_type") not in (family.name, *family.aliases):
         original = {}
-    ours = family_of(config).to_hf(config, original)
+    ours = family.to_hf(config, original)
     replaced = {"model_type", "architectures", "dtype", *_REPLACED_KEYS}
     base = {key: value for key, value in original.items() if key not in replaced}
     # Entries per layer are derived anew.

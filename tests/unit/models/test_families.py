@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.unit.models.test_config_mutations import base_of
 from titanlite.base.errors import ConfigError
+from titanlite.checkpoint.description import describe_model
 from titanlite.config import ModelConfig, RopeScaling
 from titanlite.config.model import ModelSection
 from titanlite.models.families import (
@@ -102,6 +103,34 @@ def test_where_the_rotated_part_of_a_head_may_stand():
     assert from_hf({**hf, "rope_parameters": table}) == replace(air, partial_rotary_factor=0.25)
 
 
+def test_kimi_k2_is_a_deepseek_v3_under_another_name(tmp_path):
+    yarn_table = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    betas = {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    published = {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+        "vocab_size": 163840,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "n_routed_experts": 384,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+        "rope_theta": 50000.0,
+        "rope_scaling": {**yarn_table, **betas},
+        "routed_scaling_factor": 2.827,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, **published}))
+    config = model_config_from_hf(tmp_path)
+    assert config == families()["deepseek_v3"].presets["Kimi-K2-1T-A32B"]
+    saved = json.loads(describe_model(config, None, torch.float32, tmp_path)["config.json"])
+    # transformers has a class by this name only
+    assert saved["model_type"] == "deepseek_v3" and "auto_map" not in saved
+    assert saved["topk_method"] == "noaux_tc" and saved["rope_parameters"]["beta_fast"] == 1.0
+
+
 def test_no_multi_token_layer_is_promised_without_weights():
     assert family_of(from_hf(GLM)).to_hf(from_hf(GLM))["num_nextn_predict_layers"] == 0
 
@@ -173,7 +202,9 @@ NOT_NATIVE: list[tuple[Any, dict[str, Any], str]] = [
     ("qwen3", {"is_causal": False}, "is_causal = False"),
     ("llama", {"per_layer_config": {}}, "per_layer_config"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
-    ("dots1", {"sliding_window": ..., "max_window_layers": 1}, "layer_types has other entries"),
+    ("dots1", {"sliding_window": ..., "max_window_layers": 1}, "layer_types = ["),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types = ["),
+    ("deepseek_v3", {"mlp_layer_types": ["dense", "dense"]}, "mlp_layer_types = ["),
     ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
     ("qwen3", {"attention_dropout": 0.5}, "attention_dropout = 0.5"),
     ("llama", {"mlp_bias": True}, "mlp_bias = True"),
@@ -243,7 +274,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "factor"),
     ("qwen3", yarn(factor=0.0), "rope_scaling.factor = 0.0 is not between"),
-    ("qwen3", yarn(beta_fast=1.0), "beta_fast"),
+    ("qwen3", yarn(beta_fast=0.5), "beta_fast"),
     ("qwen3", yarn(truncate="no"), "truncate = 'no' is not a bool"),
     ("qwen3", yarn(mscale="1"), "mscale"),
 ]
@@ -303,7 +334,7 @@ def test_files_that_cannot_be_read(tmp_path):
         (
             "[]",
             "model_type 'None' has no native decoder; there are deepseek_v3, dots1, glm4_moe, "
-            "llama, qwen2, ",
+            "glm4_moe_lite, llama, qwen2, ",
         ),
         ('{"model_type": ["qwen3"]}', "has no native decoder"),
     ]:

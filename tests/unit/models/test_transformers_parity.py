@@ -46,6 +46,10 @@ VARIATIONS = [
     ),
     ("deepseek_v3", {"rope_scaling": None, "v_head_dim": 24, "rms_norm_eps": 1e-4}),
     ("deepseek_v3", {"rope_scaling": YARN, "attention_bias": True}),
+    ("glm4_moe_lite", {}),
+    ("glm4_moe_lite", {"num_dense_layers": 2, "q_lora_rank": 0, "rope_scaling": YARN}),
+    ("solar_open", {}),
+    ("solar_open", {"attention_bias": True, "num_shared_experts": 2, "norm_topk_prob": False}),
     *(
         (family, {"rope_scaling": YARN})
         for family in ("llama", "qwen2", "qwen3", "qwen3_moe", "dots1", "glm4_moe")
@@ -115,7 +119,7 @@ def test_random_sizes(tiny, data):
     if families()[family].presets["debug"].num_experts:
         groups = (
             data.draw(st.sampled_from([1, 2]))
-            if family in ("deepseek_v3", "dots1", "glm4_moe")
+            if family in ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "solar_open")
             else 1
         )
         changes |= {
@@ -126,7 +130,7 @@ def test_random_sizes(tiny, data):
             "moe_intermediate_size": data.draw(st.sampled_from([5, 16])),
             "norm_topk_prob": data.draw(st.booleans()),
         }
-    if family == "deepseek_v3":
+    if family in ("deepseek_v3", "glm4_moe_lite"):
         changes |= {
             "num_kv_heads": changes["num_heads"],
             "kv_lora_rank": data.draw(st.integers(1, 20)),

@@ -72,6 +72,12 @@ def use_family(name: str) -> str:
     return family.name
 
 
+def find_family(model_type: Any) -> Family | None:
+    """Return the family that reads a config.json with this `model_type`; None: there is none."""
+    found = (each for each in families().values() if model_type in (each.name, *each.aliases))
+    return next(found, None)
+
+
 def family_of(config: ModelConfig) -> Family:
     """Return the family that `config` belongs to."""
     return families()[config.family]
@@ -260,12 +266,13 @@ def model_config_from_hf(folder: Path, where: str = "model.hf_assets_path") -> M
     """
     hf = _read_config(folder, where)
     model_type = hf.get("model_type")
-    if not isinstance(model_type, str) or model_type not in families():
+    family = find_family(model_type)
+    if family is None:
         raise NotNativeError(
             f"{_config_file(folder)}: model_type '{model_type}' has no native decoder; there are "
             f"{list_names(families())}."
         )
-    return families()[model_type].from_hf(hf, str(_config_file(folder)))
+    return family.from_hf(hf, str(_config_file(folder)))
 
 
 def any_model_config_from_hf(

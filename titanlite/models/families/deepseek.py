@@ -156,6 +156,7 @@ def _find_lacking(config: Any, table: Mapping[str, Any]) -> Iterator[str]:
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    aliases=("kimi_k2",),
     keys={
         **DOTS1.keys,
         "head_dim": "qk_rope_head_dim",
@@ -199,6 +200,18 @@ DEEPSEEK_V3 = Family(
             num_expert_groups=8,
             num_limited_groups=4,
         ),
+        "Kimi-K2-1T-A32B": preset(
+            _DEEPSEEK,
+            (7168, 61, 64, 64, 18432),
+            vocab_size=163840,
+            max_position_embeddings=131072,
+            rope_theta=50000.0,
+            rope_scaling=replace(_yarn(32.0, 4096, 1.0), beta_fast=1.0),
+            q_lora_rank=1536,
+            num_experts=384,
+            moe_intermediate_size=2048,
+            routed_scaling_factor=2.827,
+        ),
         "Moonlight-16B-A3B": preset(
             _DEEPSEEK,
             (2048, 27, 16, 16, 11264),
@@ -211,6 +224,81 @@ DEEPSEEK_V3 = Family(
             moe_intermediate_size=1408,
             num_shared_experts=2,
             routed_scaling_factor=2.446,
+        ),
+    },
+)
+
+# GLM-4.7-Flash (arXiv:2508.06471 has its predecessors): latent attention, one group of experts.
+_GLM_LITE = replace(
+    _DEEPSEEK,
+    family="glm4_moe_lite",
+    rms_norm_eps=1e-5,
+    rope_theta=1000000.0,
+    qk_nope_head_dim=192,
+    v_head_dim=256,
+    q_lora_rank=768,
+    routed_scaling_factor=1.8,
+)
+
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    name="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    aliases=(),
+    keys={**DEEPSEEK_V3.keys, "num_dense_layers": "mlp_layer_types"},
+    presets={
+        "debug": replace(
+            DEEPSEEK_V3.presets["debug"],
+            family="glm4_moe_lite",
+            rope_scaling=None,
+            num_expert_groups=1,
+            num_limited_groups=1,
+        ),
+        "4.7-Flash-30B-A3B": preset(
+            _GLM_LITE,
+            (2048, 47, 20, 20, 10240),
+            vocab_size=154880,
+            max_position_embeddings=202752,
+            num_experts=64,
+            top_k=4,
+            moe_intermediate_size=1536,
+        ),
+    },
+)
+
+# Every layer has experts, so that no width of dense ones is configured.
+_SOLAR = replace(
+    _GLM,
+    family="solar_open",
+    vocab_size=196608,
+    intermediate_size=ModelConfig.intermediate_size,
+    partial_rotary_factor=1.0,
+    attention_bias=False,
+    qk_norm=False,
+    num_dense_layers=0,
+)
+
+SOLAR_OPEN = replace(
+    GLM4_MOE,
+    name="solar_open",
+    architecture="SolarOpenForCausalLM",
+    keys={
+        ours: theirs
+        for ours, theirs in GLM4_MOE.keys.items()
+        if ours not in ("qk_norm", "num_dense_layers", "intermediate_size")
+    },
+    fixed={**GLM4_MOE.fixed, "qk_norm": False, "num_dense_layers": 0},
+    rotates_partially=False,
+    mtp_key=None,
+    presets={
+        "debug": replace(_SOLAR, **DEBUG_EXPERTS | {"intermediate_size": _SOLAR.intermediate_size}),
+        "100B-A12B": replace(
+            _SOLAR,
+            hidden_size=4096,
+            num_layers=48,
+            num_heads=64,
+            num_experts=128,
+            moe_intermediate_size=1280,
         ),
     },
 )

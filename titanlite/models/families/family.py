@@ -2,9 +2,9 @@
 keys.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import warn_once
@@ -72,6 +72,37 @@ UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "attention_dropout": (0, None),
     "is_causal": (True,),
 }
+
+
+class _Pattern(NamedTuple):
+    """A list in config.json with the kind of each layer, for which ModelConfig has a number."""
+
+    read: Callable[[list[Any]], int]
+    write: Callable[[ModelConfig], list[str]]
+
+
+def _list_feed_forwards(config: ModelConfig) -> list[str]:
+    dense = config.num_dense_layers if config.num_experts else config.num_layers
+    return ["dense" if number < dense else "sparse" for number in range(config.num_layers)]
+
+
+_PATTERNS: Mapping[str, _Pattern] = {
+    "mlp_layer_types": _Pattern(lambda kinds: kinds.count("dense"), _list_feed_forwards),
+    "layer_types": _Pattern(lambda kinds: 0, lambda config: ["full_attention"] * config.num_layers),
+}
+
+
+def _find_other_patterns(config: Any, model: ModelConfig) -> Iterator[str]:
+    """Yield a message for each list of transformers' `config` that `model` does not have: a number
+    stands for some lists only.
+    """
+    for key, pattern in _PATTERNS.items():
+        given, expected = getattr(config, key, None), pattern.write(model)
+        if given is not None and given != expected:
+            yield (
+                f"{key} = {show(given)} is not supported by the native decoder, only "
+                f"{show(expected)} is here."
+            )
 
 
 _SIZE, _COUNT = (1, 2**27), (0, 2**16)
@@ -186,6 +217,8 @@ class Family:
     architecture: str  # Hugging Face class, written into config.json
     keys: Mapping[str, str]  # ModelConfig field -> attribute of transformers' configuration
     presets: Mapping[str, ModelConfig]  # sizes by flavor
+    # Other `model_type`s of the same model: they are read, and saved as this one.
+    aliases: Sequence[str] = ()
     # ModelConfig fields that the family does not configure
     fixed: Mapping[str, Any] = field(default_factory=dict)
     # Attributes that must have one of these values: the decoder has no other. The first is written.
@@ -238,6 +271,8 @@ class Family:
             if ours == "head_dim" and not hasattr(config, key):
                 continue  # most classes do not declare it: an equal share of the hidden width
             value, kind = getattr(config, key, None), _KINDS[ours]
+            if key in _PATTERNS and isinstance(value, list):
+                value = _PATTERNS[key].read(value)
             # transformers tests flags, so that null is false
             values[ours] = False if value is None and kind is bool else value
             if type(values[ours]) is not kind and not (value is None and ours in _OPTIONAL):
@@ -259,6 +294,7 @@ class Family:
             partial_rotary_factor=float(table.get(PARTIAL, 1.0)),
         )
         raise_problems(ConfigError, where, self.check(model))
+        raise_problems(NotNativeError, where, list(_find_other_patterns(config, model)))
         if getattr(config, "output_router_logits", False):
             warn_once(
                 f"{where}: output_router_logits is true: transformers would add a balance loss to "
@@ -282,11 +318,6 @@ class Family:
             lacking.append("per_layer_config is not supported by the native decoder.")
         if problem := describe_unreadable(find_quantization(hf)):
             lacking.append(problem)
-        if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-            lacking.append(
-                "layer_types has other entries than 'full_attention', which the native decoder "
-                "lacks."
-            )
         return lacking
 
     def check(self, config: ModelConfig) -> list[str]:
@@ -308,7 +339,12 @@ class Family:
         that mean nothing here, such as other names for the same thing.
         """
         original = original or {}
-        hf = {theirs: getattr(config, ours) for ours, theirs in self.keys.items()}
+        hf = {
+            theirs: _PATTERNS[theirs].write(config)
+            if theirs in _PATTERNS
+            else getattr(config, ours)
+            for ours, theirs in self.keys.items()
+        }
         if "q_lora_rank" in self.keys:
             hf["q_lora_rank"] = config.q_lora_rank or None
         hf |= {key: allowed[0] for key, allowed in self.required.items()}

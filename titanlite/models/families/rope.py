@@ -89,11 +89,12 @@ def check_rope_scaling(scaling: RopeScaling, theta: float) -> list[str]:
             problems.append(f"rope_scaling.{name} = {value} is not between {low:g} and {_MOST:g}.")
     if problems or scaling.rope_type == "linear":
         return problems
-    low, high = _BETWEEN[scaling.rope_type]
-    if getattr(scaling, low) >= getattr(scaling, high):
+    names = _BETWEEN[scaling.rope_type]
+    low, high = (getattr(scaling, name) for name in names)
+    # yarn has a step at equal ones
+    if low > high or (low == high and scaling.rope_type != "yarn"):
         problems.append(
-            f"rope_scaling.{low} ({getattr(scaling, low)}) is not less than rope_scaling.{high} "
-            f"({getattr(scaling, high)})."
+            f"rope_scaling.{names[0]} ({low}) is not less than rope_scaling.{names[1]} ({high})."
         )
     if scaling.rope_type != "yarn":
         return problems
