@@ -4,10 +4,12 @@ import hashlib
 import json
 import signal
 import string
+import tomllib
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,3 +79,9 @@ def assert_refused(read: Callable[[Path], object], path: Path, *words: str) -> s
     ), text
     assert set(text) <= set(string.printable) - set("\t\r\v\f")
     return text
+
+
+def read_table(name: str) -> dict[str, Any]:
+    """Read `tests/NAME.toml`: what is given, and what must be said or come of it."""
+    path = Path(__file__).with_name(f"{name}.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))

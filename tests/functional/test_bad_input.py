@@ -4,12 +4,10 @@ rank left waiting.
 
 import sys
 import time
-from subprocess import CompletedProcess
 
 import pytest
 
 from titanlite.base.errors import NOTICE_FOLDER
-from titanlite.preflight import main as preflight_main
 from titanlite.rank import main
 
 # takes a fraction of a second; the rest is for a machine that is busy otherwise
@@ -22,17 +20,6 @@ def preflight(run_process, *arguments: str, world_size: int = 4):
         [sys.executable, "-m", "titanlite.preflight", "--world-size", str(world_size), *arguments],
         PREFLIGHT_TIMEOUT_S,
     )
-
-
-@pytest.fixture
-def preflight_here(capfd):
-    """`preflight` in this process: without a start of Python."""
-
-    def run(*arguments: str) -> CompletedProcess[str]:
-        code = preflight_main(["--world-size", "4", *arguments])
-        return CompletedProcess(arguments, code, *capfd.readouterr())
-
-    return run
 
 
 def assert_one_error(done, *words: str) -> None:
@@ -50,24 +37,6 @@ def test_good_configuration_passes(run_process, config_file):
         run_process, "--config", str(config_file), "--parallelism.tensor_parallel_degree=2"
     )
     assert (done.returncode, done.output) == (0, "")
-
-
-def test_all_problems_are_reported_at_once(run_process, config_file):
-    arguments = ["--training.step=5", "--optimizer.lr=fast", "--nonsense.key=1"]
-    done = preflight(run_process, "--config", str(config_file), *arguments)
-    assert_one_error(
-        done, "3 problems:", "'training.step'", 'optimizer.lr = "fast"', "'nonsense.key'"
-    )
-
-
-def test_contradictions_of_model_and_mesh_are_reported_at_once(preflight_here, config_file):
-    arguments = [
-        "--parallelism.tensor_parallel_degree=4",
-        "--training.seq_len=30",
-        "--model.overrides.num_heads=6",
-    ]
-    done = preflight_here("--config", str(config_file), *arguments)
-    assert_one_error(done, "num_heads (6)", "num_kv_heads (2)", "training.seq_len (30)")
 
 
 def test_run_train_refuses_before_it_starts_ranks(run_process, config_file):

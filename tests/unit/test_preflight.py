@@ -59,27 +59,6 @@ def test_everything_that_is_wrong_is_said_at_once(path):
         assert words in str(error.value)
 
 
-def test_exit_codes(path, capsys):
-    assert main(["--world-size", "4", "--config", path]) == 0
-    assert capsys.readouterr().err == ""
-    assert (
-        main(["--world-size", "3", "--config", path, "--parallelism.tensor_parallel_degree=2"]) == 2
-    )
-    error = capsys.readouterr().err
-    assert error.startswith(
-        "titanlite: error: configuration: parallelism: dp_replicate (1) * tp (2) = 2"
-    )
-    assert "Traceback" not in error
-    assert main(["--config", path]) == 0  # one rank
-
-
-def test_missing_file_and_unknown_key(tmp_path, path, capsys):
-    assert main(["--config", str(tmp_path / "nope.toml")]) == 2
-    assert "nope.toml" in capsys.readouterr().err
-    assert main(["--config", path, "--training.step=5"]) == 2
-    assert "did you mean 'training.steps'?" in capsys.readouterr().err
-
-
 def test_does_not_wait_for_torch(path):
     code = (
         "import sys; from titanlite.preflight import main; code = main(['--world-size', '4', "
