@@ -1,15 +1,18 @@
 """What of a chat is trained, compared text by text: [[...]] is trained."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tokenizers
+from files import read_table
 from tokenizers import decoders, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
-from unit.data.templates import CHATML, GEMMA, LLAMA3, MARKED, MISTRAL, OPEN_THOUGHT, THINKING
+from unit.data import templates
+from unit.data.templates import CHATML, GEMMA, LLAMA3, MISTRAL, OPEN_THOUGHT, THINKING
 
-from titanlite.features.sft.chat import ANSWER, NO_END, TRAINED
+from titanlite.features.sft.chat import ANSWER, TRAINED
 from titanlite.features.sft.encode import Document, ExampleEncoder
 from titanlite.features.sft.forms import Form
 from titanlite.features.sft.readers import RowError
@@ -64,119 +67,16 @@ def answer(text: str, **more: object) -> dict[str, Any]:
 
 
 ASK, ANSWER_1, ASK_AGAIN, ANSWER_2 = say("one", "two", "three", "four")["messages"]
-CALL = '{"name": "f", "arguments": {}}'
-TURNS = [("human", "one"), ("gpt", "two"), ("human", "three"), ("function_call", CALL)]
-PARTS = [{"type": "text", "text": text} for text in "ab"]
-TOOL = {"role": "tool", "content": "r"}
-# Template, row and its documents; `<` and `>` are the tokens that begin and end a turn.
-CHATS: list[tuple[str | None, Form, dict[str, Any], list[str]]] = [
-    (
-        CHATML,
-        "messages",
-        say("one", "two", "three", "four", system="be"),
-        ["<system\nbe>\n<user\none>\n<assistant\n[[two>]]\n<user\nthree>\n<assistant\n[[four>]]\n"],
-    ),
-    (
-        CHATML,
-        "messages",
-        {"messages": [{"role": "user", "content": PARTS}, ANSWER_1]},
-        ["<user\nab>\n<assistant\n[[two>]]\n"],
-    ),
-    (
-        CHATML,
-        "messages",
-        {"messages": [ASK, answer("two", weight=0), ASK_AGAIN, ANSWER_2]},
-        ["<user\none>\n<assistant\ntwo>\n<user\nthree>\n<assistant\n[[four>]]\n"],
-    ),
-    (
-        CHATML,
-        "messages",
-        {"conversations": [{"from": who, "value": text} for who, text in TURNS], "system": "be"},
-        [
-            f"<system\nbe>\n<user\none>\n<assistant\n[[two>]]\n<user\nthree>\n<assistant\n[[<call>{CALL}</call>>]]\n"
-        ],
-    ),
-    (
-        CHATML,
-        "prompt_completion",
-        {"prompt": [ASK, ANSWER_1, ASK_AGAIN], "completion": [ANSWER_2]},
-        ["<user\none>\n<assistant\ntwo>\n<user\nthree>\n<assistant\n[[four>]]\n"],
-    ),
-    (
-        THINKING,  # rewrites history: one document for each answer
-        "messages",
-        {"messages": [ASK, answer("two", reasoning_content="hm"), ASK_AGAIN, ANSWER_2]},
-        [
-            "<user\none>\n<assistant\n[[<think>\nhm\n</think>\n\ntwo>]]",
-            "<user\none>\n<assistant\ntwo>\n<user\nthree>\n<assistant\n[[<think>\n\n</think>\n\nfour>]]",
-        ],
-    ),
-    (
-        THINKING,  # calls of tools for the same question are not history; their thoughts stay
-        "messages",
-        {
-            "messages": [
-                ASK,
-                answer("a", reasoning_content="b"),
-                TOOL,
-                answer("c", reasoning_content="d"),
-            ]
-        },
-        [
-            "<user\none>\n<assistant\n[[<think>\nb\n</think>\n\na>]]\n<tool\nr>\n"
-            "<assistant\n[[<think>\nd\n</think>\n\nc>]]\n"
-        ],
-    ),
-    (
-        THINKING,
-        "messages",
-        say("one", "two") | {"chat_template_kwargs": {"enable_thinking": False}},
-        ["<user\none>\n<assistant\n<think>\n\n</think>\n\n[[two>]]\n"],
-    ),
-    (
-        LLAMA3,
-        "messages",
-        say("one", " two ", system="be"),
-        [
-            "<s><|start_header_id|>system<|end_header_id|>\n\nbe<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
-            "one<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n[[two<|eot_id|>]]"
-        ],
-    ),
-    (
-        GEMMA,
-        "messages",
-        say("one", "two"),
-        ["<s><start_of_turn>user\none<end_of_turn>\n<start_of_turn>model\n[[two<end_of_turn>]]\n"],
-    ),
-    (
-        MISTRAL,
-        "messages",
-        say("one", "two", "three", "four"),
-        ["<s>[INST] one [/INST][[ two</s>]][INST] three [/INST][[ four</s>]]"],
-    ),
-    (None, "text", {"text": "a<|im_end|>b"}, ["[[a>b<|endoftext|>]]"]),
-    (
-        None,
-        "preference",
-        {"prompt": "q:", "chosen": " good", "rejected": " bad"},
-        ["q:[[ good<|endoftext|>]]", "q:[[ bad<|endoftext|>]]"],
-    ),
-]
 
 
-@pytest.mark.parametrize(("template", "form", "row", "expected"), CHATS)
-def test_rows_are_documents_with_trained_parts(
-    make_tokenizer: MakeTokenizer,
-    template: str | None,
-    form: Form,
-    row: dict[str, Any],
-    expected: list[str],
-) -> None:
-    tokenizer = make_tokenizer(template, eos="</s>" if template == MISTRAL else "<|endoftext|>")
-    found = marked(tokenizer, row, form)
-    assert [
-        text.replace("<|im_start|>", "<").replace("<|im_end|>", ">") for text in found
-    ] == expected
+@pytest.mark.parametrize("case", read_table("rows")["chats"], ids=lambda case: case["row"][:40])
+def test_rows_are_documents_with_trained_parts(make_tokenizer, case):
+    name = case.get("template")
+    eos = "</s>" if name == "MISTRAL" else "<|endoftext|>"
+    tokenizer = make_tokenizer(name and getattr(templates, name), eos=eos)
+    found = marked(tokenizer, json.loads(case["row"]), case["form"])
+    short = [text.replace("<|im_start|>", "<").replace("<|im_end|>", ">") for text in found]
+    assert short == case["documents"]
 
 
 SIDES: dict[str, Callable[[str], Any]] = {
@@ -184,27 +84,6 @@ SIDES: dict[str, Callable[[str], Any]] = {
     "answer": lambda text: [answer(text)],
     "chat": lambda text: [*say("q")["messages"], answer(text)],
 }
-
-
-def test_prompt_tokens_are_those_of_inference(make_tokenizer: MakeTokenizer) -> None:
-    """An answer that begins with a newline does not merge with the one of the template."""
-    tokenizer = make_tokenizer(CHATML)
-    row = say("what", "\n\nthe question")
-    ((document,),) = encode(tokenizer, row)
-    whole = tokenizer.apply_chat_template(row["messages"], tokenize=True)["input_ids"]
-    assert whole != document.ids.tolist()  # else this test shows nothing
-    prompt = tokenizer.apply_chat_template(
-        row["messages"][:1], tokenize=True, add_generation_prompt=True
-    )["input_ids"]
-    assert document.ids[: len(prompt)].tolist() == prompt
-    trained = (document.flags & TRAINED).tolist()
-    assert not any(trained[: len(prompt)]) and trained[len(prompt)]
-    assert tokenizer.decode(document.ids.tolist()) == tokenizer.decode(whole)
-
-
-def test_generation_marks_change_nothing(make_tokenizer: MakeTokenizer) -> None:
-    row = say("one", "two", "three", "four")
-    assert marked(make_tokenizer(MARKED), row) == marked(make_tokenizer(CHATML), row)
 
 
 def test_train_on_all(make_tokenizer: MakeTokenizer) -> None:
@@ -363,20 +242,3 @@ def test_a_row_that_does_not_go_with_the_template_is_refused(
 ) -> None:
     with pytest.raises(RowError, match=problem):
         encode(make_tokenizer(template), row, form)
-
-
-def test_template_without_an_end_of_turn(make_tokenizer: MakeTokenizer) -> None:
-    """The next message's first token ends the turn; where there is no such token either, this is
-    counted.
-    """
-    tokenizer = make_tokenizer(CHATML.replace("<|im_end|>", ""))
-    encoder = ExampleEncoder(tokenizer, "messages", train_all=False)
-    list(encoder.encode([say("one", "two")]))
-    assert encoder.stop_token_ids == {tokenizer.convert_tokens_to_ids("<|im_start|>")}
-    single = (
-        "{{ raise_exception('one turn') if messages | length > 2 }}{% for m in messages %}{{ "
-        "m.content }} {% endfor %}"
-    )
-    encoder = ExampleEncoder(make_tokenizer(single), "messages", train_all=False)
-    list(encoder.encode([say("one", "two")]))
-    assert encoder.renderer.counts[NO_END] == 1 and not encoder.stop_token_ids

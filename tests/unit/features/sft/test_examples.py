@@ -17,7 +17,6 @@ from unit.data.templates import CHATML, THINKING
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import TrainLoader
 from titanlite.features.generate.evaluate import (
     EvaluationPrompt,
     evaluation_prompts,
@@ -318,38 +317,6 @@ def test_damaged_cache_is_rebuilt(make_job: MakeJob, suffix: str) -> None:
         assert build(job).train.examples.tokens.tolist() == expected
 
 
-def test_order_and_fingerprint(make_job: MakeJob) -> None:
-    """The same samples on any number of ranks, from any step on."""
-    dataset = build(make_job(make_rows(200), seq_len=48))
-    loaders = {
-        dp: [
-            TrainLoader(
-                dataset, seed=3, global_batch_size=4, local_batch_size=1, dp_rank=rank, dp_degree=dp
-            )
-            for rank in range(dp)
-        ]
-        for dp in (1, 2, 4)
-    }
-    streams = {
-        dp: [
-            batch.tokens[0].tolist()
-            for step in range(5)
-            for micro_batches in zip(*(loader.micro_batches(step) for loader in ranks), strict=True)
-            for batch in micro_batches
-        ]
-        for dp, ranks in loaders.items()
-    }
-    assert streams[1] == streams[2] == streams[4] and len(streams[1]) == 20
-    resumed = loaders[2][0]
-    resumed.start_from(3, 3 * 4)
-    assert resumed.micro_batches(3)[0].tokens[0].tolist() == streams[1][12]
-    other = build(make_job(make_rows(200), seq_len=48, packing=False))
-    assert (
-        dataset.fingerprint.endswith("sequences of 48") and dataset.fingerprint != other.fingerprint
-    )
-    assert dataset.fingerprint == build(make_job(make_rows(200), seq_len=48)).fingerprint
-
-
 def test_order_is_pinned(make_job: MakeJob) -> None:
     """A run resumed with another version must see the same data; these numbers may never change."""
     dataset = build(make_job(make_rows(200), seq_len=48))
@@ -357,15 +324,6 @@ def test_order_is_pinned(make_job: MakeJob) -> None:
         51,
         [32, 33, 4, 23, 24, 25],
     )
-
-
-def test_vocabulary_is_that_of_the_data(make_job: MakeJob) -> None:
-    """A tokenizer may have more ids than the model, as Gemma 3's has, as long as the data has none
-    of them.
-    """
-    tokenizer, loader = build_data(make_job(make_rows()), 0, 1)
-    batch = loader.dataset.batch(range(loader.dataset.num_train_sequences))
-    assert int(batch.tokens.max()) < loader.dataset.vocab_size < len(tokenizer)
 
 
 def test_evaluation_prompts(make_job: MakeJob) -> None:

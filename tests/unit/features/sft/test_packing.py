@@ -29,11 +29,6 @@ def test_every_item_is_in_exactly_one_bin_as_best_fit_says(lengths: list[int]) -
     assert [items.tolist() for items in again] == [items.tolist() for items in bins]
 
 
-def test_by_hand() -> None:
-    bins = pack_best_fit(np.array([3, 5, 2, 5, 3, 2]), 10)
-    assert [items.tolist() for items in bins] == [[1, 3], [0, 4, 2, 5]]
-
-
 def test_hundred_thousand_items_are_packed_densely() -> None:
     """0.3 s on a quiet core; the quadratic way would take minutes."""
     lengths = np.random.default_rng(0).integers(1, 2049, 100_000)

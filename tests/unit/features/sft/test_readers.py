@@ -211,13 +211,6 @@ BAD_FILES = {
 }
 
 
-def test_a_table_in_other_letters_says_how_to_convert_it(tmp_path: Path) -> None:
-    file = tmp_path / "bytes.csv"
-    file.write_bytes(b"a,b\n1,\xff\n")
-    with pytest.raises(DataError, match=f"cannot read {file}: it is not UTF-8. .*: iconv -f "):
-        list(read_rows(file))
-
-
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     content, problem = BAD_FILES[name]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict
+from files import read_table
 
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
@@ -20,60 +21,19 @@ GOOD = {"prompt": "a", "completion": "b"}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
 
-def message(**changes: object) -> dict[str, object]:
-    return {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "b"} | changes]}
+ROWS = read_table("rows")
+# Which TOML cannot hold, or nobody wants to read.
+BAD_BYTES = [
+    {"row": b'{"prompt": "\xff", "completion": "b"}', "says": "not valid JSON .*'utf-8' codec"},
+    {"row": b"[" * 100_000, "says": "not valid JSON .*nested too deeply"},
+]
 
 
-BAD_ROWS = {
-    "missing field": ('{"prompt": "a"}', "no field 'completion'; its fields are: 'prompt'"),
-    "wrong type": ('{"prompt": "a", "completion": 5}', "field 'completion' is of type int"),
-    "null": ('{"prompt": "a", "completion": null}', "field 'completion' is missing"),
-    "empty": ('{"prompt": "a", "completion": ""}', "field 'completion' is empty"),
-    "invalid JSON": ('{"prompt": "a"', "not valid JSON .* column 15"),
-    "array": ("[1, 2]", "of type list, not an object"),
-    "surrogate": ('{"prompt": "\\ud800", "completion": "b"}', "surrogates not allowed"),
-    "nested": ("[" * 100_000, "not valid JSON .*nested too deeply"),
-    "bytes": (b'{"prompt": "\xff", "completion": "b"}', "not valid JSON .*'utf-8' codec"),
-}
-BAD_CHATS = {
-    "no role": (
-        message(role=None),
-        r"messages\[1\] has no 'role'\. Use one of system, developer, user",
-    ),
-    "unknown role": (
-        message(role="robot"),
-        r"messages\[1\]\.role is 'robot'\. Use one of system, developer, user",
-    ),
-    "no content": (message(content=None), r"messages\[1\] has no 'content'"),
-    "empty content": (message(content=" "), r"messages\[1\] is an empty message of the assistant"),
-    "content type": (message(content=1), r"messages\[1\]\.content is of type int, not a string"),
-    "image": (
-        message(content=[{"type": "image", "url": "x"}]),
-        r"messages\[1\]\.content\[0\] is a part of type 'image'",
-    ),
-    "weight": (message(weight=2), r"messages\[1\]\.weight is 2\. Write 0 or 1"),
-    "tool call": (
-        message(tool_calls=[{"id": "1"}]),
-        r"messages\[1\]\.tool_calls\[0\]\.function\.name is missing, not a string",
-    ),
-    "arguments": (
-        message(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
-        r"messages\[1\]\.tool_calls\[0\]\.arguments is not valid JSON",
-    ),
-    "tools": (CHAT | {"tools": [1]}, r"tools\[0\] is of type int, not an object"),
-    "no list": ({"messages": "hi"}, "field 'messages' is of type str, not a list"),
-    "no message": ({"messages": []}, "field 'messages' holds no message"),
-    "no dict": ({"messages": ["hi"]}, r"messages\[0\] is of type str, not an object"),
-    "no answer": ({"messages": CHAT["messages"][:1]}, "no message of the assistant to train on"),
-    "answer first": ({"messages": CHAT["messages"][1:]}, "the first message is the assistant's"),
-}
-
-
-@pytest.mark.parametrize("line", BAD_ROWS)
+@pytest.mark.parametrize("case", [*ROWS["bad"], *BAD_BYTES], ids=lambda case: case["says"])
 def test_bad_line_is_named_or_skipped(
-    make_job: MakeJob, line: str, caplog: pytest.LogCaptureFixture
+    make_job: MakeJob, case: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    text, problem = BAD_ROWS[line]
+    text, problem = case["row"], case["says"]
     good = json.dumps(GOOD).encode() + b"\n"
     job = make_job("", seq_len=16)
     bad = text if isinstance(text, bytes) else text.encode()
@@ -91,14 +51,9 @@ def test_bad_line_is_named_or_skipped(
         assert "left out: rows skipped (" in caplog.text
 
 
-def test_a_form_that_is_unknown_is_refused(make_job: MakeJob) -> None:
-    with pytest.raises(DataError, match=r"row 1: the fields are 'answer', 'ask', .*--data\.fields"):
-        build_data(make_job([{"ask": "a", "answer": "b"}]), 0, 1)
-
-
-@pytest.mark.parametrize("row", BAD_CHATS)
-def test_bad_chat_is_named(make_job: MakeJob, row: str) -> None:
-    content, text = BAD_CHATS[row]
+@pytest.mark.parametrize("case", ROWS["bad_chats"], ids=lambda case: case["says"])
+def test_bad_chat_is_named(make_job, case):
+    content, text = json.loads(case["row"]), case["says"]
     with pytest.raises(DataError, match=rf"^data: \S*rows\.jsonl, row 2: .*{text}"):
         build_data(make_job([CHAT, content, CHAT]), 0, 1)
 
@@ -112,22 +67,6 @@ def test_all_bad_rows_of_a_batch_are_named_at_once(make_job: MakeJob) -> None:
         and "row 2: no field 'completion'" in lines[1]
         and "row 4: " in lines[2]
     )
-
-
-def test_nothing_there(make_job: MakeJob, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "rows.txt").write_text("a")
-    job = make_job("")
-    for path, bad_rows, problem in (
-        ("rows.jsonl", "error", r"rows\.jsonl holds no row"),
-        ("none.jsonl", "error", r"none\.jsonl does not exist"),
-        ("empty", "error", r"no file in .* ends with \.jsonl"),
-        ("rows.txt", "error", r"rows\.txt: only \.jsonl, "),
-        ("*.jsonl", "error", "Wildcards are for data.pattern only"),
-    ):
-        job.data.path, job.data.bad_rows = str(tmp_path / path), bad_rows
-        with pytest.raises(DataError, match=problem):
-            build_data(job, 0, 1)
 
 
 def test_without_tokenizer_or_template(make_job: MakeJob, tmp_path: Path) -> None:

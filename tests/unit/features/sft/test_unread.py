@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from files import read_table
 
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
@@ -14,15 +15,11 @@ from titanlite.config.schema import JobConfig
 from titanlite.features.sft.forms import WEIGHTS, Plain, detect_form, parse_row
 from titanlite.features.sft.readers import RowError
 
+ROWS = read_table("rows")
 MakeJob = Callable[..., JobConfig]
 USER = {"role": "user", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b"}
 CHAT = {"messages": [USER, ANSWER]}
-PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
-
-
-def ask(text: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}, ANSWER]}
 
 
 def parse(row: dict[str, Any]) -> Any:
@@ -31,47 +28,15 @@ def parse(row: dict[str, Any]) -> Any:
     return parse_row(row, form)
 
 
-@pytest.mark.parametrize(
-    ("row", "named"),
-    [
-        (CHAT | {"label": True}, "field 'label': a label of KTO"),
-        (CHAT | {"kto_tag": False}, "field 'kto_tag'"),
-        ({"prompt": "a", "completion": "b", "label": "False"}, "field 'label'"),
-        (CHAT | {"weight": 0.5}, r"field 'weight': .*data\.sources\.NAME\.weight"),
-        ({"text": "a", "weight": "2"}, "field 'weight'"),
-        (PAIR | {"loss_weight": 3}, "field 'loss_weight'"),
-        (CHAT | {"images": ["a.png"]}, "field 'images': .*data.dataset = \"images\""),
-        ({"text": "a", "audios": ["a.wav"]}, "field 'audios'"),
-        (ask("<image>What is it?"), r"messages\[0\]\.content has a place for images"),
-        (ask("What is it?\n<video>\n"), "a place for videos"),
-        ({"question": "<audio> Who?", "answer": "b"}, "field 'question' has a place for audios"),
-        ({"text": "<image>\nA cat."}, "field 'text' has a place for images"),
-        (CHAT | {"rejected_response": "c"}, "field 'rejected_response'"),
-        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "field 'history'"),
-        ({"messages": [USER, ANSWER | {"mask": 1}]}, r"messages\[1\]\.mask"),
-        ({"messages": [USER | {"images": ["a"]}, ANSWER]}, r"messages\[0\]\.images"),
-        ({"messages": [USER | {"train": True}, ANSWER]}, r"messages\[0\]\.train is True"),
-        ({"messages": [USER, ANSWER | {"loss_mask": 0.5}]}, r"messages\[1\]\.loss_mask is 0\.5"),
-    ],
-)
-def test_what_changes_what_is_learned_is_refused_by_name(row: dict[str, Any], named: str) -> None:
-    with pytest.raises(RowError, match=named):
-        parse(row)
+@pytest.mark.parametrize("case", ROWS["refused"], ids=lambda case: case["says"])
+def test_what_changes_what_is_learned_is_refused_by_name(case):
+    with pytest.raises(RowError, match=case["says"]):
+        parse(json.loads(case["row"]))
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        CHAT | {"label": "physics", "weight": 1, "images": [], "history": "", "id": 0},
-        {"text": "a", "label": True, "history": "Roman"},
-        PAIR | {"label": True},
-        ask("Where does <image> stand in SVG?"),
-        ask("<video>x</video>: what is it?"),
-        {"messages": [USER | {"weight": 1, "loss": False}, ANSWER | {"train": True}]},
-    ],
-)
-def test_what_changes_nothing_is_accepted(row: dict[str, Any]) -> None:
-    assert parse(row)
+def test_what_changes_nothing_is_accepted():
+    for case in ROWS["accepted"]:
+        assert parse(json.loads(case["row"])), case
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -114,18 +79,11 @@ def test_older_calls_of_functions_are_tool_calls() -> None:
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize(
-    "row",
-    [
-        CHAT,
-        {"prompt": [USER], "completion": [ANSWER]},
-        {"chosen": [USER, ANSWER], "rejected": [USER, {"role": "assistant", "content": "c"}]},
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-    ],
-)
-def test_lists_of_messages_may_be_json_text(row: dict[str, Any], indent: int | None) -> None:
-    as_text = {name: json.dumps(value, indent=indent) for name, value in row.items()}
-    assert parse(as_text) == parse(row)
+def test_lists_of_messages_may_be_json_text(indent):
+    for case in ROWS["lists"]:
+        row = json.loads(case["row"])
+        as_text = {name: json.dumps(value, indent=indent) for name, value in row.items()}
+        assert parse(as_text) == parse(row), case
 
 
 def test_other_json_is_text_to_learn() -> None:

@@ -20,7 +20,6 @@ from titanlite.data.loader import TrainLoader
 from titanlite.data.tokens import TokenizedCorpus
 from titanlite.features.generate.evaluate import evaluation_prompts
 from titanlite.features.streams.mixture import PERIOD, MixtureDataset, get_source_seed
-from titanlite.features.streams.stream import StreamDataset
 from titanlite.features.tools.preview_data import get_shown_documents
 
 MakeJob = Callable[..., JobConfig]
@@ -181,19 +180,6 @@ def test_validation_takes_each_source_by_itself() -> None:
         assert sorted(seen["c"]) == [3027, 3028, 3029]
 
 
-def test_shares_of_a_validation_are_of_the_sources_that_have_one() -> None:
-    part = make_part(100, 1000)
-    bare = PackedDataset(make_part(100, 2000).tokenized, SEQ_LEN, 0.0)
-    dataset = MixtureDataset(
-        {"a": part, "bare": bare, "c": make_part(30, 3000)}, {"a": 1, "bare": 5, "c": 3}
-    )
-    sets = make_loader(dataset).validation_sets(1)
-    assert [name for name, _, _ in sets] == ["a", "c"]
-    assert [weight for _, weight, _ in sets] == [1.0, pytest.approx(3 * 4 / 3, rel=1e-3)], (
-        "of 4 and of 3 sequences"
-    )
-
-
 @pytest.mark.parametrize("weights", [None, [1, 2, 5]])
 def test_a_run_that_goes_on_with_another_mixture_goes_on_in_every_source(
     weights: list[float] | None,
@@ -283,32 +269,6 @@ def test_examples(make_sources: MakeJob, tmp_path: Path, caplog: pytest.LogCaptu
     assert (
         "data.sources.a: 36 examples to train on" in caplog.text
         and "data: 75.00% a, 25.00% b" in caplog.text
-    )
-
-
-def test_streams_and_examples(make_sources: MakeJob) -> None:
-    """A stream gives what it would give alone, and a run finds its place in it again."""
-    job = make_sources(streaming_block_rows=16)
-    job.data.sources["b"].streaming = True
-    loader = build_data(job, 0, 1)[1]
-    parts = {source.name: source.dataset for source in get_sources(loader.dataset)}
-    assert isinstance(parts["b"], StreamDataset) and loader.dataset.num_train_sequences is None
-    places = get_rows(loader, 0, 300)
-    lines = [int(place.rpartition(" ")[2]) for place in places if place.startswith("b")]
-    assert sorted(lines[:48]) == list(range(1, 49)) and lines[:16] != sorted(lines[:16])
-    again = build_data(job, 0, 1)[1]
-    assert get_rows(again, 250, 300) == places[250:]
-
-
-def test_a_batch_that_is_not_set_counts_the_examples_of_all_sources(make_sources: MakeJob) -> None:
-    def build(streaming: bool = False, **settings: object) -> TrainLoader:
-        job = make_sources(**settings, streaming_block_rows=16)
-        job.data.sources["b"].streaming, job.training.global_batch_size = streaming, None
-        return build_data(job, 0, 1)[1]
-
-    assert build(weights=None).global_batch_size == build().global_batch_size == (36 + 72) // 32
-    assert build(streaming=True).global_batch_size == 16, (
-        "how many sequences there are is not known"
     )
 
 

@@ -14,7 +14,6 @@ from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import TrainLoader
-from titanlite.features.sft.chat import NO_END
 from titanlite.features.streams.stream import StreamDataset
 
 MakeJob = Callable[..., JobConfig]
@@ -127,22 +126,6 @@ def test_what_does_not_fit(make_job: MakeJob, caplog: pytest.LogCaptureFixture) 
         match=r"no row of .*rows\.jsonl can be used; left out: rows skipped \(missing field\): \d",
     ):
         take(build(job), 0, 1)
-
-
-def test_chats_of_a_stream_are_counted_with_the_blocks_that_are_read(make_job: MakeJob) -> None:
-    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    rows = [
-        {"messages": [{"role": r, "content": f"{r} {i}"} for r in ("user", "assistant")]}
-        for i in range(16)
-    ]
-    job = make_job(rows, template, seq_len=64, streaming=True, streaming_block_rows=8)
-    dataset = build(job)
-    sample = 0
-    while dataset.chat_counts.total() < 16:
-        take(dataset, sample, sample + 1)
-        sample += 1
-        assert sample < 16
-    assert dataset.chat_counts == {NO_END: 16}
 
 
 def test_streamed_documents_are_split_too(make_job: MakeJob) -> None:

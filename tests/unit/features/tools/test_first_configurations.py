@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 import pytest
+from files import read_table
 
 from titanlite.assemble import build_data, build_unsharded, refuse
 from titanlite.base.log import logger
@@ -22,6 +23,8 @@ from titanlite.features.estimate.trace import count_micro_batches
 from titanlite.optim.optimizer import count_parameters, lr_multipliers
 from titanlite.preflight import check_arguments
 
+TABLE = read_table("first_configurations")
+TRAINED, REFUSED = TABLE["trained"], TABLE["refused"]
 SIZES = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -64,7 +67,6 @@ FILES = {
 }
 MODEL = '[model]\npath = "model"\n'
 SHORT = "[training]\nseq_len = 64\nsteps = 10\n"
-NEW = '[model]\nname = "qwen3"\nflavor = "debug"\n'
 
 
 def data(path: str, *more: str) -> str:
@@ -152,85 +154,15 @@ def begin(argv: list[str]) -> None:
     )
 
 
-TRAINED = {
-    "chats": (
-        data("chats.jsonl"),
-        [
-            "form messages, batch 1 of 64",
-            "weights of model",
-            "lr 2e-05, weight decay 0, beta2 0.999",
-        ],
-    ),
-    "alpaca": (data("alpaca.jsonl"), ["form messages"]),
-    "parquet": (data("alpaca.parquet"), ["form messages"]),
-    "csv": (data("alpaca.csv"), ["form messages"]),
-    "saved by datasets": (data("saved"), ["form messages"]),
-    "sharegpt": (data("sharegpt.jsonl"), ["form messages"]),
-    "completions": (data("completions.jsonl"), ["form prompt_completion"]),
-    "columns": (
-        data("gsm.jsonl", 'fields.question = "q"', 'fields.answer = "a"'),
-        ["form messages"],
-    ),
-    "a book": (data("book.txt"), ["form text, batch 1 of 64"]),
-    "a book for adapters": (
-        data("book.txt") + "[lora]\nrank = 8\n",
-        ["form text", "adapters of rank 8"],
-    ),
-    "markdown": (data("notes", 'pattern = "*.md"'), ["form text"]),
-    "dpo": (
-        data("pairs.jsonl") + 'objective = "dpo"\n',
-        ["form preference", "dpo, 10 steps", "lr 5e-07"],
-    ),
-    "an objective in capitals": (data("pairs.jsonl") + 'objective = "DPO"\n', ["dpo, 10 steps"]),
-    "lora as in PEFT": (
-        data("chats.jsonl") + '[lora]\nrank = 8\ntargets = ["q_proj", "v_proj"]\n',
-        ["adapters of rank 8"],
-    ),
-    "lora": (
-        data("chats.jsonl") + "[lora]\nrank = 8\n",
-        ["adapters of rank 8", "lr 0.0002", "some trained"],
-    ),
-    "epochs": (
-        f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 64\nepochs = 3\n',
-        ["3 epochs"],
-    ),
-    "new": (
-        f"{NEW}{SHORT}",
-        ["random weights", "lr 0.0003, weight decay 0.1, beta2 0.95"],
-    ),
-    "no length": (f'{MODEL}[data]\npath = "chats.jsonl"\n', ["3 epochs", "of 512"]),
-    "roles of others": (data("bots.jsonl"), ["form messages"]),
-    "rows for nobody": (
-        data("chats.jsonl", "validation_share = 0.2"),
-        ["form messages", "nothing looks at them"],
-    ),
-    "a folder of home": (
-        data("chats.jsonl") + '[job]\ndump_folder = "~/run"\n',
-        [f"{Path.home()}/run"],
-    ),
-    "asked for": (
-        data("chats.jsonl").replace('"model"\n', '"model"\ninit = "random"\n', 1),
-        ["random weights"],
-    ),
-    "torchtitan": (
-        '[model]\nname = "llama"\nflavor = "debug"\nhf_assets_path = "model"\n[optimizer]\nname = '
-        '"AdamW"\n'
-        "lr = 8e-4\n[lr_scheduler]\nwarmup_steps = 2\n[training]\nlocal_batch_size = 8\nseq_len = "
-        "64\nsteps = 10\n[parallelism]\ndata_parallel_shard_degree = "
-        "-1\n[activation_checkpoint]\nmode = "
-        '"selective"\n'
-        "[model.overrides]\nvocab_size = 512\n",
-        ["llama, ", "random weights", "lr 0.0008"],
-    ),
-}
-
-
 @pytest.mark.parametrize("name", TRAINED)
 def test_it_is_what_was_meant(run: Callable[..., tuple[int, str]], name: str) -> None:
-    text, expected = TRAINED[name]
-    code, said = run(text)
+    code, said = run(TRAINED[name]["text"])
     assert code == 0, said
-    assert [part for part in expected if part not in said] == [], said
+    assert [
+        part
+        for part in TRAINED[name]["says"]
+        if part.replace("~HOME~", str(Path.home())) not in said
+    ] == [], said
 
 
 @pytest.mark.usefixtures("run")
@@ -265,95 +197,11 @@ def test_the_batch_that_a_run_takes(
     assert build_data(job, 0, 4)[1].global_batch_size == 12
 
 
-REFUSED = {
-    "pairs without an objective": (data("pairs.jsonl"), ['Set training.objective = "dpo"']),
-    "an objective without pairs": (
-        data("chats.jsonl") + 'objective = "dpo"\n',
-        ["needs preference pairs"],
-    ),
-    "chats on random weights": (
-        f'{NEW}[data]\npath = "chats.jsonl"\ntokenizer_path = "model"\n{SHORT}',
-        ["random weights", "Set model.path"],
-    ),
-    "adapters on random weights": (f"{NEW}[lora]\nrank = 8\n", ["Set model.path"]),
-    "columns": (
-        data("gsm.jsonl"),
-        ["row 1 and 29 more: the fields are 'a', 'q'", "--data.fields.question=COLUMN"],
-    ),
-    "a model alone": (f"{MODEL}{SHORT}", ["nothing says on which data", "Set data.path"]),
-    "data alone": (
-        f'[data]\npath = "chats.jsonl"\n{SHORT}',
-        ["there is no model", "Set model.path"],
-    ),
-    "an empty file": ("", ["there is no model", "Set model.path"]),
-    "a pattern": (
-        data("books/*.txt"),
-        ["books/*.txt does not exist", "Wildcards are for data.pattern"],
-    ),
-    "a list": (
-        data("a").replace('"a"', '["a.jsonl", "b.jsonl"]'),
-        ["several are [data.sources.NAME]"],
-    ),
-    "an address": (
-        data("https://huggingface.co/datasets/owner/name"),
-        ["owner/name does not exist"],
-    ),
-    "other files": (data("notes"), ["Change data.pattern"]),
-    "no file": (data("nothere.jsonl"), ["nothere.jsonl does not exist", "current folder"]),
-    "an id for a family": (
-        '[model]\nname = "owner/model"\n',
-        ["Set model.path to a folder or hub id"],
-    ),
-    "a model that is not there": (
-        data("chats.jsonl").replace('"model"', '"Qwen3"'),
-        ["Qwen3 does not exist", "hub"],
-    ),
-    "steps and epochs": (data("chats.jsonl") + "epochs = 2.0\n", ["Leave one of them out"]),
-    "too long": (
-        f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 4096\n',
-        ["max_position_embeddings (512). Set it to that or less"],
-    ),
-    "TRL": (
-        'model_name_or_path = "model"\ndataset_name = "chats.jsonl"\nnum_train_epochs = 3\n',
-        ["unknown key 'model_name_or_path'", "unknown key 'num_train_epochs'", "docs/from_trl.md"],
-    ),
-    "YAML": ("model:\n  path: model\n", ["not valid TOML", "Write sections as [model]"]),
-    "adapters without a rank": (
-        data("chats.jsonl") + "[lora]\nalpha = 32\n",
-        ["lora has no effect without lora.rank"],
-    ),
-    "a section without its switch": (
-        data("chats.jsonl") + "[lora]\n",
-        ["lora has no effect without lora.rank"],
-    ),
-    "no learning": (data("chats.jsonl") + "[optimizer]\nlr = 0\n", ["more than 0 and at most 1"]),
-    "documents of files alone": (
-        data("book.txt", "packing = false"),
-        ["documents of files are packed", "'text'"],
-    ),
-    "a variable": (data("$HOME/rows.jsonl"), ["$HOME/rows.jsonl does not exist"]),
-    "a template's name": (
-        data("chats.jsonl", 'chat_template = "chatml"'),
-        ["chatml does not exist"],
-    ),
-    "fields the other way": (
-        data("gsm.jsonl", 'fields = {q = "question"}'),
-        ['is not FIELD = "column"'],
-    ),
-    "Latin-1": (
-        data("latin.csv"),
-        ["latin.csv: it is not UTF-8. Convert it: iconv -f ISO-8859-1 -t UTF-8 latin.csv > "],
-    ),
-    "True": (data("chats.jsonl", "packing = True"), ["text in quotes", "true or false"]),
-}
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_with_what_to_do(run: Callable[..., tuple[int, str]], name: str) -> None:
-    text, expected = REFUSED[name]
-    code, said = run(text)
+    code, said = run(REFUSED[name]["text"])
     assert code == 2 and said.startswith("titanlite: error: "), said
-    assert [part for part in expected if part not in said] == [], said
+    assert [part for part in REFUSED[name]["says"] if part not in said] == [], said
 
 
 @pytest.mark.parametrize(
