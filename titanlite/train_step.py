@@ -26,9 +26,10 @@ from titanlite.metrics.point import (
 )
 from titanlite.models.interface import Model
 from titanlite.objective import Objective, ObjectiveSums
-from titanlite.optim import FiniteGuard, build_lr_scheduler
+from titanlite.optim import FiniteGuard
 from titanlite.optim.expert_bias import ExpertBiasBalancer, get_bias_update_rate
 from titanlite.optim.optimizer import step_if_finite
+from titanlite.optim.schedule import Schedule
 from titanlite.run import Run
 
 
@@ -65,9 +66,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.objective = objective
         self.step = run.first_step
-        self.lr_scheduler = build_lr_scheduler(
-            optimizer, job.lr_scheduler, job.training.steps, self.step
-        )
+        self.schedule = Schedule(job, model, optimizer)
         degrees = run.dims.degrees
         stage_size = degrees.stage_size if degrees.pp > 1 else None
         rate = get_bias_update_rate(job.moe, model)
@@ -89,7 +88,7 @@ class TrainStep:
         the mesh and however unevenly the units are spread. Each backward follows its forward,
         except that a pipeline stage runs some forwards ahead.
         """
-        self.dims.seed_generators(self.job.training.seed, self.step, self.device)
+        self.begin(self.step)
         # ranks that wait below for one whose data is late are not slow themselves
         self.timer.start("other")
         objective = self.objective
@@ -127,7 +126,6 @@ class TrainStep:
         finite = grad_norm.to(self.device).isfinite() & sums[:2].isfinite().all()  # both are global
         apply = self.finite_guard.admit(self.step, finite).to(grad_norm.device)
         step_if_finite(self.optimizer, apply)
-        self.lr_scheduler.step()
         self.optimizer.zero_grad()
         tokens_per_expert = self.balancer.step(apply)
 
@@ -143,6 +141,13 @@ class TrainStep:
             tokens_per_expert=tokens_per_expert,
             metrics=means[2:],
         )
+
+    def begin(self, step: int) -> None:
+        """Set the random generators and all values that follow the step, for optimizer step `step`
+        (0-based) or for computing it again.
+        """
+        self.dims.seed_generators(self.job.training.seed, step, self.device)
+        self.schedule.apply(step)
 
     def enter(self, phase: str, micro_batch: int | None = None) -> None:
         """Start `phase` in the step's timer and in the heartbeat, which shows the launcher hung
@@ -199,12 +204,9 @@ class TrainStep:
         copies = degrees.ranks_per_sequence * (1 if in_stages else degrees.pp)
         return value // copies if value.dtype == torch.int64 else value / copies
 
-    def build_point(
-        self, window: Window, losses: Sequence[float], learning_rate: float
-    ) -> StepPoint:
+    def build_point(self, window: Window, losses: Sequence[float]) -> StepPoint:
         """Build the point of a log step from the measurements of all ranks since the last one.
-        `losses` are of the steps in `window`, `learning_rate` of the latest. Collective: every rank
-        must call. Synchronizes.
+        `losses` are of the steps in `window`. Collective: every rank must call. Synchronizes.
         """
         result = window.results[-1]
         self.timer.start(None)
@@ -231,7 +233,7 @@ class TrainStep:
             self.step,
             loss=sum(applied) / len(applied) if applied else math.nan,
             grad_norm=norms[-1],
-            lr=learning_rate,
+            lr=self.schedule.learning_rate(self.step - 1),
             tokens=tokens,
             num_padding=tokens - int(sum(window.read("unpadded_tokens"))),
             seconds=seconds,

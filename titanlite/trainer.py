@@ -26,7 +26,6 @@ from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.point import EvaluationResult, Results, Window
 from titanlite.metrics.run_folder import get_identity
 from titanlite.models.interface import Model
-from titanlite.optim import lr_factor
 from titanlite.optim.optimizer import Diagnosis, describe_unreached
 from titanlite.run import Run
 from titanlite.train_step import TrainStep
@@ -132,7 +131,6 @@ class Trainer:
                 micro_batches = [
                     batch.to(device) for batch in self.parts.loader.micro_batches(self.step)
                 ]
-                factor = lr_factor(self.step, job.training.steps, job.lr_scheduler)
                 is_first = stepper.unreached is None
                 window.results.append(stepper.train_step(micro_batches))
                 if is_first and stepper.unreached:
@@ -146,7 +144,7 @@ class Trainer:
                     self.check_finite()  # synchronization point: the device has finished this step
                     losses = window.read("loss")
                     self.loss = losses[-1]
-                    point = stepper.build_point(window, losses, job.optimizer.lr * factor)
+                    point = stepper.build_point(window, losses)
                     self.metrics.log_step(point)
                     window = Window()
                 stepper.timer.start(None)
@@ -251,6 +249,7 @@ class Trainer:
         step = found.first if found.fatal else found.first_new
         batches = [batch.to(self.parts.run.device) for batch in loader.micro_batches(step - 1)]
         units = stepper.count_units(batches)
+        stepper.begin(step - 1)
         diagnosis = self.watch.diagnose(
             batches,
             lambda batch: stepper.scaled_loss(stepper.objective(stepper.model, batch), *units),

@@ -179,8 +179,10 @@ def test_clipping_reaches_the_optimizer(warm_run):
 # --- steps that must not happen
 
 
-def poison_step(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
-    """Let one gradient element on rank 1 be `value` in optimizer step `step` (1-based)."""
+def poison_step(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> list[None]:
+    """Let one gradient element on rank 1 be `value` in optimizer step `step` (1-based); return a
+    list that grows by one in every step.
+    """
     original, calls = titanlite.train_step.clip_grad_norms, []
 
     def poisoned(groups: Any, max_norm: float, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,6 +195,7 @@ def poison_step(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> Non
         return original(groups, max_norm, *rest)
 
     monkeypatch.setattr(titanlite.train_step, "clip_grad_norms", poisoned)
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -250,13 +253,13 @@ def test_training_stops_at_the_next_log_step_and_names_the_step(run_ranks, check
         "--metrics.log_freq=4",
         "--checkpoint.enable=false",
     )
-    poison_step(monkeypatch, 3, math.nan)
+    steps = poison_step(monkeypatch, 3, math.nan)
 
-    def rank_main() -> tuple[int, str]:
+    def rank_main() -> tuple[int, str, int]:
         trainer = assemble(job)
         with pytest.raises(TrainingError) as raised:
             trainer.train()
-        return trainer.step, str(raised.value), trainer.parts.stepper.lr_scheduler.last_epoch
+        return trainer.step, str(raised.value), len(steps)
 
     (result,) = set(run_ranks(2, rank_main))
     assert result[2] == 4, "steps 1 and 4 log"

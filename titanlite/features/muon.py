@@ -362,7 +362,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw, self._momentum = adamw, momentum
         all_params = ((param, group) for group in self.param_groups for param in group["params"])
         self._params = [(param, group) for param, group in all_params if not is_elsewhere(param)]
-        # the same dictionaries: a scheduler sets the rates of both
+        # the same dictionaries: `Schedule` sets the rates of both
         self.param_groups += adamw.param_groups
         adamw.state = self.state
         self._stacked = [stacked.get(param, 1) for param, _ in self._params]

@@ -180,12 +180,15 @@ class Decoder(Model):
         self.model.attention_backend = attention_backend
         self.lm_head.chunk_tokens = loss_chunk_tokens
         for layer in self.moe_layers().values():
-            layer.gate.aux_loss_coeff = moe.aux_loss_coeff or 0.0
-            layer.gate.z_loss_coeff = moe.z_loss_coeff
             layer.experts.grouped_gemm_backend = moe.grouped_gemm
         if self.moe_layers():
             backend = resolve_backend(moe.grouped_gemm, device, torch.float32)
             logger.info("moe: grouped GEMM backend: %s", backend)
+
+    def set_loss_coeffs(self, *, aux: float, z: float) -> None:
+        for layer in self.moe_layers().values():
+            layer.gate.aux_loss_coeff = aux
+            layer.gate.z_loss_coeff = z
 
     def all_layers(self) -> list[nn.Module]:
         return list(self.model.layers)

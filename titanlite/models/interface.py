@@ -123,6 +123,11 @@ class Model(nn.Module):
         """
         raise NotImplementedError
 
+    def set_loss_coeffs(self, *, aux: float, z: float) -> None:
+        """Set the coefficients of the balance losses (a load-balance loss and a z-loss) in place; a
+        model that has neither ignores them.
+        """
+
     def all_layers(self) -> list[nn.Module]:
         """Return the repeated layers of all pipeline stages, in order."""
         raise NotImplementedError

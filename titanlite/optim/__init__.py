@@ -1,3 +1,3 @@
-"""Optimizer, learning-rate schedule and the expert balancer."""
+"""Optimizer, the values that follow the step, and the expert balancer."""
 
-from titanlite.optim.optimizer import FiniteGuard, NonFiniteSteps, build_lr_scheduler, lr_factor
+from titanlite.optim.optimizer import FiniteGuard, NonFiniteSteps

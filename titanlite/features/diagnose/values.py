@@ -45,7 +45,8 @@ def diagnose(
     """Compute a step again on the current weights; report the tensors that are not finite, with
     their ranks.
 
-    Nothing is applied: gradients are dropped, and random generators are restored.
+    Nothing is applied: gradients are dropped. The caller has set what follows the step, random
+    generators included.
 
     Args:
         model: with its weights before that step.
@@ -59,24 +60,21 @@ def diagnose(
     """
     params = list(model.named_parameters())
     mine = _Found(stage, [name for name, param in params if not _has_finite_values(param)])
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    # dropout draws the same numbers after this as without it
-    with torch.random.fork_rng(devices=devices):
-        for number, batch in enumerate(micro_batches):
-            with _watched(model, whole_layers) as first:
-                loss = scaled_loss(batch)
-            if first or not math.isfinite(loss.item()):
-                place, name = first[0] if first else (sys.maxsize, "the loss")
-                mine.outputs.append((number, place, name))
-            loss.backward()
-            if mine.grads is None:
-                bad = [
-                    (place, name)
-                    for place, (name, param) in enumerate(params)
-                    if param.grad is not None and not _is_finite(param.grad)
-                ]
-                mine.grads = (number, bad) if bad else None
-            model.zero_grad()
+    for number, batch in enumerate(micro_batches):
+        with _watched(model, whole_layers) as first:
+            loss = scaled_loss(batch)
+        if first or not math.isfinite(loss.item()):
+            place, name = first[0] if first else (sys.maxsize, "the loss")
+            mine.outputs.append((number, place, name))
+        loss.backward()
+        if mine.grads is None:
+            bad = [
+                (place, name)
+                for place, (name, param) in enumerate(params)
+                if param.grad is not None and not _is_finite(param.grad)
+            ]
+            mine.grads = (number, bad) if bad else None
+        model.zero_grad()
     return _describe(gather_objects(mine))
 
 

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titanlite.config import JobConfig
 from titanlite.config.schema import LRSchedulerSection
-from titanlite.optim import build_lr_scheduler, lr_factor
+from titanlite.models.interface import Model
+from titanlite.optim.schedule import Schedule, lr_factor
 
 TYPES = ["linear", "sqrt", "cosine"]
 
@@ -73,16 +75,19 @@ def test_steps_beyond_the_run_stay_at_the_end_value():
     assert lr_factor(50, 10, section) == pytest.approx(0.3)
 
 
-def test_scheduler_sets_the_rate_of_the_coming_step():
-    param = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.AdamW([param], lr=2.0)
-    scheduler = build_lr_scheduler(
-        optimizer, LRSchedulerSection(warmup_steps=2, decay_type="linear"), 6
-    )
-    rates = []
-    for _ in range(6):
-        rates.append(optimizer.param_groups[0]["lr"])
-        param.grad = torch.ones(1)
-        optimizer.step()
-        scheduler.step()
-    assert rates == pytest.approx([2 * f for f in factors(6, warmup_steps=2, decay_type="linear")])
+def test_every_group_has_its_own_rate_whatever_step_was_before():
+    """As in a resumed run, and where an earlier step is computed again."""
+    job = JobConfig()
+    job.training.steps = 6
+    job.optimizer.lr = 2.0
+    job.lr_scheduler = LRSchedulerSection(warmup_steps=2, decay_type="linear")
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.5}]
+    optimizer = torch.optim.AdamW(groups, lr=2.0)
+    schedule = Schedule(job, Model(), optimizer)
+    expected = factors(6, warmup_steps=2, decay_type="linear")
+    for step in (4, 0, 1, 5, 2, 3):
+        schedule.apply(step)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([2.0 * expected[step], 0.5 * expected[step]])
+        assert schedule.learning_rate(step) == rates[0]

@@ -1,0 +1,116 @@
+"""What code that is added to a step may rely on: values that follow the step, squares of gradients
+after a backward, and weights that change around a forward that has no backward.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from traced_layers import TORCH_COMPILE_WARNINGS
+
+import titanlite.train_step
+from titanlite.assemble import assemble
+from titanlite.config.parallelism import Degrees
+from titanlite.optim.optimizer import Diagnosis
+from titanlite.optim.schedule import Schedule
+
+Z_LOSS = ["--moe.z_loss_coeff=0.01", "--moe.aux_loss_coeff=0", "--training.global_batch_size=4"]
+SLOW = ["--optimizer.lr=1e-6", "--lr_scheduler.warmup_steps=0", "--lr_scheduler.min_lr_factor=1"]
+WARMUP_STEPS = 4
+
+
+def warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the coefficient of the z-loss rise: all that its warm-up takes besides its setting."""
+
+    def z_loss_coeff(self: Schedule, step: int) -> float:
+        return self.job.moe.z_loss_coeff * min(1.0, (step + 1) / WARMUP_STEPS)
+
+    monkeypatch.setattr(Schedule, "z_loss_coeff", z_loss_coeff)
+
+
+def test_a_resumed_run_goes_on_in_the_warm_up_of_the_z_loss(
+    run_ranks: Callable[..., Any],
+    checked: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def rank_main(name: str, *steps: int) -> list[float]:
+        for count in steps:
+            folder = f"--job.dump_folder={tmp_path / name}"
+            job = checked(Degrees(), *Z_LOSS, *SLOW, folder, f"--training.steps={count}")
+            assemble(job).train()
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss/aux"] for line in lines]
+
+    (constant,) = run_ranks(1, rank_main, "constant", 1)
+    warm_up(monkeypatch)
+    (whole,) = run_ranks(1, rank_main, "whole", 5)
+    (parts,) = run_ranks(1, rank_main, "parts", 2, 5)
+    assert whole[0] == pytest.approx(constant[0] / WARMUP_STEPS, rel=1e-6)
+    rise = [now / before for before, now in itertools.pairwise(whole)]
+    # Weights hardly change, and other tokens have other losses.
+    assert rise == pytest.approx([2, 3 / 2, 4 / 3, 1], rel=0.05)
+    assert parts == whole
+
+
+def test_the_diagnosis_of_a_step_sees_the_values_of_that_step(
+    run_ranks: Callable[..., Any], checked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Step 2 of 4 is not finite, which is found after step 4. It is computed again with the z-loss,
+    the learning rate and the random numbers of step 2.
+    """
+    warm_up(monkeypatch)
+    job = checked(
+        Degrees(),
+        *Z_LOSS,
+        "--training.steps=4",
+        "--metrics.log_freq=4",
+        "--training.on_nonfinite=skip",
+        "--checkpoint.enable=false",
+    )
+    real = titanlite.train_step.clip_grad_norms
+
+    def rank_main() -> list[Any]:
+        trainer = assemble(job)
+        stepper = trainer.parts.stepper
+        gate = next(iter(trainer.model.moe_layers().values())).gate
+        seen: list[Any] = []
+
+        def look() -> None:
+            rates = [group["lr"] for group in stepper.optimizer.param_groups]
+            seen.append((gate.z_loss_coeff, rates, torch.rand(1).item()))
+
+        def clip(groups: Any, *rest: Any) -> Any:
+            look()
+            norm, of_groups = real(groups, *rest)
+            return (norm * math.nan if len(seen) == 2 else norm), of_groups
+
+        def diagnose(batches: Any, scaled_loss: Any) -> Diagnosis:
+            look()
+            return Diagnosis("", repeats=True)
+
+        monkeypatch.setattr(titanlite.train_step, "clip_grad_norms", clip)
+        trainer.watch = replace(trainer.watch, diagnose=diagnose)
+        trainer.train()
+        return seen
+
+    (seen,) = run_ranks(1, rank_main)
+    assert [coeff for coeff, *_ in seen] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.005])
+    assert seen[-1] == seen[1] != seen[2]
+
+
+class TestCompile:
+    pytestmark = TORCH_COMPILE_WARNINGS
+
+    def test_a_value_that_changes_in_every_step_takes_one_more_graph(
+        self, traced_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ):
+        warm_up(monkeypatch)
+        _, graphs = traced_run(Degrees(), *Z_LOSS, "--training.local_batch_size=4", steps=4)
+        assert graphs.made <= 2
