@@ -81,5 +81,5 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks_before_the_first_step(
 
     first, second = run_ranks(2, rank_main)
     assert first == second and "use_cache" in first and f"{folder}/config.json" in first
-    assert "refuses the config.json to be saved" in first 
+    assert "refuses the config.json to be saved" in first
     assert not (tmp_path / "run/checkpoint").exists()

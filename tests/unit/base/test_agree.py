@@ -36,5 +36,5 @@ def test_what_any_rank_raises_is_raised_on_all(run_ranks, raised, expected):
 
 
 def test_one_process_raises_its_own_error():
-    with pytest.raises(DataError, match="^no rows$"), together():
+    with pytest.raises(DataError, match=r"^no rows$"), together():
         raise DataError("no rows")

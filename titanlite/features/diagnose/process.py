@@ -149,7 +149,8 @@ def check_triton(job: JobConfig, device: torch.device) -> None:
     text = (
         f"training.triton_kernels: a first Triton kernel fails on {socket.gethostname()}: "
         f"{problem}. Triton compiles with gcc and Python's headers: install them (Debian and "
-        "Ubuntu: apt install gcc python3-dev), or set training.triton_kernels = false, which is slower."
+        "Ubuntu: apt install gcc python3-dev), or set training.triton_kernels = false, which is "
+        "slower."
     )
     with together():
         if problem is not None:
