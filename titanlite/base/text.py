@@ -5,6 +5,7 @@ command lines.
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 from titanlite.base.errors import ConfigError, TitanliteError, raise_problems
 
 _MOST_NAMES, _MOST_NAME_CHARS, _MOST_ERROR_CHARS = 16, 80, 400
+_NUMBER = re.compile(r"\.(\d+)\.")
 
 
 def format_table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
@@ -71,6 +73,17 @@ def describe_error(error: BaseException) -> str:
 def cut(text: str, most: int = _MOST_ERROR_CHARS) -> str:
     """Return the first `most` characters of `text`, and how many more there are."""
     return text if len(text) <= most else f"{text[:most]} [{len(text) - most:,} more characters]"
+
+
+def fold_names(names: Iterable[str]) -> str:
+    """Return the patterns of the `names` of tensors with the numbers of their layers, such as
+    `model.layers.*.mlp.gate.expert_bias (layers 3, 4)`.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        number = _NUMBER.search(name)
+        groups.setdefault(_NUMBER.sub(".*.", name), []).append(number[1] if number else "")
+    return "; ".join(f"{pattern} (layers {list_names(at)})" for pattern, at in groups.items())
 
 
 def split_patterns(key: str, text: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from titanlite.base.agree import gather_objects, on_first_rank, together
+from titanlite.base.agree import gather_objects, on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import OWN_FOLDER, StoredTensor, read_headers, read_json
 from titanlite.checkpoint.pieces import whole
@@ -88,41 +88,26 @@ def _named_states(
     plan: Plan, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield key and tensor of every state, in the plan's order; states of other stages are marked
-    meta tensors.
-
-    Raises CheckpointError: with pipeline stages, on all ranks; a trained parameter has no state
-    where others have.
+    meta tensors, and a mark stands for the states of a parameter that has none while others have.
     """
     names_of = {
         param: group["state_names"] for group in optimizer.param_groups for param in group["params"]
     }
-    was_stepped = plan.group is not None and any(gather_objects(bool(optimizer.state)))
-    if was_stepped:  # the other stages count on it
-        trained = [
-            entry for entry in plan.entries if entry.tensor in names_of and not entry.is_elsewhere
-        ]
-        missing = [entry.fqn for entry in trained if entry.tensor not in optimizer.state]
-        problems = [
-            f"{fqn}: the optimizer has no state for it, because it had no gradient yet."
-            for fqn in missing
-        ]
-        with together():
-            raise_problems(CheckpointError, "checkpoint", problems)
+    stepped = {entry.fqn for entry in plan.entries if entry.tensor in optimizer.state}
+    if plan.group is not None:  # each stage knows its own
+        stepped = set().union(*gather_objects(stepped))
     for entry in plan.entries:
-        is_unstepped = entry.tensor in names_of and entry.tensor not in optimizer.state
-        if is_unstepped and optimizer.state and plan.group is None:
+        if entry.tensor not in names_of or not stepped:
+            continue
+        if entry.fqn not in stepped:
             yield f"{_UNSTEPPED}.{entry.fqn}", torch.zeros(())
-        states = {
-            name: x
-            for name, x in optimizer.state.get(entry.tensor, {}).items()
-            if isinstance(x, torch.Tensor)
-        }
-        if was_stepped and entry.is_elsewhere:
-            states = {
-                name: _state_elsewhere(entry.tensor, name)
-                for name in names_of.get(entry.tensor, ())
-            }
-        yield from ((f"{name}.{entry.fqn}", value) for name, value in sorted(states.items()))
+            continue
+        for name in sorted(names_of[entry.tensor]):
+            if entry.is_elsewhere:
+                value = _state_elsewhere(entry.tensor, name)
+            else:
+                value = optimizer.state[entry.tensor][name]
+            yield f"{name}.{entry.fqn}", value
 
 
 def _state_elsewhere(param: torch.Tensor, name: str) -> torch.Tensor:
