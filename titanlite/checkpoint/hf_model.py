@@ -63,6 +63,7 @@ from titanlite.models.families.keys import describe_unreadable, find_quantizatio
 from titanlite.models.interface import Model, is_adapter
 
 _CHUNK_ELEMENTS = 4 << 20
+_SIDECAR = f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _FLAG, _OVERRIDE = (
     "tie_word_embeddings",
@@ -396,41 +397,26 @@ def model_files(
     if (own := getattr(plan.model, "checkpoint_format", None)) is not None:
         return own.files(plan, dtype, exact=exact)
     family = family_of(config)
-    model: list[Item] = []
-    sidecar: list[Item] = []
-    masters: list[Item] = []
     entries = [entry for entry in plan.entries if entry.info.persistent]
-    used = _find_used(
-        [entry for entry in entries if is_sidecar(entry.fqn, family)], plan.group is not None
-    )
+    homeless = [entry for entry in entries if is_sidecar(entry.fqn, family)]
+    used = _find_used(homeless, plan.group is not None)
+    items: dict[str, list[Item]] = {"model": [], _SIDECAR: [], f"{OWN_FOLDER}/weights": []}
+    model, sidecar, masters = items.values()
     for entry, share in zip(
         entries, share_out((entry.tensor for entry in entries), plan.group), strict=True
     ):
         stored = entry.saved_dtype(dtype)
-        local = local_of(entry.tensor)
-        region = entry.region
         shape = entry.info.shape
+        shard = (local_of(entry.tensor), entry.region, share.mine)
         if is_sidecar(entry.fqn, family):
             if entry.fqn in used:
-                sidecar.append(Item.of(whole(entry.fqn, shape), stored, local, region, share.mine))
+                sidecar.append(Item.of(whole(entry.fqn, shape), stored, *shard))
             continue
         pieces = checkpoint_pieces(entry.fqn, shape, family)
-        model += [Item.of(piece, stored, local, region, share.mine) for piece in pieces]
+        model += [Item.of(piece, stored, *shard) for piece in pieces]
         if exact and stored.itemsize < entry.dtype.itemsize:
-            masters.append(
-                Item.of(
-                    whole(MASTER_PREFIX + entry.fqn, shape), entry.dtype, local, region, share.mine
-                )
-            )
-    return [
-        *lay_out(model, "model"),
-        *(
-            lay_out(sidecar, f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}")
-            if sidecar
-            else []
-        ),
-        *(lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []),
-    ]
+            masters.append(Item.of(whole(MASTER_PREFIX + entry.fqn, shape), entry.dtype, *shard))
+    return [file for stem, held in items.items() if held for file in lay_out(held, stem)]
 
 
 def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:

@@ -81,6 +81,17 @@ class _Part:
     request: ReadRequest
     box: Region
 
+    @property
+    def stored(self) -> StoredTensor:
+        return self.placed.stored
+
+    @property
+    def is_copy(self) -> bool:
+        """Return True if the file's bytes are the shard's bytes, in memory on the host."""
+        target = self.request.destination
+        is_raw = self.placed.scale is None and self.request.encoding is None
+        return is_raw and target.device.type == "cpu" and target.dtype == self.stored.dtype
+
 
 class SafetensorsReader:
     """A `TensorReader` over safetensors files; `name` is their folder, for messages.
@@ -108,38 +119,22 @@ class SafetensorsReader:
         Raises CheckpointError: a file is gone, has another size than when its header was read, or
         cannot be read.
         """
-        self._read(requests, is_logged=True)
+        nbytes = sum(request.destination.nbytes for request in requests)
+        with timed(f"reading {self.name}", nbytes, sum(self._file_bytes.values())):
+            self.read_quietly(requests)
 
     def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
         """Do as `read`, without a log line."""
-        self._read(requests, is_logged=False)
-
-    def _read(self, requests: Sequence[ReadRequest], *, is_logged: bool) -> None:
-        parts = sorted(
-            (part for request in requests for part in self._parts(request)),
-            key=lambda part: (
-                str(part.placed.stored.file),
-                part.placed.stored.offset,
-                part.box.starts,
-            ),
-        )
-        stored = [
-            tensor
-            for part in parts
-            for tensor in (part.placed.stored, part.placed.scale)
-            if tensor is not None
-        ]
-        nbytes = is_logged * sum(
-            part.box.numel * part.placed.stored.dtype.itemsize for part in parts
-        )
-        with (
-            timed(f"reading {self.name}", nbytes, sum(self._file_bytes.values())),
-            opened(self._file_bytes, {tensor.file for tensor in stored}) as files,
-        ):
+        parts = [part for request in requests for part in self._parts(request)]
+        parts.sort(key=lambda part: (str(part.stored.file), part.stored.offset, part.box.starts))
+        needed = {part.stored.file for part in parts}
+        needed.update(part.placed.scale.file for part in parts if part.placed.scale is not None)
+        with opened(self._file_bytes, needed) as files:
             run_jobs(_jobs(parts, files), self._threads)
 
     def _parts(self, request: ReadRequest) -> Iterator[_Part]:
-        where, region = f"checkpoint {self.name}", request.region
+        where = f"checkpoint {self.name}"
+        region = request.region
         if not request.destination.is_contiguous():
             raise CheckpointError(
                 f"{where}: {request.name} has a shard that is not contiguous in memory."
@@ -212,7 +207,6 @@ def read_bytes(files: Mapping[Path, int], file: Path, view: memoryview, offset: 
 
 
 _T = TypeVar("_T")
-_TAKES_LONG = 256 << 20  # bytes of one rank; above it, the start is logged, too
 
 
 @contextmanager
@@ -221,19 +215,12 @@ def timed(text: str, nbytes: int, folder_bytes: int) -> Generator[None]:
     (`nbytes`).
     """
     start = time.perf_counter()
-    if nbytes > _TAKES_LONG:
-        logger.info("checkpoint: %s: %s", text, format_size(folder_bytes))
     yield
     if nbytes:
         seconds = max(time.perf_counter() - start, 1e-9)
+        size = format_size(folder_bytes)
         rate = folder_bytes / 1e9 / seconds
-        logger.info(
-            "checkpoint: %s: %s in %.1f s, %.2f GB/s",
-            text,
-            format_size(folder_bytes),
-            seconds,
-            rate,
-        )
+        logger.info("checkpoint: %s: %s in %.1f s, %.2f GB/s", text, size, seconds, rate)
 
 
 def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
@@ -246,41 +233,35 @@ def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callabl
     """Yield jobs, each for one thread: consecutive reads of a file."""
     buffers = threading.local()
     for part in parts:
-        request, size = part.request, part.placed.stored.dtype.itemsize
-        memory, elements = _memory(part), JOB_BYTES // size
+        size = part.stored.dtype.itemsize
+        memory = _memory(part)
         if memory is not None:
             for box in part.box.within(part.placed.region).slabs(DIRECT_BYTES // size):
-                yield partial(_read_bytes, files, part.placed, box, memory[: box.numel * size])
-                memory = memory[box.numel * size :]
+                nbytes = box.numel * size
+                yield partial(_read_bytes, files, part.placed, box, memory[:nbytes])
+                memory = memory[nbytes:]
             continue
+        elements = JOB_BYTES // size
         if part.placed.scale is not None:
             # a byte on disk becomes four of the float32 value, and four of its factor
             elements //= 8
-        elif request.encoding is not None and request.destination.device.type == "cpu":
-            elements //= 4  # likewise, where encoding is not done on a GPU
-        if request.encoding is not None:  # whole rows
-            elements = max(elements, part.box.lengths[-1])
+        if part.request.encoding is not None:
+            elements = max(elements, part.box.lengths[-1])  # whole rows
         for box in part.box.slabs(elements):
             yield partial(_read, files, replace(part, box=box), buffers)
 
 
 @torch.no_grad()
 def _memory(part: _Part) -> memoryview | None:
-    """Return the memory that a part is read into without a buffer, if it needs no cast and is
-    contiguous there.
-    """
-    request, placed = part.request, part.placed
-    target = request.destination
-    if (target.device.type, target.dtype, placed.scale, request.encoding) != (
-        "cpu",
-        placed.stored.dtype,
-        None,
-        None,
-    ):
+    """Return the memory that a part is read into without a buffer, if it is contiguous there."""
+    if not part.is_copy:
         return None
+    request = part.request
     (first, count), *more = islice(part.box.within(request.region).runs(request.region.lengths), 2)
-    size = target.dtype.itemsize
-    return None if more else bytes_of(target.view(-1))[first * size : (first + count) * size]
+    if more:
+        return None
+    size = part.stored.dtype.itemsize
+    return bytes_of(request.destination.view(-1))[first * size : (first + count) * size]
 
 
 @dataclass
@@ -310,26 +291,30 @@ def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buf
 @torch.no_grad()
 def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local) -> None:
     """Read one part into this thread's buffer, and copy it from there into the shard."""
-    request, placed, encoding = part.request, part.placed, part.request.encoding
-    stored, device, box = placed.stored, request.destination.device, part.box.within(placed.region)
-    size = stored.dtype.itemsize
-    buffer = _buffer(buffers, device, box.numel * size)
-    raw = buffer.memory[: box.numel * size]
+    request = part.request
+    placed = part.placed
+    stored = part.stored
+    encoding = request.encoding
+    device = request.destination.device
+    box = part.box.within(placed.region)
+    nbytes = box.numel * stored.dtype.itemsize
+    buffer = _buffer(buffers, device, nbytes)
+    raw = buffer.memory[:nbytes]
     _read_bytes(files, placed, box, bytes_of(raw))
-    values, is_kept = raw.view(stored.dtype).view(box.lengths), False
+    values = raw.view(stored.dtype).view(box.lengths)
+    is_kept = False
     if placed.scale is not None:
         is_kept = encoding is not None and encoding.keeps(stored.dtype, placed.block)
         values = _dequantize(files, placed, box, values, encoding if is_kept else None)
     with nullcontext() if buffer.stream is None else torch.cuda.stream(buffer.stream):
         values = values.to(device, non_blocking=True)  # cast there, where it is free
+        here = part.box.within(request.region)
         if encoding is None:
-            request.destination.view(request.region.lengths)[
-                part.box.within(request.region).slices
-            ].copy_(values)
+            request.destination.view(request.region.lengths)[here.slices].copy_(values)
         else:
             rows = values if is_kept else encoding.encode(values.reshape(-1, box.lengths[-1]))
             places = rows_of(request.destination, rows.shape[-1])
-            for first, count in part.box.within(request.region).row_runs(request.region.lengths):
+            for first, count in here.row_runs(request.region.lengths):
                 places[first : first + count] = rows[:count]
                 rows = rows[count:]
     if buffer.stream is not None:
@@ -338,14 +323,12 @@ def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local) -> N
 
 def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: memoryview) -> None:
     """Read `box`, in coordinates of the stored tensor, into `memory`."""
-    file, size, at = placed.stored.file, placed.stored.dtype.itemsize, 0
+    stored = placed.stored
+    size = stored.dtype.itemsize
     for first, length in box.runs(placed.region.lengths):
-        read_bytes(
-            files,
-            file,
-            memory[at : (at := at + length * size)],
-            placed.stored.offset + first * size,
-        )
+        nbytes = length * size
+        read_bytes(files, stored.file, memory[:nbytes], stored.offset + first * size)
+        memory = memory[nbytes:]
 
 
 def _dequantize(

@@ -115,12 +115,10 @@ def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[st
     `text` begins the log line.
     """
     shares: dict[str, _Sums] = {}
-    total = sum(item.nbytes for file in files for item, _ in file.items if item.mine)
-    folder_bytes, threads = sum(file.nbytes for file in files), io_threads()
-    with timed(text, total, folder_bytes):
-        first = (
-            dist.get_rank() * len(files) // dist.get_world_size() if dist.is_initialized() else 0
-        )
+    mine = sum(item.nbytes for file in files for item, _ in file.items if item.mine)
+    threads = io_threads()
+    first = dist.get_rank() * len(files) // dist.get_world_size() if dist.is_initialized() else 0
+    with timed(text, mine, sum(file.nbytes for file in files)):
         for file in [*files[first:], *files[:first]]:  # not all ranks in the same file at once
             parts = [
                 (item, base, box) for item, base in file.items if item.mine for box in _boxes(item)
@@ -131,28 +129,22 @@ def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[st
             # machine wrote there.
             descriptor = os.open(folder / file.name, os.O_WRONLY)
             try:
-                written = run_jobs(
-                    (partial(_write, descriptor, file.nbytes, *part) for part in parts), threads
-                )
+                jobs = (partial(_write, descriptor, file.nbytes, *part) for part in parts)
+                shares[file.name] = _add(run_jobs(jobs, threads))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            shares[file.name] = _add(written)
     return shares
 
 
 def _boxes(item: Item) -> Iterator[Region]:
     """Yield this rank's part of an item in boxes, each for one write."""
     held = item.region if item.read is not None else item.region.overlap(item.local_region)
-    is_direct = item.read is None and (item.local.device.type, item.local.dtype) == (
-        "cpu",
-        item.dtype,
-    )
-    return (
-        iter(())
-        if held is None
-        else held.slabs((DIRECT_BYTES if is_direct else JOB_BYTES) // item.dtype.itemsize)
-    )
+    if held is None:
+        return
+    local = item.local
+    is_copy = item.read is None and local.device.type == "cpu" and local.dtype == item.dtype
+    yield from held.slabs((DIRECT_BYTES if is_copy else JOB_BYTES) // item.dtype.itemsize)
 
 
 @torch.no_grad()
@@ -163,14 +155,14 @@ def _write(descriptor: int, file_bytes: int, item: Item, base: int, box: Region)
     else:  # cast on its device
         local = item.local.reshape(item.local_region.lengths)
         values = local[box.within(item.local_region).slices].to(item.dtype).to("cpu")
-    memory, size, at, sums = (
-        bytes_of(values.contiguous().view(-1)),
-        item.dtype.itemsize,
-        0,
-        [(0, 0)],
-    )
+    memory = bytes_of(values.contiguous().view(-1))
+    size = item.dtype.itemsize
+    sums = [(0, 0)]
     for first, length in box.within(item.region).runs(item.region.lengths):
-        view, end = memory[at : (at := at + length * size)], base + (first + length) * size
+        nbytes = length * size
+        view = memory[:nbytes]
+        memory = memory[nbytes:]
+        end = base + first * size + nbytes
         sums.append(_sums(view, file_bytes - end))
         while view:
             view = view[os.pwritev(descriptor, [view], end - len(view)) :]
