@@ -1,6 +1,4 @@
 import os
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -22,36 +20,6 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/scratch")
     assert get_cache_folder(DataSection()) == Path("/scratch/titanlite")
     assert get_cache_folder(DataSection(cache_folder="~/mine")) == Path("/home/someone/mine")
-
-
-def test_concurrent_callers_build_once(tmp_path: Path) -> None:
-    # flock is per open file, so threads of one process exclude each other as processes do.
-    path, loads, builds, results = tmp_path / "new" / "file", [], [], []
-
-    def load() -> str | None:
-        loads.append(threading.get_ident())
-        return _load(path)
-
-    def build() -> None:
-        builds.append(1)
-        while len(set(loads)) < 4:  # all four have found nothing
-            time.sleep(0.01)
-        with write_atomic(path) as file:
-            file.write(b"content")
-
-    def run() -> None:
-        results.append(load_or_build(path, load, build))
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(builds) == 1
-    assert [value for value, _ in results] == ["content"] * 4
-    # the waiters report their wait: rank 0 logs it
-    assert all(elapsed_s > 0 for _, elapsed_s in results)
-    assert load_or_build(path, lambda: _load(path), build) == ("content", 0.0)
 
 
 def test_failed_build_leaves_nothing_and_frees_the_lock(tmp_path: Path) -> None:
@@ -115,9 +83,3 @@ def test_files_are_read_once_until_they_change(tmp_path: Path) -> None:
     for kept in (tmp_path / "cache/read").glob("*.json"):
         kept.write_text('["half')
     assert read() == ["d", "c"] and len(reads) == 6  # damaged
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "a"
-    with pytest.raises(FileNotFoundError, match=r"'.*/a'"):
-        read_once(tmp_path / "cache", "text", [file], file.read_text)

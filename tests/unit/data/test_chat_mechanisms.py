@@ -156,18 +156,6 @@ def test_an_added_token_proves_no_end(make_tokenizer: MakeTokenizer) -> None:
     check(make_tokenizer(template), chat("a", "b"), "b</think>", end="<|im_end|>")
 
 
-def test_tokens_that_reach_over_a_seam_part_the_answers(make_tokenizer: MakeTokenizer) -> None:
-    messages = chat("a", "\n\nis the answer", "c", "d")
-    assert (
-        len(check(make_tokenizer(CHATML), messages, "\n\nis the answer", "d", end="<|im_end|>"))
-        == 2
-    )
-    assert (
-        len(check(make_tokenizer(CHATML), chat("a", "b", "c", "d"), "b", "d", end="<|im_end|>"))
-        == 1
-    )
-
-
 def test_a_seam_is_seen_however_far_a_token_reaches() -> None:
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     # each merge needs the one before, from the last letter on
@@ -345,12 +333,6 @@ def test_instructions_behind_a_call_do_not_end_it(make_tokenizer: MakeTokenizer)
     (document,), _ = encode(make_tokenizer(INSTRUCTED), CALLING)
     answer = document.ids[(document.flags & ANSWER) > 0].tolist()
     assert make_tokenizer(INSTRUCTED).decode(answer).endswith("}\n<|im_start|>")
-
-
-def test_a_thought_after_a_closed_thought_is_refused(make_tokenizer: MakeTokenizer) -> None:
-    template = TURN + ASK.replace("%s", "<think>\n</think>")
-    with pytest.raises(RowError, match=r"'</think>' there, 'well"):
-        encode(make_tokenizer(template), chat("a", "<think>\nwell\n</think>b"))
 
 
 def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer: MakeTokenizer) -> None:

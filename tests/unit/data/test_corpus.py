@@ -83,12 +83,6 @@ def test_text_pattern_matches_name_or_relative_path(text_folder: Path) -> None:
     ]
 
 
-def test_text_file_is_one_document_with_its_newlines(tmp_path: Path) -> None:
-    file = tmp_path / "book.md"
-    file.write_bytes(b"one\r\ntwo\n")
-    assert list(build_text_corpus(file)) == [("book.md", "one\r\ntwo\n")]
-
-
 def test_digest_covers_names_and_bytes_and_their_borders(tmp_path: Path) -> None:
     def digest(files: dict[str, str]) -> str:
         folder = tmp_path / sha256(repr(files).encode()).hexdigest()

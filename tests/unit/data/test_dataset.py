@@ -45,17 +45,6 @@ def test_on_its_way_to_cuda_a_batch_learns_where_documents_begin(
     assert moved.with_rows(2) is moved
 
 
-def test_batch_tensors_are_contiguous_int64(make_dataset: MakeDataset) -> None:
-    batch = make_dataset().batch(np.array([1, 2]))
-    for tensor in (batch.tokens, batch.labels, batch.positions, batch.document_ids):
-        assert (tensor.dtype, tensor.shape, tensor.is_contiguous()) == (torch.int64, (2, 10), True)
-    moved = batch.to("meta")
-    assert {
-        t.device.type for t in (moved.tokens, moved.labels, moved.positions, moved.document_ids)
-    } == {"meta"}
-    assert batch.tokens.device.type == "cpu"
-
-
 @pytest.mark.parametrize("indices", [[-1], [200], [], [0, 200]])
 def test_batch_refuses_indices_outside(make_dataset: MakeDataset, indices: list[int]) -> None:
     with pytest.raises(IndexError, match=r"not all in \[0, 200\)"):
@@ -123,16 +112,6 @@ def test_no_label_is_both_trained_and_validated() -> None:
     train = dataset.batch(range(dataset.num_train_sequences)).labels.flatten().tolist()
     validation = dataset.batch(dataset.get_validation_indices(0, 20)).labels.flatten().tolist()
     assert train + validation == list(range(2, 2002))
-
-
-def test_too_few_sequences(make_dataset: MakeDataset) -> None:
-    assert make_dataset(num_tokens=21, seq_len=10).num_sequences == 2
-    text = (
-        r"data: 20 tokens give 1 sequence\(s\) of training\.seq_len \(10\), but 2 are needed, "
-        r".*Lower training\.seq_len"
-    )
-    with pytest.raises(DataError, match=text):
-        make_dataset(num_tokens=20, seq_len=10)
 
 
 def test_share_of_the_sequences_that_is_held_out():

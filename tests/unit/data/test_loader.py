@@ -52,17 +52,6 @@ def test_ranks_take_contiguous_slices_of_each_micro_batch(make_dataset: MakeData
     assert _rows([second]) == rows[9:12]
 
 
-def test_steps_cover_every_sequence_once_per_epoch_and_straddle_epochs(
-    make_dataset: MakeDataset,
-) -> None:
-    dataset = make_dataset()
-    loader = _make_loader(dataset, 1, 7, global_batch_size=7)  # 180 = 25 * 7 + 5
-    rows = [row for step in range(52) for row in _rows(loader.micro_batches(step))]
-    everything = sorted(_rows([dataset.batch(range(180))]))
-    assert sorted(rows[:180]) == everything
-    assert sorted(rows[180:360]) == everything
-
-
 def test_batches_are_a_pure_function_of_seed_and_step(make_dataset: MakeDataset) -> None:
     dataset = make_dataset()
     loader = _make_loader(dataset, 1, 4)
@@ -108,17 +97,6 @@ def test_validation_takes_every_held_out_row_once_on_any_mesh(
         assert lengths == {-(-count // (dp_degree * local_batch_size))}, (
             "or ranks would wait for others in a collective"
         )
-
-
-def test_validation_does_not_depend_on_the_batch_size(make_dataset: MakeDataset) -> None:
-    for size in [1, 7, 60]:
-        dataset = make_dataset(num_tokens=5001)
-        batches = list(_make_loader(dataset, 1, size, global_batch_size=size).validation_batches(0))
-        labels = sum(
-            int(batch.labels.where(batch.labels != IGNORE_INDEX, 0).sum()) for batch in batches
-        )
-        expected = dataset.batch(range(450, 500)).labels
-        assert labels == int(expected.where(expected != IGNORE_INDEX, 0).sum())
 
 
 def test_samples_are_skipped_once(make_dataset: MakeDataset) -> None:

@@ -115,18 +115,6 @@ def test_training_does_not_depend_on_threads(
     assert result.stderr == b""
 
 
-def test_large_corpus_is_thinned(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpus = build_text_corpus(text_folder)
-    monkeypatch.setattr(tokenizer_module, "_MAX_TRAINING_BYTES", corpus.num_bytes // 4 + 1)
-    # ceil(bytes / (bytes // 4 + 1)) = 4, and every document is a single piece.
-    assert list(tokenizer_module._get_training_pieces(corpus)) == [text for _, text in corpus][::4]
-    monkeypatch.setattr(tokenizer_module, "_MAX_TRAINING_BYTES", corpus.num_bytes)
-    monkeypatch.setattr(tokenizer_module, "_TRAINING_PIECE_CHARS", 30)
-    pieces = list(tokenizer_module._get_training_pieces(corpus))
-    assert "".join(pieces) == "".join(text for _, text in corpus)
-    assert max(map(len, pieces)) <= 30
-
-
 def test_first_use_trains_and_the_next_one_loads(
     data: DataSection, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,12 +149,6 @@ def test_damaged_cache_is_rebuilt(
     assert file.read_bytes() == content
 
 
-def test_small_corpus_gives_a_smaller_vocabulary(data: DataSection, tmp_path: Path) -> None:
-    data.path = str(tmp_path / "a.txt")
-    Path(data.path).write_text("abcabc")
-    assert len(build_tokenizer(data, build_corpus(data))) == 260  # ab, abc, abcabc
-
-
 @pytest.mark.parametrize(
     "model_type", [*families(), "gemma3_text", "gpt_neox", "mistral", "phi", "qwen3_5_text"]
 )
@@ -199,16 +181,6 @@ def test_a_bpe_of_another_form_is_found_and_read_as_it_was_trained(
     assert f"data: {tmp_path}: transformers' AutoTokenizer builds Qwen2Tokenizer" in caplog.text
 
 
-def test_a_class_that_is_named_is_built(built: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    save_tokenizer(built, tmp_path)
-    table = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps(table | {"tokenizer_class": "Qwen2Tokenizer"})
-    )
-    loaded = load_tokenizer(tmp_path)
-    assert type(loaded).__name__ == "Qwen2Tokenizer"
-
-
 def test_load_folder_file_and_folder_without_config(
     built: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -220,31 +192,6 @@ def test_load_folder_file_and_folder_without_config(
         loaded = build_tokenizer(DataSection(tokenizer_path=str(path)), Corpus(()))
         assert loaded.encode(TEXT) == built.encode(TEXT)
         assert loaded.eos_token_id == 0
-
-
-def test_errors_name_path_and_setting(
-    built: PreTrainedTokenizerFast, data: DataSection, tmp_path: Path
-) -> None:
-    with pytest.raises(
-        DataError,
-        match=rf"data: tokenizer_path {tmp_path}: {tmp_path}/tokenizer\.json does not exist",
-    ):
-        load_tokenizer(tmp_path)
-    broken = tmp_path / "broken.json"
-    broken.write_text("{}")
-    with pytest.raises(
-        DataError, match=rf"data: tokenizer_path {broken}: transformers cannot load it \("
-    ):
-        load_tokenizer(broken)
-    nameless = tmp_path / "nameless.json"
-    serialized = json.dumps(json.loads(built.backend_tokenizer.to_str())).replace(
-        END_OF_TEXT, "<|stop|>"
-    )
-    nameless.write_text(serialized)
-    with pytest.raises(
-        DataError, match=rf"data: tokenizer_path {nameless}: no end-of-text token\. Add eos_token"
-    ):
-        load_tokenizer(nameless)
 
 
 def test_code_in_the_folder_is_never_run(built: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -266,18 +213,3 @@ def test_ids_with_holes_are_counted_to_the_last_one(bpe: Tokenizer) -> None:
         tokenizer_object=Tokenizer(WordLevel(vocab, unk_token="a")), eos_token="<eos>"
     )
     assert (len(tokenizer), count_ids(tokenizer)) == (3, 41)
-
-
-@pytest.mark.parametrize("nested", [200, 5_000])
-@pytest.mark.parametrize(
-    "name", ["tokenizer.json", "tokenizer_config.json", "config.json", "special_tokens_map.json"]
-)
-def test_deeply_nested_files_of_a_folder_are_named(
-    built: PreTrainedTokenizerFast, tmp_path: Path, name: str, nested: int
-) -> None:
-    built.save_pretrained(tmp_path)
-    (tmp_path / name).write_text('{"a": ' + "[" * nested + "]" * nested + "}")
-    try:
-        load_tokenizer(tmp_path)
-    except DataError as error:
-        assert str(tmp_path) in str(error)

@@ -164,22 +164,6 @@ def test_long_documents_and_small_batches_give_the_same_text(
     assert tokenizer.decode(pieces.tokens.tolist()) == tokenizer.decode(whole.tokens.tolist())
 
 
-def test_second_call_maps_the_file_of_the_first(
-    data: DataSection,
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO", logger="titanlite")
-    first = _build(data, tokenizer)
-    assert "data: tokenized 0.0 MB in " in caplog.text
-    monkeypatch.setattr(tokens_module, "_write", lambda *_: pytest.fail("tokenized again"))
-    second = _build(data, tokenizer)
-    assert second.tokens.tolist() == first.tokens.tolist()
-    assert (second.num_documents, second.vocab_size) == (first.num_documents, first.vocab_size)
-    assert caplog.text.count("tokenized") == 1
-
-
 def test_key_follows_text_and_tokenizer(
     data: DataSection, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
