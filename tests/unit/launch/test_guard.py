@@ -1,14 +1,12 @@
 """The launcher's side: who failed first, who hangs, and whether ranks start again."""
 
 import faulthandler
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +15,9 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from titanlite.base.errors import NOTICE_FOLDER
-from titanlite.launch import guard as guard_module
 from titanlite.launch import protocol
-from titanlite.launch.guard import Agent, Failure, Guard, describe_resume
+from titanlite.launch.guard import Agent, Failure, Guard
 from titanlite.launch.protocol import (
-    Beat,
     Restart,
     beat,
     claim,
@@ -109,13 +105,6 @@ def test_first_rank_that_fails_is_the_cause_and_the_others_are_ended(start, tmp_
     assert is_gone(pids[0]) and (tmp_path / "notices/ending").exists()
 
 
-def test_signal_is_named(start, tmp_path):
-    pids = {3: start(3, "loop", timeout_s=100)}
-    os.kill(pids[3], signal.SIGKILL)
-    failure = watch(Guard(str(tmp_path / "notices")), pids)
-    assert failure == Failure("rank 3 was ended by SIGKILL (often: out of memory)", 128 + 9)
-
-
 def test_a_rank_that_fails_after_the_look_and_before_torchs_is_started_again(tmp_path, monkeypatch):
     """torch's look ends all ranks and waits for them: `watch` would never see the one that
     failed.
@@ -173,19 +162,6 @@ def test_hang_says_where_each_rank_stands_and_where_the_stacks_are(start, tmp_pa
     assert "in compute" in (stacks / "rank-0.txt").read_text()
     assert "in all_reduce" in (stacks / "rank-1.txt").read_text()
     assert all(is_gone(pid) for pid in pids.values()), "a stopped one, too"
-
-
-def test_oldest_beat_is_named_first():
-    now = time.monotonic()
-    beats = {
-        0: Beat(0, 1, 12, "forward", now - 300),
-        1: Beat(1, 1, 12, "data", now - 310),
-        2: Beat(2, 1, 12, "forward", now - 301),
-    }
-    assert guard_module.describe(beats, [3]) == (
-        "rank 1 has not moved for 310 s since step 12, data; ranks 0, 2 have not moved for 301 s "
-        "since step 12, forward; rank 3 has not started."
-    )
 
 
 def test_run_that_does_not_stop_in_its_grace_is_ended(start, tmp_path, capfd):
@@ -289,32 +265,4 @@ def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step_after_lo
     assert done == [0, 0, 0, 1, 1, 2, 2, 3, 1, 1, 2]
     assert trains == [False] + 10 * [True], (
         "from the first step on, also after a return to a checkpoint"
-    )
-
-
-def test_torchrun_still_has_what_the_agent_uses():
-    import inspect
-
-    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
-    from torch.distributed.launcher import api
-
-    source = inspect.getsource(SimpleElasticAgent)
-    assert "self._remaining_restarts" in source, (
-        "titanlite.launch.guard sets it to end the restarts"
-    )
-    assert "_monitor_workers" in source and "_start_workers" in source
-    assert "LocalElasticAgent(" in inspect.getsource(api.launch_agent), (
-        "titanlite.launch exchanges it"
-    )
-
-
-def test_who_was_ended_is_told_that_the_same_command_resumes(tmp_path):
-    assert describe_resume(tmp_path) == "", "a script that is no training run"
-    for rank in range(2):
-        (tmp_path / f"beat-{rank}").write_text(
-            json.dumps(asdict(Beat(rank, 1, dump_folder="outputs/mine")))
-        )
-    assert describe_resume(tmp_path) == (
-        " The same command resumes from the newest checkpoint in outputs/mine, or begins anew "
-        "without one."
     )
