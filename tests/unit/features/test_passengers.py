@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -113,35 +112,6 @@ def test_what_is_neither_computed_nor_a_passenger_is_refused(saved: Path, tmp_pa
     assert str(error.value).endswith(
         f"model.layers.0.mlp.up.weight: {text.format(tmp_path / 'base')}"
     )
-
-
-def test_copies_are_told_by_their_names_and_said(saved: Path, tmp_path: Path, caplog: Any) -> None:
-    tensors = load_file(saved / "model.safetensors")
-    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
-    more = EH_PROJ | {
-        COPY_OF_EMBEDDING: embedding,
-        COPY_OF_HEAD: head,
-        f"{LAYER}other.weight": embedding + 1,
-    }
-    with_more(saved, tmp_path / "base", more)
-    with caplog.at_level(logging.WARNING):
-        _, carried = carried_in(tmp_path / "base")
-    assert carried.originals(tensors) == {
-        COPY_OF_EMBEDDING: "model.embed_tokens.weight",
-        COPY_OF_HEAD: "lm_head.weight",
-    }
-    name = LAYER.removesuffix(".")
-    said = [record.message for record in caplog.records if "not trained" in record.message]
-    assert (
-        len(said) == 1
-        and "4 tensors (" in said[0]
-        and f"into what is saved: {name} (4). {COPY_OF_EMB}" in said[0]
-    )
-
-
-COPY_OF_EMB = (
-    f"{COPY_OF_EMBEDDING} follows model.embed_tokens.weight. {COPY_OF_HEAD} follows lm_head.weight."
-)
 
 
 def test_of_a_tied_model_the_copy_of_the_head_follows_the_embedding(tmp_path: Path) -> None:

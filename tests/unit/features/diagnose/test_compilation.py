@@ -2,15 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
 from titanlite.features.diagnose import process
-from titanlite.features.diagnose.process import check_triton, explain_refusal, use_flash_attention_3
+from titanlite.features.diagnose.process import explain_refusal, use_flash_attention_3
 from titanlite.models.families import families
 
 
@@ -57,49 +55,10 @@ def test_a_machine_without_a_compiler(monkeypatch, tmp_path):
     )
 
 
-def test_other_errors_are_not_touched():
-    assert explain_refusal(RuntimeError("something else")) is None
-
-
 # Triton on a machine without a compiler
 
 
 CUDA = torch.device("cuda")
-REMEDY = "gcc and Python's headers: install them .*, or set training.triton_kernels = false"
-
-
-@pytest.fixture
-def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first kernel is no more than what Triton compiles in C for every one."""
-    build = pytest.importorskip("triton.runtime.build")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    clear = getattr(getattr(build, "_find_compiler", None), "cache_clear", lambda: None)
-    clear()
-    source = "#include <Python.h>\nint nothing;\n"
-    monkeypatch.setattr(
-        process, "_run_kernel", lambda _: build.compile_module_from_src(source, "nothing")
-    )
-    yield
-    clear()
-
-
-def test_a_missing_compiler_is_told_before_anything_is_read(compiling, monkeypatch):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(
-        ConfigError, match=rf"^training.triton_kernels: .* Failed to find C compiler.*{REMEDY}"
-    ):
-        check_triton(JobConfig(), CUDA)
-
-
-def test_no_kernel_is_tried_where_none_is_used(monkeypatch):
-    monkeypatch.setattr(process, "_run_kernel", lambda _: 1 / 0)
-    check_triton(JobConfig(), torch.device("cpu"))
-    job = JobConfig()
-    job.training.triton_kernels = False
-    check_triton(job, CUDA)
-    with pytest.raises(ConfigError, match="ZeroDivisionError: division by zero"):
-        check_triton(JobConfig(), CUDA)
 
 
 @pytest.fixture
@@ -126,16 +85,6 @@ def test_flash_attention_3_serves_hopper_once_it_was_tried(hopper, caplog):
     assert hopper == ["FA3", "tried"] and "FlashAttention 3, of flash_attn_interface" in caplog.text
 
 
-def test_flash_attention_3_that_fails_on_a_models_heads_is_taken_back(hopper, monkeypatch, caplog):
-    monkeypatch.setattr(process, "_try_attention", lambda *_: {}["head size"])
-    use_flash_attention_3(JobConfig(), FLASH_CONFIG, CUDA)
-    assert hopper == ["FA3", "restored"]
-    assert (
-        "FlashAttention 2 is used: 3 fails with the heads of this model: KeyError: 'head size'."
-        in caplog.text
-    )
-
-
 @pytest.mark.parametrize("why", ["ampere", "package", "cpu", "deterministic", "backend", "heads"])
 def test_flash_attention_2_stays(hopper, monkeypatch, why):
     job, config, device = JobConfig(), FLASH_CONFIG, torch.device("cpu") if why == "cpu" else CUDA
@@ -151,9 +100,3 @@ def test_flash_attention_2_stays(hopper, monkeypatch, why):
         config = replace(config, head_dim=12)
     use_flash_attention_3(job, config, device)
     assert hopper == []
-
-
-def test_torch_still_spells_its_flash_attention_so():
-    assert "FA3" in torch.nn.attention.list_flash_attention_impls()
-    for name in ("activate", "current", "restore"):
-        assert callable(getattr(torch.nn.attention, f"{name}_flash_attention_impl"))

@@ -36,22 +36,3 @@ def test_what_the_user_set_stays(tmp_path: Path, environment: dict[str, str], na
     start_flight_recorder(tmp_path)
     assert environment.pop("TORCH_FR_BUFFER_SIZE") == "2000"
     assert of_torch(environment) == {name: "/elsewhere/", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-
-
-def test_torch_reads_these_names():
-    """NCCL is not in the CPU build, but its header and the flight recorder are in every one."""
-    folder = Path(torch.__file__).parent
-    header = (folder / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp").read_text()
-    recorder = (folder / "include/torch/csrc/distributed/c10d/FlightRecorder.hpp").read_text()
-    library = (folder / "lib/libtorch_cpu.so").read_bytes()
-    assert '"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"' in recorder
-    assert '"TORCH_NCCL_DUMP_ON_TIMEOUT"' in header
-    assert b"TORCH_FR_DUMP_TEMP_FILE" in library
-
-
-def test_there_is_none_without_a_gpu(
-    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    start_flight_recorder(tmp_path)
-    assert not of_torch(environment) and not list(tmp_path.iterdir())

@@ -94,29 +94,6 @@ def test_snapshot_and_message_of_a_gpu_out_of_memory(job: JobConfig, cuda, monke
     assert raised.value.__cause__ is error
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        # cudaHostAlloc, of the copies of a save in the background
-        RuntimeError("CUDA error: out of memory"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("Triton Error [CUDA]: out of memory"),
-        dist.DistBackendError("Failed to CUDA calloc 6291456 bytes, out of memory"),
-    ],
-    ids=str,
-)
-def test_memory_that_others_than_torch_ask_for(job: JobConfig, cuda, error: Exception):
-    with explain(job, "ran out of memory of the GPU"):
-        run_out(error)
-
-
-def test_without_the_setting_nothing_is_recorded_and_the_message_names_it(job: JobConfig, cuda):
-    start_memory_history(job, torch.device("cuda", 0))
-    with explain(job, r"set profiling\.enable_memory_snapshot = true\.$"):
-        run_out(torch.OutOfMemoryError("CUDA out of memory."))
-    assert cuda == []
-
-
 def test_host_memory_is_named_with_the_line_that_asked_for_it(job: JobConfig):
     from titanlite.ops import swiglu
 

@@ -53,35 +53,6 @@ def each_trace_once() -> Iterator[None]:
         yield
 
 
-def test_a_plan_that_fits(capsys):
-    code = main(["plan", *TINY, "--world-size=4", "--rank=3", "--no-proposals"])
-    out, err = capsys.readouterr()
-    assert code == 0 and err == ""
-    first, memory, bound, speed, length = out.splitlines()[:5]
-    assert first.startswith(
-        "pretrain of all weights of a new qwen3_moe (preset qwen3_moe debug) on 4 x h100"
-    )
-    assert re.match(
-        r"memory    fits, [\d.]+ GiB free: [\d.]+ MiB of 76.10 GiB per GPU, fullest in ", memory
-    )
-    assert re.match(r"bound by  waiting for launches \d+%, .* of an expected step", bound)
-    assert re.match(
-        r"speed     [\d,]+ tokens/s per GPU expected \(MFU [\d.]+%\); at best [\d,]+ tokens/s",
-        speed,
-    )
-    assert re.match(
-        r"time      [\d.]+ min expected, [\d.]+ min of GPUs; at best [\d.e-]+ min: .* in [\d,]+ "
-        r"steps of 256",
-        length,
-    )
-    assert "memory of rank 3: fits" in out and "routing is balanced" in out
-    # Of each of 3 layers counts, experts, tokens, weights and results in forward; in backward all
-    # but the first two.
-    assert re.search(r"\n +all_to_all over ep +[\d.]+ +21 ", out)
-    assert re.search(r"\n +overlapped all_to_all over ep +[\d.]+ +3 ", out)
-    assert "  at best" in out and "not measured here" in out
-
-
 @pytest.mark.parametrize("is_small", [False, True])
 def test_what_to_change_shows_the_promised_figures(capsys, is_small):
     """Each proposal on the command line, and its plan has the memory and the rate that were
@@ -200,34 +171,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path / "hub"
-
-
-def test_a_folder_that_has_sizes_alone(capsys, tmp_path):
-    source = families()["qwen3"]
-    hf = {**source.to_hf(source.presets["debug"]), "model_type": "qwen3"}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    request = read_request(["--model", str(tmp_path / "config.json"), "--gpus", "2xa100"])
-    assert (request.weights, request.sizes) == (str(tmp_path / "config.json"), "config.json")
-    request.check()
-    more = [
-        "--lora.rank",
-        "16",
-        "--objective",
-        "dpo",
-        "--training.seq_len=64",
-        "--tokens",
-        "2e9",
-        "--no-proposals",
-    ]
-    assert main(["plan", "--model", str(tmp_path), "--gpus", "2xa100", *more]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(
-        f"dpo of adapters of rank 16 of {tmp_path} (config.json) on 2 x a100-80gb: "
-    )
-    assert "2 B tokens in 976,563 steps of 2,048" in out
-    assert "training.global_batch_size is not set: one example in a sequence" in out, (
-        "32 pairs of 64 tokens"
-    )
 
 
 @pytest.mark.parametrize(

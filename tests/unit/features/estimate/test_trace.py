@@ -266,30 +266,6 @@ def test_no_scores_are_kept_on_a_gpu(checked):
     assert kept[512] == pytest.approx(2 * kept[256], rel=0.04)
 
 
-@pytest.mark.parametrize(
-    ("family", "flavor"),
-    [("qwen3_moe", "30B-A3B"), ("deepseek_v3", "Moonlight-16B-A3B")],
-)
-def test_checkpointing_never_keeps_more_at_real_sizes(family, flavor):
-    sizes = [
-        "--training.seq_len=4096",
-        "--training.local_batch_size=1",
-        "--training.global_batch_size=-1",
-    ]
-    argv = ["--config", str(CONFIG), f"--model.name={family}", f"--model.flavor={flavor}", *sizes]
-    argv += [
-        TP + "1",
-        EP + "8",
-        "--model.attention_backend=varlen",
-        "--model.overrides.num_layers=2",
-    ]
-    none, selective, full = (
-        get_memory(traced(check(load_config([*argv, MODE + mode]), 8))).working[ACTIVATIONS]
-        for mode in ("none", "selective", "full")
-    )
-    assert none > selective > full
-
-
 def test_experts_of_transformers_have_the_flops_of_the_native_ones(checked):
     """With experts split over ranks on titanlite's grouped GEMM, and without on torch's."""
     for overrides in ((), (EP + "2",)):

@@ -10,7 +10,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.features.generate.generate import generate, get_end_of_turn_ids, get_eos_token_ids
 
 CPU = torch.device("cpu")
@@ -36,13 +35,6 @@ def test_eos_tokens_of_tokenizer_and_model(tmp_path, generation, config, expecte
     assert get_eos_token_ids(SimpleNamespace(eos_token_id=None)) == []
 
 
-@pytest.mark.parametrize("value", ["3", [3, "4"], 3.5, True, {"a": 1}])
-def test_an_eos_token_that_is_no_id_is_refused(tmp_path, value):
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(CheckpointError, match="is neither a token id nor a list of them"):
-        get_eos_token_ids(SimpleNamespace(eos_token_id=None), tmp_path)
-
-
 def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(
         models.WordLevel({"<unk>": 0, "an": 1, "answer": 2, "!": 3}, unk_token="<unk>")
@@ -60,24 +52,6 @@ def test_the_end_of_a_turn():
     tokenizer = make_tokenizer(CHATML)
     assert get_end_of_turn_ids(tokenizer) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
     assert get_end_of_turn_ids(make_tokenizer(None)) == []
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for m in messages %}{{ m.content }} ! {% endfor %}",  # an ordinary token ends no text
-        "{% for m in messages %}{{ m.content }}{% endfor %}",
-        "{{ raise_exception('needs a system message') }}",
-    ],
-)
-def test_a_template_that_marks_no_end(template):
-    assert get_end_of_turn_ids(make_tokenizer(template)) == []
-
-
-def test_empty_prompts_are_refused_all_at_once(tiny_model):
-    with pytest.raises(ConfigError, match="prompt 1 has no tokens") as raised:
-        generate(tiny_model, [[1], [], []], max_new_tokens=2, device=CPU)
-    assert "prompt 2 has no tokens" in str(raised.value)
 
 
 @pytest.fixture

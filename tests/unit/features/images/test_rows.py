@@ -110,35 +110,6 @@ def test_answers_end_as_those_of_text_do(
     assert shown == ["red", end, "w1", "w2", end]
 
 
-def test_the_date_of_a_template_is_that_of_the_run(processor: Any, tmp_path: Path) -> None:
-    changed = copy.copy(processor)
-    changed.chat_template = "{{ strftime_now('w%d') }} " + HEADS + "<eos> " + ASK
-    rows = read_image_rows(write(tmp_path, chat("red.png")))
-    for day in ("11", "12"):
-        dataset = ImageDataset(rows, changed, 30, validation_share=0, date=f"2020-01-{day}")
-        assert processor.tokenizer.convert_ids_to_tokens(dataset.get_document(0)[1])[0] == f"w{day}"
-
-
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"loss": False}])
-def test_a_message_of_weight_0_is_no_answer(
-    processor: Any, tmp_path: Path, flag: dict[str, Any]
-) -> None:
-    messages = chat("red.png")["messages"]
-    row = {
-        "messages": [
-            messages[0],
-            messages[1] | flag,
-            *chat("blue.png", "blue")["messages"],
-        ]
-    }
-    dataset = ImageDataset(read_image_rows(write(tmp_path, row)), processor, 30, validation_share=0)
-    _, ids, trained = dataset.get_document(0)
-    shown = processor.tokenizer.convert_ids_to_tokens(
-        [one for one, used in zip(ids, trained, strict=True) if used]
-    )
-    assert shown == ["blue", "<eos>"]
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -177,12 +148,6 @@ def test_a_message_of_weight_0_is_no_answer(
 def test_a_bad_row_is_named(processor: Any, tmp_path: Path, bad: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         ImageDataset(read_image_rows(write(tmp_path, chat("red.png"), bad)), processor, 20)
-
-
-def test_all_bad_rows_come_at_once(processor: Any, tmp_path: Path) -> None:
-    path = write(tmp_path, chat("red.png"), chat("text.png"), chat("nowhere.png"))
-    with pytest.raises(DataError, match=r"2 problems:(.|\n)*line 2:(.|\n)*line 3:"):
-        ImageDataset(read_image_rows(path), processor, 20)
 
 
 def test_rows_that_fill_a_batch_keep_their_images_and_no_label(
@@ -255,18 +220,6 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, sid
     ):
         load_image("row", tmp_path / "x.png")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000, "KiB"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "ending"),
-    [(np.uint16, "png"), (np.uint16, "tiff"), (np.int32, "tiff"), (np.float32, "tiff")],
-)
-def test_more_than_eight_bits_are_refused(tmp_path: Path, dtype: Any, ending: str) -> None:
-    path = save(tmp_path, f"x.{ending}")(
-        Image.fromarray(np.array([[0, 300, 32768, 65535]], dtype=dtype))
-    )
-    with pytest.raises(DataError, match=r"numbers of more than 8 bits \(mode [IF].*\); convert it"):
-        load_image("row", path)
 
 
 def test_color_spaces_and_animations_give_one_rgb_picture(tmp_path: Path) -> None:

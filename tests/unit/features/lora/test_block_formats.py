@@ -20,7 +20,6 @@ from titanlite.features.lora.block_formats import (
     encode_blocks,
     frozen_grouped_gemm,
     frozen_linear,
-    keep_fp8,
 )
 from titanlite.ops import grouped_gemm
 from titanlite.ops import launchers as kernels
@@ -142,20 +141,6 @@ def test_what_is_not_finite_stays_so_and_is_counted(layout):
             decoded[1, layout.block : 2 * layout.block].isnan().any()
             and decoded[0].isfinite().all()
         )
-
-
-def test_fp8_codes_are_kept_as_they_are():
-    for width in [128, 300]:
-        codes = torch.randint(0, 256, (5, width), generator=torch.Generator().manual_seed(0)).to(
-            torch.uint8
-        )
-        codes[(codes & 0x7F) == 0x7F] = 0
-        factors = torch.rand(5, -(-width // 128)) + 0.01
-        values = decode_blocks(
-            keep_fp8(codes.view(torch.float8_e4m3fn), factors), FP8, width, torch.float32
-        )
-        spread = factors.repeat_interleave(128, 1)[:, :width]
-        assert torch.equal(values, codes.view(torch.float8_e4m3fn).to(torch.float32) * spread)
 
 
 def test_rows_and_whole_blocks_of_columns_may_be_cut():

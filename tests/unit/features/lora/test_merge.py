@@ -17,7 +17,6 @@ from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import LoRAExperts, LoRALinear, adapted_modules, apply_lora
 from titanlite.features.lora.peft_format import adapter_files, write_adapter_config
 from titanlite.features.tools.export import main
-from titanlite.features.tools.models import main as inspect
 from titanlite.materialize import Init, Normal, materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
@@ -106,15 +105,6 @@ def test_merged_model(tmp_path, run_ranks, monkeypatch, capsys, family, targets,
         assert (merged(tokens, use_cache=False).logits - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_base_can_be_given(tmp_path, run_ranks, capsys):
-    make(tmp_path, "qwen3", replace(SECTION, targets="q_proj"), run_ranks)
-    (tmp_path / "base").rename(tmp_path / "moved")
-    arguments = [str(tmp_path / "adapter"), str(tmp_path / "out"), "--merge"]
-    assert main(arguments) == 2
-    assert str(tmp_path / "base") in capsys.readouterr().err
-    assert main([*arguments, "--base", str(tmp_path / "moved")]) == 0
-
-
 def test_what_does_not_fit_is_one_error(tmp_path, run_ranks, capsys):
     make(tmp_path, "qwen3", replace(SECTION, targets="q_proj, k_proj"), run_ranks)
     adapter = tmp_path / "adapter"
@@ -143,11 +133,3 @@ def test_what_does_not_fit_is_one_error(tmp_path, run_ranks, capsys):
     (adapter / "adapter_config.json").write_text(json.dumps(table | {"use_dora": True}))
     assert main([str(adapter), str(tmp_path / "out"), "--merge"]) == 2
     assert "use_dora = True is not plain LoRA" in capsys.readouterr().err
-
-
-def test_inspect_shows_adapters(tmp_path, run_ranks, capsys):
-    make(tmp_path, "qwen3", replace(SECTION, targets="q_proj"), run_ranks)
-    assert inspect([str(tmp_path / "adapter"), "--checksums", "--all"]) == 0
-    text = capsys.readouterr().out
-    assert f"adapter    LoRA of rank 4, scaled by 3, 6.14 kB, of {tmp_path / 'base'}" in text
-    assert "manifest   whole" in text and "model.layers.2.self_attn.q_proj.lora_B.weight" in text

@@ -210,32 +210,6 @@ def test_adapters_of_embedding_and_head(
     assert main(arguments) == 2 and problem in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"alpha_pattern": {"down_proj": 3}, "use_rslora": True},
-        *({"use_dora": True}, {"init_lora_weights": "pissa"}),
-    ],
-)
-def test_the_remedy_gives_what_peft_computes(
-    base: Path, tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    expected = make(base, tmp_path / "adapter", **settings)
-    with pytest.raises(
-        CheckpointError, match=f"{next(iter(settings))} = .* is not plain LoRA, .* Merge the"
-    ):
-        read_adapter(tmp_path / "adapter")
-    model = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter"
-    )
-    model.merge_and_unload().save_pretrained(tmp_path / "merged")
-    ours = build_decoder(model_config_from_hf(tmp_path / "merged"))
-    materialize(ours, "cpu", [weights_of(tmp_path / "merged", ours)])
-    with torch.no_grad():
-        assert (ours(torch.arange(20).view(2, 10)) - expected).norm() <= BOUND * expected.norm()
-
-
 def test_the_base_of_adapters_is_checked_too(tmp_path):
     """They are merged into it when training is over."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "use_cache": "yes"}))

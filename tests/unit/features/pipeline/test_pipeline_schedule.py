@@ -11,20 +11,6 @@ from titanlite.features.pipeline import MOST_SENT
 from titanlite.train_step import order_turns
 
 
-def text_of(count: int, ahead: int) -> str:
-    """As `f0 b0`."""
-    return " ".join(f"{phase[0]}{micro_batch}" for phase, micro_batch in order_turns(count, ahead))
-
-
-def test_without_stages_behind_each_backward_follows_its_forward():
-    assert Degrees().turns_ahead(0) == Degrees(pp=4).turns_ahead(3) == 0
-    assert text_of(3, 0) == "f0 b0 f1 b1 f2 b2"
-
-
-def test_the_first_of_three_stages():
-    assert text_of(5, Degrees(pp=3).turns_ahead(0)) == "f0 f1 f2 b0 f3 b1 f4 b2 b3 b4"
-
-
 class Stage:
     """Runs turn after turn, one in each tick, if what it needs has come and what it sent has been
     taken.

@@ -221,15 +221,6 @@ def test_the_first_error_is_one_warning_and_its_end(
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_off_nothing_is_started(job: JobConfig, tmp_path: Path, wandb):
-    job.metrics.enable_wandb = False
-    with build(job, tmp_path) as metrics:
-        log(metrics, 1)
-    finish_wandb(0)
-    assert not wandb.calls
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
-
-
 def test_with_the_package_offline(job: JobConfig, tmp_path: Path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -39,15 +39,6 @@ def test_a_configuration_that_passes(run: Callable[..., str]) -> None:
     )
 
 
-def test_all_paths_that_are_missing_are_said_at_once(run: Callable[..., str]) -> None:
-    said = run("--model.path=gone", "--data.path=lost.jsonl", "--data.dataset=examples", code=2)
-    assert said.startswith("titanlite: error: ")
-    assert (
-        "model.path: gone does not exist." in said
-        and "data.path: lost.jsonl does not exist." in said
-    )
-
-
 # Sizes that the native decoder could train, and transformers' class refuses.
 UNSAVABLE = """
 from dataclasses import replace

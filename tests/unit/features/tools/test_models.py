@@ -186,12 +186,3 @@ def test_the_newest_complete_checkpoint_of_a_run(tmp_path, capsys, where):
         CheckpointError, match=r"no checkpoint in .* is complete; of step-30: model.safetensors"
     ):
         find_model("inspect", str(tmp_path / "run"))
-
-
-def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match=r"qwen3moe is no folder\. Give a run's folder"):
-        find_model("generate", str(tmp_path / "qwen3moe"))
-    (tmp_path / "qwen3_moe").mkdir()
-    with pytest.raises(ConfigError, match=r"qwen3moe is no folder\. Did you mean 'qwen3_moe'\?"):
-        find_model("generate", str(tmp_path / "qwen3moe"))
-    assert main(["inspect", str(tmp_path / "other")]) == 2

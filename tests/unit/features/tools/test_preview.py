@@ -88,24 +88,6 @@ def test_a_part_of_the_data_order_is_shown(preview: Callable[..., tuple[int, str
     )
 
 
-def test_pairs_and_control_characters(preview: Callable[..., tuple[int, str, str]]) -> None:
-    rows = [{"prompt": f"{i}\x1b[2J", "chosen": " good", "rejected": " bad"} for i in range(4)]
-    code, out, _ = preview(rows, "--samples=9", "--training.objective=dpo")
-    assert code == 0 and "3 pairs to train on (preference), 1 held out" in out
-    assert "sample 3 (chosen): " in out and "sample 3 (rejected): " in out and "sample 4" not in out
-    assert "\x1b" not in out and "\\x1b[2J[[ good<|endoftext|>]]" in out
-
-
-def test_pieces_of_documents(preview: Callable[..., tuple[int, str, str]]) -> None:
-    rows = [{"text": f"{i} what is the answer " * 9} for i in range(4)]
-    code, out, err = preview(rows, "--samples=40", "--data.too_long=split", "--training.seq_len=16")
-    assert (code, err) == (0, "")
-    assert ", 4 longer documents split\n" in out and "left out: nothing\n" in out
-    assert re.search(
-        r"sample \d+: .*rows\.jsonl, row \d, from token 15 on, 16 tokens, 15 trained\n", out
-    )
-
-
 def test_stream(preview: Callable[..., tuple[int, str, str]]) -> None:
     rows = [*chats(9), {"messages": []}]
     code, out, err = preview(

@@ -14,8 +14,8 @@ import torch
 from titanlite.assemble import build_data
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
-from titanlite.data.dataset import IGNORE_INDEX, PackedDataset, SequenceDataset
-from titanlite.features.tools.preview_data import Painter, ShownDocument, get_shown_documents
+from titanlite.data.dataset import IGNORE_INDEX, SequenceDataset
+from titanlite.features.tools.preview_data import ShownDocument, get_shown_documents
 
 MakeJob = Callable[..., JobConfig]
 
@@ -62,18 +62,6 @@ def test_sequences_of_a_corpus(data: DataSection, text_folder: Path) -> None:
         assert count == "40" and first in texts[int(number) - 1]
         seen.add(number)
     assert len(seen) > 10
-
-
-@pytest.mark.parametrize("seq_len", [1, 2, 10])
-def test_random_tokens_also_with_empty_documents(
-    make_dataset: Callable[..., PackedDataset], seq_len: int
-) -> None:
-    dataset = make_dataset(num_tokens=301, seq_len=seq_len)
-    for index in range(dataset.num_sequences):
-        check_against_batch(dataset, index)
-    assert re.search(
-        r", beginning in document \d+ of \d+$", get_shown_documents(dataset, 4)[0].place
-    )
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -141,23 +129,3 @@ def test_images(tmp_path: Path) -> None:
     assert (
         trained == batch.labels[batch.labels != IGNORE_INDEX].tolist() and document.num_trained == 2
     )
-
-
-class Numbers:
-    """A tokenizer whose tokens are numbers."""
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(f"{number} " for number in ids)
-
-
-def test_long_texts_are_cut_in_the_middle() -> None:
-    ids, trained = list(range(20)), [number >= 10 for number in range(20)]
-
-    def paint(max_tokens: int) -> str:
-        return Painter(Numbers(), color=False, max_tokens=max_tokens)(ids, trained)  # type: ignore[arg-type]
-
-    whole = paint(0)
-    assert whole == "    0 1 2 3 4 5 6 7 8 9 [[10 11 12 13 14 15 16 17 18 19 ]]"
-    assert paint(20) == whole
-    assert paint(8) == "    0 1 2 3 4 5\n    ... 12 tokens, 8 of them trained ...\n    [[18 19 ]]"
-    assert paint(1) == "    0\n    ... 19 tokens, 10 of them trained ..."

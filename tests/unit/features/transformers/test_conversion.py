@@ -23,7 +23,7 @@ from tests.saving import save_hf_model
 from titanlite.base.errors import PlanError
 from titanlite.checkpoint.hf_model import model_files, weights_of
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.conversion import ConvertingReader, Group, NotTraceable, Traced
+from titanlite.features.transformers.conversion import ConvertingReader, Traced
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Read, ReadRequest, Region, materialize
 from titanlite.models.families.config_json import transformers_config
@@ -71,42 +71,6 @@ def test_stand_ins_are_where_the_elements_are(experts, shape, stack_dim, cat_dim
     for got, expected in zip(traced, convert(sources.__getitem__), strict=True):
         assert got.shape == tuple(expected.shape)
         assert torch.equal(assembled(got, sources), expected)
-
-
-class Operating:
-    """An entry of a mapping whose conversion is one operation."""
-
-    def __init__(self, operation: Callable[[Any], Any]) -> None:
-        self.operation = operation
-
-    def add_tensor(self, target: str, key: str, pattern: str, value: Any) -> None:
-        self.value = value
-
-    def convert(self, name: str, model: Any, config: Any) -> dict[str, Any]:
-        return {name: self.operation(self.value)}
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda t: t[1:],
-        lambda t: -t,
-        lambda t: t + 1,
-        lambda t: 2 * t,
-        lambda t: t @ t,
-        len,
-        lambda t: [*t][1],
-        lambda t: t.mT,
-    ],
-)
-def test_operators_that_a_stand_in_does_not_have_are_for_whole_tensors(llama, operation):
-    """Kimi K2.5 cuts a fused projection by subscripts."""
-    model = build(llama)
-    group = Group("a", Operating(operation), {"a": ["a"]})
-    with pytest.raises(NotTraceable):
-        group.convert(lambda key: Traced.source(key, (3, 3)), model)
-    found = group.convert(lambda key: torch.ones(3, 3), model)["a"]
-    assert torch.equal(torch.as_tensor(found), torch.as_tensor(operation(torch.ones(3, 3))))
 
 
 # --- through a checkpoint

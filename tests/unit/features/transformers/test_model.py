@@ -173,13 +173,6 @@ def test_the_loss_knows_soft_caps(cap: float | None, plain: bool) -> None:
     assert (logits.abs().max() <= 2.0).item() is (cap is not None)
 
 
-def test_images_go_with_one_document_per_row() -> None:
-    model = build_transformers(config_of("qwen2_5_vl"))
-    tokens, labels, documents = batch()
-    with pytest.raises(ValueError, match="one document each"):
-        model(tokens, labels, None, documents, pixel_values=torch.zeros(4, 96))
-
-
 # --- choosing and refusing
 
 

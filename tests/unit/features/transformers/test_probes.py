@@ -1,9 +1,7 @@
 """What is found out about classes that mix documents, see later tokens, or raise."""
 
 import re
-import sys
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,11 +10,10 @@ import transformers
 from tiny_transformers import ALL_MODELS
 
 from titanlite.base.errors import ConfigError
-from titanlite.base.log import warn_once
-from titanlite.config.schema import DataSection, JobConfig, MoESection, TrainingSection
+from titanlite.config.schema import DataSection, JobConfig, TrainingSection
 from titanlite.features.generate.generate import generate
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.features.transformers.probes import check_documents_per_row, find_missing_kernels
+from titanlite.features.transformers.probes import check_documents_per_row
 from titanlite.models.families.config_json import transformers_config
 
 CPU = torch.device("cpu")
@@ -120,29 +117,6 @@ def test_what_a_forward_raises_is_the_reason(monkeypatch: pytest.MonkeyPatch) ->
     assert len(generate(model, [[5, 6, 7], [8]], max_new_tokens=3, device=CPU)) == 2
 
 
-def test_inference_mode_around_the_first_forward_changes_nothing() -> None:
-    texts = []
-    for mode in (torch.no_grad(), torch.inference_mode()):
-        model = build(ALL_MODELS["llama"]())
-        with mode:
-            texts.append(generate(model, [[5, 6, 7], [8]], max_new_tokens=3, device=CPU))
-        assert model.find_facts(CPU).has_plain_head and model.can_cache(CPU)
-    assert texts[0] == texts[1]
-
-
-def test_a_class_that_needs_more_than_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(ALL_MODELS["llama"]())
-
-    def forward(**kwargs: Any) -> Any:
-        raise ValueError("You must give pixel_values")
-
-    monkeypatch.setattr(model.transformers_model, "forward", forward)
-    with pytest.raises(
-        ConfigError, match="does not run on text alone: ValueError: You must give pixel_values"
-    ):
-        model(*tokens_and_labels())
-
-
 def test_rows_are_refused_before_the_first_step() -> None:
     mixes, packs = build(transformers.MambaConfig(**_MAMBA)), build(ALL_MODELS["llama"]())
     job = JobConfig(data=DataSection(dataset="text"))
@@ -177,66 +151,7 @@ def test_logits_that_are_masked_in_place_are_not_the_heads(monkeypatch: pytest.M
     )
 
 
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        (transformers.T5Config(), "T5ForConditionalGeneration"),
-        (
-            transformers.BartConfig(architectures=["BartForCausalLM"], is_encoder_decoder=False),
-            "BartForCausalLM",
-        ),
-    ],
-)
-def test_an_encoder_decoder_is_refused(config: Any, name: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=f"test: {name} belongs to an encoder-decoder, .* Use a model that has a dec",
-    ):
-        transformers_config(config.to_dict(), "test")
-
-
 def test_embeddings_that_share_their_weight_are_no_layer() -> None:
     """BERT's must not be split, and the head has their weight: with FSDP the two would part."""
     model = build(transformers.BertConfig(**_ENCODER, is_decoder=True))
     assert {type(layer).__name__ for layer in model.decoder_layers()} == {"BertLayer"}
-
-
-_LINEAR = {
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-_FAST = [
-    (transformers.Qwen3NextConfig(**_ENCODER, **_LINEAR, num_experts=2), ["causal_conv1d", "fla"]),
-    (transformers.MambaConfig(**_MAMBA), ["causal_conv1d", "mamba_ssm"]),
-    # no layer has such kernels
-    (transformers.Lfm2Config(**_ENCODER, layer_types=["full_attention"] * 2), []),
-]
-
-
-@pytest.mark.parametrize(
-    ("config", "packages"), _FAST, ids=lambda value: getattr(value, "model_type", "")
-)
-def test_kernels_of_packages_that_are_not_there_are_one_line(
-    config, packages, monkeypatch, caplog
-) -> None:
-    model = build(config)
-    assert find_missing_kernels(model.transformers_model) == packages
-    warn_once.cache_clear()
-    with caplog.at_level("INFO"):
-        model.configure("sdpa", MoESection(), 1024, torch.device("cuda"))
-    lines = [
-        (record.levelname, record.getMessage())
-        for record in caplog.records
-        if "fast path" in record.getMessage()
-    ]
-    assert len(lines) == bool(packages)
-    for level, text in lines:
-        assert (
-            level == "WARNING"
-            and f"on GPUs needs {' and '.join(packages)}, which cannot be imported" in text
-        )
-    for package in packages:  # as transformers has imported them
-        monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    assert find_missing_kernels(model.transformers_model) == []

@@ -10,16 +10,12 @@ import torch
 from quantized_folder import write_fp8, write_mxfp4
 from safetensors.torch import load_file, save_file
 from tiny_transformers import ALL_MODELS, mapping_of, save_tiny
-from torch.distributed.fsdp import fully_shard
 
-from tests.saving import save_hf_model
 from titanlite.base.errors import ConfigError, PlanError, VerifyError
 from titanlite.checkpoint.hf_model import weights_of
-from titanlite.features.tools.models import main as inspect
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, ReadRequest, Region, materialize
-from titanlite.materialize.layout import local_of
 from titanlite.models.families.config_json import transformers_config
 
 BLOCK = (8, 16)
@@ -171,60 +167,6 @@ def test_a_region_of_mxfp4_takes_its_own_rows(tmp_path: Path) -> None:
         Region((4, 0, 0), (0, 64, 128)),
     ):
         assert torch.equal(read(source.reader, name, region), expected[name][region.slices]), region
-
-
-def test_a_dequantized_gpt_oss_trains_and_is_saved_in_full(run_ranks: Any, tmp_path: Path) -> None:
-    folder = save("gpt_oss", tmp_path / "gpt_oss")
-    expected = write_mxfp4(folder)
-
-    def rank_main() -> tuple[list[float], dict[str, torch.Tensor]]:
-        model = build(folder, torch.float32)
-        for layer in model.decoder_layers():
-            fully_shard(layer)
-        fully_shard(model)
-        plan = materialize(model, "cpu", [weights_of(folder, model)])
-        for entry in plan.entries:
-            if entry.fqn in expected:
-                assert torch.equal(entry.tensor.full_tensor(), expected[entry.fqn]), entry.fqn
-        with torch.no_grad():  # random exponents make random weights of any size
-            for param in model.parameters():
-                local_of(param).clamp_(-0.1, 0.1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        tokens, losses = torch.arange(16).view(2, 8), []
-        for _ in range(2):
-            loss = model(tokens, tokens.roll(-1)).cross_entropy / tokens.numel()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        save_hf_model(model, plan, None, tmp_path / "out", torch.bfloat16, folder)
-        return losses, {
-            entry.fqn: entry.tensor.full_tensor().bfloat16()
-            for entry in plan.entries
-            if entry.info.persistent
-        }
-
-    (losses, trained), _ = run_ranks(2, rank_main)
-    assert losses[1] < losses[0]
-    assert "quantization_config" not in (tmp_path / "out/config.json").read_text()
-    model = load(tmp_path / "out")[0].transformers_model
-    theirs = type(model).from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, trained[key]) and torch.equal(theirs[key], value), key
-
-
-@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
-def test_inspect_counts_weights_and_no_factors(
-    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save("gpt_oss", tmp_path / "gpt_oss")
-    count = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
-    if form == "fp8":
-        write_fp8(folder, (1, 4))
-    else:
-        write_mxfp4(folder)
-    assert inspect([str(folder)]) == 0
-    assert f"gpt_oss, {count / 1e6:,.1f} M parameters, " in capsys.readouterr().out
 
 
 def change_scale(tensors: dict[str, torch.Tensor]) -> None:
