@@ -13,7 +13,7 @@ from quantized_folder import write_fp8
 from safetensors.torch import load_file, save_file
 
 from titanlite.assemble import assemble
-from titanlite.base.errors import ConfigError, VerifyError
+from titanlite.base.errors import VerifyError
 from titanlite.config.parallelism import Degrees
 from titanlite.features.lora.block_formats import BLOCK_FORMATS, decode_blocks, encode_blocks
 from titanlite.materialize.layout import encoding_of, num_values
@@ -236,27 +236,3 @@ def test_what_is_not_finite_in_the_model_is_found_when_it_is_loaded(
             "model.layers.1.mlp.experts.gate_up_proj: NaN or infinite, in 1 of its blocks (nf4)"
             in text
         )
-
-
-@pytest.mark.parametrize(
-    ("degrees", "overrides", "said"),
-    [
-        (
-            Degrees(tp=2),
-            ["--lora.base_dtype=fp8", "--model.overrides.head_dim=32"],
-            "lora.base_dtype = 'fp8' keeps blocks of 128 values, but num_heads * head width (128) "
-            "is not so many for each of tensor_parallel_degree (2) ranks, or a multiple. Lower "
-            "tensor_parallel_degree.",
-        ),
-        (
-            Degrees(),
-            ["--model.implementation=transformers"],
-            'lora.base_dtype = "nf4": Qwen3MoeForCausalLM is transformers\' implementation, whose '
-            "layers multiply with plain weights here. Leave it out, or use a native family.",
-        ),
-    ],
-)
-def test_what_cannot_be_kept_in_blocks_is_refused(checked, base_of, degrees, overrides, said):
-    with pytest.raises(ConfigError) as error:
-        checked(degrees, *settings(base_of("qwen3_moe"), "qwen3_moe", "nf4"), *overrides)
-    assert said in str(error.value)

@@ -33,7 +33,7 @@ import titanlite.rank
 from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
-from titanlite.checkpoint import commit, hf_model, train_state
+from titanlite.checkpoint import commit, train_state
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
@@ -690,15 +690,6 @@ def flip_bit(path: Path, offset: int = -5) -> None:
     path.write_bytes(data)
 
 
-def test_each_damaged_checkpoint_is_told_once(start_all, saved):
-    folder = saved("run")
-    (folder / "step-2" / MODEL).unlink()
-    flip_bit(folder / "step-1" / OPTIMIZER)
-    warnings = start_all([])[0].warnings
-    told = [step for text in warnings for step in (1, 2) if f"step-{step} is passed over" in text]
-    assert told == [2, 1]
-
-
 def test_damaged_byte_is_found_by_its_checksum(start_all, saved):
     folder = saved("run")
     flip_bit(folder / "step-2" / OPTIMIZER)
@@ -730,57 +721,6 @@ def test_checkpoint_with_a_missing_file_is_passed_over(start_all, saved, gone):
     (warning,) = loaded.warnings
     assert f"{folder / 'step-2'} is passed over" in warning and Path(gone).name in warning
     assert folder_digests(folder) == before
-
-
-@pytest.mark.parametrize(
-    ("step", "words"),
-    [
-        (7, ["checkpoint.load_step", "has no step-7", "Complete checkpoints there: 1, 2"]),
-        (1, ["checkpoint.load_step = 1", "holds step-2", "Move the later checkpoints away"]),
-    ],
-)
-def test_step_that_cannot_be_loaded_is_refused(start_all, saved, step, words):
-    folder = saved("run")
-    before = folder_digests(folder)
-    loaded = start_all([f"--checkpoint.load_step={step}"])[0]
-    assert loaded.step == -1 and all(word in loaded.error for word in words), loaded.error
-    assert folder_digests(folder) == before
-
-
-def after_reading_headers(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
-    """Let rank 0 do `action()` as soon as it knows the headers of the model and of the states."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def reading(*args: Any) -> Any:
-            stored = original(*args)
-            action()
-            return stored
-
-        return reading
-
-    for module, name in ((hf_model, "read_model_headers"), (train_state, "read_headers")):
-        monkeypatch.setattr(module, name, wrap(getattr(module, name)))
-
-
-@pytest.mark.parametrize(("name", "fault"), [(MODEL, "is cut off"), (OPTIMIZER, "vanishes")])
-def test_file_that_changes_between_header_and_read_is_an_error(
-    start_all, saved, monkeypatch, name, fault
-):
-    folder = saved("run")
-    path = folder / "step-2" / name
-    calls: list[None] = []
-
-    def sabotage() -> None:
-        calls.append(None)
-        if len(calls) == (1 if name == MODEL else 2):
-            path.unlink() if fault == "vanishes" else os.truncate(path, path.stat().st_size - 8)
-
-    after_reading_headers(monkeypatch, sabotage)
-    before = folder_digests(folder / "step-1")
-    error = start_all([])[0].error
-    assert str(path) in error, error
-    assert ("No such file" if fault == "vanishes" else "bytes") in error
-    assert folder_digests(folder / "step-1") == before and hidden(folder) == []
 
 
 def test_file_cut_off_while_one_rank_reads_is_an_error_on_all(start_all, saved):

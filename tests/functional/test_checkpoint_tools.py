@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -15,14 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from files import at_most, file_digest
 from quantized_folder import write_fp8
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from titanlite import __main__, __version__
+from titanlite import __main__
 from titanlite.assemble import assemble
-from titanlite.checkpoint import commit, writer
+from titanlite.checkpoint import writer
 from titanlite.config import load_config
 from titanlite.features.tools import export as export_checkpoint
 from titanlite.features.tools import models as inspect_checkpoint
@@ -142,10 +140,6 @@ def load_files(*files: Path) -> dict[str, torch.Tensor]:
     return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
 
-def total_bytes(*files: Path) -> int:
-    return sum(tensor.nbytes for tensor in load_files(*files).values())
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
@@ -157,24 +151,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 def edit_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def test_report_names_model_training_and_manifest(command, step):
-    done = command("inspect", step)
-    count, size = (
-        AutoModelForCausalLM.from_pretrained(step).num_parameters(),
-        total_bytes(step / MODEL),
-    )
-    for line in (
-        f"  model      qwen3_moe, {count / 1e6:.1f} M parameters, BF16, {size} B in 1 file",
-        f"  training   step 2, 16 samples, 2 ranks, titanlite {__version__}, torch "
-        f"{torch.__version__}",
-        f"  data       {json.loads((step / STATE).read_text())['data']}",
-        "  manifest   whole (sizes match)",
-    ):
-        assert f"\n{line}" in done.out
-    assert (done.code, done.err) == (0, "")
-    assert "whole (sizes and checksums match)" in command("inspect", step, "--checksums").out
 
 
 @pytest.mark.parametrize("block", [0, 2], ids=["tied", "tied FP8"])
@@ -215,28 +191,6 @@ def test_rows_cover_every_tensor(command, step, hf_model, saved_by):
     assert len(every) == len(expected) and "down_proj" not in command("inspect", folder).out
 
 
-@pytest.mark.parametrize(
-    "names", [["a.*.w", "a.1.w"], [f"a.{'1' * 5000}"], ["\x1b.0\n"]], ids=["*", "digits", "ESC"]
-)
-def test_any_name_can_be_shown(command, tmp_path, names):
-    save_file({name: torch.zeros(2) for name in names}, tmp_path / MODEL)  # allows every text
-    done = command("inspect", tmp_path, "--all")
-    assert (done.code, done.err) == (0, "") and "\x1b" not in done.out
-    assert len(done.table("tensor")) == len(names)
-
-
-@pytest.mark.parametrize("name", [MODEL, SIDECAR, STATE])
-def test_a_file_that_is_missing_or_cut_off_is_named(command, step, tmp_path, name):
-    copy = shutil.copytree(step, tmp_path / "copy")
-    data = (copy / name).read_bytes()
-    (copy / name).unlink()
-    done = command("inspect", copy)
-    assert done.code in ((1, 2) if name == MODEL else (1,)) and name in done.out + done.err
-    (copy / name).write_bytes(data[: len(data) // 2])
-    done = command("inspect", copy)
-    assert done.code == 1 and name in done.out + done.err
-
-
 def test_a_flipped_bit_is_found_by_checksums(command, step, tmp_path):
     copy = shutil.copytree(step, tmp_path / "copy")
     data = (copy / SIDECAR).read_bytes()
@@ -247,25 +201,6 @@ def test_a_flipped_bit_is_found_by_checksums(command, step, tmp_path):
         line.split(":")[0].strip() for line in done.out.splitlines() if "checksum differs" in line
     ]
     assert (done.code, named) == (1, [SIDECAR])
-
-
-def test_a_manifest_of_other_things_is_refused(command, step, tmp_path):
-    copy, name = shutil.copytree(step, tmp_path / "copy"), "../" * 30 + "dev/zero"
-    (copy / commit.MANIFEST_FILE).write_text(
-        json.dumps({"format": 1, "files": {name: {"bytes": 0, "adler32": "0"}}})
-    )
-    with at_most(30):  # that device never ends
-        command("inspect", copy, "--checksums").assert_refused("it is a device, not a regular file")
-
-
-def test_what_is_no_model_is_one_line(command, tmp_path):
-    folder = tmp_path / "model"
-    command("inspect", folder).assert_refused(str(folder), "is no folder")
-    folder.mkdir()
-    os.mkfifo(folder / "pytorch_model.bin")  # opening it would hang
-    command("inspect", folder).assert_refused("pytorch_model.bin", "never")
-    (folder / MODEL).write_bytes((1 << 62).to_bytes(8, "little"))
-    command("inspect", folder).assert_refused(str(folder / MODEL), "cut off")
 
 
 def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -359,17 +294,6 @@ def test_an_export_of_a_run_has_its_weights_and_no_state(command, step, tmp_path
     assert len(AutoTokenizer.from_pretrained(out)) == 310 and load_strictly(out)
 
 
-def test_block_scaled_fp8_is_dequantized(command, hf_model, tmp_path):
-    dtype = torch.bfloat16
-    source = shutil.copytree(hf_model(), tmp_path / "source")
-    expected = {key: tensor.to(dtype) for key, tensor in write_fp8(source, (24, 24)).items()}
-    assert command("export", source, tmp_path / "out", "--dtype", NAMES[dtype]).code == 0
-    assert_same(load_file(tmp_path / "out" / MODEL), expected)
-    assert "quantization_config" not in (
-        tmp_path / "out/config.json"
-    ).read_text() and load_strictly(tmp_path / "out")
-
-
 def test_everything_but_other_weights_is_copied(command, hf_model, tmp_path):
     source = shutil.copytree(hf_model(), tmp_path / "source")
     others = {"pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "optimizer.pt"}
@@ -435,19 +359,3 @@ def test_what_cannot_be_written_leaves_nothing(command, hf_model, tmp_path, monk
     )
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
     command("export", hf_model(), tmp_path / ("x" * 300)).assert_refused("xxx")
-
-
-def test_both_in_processes_of_their_own(run_process, step, tmp_path):
-    titanlite, out = [sys.executable, "-m", "titanlite"], tmp_path / "out"
-    done = run_process([*titanlite, "inspect", str(step)], 60)
-    assert (done.returncode, done.stderr) == (
-        0,
-        "",
-    ) and "  manifest   whole (sizes match)\n" in done.stdout
-    done = run_process([*titanlite, "export", str(step), str(out)], 60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (
-        "kept in titanlite/expert_bias.safetensors" in done.stdout
-        and "from_pretrained loads it" in done.stdout
-    )
-    assert file_digest(out / MODEL) == file_digest(step / MODEL)

@@ -248,29 +248,6 @@ def test_resumed_run_has_the_same_reference(train, meshes, tmp_path):
     assert all(word in text for word in ("rewards/accuracy", "rewards/margin", "loss/validation"))
 
 
-def test_training_prefers_what_was_chosen(run_ranks, checked, meshes):
-    job = checked(
-        meshes["TP2xEP2"],
-        *DPO,
-        f"--training.local_batch_size={ROWS // 2}",
-        "--training.steps=10",
-        "--optimizer.lr=5e-3",
-    )
-
-    def rank_main() -> tuple[list[float], float]:
-        trainer = assemble(job)
-        results = [
-            trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0))
-            for _ in range(8)
-        ]
-        accuracy = list(trainer.parts.stepper.objective.metric_names).index("rewards/accuracy")
-        return [result.loss.item() for result in results], results[-1].metrics[accuracy].item()
-
-    for losses, accuracy in run_ranks(4, rank_main):
-        assert losses[0] == pytest.approx(0.693147, rel=1e-5)
-        assert losses[-1] < 0.5 and accuracy > 0.9
-
-
 def test_stages_of_a_pipeline_have_the_reference_of_one_process(
     run_warm, checked, pretrained, tmp_path
 ):

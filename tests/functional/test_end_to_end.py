@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from cluster import rank_pids, variables_of
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from titanlite.checkpoint.commit import check_folder, list_steps
@@ -102,20 +101,6 @@ def test_metrics_file_has_every_step(run):
     )
 
 
-def test_tensorboard_shows_the_same_numbers(run):
-    _, dump = run
-    events = EventAccumulator(str(dump / "tb"))
-    events.Reload()
-    expected = [point["loss/train"] for point in read_metrics(dump) if "loss/train" in point]
-    # TensorBoard stores float32.
-    assert [event.value for event in events.Scalars("loss/train")] == pytest.approx(
-        expected, rel=1e-6
-    )
-    assert {"grad_norm", "lr", "loss/validation", "throughput/tokens_per_s"} <= set(
-        events.Tags()["scalars"]
-    )
-
-
 def test_resolved_configuration_is_the_one_that_ran(run):
     job = load_config(["--config", str(run[1] / "config.toml")])
     again = load_config(
@@ -158,19 +143,6 @@ def test_run_ends_with_its_checkpoint_and_the_log_has_all_lines(run):
     assert [
         line[20:] for line in (dump / "log.txt").read_text().splitlines() if "step " in line
     ] == [line[9:] for line in done.stdout.splitlines() if "step " in line and line[2] == ":"]
-
-
-def test_run_leaves_nothing_else_behind(run):
-    _, dump = run
-    logs = ["environment.json", "events.jsonl", "log.txt", "metrics.jsonl"]
-    assert sorted(path.name for path in dump.iterdir()) == [
-        ".run.lock",
-        "checkpoint",
-        "config.toml",
-        *logs,
-        "tb",
-    ]
-    assert [path.name for path in (dump / "checkpoint").iterdir()] == [f"step-{STEPS}"]
 
 
 def finishing(number: signal.Signals) -> str:

@@ -207,14 +207,6 @@ def test_early_stopping_ends_the_run_and_a_resume_does_not_go_on(train, tmp_path
     )
 
 
-def test_patience_is_counted_across_a_resume(train):
-    losses = [3.0, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]
-    arguments = [*VALIDATION, "--validation.early_stopping_patience=3"]
-    folder = train(Degrees(), *arguments, "--training.steps=3", losses=losses)
-    train(Degrees(), *arguments, "--training.steps=9", losses=losses)
-    assert points(folder, "loss/validation").keys() == {0, 1, 2, 3, 4, 5}
-
-
 # --- the best checkpoint
 
 
@@ -247,27 +239,6 @@ def test_the_best_checkpoint_stays_beside_the_latest(train, mode):
     )
 
 
-def test_the_best_by_score(train, monkeypatch):
-    calls: list[None] = []
-
-    def score(prediction: str, reference: str) -> float:
-        calls.append(None)
-        return [0.9, 0.1, 0.5, 0.2, 0.5][(len(calls) - 1) // len(PROMPTS)]
-
-    monkeypatch.setattr(
-        titanlite.features.generate.evaluate, "get_scorer", lambda name: ("made_up", score)
-    )
-    arguments = [
-        *EVALUATION,
-        "--evaluation.freq=1",
-        "--checkpoint.save_best=evaluation",
-        "--checkpoint.keep_latest_k=1",
-    ]
-    folder = train(Degrees(), *arguments, patched=True)
-    assert points(folder, "eval/made_up") == pytest.approx({0: 0.9, 1: 0.1, 2: 0.5, 3: 0.2, 4: 0.5})
-    assert list_steps(folder / "checkpoint") == [2, 4] and read_best(folder / "checkpoint") == 2
-
-
 # --- the upload
 
 
@@ -294,38 +265,6 @@ def test_upload_of_the_final_or_the_best_model(run_ranks, checked, monkeypatch, 
 
 
 # --- what is refused
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (
-            ["--validation.early_stopping_patience=2"],
-            "validation.early_stopping_patience has no effect without validation.enable.",
-        ),
-        (
-            ["--checkpoint.save_best=evaluation"],
-            'checkpoint.save_best = "evaluation" needs evaluations.',
-        ),
-        (
-            [*VALIDATION, "--checkpoint.save_best=validation", "--checkpoint.enable=false"],
-            "checkpoint.save_best has no effect without checkpoint.enable = true.",
-        ),
-        (
-            ["--checkpoint.push_to_hub=model"],
-            'checkpoint.push_to_hub = "model" is no name of a repository.',
-        ),
-        (["--evaluation.scorer=bleu"], 'evaluation.scorer = "bleu" is not one of'),
-        (
-            ["--evaluation.enable=true", "--evaluation.freq=0"],
-            "evaluation.freq = 0 is out of range",
-        ),
-    ],
-)
-def test_settings_that_would_be_ignored_are_refused(checked, overrides, words):
-    with pytest.raises(ConfigError) as raised:
-        checked(Degrees(), *overrides)
-    assert words in str(raised.value)
 
 
 def test_scorers():

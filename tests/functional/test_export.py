@@ -229,15 +229,3 @@ def test_expert_bias_without_a_key_is_kept_in_a_file_beside(checked, meshes, sav
     for key, tensor in expected.items():
         assert sidecar[key].dtype == torch.float32 and tensor.abs().max() > 0
         assert torch.equal(sidecar[key], tensor)
-
-
-def test_saving_again_replaces_the_whole_folder(checked, meshes, save):
-    folder = save(checked(meshes["FSDP4"]))
-    (folder / "stale.txt").write_text("of an older run")
-    job = checked(meshes["FSDP4"], *LLAMA)
-    assert save(job) == folder
-    assert (
-        not (folder / "stale.txt").exists()
-        and not (folder / "titanlite/expert_bias.safetensors").exists()
-    )
-    assert_same_tensors(load(folder), build(job, shard=False)[1])

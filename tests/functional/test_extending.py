@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import titanlite
 from titanlite.assemble import build_data
 from titanlite.base.errors import ConfigError
-from titanlite.base.extension import load_extension
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_headers
 from titanlite.config import JobConfig, load_config
@@ -36,7 +35,6 @@ from titanlite.features.api import make_config
 from titanlite.features.custom import build_custom_objective, build_custom_optimizer
 from titanlite.features.sft.rows import open_rows
 from titanlite.models.families import any_model_config_from_hf, families, resolve_model_config
-from titanlite.preflight import check
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 BLOCKS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE.read_text(), flags=re.S))
@@ -274,76 +272,8 @@ def test_runs_in_one_process_leave_its_hooks(config_file: Path, tmp_path: Path):
     assert process.exitcode == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "import nothing_here",
-            "ModuleNotFoundError: No module named 'nothing_here'.*line 1: import nothing_here. In",
-        ),
-        (
-            "x = 1\nx.y",
-            "AttributeError: 'int' object has no attribute 'y'.*line 2: x.y. Correct it there",
-        ),
-        ("import sys\nsys.exit(3)", "SystemExit: 3.*line 2: sys.exit"),
-        (
-            "import my_losses_gone.part",
-            "No module named 'my_losses_gone'.*line 1: import my_losses_gone.part. Install",
-        ),
-    ],
-)
-def test_a_module_that_is_there_and_fails_is_not_called_missing(
-    modules: Path, text: str, message: str
-):
-    (modules / "failing.py").write_text(text + "\n")
-    for name in ("failing:f", "inside.failing:f"):
-        (modules / "inside").mkdir(exist_ok=True)
-        (modules / "inside" / "failing.py").write_text(text + "\n")
-        with pytest.raises(ConfigError, match=message) as error:
-            load_extension("training.objective", name)
-        assert "failing.py, line" in str(error.value) and "must lie" not in str(error.value)
-    for gone in ("gone:f", "gone.part:f", "inside.gone:f"):
-        with pytest.raises(ConfigError, match="must lie in the folder"):
-            load_extension("training.objective", gone)
-
-
-def test_a_file_that_cannot_be_read_is_the_only_problem(tmp_path: Path):
-    (tmp_path / "broken.toml").write_text("[model")
-    for name, problem in (("broken", "not valid TOML"), ("gone", "no such file")):
-        with pytest.raises(ConfigError, match=problem) as error:
-            make_config(tmp_path / f"{name}.toml")
-        assert "problems:" not in str(error.value)
-
-
 def load_config_of(*overrides: str) -> JobConfig:
     return make_config({"data": {"dataset": "stdlib"}}, overrides)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("--training.objective=my_loses:smoothed", "cannot import my_loses: ModuleNotFoundError"),
-        ("--training.objective=my_losses:smothed", "has no 'smothed'. Did you mean 'smoothed'?"),
-        ("--training.objective=my_losses:F", "it is module, not a function"),
-        (
-            "--training.objective=my_rows:convert",
-            r"called as convert\(logits, labels\) or .*, but it is convert\(row\)",
-        ),
-        (
-            "--optimizer.name=my_optimizers:SignSGD",
-            r"it is called as SignSGD\(named_parameters, section\)",
-        ),
-        ("--metrics.function=my_losses:smoothed", r"it is called as smoothed\(point\)"),
-        (
-            "--evaluation.enable=true --evaluation.scorer=my_rows:convert",
-            r"called as convert\(prediction, reference\)",
-        ),
-        ("--model.name=my_rows:convert", "it is of type function. Name a Family"),
-    ],
-)
-def test_what_cannot_be_called_is_refused_before_anything_is_trained(override: str, message: str):
-    with pytest.raises(ConfigError, match=message):
-        check(load_config_of("--model.name=qwen3", "--model.flavor=debug", *override.split()), 1)
 
 
 BAD = """

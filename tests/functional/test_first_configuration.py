@@ -122,18 +122,3 @@ def test_a_folder_is_of_one_run(train, home: Path) -> None:
     assert "ask for 1 steps, but the checkpoint in outputs/mine is of step 2" in said
     train(text.format("more.jsonl"), "--training.steps=4", "--checkpoint.resume=force")
     assert (home / "outputs/mine/checkpoint/step-4" / STATE_FILE).exists()
-
-
-def test_a_batch_that_is_not_set_is_that_of_the_run(train, home: Path) -> None:
-    """A new run takes a 32nd of 100 sequences."""
-    text, seen = f'{MODEL}[data]\npath = "chats.jsonl"\n', 0
-    apart = "--data.packing=false"
-    for step, (override, batch) in enumerate(
-        [(apart, 3), ("--data.packing=true", 3), ("--training.global_batch_size=2", 2), (apart, 2)],
-        1,
-    ):
-        said = train(text, override, f"--training.steps={step}")
-        state = home / f"outputs/mine/checkpoint/step-{step}" / STATE_FILE
-        seen += batch
-        assert json.loads(state.read_text())["samples"] == seen, said
-        assert resolved(home)["training"]["global_batch_size"] == batch

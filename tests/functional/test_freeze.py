@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from tests.functional.conftest import train_to_the_end
 from titanlite.assemble import assemble, build_model
-from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.optim.optimizer import freeze_parameters
@@ -106,17 +105,3 @@ def test_resume(train, meshes, tmp_path):
     for name in ("model.safetensors", "titanlite/optimizer.safetensors"):
         paths = (whole / "checkpoint/step-2" / name, resumed / "checkpoint/step-2" / name)
         assert file_digest(paths[0]) == file_digest(paths[1]), name
-
-
-def test_pattern_that_matches_nothing_is_one_error_on_all_ranks(run_ranks, checked, meshes):
-    job = checked(meshes["FSDP4"], "--optimizer.freeze=*.gate.weigth")
-
-    def rank_main() -> str:
-        with pytest.raises(ConfigError) as error:
-            assemble(job)
-        return str(error.value)
-
-    assert all(
-        "optimizer.freeze: '*.gate.weigth' matches no parameter" in text
-        for text in run_ranks(4, rank_main)
-    )

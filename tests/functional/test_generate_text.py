@@ -130,12 +130,6 @@ def test_chat(command, folder, expect, tmp_path):
     assert second in done.out and done.out.endswith(f"--- 2: x\n{first}\n")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision(command, folder, dtype):
-    done = command(folder, "--prompt", "def f", "--dtype", dtype, "--max-new-tokens", 3)
-    assert done.code == 0 and done.out.startswith("def f")
-
-
 def test_a_checkpoint_of_a_run_and_its_folder(command, run_ranks, checked):
     from titanlite.config.parallelism import Degrees
 
@@ -168,19 +162,6 @@ def test_several_ranks_print_once_what_one_prints(command, folder, run_process, 
     done = run_process([sys.executable, *launch, *arguments, *options], timeout_s=240)
     assert (done.returncode, done.stdout) == (0, one.out), done.output
     assert done.stderr.count("tokens/s") == 1
-
-
-def _changed(folder: Path, target: Path, **changes: str | None) -> Path:
-    """A copy of the model with other files, or without them; links where nothing changes."""
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).symlink_to(path)
-    for name, text in changes.items():
-        path = target / name.replace("__", ".")
-        path.unlink(missing_ok=True)
-        if text is not None:
-            path.write_text(text)
-    return target
 
 
 BAD_ARGUMENTS: Mapping[str, tuple[list[object], str]] = {
@@ -216,53 +197,3 @@ def test_bad_arguments(command, folder, case):
     done = command(folder, *arguments)
     assert (done.code, done.out) == (2, "") and done.err.startswith("titanlite: error: ")
     assert words in done.err and done.err.count("\n") == 1, done.err
-
-
-def test_bad_models(command, folder, tmp_path):
-    config = json.loads((folder / "config.json").read_text())
-    cases = {
-        tmp_path / "nothing": "nothing is no folder. Give a run's folder (its newest",
-        _changed(
-            folder, tmp_path / "a", tokenizer__json=None
-        ): "has no tokenizer.json. Give a folder that has one",
-        _changed(folder, tmp_path / "b", config__json=None): "config.json does not exist",
-        _changed(
-            folder, tmp_path / "c", config__json=json.dumps(config | {"model_type": "bloom99"})
-        ): "'bloom99'",
-        _changed(
-            folder, tmp_path / "d", model__safetensors=None
-        ): "has neither model.safetensors nor",
-        _changed(folder, tmp_path / "e", model__safetensors="cut"): "model.safetensors",
-        _changed(
-            folder, tmp_path / "f", generation_config__json='{"eos_token_id": "x"}'
-        ): "eos_token_id = 'x'",
-        _changed(
-            folder, tmp_path / "g", config__json=json.dumps(config | {"vocab_size": 20})
-        ): "vocab_size is 20",
-    }
-    for model, words in cases.items():
-        done = command(model, "--prompt", "def return self.", "--max-new-tokens", 2)
-        assert (done.code, done.out) == (2, "") and words in done.err, (model.name, done)
-
-
-@pytest.mark.parametrize(
-    ("content", "chat", "problem"),
-    [
-        (b'{"prompt": "a"}\n{"prompt"\n', False, "line 2: not valid JSON"),
-        (b'{"text": "a"}\n', False, "line 1: has neither prompt (a string) nor messages (a list)."),
-        (b'{"prompt": "\xff"}\n', False, "line 1: not valid JSON ('utf-8' codec"),
-        (b'{"messages": [{"role": "user"}]}\n', False, "Add --chat."),
-        (b'{"messages": [{"role": "tool", "content": "1"}]}\n', True, "a tool cannot begin"),
-    ],
-)
-def test_bad_prompts_are_named(command, folder, tmp_path, content, chat, problem):
-    (tmp_path / "rows.jsonl").write_bytes(content)
-    arguments = [
-        "--prompts-file",
-        tmp_path / "rows.jsonl",
-        *["--chat"] * chat,
-        "--max-new-tokens",
-        2,
-    ]
-    done = command(folder, *arguments)
-    assert (done.code, done.out) == (2, "") and problem in done.err

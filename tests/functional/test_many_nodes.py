@@ -23,11 +23,9 @@ from files import file_digest
 from rank_server import RankServer
 from safetensors.torch import save_file
 
-from tests.saving import save_hf_model
 from titanlite.assemble import assemble
-from titanlite.base.errors import ConfigError, DataError
+from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.commit import check_folder, list_steps
-from titanlite.checkpoint.hf_model import hf_checkpoint
 from titanlite.config import JobConfig
 from titanlite.config.assets import list_model_paths
 from titanlite.config.model import ModelSection
@@ -35,14 +33,12 @@ from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import CheckpointSection
 from titanlite.features.copies import check_same_copies
 from titanlite.launch.rendezvous import find_free_port
-from titanlite.materialize import materialize
 from titanlite.metrics import run_folder
 from titanlite.metrics.run_folder import (
     check_same_settings,
     check_shared_folder,
     waiting_for_machines,
 )
-from titanlite.models.decoder import build_decoder
 
 ROOT = Path(__file__).parents[2]
 # A lost launcher is noticed after 6 s and not after 15; so that tests do not wait, not so that they
@@ -527,51 +523,6 @@ def test_machines_with_other_copies_of_a_model_are_one_error_that_names_them(
             f"{host} (rank 0): {text}. Copy it there again, or put it on a file system that all "
             "machines share."
         )
-
-
-def test_a_run_over_machines_with_other_copies_ends_before_a_tensor_is_read(
-    run_ranks, checked, tmp_path, monkeypatch
-):
-    """Of the same sizes; and each machine reads its own copy, wherever it is."""
-    source = checked(Degrees(dp_shard=4))
-
-    def rank_main() -> tuple[set[str], str]:
-        for name in "abc":
-            model = build_decoder(source.model_config)
-            plan = materialize(model, "cpu", seed=1 if name == "c" else 0)
-            save_hf_model(model, plan, None, tmp_path / name, torch.float32)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-        first = dist.get_rank() < 2
-        config = source.model_config
-        read = hf_checkpoint(tmp_path / ("a" if first else "b"), config).stored
-        path = str(tmp_path / ("a" if first else "c"))
-        job = replace(source.job, checkpoint=replace(source.job.checkpoint, initial_load_path=path))
-        with pytest.raises(ConfigError) as raised:
-            assemble(replace(source, job=job))
-        folders = {
-            str(file.parent)
-            for file in [*read.file_bytes, *(t.file for t in read.tensors.values())]
-        }
-        return folders, str(raised.value)
-
-    for rank, (folders, message) in enumerate(run_ranks(4, rank_main)):
-        assert folders == {str(tmp_path / ("a" if rank < 2 else "b"))}
-        assert message.startswith(
-            f"configuration: checkpoint.initial_load_path: {tmp_path}/c on {socket.gethostname()}"
-        )
-        assert "the data of model.safetensors differs" in message
-
-
-@pytest.mark.parametrize("machine_size", [1, 2])
-def test_what_one_rank_alone_cannot_read_is_raised_on_all(run_ranks, monkeypatch, machine_size):
-    def rank_main() -> str:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(machine_size))
-        with pytest.raises(DataError) as raised, waiting_for_machines():
-            if dist.get_rank() == 1:
-                raise DataError("data: rank 1 cannot read rows.jsonl.")
-        return str(raised.value)
-
-    assert run_ranks(2, rank_main, timeout_s=20) == ["data: rank 1 cannot read rows.jsonl."] * 2
 
 
 def test_machines_wait_for_one_that_prepares_its_data_longer_than_collectives_may_take(

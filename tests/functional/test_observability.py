@@ -182,18 +182,6 @@ def test_a_spike_between_log_steps_leaves_its_value_and_its_step(
     assert points[12]["loss/train"] == pytest.approx((losses[8] + losses[10] + losses[11]) / 3)
 
 
-def test_traces_of_a_resumed_run_have_its_steps(run_ranks, checked, tmp_path):
-    profiling = ("--profiling.enable_profiling=true", "--profiling.profile_freq=2")
-    for steps in (3, 5):
-        job = checked(Degrees(dp_shard=2), f"--training.steps={steps}", *profiling)
-        run_ranks(2, lambda job=job: assemble(job).train())
-    traces = {
-        str(path.relative_to(tmp_path / "run/profile_traces"))
-        for path in tmp_path.glob("run/*/*/rank-*")
-    }
-    assert traces == {f"step-{step}/rank-{rank}.json" for step in (2, 5) for rank in (0, 1)}
-
-
 def test_experts_that_get_no_token_are_warned_of_once(run_ranks, checked, tmp_path):
     """Whatever its input, the router of layer 1 chooses one of two experts: its logits are those of
     opposite rows.

@@ -8,7 +8,6 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from titanlite.checkpoint.ties import untie
 from titanlite.config import TransformersConfig, load_config
 from titanlite.config.model import ModelSection
 from titanlite.materialize import materialize
-from titanlite.metrics.flops import train_flops_per_token
 from titanlite.models.families import resolve_model_config
 from titanlite.preflight import Checked, check
 
@@ -116,14 +114,6 @@ def test_ties_and_values_are_those_of_from_pretrained(
         )
         tied += mine[0] is mine[1]
     assert 0 < tied < 27
-
-
-def test_flops_count_the_head_once_whatever_the_flag_says(cases: dict[str, Any]) -> None:
-    """The flag of a composite configuration need not be that of the class."""
-    model: Any = build_model(replace(cases["qwen3"].config, tie_word_embeddings=False))
-    count = train_flops_per_token(model, 16)
-    model.config = replace(model.config, tie_word_embeddings=True)
-    assert train_flops_per_token(model, 16) == count
 
 
 def warnings_of(job: Checked) -> list[str]:

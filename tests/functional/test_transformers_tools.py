@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_transformers import ALL_MODELS, save_tiny, save_tiny_llava
+from tiny_transformers import ALL_MODELS, save_tiny
 
-from titanlite.__main__ import main
 from titanlite.features.generate.generate import generate
 from titanlite.features.tools.export import export_checkpoint
 from titanlite.features.tools.models import load_model
@@ -142,29 +141,3 @@ def test_a_model_with_a_state_generates_by_full_forwards_and_says_so(
     assert said == [
         "generate: MambaForCausalLM keeps no keys and values: every token costs a full forward"
     ]
-
-
-def test_the_commands_take_a_folder_of_any_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Generate, inspect and export through the command line; here a vision-language model, with a
-    text prompt.
-    """
-    folder = tmp_path / "llava"
-    save_tiny_llava(folder)
-    options = [folder, "--prompt", "what is this", "--max-new-tokens", "4"]
-    assert main(["generate", *map(str, options)]) == 0
-    out, err = capsys.readouterr()
-    assert out.startswith("what is this") and len(out.split()) >= 4
-    assert "1 prompt, 4 new tokens" in err and "keeps no keys" not in err
-    assert main(["inspect", str(folder)]) == 0
-    assert "  model      llava, " in capsys.readouterr().out
-    assert main(["export", str(folder), str(tmp_path / "out"), "--dtype", "float32"]) == 0
-    assert capsys.readouterr().out.endswith(
-        "LlavaForConditionalGeneration.from_pretrained loads it\n"
-    )
-    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
-    assert before.keys() == after.keys()
-    assert {"processor_config.json", "tokenizer.json"} <= {
-        path.name for path in (tmp_path / "out").iterdir()
-    }

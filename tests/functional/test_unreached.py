@@ -150,23 +150,6 @@ def test_a_stage_without_a_gradient_is_found_on_all_ranks(
     assert run_ranks(4, rank_main) == [["idle"]] * 4
 
 
-def test_adapters_are_reached(
-    run_ranks: Callable[..., list[Any]],
-    pretrained: Callable[..., Path],
-    checked: Callable[..., Checked],
-) -> None:
-    """In the first step B is zero, so that the gradient of A is."""
-    base = pretrained("base", 0.1)
-    lora = ["--lora.rank=4", "--lora.alpha=8", "--moe.expert_bias_update_rate=none"]
-    job = checked(
-        Degrees(dp_shard=2),
-        *lora,
-        f"--checkpoint.initial_load_path={base}",
-        "--checkpoint.enable=false",
-    )
-    assert run_ranks(2, unreached_after_a_step, job) == [[], []]
-
-
 def configure(name: str, folder: Path, config_file: Path) -> tuple[Path, dict[str, int]]:
     """Write a tiny config.json of type `name`; return a job's file, and sizes of what transformers
     never reaches.
