@@ -15,14 +15,14 @@ PREFLIGHT_TIMEOUT_S = 20
 LAUNCH_TIMEOUT_S = 90  # takes about 10 s on 2 cores, most of it the import of torch
 
 
-def preflight(run_process, *arguments: str, world_size: int = 4):
+def preflight(run_process, *arguments, world_size=4):
     return run_process(
         [sys.executable, "-m", "titanlite.preflight", "--world-size", str(world_size), *arguments],
         PREFLIGHT_TIMEOUT_S,
     )
 
 
-def assert_one_error(done, *words: str) -> None:
+def assert_one_error(done, *words):
     assert done.returncode == 2, done
     assert done.stdout == ""
     assert done.stderr.count("titanlite: error: ") == 1, done.stderr
@@ -51,7 +51,7 @@ def test_run_train_refuses_before_it_starts_ranks(run_process, config_file):
     assert time.monotonic() - start < PREFLIGHT_TIMEOUT_S
 
 
-def launch(run_process, *arguments: str):
+def launch(run_process, *arguments):
     command = [sys.executable, "-m", "titanlite.launch", "--standalone", "--nproc-per-node=2"]
     return run_process(
         [*command, "-m", "titanlite.rank", *arguments],
@@ -60,7 +60,7 @@ def launch(run_process, *arguments: str):
     )
 
 
-def assert_one_error_of_all_ranks(done, message: str) -> None:
+def assert_one_error_of_all_ranks(done, message):
     assert done.returncode == 2, done.output
     assert done.output.count("titanlite: error: ") == 1, done.output
     assert done.output.count(f"titanlite: error: {message}") == 1, done.output

@@ -3,9 +3,6 @@ of plain weights.
 """
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,10 +47,10 @@ FULL = "--activation_checkpoint.mode=full"
 
 
 @pytest.fixture
-def base_of(pretrained) -> Callable[[str], Path]:
+def base_of(pretrained):
     """`base_of(model_name)`: a pretrained model."""
 
-    def get(model_name: str) -> Path:
+    def get(model_name):
         family, sizes = MODELS[model_name]
         overrides = [f"--model.overrides.{name}={size}" for name, size in sizes.items()]
         return pretrained(model_name, 0.06, f"--model.name={family}", *overrides)
@@ -61,7 +58,7 @@ def base_of(pretrained) -> Callable[[str], Path]:
     return get
 
 
-def settings(folder: Path, model_name: str, form: str, *overrides: str) -> list[str]:
+def settings(folder, model_name, form, *overrides):
     cleared = [
         "--model.flavor=",
         "--model.overrides.vocab_size=none",
@@ -79,7 +76,7 @@ def settings(folder: Path, model_name: str, form: str, *overrides: str) -> list[
 
 
 @pytest.fixture(scope="module")
-def single_runs() -> dict[Any, Any]:
+def single_runs():
     return {}
 
 
@@ -87,7 +84,7 @@ def single_runs() -> dict[Any, Any]:
 def run_alone(warm_run, base_of, single_runs):
     """A run of one process, made once for each choice."""
 
-    def run(model_name: str, form: str, *overrides: str) -> Any:
+    def run(model_name, form, *overrides):
         key = model_name, form, overrides
         if key not in single_runs:
             given = settings(base_of(model_name), model_name, form, *overrides)
@@ -135,7 +132,7 @@ def test_mesh_trains_as_one_process_does(
     assert adapters and all(one.weights[name].any() for name in adapters), "nothing was learned"
 
 
-def rounded_to(form: str, weight: torch.Tensor) -> torch.Tensor:
+def rounded_to(form, weight):
     layout = BLOCK_FORMATS[form]
     return decode_blocks(encode_blocks(weight, layout), layout, weight.shape[-1], torch.float32)
 
@@ -196,7 +193,7 @@ def test_bfloat16_matmuls_and_memory(run_ranks, checked, base_of, meshes):
     )
     job = checked(meshes["TP2xEP2"], *given)
 
-    def rank_main() -> None:
+    def rank_main():
         trainer = assemble(job)
         first = trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0)).loss.item()
         for step in (0, 0, 0):
@@ -226,7 +223,7 @@ def test_what_is_not_finite_in_the_model_is_found_when_it_is_loaded(
     save_file(stored, broken / "model.safetensors", metadata={"format": "pt"})
     job = checked(Degrees(dp_shard=2, ep=2), *settings(broken, "qwen3_moe", "nf4"))
 
-    def rank_main() -> str:
+    def rank_main():
         with pytest.raises(VerifyError) as error:
             assemble(job)
         return str(error.value)

@@ -14,7 +14,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,9 +38,8 @@ from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.materialize.layout import local_of
-from titanlite.preflight import Checked, check
+from titanlite.preflight import check
 from titanlite.train_step import TrainStep
-from titanlite.trainer import Trainer
 
 FSDP2 = Degrees(dp_shard=2)
 # One layer; a batch that 2, 3 and 4 ranks can share.
@@ -56,12 +55,12 @@ MODEL, OPTIMIZER = "model.safetensors", "titanlite/optimizer.safetensors"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _warm() -> None:
+def _warm():
     """Import before the ranks are forked what each of them would import."""
     GenerationConfig.from_model_config(AutoConfig.for_model("qwen3_moe"))
 
 
-def build_trainer(job: Checked) -> Trainer:
+def build_trainer(job):
     """A trainer whose optimizer has states."""
     trainer = assemble(job)
     if trainer.parts.checkpointer.start is None:
@@ -72,7 +71,7 @@ def build_trainer(job: Checked) -> Trainer:
     return trainer
 
 
-def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
+def tensors_of(trainer):
     """This rank's part of everything that a checkpoint has."""
     found = [
         local_of(entry.tensor) for entry in trainer.parts.plan.entries if entry.info.persistent
@@ -85,7 +84,7 @@ def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def save_step(trainer: Trainer, step: int) -> None:
+def save_step(trainer, step):
     """Save a `step` of which every number is `step`, so that a mixture of two steps shows."""
     for tensor in tensors_of(trainer):
         tensor.fill_(step)
@@ -93,12 +92,12 @@ def save_step(trainer: Trainer, step: int) -> None:
     trainer.save()
 
 
-def wrong_values(trainer: Trainer, step: int) -> int:
+def wrong_values(trainer, step):
     """Numbers on this rank that are not those of `step`."""
     return sum(int((tensor != step).sum()) for tensor in tensors_of(trainer))
 
 
-def assert_holds(folder: Path, step: int) -> None:
+def assert_holds(folder, step):
     """The checkpoint in `folder` is complete, its checksums fit, and every byte is what was saved
     at `step`.
     """
@@ -116,7 +115,7 @@ def assert_holds(folder: Path, step: int) -> None:
             )
 
 
-def hidden(folder: Path) -> list[str]:
+def hidden(folder):
     """Temporary names in `folder`."""
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("step-"))
 
@@ -127,7 +126,7 @@ def hidden(folder: Path) -> list[str]:
 class Ranks:
     """Forked gloo ranks that run `function(send)` and can be killed one by one."""
 
-    def __init__(self, world_size: int, function: Callable[[Callable[[Any], None]], None]) -> None:
+    def __init__(self, world_size, function):
         context = multiprocessing.get_context("fork")
         self._rendezvous = Path(tempfile.mkdtemp(prefix="titanlite-ranks-"))
         self.processes, self._pipes = [], []
@@ -139,7 +138,7 @@ class Ranks:
             self.processes.append(process)
             self._pipes.append(receiver)
 
-    def _main(self, rank: int, world_size: int, sender: Any, function: Callable[..., None]) -> None:
+    def _main(self, rank, world_size, sender, function):
         os.environ.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),
@@ -158,7 +157,7 @@ class Ranks:
         except (CheckpointError, RuntimeError) as error:  # a peer was killed
             sender.send(f"{type(error).__name__}: {error}")
 
-    def receive(self, timeout_s: float = 60) -> list[Any]:
+    def receive(self, timeout_s=60):
         """The next message of every rank."""
         messages = []
         for rank, pipe in enumerate(self._pipes):
@@ -166,7 +165,7 @@ class Ranks:
             messages.append(pipe.recv())
         return messages
 
-    def rest(self) -> list[Any]:
+    def rest(self):
         """What rank 0 said since, once it is dead."""
         messages = []
         try:
@@ -176,7 +175,7 @@ class Ranks:
             pass
         return messages
 
-    def end(self) -> None:
+    def end(self):
         """Kill all that are left."""
         for process in self.processes:
             process.kill()
@@ -185,11 +184,11 @@ class Ranks:
         shutil.rmtree(self._rendezvous, ignore_errors=True)
 
 
-def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_down(monkeypatch):
     """Make every part of a save long enough to be hit, above all the moments around a rename."""
 
-    def slow(function: Callable[..., Any], before_s: float, after_s: float) -> Callable[..., Any]:
-        def slowed(*args: Any, **kwargs: Any) -> Any:
+    def slow(function, before_s, after_s):
+        def slowed(*args, **kwargs):
             time.sleep(before_s)
             result = function(*args, **kwargs)
             time.sleep(after_s)
@@ -203,7 +202,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "rename", slow(Path.rename, 0.06, 0.02))
 
 
-def save_forever(job: Checked, send: Callable[[Any], None]) -> None:
+def save_forever(job, send):
     """Resume, say what was found, and save step after step, saying so after each."""
     trainer = build_trainer(job)
     start = trainer.step
@@ -221,7 +220,7 @@ def save_forever(job: Checked, send: Callable[[Any], None]) -> None:
         send(step)
 
 
-def is_late(path: Path) -> bool:
+def is_late(path):
     """True for a hidden folder of a save that is about to be renamed, or of a checkpoint that is
     being removed.
     """
@@ -277,7 +276,7 @@ def test_random_kills_leave_complete_checkpoints(checked, tmp_path, monkeypatch,
         hits += bool(hidden(folder))
 
 
-def wait_until(condition: Callable[[], Any], seconds: float) -> None:
+def wait_until(condition, seconds):
     """Wait for it, at most so long."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -294,7 +293,7 @@ class Point:
     newest: int
     replace: bool = False
 
-    def __str__(self) -> str:
+    def __str__(self):
         where = "after" if self.after else "before"
         return f"{where}-{self.name}-{self.call}-of-{'replacement' if self.replace else 'save'}"
 
@@ -321,11 +320,11 @@ def test_a_kill_around_each_rename_leaves_a_checkpoint_to_resume(
         FSDP2, *SMALL, "--checkpoint.keep_latest_k=2", "--checkpoint.verify_checksums=true"
     )
 
-    def killed(send: Callable[[Any], None]) -> None:
+    def killed(send):
         trainer = build_trainer(job)
         send(trainer.step)
         dist.barrier()
-        owner: Any = Path if point.name == "rename" else os
+        owner = Path if point.name == "rename" else os
         if dist.get_rank() == 0:
             _kill_at(owner, point)
         if point.replace:
@@ -343,7 +342,7 @@ def test_a_kill_around_each_rename_leaves_a_checkpoint_to_resume(
         "the kill was in the middle"
     )
 
-    def resumed(send: Callable[[Any], None]) -> None:
+    def resumed(send):
         trainer = build_trainer(job)
         send((trainer.step, wrong_values(trainer, trainer.step), hidden(folder)))
         save_step(trainer, trainer.step + 1)
@@ -361,11 +360,11 @@ def test_a_kill_around_each_rename_leaves_a_checkpoint_to_resume(
         assert_holds(step_folder(folder, step), step)
 
 
-def _kill_at(owner: Any, point: Point) -> None:
+def _kill_at(owner, point):
     """Let this process end itself at `point`."""
     original, calls = getattr(owner, point.name), []
 
-    def deadly(*args: Any, **kwargs: Any) -> Any:
+    def deadly(*args, **kwargs):
         calls.append(args)
         if len(calls) == point.call and not point.after:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -381,13 +380,13 @@ def _kill_at(owner: Any, point: Point) -> None:
 
 
 @pytest.fixture(scope="module")
-def template(run_ranks, config_file, tmp_path_factory) -> Path:
+def template(run_ranks, config_file, tmp_path_factory):
     """A folder with the checkpoints of steps 1 and 2."""
     dump = tmp_path_factory.mktemp("template")
     arguments = ["--config", str(config_file), f"--job.dump_folder={dump}", *SMALL]
     job = check(load_config([*arguments, "--parallelism.data_parallel_shard_degree=2"]), 2)
 
-    def rank_main() -> None:
+    def rank_main():
         trainer = build_trainer(job)
         save_step(trainer, 1)
         save_step(trainer, 2)
@@ -398,26 +397,21 @@ def template(run_ranks, config_file, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def saved(template: Path, tmp_path: Path) -> Callable[[str], Path]:
+def saved(template, tmp_path):
     """`saved(dump)` -> the folder `tmp_path / dump / checkpoint` with the checkpoints of steps 1
     and 2.
     """
     return lambda dump: Path(shutil.copytree(template, tmp_path / dump / "checkpoint"))
 
 
-Sabotage = Callable[[], Any]
-
-
 @contextmanager
-def broken(
-    rank: int, owner: Any, name: str, number: int, first_call: int = 1, last_call: float = math.inf
-) -> Any:
+def broken(rank, owner, name, number, first_call=1, last_call=math.inf):
     """On `rank`, let `owner.name` raise `OSError(number)`, from its first to its last of these
     calls.
     """
     original, calls = getattr(owner, name), []
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
+    def failing(*args, **kwargs):
         calls.append(args)
         if first_call <= len(calls) <= last_call:
             raise OSError(number, os.strerror(number))
@@ -430,7 +424,7 @@ def broken(
 
 
 @contextmanager
-def file_limit(rank: int, nbytes: int) -> Any:
+def file_limit(rank, nbytes):
     """On `rank`, let the kernel refuse to make files longer, as a full disk or a quota does."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -467,7 +461,7 @@ FAILING_SAVES: Mapping[str, tuple[Callable[[], Any], str, int]] = {
 }
 
 
-def failing_save(trainer: Trainer, step: int, how: str) -> tuple[str, str]:
+def failing_save(trainer, step, how):
     """Save `step`, and with 'async' come to its error by the method `how`: (type of the error, its
     text).
     """
@@ -495,7 +489,7 @@ def test_failed_save_is_one_error_on_all_ranks(run_ranks, checked, saved, mode):
     before = folder_digests(folder)
     hows = ["now"] if mode == "disabled" else ["agree", "save", "wait"]
 
-    def rank_main() -> list[Any]:
+    def rank_main():
         trainer = build_trainer(job)
         outcomes = []
         for i, (sabotage, _, _) in enumerate(FAILING_SAVES.values()):
@@ -553,7 +547,7 @@ def test_failed_background_save_ends_all_ranks_at_one_step(run_ranks, checked, s
     )
     before = folder_digests(folder)
 
-    def rank_main() -> tuple[int, str]:
+    def rank_main():
         trainer = build_trainer(job)
         with broken(1, os, "pwritev", errno.ENOSPC, 3), pytest.raises(CheckpointError) as raised:
             trainer.train()
@@ -573,20 +567,20 @@ def test_background_save_is_finished_when_training_fails(
     arguments += ["--parallelism.data_parallel_shard_degree=2", "--checkpoint.async_mode=async"]
     pwritev, step = os.pwritev, TrainStep.train_step
 
-    def broken(self: TrainStep, *args: Any) -> Any:
+    def broken(self, *args):
         if self.step == 1:
             local_of(next(self.model.parameters())).data.fill_(math.nan)
         return step(self, *args)
 
     monkeypatch.setattr(TrainStep, "train_step", broken)
 
-    def slow(*args: Any) -> int:
+    def slow(*args):
         time.sleep(0.1)
         return pwritev(*args)
 
     monkeypatch.setattr(os, "pwritev", slow)
 
-    def train(send: Callable[[Any], None]) -> None:
+    def train(send):
         send(titanlite.rank.main(arguments))
 
     ranks = Ranks(2, train)
@@ -608,7 +602,7 @@ def test_removal_that_fails_is_the_same_on_all_ranks(run_ranks, checked, saved, 
     folder = saved("run")
     job = checked(FSDP2, *SMALL, f"--checkpoint.async_mode={mode}", "--checkpoint.keep_latest_k=1")
 
-    def rank_main() -> tuple[str, str]:
+    def rank_main():
         trainer = build_trainer(job)
         with broken(0, Path, "rename", errno.EACCES, 2):  # the first makes step-3 appear
             return failing_save(trainer, 3, "wait" if mode == "async" else "now")
@@ -636,9 +630,9 @@ class Loaded:
     elapsed_s: float
 
 
-def start(job: Checked) -> Loaded:
+def start(job):
     """Build a trainer as a new run does."""
-    warnings: list[str] = []
+    warnings = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
@@ -660,15 +654,15 @@ def start(job: Checked) -> Loaded:
 
 
 @pytest.fixture
-def start_all(run_ranks, checked) -> Callable[..., list[Loaded]]:
+def start_all(run_ranks, checked):
     """`start_all(overrides, sabotage)` -> what each of 2 ranks found; `sabotage()` runs on each
     before.
     """
 
-    def run(overrides: Sequence[str], sabotage: Sabotage = lambda: None) -> list[Loaded]:
+    def run(overrides, sabotage=lambda: None):
         job = checked(FSDP2, *SMALL, *overrides)
 
-        def rank_main() -> Loaded:
+        def rank_main():
             sabotage()
             return start(job)
 
@@ -684,7 +678,7 @@ def start_all(run_ranks, checked) -> Callable[..., list[Loaded]]:
     return run
 
 
-def flip_bit(path: Path, offset: int = -5) -> None:
+def flip_bit(path, offset=-5):
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
@@ -726,10 +720,10 @@ def test_checkpoint_with_a_missing_file_is_passed_over(start_all, saved, gone):
 def test_file_cut_off_while_one_rank_reads_is_an_error_on_all(start_all, saved):
     path = saved("run") / "step-2" / MODEL
 
-    def sabotage() -> None:
+    def sabotage():
         original = os.preadv
 
-        def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        def preadv(descriptor, buffers, offset):
             os.truncate(path, 100)
             return original(descriptor, buffers, offset)
 
@@ -754,7 +748,7 @@ def test_retention_keeps_the_latest_and_every_nth(run_ranks, checked, tmp_path, 
         "--checkpoint.keep_every_n_steps=3",
     )
 
-    def rank_main() -> list[list[int]]:
+    def rank_main():
         trainer = build_trainer(job)
         there = []
         for step in range(1, saves + 1):
@@ -785,7 +779,7 @@ def test_damaged_later_checkpoint_does_not_count_as_one_to_keep(run_ranks, check
         FSDP2, *SMALL, "--checkpoint.keep_latest_k=1", "--checkpoint.verify_checksums=true"
     )
 
-    def rank_main() -> tuple[int, int]:
+    def rank_main():
         trainer = build_trainer(job)
         resumed = trainer.step
         save_step(trainer, resumed + 1)

@@ -2,8 +2,6 @@
 
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +17,9 @@ from titanlite.base.errors import PlanError
 from titanlite.checkpoint.hf_model import hf_checkpoint
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
-from titanlite.materialize import Init, Plan, materialize
-from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.materialize import Init, materialize
+from titanlite.models.decoder import build_decoder
 from titanlite.models.families import family_of
-from titanlite.preflight import Checked
 
 FAMILIES = {
     "qwen3 tied": ["--model.name=qwen3"],
@@ -51,9 +48,7 @@ LADDER = [
 ]
 
 
-def save_transformers_model(
-    job: Checked, folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any
-) -> Any:
+def save_transformers_model(job, folder, dtype=torch.bfloat16, **options):
     """A transformers model with random weights of every tensor, saved by transformers itself."""
     config = AutoConfig.for_model(
         job.model_config.family, **family_of(job.model_config).to_hf(job.model_config)
@@ -68,18 +63,18 @@ def save_transformers_model(
     return model
 
 
-def build(job: Checked, dtype: torch.dtype = torch.float32) -> Decoder:
+def build(job, dtype=torch.float32):
     model = build_decoder(job.model_config, dtype)
     shard(model, job.job, ParallelDims.build(job.degrees, "cpu"), "cpu")
     return model
 
 
-def load(job: Checked, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Decoder, Plan]:
+def load(job, folder, dtype=torch.float32):
     model = build(job, dtype)
     return model, materialize(model, "cpu", [hf_checkpoint(folder, job.model_config)])
 
 
-def _meshes_of(family: list[str], meshes: Any) -> dict[str, Degrees]:
+def _meshes_of(family, meshes):
     all_meshes = {"1": Degrees(), **meshes}
     is_moe = not {f"--model.name={name}" for name in ("qwen2", "qwen3", "llama")} & {*family}
     return {name: all_meshes[name] for name in LADDER if is_moe or all_meshes[name].ep == 1}
@@ -101,7 +96,7 @@ def test_round_trip_is_bit_identical_on_every_mesh(run_ranks, checked, meshes, t
         name: checked(of, *overrides) for name, of in _meshes_of(overrides, meshes).items()
     }
 
-    def rank_main(names: list[str]) -> dict[str, int]:
+    def rank_main(names):
         drawn = {}
         for name in names:
             model, plan = load(jobs[name], source, dtype)
@@ -138,7 +133,7 @@ def test_round_trip_is_bit_identical_on_every_mesh(run_ranks, checked, meshes, t
         assert all(same), f"{name}: other files than on one process"
 
 
-def _stored_keys(folder: Path) -> set[str]:
+def _stored_keys(folder):
     return set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"])
 
 
@@ -158,7 +153,7 @@ def test_uneven_shards_and_casts(
     theirs = save_transformers_model(checked(Degrees(), *overrides), tmp_path / "hf").state_dict()
     job = checked(meshes[mesh], *overrides)
 
-    def rank_main() -> None:
+    def rank_main():
         for dtype in dtypes:
             ours = gather_full(load(job, tmp_path / "hf", dtype)[0])
             for name, expected in theirs.items():
@@ -180,10 +175,10 @@ def test_every_byte_is_read_once_in_the_job(run_ranks, checked, meshes, tmp_path
     size = (tmp_path / "hf/model.safetensors").stat().st_size
     job = checked(meshes[mesh], four_layers)
 
-    def rank_main() -> int:
+    def rank_main():
         count, preadv = [0], os.preadv
 
-        def counting(*args: Any) -> int:
+        def counting(*args):
             done = preadv(*args)
             count[0] += done
             return done
@@ -208,7 +203,7 @@ WIDE_TIED = [
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide(tmp_path_factory):
     return tmp_path_factory.mktemp("wide")
 
 
@@ -235,14 +230,14 @@ def test_no_rank_ever_holds_more_than_its_shards(
         save_transformers_model(job, folder)
     whole = (folder / "model.safetensors").stat().st_size // 2 * dtype.itemsize  # of bfloat16
 
-    def rank_main() -> tuple[int, int]:
+    def rank_main():
         import threading
 
         sharded = build(job, dtype)
         dist.barrier()
         peak, stop = [0], threading.Event()
 
-        def watch() -> None:
+        def watch():
             while not stop.is_set():
                 peak[0] = max(peak[0], anonymous_bytes())
                 stop.wait(0.002)
@@ -278,7 +273,7 @@ def test_block_scaled_fp8_is_dequantized_on_the_way_in(
     save_transformers_model(job, tmp_path / "hf")
     expected = write_fp8(tmp_path / "hf", (16, 16))
 
-    def rank_main() -> None:
+    def rank_main():
         model, plan = load(job, tmp_path / "hf")
         save_hf_model(model, plan, None, tmp_path / "out", torch.float32)
 
@@ -292,8 +287,8 @@ def test_block_scaled_fp8_is_dequantized_on_the_way_in(
 # --- what does not fit
 
 
-def _refusal(run_ranks, job: Checked, folder: Path, error: type[Exception]) -> str:
-    def rank_main() -> str:
+def _refusal(run_ranks, job, folder, error):
+    def rank_main():
         model = build(job)
         with pytest.raises(error) as raised:
             materialize(model, "cpu", [hf_checkpoint(folder, job.model_config)])
@@ -343,7 +338,7 @@ def test_settings_of_the_original_model_survive(run_ranks, checked, tmp_path):
         '{"temperature": 0.6, "top_k": 20, "do_sample": true}'
     )
 
-    def rank_main() -> None:
+    def rank_main():
         tokenizer, _ = build_data(job.job, 0, 1)
         tokenizer.chat_template = "{{ messages[0].content }}"
         model, plan = load(job, tmp_path / "hf")
@@ -381,7 +376,7 @@ def test_a_tied_model_is_loaded_from_either_name(run_ranks, checked, meshes, gat
         (tmp_path / name).mkdir()
         save_file(changed, tmp_path / name / "model.safetensors")
 
-        def rank_main(folder: Path = tmp_path / name) -> None:
+        def rank_main(folder=tmp_path / name):
             model, _ = load(job, folder, torch.bfloat16)
             assert model.lm_head.weight is model.model.embed_tokens.weight
             assert torch.equal(gather_full(model)["lm_head.weight"], expected)

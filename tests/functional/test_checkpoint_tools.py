@@ -6,10 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -48,7 +46,7 @@ class Done(NamedTuple):
     out: str
     err: str
 
-    def table(self, first: str) -> list[dict[str, str]]:
+    def table(self, first):
         """The table whose first column is called `first`, row by row."""
         lines = [re.split(" {2,}", line.strip()) for line in self.out.splitlines()]
         start = next(i for i, cells in enumerate(lines) if cells[0] == first and len(cells) > 1)
@@ -57,7 +55,7 @@ class Done(NamedTuple):
         )
         return [dict(zip(lines[start], cells, strict=True)) for cells in lines[start + 1 : end]]
 
-    def assert_refused(self, *words: str, lines: int = 1) -> None:
+    def assert_refused(self, *words, lines=1):
         """Exit code 2 after one error of `lines` lines with all `words`; a traceback would be
         more.
         """
@@ -66,9 +64,7 @@ class Done(NamedTuple):
 
 
 @pytest.fixture
-def command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Done]:
+def command(capsys, monkeypatch):
     """`python -m titanlite` in this process; sizes to the byte, copies in pieces of 1000 elements,
     cut anywhere.
     """
@@ -77,7 +73,7 @@ def command(
     # would keep this test's standard output
     monkeypatch.setattr(export_checkpoint, "setup_logger", lambda: None)
 
-    def run(*argv: object) -> Done:
+    def run(*argv):
         capsys.readouterr()
         code = __main__.main(list(map(str, argv)))
         assert not dist.is_initialized(), (
@@ -89,9 +85,7 @@ def command(
 
 
 @pytest.fixture(scope="module")
-def step(
-    run_ranks: Callable[..., list[Any]], config_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def step(run_ranks, config_file, tmp_path_factory):
     """A checkpoint after 2 steps of 2 ranks: bfloat16, float32 masters, and biases that Qwen3-MoE
     has no key for.
     """
@@ -113,13 +107,13 @@ def step(
 
 
 @pytest.fixture(scope="module")
-def hf_model(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def hf_model(config_file, tmp_path_factory):
     """`hf_model(*overrides)` -> folder of a float32 model of random tensors, saved by transformers,
     made once.
     """
 
     @cache
-    def save(*overrides: str, max_shard_size: str = "1GB") -> Path:
+    def save(*overrides, max_shard_size="1GB"):
         config = check(load_config(["--config", str(config_file), *overrides]), 1).model_config
         hf_config = AutoConfig.for_model(config.family, **family_of(config).to_hf(config))
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
@@ -136,11 +130,11 @@ def hf_model(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return save
 
 
-def load_files(*files: Path) -> dict[str, torch.Tensor]:
+def load_files(*files):
     return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -148,7 +142,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
+def edit_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -203,14 +197,14 @@ def test_a_flipped_bit_is_found_by_checksums(command, step, tmp_path):
     assert (done.code, named) == (1, [SIDECAR])
 
 
-def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same(ours, expected):
     assert {key: tensor.dtype for key, tensor in ours.items()} == {
         key: t.dtype for key, t in expected.items()
     }
     assert [key for key in ours if not torch.equal(ours[key], expected[key])] == []
 
 
-def load_strictly(folder: Path) -> dict[str, torch.Tensor]:
+def load_strictly(folder):
     """What transformers makes of it, in the dtype of its config.json, with nothing missing or left
     over.
     """

@@ -18,14 +18,14 @@ RANKS = 4
 LENGTH = 1000  # of 3 elements
 
 
-def of_rank(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+def of_rank(rank, length, dtype):
     return torch.randn(length, 3, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)], ids=["singles", "pairs", "all"])
 def test_gathering_and_reducing(run_ranks, shape, dtype):
-    def check() -> None:
+    def check():
         group = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))[
             "inner"
         ].get_group()
@@ -54,7 +54,7 @@ def test_gathering_and_reducing(run_ranks, shape, dtype):
 def test_rows_of_any_number_are_exchanged(run_ranks):
     """Now, and in flight; some ranks send nothing to others."""
 
-    def check() -> None:
+    def check():
         assert dist.group.WORLD is not None
         name, rank = register_group(dist.group.WORLD), dist.get_rank()
         sent = [10 * rank + peer if peer != 2 else 0 for peer in range(RANKS)]
@@ -76,7 +76,7 @@ def test_rows_of_any_number_are_exchanged(run_ranks):
 
 
 def test_the_gradient_of_a_sum_is_summed(run_ranks):
-    def check() -> None:
+    def check():
         assert dist.group.WORLD is not None
         x = torch.full((2,), float(dist.get_rank()), requires_grad=True)
         (all_reduce(x, register_group(dist.group.WORLD)) * (dist.get_rank() + 1)).sum().backward()

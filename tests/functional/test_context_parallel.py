@@ -5,8 +5,6 @@ each feature.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.config import ModelConfig
 from titanlite.distributed.context_parallel import apply_context_parallel
 from titanlite.materialize import materialize
-from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.decoder import build_decoder
 
 BATCH, SEQ_LEN, HEADS, LAYERS = 2, 16, 4, 2
 
 
-def build(num_kv_heads: int) -> Decoder:
+def build(num_kv_heads):
     """The same weights on every rank, on each call."""
     model = build_decoder(
         ModelConfig(
@@ -42,7 +40,7 @@ def build(num_kv_heads: int) -> Decoder:
     return model
 
 
-def batch() -> tuple[torch.Tensor, ...]:
+def batch():
     """Tokens, labels, positions and documents; the second row has two documents and padding."""
     generator = torch.Generator().manual_seed(1)
     tokens, labels = (torch.randint(0, 50, (BATCH, SEQ_LEN), generator=generator) for _ in range(2))
@@ -53,7 +51,7 @@ def batch() -> tuple[torch.Tensor, ...]:
     return tokens, labels, positions, documents
 
 
-def gradients(model: Decoder, loss: torch.Tensor, *, over_ranks: bool) -> dict[str, torch.Tensor]:
+def gradients(model, loss, *, over_ranks):
     """Of every parameter; each rank has those of its own positions, and FSDP would add them up."""
     model.zero_grad()
     loss.backward()
@@ -72,7 +70,7 @@ def test_logits_losses_and_gradients_are_those_of_whole_sequences(run_ranks, ran
     the token.
     """
 
-    def rank_main() -> tuple[torch.Tensor, torch.Tensor, float]:
+    def rank_main():
         whole, split = build(num_kv_heads), build(num_kv_heads)
         apply_context_parallel(split, dist.group.WORLD)  # type: ignore[arg-type]
         tokens, labels, positions, documents = batch()
@@ -111,24 +109,24 @@ def test_logits_losses_and_gradients_are_those_of_whole_sequences(run_ranks, ran
 
 
 class Called(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: Counter[Any] = Counter()
+        self.counts = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.counts[func] += 1
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("ranks", "num_kv_heads"), [(2, 2), (4, 2)])
 def test_a_rank_holds_its_piece_but_for_attention(run_ranks, ranks, num_kv_heads):
-    def rank_main() -> tuple[dict[str, set[tuple[int, ...]]], int, int]:
+    def rank_main():
         model = build(num_kv_heads)
         apply_context_parallel(model, dist.group.WORLD)  # type: ignore[arg-type]
-        shapes: dict[str, set[tuple[int, ...]]] = {}
+        shapes = {}
 
-        def record(kind: str) -> Callable[..., None]:
-            def before(_: Any, args: Any) -> None:
+        def record(kind):
+            def before(_, args):
                 shapes.setdefault(kind, set()).update(
                     tuple(x.shape) for x in args[:3] if isinstance(x, torch.Tensor)
                 )

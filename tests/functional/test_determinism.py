@@ -4,9 +4,6 @@ ranks nearly.
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +15,7 @@ from titanlite.config.parallelism import Degrees
 STEPS, HALF = 4, 2
 
 
-def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit(
-    run_ranks: Callable[..., list[Any]], checked: Callable[..., Any], meshes, tmp_path: Path
-):
+def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit(run_ranks, checked, meshes, tmp_path):
     overrides = [
         "--training.deterministic=true",
         f"--training.steps={STEPS}",
@@ -28,10 +23,10 @@ def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit(
     ]
     overrides += ["--training.local_batch_size=4"]
 
-    def train(name: str, degrees: Degrees) -> dict[int, float]:
+    def train(name, degrees):
         job = checked(degrees, *overrides, f"--job.dump_folder={tmp_path / name}")
 
-        def rank_main() -> bool:
+        def rank_main():
             assemble(job).train()
             return torch.are_deterministic_algorithms_enabled()
 
@@ -39,7 +34,7 @@ def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit(
         points = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         return {point["step"]: point["loss/train"] for point in points}
 
-    def resume(name: str, degrees: Degrees) -> dict[int, float]:
+    def resume(name, degrees):
         shutil.copytree(
             tmp_path / f"one/checkpoint/step-{HALF}", tmp_path / name / f"checkpoint/step-{HALF}"
         )

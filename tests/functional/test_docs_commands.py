@@ -11,9 +11,9 @@ from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
-from document_blocks import Block, read_blocks
+from document_blocks import read_blocks
 from processes import run_to_end
-from rank_server import COPY, RankServer
+from rank_server import COPY
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -25,7 +25,7 @@ RANKS = "2"  # the documents speak of 4
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path):
     """A fresh copy of the checkout: what git knows or would add, as it is now."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -42,7 +42,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def run_block(block: Block, tree: Path, server: RankServer, *, fresh: bool = False) -> str:
+def run_block(block, tree, server, *, fresh=False):
     """Standard output and error of the block, whose titanlite starts from the server; the first
     command as for a reader if `fresh`.
     """
@@ -70,9 +70,7 @@ def run_block(block: Block, tree: Path, server: RankServer, *, fresh: bool = Fal
 
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_marked_commands_run_and_show_what_the_document_says(
-    document: Path, tree: Path, server: RankServer
-):
+def test_marked_commands_run_and_show_what_the_document_says(document, tree, server):
     for number, block in enumerate(read_blocks(document)):
         output = run_block(block, tree, server, fresh=(document.name, number) == ("README.md", 0))
         missing = block.missing_lines(output)

@@ -5,10 +5,7 @@ implementation.
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,6 @@ from tests.functional.conftest import train_to_the_end
 from tests.saving import whole
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
-from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader, ValidationSet
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import is_elsewhere
@@ -50,7 +46,7 @@ QWEN3 = ["--model.name=qwen3"]
 TRANSFORMERS = ["--model.implementation=transformers"]  # its weights are drawn by the same names
 
 
-def rows_of(step: int) -> list[list[Any]]:
+def rows_of(step):
     """8 rows of one or two pairs."""
     pairs = random_pairs(2 * ROWS, VOCAB_SIZE, seed=step, longest=4)
     return [pairs[2 * row : 2 * row + 1 + row % 2] for row in range(ROWS)]
@@ -63,7 +59,7 @@ class PairLoader:
     global_batch_size = ROWS
     mixture = ""
 
-    def __init__(self, dp_rank: int, dp_degree: int, local_batch_size: int) -> None:
+    def __init__(self, dp_rank, dp_degree, local_batch_size):
         self._dp_rank, self._dp_degree, self._local = dp_rank, dp_degree, local_batch_size
         self.local_batch_size, self.num_micro_batches = (
             local_batch_size,
@@ -73,43 +69,43 @@ class PairLoader:
             vocab_size=VOCAB_SIZE, form="preference", num_train_sequences=None
         )
 
-    def micro_batches(self, step: int) -> list[Batch]:
+    def micro_batches(self, step):
         rows = rows_of(step)
         each = self._local * self._dp_degree
         starts = range(self._dp_rank * self._local, ROWS, each)
         return [pack(rows[start : start + self._local], SEQ_LEN) for start in starts]
 
-    def validation_sets(self, num_steps: int) -> list[ValidationSet]:
+    def validation_sets(self, num_steps):
         return [ValidationSet("", 1.0, self.validation_batches(num_steps))]
 
-    def validation_batches(self, num_steps: int) -> Iterator[Batch]:
+    def validation_batches(self, num_steps):
         yield from self.micro_batches(1000)
 
     coming_batches = TrainLoader.coming_batches
 
-    def samples_before(self, step: int) -> int:
+    def samples_before(self, step):
         return step * ROWS
 
-    def get_taken(self, step: int) -> dict[str, int]:
+    def get_taken(self, step):
         return {}
 
-    def start_from(self, step: int, samples: int, skip_to: object, *_: object) -> None:
+    def start_from(self, step, samples, skip_to, *_):
         assert samples == step * ROWS
 
 
 @pytest.fixture(autouse=True)
-def pairs_instead_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(job: Any, dataset: Any, dp_rank: int, dp_degree: int, *_: Any) -> PairLoader:
+def pairs_instead_of_text(monkeypatch):
+    def build(job, dataset, dp_rank, dp_degree, *_):
         return PairLoader(dp_rank, dp_degree, job.training.local_batch_size)
 
     monkeypatch.setattr(titanlite.assemble, "build_loader", build)
 
 
-def is_moved(name: str) -> bool:
+def is_moved(name):
     return name.endswith("_proj.weight") or "_proj" in name.rpartition(".")[2]
 
 
-def move(model: torch.nn.Module) -> None:
+def move(model):
     """Away from the reference, alike on every mesh."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -120,7 +116,7 @@ def move(model: torch.nn.Module) -> None:
                 (param.to_local() if isinstance(param, DTensor) else param).mul_(3.0)
 
 
-def expected_step(job: Any, step: int) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
+def expected_step(job, step):
     """Loss, metrics and gradients by transformers, one document at a time."""
     config = job.model_config
     ours = build_decoder(config)
@@ -171,14 +167,14 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
     job = checked(
         degrees, *DPO, *family, f"--training.local_batch_size={local}", "--training.steps=2"
     )
-    gradients: dict[str, torch.Tensor] = {}
+    gradients = {}
     step = titanlite.train_step.step_if_finite
 
-    def rank_main() -> Any:
+    def rank_main():
         trainer = assemble(job)
         move(trainer.model)
 
-        def look(optimizer: Any, finite: torch.Tensor) -> None:
+        def look(optimizer, finite):
             for name, param in trainer.model.named_parameters():
                 if is_elsewhere(param):
                     continue
@@ -216,8 +212,8 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
 
 
 @pytest.fixture
-def train(run_warm, checked) -> Callable[..., list[Any]]:
-    def run(degrees: Degrees, folder: Path, *overrides: str) -> list[Any]:
+def train(run_warm, checked):
+    def run(degrees, folder, *overrides):
         local = f"--training.local_batch_size={ROWS // degrees.dp}"
         job = checked(
             degrees, *DPO, local, f"--job.dump_folder={folder}", "--training.steps=4", *overrides

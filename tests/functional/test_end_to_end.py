@@ -59,7 +59,7 @@ def run(run_process, tmp_path_factory):
     return done, dump
 
 
-def read_metrics(dump: Path) -> list[dict]:
+def read_metrics(dump):
     return [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -145,7 +145,7 @@ def test_run_ends_with_its_checkpoint_and_the_log_has_all_lines(run):
     ] == [line[9:] for line in done.stdout.splitlines() if "step " in line and line[2] == ":"]
 
 
-def finishing(number: signal.Signals) -> str:
+def finishing(number):
     return (
         f"titanlite: {number.name}: finishing this step and saving; send it again to end at once.\n"
     )

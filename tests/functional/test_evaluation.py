@@ -5,12 +5,10 @@ real runs.
 import json
 import math
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +20,6 @@ from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.commit import check_folder, list_steps, read_best
 from titanlite.config.parallelism import Degrees
-from titanlite.preflight import Checked
 
 
 @dataclass(frozen=True)
@@ -48,14 +45,14 @@ BASE += ["--training.local_batch_size=2"]
 
 
 @pytest.fixture(autouse=True)
-def prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def prompts(monkeypatch):
     """Before the ranks are forked."""
     monkeypatch.setattr(
         titanlite.features.generate.evaluate, "build_evaluation_prompts", lambda *_: PROMPTS
     )
 
 
-def train_with_losses(job: Checked, losses: list[float] | None) -> None:
+def train_with_losses(job, losses):
     trainer = assemble(job)
     if losses is not None:
         trainer.validate = lambda: ((BEFORE, *losses)[trainer.step], {})  # type: ignore[method-assign]
@@ -64,17 +61,15 @@ def train_with_losses(job: Checked, losses: list[float] | None) -> None:
 
 @pytest.fixture
 def train(
-    run_ranks: Callable[..., list[Any]],
-    run_warm: Callable[..., list[Any]],
-    checked: Callable[..., Checked],
-) -> Callable[..., Path]:
+    run_ranks,
+    run_warm,
+    checked,
+):
     """`train(degrees, *overrides)` -> folder of a run that `Trainer.train` has finished; `patched`
     by the test.
     """
 
-    def run(
-        degrees: Degrees, *overrides: str, losses: list[float] | None = None, patched: bool = False
-    ) -> Path:
+    def run(degrees, *overrides, losses=None, patched=False):
         job = checked(degrees, *BASE, *overrides)
         (run_ranks if patched else run_warm)(degrees.world_size, train_with_losses, job, losses)
         return Path(job.job.job.dump_folder)
@@ -82,7 +77,7 @@ def train(
     return run
 
 
-def points(folder: Path, key: str) -> dict[int, Any]:
+def points(folder, key):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {point["step"]: point[key] for point in lines if key in point}
 
@@ -117,7 +112,7 @@ def test_scores_are_the_same_on_every_mesh_and_counted_once(
         lambda p, r: len(p) + 100.0 * int(r.split()[1]),
     )
 
-    def rank_main(degrees: Degrees) -> tuple[float, float, int, list[str]]:
+    def rank_main(degrees):
         job = checked(degrees, *EVALUATION)
         trainer = assemble(job)
         result = trainer.watch.evaluator.run(trainer.model)
@@ -144,7 +139,7 @@ def test_training_is_the_same_with_evaluation(train, tmp_path):
     assert with_it == without and len(without) == 4
 
 
-def bad_scorer(prediction: str, reference: str) -> Any:
+def bad_scorer(prediction, reference):
     """Fails on rows that one rank alone scores."""
     number = int(reference.split()[1])
     if number == 3:
@@ -162,7 +157,7 @@ def test_a_scorer_that_fails_ends_all_ranks_with_one_error(
         titanlite.features.generate.evaluate, "get_scorer", lambda name: ("bad", bad_scorer)
     )
 
-    def rank_main() -> tuple[int, str]:
+    def rank_main():
         with redirect_stderr(StringIO()) as errors:
             code = titanlite.rank.main(arguments)
         return code, errors.getvalue()
@@ -244,7 +239,7 @@ def test_the_best_checkpoint_stays_beside_the_latest(train, mode):
 
 @pytest.mark.parametrize("save_best", [False, True])
 def test_upload_of_the_final_or_the_best_model(run_ranks, checked, monkeypatch, save_best):
-    sent: list[tuple[Path, str]] = []
+    sent = []
     monkeypatch.setattr(
         titanlite.assemble, "push_to_hub", lambda folder, name: sent.append((folder, name))
     )
@@ -252,7 +247,7 @@ def test_upload_of_the_final_or_the_best_model(run_ranks, checked, monkeypatch, 
     best = [*VALIDATION, "--checkpoint.save_best=validation"] if save_best else []
     job = checked(Degrees(dp_shard=2), *BASE, *best, "--checkpoint.push_to_hub=me/model")
 
-    def rank_main() -> list[tuple[Path, str]]:
+    def rank_main():
         trainer = assemble(job)
         trainer.validate = lambda: ((BEFORE, *losses)[trainer.step], {})  # type: ignore[method-assign]
         trainer.train()

@@ -5,9 +5,7 @@ on the mesh.
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,20 +14,17 @@ from transformers import AutoTokenizer
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.preflight import Checked
 
 Rows = list[list[int]]
 
 
 @pytest.fixture
-def train(
-    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]
-) -> Callable[..., list[list[Rows]]]:
+def train(run_ranks, checked):
     """`train(degrees, folder, *overrides)`: 4 steps, saved after the second; per rank the token
     rows of each step.
     """
 
-    def run(degrees: Degrees, folder: Path, *overrides: str) -> list[list[Rows]]:
+    def run(degrees, folder, *overrides):
         job = checked(
             *(
                 degrees,
@@ -40,12 +35,12 @@ def train(
             )
         )
 
-        def rank_main() -> list[Rows]:
-            seen: list[Rows] = []
+        def rank_main():
+            seen = []
             trainer = assemble(job)
             step = trainer.parts.stepper.train_step
 
-            def watch(micro_batches: list[Any]) -> Any:
+            def watch(micro_batches):
                 seen.append([row for batch in micro_batches for row in batch.tokens.tolist()])
                 return step(micro_batches)
 
@@ -58,25 +53,23 @@ def train(
     return run
 
 
-def losses(folder: Path, name: str = "loss/train") -> list[float]:
+def losses(folder, name="loss/train"):
     points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [point[name] for point in points if name in point]
 
 
-def global_batches(ranks: list[list[Rows]]) -> list[Rows]:
+def global_batches(ranks):
     return [sorted(row for rank in ranks for row in rank[step]) for step in range(len(ranks[0]))]
 
 
-def get_path(examples: list[str]) -> str:
+def get_path(examples):
     return next(setting for setting in examples if setting.startswith("--data.path=")).partition(
         "="
     )[2]
 
 
 @pytest.mark.parametrize("sources", [False, True])
-def test_resumed_on_another_world_size_the_stream_is_the_same(
-    train: Callable[..., list[list[Rows]]], examples: list[str], tmp_path: Path, sources: bool
-) -> None:
+def test_resumed_on_another_world_size_the_stream_is_the_same(train, examples, tmp_path, sources):
     if sources:
         path = get_path(examples)
         lines = Path(path).read_text().splitlines(keepends=True)
@@ -123,7 +116,7 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(
     assert eos[-1] == end_of_turn and eos.count(end_of_turn) == 1
 
 
-def write_sources(folder: Path, kind: str, sizes: dict[str, int]) -> list[str]:
+def write_sources(folder, kind, sizes):
     """Write sources with so many documents or chats, each of about a sequence of 32 tokens; return
     their overrides.
     """
@@ -160,14 +153,14 @@ def write_sources(folder: Path, kind: str, sizes: dict[str, int]) -> list[str]:
     ],
 )
 def test_sources_without_weights_train_each_sequence_once_an_epoch(
-    train: Callable[..., list[list[Rows]]],
-    examples: list[str],
-    tmp_path: Path,
-    kind: str,
-    sizes: dict[str, int],
-    batch: int,
-    held_out: bool,
-) -> None:
+    train,
+    examples,
+    tmp_path,
+    kind,
+    sizes,
+    batch,
+    held_out,
+):
     """Whatever their sizes; resumed on another mesh in the midst of an epoch, the run goes on where
     it was.
     """

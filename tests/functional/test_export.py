@@ -1,9 +1,6 @@
 """A checkpoint is a Hugging Face folder: what any mesh saves, transformers loads, bit for bit."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +14,8 @@ from titanlite.assemble import build_data
 from titanlite.checkpoint import writer
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
-from titanlite.materialize import Init, Normal, Plan, materialize
-from titanlite.models.decoder import Decoder, build_decoder
-from titanlite.preflight import Checked
+from titanlite.materialize import Init, Normal, materialize
+from titanlite.models.decoder import build_decoder
 
 SEED = 7
 # Ones and zeros would hide a mix-up of norms or biases.
@@ -50,7 +46,7 @@ EVERY = {
 }
 
 
-def build(checked: Checked, *, shard: bool) -> tuple[Decoder, Plan]:
+def build(checked, *, shard):
     model = build_decoder(checked.model_config)
     if shard:
         assemble.shard(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
@@ -61,13 +57,13 @@ def build(checked: Checked, *, shard: bool) -> tuple[Decoder, Plan]:
 
 
 @pytest.fixture
-def save(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> Callable[..., Path]:
+def save(run_ranks, tmp_path):
     """`save(checked, dtype)`: build on the mesh of `checked`, save, and return the folder."""
 
-    def run(checked: Checked, dtype: torch.dtype = torch.float32, name: str = "saved") -> Path:
+    def run(checked, dtype=torch.float32, name="saved"):
         folder = tmp_path / name / "step-1"
 
-        def rank_main() -> None:
+        def rank_main():
             tokenizer, _ = build_data(checked.job, 0, 1)
             model, plan = build(checked, shard=True)
             save_hf_model(model, plan, tokenizer, folder, dtype)
@@ -81,7 +77,7 @@ def save(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> Callable[..., P
     return run
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def load(folder, dtype=torch.float32):
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, output_loading_info=True
     )
@@ -91,11 +87,11 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
-def hf_name(name: str) -> str:
+def hf_name(name):
     return name.replace(".gate.expert_bias", ".gate.e_score_correction_bias")
 
 
-def assert_same_tensors(hf: Any, plan: Plan, dtype: torch.dtype = torch.float32) -> None:
+def assert_same_tensors(hf, plan, dtype=torch.float32):
     """Every tensor of transformers' model is ours, and all of ours are there."""
     theirs = {**dict(hf.named_parameters(remove_duplicate=False)), **dict(hf.named_buffers())}
     theirs = {

@@ -13,10 +13,8 @@ import shlex
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ from titanlite.assemble import build_data
 from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_headers
-from titanlite.config import JobConfig, load_config
+from titanlite.config import load_config
 from titanlite.config.data import DataSection
 from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import OptimizerSection
@@ -49,7 +47,7 @@ FOUR = "--training.local_batch_size=4"  # two micro-batches, or one
 
 
 @pytest.fixture(scope="module", autouse=True)
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def modules(tmp_path_factory):
     """The blocks as files, importable; ranks are forked from this process."""
     folder = tmp_path_factory.mktemp("extending")
     for name, text in BLOCKS.items():
@@ -62,15 +60,15 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def built_in_runs() -> dict[str, Any]:
+def built_in_runs():
     return {}
 
 
 @pytest.fixture
-def built_in(warm_run: Callable[..., Any], built_in_runs: dict[str, Any]) -> Callable[[str], Any]:
+def built_in(warm_run, built_in_runs):
     """`built_in(mesh)`: 4 steps with nothing of one's own; made only once."""
 
-    def get(mesh: str) -> Any:
+    def get(mesh):
         if mesh not in built_in_runs:
             built_in_runs[mesh] = warm_run(MESHES[mesh], FOUR, steps=4)[0]
         return built_in_runs[mesh]
@@ -85,15 +83,13 @@ def built_in(warm_run: Callable[..., Any], built_in_runs: dict[str, Any]) -> Cal
         ("my_losses:likelihood", "TP2xEP2"),
     ],
 )
-def test_a_loss_of_ones_own_is_the_built_in(
-    warm_run: Callable[..., Any], built_in: Any, name: str, mesh: str
-):
+def test_a_loss_of_ones_own_is_the_built_in(warm_run, built_in, name, mesh):
     got = warm_run(MESHES[mesh], FOUR, f"--training.objective={name}", steps=3)[0]
     assert got.losses == pytest.approx(built_in(mesh).losses[:3], rel=1e-6)
     assert got.grad_norms == pytest.approx(built_in(mesh).grad_norms[:3], rel=1e-5)
 
 
-def test_a_whole_objective_has_its_own_unit(warm_run: Callable[..., Any], built_in: Any):
+def test_a_whole_objective_has_its_own_unit(warm_run, built_in):
     """Each of the 4 sequences of a step counts the same: so it is next-token prediction where none
     has padding.
     """
@@ -103,16 +99,12 @@ def test_a_whole_objective_has_its_own_unit(warm_run: Callable[..., Any], built_
 
 
 @pytest.mark.parametrize("mesh", ["1", "TP2xEP2"])
-def test_an_optimizer_of_ones_own_is_the_built_in(
-    warm_run: Callable[..., Any], built_in: Any, mesh: str
-):
+def test_an_optimizer_of_ones_own_is_the_built_in(warm_run, built_in, mesh):
     got = warm_run(MESHES[mesh], FOUR, "--optimizer.name=my_optimizers:adamw", steps=4)[0]
     assert got.losses == pytest.approx(built_in(mesh).losses, rel=1e-6)
 
 
-def test_its_state_is_saved_and_metrics_are_logged(
-    config_file: Path, tmp_path: Path, run_ranks: Callable[..., Any]
-):
+def test_its_state_is_saved_and_metrics_are_logged(config_file, tmp_path, run_ranks):
     """Two steps and two more are four, in one process; so are those of an objective and of a
     metric.
     """
@@ -127,7 +119,7 @@ def test_its_state_is_saved_and_metrics_are_logged(
         },
     }
 
-    def run(steps: int, name: str) -> tuple[Any, list[dict[str, Any]]]:
+    def run(steps, name):
         sections = {
             **own,
             "training": {**own["training"], "steps": steps},
@@ -139,7 +131,7 @@ def test_its_state_is_saved_and_metrics_are_logged(
             for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         ]
 
-    def rank_main() -> None:
+    def rank_main():
         whole, points = run(4, "whole")
         run(2, "parts")
         parts, _ = run(4, "parts")
@@ -166,9 +158,7 @@ def test_its_state_is_saved_and_metrics_are_logged(
     run_ranks(1, rank_main)
 
 
-def test_a_converter_makes_the_rows_that_it_says(
-    examples: list[str], tmp_path: Path, config_file: Path, modules: Path
-):
+def test_a_converter_makes_the_rows_that_it_says(examples, tmp_path, config_file, modules):
     """The tokens are those of the rows as they could be written; another function makes them
     anew.
     """
@@ -198,7 +188,7 @@ def test_a_converter_makes_the_rows_that_it_says(
     assert rows.identity != before
 
 
-def test_a_family_of_ones_own(modules: Path):
+def test_a_family_of_ones_own(modules):
     section = load_config_of("--model.name=my_models:FAMILY", "--model.flavor=small").model
     config = resolve_model_config(section)
     assert (config.family, config.num_layers) == ("smollama", 2) and not config.qk_norm
@@ -206,7 +196,7 @@ def test_a_family_of_ones_own(modules: Path):
     assert families()["smollama"].from_hf(theirs, "test") == config
 
 
-def test_a_family_of_ones_own_trains_saves_and_loads(tmp_path: Path, run_ranks: Callable[..., Any]):
+def test_a_family_of_ones_own_trains_saves_and_loads(tmp_path, run_ranks):
     """With default settings, as the page says: in titanlite, in its class of transformers, and by
     the class's name.
     """
@@ -218,7 +208,7 @@ def test_a_family_of_ones_own_trains_saves_and_loads(tmp_path: Path, run_ranks: 
         "job": {"dump_folder": tmp_path / "run"},
     }
 
-    def rank_main() -> None:
+    def rank_main():
         first = titanlite.train(config)
         assert first.checkpoint is not None
         saved = json.loads((first.checkpoint / "config.json").read_text())
@@ -248,13 +238,13 @@ def test_a_family_of_ones_own_trains_saves_and_loads(tmp_path: Path, run_ranks: 
     assert "WARNING" not in log
 
 
-def test_runs_in_one_process_leave_its_hooks(config_file: Path, tmp_path: Path):
+def test_runs_in_one_process_leave_its_hooks(config_file, tmp_path):
     """Each process group that a run makes would put one more `[rank0]:` in front of tracebacks."""
 
-    def hooks() -> list[Any]:
+    def hooks():
         return [sys.excepthook, threading.excepthook, logging.root.handlers[:], logger.handlers[:]]
 
-    def alone() -> None:
+    def alone():
         """Without a process group, which a run would use."""
         before = hooks()
         for number in range(2):
@@ -272,7 +262,7 @@ def test_runs_in_one_process_leave_its_hooks(config_file: Path, tmp_path: Path):
     assert process.exitcode == 0
 
 
-def load_config_of(*overrides: str) -> JobConfig:
+def load_config_of(*overrides):
     return make_config({"data": {"dataset": "stdlib"}}, overrides)
 
 
@@ -313,7 +303,7 @@ def fails(log_probs, batch):
         ("fails", "a trial raised AttributeError"),
     ],
 )
-def test_what_a_trial_finds_wrong(modules: Path, name: str, message: str):
+def test_what_a_trial_finds_wrong(modules, name, message):
     (modules / "bad.py").write_text(BAD)
     with pytest.raises(ConfigError, match=message):
         if name in ("rows", "some", "nothing"):
@@ -329,13 +319,11 @@ def test_what_a_trial_finds_wrong(modules: Path, name: str, message: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "launch"])
-def test_the_script_trains_twice(
-    ranks: int, tmp_path: Path, run_process: Callable[..., Any], modules: Path
-):
+def test_the_script_trains_twice(ranks, tmp_path, run_process, modules):
     (tmp_path / "poem.txt").write_text("To train is to repeat what is not known. " * 300)
     shutil.copy(modules / "experiment.py", tmp_path)
 
-    def alone() -> None:
+    def alone():
         """As `python experiment.py`, without a process group; forked, which costs less than its
         imports.
         """

@@ -12,13 +12,10 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
-from rank_server import RankServer
 from safetensors.torch import load_file
 
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
@@ -47,7 +44,7 @@ POINTS_WAIT = "what could not be written waits for the next point"
 class Drill:
     """One run on 4 ranks, its command, its output and its faults."""
 
-    def __init__(self, server: RankServer, config: Path, dump: Path) -> None:
+    def __init__(self, server, config, dump):
         self.server, self.dump, self.checkpoints = server, dump, dump / "checkpoint"
         self.folder = dump.with_name(f"{dump.name}-pids")
         self.folder.mkdir()
@@ -69,31 +66,31 @@ class Drill:
         self.said_before = ""  # by those that have ended in good order
         self.launched = server.launch(*self.command, folder=self.folder)
 
-    def go_on(self) -> None:
+    def go_on(self):
         """After an end in good order."""
         self.said_before = self.out
         self.launched = self.server.launch(*self.command, folder=self.folder)
 
     @property
-    def out(self) -> str:
+    def out(self):
         return self.said_before + self.launched.out
 
-    def step(self) -> int:
+    def step(self):
         """Of the latest point of metrics; goes back when a run is resumed."""
         try:
             return json.loads((self.dump / "metrics.jsonl").read_text().splitlines()[-1])["step"]
         except (OSError, ValueError, IndexError):
             return 0
 
-    def wait_for(self, what: str, condition: Callable[[], object]) -> None:
+    def wait_for(self, what, condition):
         self.launched.wait_for(what, condition)
 
-    def said(self, kind: str) -> int:
+    def said(self, kind):
         return len(re.findall(SAID[kind], self.out))
 
     # --- faults
 
-    def fault(self, kind: str, rng: random.Random) -> None:
+    def fault(self, kind, rng):
         """Let it happen, and wait until the run has noticed."""
         before, rank = self.said(kind), rng.randrange(RANKS)
         if kind == "kill":
@@ -119,7 +116,7 @@ class Drill:
             return
         self.wait_for(f"message about {kind}", lambda: self.said(kind) > before)
 
-    def corrupt(self, rng: random.Random) -> None:
+    def corrupt(self, rng):
         """Flip one bit in the newest complete checkpoint."""
         folder = step_folder(self.checkpoints, self.complete()[-1])
         path = folder / rng.choice(["model.safetensors", "titanlite/optimizer.safetensors"])
@@ -129,14 +126,14 @@ class Drill:
             file.seek(at)
             file.write(bytes([byte ^ 1 << rng.randrange(8)]))
 
-    def complete(self) -> list[int]:
+    def complete(self):
         return [
             s
             for s in list_steps(self.checkpoints)
             if not check_folder(step_folder(self.checkpoints, s))
         ]
 
-    def fill_disk(self) -> None:
+    def fill_disk(self):
         """Let no file of rank 0, which writes almost all, grow until a save and metrics have
         failed.
         """
@@ -164,7 +161,7 @@ def test_a_run_with_eight_faults_ends_with_the_weights_of_a_quiet_one(
     rng = random.Random(SEED)
     rounds = rng.sample(ROUNDS, len(ROUNDS))
     drill = Drill(server, config_file, tmp_path / "drill")
-    times: dict[str, list[float]] = {}
+    times = {}
     for number, kind in enumerate(rounds):
         target = EVERY * number + rng.randint(1, EVERY)
         drill.wait_for(f"step {target}", lambda target=target: drill.step() >= target)
@@ -199,11 +196,11 @@ def test_a_run_with_eight_faults_ends_with_the_weights_of_a_quiet_one(
     )
 
 
-def read_points(dump: Path) -> list[dict]:
+def read_points(dump):
     return [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
 
 
-def events_of(dump: Path, kind: str) -> int:
+def events_of(dump, kind):
     return [
         json.loads(line)["kind"] for line in (dump / "events.jsonl").read_text().splitlines()
     ].count(kind)

@@ -6,9 +6,6 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,6 @@ from titanlite.assemble import assemble
 from titanlite.base.errors import TitanliteError
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
-from titanlite.trainer import Trainer
 
 QUIET = [
     "--metrics.log_freq=4",
@@ -29,14 +25,10 @@ QUIET = [
 ]
 QUIET += ["--training.local_batch_size=2"]  # two micro-batches on 2 data-parallel ranks
 STEPS = "--training.steps=5"
-# (name of the error's class, its exit code, its text), what `after` returned
-Outcome = tuple[tuple[str, int, str] | None, Any]
 
 
 @pytest.fixture
-def train(
-    run_ranks: Callable[..., list[Any]], checked: Callable[..., Any], tmp_path: Path
-) -> Callable[..., Outcome]:
+def train(run_ranks, checked, tmp_path):
     """`train(degrees, folder name, *overrides, before=, after=)`: a whole training; the same
     outcome on all ranks.
 
@@ -44,15 +36,15 @@ def train(
     """
 
     def run(
-        degrees: Degrees,
-        folder: str,
-        *overrides: str,
-        before: Callable[[Trainer], None] = lambda trainer: None,
-        after: Callable[[Trainer], Any] = lambda trainer: trainer.step,
-    ) -> Outcome:
+        degrees,
+        folder,
+        *overrides,
+        before=lambda trainer: None,
+        after=lambda trainer: trainer.step,
+    ):
         job = checked(degrees, *QUIET, f"--job.dump_folder={tmp_path / folder}", *overrides)
 
-        def rank_main() -> Outcome:
+        def rank_main():
             trainer = assemble(job)
             before(trainer)
             try:
@@ -68,7 +60,7 @@ def train(
     return run
 
 
-def events(folder: Path) -> list[tuple[str, int]]:
+def events(folder):
     """Kind and step of those that a run without faults has not."""
     found = [
         (e["kind"], e["step"])
@@ -77,19 +69,19 @@ def events(folder: Path) -> list[tuple[str, int]]:
     return [event for event in found if event[0] not in ("start", "resume", "save", "stop", "end")]
 
 
-def points(folder: Path) -> list[dict[str, Any]]:
+def points(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def poison_output(name: str, step: int, rank: int, *, once: bool) -> Callable[[Trainer], None]:
+def poison_output(name, step, rank, *, once):
     """Let module `name` give NaN on `rank` in micro-batch 1 of `step`: the first time only, or
     whenever it is run.
     """
 
-    def put_in(trainer: Trainer) -> None:
+    def put_in(trainer):
         bad, latest, done = trainer.parts.loader.micro_batches(step - 1)[1].tokens, [], []
 
-        def hook(module: torch.nn.Module, arguments: Any, output: Any) -> Any:
+        def hook(module, arguments, output):
             if dist.get_rank() != rank or not torch.equal(latest[-1], bad) or (once and done):
                 return output
             done.append(True)
@@ -107,7 +99,7 @@ def poison_output(name: str, step: int, rank: int, *, once: bool) -> Callable[[T
     return put_in
 
 
-def assert_same_state(one: Path, other: Path) -> None:
+def assert_same_state(one, other):
     """Two checkpoints hold the same bits: model, biases and optimizer states."""
     names = sorted(str(path.relative_to(one)) for path in one.rglob("*.safetensors"))
     assert len(names) == 3
@@ -174,7 +166,7 @@ def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run(train, mesh
         "--checkpoint.interval=0",
     ]
 
-    def put_in(trainer: Trainer) -> None:
+    def put_in(trainer):
         for step in (2, 4):
             poison_output("model.layers.1.mlp", step, rank=1, once=False)(trainer)
 
@@ -187,7 +179,7 @@ def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run(train, mesh
     assert all(math.isfinite(p["loss/train"]) for p in points(tmp_path / "skips"))
     assert events(tmp_path / "skips") == [("skip", 4)]
 
-    def put_in_more(trainer: Trainer) -> None:
+    def put_in_more(trainer):
         for step in (2, 5, 6):
             poison_output("model.layers.1.mlp", step, rank=1, once=False)(trainer)
 
@@ -200,14 +192,14 @@ def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run(train, mesh
 # --- saves that fail
 
 
-def failing_saves(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def failing_saves(steps, monkeypatch):
     """The disk is full on rank 1 while the checkpoint of one of `steps` is written; each number
     fails once.
     """
     original = os.pwritev
     left = list(steps)
 
-    def pwritev(fd: int, *arguments: Any) -> int:
+    def pwritev(fd, *arguments):
         found = re.search(r"step-(\d+)", os.readlink(f"/proc/self/fd/{fd}"))
         if dist.get_rank() == 1 and found is not None and int(found[1]) in left:
             left.remove(int(found[1]))
@@ -257,11 +249,11 @@ def test_a_disk_that_cannot_hold_the_first_checkpoint_ends_the_run_before_it_tra
     """By the byte: what is missing is room for the files of one checkpoint."""
     usage = shutil.disk_usage(tmp_path)
 
-    def run(free: int) -> Outcome:
+    def run(free):
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
         return train(Degrees(dp_shard=2), "full", *overrides)
 
-    def refused(free: int) -> str:
+    def refused(free):
         with pytest.raises(
             AssertionError, match="ConfigError: checkpoint: the first one takes "
         ) as raised:

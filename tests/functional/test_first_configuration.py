@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from processes import run_to_end
-from rank_server import RankServer
 from safetensors.torch import load_file
 
 from titanlite.checkpoint.train_state import STATE_FILE
@@ -32,7 +31,7 @@ PAIRS = [
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretrained, examples: list[str]) -> Path:
+def home(tmp_path, monkeypatch, pretrained, examples):
     """A folder as a newcomer has it: a model of the hub's form, and data."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(pretrained("tiny", 0.02, "--model.name=qwen3"), tmp_path / "model")
@@ -47,8 +46,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretrained, examples: 
 
 
 @pytest.fixture
-def train(home: Path, server: RankServer):
-    def run(text: str, *overrides: str, code: int = 0) -> str:
+def train(home, server):
+    def run(text, *overrides, code=0):
         (home / "mine.toml").write_text(
             f"{text}\n[metrics]\nlog_freq = 1\nenable_tensorboard = false\n"
         )
@@ -68,7 +67,7 @@ def train(home: Path, server: RankServer):
 MODEL = '[model]\npath = "model"\n'
 
 
-def resolved(home: Path) -> dict:
+def resolved(home):
     return tomllib.loads((home / "outputs/mine/config.toml").read_text())
 
 
@@ -81,9 +80,7 @@ def resolved(home: Path) -> dict:
         ("book.txt", "", "text", 2e-5),
     ],
 )
-def test_a_model_and_a_file_are_a_configuration(
-    train, home: Path, data: str, more: str, kind: str, lr: float
-) -> None:
+def test_a_model_and_a_file_are_a_configuration(train, home, data, more, kind, lr):
     train(f'{MODEL}[data]\npath = "{data}"\n{more}', "--training.steps=2")
     settings = resolved(home)
     assert (settings["data"]["dataset"], settings["optimizer"]["lr"]) == (kind, lr)
@@ -98,7 +95,7 @@ def test_a_model_and_a_file_are_a_configuration(
         assert 0 < max(moved.values()) < 10 * lr, "it began with these weights"
 
 
-def test_a_folder_is_of_one_run(train, home: Path) -> None:
+def test_a_folder_is_of_one_run(train, home):
     text = f'{MODEL}[data]\npath = "{{}}"\n'
     train(text.format("chats.jsonl"), "--training.steps=2")
     (home / "other").mkdir()

@@ -1,9 +1,6 @@
 """Frozen parameters and learning rates by pattern, on meshes and through a resume."""
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +25,7 @@ PATTERNS = [
 ]
 
 
-def is_frozen(name: str) -> bool:
+def is_frozen(name):
     norm = name.startswith("model.layers.1.") and "norm" in name
     return (
         norm
@@ -39,13 +36,13 @@ def is_frozen(name: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def reference_runs() -> dict[str, Any]:
+def reference_runs():
     return {}
 
 
 @pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2"])
 def test_mesh_trains_like_one_process(warm_run, meshes, reference_runs, mesh):
-    def run(degrees: Degrees, *overrides: str) -> Any:
+    def run(degrees, *overrides):
         local = f"--training.local_batch_size={8 // degrees.dp // 2}"
         return warm_run(degrees, *PATTERNS, local, *overrides, steps=STEPS)
 
@@ -70,7 +67,7 @@ def test_frozen_stays_and_the_rest_moves(run_ranks, checked, meshes, gather_full
     flops = train_flops_per_token(whole, seq_len)
     assert flops < train_flops_per_token(build_model(config), seq_len)
 
-    def rank_main() -> None:
+    def rank_main():
         trainer = assemble(job)
         assert trainer.metrics._flops_per_token == flops, "on shards as on the whole model"
         before = gather_full(trainer.model)
@@ -85,9 +82,9 @@ def test_frozen_stays_and_the_rest_moves(run_ranks, checked, meshes, gather_full
 
 
 @pytest.fixture
-def train(run_warm, checked) -> Callable[..., None]:
+def train(run_warm, checked):
 
-    def run(degrees: Degrees, folder: Path) -> None:
+    def run(degrees, folder):
         schedule = ["--training.steps=2", "--checkpoint.interval=1", f"--job.dump_folder={folder}"]
         job = checked(degrees, *PATTERNS, *schedule)
         run_warm(degrees.world_size, train_to_the_end, job)

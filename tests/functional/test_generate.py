@@ -2,10 +2,8 @@
 lengths.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +14,11 @@ from titanlite.checkpoint.hf_model import hf_checkpoint
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
-from titanlite.features.generate.generate import Continuation, Sampling, generate
+from titanlite.features.generate.generate import Sampling, generate
 from titanlite.materialize import materialize
-from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.decoder import build_decoder
 from titanlite.models.families import family_of
-from titanlite.preflight import Checked, check
+from titanlite.preflight import check
 
 FAMILIES = {
     "qwen3_moe": [],
@@ -62,7 +60,7 @@ class Reference:
     tokens: list[list[int]]
 
 
-def save_random_model(job: Checked, folder: Path) -> Any:
+def save_random_model(job, folder):
     """A transformers model whose logits are far apart, so that rounding does not change the best
     one.
     """
@@ -84,7 +82,7 @@ def save_random_model(job: Checked, folder: Path) -> Any:
     return model.eval()
 
 
-def continue_with_transformers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+def continue_with_transformers(model, prompts):
     """Greedy, all prompts in one batch, padded on the left as transformers wants it."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
@@ -94,9 +92,7 @@ def continue_with_transformers(model: Any, prompts: list[list[int]]) -> list[lis
 
 
 @pytest.fixture(scope="module")
-def references(
-    config_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Mapping[str, Reference]:
+def references(config_file, tmp_path_factory):
     found = {}
     for family, overrides in FAMILIES.items():
         job = check(load_config(["--config", str(config_file), *overrides]), 1)
@@ -107,12 +103,10 @@ def references(
 
 
 @pytest.fixture
-def load(
-    checked: Callable[..., Checked], references: Mapping[str, Reference]
-) -> Callable[..., Any]:
+def load(checked, references):
     """`load(family, degrees, *overrides)` on every rank -> (model, dims)."""
 
-    def build(family: str, degrees: Degrees, *overrides: str) -> tuple[Decoder, ParallelDims]:
+    def build(family, degrees, *overrides):
         job = checked(degrees, *FAMILIES[family], *overrides)
         model = build_decoder(job.model_config)
         dims = ParallelDims.build(job.degrees, "cpu")
@@ -123,7 +117,7 @@ def load(
     return build
 
 
-def tokens_of(continuations: list[Continuation]) -> list[list[int]]:
+def tokens_of(continuations):
     return [continuation.tokens for continuation in continuations]
 
 
@@ -138,7 +132,7 @@ def test_tokens_are_those_of_transformers(run_ranks, references, load, meshes, m
     degrees = Degrees() if mesh == "one" else meshes[mesh]
     families = ON_MESH.get(mesh, FAMILIES.keys())
 
-    def rank_main() -> dict[str, list[list[list[int]]]]:
+    def rank_main():
         found = {}
         for family in sorted(families):
             model, dims = load(family, degrees)
@@ -170,7 +164,7 @@ def test_draws_are_those_of_one_process(run_ranks, load, meshes, mesh):
     """A prompt's draws depend on its number and the seed alone, not on mesh or batch."""
     sampling = Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=5)
 
-    def rank_main(degrees: Degrees, batch_size: int, drawn: Sampling = sampling) -> list[list[int]]:
+    def rank_main(degrees, batch_size, drawn=sampling):
         model, dims = load("qwen3_moe", degrees)
         options = {"max_new_tokens": NEW, "device": CPU, "dims": dims, "batch_size": batch_size}
         return tokens_of(generate(model, PROMPTS, sampling=drawn, **options))
@@ -193,7 +187,7 @@ def test_a_text_ends_at_each_of_the_eos_tokens(run_ranks, references, load, mesh
     cut = [next((i for i, token in enumerate(tokens) if token in ends), NEW) for tokens in expected]
     assert len(set(cut)) > 1 and NEW in cut
 
-    def rank_main() -> list[Continuation]:
+    def rank_main():
         model, dims = load("llama", degrees)
         return generate(
             model,
@@ -215,14 +209,14 @@ def test_a_model_without_a_cache_gives_the_same_tokens(run_ranks, references, lo
     degrees = meshes[mesh]
 
     class Plain(torch.nn.Module):
-        def __init__(self, inner: torch.nn.Module) -> None:
+        def __init__(self, inner):
             super().__init__()
             self.inner = inner
 
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        def forward(self, tokens):
             return self.inner(tokens)
 
-    def rank_main() -> list[list[int]]:
+    def rank_main():
         model, dims = load("qwen3_moe", degrees)
         return tokens_of(
             generate(Plain(model), PROMPTS, max_new_tokens=NEW, device=CPU, dims=dims, batch_size=3)
@@ -237,9 +231,9 @@ def test_one_forward_of_one_token_per_row_and_step(run_ranks, load, meshes):
     4.
     """
 
-    def rank_main(degrees: Degrees) -> list[tuple[int, ...]]:
+    def rank_main(degrees):
         model, dims = load("qwen3_moe", degrees)
-        shapes: list[tuple[int, ...]] = []
+        shapes = []
         model.model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
         generate(model, PROMPTS[:3], max_new_tokens=4, device=CPU, dims=dims)
         return shapes
@@ -254,7 +248,7 @@ def test_with_what_training_wraps_around_layers(run_ranks, references, checked, 
     """A compiled layer runs uncompiled: its shapes change with every token."""
     job = checked(Degrees(), f"--{setting}")
 
-    def rank_main() -> list[list[int]]:
+    def rank_main():
         model, dims = build_decoder(job.model_config), ParallelDims.build(job.degrees, "cpu")
         shard(model, job.job, dims, "cpu")
         materialize(model, "cpu", [hf_checkpoint(references["qwen3_moe"].folder, job.model_config)])

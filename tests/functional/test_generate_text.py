@@ -5,9 +5,9 @@ otherwise.
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -35,8 +35,8 @@ class Done(NamedTuple):
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    def run(*argv: object) -> Done:
+def command(capsys):
+    def run(*argv):
         capsys.readouterr()
         code = __main__.main(["generate", *map(str, argv)])
         return Done(code, *capsys.readouterr())
@@ -45,7 +45,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
 
 
 @pytest.fixture(scope="module")
-def folder(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(config_file, tmp_path_factory):
     """A random Qwen3-MoE with the tokenizer of the tests, logits far apart, and a chat template."""
     job = check(
         load_config(["--config", str(config_file), "--model.overrides.max_position_embeddings=64"]),
@@ -72,14 +72,14 @@ def folder(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expect(folder: Path) -> Callable[..., str]:
+def expect(folder):
     """`expect(text)` -> the text that transformers continues it with, greedily."""
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(folder),
         AutoTokenizer.from_pretrained(folder),
     )
 
-    def continue_text(text: str, **options: Any) -> str:
+    def continue_text(text, **options):
         ids = tokenizer(text, return_tensors="pt", **options)["input_ids"]
         out = model.generate(
             ids, do_sample=False, max_new_tokens=NEW, attention_mask=torch.ones_like(ids)

@@ -3,7 +3,6 @@
 import math
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _flags() -> Iterator[None]:
+def _flags():
     """Put back what `training.deterministic` switches for the whole process."""
     yield
     torch.use_deterministic_algorithms(False)
@@ -43,11 +42,11 @@ def _flags() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-def randn(*shape: int) -> torch.Tensor:
+def randn(*shape):
     return torch.randn(*shape, device="cuda").bfloat16()
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
@@ -57,7 +56,7 @@ def losses_of(checked):
     cannot use CUDA).
     """
 
-    def run(*overrides: str) -> list[float]:
+    def run(*overrides):
         configuration = checked(Degrees(), *overrides)
         trainer = assemble(configuration)
         losses = []
@@ -208,9 +207,7 @@ def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run(monkeypatch):
     for table in ("large", "blackwell"):
         monkeypatch.setitem(kernels.TILES[table], "wgrad_gather", kernels.TILES[table]["wgrad"])
 
-    def products(
-        x: torch.Tensor, dout: torch.Tensor, token: torch.Tensor | None
-    ) -> list[torch.Tensor]:
+    def products(x, dout, token):
         h, kept = kernels.row_grouped_swiglu(x, gate_up.mT, offsets, token, weight, keep=True)
         assert kept is not None
         dz, *others = kernels.row_grouped_swiglu_backward(dout, down, offsets, token, weight, z)

@@ -9,11 +9,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rank_server import RankServer, Served
 
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 
@@ -27,10 +25,10 @@ pytestmark = pytest.mark.timeout(900 if KILLS <= 2 else 0)
 
 
 @pytest.fixture
-def start(server: RankServer, config_file: Path, tmp_path: Path) -> Callable[..., Served]:
+def start(server, config_file, tmp_path):
     """`start(name, *settings)` begins the run of `tmp_path / "run"`, or goes on with it."""
 
-    def launch(name: str, *settings: str) -> Served:
+    def launch(name, *settings):
         folder = tmp_path / name
         folder.mkdir()
         launcher = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=1"]
@@ -41,21 +39,21 @@ def start(server: RankServer, config_file: Path, tmp_path: Path) -> Callable[...
     return launch
 
 
-def pids_of(run: Served) -> list[int]:
+def pids_of(run):
     """Return the processes of the launcher and its ranks."""
     return [run.pid("launcher"), *(run.pid(f"rank-{rank}") for rank in range(RANKS))]
 
 
-def stop(run: Served) -> None:
+def stop(run):
     run.process.terminate()
     assert run.end() == 0, run.out
 
 
-def is_over(run: Served) -> bool:
+def is_over(run):
     return run.process.poll() is not None
 
 
-def listening(pids: list[int]) -> set[str]:
+def listening(pids):
     """Addresses, in the kernel's spelling, on which these processes accept connections."""
     links = [
         os.readlink(path)
@@ -130,7 +128,7 @@ def test_a_killed_launcher_takes_its_ranks_along_and_the_next_one_goes_on(start,
     print(f"{mode}: {KILLS} kills, all ranks were gone after {max(gone_s)} s at most")
 
 
-def kill_launcher(run: Served) -> float:
+def kill_launcher(run):
     """Kill the launcher alone; return the seconds until its ranks were gone."""
     pids = pids_of(run)
     os.kill(pids[0], signal.SIGKILL)

@@ -4,9 +4,7 @@ model never moves.
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from titanlite.checkpoint.folder import ADAPTER_FILE
 from titanlite.config.parallelism import Degrees
 from titanlite.features.tools.export import export_merged
 from titanlite.models.interface import is_adapter
-from titanlite.preflight import Checked
 
 STEPS = 4
 RELATIVE_TOLERANCE = 1e-5  # as in test_parity_ladder.py
@@ -42,7 +39,7 @@ FULL_AC = "--activation_checkpoint.mode=full"
 
 
 @pytest.fixture
-def base_of(pretrained) -> Callable[[str], Path]:
+def base_of(pretrained):
     """`base_of(family)`: a pretrained model, wide enough that experts differ and the loss has
     something to unlearn.
     """
@@ -50,8 +47,8 @@ def base_of(pretrained) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def overrides_of(base_of) -> Callable[..., list[str]]:
-    def get(family: str, *overrides: str) -> list[str]:
+def overrides_of(base_of):
+    def get(family, *overrides):
         cleared = [
             "--model.flavor=",
             "--model.overrides.vocab_size=none",
@@ -63,13 +60,13 @@ def overrides_of(base_of) -> Callable[..., list[str]]:
 
 
 @pytest.fixture(scope="module")
-def reference_runs() -> dict[str, Any]:
+def reference_runs():
     return {}
 
 
 @pytest.fixture
 def compare(warm_run, overrides_of, meshes, reference_runs):
-    def run(mesh: str, family: str, *overrides: str) -> Any:
+    def run(mesh, family, *overrides):
         if family not in reference_runs:
             reference_runs[family] = warm_run(
                 Degrees(), *overrides_of(family, STRONG), steps=STEPS
@@ -147,7 +144,7 @@ def test_base_is_frozen_in_two_bytes_and_adapters_are_trained_in_four(
     """Also in one FSDP unit; the optimizer has memory for adapters alone."""
     job = checked(meshes["TP2xEP2"], *overrides_of("qwen3_moe", "--lora.base_dtype=bfloat16"))
 
-    def rank_main() -> None:
+    def rank_main():
         trainer = assemble(job)
         losses = [
             trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0)).loss.item()
@@ -179,10 +176,10 @@ def test_dropout_is_the_same_when_layers_are_recomputed(warm_run, overrides_of):
 
 
 @pytest.fixture
-def train(run_warm, checked) -> Callable[..., None]:
+def train(run_warm, checked):
 
-    def run(degrees: Degrees, folder: Path, *overrides: str) -> None:
-        job: Checked = checked(degrees, f"--job.dump_folder={folder}", *overrides)
+    def run(degrees, folder, *overrides):
+        job = checked(degrees, f"--job.dump_folder={folder}", *overrides)
         run_warm(degrees.world_size, train_to_the_end, job)
 
     return run
@@ -210,7 +207,7 @@ def test_resume(train, overrides_of, meshes, tmp_path):
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     assert Path(config["base_model_name_or_path"]).joinpath("model.safetensors").exists()
 
-    def resumed(mesh: str) -> Path:
+    def resumed(mesh):
         folder = tmp_path / mesh
         shutil.copytree(whole / "checkpoint/step-1", folder / "checkpoint/step-1")
         train(meshes[mesh], folder, *overrides)
@@ -262,7 +259,7 @@ def test_a_run_begins_with_trained_adapters(train, run_ranks, checked, overrides
     resumed = load_file(tmp_path / "resumed/checkpoint/step-2" / ADAPTER_FILE)
     assert all(torch.equal(second[name], resumed[name]) for name in second)
 
-    def rank_main() -> None:
+    def rank_main():
         trainer = assemble(checked(Degrees(), f"--job.dump_folder={tmp_path / 'none'}", *begin))
         found = whole(
             dict(trainer.model.named_parameters())["model.layers.0.mlp.experts.down_lora_A"]

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,51 +50,51 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="run_train.
 class Cluster:
     """Machines on which one run trains, each with `run_train.sh` and 2 ranks."""
 
-    def __init__(self, config: Path, dump: Path, *overrides: str, env: Mapping[str, str]) -> None:
+    def __init__(self, config, dump, *overrides, env):
         self.dump, self.env = dump, env
         self.arguments = [f"--config={config}", f"--job.dump_folder={dump}", *overrides]
-        self.machines: list[Launched] = []
+        self.machines = []
 
-    def start(self, variables: Mapping[str, str], prefix: Sequence[str] = ()) -> Launched:
+    def start(self, variables, prefix=()):
         """Start a machine; `prefix` puts it into a network namespace."""
         command = [*prefix, "./run_train.sh", *self.arguments]
         self.machines.append(Launched(command, env={**self.env, **variables}))
         return self.machines[-1]
 
     @property
-    def out(self) -> str:
+    def out(self):
         """What all machines have written; only the one that has rank 0 writes much."""
         return "".join(machine.out for machine in self.machines)
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self):
         return self.dump / "checkpoint"
 
-    def steps(self) -> set[int]:
+    def steps(self):
         return {step for machine in self.machines for step in machine.steps()}
 
-    def wait_for_step(self, step: int) -> None:
+    def wait_for_step(self, step):
         """Wait for any machine's word of it: the rendezvous chooses which one has rank 0."""
         newest = self.machines[-1]
         newest.wait_for(f"step {step}", lambda: step in self.steps())
 
-    def report(self) -> str:
+    def report(self):
         return "\n".join(machine.report() for machine in self.machines)
 
-    def end(self, *ending: Launched) -> None:
+    def end(self, *ending):
         """They end by themselves with exit code 0."""
         for machine in ending:
             assert machine.end() == 0, self.report()
 
 
-def losses_of(dump: Path) -> dict[int, float]:
+def losses_of(dump):
     """Return the loss of each step; of a step that was trained twice, the later one."""
     points = map(json.loads, (dump / "metrics.jsonl").read_text().splitlines())
     return {point["step"]: point["loss/train"] for point in points if "loss/train" in point}
 
 
 @pytest.fixture(scope="module")
-def server_of_many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+def server_of_many(tmp_path_factory):
     """torch reads the variable at its import, and run_train.sh sets it for several machines."""
     server = RankServer(tmp_path_factory.mktemp("server"), TORCH_CPP_LOG_LEVEL="ERROR")
     yield server
@@ -103,7 +102,7 @@ def server_of_many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankSer
 
 
 @pytest.fixture
-def environment(server_of_many: RankServer) -> dict[str, str]:
+def environment(server_of_many):
     server_of_many.wait_until_it_serves()
     environment = server_of_many.environment(NGPU="2", PYTHONUNBUFFERED="1")
     del environment["TORCH_CPP_LOG_LEVEL"]
@@ -111,12 +110,10 @@ def environment(server_of_many: RankServer) -> dict[str, str]:
 
 
 @pytest.fixture
-def cluster(
-    config_file: Path, tmp_path: Path, environment: dict[str, str]
-) -> Iterator[Callable[..., Cluster]]:
-    made: list[Cluster] = []
+def cluster(config_file, tmp_path, environment):
+    made = []
 
-    def make(num_steps: int, *overrides: str) -> Cluster:
+    def make(num_steps, *overrides):
         steps = f"--training.steps={num_steps}"
         made.append(Cluster(config_file, tmp_path / "cluster", steps, *overrides, env=environment))
         return made[-1]
@@ -136,7 +133,7 @@ class Namespaces:
 
 
 @pytest.fixture(scope="module")
-def namespaces() -> Iterator[Namespaces]:
+def namespaces():
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need root and iproute2's `ip`")
     names = [f"titanlite-{os.getpid()}-{i}" for i in range(2)]
@@ -162,7 +159,7 @@ def namespaces() -> Iterator[Namespaces]:
 
 
 @pytest.fixture
-def places(request) -> Namespaces | None:
+def places(request):
     """Two namespaces where the test may make them, else None: both launchers share this machine's
     network.
     """
@@ -172,7 +169,7 @@ def places(request) -> Namespaces | None:
         return None
 
 
-def elastic(nnodes: str, places: Namespaces | None = None) -> tuple[dict[str, str], dict[str, str]]:
+def elastic(nnodes, places=None):
     """Variables of the machine that the rendezvous is on, and of the others. On one machine both
     have one host name and must be told who is who; in namespaces they find out by the address, as
     real machines do.
@@ -189,17 +186,17 @@ def elastic(nnodes: str, places: Namespaces | None = None) -> tuple[dict[str, st
 
 
 @pytest.fixture
-def undisturbed(run_ranks, checked) -> Callable[[int], None]:
+def undisturbed(run_ranks, checked):
     """`undisturbed(num_steps)` trains on 4 ranks of one machine into `tmp_path / "run"`."""
 
-    def train(num_steps: int) -> None:
+    def train(num_steps):
         job = checked(
             Degrees(dp_shard=4),
             f"--training.steps={num_steps}",
             "--checkpoint.interval=0",
         )
 
-        def rank_main() -> None:
+        def rank_main():
             assemble(job).train()
 
         run_ranks(4, rank_main)
@@ -215,7 +212,7 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
     to one: all save and end with 0. Then, in the run that goes on from there, SIGKILL to all
     processes of one: it comes back, and the ranks of both resume from the newest checkpoint.
     """
-    run: Cluster = cluster(36, "--checkpoint.interval=6", "--checkpoint.keep_latest_k=0")
+    run = cluster(36, "--checkpoint.interval=6", "--checkpoint.keep_latest_k=0")
     host, other = elastic("2", places)
     here, there = ([], []) if places is None else places.prefixes
     first, second = run.start(host, here), run.start(other, there)
@@ -254,7 +251,7 @@ def test_a_run_goes_on_with_the_machines_that_are_left(cluster, undisturbed, tmp
     """NNODES=1:2, one rank each: after the loss of one machine for good, the other trains on, with
     the same batches.
     """
-    run: Cluster = cluster(16, "--checkpoint.interval=4")
+    run = cluster(16, "--checkpoint.interval=4")
     host, other = elastic("1:2")
     first, second = run.start(host | {"NGPU": "1"}), run.start(other | {"NGPU": "1"})
     run.wait_for_step(6)
@@ -272,7 +269,7 @@ def test_sigterm_ends_a_machine_that_waits_for_others_at_once(cluster):
     """There is nothing to save yet; in a queue's grace period a wait of 10 minutes would be too
     long.
     """
-    run: Cluster = cluster(5)
+    run = cluster(5)
     host, _ = elastic("2")
     alone = run.start(host)
     alone.wait_for("the wait", lambda: "waiting for 2 machines" in alone.err)
@@ -286,7 +283,7 @@ def test_two_network_namespaces_with_fixed_numbers(cluster, namespaces):
     """The host name resolves to a loopback address in both: the interface has to be found by the
     route.
     """
-    run: Cluster = cluster(2, "--checkpoint.enable=false")
+    run = cluster(2, "--checkpoint.enable=false")
     started = []
     for number, prefix in enumerate(namespaces.prefixes):
         static = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": namespaces.addresses[0]}
@@ -340,7 +337,7 @@ def test_slurm_script(cluster, places, tmp_path, environment):
     for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
-    run: Cluster = cluster(100000)
+    run = cluster(100000)
     slurm = {
         "SLURM_JOB_ID": str(find_free_port()),
         "SLURM_JOB_NODELIST": nodes,
@@ -381,7 +378,7 @@ def test_folders_and_settings_that_differ_are_one_error_on_all_ranks(
     for name in "ab":
         (tmp_path / name).mkdir()
 
-    def rank_main() -> list[str]:
+    def rank_main():
         rank = dist.get_rank()
         messages = []
         os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -418,9 +415,7 @@ def test_folders_and_settings_that_differ_are_one_error_on_all_ranks(
     )
 
 
-def write_model(
-    folder: Path, change: Callable[[str, bytes], bytes | None] = lambda name, content: content
-) -> Path:
+def write_model(folder, change=lambda name, content: content):
     """Write a model of two files of 200 KB of data, and its tokenizer; `change` returns the content
     of each file.
     """
@@ -444,10 +439,10 @@ def write_model(
     return folder
 
 
-def flip(at: Callable[[int], int], file: str = "model-00002-of-00002.safetensors"):
+def flip(at, file="model-00002-of-00002.safetensors"):
     """Change one byte of `file`, at a place that depends on its size."""
 
-    def change(name: str, content: bytes) -> bytes:
+    def change(name, content):
         if name != file:
             return content
         place = at(len(content))
@@ -489,11 +484,11 @@ def test_machines_with_other_copies_of_a_model_are_one_error_that_names_them(
     for snapshot in snapshots:
         write_model(snapshot)
 
-    def rank_main() -> dict[str, str]:
+    def rank_main():
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
         rank, messages = dist.get_rank(), {}
 
-        def check(mine: Path, other: Path) -> str:
+        def check(mine, other):
             path = str(mine if rank < 4 else other)
             job = JobConfig(model=ModelSection(path=path, hf_assets_path=path))
             job = replace(job, checkpoint=CheckpointSection(initial_load_path=path))
@@ -539,7 +534,7 @@ def test_machines_wait_for_one_that_prepares_its_data_longer_than_collectives_ma
 
     monkeypatch.setattr(dist, "new_group", new_group)
 
-    def rank_main() -> tuple[float, list[float]]:
+    def rank_main():
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
         dist.barrier()
         start = time.monotonic()

@@ -27,13 +27,12 @@ from titanlite.materialize import (
     materialize,
     verify,
 )
-from titanlite.models.decoder import Decoder, build_decoder
-from titanlite.preflight import Checked
+from titanlite.models.decoder import build_decoder
 
 SEED = 7
 
 
-def build_sharded(checked: Checked) -> Decoder:
+def build_sharded(checked):
     """Build on meta and shard; nothing is materialized yet. Collective: every rank must call."""
     dims = ParallelDims.build(checked.degrees, "cpu")
     model = build_decoder(checked.model_config)
@@ -41,7 +40,7 @@ def build_sharded(checked: Checked) -> Decoder:
     return model
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(tensor):
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -149,7 +148,7 @@ def test_a_rank_draws_only_what_its_shard_needs(run_ranks, checked, meshes):
     }
     overrides = [f"--model.overrides.{name}={value}" for name, value in sizes.items()]
 
-    def rank_main(mesh: str) -> tuple[int, int, int]:
+    def rank_main(mesh):
         drawn = 0
         original = Normal.tile
 
@@ -184,7 +183,7 @@ DRAWN = {
 class Plain(nn.Module):
     """A module that titanlite knows nothing about."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(103, 20, padding_idx=50)
         self.linear = nn.Linear(20, 33)
@@ -196,7 +195,7 @@ def test_padding_idx_embedding_of_any_module_initializes_on_shards(run_ranks):
     all-zero model.
     """
 
-    def build() -> Plain:
+    def build():
         with torch.device("meta"):
             return Plain()
 
@@ -217,12 +216,12 @@ def test_padding_idx_embedding_of_any_module_initializes_on_shards(run_ranks):
             assert torch.equal(local, one[fqn][region]), fqn
 
 
-def broken_after_fill(run_ranks, checked: Checked, fqn: str, rank: int, value: float) -> list[str]:
+def broken_after_fill(run_ranks, checked, fqn, rank, value):
     """Materialize step by step, change one element of `fqn` on one rank before `verify`; the error
     of each rank.
     """
 
-    def rank_main() -> str:
+    def rank_main():
         plan = build_plan(build_sharded(checked))
         allocate(plan, torch.device("cpu"))
         fill(plan, SEED)
@@ -264,7 +263,7 @@ def test_nan_on_one_rank_fails_on_all_ranks_with_tensor_and_rank(
 
 
 def test_tensor_that_one_rank_did_not_fill_fails_on_all_ranks(run_ranks, checked, meshes):
-    def rank_main() -> str:
+    def rank_main():
         plan = build_plan(build_sharded(checked(meshes["TP2xEP2"])))
         allocate(plan, torch.device("cpu"))
         if torch.distributed.get_rank() != 1:
@@ -316,7 +315,7 @@ def test_dtypes_of_all_sizes_are_compared_between_ranks(run_ranks):
         torch.bool,
     )
 
-    def rank_main() -> tuple[str, str]:
+    def rank_main():
         said = []
         for spoiled in (False, True):
             model = nn.Module()

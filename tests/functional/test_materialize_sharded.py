@@ -2,12 +2,8 @@
 with one process.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,18 +12,15 @@ from titanlite.base.errors import PlanError
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import ExpertCopies
 from titanlite.distributed.parallelize import parallelize
-from titanlite.materialize import Alias, Init, Keep, Normal, Ones, Source, Zeros, materialize
-from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.materialize import Alias, Init, Keep, Normal, Ones, Zeros, materialize
+from titanlite.models.decoder import build_decoder
 from titanlite.models.moe import Experts
-from titanlite.preflight import Checked
 
 SEED = 7
 TIED = ["--model.name=qwen3"]
 
 
-def build_sharded(
-    checked: Checked, prepare: Callable[[Decoder], object] = lambda model: None
-) -> Decoder:
+def build_sharded(checked, prepare=lambda model: None):
     """Build on meta, call `prepare(model)`, shard; nothing is materialized yet. Collective: every
     rank must call.
     """
@@ -38,13 +31,13 @@ def build_sharded(
     return model
 
 
-def reference_weights(checked: Checked) -> dict[str, torch.Tensor]:
+def reference_weights(checked):
     """All tensors of the same model on one process, under their first names."""
     plan = materialize(build_decoder(checked.model_config), "cpu", seed=SEED)
     return {entry.fqn: entry.tensor.detach() for entry in plan.entries}
 
 
-def declare_for(module: nn.Module, sources: dict[str, Source]) -> None:
+def declare_for(module, sources):
     """Let this one module declare `sources`. Patches its class: call it on forked ranks only."""
     kind = type(module)
     original = kind.declare_sources
@@ -67,7 +60,7 @@ def test_tied_embedding_stays_tied_and_is_never_compared_on_meta(run_ranks, chec
     tokens = torch.arange(2 * 16).view(2, 16)
 
     def rank_main():
-        def is_tied() -> bool:
+        def is_tied():
             return model.lm_head.weight is model.model.embed_tokens.weight
 
         with NoValueComparison():
@@ -101,7 +94,7 @@ def test_tied_embedding_stays_tied_and_is_never_compared_on_meta(run_ranks, chec
 
 
 def test_alias_that_sharding_split_is_an_error_on_all_ranks(run_ranks, checked, meshes):
-    def rank_main() -> str:
+    def rank_main():
         model = build_sharded(checked(meshes["FSDP4"], "--model.name=llama"))
         declare_for(model, {"lm_head.weight": Alias("model.embed_tokens.weight")})
         with pytest.raises(PlanError) as raised:
@@ -122,7 +115,7 @@ def test_parameter_identity_attributes_and_maps_made_before_materialization_stay
     job = checked(meshes[mesh])
     tokens = torch.arange(2 * 16).view(2, 16)
 
-    def tag(model: Decoder) -> None:
+    def tag(model):
         for name, param in model.named_parameters():
             param.before_sharding = name
 
@@ -137,7 +130,7 @@ def test_parameter_identity_attributes_and_maps_made_before_materialization_stay
         names_by_param = {param: name for name, param in params.items()}
         for name, param in params.items():
             param.before_materialization = name
-        by_mesh: dict[int, list] = {}  # a foreach optimizer cannot mix meshes in one group
+        by_mesh = {}  # a foreach optimizer cannot mix meshes in one group
         for param in params.values():
             by_mesh.setdefault(id(param.device_mesh), []).append(param)
         optimizer = torch.optim.AdamW([{"params": group} for group in by_mesh.values()], lr=1e-2)
@@ -195,7 +188,7 @@ def test_buffer_with_an_explicit_device_survives_bit_for_bit_and_expert_bias_is_
     bias = torch.linspace(-1, 1, 8) / 3
 
     def rank_main():
-        def add_buffers(model: Decoder) -> None:
+        def add_buffers(model):
             gate = model.model.layers[0].mlp.gate
             with torch.device("meta"):  # as inside build_decoder; the explicit device wins
                 gate.register_buffer("history", torch.empty(4, device="cpu"), persistent=False)
@@ -242,10 +235,10 @@ def test_spec_dtype_is_local_dtype_with_bfloat16_mixed_precision_on_an_moe(
 
     def rank_main():
         trainer = assemble(job)
-        seen: dict[str, list[tuple[torch.dtype, torch.dtype]]] = {}
+        seen = {}
 
-        def look(name: str) -> Callable[..., None]:
-            def hook(module: torch.nn.Module, args: Any) -> None:
+        def look(name):
+            def hook(module, args):
                 for leaf, param in module.named_parameters(recurse=False):
                     local = param.to_local() if isinstance(param, DTensor) else param
                     read = module.read if isinstance(module, Experts) else None
@@ -315,22 +308,22 @@ def test_inv_freq_stays_float32_under_a_bfloat16_model(run_ranks, checked, meshe
             assert torch.equal(local, expected[name][region].to(torch.bfloat16)), name
 
 
-def _forget_buffer(model: Decoder) -> list[dict]:
+def _forget_buffer(model):
     model.model.layers[1].register_buffer("scale", torch.empty(3, device="meta"))
     return []
 
 
-def _forget_parameter(model: Decoder) -> list[dict]:
+def _forget_parameter(model):
     declare_for(model.model.layers[0].mlp.experts, {"gate_up_proj": Init(Normal(std=0.02))})
     return []
 
 
-def _two_declarations(model: Decoder) -> list[dict]:
+def _two_declarations(model):
     declare_for(model, {"model.norm.weight": Init(Ones())})
     return []
 
 
-def _two_claims(model: Decoder) -> list[dict]:
+def _two_claims(model):
     return [{"lm_head.weight": Init(Zeros())}, {"lm_head.*": Init(Ones())}]
 
 
@@ -358,8 +351,8 @@ def _two_claims(model: Decoder) -> list[dict]:
 def test_forgotten_tensor_or_second_source_is_the_same_one_error_on_all_ranks(
     run_ranks, checked, meshes, spoil, words
 ):
-    def rank_main() -> str:
-        sources: list[list[dict]] = []
+    def rank_main():
+        sources = []
         model = build_sharded(
             checked(meshes["TP2xEP2"]), lambda model: sources.append(spoil(model))
         )

@@ -4,7 +4,6 @@ metrics.
 
 import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,22 +15,21 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
 from titanlite.materialize.layout import local_of
 from titanlite.train_step import TrainStep
-from titanlite.trainer import Trainer
 
 SLEEP_S = 0.8
 DATA = 2  # step in which something goes wrong
 SLOW_DATA = 2  # and the rank that it happens on
 
 
-def read(folder: Path, name: str) -> list[dict]:
+def read(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def disturb(trainer: Trainer) -> None:
+def disturb(trainer):
     """Let this rank misbehave in the steps above."""
     rank, load = dist.get_rank(), trainer.parts.loader.micro_batches
 
-    def slow_micro_batches(step: int):
+    def slow_micro_batches(step):
         if rank == SLOW_DATA and step + 1 == DATA:
             time.sleep(SLEEP_S)
         return load(step)
@@ -42,7 +40,7 @@ def disturb(trainer: Trainer) -> None:
 def test_metrics_show_who_waits_for_data(run_ranks, checked, meshes, tmp_path):
     job = checked(meshes["TP2xEP2"], "--checkpoint.enable=false", "--training.steps=5")
 
-    def rank_main() -> None:
+    def rank_main():
         trainer = assemble(job)
         disturb(trainer)
         trainer.train()
@@ -91,11 +89,11 @@ def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(
     job = checked(meshes[mesh], *options)
     rows, length = job.job.training.global_batch_size, job.job.training.seq_len
 
-    def rank_main() -> None:
+    def rank_main():
         trainer = assemble(job)
         load = trainer.parts.loader.micro_batches
 
-        def padded(step: int) -> list[Batch]:
+        def padded(step):
             """Row r of a batch ends 2 r tokens early, in the first step 8 more."""
             batches = []
             for number, batch in enumerate(load(step)):
@@ -138,7 +136,7 @@ def test_a_spike_between_log_steps_leaves_its_value_and_its_step(
     job = checked(Degrees(dp_shard=2), *overrides, "--training.on_nonfinite=skip")
     original = TrainStep.train_step
 
-    def train_step(trainer: TrainStep, batches):
+    def train_step(trainer, batches):
         if trainer.step == 7:
             time.sleep(SLEEP_S)
         result = original(trainer, batches)
@@ -153,9 +151,9 @@ def test_a_spike_between_log_steps_leaves_its_value_and_its_step(
         return result
 
     monkeypatch.setattr(TrainStep, "train_step", train_step)
-    done: list[tuple[float, float]] = []
+    done = []
 
-    def rank_main() -> list[tuple[float, float]]:
+    def rank_main():
         assemble(job).train()
         return done
 
@@ -195,8 +193,8 @@ def test_experts_that_get_no_token_are_warned_of_once(run_ranks, checked, tmp_pa
     overrides += ["--training.steps=6", "--optimizer.lr=1e-6", "--checkpoint.enable=false"]
     job = checked(Degrees(), *overrides, f"--job.dump_folder={tmp_path}")
 
-    def rank_main() -> list[str]:
-        said: list[str] = []
+    def rank_main():
+        said = []
         with pytest.MonkeyPatch.context() as patch:
             for level in ("info", "warning"):
                 patch.setattr(

@@ -4,9 +4,6 @@ export, streamed.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,14 +16,14 @@ from titanlite.checkpoint.commit import check_folder
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.features.tools.export import main as export
-from titanlite.preflight import Checked, check
+from titanlite.preflight import check
 
 LAYER = "model.layers.3."
 EMBEDDING, HEAD = f"{LAYER}embed_tokens.weight", f"{LAYER}shared_head.head.weight"
 GLM = ("--model.name=glm4_moe", "--model.overrides.num_layers=3")
 
 
-def stored(folder: Path) -> dict[str, torch.Tensor]:
+def stored(folder):
     """All tensors of the model in `folder`, whatever its files."""
     return {
         key: tensor
@@ -35,9 +32,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def prediction_layer(
-    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16
-) -> dict[str, torch.Tensor]:
+def prediction_layer(tensors, dtype=torch.bfloat16):
     """A layer for multi-token prediction after the last of `tensors`, with copies of embedding and
     head.
     """
@@ -55,23 +50,23 @@ def prediction_layer(
     }
 
 
-def is_same(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+def is_same(got, expected):
     """All of `expected` are there with the same dtypes and bits, but for the copies."""
     pairs = [(got[key], tensor) for key, tensor in expected.items() if key not in (EMBEDDING, HEAD)]
     return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
 
 
-def follows(got: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor]) -> bool:
+def follows(got, base):
     """Embedding and head were trained, and their copies are the trained ones."""
     pairs = [("model.embed_tokens.weight", EMBEDDING), ("lm_head.weight", HEAD)]
     return all(torch.equal(got[a], got[b]) and not torch.equal(got[a], base[a]) for a, b in pairs)
 
 
 @pytest.fixture
-def train(run_warm: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path):
+def train(run_warm, checked, tmp_path):
     """`train(degrees, *overrides)` in one run's folder; returns its newest checkpoint."""
 
-    def run(degrees: Degrees, *overrides: str) -> Path:
+    def run(degrees, *overrides):
         job = checked(degrees, *overrides)
         run_warm(degrees.world_size, train_to_the_end, job)
         return max(
@@ -83,8 +78,8 @@ def train(run_warm: Callable[..., list[Any]], checked: Callable[..., Checked], t
 
 
 def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
-    train, pretrained, tmp_path: Path
-) -> None:
+    train, pretrained, tmp_path
+):
     base = shutil.copytree(
         pretrained("glm", 0.1, *GLM), tmp_path / "base", ignore=shutil.ignore_patterns("titanlite")
     )
@@ -126,7 +121,7 @@ def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
     again, before = stored(last), again
     assert last.name == "step-6" and is_same(again, layer) and follows(again, before)
 
-    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    load = transformers.AutoModelForCausalLM.from_pretrained
     model, info = load(last, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and info["unexpected_keys"] == set(layer)
     own = {key: tensor for key, tensor in again.items() if key not in layer}
@@ -147,8 +142,8 @@ def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
 
 
 def test_through_transformers_class_and_from_the_base_of_adapters(
-    run_ranks: Callable[..., list[Any]], pretrained, text_folder: Path, tmp_path: Path
-) -> None:
+    run_ranks, pretrained, text_folder, tmp_path
+):
     """2 ranks; adapters do not carry the passengers, and merging takes them from the base."""
     base = shutil.copytree(
         pretrained("glm", 0.1, *GLM), tmp_path / "base", ignore=shutil.ignore_patterns("titanlite")
@@ -167,7 +162,7 @@ def test_through_transformers_class_and_from_the_base_of_adapters(
         "= false\n"
     )
 
-    def train(name: str, *overrides: str) -> Path:
+    def train(name, *overrides):
         job = check(
             load_config(
                 ["--config", str(config), f"--job.dump_folder={tmp_path / name}", *overrides]

@@ -7,8 +7,6 @@ each feature.
 
 import json
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,23 +16,21 @@ from titanlite.base.errors import TitanliteError
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
 from titanlite.features.pipeline import Elsewhere
-from titanlite.materialize import Plan, materialize
+from titanlite.materialize import materialize
 from titanlite.materialize.layout import get_sharing_group, local_of
-from titanlite.models.decoder import Decoder, build_decoder
-from titanlite.preflight import Checked
-from titanlite.trainer import Trainer
+from titanlite.models.decoder import build_decoder
 
 FIVE = "--model.overrides.num_layers=5"
 ONE = "--training.local_batch_size=1"
 
 
-def build(job: Checked) -> tuple[Decoder, Plan]:
+def build(job):
     model, dims = build_decoder(job.model_config), ParallelDims.build(job.degrees, "cpu")
     shard(model, job.job, dims, "cpu")
     return model, materialize(model, "cpu", seed=3)
 
 
-def inputs(rows: int = 2, length: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(rows=2, length=32):
     generator = torch.Generator().manual_seed(1)
     return tuple(torch.randint(0, 300, (rows, length), generator=generator) for _ in range(2))  # type: ignore[return-value]
 
@@ -48,7 +44,7 @@ def test_a_stage_has_memory_for_its_own_layers_alone(run_ranks, checked, degrees
     """
     job = checked(degrees, FIVE)
 
-    def rank_main() -> tuple[dict[str, bool], int, int, str]:
+    def rank_main():
         model, plan = build(job)
         here = {entry.fqn: not entry.is_elsewhere for entry in plan.entries}
         assert all(entry.tensor.is_meta == entry.is_elsewhere for entry in plan.entries)
@@ -93,7 +89,7 @@ def test_results_without_gradients_are_those_of_the_whole_model(run_ranks, check
     job = checked(degrees, FIVE)
     tokens, labels = inputs()
 
-    def rank_main() -> list[torch.Tensor]:
+    def rank_main():
         model, _ = build(job)
         with torch.no_grad():
             found = [
@@ -122,15 +118,13 @@ def test_results_without_gradients_are_those_of_the_whole_model(run_ranks, check
 
 
 @pytest.fixture
-def train(run_ranks, checked) -> Callable[..., list[Any]]:
+def train(run_ranks, checked):
     """Train on forked ranks; (kind, text) of the error that each ended with, or None."""
 
-    def run(
-        degrees: Degrees, *overrides: str, before: Callable[[Trainer], None] = lambda trainer: None
-    ) -> list[Any]:
+    def run(degrees, *overrides, before=lambda trainer: None):
         job = checked(degrees, FIVE, *overrides)
 
-        def rank_main() -> tuple[str, str] | None:
+        def rank_main():
             trainer = assemble(job)
             before(trainer)
             try:
@@ -149,13 +143,13 @@ def test_nan_is_named_in_the_stage_that_it_came_from(train):
     one there.
     """
 
-    def put_in(trainer: Trainer) -> None:
+    def put_in(trainer):
         layer = trainer.model.model.layers[1]
         if isinstance(layer, Elsewhere):
             return
         forward = layer.mlp.forward
 
-        def spoiled(*args: Any) -> Any:
+        def spoiled(*args):
             out, aux = forward(*args)
             # in step 2, and when it is looked into
             return (out * torch.nan if trainer.step >= 1 else out), aux
@@ -204,13 +198,13 @@ def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(
     for mesh in (Degrees(), degrees):
         job = checked(mesh, FIVE, ONE, *options, "--checkpoint.enable=false")
 
-        def rank_main(job: Checked = job) -> list[float]:
+        def rank_main(job=job):
             trainer = assemble(job)
             layer, norms = trainer.model.model.layers[1], []
             if not isinstance(layer, Elsewhere):
                 forward = layer.mlp.forward
 
-                def spoiled(*args: Any) -> Any:
+                def spoiled(*args):
                     out, aux = forward(*args)
                     return (out * torch.nan if trainer.step == 1 else out), aux
 

@@ -3,9 +3,7 @@ rank.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -16,12 +14,10 @@ from titanlite.config.parallelism import Degrees
 from titanlite.distributed import collectives
 from titanlite.features.estimate.estimate import axis_ranks
 from titanlite.features.estimate.stand_in import observed
-from titanlite.features.estimate.trace import StepTrace, axis_names, trace_step
+from titanlite.features.estimate.trace import axis_names, trace_step
 from titanlite.features.estimate.tracker import StepRecorder
 from titanlite.features.record.run_files import count_held
 from titanlite.materialize.layout import is_elsewhere, local_of
-from titanlite.preflight import Checked
-from titanlite.trainer import Trainer
 
 _KINDS = {
     "all_gather_single": ("all_gather", 0),
@@ -37,17 +33,17 @@ _NAMES = {"output": 0, "output_tensor": 0, "input": 1, "input_tensor": 1}
 
 
 @contextmanager
-def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
+def calls_of(trainer):
     """Counts of (kind, axis, "count" or "bytes") of the functions of `torch.distributed` that are
     called inside.
     """
-    found: Counter[tuple[str, str, str]] = Counter()
+    found = Counter()
     axes, depth = axis_names(trainer.parts.stepper.dims), 0
 
-    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(name, function):
         kind, place = _KINDS[name]
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             nonlocal depth
             by_name = {_NAMES[key]: value for key, value in kwargs.items() if key in _NAMES}
             tensor = args[place] if len(args) > place else by_name[place]
@@ -76,14 +72,14 @@ def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
         yield found
 
 
-def measure(checked: Checked) -> dict[str, Any]:
+def measure(checked):
     """Two real steps on this rank: what lies in memory, is called and computed."""
     trainer = assemble(checked)
     held_at_start = count_held(trainer.parts.plan, ())
     gradients = []
     zero_grad = trainer.parts.stepper.optimizer.zero_grad
 
-    def look_then_zero() -> None:
+    def look_then_zero():
         gradients.append(
             sum(local_of(p.grad).nbytes for p in trainer.model.parameters() if p.grad is not None)
         )
@@ -126,7 +122,7 @@ def measure(checked: Checked) -> dict[str, Any]:
     }
 
 
-def compare(checked: Checked, ranks: list[dict[str, Any]], *, balanced: bool) -> list[StepTrace]:
+def compare(checked, ranks, *, balanced):
     """Compare every rank's figures with those logged, and two ranks' with their plans; return the
     traces of these.
     """
@@ -146,7 +142,7 @@ def compare(checked: Checked, ranks: list[dict[str, Any]], *, balanced: bool) ->
             real["buffers"],
         )
         assert trace.weights + trace.padding == real["storages"]
-        called: Counter[tuple[str, str, str]] = Counter()
+        called = Counter()
         for kind, work in trace.step_work():
             if kind.group:  # a collective
                 ranks_of = axis_ranks(checked.degrees, kind.group, rank)

@@ -5,9 +5,7 @@ model the same.
 import json
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,9 +18,7 @@ SAMPLES = 100
 
 
 @pytest.mark.slow
-def test_the_saved_model_scores_the_same_in_transformers(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_saved_model_scores_the_same_in_transformers(run_ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     overrides = [
         f"--evaluation.samples={SAMPLES}",

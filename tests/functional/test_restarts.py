@@ -7,13 +7,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from textwrap import indent
 
 import pytest
-from cluster import Launched
-from rank_server import RankServer
 
 from titanlite.checkpoint.commit import list_steps
 
@@ -91,19 +87,15 @@ Trainer.train = train
 
 
 @pytest.fixture
-def run(
-    server: RankServer, config_file: Path, tmp_path: Path
-) -> Iterator[Callable[..., tuple[int, str, float]]]:
+def run(server, config_file, tmp_path):
     """`run(misbehaviour, *overrides, restarts=, signal_after=)` -> (exit code, output, seconds
     after the signal).
 
     `signal_after` is a text in the output upon which the launcher gets SIGTERM.
     """
-    started: list[Launched] = []
+    started = []
 
-    def start(
-        misbehaviour: str, *overrides: str, restarts: int = 0, signal_after: str | None = None
-    ) -> tuple[int, str, float]:
+    def start(misbehaviour, *overrides, restarts=0, signal_after=None):
         folder = tmp_path / f"start-{len(started)}"
         folder.mkdir()
         (folder / "misbehave.py").write_text(
@@ -138,7 +130,7 @@ def run(
         launched.kill()
 
 
-def said_by_launcher(out: str) -> list[str]:
+def said_by_launcher(out):
     return [
         line
         for line in out.splitlines()

@@ -5,9 +5,7 @@ another.
 import json
 import shutil
 import tomllib
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,8 +22,6 @@ from titanlite.config.parallelism import Degrees
 from titanlite.features.muon import muon_matrices
 from titanlite.features.record.run_files import count_bytes
 from titanlite.optim.expert_bias import AUX_LOSS_COEFF
-from titanlite.preflight import Checked
-from titanlite.trainer import Trainer
 
 # after an even number of steps the biases of experts may be zero again, and are not saved
 HALF, ALL = 3, 5
@@ -41,16 +37,14 @@ SCHEDULE += ["--training.local_batch_size=2"]
 
 
 @pytest.fixture
-def train(
-    run_warm: Callable[..., list[Any]], checked: Callable[..., Checked]
-) -> Callable[..., None]:
+def train(run_warm, checked):
     """`train(degrees, folder, *overrides)`: a whole `Trainer.train` on ranks of the file, resuming
     what is in `folder`.
 
     New processes resume in test_determinism.py, and a new launch in test_end_to_end.py.
     """
 
-    def run(degrees: Degrees, folder: Path, *overrides: str) -> None:
+    def run(degrees, folder, *overrides):
         job = checked(degrees, *SCHEDULE, f"--job.dump_folder={folder}", *overrides)
         run_warm(degrees.world_size, train_to_the_end, job)
 
@@ -58,20 +52,18 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, Path]]:
+def whole_runs(tmp_path_factory):
     """Uninterrupted runs by mesh and overrides, each made once."""
     return tmp_path_factory.mktemp("whole"), {}
 
 
 @pytest.fixture
-def halfway(
-    train, whole_runs: tuple[Path, dict[Any, Path]], tmp_path: Path
-) -> Callable[..., tuple[Path, Path]]:
+def halfway(train, whole_runs, tmp_path):
     """`halfway(degrees, *overrides)` -> (folder of the uninterrupted run, folder with its
     checkpoint of the middle).
     """
 
-    def run(degrees: Degrees, *overrides: str) -> tuple[Path, Path]:
+    def run(degrees, *overrides):
         base, made = whole_runs
         key = degrees, overrides
         if key not in made:
@@ -84,14 +76,14 @@ def halfway(
     return run
 
 
-def losses(folder: Path, first: int) -> list[float]:
+def losses(folder, first):
     points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         point["loss/train"] for point in points if point["step"] >= first and "loss/train" in point
     ]
 
 
-def contents(folder: Path, step: int) -> dict[str, str]:
+def contents(folder, step):
     """Digest of every file of a checkpoint but those that name the machine or the number of
     ranks.
     """
@@ -190,7 +182,7 @@ def test_another_global_batch_size_goes_on_behind_the_samples_that_were_seen(
 ):
     _, resumed = halfway(Degrees())
 
-    def rank_main() -> None:
+    def rank_main():
         job = checked(
             Degrees(), *SCHEDULE, f"--job.dump_folder={resumed}", "--training.global_batch_size=4"
         )
@@ -235,7 +227,7 @@ def test_optimizer_states_are_those_of_the_run(halfway, meshes):
     """
     whole, _ = halfway(meshes["HSDP2xTP2xEP2"])
     states = load_file(whole / f"checkpoint/step-{ALL}/titanlite/optimizer.safetensors")
-    kinds: dict[str, set[str]] = {}
+    kinds = {}
     for key, tensor in states.items():
         kind, _, name = key.partition(".")
         kinds.setdefault(kind, set()).add(name)
@@ -249,9 +241,7 @@ def test_optimizer_states_are_those_of_the_run(halfway, meshes):
     assert "model.layers.1.mlp.experts.gate_up_proj" in kinds["step"]
 
 
-def _resume(
-    run_ranks, job: Checked, action: Callable[[Trainer], Any] = lambda trainer: trainer.step
-) -> Sequence[Any]:
+def _resume(run_ranks, job, action=lambda trainer: trainer.step):
     return run_ranks(job.degrees.world_size, lambda: action(assemble(job)))
 
 
@@ -309,7 +299,7 @@ def test_initial_load_path_begins_at_step_0_with_those_weights(
     )
     bias = load_file(source / "titanlite/expert_bias.safetensors")
 
-    def look(trainer: Trainer) -> None:
+    def look(trainer):
         assert trainer.step == 0 and not trainer.parts.stepper.optimizer.state
         for name, expected in bias.items():
             assert torch.equal(trainer.model.get_buffer(name), expected)
@@ -337,7 +327,7 @@ def test_checkpoints_are_as_large_as_was_said(run_ranks, checked, overrides):
         Degrees(dp_shard=2), *overrides, "--training.steps=1", "--lr_scheduler.warmup_steps=1"
     )
 
-    def rank_main() -> int:
+    def rank_main():
         trainer = assemble(job)
         said = count_bytes(
             trainer.parts.plan,
@@ -369,11 +359,11 @@ def test_the_default_balance_loss_is_of_new_models_and_stays_that_of_a_run(
         "--lr_scheduler.warmup_steps=0",
     ]
 
-    def run(folder: str, *overrides: str, train: bool = False) -> float | None:
+    def run(folder, *overrides, train=False):
         job = checked(Degrees(), *unset, f"--job.dump_folder={tmp_path / folder}", *overrides)
 
-        def rank_main() -> tuple[float | None, list[str]]:
-            said: list[str] = []
+        def rank_main():
+            said = []
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
                     logger,
@@ -391,7 +381,7 @@ def test_the_default_balance_loss_is_of_new_models_and_stays_that_of_a_run(
         logged.extend(said)
         return found
 
-    logged: list[str] = []
+    logged = []
     assert run("new", train=True) == AUX_LOSS_COEFF
     step = tmp_path / "new/checkpoint/step-2"
     assert (

@@ -4,8 +4,6 @@ before it.
 
 import json
 import shutil
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -20,10 +18,10 @@ FSDP2 = Degrees(dp_shard=2)
 SMALL = ["--model.overrides.num_layers=1", "--training.steps=2", "--checkpoint.interval=1"]
 
 
-def fail_on(rank: int, function: Callable[..., Any]) -> Callable[..., Any]:
+def fail_on(rank, function):
     """`function`, which raises on `rank` after all ranks have gone through it."""
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
+    def failing(*args, **kwargs):
         result = function(*args, **kwargs)
         if dist.get_rank() == rank:
             raise RuntimeError("no memory for it")
@@ -40,7 +38,7 @@ def test_save_that_fails_on_one_rank_keeps_the_one_before(
     overrides = [*lora, "--moe.expert_bias_update_rate=0"] if saved_as is PeftFormat else []
     job = checked(FSDP2, *SMALL, *overrides)
 
-    def rank_main() -> str:
+    def rank_main():
         trainer = assemble(job)
         trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0))
         trainer.save()
@@ -74,7 +72,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks_before_the_first_step(
     # after what the launcher checks
     (folder / "config.json").write_text(json.dumps({**table, "use_cache": "yes"}))
 
-    def rank_main() -> str:
+    def rank_main():
         with pytest.raises((CheckpointError, ConfigError)) as raised:
             assemble(job)
         return str(raised.value)

@@ -5,10 +5,8 @@ and torch's AdamW.
 import json
 import random
 import runpy
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +15,13 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import IGNORE_INDEX, Batch
-from titanlite.preflight import Checked
 
 ROOT = Path(__file__).parents[2]
 STEPS, ROWS, LR, BETAS, DECAY, MAX_NORM = 20, 8, 2e-3, (0.9, 0.95), 0.1, 1.0
 
 
 @pytest.fixture(scope="module")
-def model_and_rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def model_and_rows(tmp_path_factory):
     """A tiny random Qwen3-MoE in Hugging Face format, and 400 chats about numbers for its
     tokenizer.
     """
@@ -63,7 +60,7 @@ def model_and_rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
     return folder / "model", folder / "chats.jsonl"
 
 
-def documents_of(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def documents_of(batch):
     """(tokens, labels) of every document in `batch`, each alone."""
     found = []
     for tokens, labels, ids in zip(batch.tokens, batch.labels, batch.document_ids, strict=True):
@@ -71,7 +68,7 @@ def documents_of(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def reference_losses(model_folder: Path, batches: list[Batch]) -> list[float]:
+def reference_losses(model_folder, batches):
     """Loss of every step of a plain loop over the documents of `batches`, unpacked."""
     model = AutoModelForCausalLM.from_pretrained(
         model_folder, dtype=torch.float32, experts_implementation="eager"
@@ -102,7 +99,7 @@ def reference_losses(model_folder: Path, batches: list[Batch]) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def plain_losses() -> dict[str, list[float]]:
+def plain_losses():
     """Those of the plain loop, by `data.packing`."""
     return {}
 
@@ -111,15 +108,15 @@ def plain_losses() -> dict[str, list[float]]:
     ("mesh", "packing"), [("one", "true"), ("one", "false"), ("TP2xEP2", "true")]
 )
 def test_twenty_steps_are_those_of_a_plain_loop(
-    run_ranks: Callable[..., list[Any]],
-    checked: Callable[..., Checked],
-    meshes: Any,
-    model_and_rows: tuple[Path, Path],
-    cache_folder: Path,
-    plain_losses: dict[str, list[float]],
-    mesh: str,
-    packing: str,
-) -> None:
+    run_ranks,
+    checked,
+    meshes,
+    model_and_rows,
+    cache_folder,
+    plain_losses,
+    mesh,
+    packing,
+):
     model_folder, rows = model_and_rows
     degrees = Degrees() if mesh == "one" else meshes[mesh]
     job = checked(
@@ -154,14 +151,14 @@ def test_twenty_steps_are_those_of_a_plain_loop(
         ),
     )
 
-    def rank_main() -> list[float]:
+    def rank_main():
         trainer = assemble(job)
         return [
             trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(step)).loss.item()
             for step in range(STEPS)
         ]
 
-    def global_batches() -> list[Batch]:
+    def global_batches():
         # one process reads what all ranks read together
         loader = assemble(replace(job, degrees=Degrees())).parts.loader
         found = []

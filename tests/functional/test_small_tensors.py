@@ -3,9 +3,6 @@ another mesh.
 """
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from tests.functional.conftest import train_to_the_end
 from titanlite.config.parallelism import Degrees
 from titanlite.materialize import Init, Normal
 from titanlite.models.decoder import build_decoder
-from titanlite.preflight import Checked
 
 
 class Extra(nn.Module):
@@ -25,17 +21,17 @@ class Extra(nn.Module):
     empty.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.nothing, self.three = nn.Parameter(torch.empty(5, 0)), nn.Parameter(torch.empty(3, 8))
         self.register_buffer("none", torch.empty(0, 2))
 
-    def declare_sources(self) -> dict[str, Any]:
+    def declare_sources(self):
         return dict.fromkeys(("nothing", "three", "none"), Init(Normal()))
 
 
-def build_with_extra(*args: Any) -> Any:
-    model: Any = build_decoder(*args)
+def build_with_extra(*args):
+    model = build_decoder(*args)
     with torch.device("meta"):
         model.extra = Extra()
     model.model.embed_tokens.register_forward_hook(
@@ -46,11 +42,11 @@ def build_with_extra(*args: Any) -> Any:
 
 @pytest.mark.slow
 def test_a_run_with_such_tensors_resumes_on_another_mesh(
-    run_ranks: Callable[..., list[Any]],
-    checked: Callable[..., Checked],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    run_ranks,
+    checked,
+    monkeypatch,
+    tmp_path,
+):
     monkeypatch.setattr(titanlite.assemble, "build_decoder", build_with_extra)
     shared = ["--training.steps=4", "--checkpoint.interval=2", "--training.local_batch_size=2"]
     whole = checked(Degrees(dp_shard=4), *shared, f"--job.dump_folder={tmp_path / 'whole'}")

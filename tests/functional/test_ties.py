@@ -7,9 +7,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ from titanlite.config import TransformersConfig, load_config
 from titanlite.config.model import ModelSection
 from titanlite.materialize import materialize
 from titanlite.models.families import resolve_model_config
-from titanlite.preflight import Checked, check
+from titanlite.preflight import check
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import sweep_transformers
@@ -37,7 +35,7 @@ FLAGS = (True, False, None)
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def cases(tmp_path_factory):
     with sweep_transformers.quiet():
         found = {
             case.model_type: case for case in sweep_transformers.cases() if case.model_type in TYPES
@@ -48,7 +46,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def write(case: Any, folder: Path, top: bool | None, text: bool | None, stored: str) -> Path:
+def write(case, folder, top, text, stored):
     """Write the case with other flags, and a head that is not stored, is the embedding, or is
     another.
     """
@@ -72,15 +70,13 @@ def write(case: Any, folder: Path, top: bool | None, text: bool | None, stored: 
     return folder
 
 
-def outer(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def outer(model):
     return model.get_input_embeddings().weight, model.get_output_embeddings().weight
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
-def test_ties_and_values_are_those_of_from_pretrained(
-    cases: dict[str, Any], tmp_path: Path, name: str
-) -> None:
+def test_ties_and_values_are_those_of_from_pretrained(cases, tmp_path, name):
     """For each flag at the top and in text_config; only a head that is nowhere is refused, which
     transformers draws.
     """
@@ -93,7 +89,7 @@ def test_ties_and_values_are_those_of_from_pretrained(
             )
             config = resolve_model_config(ModelSection(hf_assets_path=str(folder)))
             config = untie(config, folder, build_model)
-            ours: Any = build_model(config)
+            ours = build_model(config)
             sources = weights_of(folder, ours)
         where = f"{top}, {text}, {stored}"
         if info["missing_keys"]:
@@ -116,9 +112,9 @@ def test_ties_and_values_are_those_of_from_pretrained(
     assert 0 < tied < 27
 
 
-def warnings_of(job: Checked) -> list[str]:
+def warnings_of(job):
     """Train, and return what is logged."""
-    said: list[str] = []
+    said = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
@@ -128,11 +124,11 @@ def warnings_of(job: Checked) -> list[str]:
 
 @pytest.mark.slow
 def test_a_run_keeps_a_head_of_its_own_and_says_so_in_what_it_saves(
-    run_ranks: Callable[..., list[Any]],
-    pretrained: Callable[..., Path],
-    config_file: Path,
-    tmp_path: Path,
-) -> None:
+    run_ranks,
+    pretrained,
+    config_file,
+    tmp_path,
+):
     """A native model and one of transformers: begun, resumed, saved untied, and read by
     transformers.
     """
@@ -164,7 +160,7 @@ def test_a_run_keeps_a_head_of_its_own_and_says_so_in_what_it_saves(
             text = "lm_head.weight with other values than the tensor that config.json ties it to"
             assert [sum(text in warning for warning in of_rank) for of_rank in warnings] == [1, 0]
         saved = folder / "checkpoint/step-2"
-        auto: Any = transformers.AutoModelForCausalLM
+        auto = transformers.AutoModelForCausalLM
         loaded, info = auto.from_pretrained(saved, output_loading_info=True)
         assert not any(info.values()) and not loaded.config.tie_word_embeddings
         for one, other in zip(outer(loaded), outer(reference), strict=True):

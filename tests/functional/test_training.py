@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -18,19 +17,17 @@ from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.grads import clip_grad_norms, reduce_replicated_grads
 from titanlite.materialize import materialize
-from titanlite.models.decoder import Decoder, build_decoder
-from titanlite.preflight import Checked
-from titanlite.trainer import Trainer
+from titanlite.models.decoder import build_decoder
 
 FULL_AC = "--activation_checkpoint.mode=full"
 TOKENS = torch.arange(4 * 32).view(4, 32) * 7 % 310
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(tensor):
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:
+def snapshot(trainer):
     """This rank's weights, buffers and optimizer states, copied."""
     found = dict([*trainer.model.named_parameters(), *trainer.model.named_buffers()])
     for i, state in enumerate(trainer.parts.stepper.optimizer.state.values()):
@@ -42,7 +39,7 @@ def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:
     }
 
 
-def differing(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
+def differing(before, after):
     assert before.keys() == after.keys()
     return [name for name in before if not torch.equal(before[name], after[name])]
 
@@ -56,8 +53,8 @@ def test_replicas_are_summed_once_a_step_however_many_micro_batches(
 ):
     degrees, real = meshes[mesh], torch.distributed.all_reduce
 
-    def rank_main(local_batch_size: int) -> tuple[int, int, list[str]]:
-        elements: list[int] = []
+    def rank_main(local_batch_size):
+        elements = []
         overrides = [
             f"--training.local_batch_size={local_batch_size}",
             "--training.global_batch_size=16",
@@ -65,7 +62,7 @@ def test_replicas_are_summed_once_a_step_however_many_micro_batches(
         configuration = checked(degrees, *overrides)
         trainer = assemble(configuration)
 
-        def counted(tensor: torch.Tensor, **options: Any) -> None:
+        def counted(tensor, **options):
             elements.append(tensor.numel())
             real(tensor, **options)
 
@@ -86,7 +83,7 @@ def test_replicas_are_summed_once_a_step_however_many_micro_batches(
 def test_balance_losses_weigh_the_same_whatever_part_of_the_tokens_has_labels(run_ranks, checked):
     """Routers balance the tokens of prompts too. Padding is no token."""
 
-    def rank_main() -> list[float]:
+    def rank_main():
         found = []
         for num_labels in (32, 4):
             configuration = checked(Degrees(dp_shard=2), "--moe.aux_loss_coeff=0.01")
@@ -108,7 +105,7 @@ def test_balance_losses_weigh_the_same_whatever_part_of_the_tokens_has_labels(ru
         assert part == whole and 2 * 0.01 <= whole <= 4 * 2 * 0.01
 
 
-def build_with_gradients(checked: Checked, shard: bool) -> Decoder:
+def build_with_gradients(checked, shard):
     """A model with the gradients of the sum of losses over TOKENS, each data-parallel rank on its
     own rows.
     """
@@ -179,13 +176,13 @@ def test_clipping_reaches_the_optimizer(warm_run):
 # --- steps that must not happen
 
 
-def poison_step(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> list[None]:
+def poison_step(monkeypatch, step, value):
     """Let one gradient element on rank 1 be `value` in optimizer step `step` (1-based); return a
     list that grows by one in every step.
     """
     original, calls = titanlite.train_step.clip_grad_norms, []
 
-    def poisoned(groups: Any, max_norm: float, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def poisoned(groups, max_norm, *rest):
         params = [param for group in groups.values() for param in group]
         calls.append(None)
         if len(calls) == step and torch.distributed.get_rank() == min(
@@ -255,7 +252,7 @@ def test_training_stops_at_the_next_log_step_and_names_the_step(run_ranks, check
     )
     steps = poison_step(monkeypatch, 3, math.nan)
 
-    def rank_main() -> tuple[int, str, int]:
+    def rank_main():
         trainer = assemble(job)
         with pytest.raises(TrainingError) as raised:
             trainer.train()
@@ -310,14 +307,14 @@ def test_padding_is_neither_counted_nor_trained(run_ranks, checked, meshes, mesh
     degrees = Degrees() if mesh == "one" else meshes[mesh]
     job = checked(degrees, FULL_AC, "--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001")
 
-    def padded(filler: int) -> list[Batch]:
+    def padded(filler):
         tokens, positions = TOKENS[:2].clone(), torch.arange(32).expand(2, -1).clone()
         documents, labels = torch.zeros_like(tokens), TOKENS[1:3].clone()
         for row, length in enumerate((13, 27)):
             tokens[row, length:], labels[row, length:], documents[row, length:] = filler, -100, -1
         return [Batch(tokens, labels, positions, documents)]
 
-    def rank_main(filler: int):
+    def rank_main(filler):
         trainer = assemble(job)
         result = trainer.parts.stepper.train_step(padded(filler))
         return result.loss.item(), result.grad_norm.item(), result.tokens_per_expert.tolist()
@@ -342,7 +339,7 @@ class TestCompile:
     pytestmark = TORCH_COMPILE_WARNINGS
 
     @pytest.fixture(autouse=True)
-    def imports(self) -> None:
+    def imports(self):
         """What every forked rank would import for the first graph: seconds."""
         import networkx  # noqa: F401
         import torch._functorch.partitioners

@@ -1,9 +1,6 @@
 """Models of transformers under mixed precision: float32 parameters, bfloat16 arithmetic."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import sweep_training
@@ -31,9 +28,7 @@ DOCUMENTS = torch.tensor([[0] * 7 + [1] * 5])
 
 
 @pytest.mark.slow
-def test_every_model_trains_in_bfloat16(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_every_model_trains_in_bfloat16(run_ranks, tmp_path):
     """The loss is that of float32 to bfloat16's 8 bits, and gradients arrive in float32, experts
     split or not.
     """
@@ -54,7 +49,7 @@ def test_every_model_trains_in_bfloat16(
         loss = torch.nn.functional.cross_entropy(torch.cat(logits), labels[0], reduction="sum")
         expected[name] = loss.item()
 
-    def rank_main() -> dict[str, tuple[float, set[torch.dtype], bool]]:
+    def rank_main():
         seen = {}
         for name in ALL_MODELS:
             hf = transformers_config(
@@ -88,9 +83,7 @@ def test_every_model_trains_in_bfloat16(
 KEPT = ("deepseek_v3", "flint", "hy_v4", "kimi_linear")
 
 
-def test_bfloat16_with_parameters_kept_in_float32(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_bfloat16_with_parameters_kept_in_float32(run_ranks, tmp_path):
     """Dtypes and loss are those of `from_pretrained`, wherever in it the class keeps float32; all
     are trained.
     """
@@ -119,11 +112,11 @@ def test_bfloat16_with_parameters_kept_in_float32(
         job = JobConfig()
         job.training.dtype = "bfloat16"
 
-        def rank_main() -> dict[str, tuple[float, dict[str, torch.dtype], list[str]]]:
+        def rank_main():
             seen = {}
             for name, case in cases.items():
                 dims = ParallelDims.build(Degrees(dp_shard=2), "cpu")
-                model: Any = build_on_meta(Run(job, case.config, dims, torch.device("cpu")))
+                model = build_on_meta(Run(job, case.config, dims, torch.device("cpu")))
                 materialize(model, "cpu", [weights_of(case.saved, model)])
                 model.find_facts(torch.device("cpu"))  # probes that raise leave nothing gathered
                 optimizer = build_adamw(model, job.optimizer)

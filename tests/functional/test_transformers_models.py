@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,11 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.grads import clip_grad_norms, reduce_replicated_grads
 from titanlite.distributed.parallelize import parallelize
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize import Compute, Plan, materialize
+from titanlite.materialize import Compute, materialize
 from titanlite.materialize.plan import clean_name
 from titanlite.materialize.sources import Read
 from titanlite.optim.expert_bias import ExpertBiasBalancer
-from titanlite.preflight import Checked, check
+from titanlite.preflight import check
 
 
 @dataclass
@@ -42,12 +40,12 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def tokens() -> torch.Tensor:
+def tokens():
     return torch.randint(14, VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory, tokens: torch.Tensor) -> dict[str, Case]:
+def cases(tmp_path_factory, tokens):
     found = {}
     for name in ALL_MODELS:
         folder = tmp_path_factory.mktemp(name)
@@ -57,7 +55,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory, tokens: torch.Tensor) -> dic
     return found
 
 
-def check_folder(folder: Path, world_size: int, *overrides: str) -> Checked:
+def check_folder(folder, world_size, *overrides):
     config = folder / "job.toml"
     config.write_text(
         f'checkpoint.initial_load_path = "{folder}"\nmodel.implementation = "transformers"\n'
@@ -67,31 +65,31 @@ def check_folder(folder: Path, world_size: int, *overrides: str) -> Checked:
     )
 
 
-def load(job: Checked, folder: Path) -> tuple[TransformersModel, Plan]:
+def load(job, folder):
     assert isinstance(job.model_config, TransformersConfig)
     model = build_transformers(job.model_config)
     parallelize(model, job.job, ParallelDims.build(job.degrees, "cpu"), "cpu")
     return model, materialize(model, "cpu", [weights_of(folder, model)])
 
 
-def stored_keys(folder: Path) -> set[str]:
+def stored_keys(folder):
     with safe_open(folder / "model.safetensors", "pt") as file:
         return set(file.keys())
 
 
 @pytest.mark.slow
 def test_sharded_loading_equals_from_pretrained_bit_for_bit(
-    run_ranks: Callable[..., list[Any]],
-    cases: dict[str, Case],
-    tokens: torch.Tensor,
-    tmp_path: Path,
-) -> None:
+    run_ranks,
+    cases,
+    tokens,
+    tmp_path,
+):
     """Logits of FSDP4 equal those of one process, every tensor has a source, and what is saved is
     what was loaded.
     """
     jobs = {name: check_folder(case.folder, 4) for name, case in cases.items()}
 
-    def rank_main() -> dict[str, tuple[bool, set[str], float]]:
+    def rank_main():
         seen = {}
         for name, case in cases.items():
             model, plan = load(jobs[name], case.folder)
@@ -177,7 +175,7 @@ class Rows:
     labels: torch.Tensor
     documents: torch.Tensor
 
-    def documents_of(self, row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def documents_of(self, row):
         """Tokens and labels of each document by itself."""
         ids = self.documents[row]
         return [
@@ -188,7 +186,7 @@ class Rows:
 
 
 @pytest.fixture(scope="module")
-def rows() -> Rows:
+def rows():
     generator = torch.Generator().manual_seed(1)
     tokens, labels = torch.randint(14, VOCAB_SIZE, (2, 4, 12), generator=generator)
     documents = torch.tensor(DOCUMENTS)
@@ -197,9 +195,7 @@ def rows() -> Rows:
     return Rows(tokens, labels, documents)
 
 
-def plain_steps(
-    model: Any, rows: Rows, steps: int = STEPS
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain_steps(model, rows, steps=STEPS):
     """Losses of a loop without titanlite, every document a forward of its own, and the last step's
     gradients.
     """
@@ -224,7 +220,7 @@ def plain_steps(
     return losses, gradients
 
 
-def plain_load(model: Any, rows: Rows) -> list[list[int]]:
+def plain_load(model, rows):
     """Rows that each layer's experts are given, one document after the other; no padding, no
     titanlite.
     """
@@ -235,7 +231,7 @@ def plain_load(model: Any, rows: Rows) -> list[list[int]]:
     ]
     counts = [torch.zeros(module.num_experts, dtype=torch.int64) for module in experts]
 
-    def add(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+    def add(module, args):
         counts[experts.index(module)] += args[1].flatten().bincount(minlength=module.num_experts)
 
     handles = [module.register_forward_pre_hook(add) for module in experts]
@@ -249,9 +245,7 @@ def plain_load(model: Any, rows: Rows) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_training_equals_a_plain_loop_over_single_documents(
-    run_ranks: Callable[..., list[Any]], cases: dict[str, Case], rows: Rows
-) -> None:
+def test_training_equals_a_plain_loop_over_single_documents(run_ranks, cases, rows):
     """Losses, gradients and expert load of packed rows on every mesh equal transformers' own,
     document by document.
     """
@@ -260,9 +254,7 @@ def test_training_equals_a_plain_loop_over_single_documents(
         for mesh, (name, overrides) in MESHES.items()
     }
 
-    def rank_main() -> tuple[
-        dict[str, tuple[list[float], float, dict[str, torch.Tensor]]], dict[str, Any]
-    ]:
+    def rank_main():
         seen, loads = {}, {}
         for mesh, job in jobs.items():
             model, _ = load(job, cases[MESHES[mesh][0]].folder)
@@ -327,7 +319,7 @@ def test_training_equals_a_plain_loop_over_single_documents(
             } == {}, mesh
 
 
-def image_rows() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def image_rows():
     """Two rows of an image of 4 x 4 patches (4 tokens) and text, one for each rank; inputs and
     labels.
     """
@@ -345,16 +337,14 @@ def image_rows() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_images_and_text_train_on_two_ranks(
-    run_ranks: Callable[..., list[Any]], cases: dict[str, Case]
-) -> None:
+def test_images_and_text_train_on_two_ranks(run_ranks, cases):
     """Loss and gradients, those of the vision tower too, equal transformers' own over both rows."""
     case = cases["qwen2_5_vl"]
     job = check_folder(case.folder, 2, "--activation_checkpoint.mode=full")
     inputs, labels = image_rows()
     valid = (labels != -100).sum()
 
-    def rank_main() -> tuple[float, dict[str, torch.Tensor], set[str]]:
+    def rank_main():
         model, _ = load(job, case.folder)
         rank = torch.distributed.get_rank()
         mine = {name: value[rank : rank + 1] for name, value in inputs.items()}
@@ -400,9 +390,7 @@ def test_images_and_text_train_on_two_ranks(
 
 
 @pytest.mark.slow
-def test_trainer_trains_saves_and_resumes(
-    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path
-) -> None:
+def test_trainer_trains_saves_and_resumes(run_ranks, checked, tmp_path):
     """`Trainer` on a model of transformers: a resumed run ends as the uninterrupted one, and
     transformers loads it.
     """
@@ -419,7 +407,7 @@ def test_trainer_trains_saves_and_resumes(
     whole = checked(degrees, *shared, f"--job.dump_folder={tmp_path / 'whole'}")
     resumed = checked(degrees, *shared, f"--job.dump_folder={tmp_path / 'resumed'}")
 
-    def train(job: Checked) -> str:
+    def train(job):
         trainer = assemble(job)
         trainer.train()
         return type(trainer.model).__name__
@@ -441,9 +429,7 @@ def test_trainer_trains_saves_and_resumes(
 
 
 @pytest.mark.slow
-def test_a_file_of_chats_with_images_trains(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_a_file_of_chats_with_images_trains(run_ranks, tmp_path):
     """From images and a .jsonl file to a model and processor that transformers loads; the loss goes
     down.
     """

@@ -4,9 +4,6 @@ all.
 
 import re
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import sweep_training
@@ -41,7 +38,7 @@ FAMILIES = (
 
 
 @pytest.mark.slow
-def test_families_train_on_two_ranks(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_families_train_on_two_ranks(run_ranks, tmp_path):
     """Losses of two steps to 1e-6, gradients to 1e-4; transformers reads the whole checkpoint, bit
     for bit.
     """
@@ -55,7 +52,7 @@ def test_families_train_on_two_ranks(run_ranks: Callable[..., list[Any]], tmp_pa
             case.folder = tmp_path / name
             assert case.config.family == name and case.saved
 
-        def rank_main() -> dict[str, tuple[str, sweep_training.Trained]]:
+        def rank_main():
             seen = {}
             for name, case in chosen.items():
                 found = sweep_training.our_steps(case.config, case.saved)
@@ -74,9 +71,7 @@ def test_families_train_on_two_ranks(run_ranks: Callable[..., list[Any]], tmp_pa
 
 
 @pytest.mark.slow
-def test_a_sample_of_all_classes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sample_of_all_classes(monkeypatch, capsys):
     """Neither a traceback nor a difference in 30 classes, others with each version."""
     monkeypatch.setattr(sys, "argv", [sweep_transformers.__file__, "--sample", "30"])
     code, said = sweep_transformers.main(), capsys.readouterr().out

@@ -1,9 +1,5 @@
 """The commands on models that transformers implements: export, inspect, generate."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,7 +15,7 @@ NEW_TOKENS = 6
 CPU = torch.device("cpu")
 
 
-def greedy(reference: Any) -> list[list[int]]:
+def greedy(reference):
     """What transformers continues each prompt with, alone."""
     config = {
         "max_new_tokens": NEW_TOKENS,
@@ -37,7 +33,7 @@ def greedy(reference: Any) -> list[list[int]]:
 
 # which has a native decoder
 @pytest.mark.parametrize("name", [name for name in ALL_MODELS if name != "qwen3"])
-def test_generates_what_transformers_does(tmp_path: Path, name: str) -> None:
+def test_generates_what_transformers_does(tmp_path, name):
     """Rows of different lengths in one batch, longer than a sliding window, with keys and values
     kept.
     """
@@ -53,9 +49,7 @@ def test_generates_what_transformers_does(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_generates_the_same_when_sharded(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_generates_the_same_when_sharded(run_ranks, tmp_path):
     """FSDP4, with EP2 where there are experts; prompts shared out unevenly, and texts that end at
     different tokens.
     """
@@ -64,7 +58,7 @@ def test_generates_the_same_when_sharded(
     texts = {name: greedy(reference) for name, reference in references.items()}
     ends = {name: [text[1][3]] for name, text in texts.items()}
 
-    def rank_main() -> dict[str, tuple[bool, list[list[int]]]]:
+    def rank_main():
         seen = {}
         for name in names:
             folder = tmp_path / name
@@ -94,7 +88,7 @@ def test_generates_the_same_when_sharded(
 
 
 @pytest.mark.parametrize("name", ALL_MODELS)
-def test_export_keeps_names_layouts_and_values(tmp_path: Path, name: str) -> None:
+def test_export_keeps_names_layouts_and_values(tmp_path, name):
     """gpt-oss stores experts the other way round, others one by one; bfloat16 rounds once."""
     reference = save_tiny(name, tmp_path / "model")
     export_checkpoint(tmp_path / "model", tmp_path / "out", torch.float32)
@@ -116,9 +110,7 @@ def test_export_keeps_names_layouts_and_values(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_model_with_a_state_generates_by_full_forwards_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_with_a_state_generates_by_full_forwards_and_says_so(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM, MambaConfig
 
     config = MambaConfig(
@@ -131,7 +123,7 @@ def test_a_model_with_a_state_generates_by_full_forwards_and_says_so(
             param.mul_(3.0)  # else it repeats the last token
     reference.save_pretrained(tmp_path)
     model, _ = load_model(tmp_path, any_model_config_from_hf(tmp_path, "test"), "float32", CPU)
-    said: list[str] = []
+    said = []
     monkeypatch.setattr(
         "titanlite.features.generate.generate.logger.info",
         lambda text, *values: said.append(text % values),

@@ -5,9 +5,7 @@ as trained.
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from tests.functional.conftest import train_steps, train_to_the_end
 from titanlite.assemble import assemble
 from titanlite.config import load_config
-from titanlite.config.parallelism import Degrees
 from titanlite.distributed.grads import find_unreached
 from titanlite.optim.optimizer import describe_unreached
-from titanlite.preflight import Checked, check
+from titanlite.preflight import check
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import sweep_transformers
@@ -34,7 +31,7 @@ CPU = torch.device("cpu")
 class Block(nn.Module):
     """Parameters of all kinds; `chosen` are the experts that tokens choose."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.used = nn.Linear(4, 4)
         self.scorer = nn.Linear(4, 4, bias=False)
@@ -43,7 +40,7 @@ class Block(nn.Module):
         self.empty = nn.Parameter(torch.ones(0, 4))
         self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
 
-    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+    def forward(self, x, chosen):
         x = self.used(x)
         top = self.scorer(x).topk(2, dim=-1).indices  # no gradient passes through indices
         x = x + torch.zeros_like(x).scatter(-1, top, 1.0) + x @ self.lora_a.T @ self.lora_b.T
@@ -53,12 +50,12 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.never_called = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+    def forward(self, x, chosen):
         for layer in self.layers:
             x = layer(x, chosen)
         return x
@@ -73,16 +70,14 @@ UNREACHED = [
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_only_what_has_no_part_in_the_loss_is_found(
-    run_ranks: Callable[..., list[Any]], sharded: bool
-) -> None:
+def test_only_what_has_no_part_in_the_loss_is_found(run_ranks, sharded):
     """Not LoRA's A, whose gradient is zero, nor an expert that no token chose, nor one chosen on
     another rank.
     """
 
-    def rank_main() -> list[str]:
+    def rank_main():
         torch.manual_seed(0)
-        model: Any = Toy()
+        model = Toy()
         if sharded:
             mesh = init_device_mesh("cpu", (2,))
             for layer in model.layers:
@@ -97,7 +92,7 @@ def test_only_what_has_no_part_in_the_loss_is_found(
     assert run_ranks(2, rank_main) == [UNREACHED, UNREACHED]
 
 
-def test_the_warning_has_patterns_that_freeze_those_parameters_alone() -> None:
+def test_the_warning_has_patterns_that_freeze_those_parameters_alone():
     model = Toy()
     names = [*UNREACHED, "layers.1.lora_a"]
     text, count = describe_unreached(model, names)
@@ -115,7 +110,7 @@ def test_the_warning_has_patterns_that_freeze_those_parameters_alone() -> None:
     )
 
 
-def unreached_after_a_step(job: Checked) -> list[str] | None:
+def unreached_after_a_step(job):
     trainer = assemble(job)
     train_steps(trainer, 1)
     return trainer.parts.stepper.unreached
@@ -123,11 +118,11 @@ def unreached_after_a_step(job: Checked) -> list[str] | None:
 
 @pytest.mark.parametrize("mesh", ["FSDP4", "HSDP2xTP2xEP2", "CP2xEP2", "PP2xTP2xEP2"])
 def test_native_models_are_reached_on_every_mesh(
-    run_warm: Callable[..., list[Any]],
-    checked: Callable[..., Checked],
-    meshes: Mapping[str, Degrees],
-    mesh: str,
-) -> None:
+    run_warm,
+    checked,
+    meshes,
+    mesh,
+):
     """With experts that no token chose, and layers that other pipeline stages hold."""
     few = ["--model.overrides.num_experts=32", "--model.overrides.top_k=1", "--training.seq_len=8"]
     job = checked(meshes[mesh], *few, "--checkpoint.enable=false")
@@ -135,13 +130,13 @@ def test_native_models_are_reached_on_every_mesh(
 
 
 def test_a_stage_without_a_gradient_is_found_on_all_ranks(
-    run_ranks: Callable[..., list[Any]],
-    checked: Callable[..., Checked],
-    meshes: Mapping[str, Degrees],
-) -> None:
+    run_ranks,
+    checked,
+    meshes,
+):
     job = checked(meshes["PP2xFSDP2"], "--checkpoint.enable=false")
 
-    def rank_main() -> list[str] | None:
+    def rank_main():
         trainer = assemble(job)
         trainer.model.register_parameter("idle", nn.Parameter(torch.ones(3)))
         train_steps(trainer, 1)
@@ -150,7 +145,7 @@ def test_a_stage_without_a_gradient_is_found_on_all_ranks(
     assert run_ranks(4, rank_main) == [["idle"]] * 4
 
 
-def configure(name: str, folder: Path, config_file: Path) -> tuple[Path, dict[str, int]]:
+def configure(name, folder, config_file):
     """Write a tiny config.json of type `name`; return a job's file, and sizes of what transformers
     never reaches.
     """
@@ -159,7 +154,7 @@ def configure(name: str, folder: Path, config_file: Path) -> tuple[Path, dict[st
     with sweep_transformers.quiet():
         config = sweep_transformers.shrink(transformers.CONFIG_MAPPING[name], name)
         config.vocab_size = 310
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         config.architectures = [type(model).__name__]
         config.save_pretrained(folder)
     ids = torch.arange(3, 35).unsqueeze(0)
@@ -175,7 +170,7 @@ def configure(name: str, folder: Path, config_file: Path) -> tuple[Path, dict[st
     return file, without
 
 
-def warnings_in(folder: Path) -> list[tuple[int, str]]:
+def warnings_in(folder):
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [(event["step"], event["text"]) for event in events if event["kind"] == "unreached"]
 
@@ -183,8 +178,8 @@ def warnings_in(folder: Path) -> list[tuple[int, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v32"])
 def test_indexers_are_named_once_and_are_not_counted_as_trained(
-    run_ranks: Callable[..., list[Any]], config_file: Path, tmp_path: Path, name: str
-) -> None:
+    run_ranks, config_file, tmp_path, name
+):
     file, without = configure(name, tmp_path, config_file)
     assert without and all(".indexer." in name for name in without)
     folder = tmp_path / "run"

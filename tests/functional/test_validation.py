@@ -3,9 +3,6 @@ the packing.
 """
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +13,6 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import get_sources
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.ops import local_tensor
-from titanlite.preflight import Checked
-from titanlite.trainer import Trainer
 
 BOUND = 1e-6  # of the same float32 losses, added up in another order
 VALIDATION = ["--validation.enable=true"]
@@ -25,7 +20,7 @@ FIVE = ["--model.overrides.num_layers=5"]
 TRANSFORMERS = ["--model.implementation=transformers", "--moe.expert_bias_update_rate=none"]
 
 
-def build(job: Checked) -> Trainer:
+def build(job):
     """A trainer, with weights that are not those it began with: DPO's loss would be the same for
     all pairs.
     """
@@ -41,12 +36,10 @@ def build(job: Checked) -> Trainer:
 
 
 @pytest.fixture
-def validate(
-    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]
-) -> Callable[..., float]:
+def validate(run_ranks, checked):
     """`validate(degrees, *overrides)`: the loss, which all ranks have found alike."""
 
-    def run(degrees: Degrees, *overrides: str) -> float:
+    def run(degrees, *overrides):
         job = checked(degrees, *VALIDATION, *overrides)
         losses = run_ranks(degrees.world_size, lambda: build(job).validate()[0])
         assert len(set(losses)) == 1
@@ -56,17 +49,15 @@ def validate(
 
 
 @pytest.fixture
-def one_by_one(
-    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]
-) -> Callable[..., float]:
+def one_by_one(run_ranks, checked):
     """`one_by_one(*overrides)`: the mean over all held-out sequences, in a forward each; of sources
     by their shares.
     """
 
-    def run(*overrides: str) -> float:
+    def run(*overrides):
         job = checked(Degrees(), *VALIDATION, *overrides)
 
-        def rank_main() -> float:
+        def rank_main():
             trainer = build(job)
             trainer.model.eval()
             loss = units = 0.0
@@ -130,7 +121,7 @@ def test_chats(validate, one_by_one, meshes, examples, packing):
         assert found == pytest.approx(expected, rel=BOUND)
 
 
-def test_pairs_count_once(validate, one_by_one, meshes, examples, tmp_path: Path):
+def test_pairs_count_once(validate, one_by_one, meshes, examples, tmp_path):
     """What is padding is no pair."""
     rows = [
         {"prompt": f"what is {i}", "chosen": "one " * (1 + i % 4), "rejected": "two"}
@@ -151,7 +142,7 @@ def test_pairs_count_once(validate, one_by_one, meshes, examples, tmp_path: Path
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-def test_streams_and_mixtures(validate, one_by_one, examples, tmp_path: Path, mixed: bool):
+def test_streams_and_mixtures(validate, one_by_one, examples, tmp_path, mixed):
     """Sources of other sizes and lengths: none is a multiple of what 2 ranks take at once."""
     chats = next(
         option.removeprefix("--data.path=")

@@ -19,23 +19,22 @@ from titanlite.distributed.parallelize import check_device, choose_attention
 from titanlite.features.dpo import turn_off_dropout
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.models.families import families, resolve_model_config
-from titanlite.optim.expert_bias import warn_of_ignored_balancing
 
 CONFIG = replace(families()["qwen3_moe"].presets["debug"], vocab_size=1000)
 
 
 @pytest.fixture
-def warnings(monkeypatch) -> list[str]:
+def warnings(monkeypatch):
     """Warnings of rank 0."""
-    said: list[str] = []
+    said = []
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
     return said
 
 
 @pytest.fixture
-def said(monkeypatch) -> list[str]:
-    lines: list[str] = []
+def said(monkeypatch):
+    lines = []
     monkeypatch.setattr(logger, "info", lambda text, *values: lines.append(text % values))
     return lines
 
@@ -121,7 +120,7 @@ def test_dpo_turns_off_dropout_wherever_it_is(said):
     assert said == ["dpo: dropout of 0.05, 0.1, 0.2 is off, as in the reference"]
 
 
-def loader_of(num_sequences: int | None, size: int = 8) -> TrainLoader:
+def loader_of(num_sequences, size=8):
     dataset = SimpleNamespace(num_train_sequences=num_sequences, fingerprint="")
     loader = TrainLoader(
         dataset, seed=1, global_batch_size=size, local_batch_size=1, dp_rank=0, dp_degree=1
@@ -142,14 +141,6 @@ def test_a_run_with_another_batch_trains_all_its_epochs(said):
     assert resolve_steps(job, loader_of(100), before).training.steps == 50
 
 
-def test_a_batch_that_is_not_set_is_taken_from_the_loader():
-    job = JobConfig()
-    job.training.global_batch_size = None
-    assert resolve_steps(job, loader_of(100)).training.global_batch_size == 8
-    job.training.global_batch_size = -1
-    assert resolve_steps(job, loader_of(100)).training.global_batch_size == -1
-
-
 def test_epochs_are_steps(said):
     job = JobConfig()
     job.training.seq_len = 1000
@@ -166,22 +157,6 @@ def test_epochs_are_steps(said):
         assert line.endswith(f" {steps * 0.08:.3g} epochs")
 
 
-def test_a_model_without_experts_has_nothing_to_balance(warnings, monkeypatch):
-    job = JobConfig()
-    warn_of_ignored_balancing(job.moe, 0)
-    job.moe.aux_loss_coeff, job.moe.expert_bias_update_rate = 0.02, 1e-3
-    warn_of_ignored_balancing(job.moe, CONFIG.num_experts)
-    assert warnings == []
-    warn_of_ignored_balancing(job.moe, 0)
-    (text,) = warnings
-    assert text.endswith(
-        "no effect of moe.expert_bias_update_rate = 0.001, moe.aux_loss_coeff = 0.02"
-    )
-    monkeypatch.setenv("RANK", "1")
-    warn_of_ignored_balancing(job.moe, 0)
-    assert len(warnings) == 1
-
-
 def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path):
     start = SimpleNamespace(progress=SimpleNamespace(chat_date="2024-05-06"))
     job = JobConfig()
@@ -189,24 +164,6 @@ def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path):
     assert with_chat_date(job, start).data.chat_date == "2024-05-06"
     job.data.chat_date = "2023-01-02"
     assert with_chat_date(job, start).data.chat_date == "2023-01-02"
-
-
-def test_a_warm_up_as_long_as_the_run_is_a_warning(warnings):
-    job = JobConfig()
-    job.training.steps, job.training.seq_len = 10, 8
-    for warmup, words in (
-        (9, ""),
-        (-1, ""),
-        (10, "= 10, and the run has 10 steps"),
-        (2000, "= 2000, and"),
-    ):
-        job.lr_scheduler.warmup_steps = warmup
-        resolve_steps(job, loader_of(None))
-        assert len(warnings) == bool(words)
-        assert not words or f"lr_scheduler.warmup_steps {words}" in warnings.pop()
-    job.training.epochs, job.lr_scheduler.warmup_steps = 1.0, 13  # of 13 steps
-    resolve_steps(job, loader_of(100))
-    assert "the run has 13 steps" in warnings.pop()
 
 
 @pytest.mark.parametrize("implementation", ["auto", "transformers"])

@@ -45,7 +45,7 @@ sys.exit(pytest.main(arguments, [Checks()]))
 """  # noqa: E501
 
 
-def test_scripts_and_tests_of_gpus_need_nothing_else(tmp_path: Path) -> None:
+def test_scripts_and_tests_of_gpus_need_nothing_else(tmp_path):
     config = tmp_path / "a.toml"
     config.write_text(
         "[model]\nflavor = 'debug'\n[model.overrides]\nnum_layers = 3\n[data.sources.a]\npath = "

@@ -6,7 +6,7 @@ from pathlib import Path
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts/check_size.py"))
 
 
-def test_tokens_leave_out_docstrings_comments_and_layout() -> None:
+def test_tokens_leave_out_docstrings_comments_and_layout():
     spread = '''
 def f(
     a,
@@ -24,7 +24,7 @@ def f(
     assert SCRIPT["count_tokens"](spread) == packed + 2  # two trailing commas
 
 
-def test_every_part_has_a_limit() -> None:
+def test_every_part_has_a_limit():
     paths = [
         "titanlite/trainer.py",
         "titanlite/ops/x_triton.py",

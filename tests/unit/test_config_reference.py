@@ -11,7 +11,7 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts/config_referenc
 REFERENCE, render_reference = SCRIPT["REFERENCE"], SCRIPT["render_reference"]
 
 
-def list_dataclasses(schema: type) -> list[type]:
+def list_dataclasses(schema):
     """`schema` and the dataclasses its fields default to."""
     inner = [type(getattr(schema(), item.name)) for item in fields(schema)]
     return [
@@ -20,13 +20,13 @@ def list_dataclasses(schema: type) -> list[type]:
     ]
 
 
-def list_unannotated(schema: type) -> list[str]:
+def list_unannotated(schema):
     """Attributes that the dataclass decorator silently did not take for fields."""
     names = {item.name for item in fields(schema)}
     return [name for name in vars(schema) if not name.startswith("_") and name not in names]
 
 
-def test_every_attribute_of_the_schema_is_a_field() -> None:
+def test_every_attribute_of_the_schema_is_a_field():
     classes = list_dataclasses(JobConfig)
     # JobConfig, its 18 sections, model.overrides and its table: the walk sees all of them
     assert len(classes) == 21
@@ -35,7 +35,7 @@ def test_every_attribute_of_the_schema_is_a_field() -> None:
     }
 
 
-def test_every_setting_has_a_sentence_of_documentation() -> None:
+def test_every_setting_has_a_sentence_of_documentation():
     undocumented = [
         key
         for key, item in get_settings().items()
@@ -44,7 +44,7 @@ def test_every_setting_has_a_sentence_of_documentation() -> None:
     assert undocumented == []
 
 
-def test_every_default_has_the_declared_type() -> None:
+def test_every_default_has_the_declared_type():
     # None again as it is read: test_what_was_filled_in_is_saved
     filled_in = {"training.global_batch_size"}
     for key, item in get_settings().items():
@@ -57,7 +57,7 @@ def test_every_default_has_the_declared_type() -> None:
             assert not item.choices or item.default in item.choices, key
 
 
-def test_reference_is_current() -> None:
+def test_reference_is_current():
     assert REFERENCE.read_text(encoding="utf-8") == render_reference(), (
         "run python scripts/config_reference.py"
     )

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").glob("*.toml"))
 
 
-def world_size_of(path: Path) -> int:
+def world_size_of(path):
     """What the file states in a line `# world size: N` among its first lines, or 4."""
     head = "".join(
         line

@@ -1,7 +1,6 @@
 """Rules of the code that no linter knows: what may stand where."""
 
 import ast
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -46,7 +45,7 @@ KINDS = {"ModelConfig", "TransformersConfig", "Decoder"}
 parse = cache(ast.parse)
 
 
-def find_environment(code: str) -> list[int]:
+def find_environment(code):
     """Lines of `code` that read or set an environment variable."""
     return [
         node.lineno
@@ -63,7 +62,7 @@ def find_environment(code: str) -> list[int]:
     ]
 
 
-def find_job(code: str) -> list[int]:
+def find_job(code):
     """Lines of `code` that name the whole configuration."""
     nodes = (
         node
@@ -77,7 +76,7 @@ def find_job(code: str) -> list[int]:
     ]
 
 
-def find_kinds(code: str) -> list[int]:
+def find_kinds(code):
     """Lines of `code` that ask which kind of model there is."""
     calls = (
         node for node in ast.walk(parse(code)) if isinstance(node, ast.Call) and len(node.args) == 2
@@ -94,7 +93,7 @@ def find_kinds(code: str) -> list[int]:
     ]
 
 
-def find_overrides(code: str) -> list[int]:
+def find_overrides(code):
     """Lines of `code` that give an object another forward, another class, or attributes past its
     class.
     """
@@ -138,9 +137,7 @@ def find_overrides(code: str) -> list[int]:
         ),
     ],
 )
-def test_it_stands_in_its_places_alone(
-    find: Callable[[str], list[int]], places: tuple[str, ...], remedy: str
-):
+def test_it_stands_in_its_places_alone(find, places, remedy):
     files = {
         path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")
     }

@@ -67,7 +67,7 @@ for tree in sys.argv[2:]:
 """
 
 
-def with_dependents(name: str) -> set[str]:
+def with_dependents(name):
     """`name` and the features that import it, directly or not."""
     gone = {name}
     while True:
@@ -84,30 +84,30 @@ def with_dependents(name: str) -> set[str]:
 class Cut(ast.NodeTransformer):
     """Deletes from a module what names anything of the features that are `gone`."""
 
-    def __init__(self, gone: set[str]) -> None:
+    def __init__(self, gone):
         self.gone, self.names, self.bound = gone, set[str](), set[str]()
 
-    def is_hit(self, node: ast.AST | None) -> bool:
+    def is_hit(self, node):
         return node is not None and any(
             isinstance(n, ast.Name) and n.id in self.names for n in ast.walk(node)
         )
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
+    def visit_ImportFrom(self, node):
         if (module := f"{node.module}..".split("."))[1] == "features" and module[2] in self.gone:
             self.names |= {alias.asname or alias.name for alias in node.names}
             return None
         return node
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+    def visit_IfExp(self, node):
         kept = [part for part in (node.body, node.orelse) if not self.is_hit(part)]
         return self.visit(kept[0]) if len(kept) == 1 else self.generic_visit(node)
 
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+    def visit_BoolOp(self, node):
         kept = [part for part in node.values if not self.is_hit(part)]
         node.values = kept or node.values
         return self.visit(kept[0]) if len(kept) == 1 else self.generic_visit(node)
 
-    def visit_Dict(self, node: ast.Dict) -> ast.AST:
+    def visit_Dict(self, node):
         kept = [
             (key, value)
             for key, value in zip(node.keys, node.values, strict=True)
@@ -116,12 +116,12 @@ class Cut(ast.NodeTransformer):
         node.keys, node.values = [key for key, _ in kept], [value for _, value in kept]
         return self.generic_visit(node)
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
+    def visit_Call(self, node):
         self.generic_visit(node)  # what is left of an inner call stays
         node.keywords = [keyword for keyword in node.keywords if not self.is_hit(keyword.value)]
         return node
 
-    def visit(self, node: ast.AST) -> ast.AST | None:
+    def visit(self, node):
         result = super().visit(node)
         if isinstance(result, ast.Expr | ast.Assign | ast.AugAssign | ast.Return):
             targets = {
@@ -140,7 +140,7 @@ class Cut(ast.NodeTransformer):
         return result
 
 
-def copy_without(gone: set[str], tree: Path) -> None:
+def copy_without(gone, tree):
     """Copy the package to `tree` without the features that are `gone`; with bytecode, or each copy
     is compiled anew.
     """
@@ -156,7 +156,7 @@ def copy_without(gone: set[str], tree: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float] | str]:
+def losses(tmp_path_factory):
     """Losses of two steps on text, or what was said instead, by what is missing: a feature with its
     dependents.
     """
@@ -178,7 +178,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float] | 
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
     command = [sys.executable, "-c", TRAIN, str(config), *trees]
     subprocess.run(command, cwd=folder, env=variables, check=True, timeout=600)
-    found: dict[str, list[float] | str] = {}
+    found = {}
     for name, tree in zip(missing, map(Path, trees), strict=True):
         metrics = tree / "run/metrics.jsonl"
         saved = (tree / "run/checkpoint/step-2/config.json").is_file()
@@ -192,7 +192,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float] | 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*USED, "all"])
-def test_the_rest_trains_without(name: str, losses: dict[str, list[float] | str]) -> None:
+def test_the_rest_trains_without(name, losses):
     assert len(losses[""]) == 2
     # Without `diagnose` other kernels may run: float32 in another order.
     assert losses[name] == pytest.approx(losses[""], rel=1e-5)

@@ -79,7 +79,7 @@ def test_the_map_names_every_file_of_the_core_and_every_feature():
     assert rows == {name.removesuffix(".py") for name in features} - {"__init__"}
 
 
-def tables() -> list[tuple[str, str, str]]:
+def tables():
     """Rows of the pages for people who come from another trainer: page, its keys, ours."""
     pages = sorted((ROOT / "docs").glob("from_*.md"))
     row = re.compile(r"^\| (.+?) \| (.+?) \|.*\|$", flags=re.M)
@@ -186,7 +186,7 @@ def test_files_that_are_named_exist():
         assert missing <= {"titanlite/weights"}, document.name
 
 
-def commands() -> list[str]:
+def commands():
     lines = (ROOT / "README.md").read_text().splitlines()
     return [
         line for line in lines if re.match(r"(NGPU=\d+ )?\./run_train\.sh --config configs/", line)
@@ -222,22 +222,6 @@ def test_materialize_example_runs():
     assert "init normal(std=0.02)" in done.stdout
 
 
-def test_what_the_readme_says_of_speed_is_in_the_benchmarks():
-    table = (ROOT / "docs/benchmarks.md").read_text()
-    ours = int(re.search(r"\| titanlite, one document per row \| (\d+)", table)[1])
-    theirs = [
-        int(re.search(rf"\| transformers, {kind}[^|]*\| (\d+)", table)[1])
-        for kind in ("FSDP2, float32 states", "all in bfloat16")
-    ]
-    text = " ".join((ROOT / "README.md").read_text().replace("\n> ", " ").split())
-    with_float32, in_bfloat16 = (f"{ours / time:.2f}" for time in theirs)
-    assert re.search(
-        rf"takes \[{with_float32} of transformers' time\].*? same float32 states, and "
-        rf"{in_bfloat16} ",
-        text,
-    )
-
-
 def test_the_readme_counts_our_lines_as_it_says():
     files = [path for folder in ("titanlite", "scripts") for path in (ROOT / folder).rglob("*.py")]
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
@@ -247,23 +231,3 @@ def test_the_readme_counts_our_lines_as_it_says():
         ]
     )
     assert abs(said - lines / 1000) < 1.5, f"{lines} lines"
-
-
-def test_what_runs_on_gpus_is_said_alike():
-    """As long as nothing was run on several GPUs, no page says that something of it was, or is."""
-    assert "**Nothing has been run on several GPUs.**" in (ROOT / "docs/claims.md").read_text()
-    assert "run on one GPU, not yet on several" in (ROOT / "README.md").read_text()
-    wrong = []
-    for path in [*DOCUMENTS, *COMMENTED]:
-        text = " ".join(path.read_text().replace("\n#", " ").split())
-        found = re.findall(
-            r"[^.]*\b(?:trained|trains|runs|ran) (?:\w+ ){0,8}(?:on|or) (?:\d+ or \d+ |several "
-            r")?GPUs[^.]*\.",
-            text,
-        )
-        wrong += [
-            f"{path.name}: {one.strip()}"
-            for one in found
-            if " not " not in one and "Nothing" not in one
-        ]
-    assert not wrong

@@ -23,13 +23,13 @@ TOML = '[model]\nname = "qwen3_moe"\nflavor = "debug"\n[training]\nseq_len = 64\
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> str:
+def path(tmp_path):
     file = tmp_path / "x.toml"
     file.write_text(TOML)
     return str(file)
 
 
-def run_check(path: str, *overrides: str, world_size: int = 4):
+def run_check(path, *overrides, world_size=4):
     return check(load_config(["--config", path, *overrides]), world_size)
 
 

@@ -16,7 +16,7 @@ def failing(monkeypatch, tmp_path):
     """`failing(error)`: `main` raises it while groups of ranks are there; returns what main calls
     of torch.
     """
-    destroyed: list[bool] = []
+    destroyed = []
     monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
     monkeypatch.setattr(titanlite.rank.protocol, "catch_signals", lambda: None)
     monkeypatch.setitem(_state, "path", tmp_path)
@@ -101,9 +101,7 @@ def test_a_lost_peer_is_told_from_a_ranks_own_trouble(error, expected):
 
 
 @pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_what_cuda_reads_once_is_set_unless_the_user_has_set_it(
-    monkeypatch: pytest.MonkeyPatch, name: str | None
-):
+def test_what_cuda_reads_once_is_set_unless_the_user_has_set_it(monkeypatch, name):
     given = {name: "max_split_size_mb:64", "CUDA_DEVICE_MAX_CONNECTIONS": "1"} if name else {}
     expected = given or {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",

@@ -43,13 +43,13 @@ EXPECTED = {
 
 
 @pytest.fixture(autouse=True)
-def hub_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def hub_without_a_network(monkeypatch, tmp_path):
     """Repositories of the hub are folders with what a recipe needs of them: sizes, where it names
     no flavor.
     """
     monkeypatch.chdir(tmp_path)
 
-    def local_folder(key: str, name: str, *, weights: bool) -> str:
+    def local_folder(key, name, *, weights):
         folder = tmp_path / name
         if name.startswith("outputs/"):
             return name

@@ -25,12 +25,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 KEY = "model.hf_assets_path"
 
 
-def hf_config() -> str:
+def hf_config():
     family = families()["qwen3_moe"]
     return json.dumps({**family.to_hf(family.presets["debug"]), "model_type": "qwen3_moe"})
 
 
-def write_model(folder: Path, *, weights: bool = True, tokenizer: bool = True) -> Path:
+def write_model(folder, *, weights=True, tokenizer=True):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(hf_config())
     if weights:
@@ -40,9 +40,7 @@ def write_model(folder: Path, *, weights: bool = True, tokenizer: bool = True) -
     return folder
 
 
-def add_to_cache(
-    cache: Path, repository: str, revision: str = "main", commit: str = COMMIT, **options: bool
-) -> Path:
+def add_to_cache(cache, repository, revision="main", commit=COMMIT, **options):
     """A repository as the hub's library lays it out in its cache."""
     root = cache / f"models--{repository.replace('/', '--')}"
     (root / "refs").mkdir(parents=True, exist_ok=True)

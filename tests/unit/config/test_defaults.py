@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from titanlite.base.errors import ConfigError
-from titanlite.config import JobConfig, load_config, save_resolved
+from titanlite.config import load_config, save_resolved
 from titanlite.config.defaults import find_kind
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """The current folder, with data of each kind and a model."""
     monkeypatch.chdir(tmp_path)
     for name in (
@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def load(text: str, *overrides: str) -> JobConfig:
+def load(text, *overrides):
     Path("mine.toml").write_text(text)
     return load_config(["--config", "mine.toml", *overrides])
 
@@ -49,7 +49,7 @@ NEW = '[model]\nflavor = "debug"\n'
 # --- the model
 
 
-def test_one_key_names_configuration_tokenizer_and_weights() -> None:
+def test_one_key_names_configuration_tokenizer_and_weights():
     job = load(f"{MODEL}{DATA}")
     assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("model", "model")
     job = load(f'{MODEL}init = "random"\n')
@@ -90,13 +90,13 @@ def test_one_key_names_configuration_tokenizer_and_weights() -> None:
         *(("nothere/below", "examples"), ("/nothere", "text")),
     ],
 )
-def test_the_kind_of_data_follows_from_the_path(path: str, kind: str) -> None:
+def test_the_kind_of_data_follows_from_the_path(path, kind):
     assert find_kind(path) == kind
     if kind != "mixed":  # that is refused: refusals.toml
         assert load(f'{NEW}[data]\npath = "{path}"\n').data.dataset == kind
 
 
-def test_what_is_mixed_can_be_told() -> None:
+def test_what_is_mixed_can_be_told():
     for more in ('pattern = "*.jsonl"', 'dataset = "examples"\npattern = "*.jsonl"'):
         assert load(f'{NEW}[data]\npath = "both"\n{more}\n').data.dataset == "examples"
     assert load(f'{NEW}[data]\npath = "both"\ndataset = "text"\n').data.dataset == "text"
@@ -114,7 +114,7 @@ def test_what_is_mixed_can_be_told() -> None:
         ('[training]\nobjective = "dpo"\n[lora]\nrank = 8\n', 5e-6),
     ],
 )
-def test_defaults_of_fine_tuning(more: str, lr: float) -> None:
+def test_defaults_of_fine_tuning(more, lr):
     optimizer = load(f'{MODEL}[data]\npath = "chats.jsonl"\n{more}').optimizer
     assert (optimizer.lr, optimizer.weight_decay, optimizer.beta2) == (lr, 0.0, 0.999)
     optimizer = load(
@@ -124,13 +124,13 @@ def test_defaults_of_fine_tuning(more: str, lr: float) -> None:
 
 
 @pytest.mark.parametrize("text", [NEW, f'{MODEL}init = "random"\n'])
-def test_defaults_of_pretraining(text: str) -> None:
+def test_defaults_of_pretraining(text):
     optimizer = load(text).optimizer
     assert (optimizer.lr, optimizer.weight_decay, optimizer.beta2) == (3e-4, 0.1, 0.95)
 
 
 @pytest.mark.parametrize("first", ["epochs = 3\n", "steps = 7\n", "epochs = 3\nsteps = 7\n"])
-def test_the_command_line_says_how_long(first: str) -> None:
+def test_the_command_line_says_how_long(first):
     text = f"{NEW}[training]\n{first}"
     job = load(text, "--training.steps=5")
     assert (job.training.steps, job.training.epochs) == (5, 0)
@@ -138,7 +138,7 @@ def test_the_command_line_says_how_long(first: str) -> None:
     assert job.training.epochs == 2
 
 
-def test_the_folder_has_the_name_of_the_configuration() -> None:
+def test_the_folder_has_the_name_of_the_configuration():
     assert load(NEW).job.dump_folder == "outputs/mine"
     assert load(f'[job]\ndump_folder = "x"\n{NEW}').job.dump_folder == "x"
 
@@ -146,7 +146,7 @@ def test_the_folder_has_the_name_of_the_configuration() -> None:
 @pytest.mark.parametrize(
     "text", [f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nepochs = 2\n', NEW]
 )
-def test_what_was_filled_in_is_saved(text: str, folder: Path) -> None:
+def test_what_was_filled_in_is_saved(text, folder):
     job = load(text)
     job.training.steps = 123 if job.training.epochs else 1000  # as many as the epochs are
     save_resolved(job, folder / "saved.toml")
@@ -158,7 +158,7 @@ def test_what_was_filled_in_is_saved(text: str, folder: Path) -> None:
         assert load_config([*saved, "--model.path=other"]).checkpoint.initial_load_path == "other"
 
 
-def test_columns_are_named_in_the_file_and_on_the_command_line() -> None:
+def test_columns_are_named_in_the_file_and_on_the_command_line():
     text = f'{MODEL}{DATA}fields.question = "q"\n'
     job = load(text, "--data.fields.answer=a", "--data.chat_template_kwargs.enable_thinking=false")
     assert json.loads(job.data.fields) == {"question": "q", "answer": "a"}

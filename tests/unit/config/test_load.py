@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
@@ -17,7 +16,7 @@ from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, find_changes, format_changes, load_config, save_resolved
 from titanlite.config.check import check_values, find_ignored
 from titanlite.config.defaults import fill_in
-from titanlite.config.settings import Setting, get_settings, get_value
+from titanlite.config.settings import get_settings, get_value
 
 # Tests share a busy machine: nothing here is timed. 50 examples of 12 ms each keep a property under
 # a second.
@@ -28,7 +27,7 @@ BASE = '[model]\nflavor = "30B-A3B"\n'
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A working folder with a good base.toml, so that messages hold short relative names."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.toml").write_text(BASE, encoding="utf-8")
@@ -36,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+def base(tmp_path_factory):
     """An absolute good file, for property tests (hypothesis wants fixtures that live longer than
     one example).
     """
@@ -45,20 +44,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def load_text(text: str, *overrides: str) -> JobConfig:
+def load_text(text, *overrides):
     """The job of x.toml: a good model section, `text`, and the overrides."""
     Path("x.toml").write_text(text if "[model]" in text else BASE + text, encoding="utf-8")
     return load_config(["--config", "x.toml", *overrides])
 
 
-def refuse(*argv: str) -> str:
+def refuse(*argv):
     """The text of the error that `argv` gives."""
     with pytest.raises(ConfigError) as error:
         load_config(argv)
     return str(error.value)
 
 
-def refuse_text(text: str, *overrides: str) -> str:
+def refuse_text(text, *overrides):
     """The text of the error of x.toml as in `load_text`."""
     with pytest.raises(ConfigError) as error:
         load_text(text, *overrides)
@@ -68,7 +67,7 @@ def refuse_text(text: str, *overrides: str) -> str:
 # Files
 
 
-def test_file_sets_values_and_the_rest_is_default() -> None:
+def test_file_sets_values_and_the_rest_is_default():
     job = load_text(
         "[training]\nsteps = 5\nmax_norm = 2\n[compile]\nenable = true\n[data]\npath = "
         '"off"\n[model]\nflavor = "x"\n'
@@ -100,7 +99,7 @@ def test_file_sets_values_and_the_rest_is_default() -> None:
         ["--training.steps=1000", "--config", "base.toml"],
     ],
 )
-def test_spellings_of_the_file_flag(argv: list[str]) -> None:
+def test_spellings_of_the_file_flag(argv):
     assert load_config(argv).model.flavor == "30B-A3B"
 
 
@@ -119,7 +118,7 @@ def test_spellings_of_the_file_flag(argv: list[str]) -> None:
         (["--config", "base.toml/x"], "base.toml/x: Not a directory."),
     ],
 )
-def test_wrong_file_argument(argv: list[str], message: str) -> None:
+def test_wrong_file_argument(argv, message):
     assert refuse(*argv).startswith(message)
 
 
@@ -129,7 +128,7 @@ def test_wrong_file_argument(argv: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     "text", ["off", "0123", "12:30", "1e5", "", "none", "null", "~", "[1]", "{a: 1}", " x ", "a=b"]
 )
-def test_str_override_is_the_raw_text(text: str) -> None:
+def test_str_override_is_the_raw_text(text):
     assert load_config(["--config=base.toml", f"--job.description={text}"]).job.description == text
     assert load_config(["--config=base.toml", "--job.description", text]).job.description == text
 
@@ -156,7 +155,7 @@ def test_str_override_is_the_raw_text(text: str) -> None:
         ("--model.overrides.score_func=none", None),
     ],
 )
-def test_override_is_read_by_the_declared_type(override: str, value: Any) -> None:
+def test_override_is_read_by_the_declared_type(override, value):
     key, _, text = override.removeprefix("--").partition("=")
     for argv in ([override], [f"--{key}", text]):
         found = get_value(load_config(["--config=base.toml", *argv]), key)
@@ -164,7 +163,7 @@ def test_override_is_read_by_the_declared_type(override: str, value: Any) -> Non
         assert type(found) is type(value)
 
 
-def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
+def test_override_wins_over_the_file_and_the_last_one_over_others():
     text = "[training]\nsteps = 1\n[lr_scheduler]\ndecay_ratio = 0.5\n"
     job = load_text(
         text, "--training.steps=2", "--lr_scheduler.decay_ratio=none", "--training.steps", "3"
@@ -174,13 +173,13 @@ def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
 
 
 @pytest.mark.parametrize("argument", ["junk", "--", "--=5", "", "-training.steps=5", "other.toml"])
-def test_positional_arguments_are_refused(argument: str) -> None:
+def test_positional_arguments_are_refused(argument):
     message = f"argument {argument!r}: unknown. Write --section.key=value."
     assert refuse("--config=base.toml", argument) == message
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_prints_usage_and_leaves(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_prints_usage_and_leaves(flag, capsys):
     with pytest.raises(SystemExit) as leave:
         load_config(["--training.step=5", flag])
     assert leave.value.code == 0
@@ -194,7 +193,7 @@ def test_help_prints_usage_and_leaves(flag: str, capsys: pytest.CaptureFixture[s
 # Problems together
 
 
-def test_all_problems_come_in_one_error() -> None:
+def test_all_problems_come_in_one_error():
     message = refuse_text(
         "[training]\nstep = 5\nsteps = -1\nseq_len = 'long'\n[optimizer]\neps = 0\n",
         "junk",
@@ -219,12 +218,12 @@ def test_all_problems_come_in_one_error() -> None:
 @pytest.mark.parametrize(
     "text", ['[model]\nflavour = "x"', "[model]\nflavor = true", '[modle]\nflavor = "x"']
 )
-def test_no_range_problem_on_top_of_a_misspelt_or_mistyped_key(text: str) -> None:
+def test_no_range_problem_on_top_of_a_misspelt_or_mistyped_key(text):
     Path("x.toml").write_text(text, encoding="utf-8")
     assert "both empty" not in refuse("--config", "x.toml")
 
 
-def test_overrides_are_checked_even_if_the_file_is_missing() -> None:
+def test_overrides_are_checked_even_if_the_file_is_missing():
     lines = refuse("--config", "no.toml", "--compile.enable=maybe").splitlines()
     assert lines[:2] == ["configuration: 2 problems:", "  no.toml: no such file. Check --config."]
     assert lines[2].startswith("  override '--compile.enable=maybe': compile.enable = ")
@@ -233,11 +232,11 @@ def test_overrides_are_checked_even_if_the_file_is_missing() -> None:
 # Properties
 
 
-def values_of(setting: Setting) -> st.SearchStrategy[Any]:
+def values_of(setting):
     """Values that the setting's type allows, in range or not."""
     if setting.choices or setting.calls:
         extensions = [] if setting.calls is None else ["a.b:c"]
-        values: st.SearchStrategy[Any] = st.sampled_from([*(setting.choices or [""]), *extensions])
+        values = st.sampled_from([*(setting.choices or [""]), *extensions])
     else:
         values = {
             bool: st.booleans(),
@@ -257,7 +256,7 @@ assignments = st.lists(
 )
 
 
-def build_job(chosen: list[tuple[Setting, Any]]) -> JobConfig:
+def build_job(chosen):
     """The job of BASE with the chosen values, without those that `check_values` refuses."""
     job = JobConfig()
     job.model.flavor = "30B-A3B"
@@ -284,14 +283,14 @@ EVERY_CONTROL = "".join(map(chr, range(0x21))) + '\x7f\x80\u2028\U0001f600"\\'
     chosen=[(get_settings()["optimizer.lr"], 5e-324), (get_settings()["training.max_norm"], 1e300)]
 )
 @example(chosen=[(get_settings()["model.overrides.score_func"], "sigmoid")])
-def test_saved_configuration_loads_equal(base: str, chosen: list[tuple[Setting, Any]]) -> None:
+def test_saved_configuration_loads_equal(base, chosen):
     job = build_job(chosen)
     path = Path(base).parent / "new" / "resolved.toml"
     save_resolved(job, path)
     assert load_config(["--config", str(path)]) == job
 
 
-def test_changes_since_a_configuration_was_saved(folder: Path) -> None:
+def test_changes_since_a_configuration_was_saved(folder):
     path = folder / "resolved.toml"
     arguments = ["--config=base.toml", "--model.overrides.num_layers=4"]
     arguments += ["--data.dataset=text", "--data.sources.a.path=x"]
@@ -317,9 +316,7 @@ def test_changes_since_a_configuration_was_saved(folder: Path) -> None:
 
 @PROPERTY
 @given(setting=st.sampled_from(list(get_settings().values())), data=st.data())
-def test_any_value_is_the_same_as_an_override(
-    base: str, setting: Setting, data: st.DataObject
-) -> None:
+def test_any_value_is_the_same_as_an_override(base, setting, data):
     job = build_job([(setting, data.draw(values_of(setting)))])
     value = get_value(job, setting.key)
     text = (
@@ -331,7 +328,7 @@ def test_any_value_is_the_same_as_an_override(
 
 @PROPERTY
 @given(setting=st.sampled_from(list(get_settings().values())), text=st.text(max_size=20))
-def test_no_override_text_escapes_as_another_error(base: str, setting: Setting, text: str) -> None:
+def test_no_override_text_escapes_as_another_error(base, setting, text):
     try:
         value = get_value(load_config(["--config", base, f"--{setting.key}={text}"]), setting.key)
     except ConfigError as error:
@@ -343,7 +340,7 @@ def test_no_override_text_escapes_as_another_error(base: str, setting: Setting, 
 # Import
 
 
-def test_import_is_light() -> None:
+def test_import_is_light():
     code = (
         "import sys, json; before = set(sys.modules); import titanlite.config; "
         "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"

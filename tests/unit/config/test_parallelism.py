@@ -28,7 +28,7 @@ MODEL = ModelConfig(
 )
 
 
-def section(replicate=1, shard=-1, tp=1, ep=1, cp=1, pp=1, layers="") -> ParallelismSection:
+def section(replicate=1, shard=-1, tp=1, ep=1, cp=1, pp=1, layers=""):
     return ParallelismSection(
         pipeline_parallel_degree=pp,
         pipeline_parallel_layers=layers,
@@ -40,7 +40,7 @@ def section(replicate=1, shard=-1, tp=1, ep=1, cp=1, pp=1, layers="") -> Paralle
     )
 
 
-def problems(model: ModelConfig = MODEL, degrees: Degrees | None = None, **training) -> list[str]:
+def problems(model=MODEL, degrees=None, **training):
     job = JobConfig()
     job.training.seq_len = 128
     for name, value in training.items():

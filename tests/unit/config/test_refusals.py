@@ -1,7 +1,6 @@
 """Every row of tests/refusals.toml, through the preflight as the command line calls it."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from files import read_table
@@ -22,7 +21,7 @@ FILES = (
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path, monkeypatch):
     """The current folder, with data of each kind and a model."""
     monkeypatch.chdir(tmp_path)
     for name in (*FILES, "model/config.json"):
@@ -30,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).write_text('{"model_type": "qwen3"}' if name.endswith("config.json") else "")
 
 
-def write(base: str, given: list[str]) -> list[str]:
+def write(base, given):
     """Write x.toml and return the arguments that name it and override it."""
     overrides = [text for text in given if text.startswith("--")]
     lines = [text for text in given if text not in overrides]
@@ -39,10 +38,8 @@ def write(base: str, given: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_a_wrong_configuration_is_one_error_that_names_what_is_wrong(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    section: dict[str, Any] = SECTIONS[name]
+def test_a_wrong_configuration_is_one_error_that_names_what_is_wrong(name, capsys):
+    section = SECTIONS[name]
     wrong = []
     for row in section["refused"]:
         arguments = write(section["base"], row["given"])
@@ -54,7 +51,7 @@ def test_a_wrong_configuration_is_one_error_that_names_what_is_wrong(
     assert not wrong and len(section["refused"]) > 3
 
 
-def test_what_is_at_the_edge_of_a_refusal_is_accepted() -> None:
+def test_what_is_at_the_edge_of_a_refusal_is_accepted():
     for section in SECTIONS.values():
         for given in section.get("accepted", []):
             load_config(write(section["base"], given))

@@ -4,8 +4,6 @@
 
 import pickle
 import tomllib
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -24,12 +22,10 @@ train_on = "assistant"
 validation_path = "held_out.jsonl"
 """
 
-Load = Callable[..., JobConfig]
-
 
 @pytest.fixture
-def load(tmp_path: Path) -> Load:
-    def run(text: str, *overrides: str) -> JobConfig:
+def load(tmp_path):
+    def run(text, *overrides):
         file = tmp_path / "job.toml"
         file.write_text(text)
         return load_config(["--config", str(file), *overrides])
@@ -37,7 +33,7 @@ def load(tmp_path: Path) -> Load:
     return run
 
 
-def test_a_source_has_its_own_settings_and_the_rest_of_the_section(load: Load) -> None:
+def test_a_source_has_its_own_settings_and_the_rest_of_the_section(load):
     job = load(TWO, "--data.too_long=cut")
     sources = get_sources(job.data)
     assert list(sources) == ["chat_2", "math"], "in the order of their names"
@@ -51,13 +47,13 @@ def test_a_source_has_its_own_settings_and_the_rest_of_the_section(load: Load) -
     assert get_source_key(job.data, "chat_2", "train_on") == "data.sources.chat_2.train_on"
 
 
-def test_without_sources_the_section_is_the_only_one(load: Load) -> None:
+def test_without_sources_the_section_is_the_only_one(load):
     data = load(f'{HEAD}path = "a.jsonl"\n').data
     assert get_sources(data) == {"": data}
     assert get_source_key(data, "", "path") == "data.path"
 
 
-def test_overrides_change_and_add_sources(load: Load) -> None:
+def test_overrides_change_and_add_sources(load):
     job = load(
         TWO,
         "--data.sources.math.weight=7",
@@ -73,7 +69,7 @@ def test_overrides_change_and_add_sources(load: Load) -> None:
     assert get_sources(job.data)["web"].path == "w.jsonl"
 
 
-def test_the_resolved_file_gives_the_same_job(load: Load, tmp_path: Path) -> None:
+def test_the_resolved_file_gives_the_same_job(load, tmp_path):
     job = load(TWO)
     save_resolved(job, tmp_path / "resolved.toml")
     assert load_config(["--config", str(tmp_path / "resolved.toml")]) == job
@@ -83,7 +79,7 @@ def test_the_resolved_file_gives_the_same_job(load: Load, tmp_path: Path) -> Non
     )
 
 
-def test_a_configuration_with_sources_can_be_sent_to_other_ranks() -> None:
+def test_a_configuration_with_sources_can_be_sent_to_other_ranks():
     job = JobConfig()
     job.data.sources["a"] = SourceSection(path="a.jsonl", weight=2.0)
     assert pickle.loads(pickle.dumps(job)) == job

@@ -1,7 +1,5 @@
 import json
 import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from titanlite.data.tokens import TokenizedCorpus
 EOS = 0
 
 
-def _make_text(rng: random.Random) -> str:
+def _make_text(rng):
     words = [
         "def",
         "return",
@@ -36,7 +34,7 @@ def _make_text(rng: random.Random) -> str:
 
 
 @pytest.fixture(scope="session")
-def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_folder(tmp_path_factory):
     """A folder of 40 small text files, two of them in a subfolder."""
     folder = tmp_path_factory.mktemp("text")
     (folder / "sub").mkdir()
@@ -48,7 +46,7 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def data(text_folder: Path, tmp_path: Path) -> DataSection:
+def data(text_folder, tmp_path):
     """A [data] section over `text_folder` with an empty cache."""
     cache_folder = str(tmp_path / "cache")
     return DataSection(
@@ -57,10 +55,10 @@ def data(text_folder: Path, tmp_path: Path) -> DataSection:
 
 
 @pytest.fixture
-def make_dataset() -> Callable[..., PackedDataset]:
+def make_dataset():
     """A dataset of random tokens: id 0 ends a document, every 7th token on average."""
 
-    def make(num_tokens: int = 2001, seq_len: int = 10) -> PackedDataset:
+    def make(num_tokens=2001, seq_len=10):
         tokens = np.random.default_rng(1).integers(1, 50, num_tokens).astype(np.uint16)
         tokens[np.random.default_rng(2).random(num_tokens) < 1 / 7] = EOS
         return PackedDataset(TokenizedCorpus(tokens, EOS, 50, int((tokens == EOS).sum())), seq_len)
@@ -69,7 +67,7 @@ def make_dataset() -> Callable[..., PackedDataset]:
 
 
 @pytest.fixture(scope="session")
-def _chat_tokenizer_json() -> str:
+def _chat_tokenizer_json():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -87,12 +85,12 @@ def _chat_tokenizer_json() -> str:
 
 
 @pytest.fixture
-def make_tokenizer(_chat_tokenizer_json: str) -> Callable[..., PreTrainedTokenizerFast]:
+def make_tokenizer(_chat_tokenizer_json):
     """`make_tokenizer(template, eos)`: a small byte-level tokenizer with the special tokens of
     `templates`.
     """
 
-    def make(template: str | None = CHATML, eos: str = "<|endoftext|>") -> PreTrainedTokenizerFast:
+    def make(template=CHATML, eos="<|endoftext|>"):
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer.from_str(_chat_tokenizer_json),
             bos_token="<s>",
@@ -105,16 +103,12 @@ def make_tokenizer(_chat_tokenizer_json: str) -> Callable[..., PreTrainedTokeniz
 
 
 @pytest.fixture
-def make_job(
-    tmp_path: Path, make_tokenizer: Callable[..., PreTrainedTokenizerFast]
-) -> Callable[..., JobConfig]:
+def make_job(tmp_path, make_tokenizer):
     """`make_job(rows, template, **settings)`: a job over rows written to rows.jsonl, with a cache
     of its own.
     """
 
-    def make(
-        rows: Sequence[object] | str, template: str | None = CHATML, **settings: object
-    ) -> JobConfig:
+    def make(rows, template=CHATML, **settings):
         path = tmp_path / "rows.jsonl"
         path.write_text(
             rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)

@@ -1,23 +1,20 @@
-from pathlib import Path
-
 import pytest
 
 from titanlite.assemble import build_data
-from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
 from titanlite.data import build_corpus
 from titanlite.data.tokenizer import build_tokenizer
 
 
 @pytest.fixture
-def job(data: DataSection) -> JobConfig:
+def job(data):
     job = JobConfig(data=data)
     job.training.seq_len = 16
     job.training.local_batch_size = 2
     return job
 
 
-def test_build_data_from_config(job: JobConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_build_data_from_config(job, caplog):
     caplog.set_level("INFO", logger="titanlite")
     tokenizer, loader = build_data(job, dp_rank=1, dp_degree=3)
     assert (loader.global_batch_size, loader.num_micro_batches, loader.dp_rank, loader.seed) == (
@@ -39,9 +36,7 @@ def test_build_data_from_config(job: JobConfig, caplog: pytest.LogCaptureFixture
     assert "validation.steps" not in caplog.text
 
 
-def test_tokenizer_of_the_pretrained_model_is_used(
-    job: JobConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tokenizer_of_the_pretrained_model_is_used(job, tmp_path, caplog):
     caplog.set_level("INFO", logger="titanlite")
     job.data.bpe_vocab_size = 280
     build_tokenizer(job.data, build_corpus(job.data)).save_pretrained(tmp_path / "assets")
@@ -54,8 +49,8 @@ def test_tokenizer_of_the_pretrained_model_is_used(
     assert job.data.tokenizer_path == ""  # the configuration is left as it was
 
 
-def test_the_bpe_has_the_form_of_the_model(job: JobConfig, tmp_path: Path) -> None:
-    def splits_digits() -> bool:
+def test_the_bpe_has_the_form_of_the_model(job, tmp_path):
+    def splits_digits():
         return (
             len(build_data(job, 0, 1)[0].backend_tokenizer.pre_tokenizer.pre_tokenize_str("123"))
             == 3

@@ -9,11 +9,11 @@ from titanlite.config.data import DataSection
 from titanlite.data.corpus import get_cache_folder, load_or_build, read_once
 
 
-def _load(path: Path) -> str | None:
+def _load(path):
     return path.read_text() if path.exists() else None
 
 
-def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert get_cache_folder(DataSection()) == Path("/home/someone/.cache/titanlite")
@@ -22,10 +22,10 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_cache_folder(DataSection(cache_folder="~/mine")) == Path("/home/someone/mine")
 
 
-def test_failed_build_leaves_nothing_and_frees_the_lock(tmp_path: Path) -> None:
+def test_failed_build_leaves_nothing_and_frees_the_lock(tmp_path):
     path = tmp_path / "file"
 
-    def build(fail: bool) -> None:
+    def build(fail):
         with write_atomic(path) as file:
             file.write(b"half")
             if fail:
@@ -37,11 +37,11 @@ def test_failed_build_leaves_nothing_and_frees_the_lock(tmp_path: Path) -> None:
     assert load_or_build(path, lambda: _load(path), lambda: build(False))[0] == "half"
 
 
-def test_unusable_folder_and_damaged_result_are_named(tmp_path: Path) -> None:
+def test_unusable_folder_and_damaged_result_are_named(tmp_path):
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "below" / "x"
 
-    def build() -> None:
+    def build():
         with write_atomic(path):
             pass
 
@@ -55,14 +55,14 @@ def test_unusable_folder_and_damaged_result_are_named(tmp_path: Path) -> None:
         load_or_build(path, lambda: None, lambda: None)
 
 
-def test_files_are_read_once_until_they_change(tmp_path: Path) -> None:
+def test_files_are_read_once_until_they_change(tmp_path):
     files = [tmp_path / "a", tmp_path / "b"]
     for file in files:
         file.write_text(file.name)
-    reads: list[str] = []
+    reads = []
 
-    def read(what: str = "text") -> list[str]:
-        def compute() -> list[str]:
+    def read(what="text"):
+        def compute():
             reads.append(what)
             return [file.read_text() for file in files]
 

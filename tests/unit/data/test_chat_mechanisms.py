@@ -5,9 +5,6 @@ the token that ends it. Tokens are compared, not texts alone.
 """
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -16,14 +13,12 @@ from unit.data.templates import CHATML
 
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
-from titanlite.config import JobConfig, load_config
+from titanlite.config import load_config
 from titanlite.features.sft.chat import ANSWER, DROPPED, END, NO_END, TRAINED, ChatRenderer
 from titanlite.features.sft.chat_template import set_arguments, set_date
 from titanlite.features.sft.dataset import ExampleDataset
-from titanlite.features.sft.encode import Document, ExampleEncoder, encode_prompt
+from titanlite.features.sft.encode import ExampleEncoder, encode_prompt
 from titanlite.features.sft.readers import RowError
-
-MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 TURN = HEAD + "{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -73,13 +68,11 @@ AS_REPR = (
 )
 
 
-def chat(*texts: str) -> list[dict[str, Any]]:
+def chat(*texts):
     return [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(texts)]
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerFast, messages: Any, **more: Any
-) -> tuple[list[Document], ExampleEncoder]:
+def encode(tokenizer, messages, **more):
     encoder = ExampleEncoder(tokenizer, "messages", train_all=False)
     (found,) = encoder.encode([{"messages": messages, **more}])
     if isinstance(found, RowError):
@@ -87,9 +80,7 @@ def encode(
     return [document for example in found for document in example], encoder
 
 
-def check(
-    tokenizer: PreTrainedTokenizerFast, messages: Any, *answers: str, end: str, **more: Any
-) -> list[Document]:
+def check(tokenizer, messages, *answers, end, **more):
     """Each answer follows the tokens of its prompt, in full, and ends with `end`, where generation
     stops.
     """
@@ -113,23 +104,21 @@ def check(
 
 
 @pytest.mark.parametrize("template", [EMPTY_THOUGHT, LEFT_OVER])
-def test_a_closed_empty_thought_belongs_to_the_prompt(
-    make_tokenizer: MakeTokenizer, template: str
-) -> None:
+def test_a_closed_empty_thought_belongs_to_the_prompt(make_tokenizer, template):
     documents = check(
         make_tokenizer(template), chat("a", "b", "c", "d"), "b", "d", end="<|im_end|>"
     )
     assert len(documents) == 2  # what the second is asked after shows no empty thought
 
 
-def test_the_next_header_ends_a_turn(make_tokenizer: MakeTokenizer) -> None:
+def test_the_next_header_ends_a_turn(make_tokenizer):
     (document,) = check(
         make_tokenizer(NEXT_HEADER), chat("a", "b", "c", "d"), "b", "d", end="<|im_start|>"
     )
     assert document.flags[-1] & END  # appended, for nothing follows
 
 
-def test_history_may_be_rewritten(make_tokenizer: MakeTokenizer) -> None:
+def test_history_may_be_rewritten(make_tokenizer):
     messages = [
         *chat("a", "b"),
         {"role": "tool", "content": "r"},
@@ -146,17 +135,17 @@ def test_history_may_be_rewritten(make_tokenizer: MakeTokenizer) -> None:
         (OTHER_LAST_END, "b", "</s>"),
     ],
 )
-def test_of_two_ends(make_tokenizer: MakeTokenizer, template: str, answer: str, end: str) -> None:
+def test_of_two_ends(make_tokenizer, template, answer, end):
     """The last one, but not the next header that a finished turn shows too."""
     check(make_tokenizer(template), chat("a", "b"), answer, end=end)
 
 
-def test_an_added_token_proves_no_end(make_tokenizer: MakeTokenizer) -> None:
+def test_an_added_token_proves_no_end(make_tokenizer):
     template = CHATML.replace("<|im_end|>\n", "</think><|im_end|>\n")
     check(make_tokenizer(template), chat("a", "b"), "b</think>", end="<|im_end|>")
 
 
-def test_a_seam_is_seen_however_far_a_token_reaches() -> None:
+def test_a_seam_is_seen_however_far_a_token_reaches():
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     # each merge needs the one before, from the last letter on
     long = ["y" * n + "z" for n in range(41)]
@@ -177,9 +166,7 @@ def test_a_seam_is_seen_however_far_a_token_reaches() -> None:
 
 
 @pytest.mark.parametrize("value", [{"a": True}, [{"b": None}], ["x"], {"c": [False]}])
-def test_a_nested_argument_is_never_written_as_python_would(
-    make_tokenizer: MakeTokenizer, value: Any
-) -> None:
+def test_a_nested_argument_is_never_written_as_python_would(make_tokenizer, value):
     each = "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}" + (
         "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endif %}"
     )
@@ -200,9 +187,7 @@ def test_a_nested_argument_is_never_written_as_python_would(
 
 
 @pytest.mark.parametrize("template", [AS_TEXT, AS_REPR])
-def test_arguments_are_text_where_the_template_needs_text(
-    make_tokenizer: MakeTokenizer, template: str
-) -> None:
+def test_arguments_are_text_where_the_template_needs_text(make_tokenizer, template):
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
     messages = [*chat("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
     template += ASK.replace("%s", "")
@@ -233,7 +218,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("what", LOSSES)
-def test_each_part_that_is_dropped_is_named(make_tokenizer: MakeTokenizer, what: str) -> None:
+def test_each_part_that_is_dropped_is_named(make_tokenizer, what):
     shown, text = LOSSES[what]
     template = (
         HEAD + "{{ m.role }}" + shown + "<|im_end|>{% endfor %}" + ASK.replace("%s", "assistant")
@@ -242,7 +227,7 @@ def test_each_part_that_is_dropped_is_named(make_tokenizer: MakeTokenizer, what:
     calls = [{"function": {"name": name, "arguments": {"place": f"of {name}"}}} for name in names]
     answer = {"role": "assistant", "content": "done", "tool_calls": calls}
     answer["reasoning_content"] = "why"
-    row: dict[str, Any] = {"messages": [*chat("asked"), answer]}
+    row = {"messages": [*chat("asked"), answer]}
     if what == "tool":
         row["tools"] = [{"function": {"name": "tool", "description": "described"}}]
     with pytest.raises(RowError, match=f"the chat template drops {text}"):
@@ -312,9 +297,7 @@ CALLING = [*chat("a"), {"role": "assistant", "content": "", "tool_calls": [BARE]
         ),
     ],
 )
-def test_an_answer_is_whole_and_ends(
-    make_tokenizer: MakeTokenizer, template: str, messages: Any, answers: list[str], stops: str
-) -> None:
+def test_an_answer_is_whole_and_ends(make_tokenizer, template, messages, answers, stops):
     """Also a call without arguments; and an equal second row has equal tokens."""
     tokenizer = make_tokenizer(template)
     encoder = ExampleEncoder(tokenizer, "messages")
@@ -329,13 +312,13 @@ def test_an_answer_is_whole_and_ends(
     assert encoder.stop_token_ids == set(tokenizer.encode(stops, add_special_tokens=False))
 
 
-def test_instructions_behind_a_call_do_not_end_it(make_tokenizer: MakeTokenizer) -> None:
+def test_instructions_behind_a_call_do_not_end_it(make_tokenizer):
     (document,), _ = encode(make_tokenizer(INSTRUCTED), CALLING)
     answer = document.ids[(document.flags & ANSWER) > 0].tolist()
     assert make_tokenizer(INSTRUCTED).decode(answer).endswith("}\n<|im_start|>")
 
 
-def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer: MakeTokenizer) -> None:
+def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer):
     """So that whatever renders a saved template takes them; those of a row go before."""
     template = TURN + ASK.replace(
         "%s", "{{ '<think></think>' if thinking is defined and not thinking }}"
@@ -355,10 +338,8 @@ def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer: MakeToken
         "{{ m[0].x|tojson }}",
     ],
 )
-def test_what_is_too_much_for_python_is_an_error_of_its_row(
-    make_tokenizer: MakeTokenizer, template: str
-) -> None:
-    deep: Any = "a"
+def test_what_is_too_much_for_python_is_an_error_of_its_row(make_tokenizer, template):
+    deep = "a"
     for _ in range(5000):
         deep = [deep]
     call = {
@@ -373,7 +354,7 @@ def test_what_is_too_much_for_python_is_an_error_of_its_row(
             encode(make_tokenizer(template.replace("m[0]", "messages[-1]")), messages)
 
 
-def test_a_run_has_one_date(make_tokenizer: MakeTokenizer) -> None:
+def test_a_run_has_one_date(make_tokenizer):
     template = "{{ strftime_now('%d %b %Y') }}" + TURN + ASK.replace("%s", "")
     renderer = ChatRenderer(make_tokenizer(template), date="2025-02-03")
     encoder = ExampleEncoder(make_tokenizer(template), "messages", renderer=renderer)
@@ -388,7 +369,7 @@ def test_a_run_has_one_date(make_tokenizer: MakeTokenizer) -> None:
     assert set_date(template, "2025-02-03") != set_date(template, "2025-02-04")
 
 
-def test_a_greeting_may_come_first_untrained(make_tokenizer: MakeTokenizer) -> None:
+def test_a_greeting_may_come_first_untrained(make_tokenizer):
     greeting = {"role": "assistant", "content": "hi"}
     with pytest.raises(RowError, match=r'or give it "weight": 0'):
         encode(make_tokenizer(CHATML), [greeting, *chat("a", "b")])
@@ -396,15 +377,13 @@ def test_a_greeting_may_come_first_untrained(make_tokenizer: MakeTokenizer) -> N
     assert document.num_trained == 2
 
 
-def test_a_turn_without_an_end_is_counted(make_tokenizer: MakeTokenizer) -> None:
+def test_a_turn_without_an_end_is_counted(make_tokenizer):
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     _, encoder = encode(make_tokenizer(template), chat("a", "b"))
     assert encoder.renderer.counts[NO_END] == 1 and not encoder.stop_token_ids
 
 
-def test_dropped_parts_and_template_arguments_from_a_toml_file(
-    make_job: Callable[..., JobConfig], tmp_path: Path
-) -> None:
+def test_dropped_parts_and_template_arguments_from_a_toml_file(make_job, tmp_path):
     template = "{{ 'quietly ' if quiet is defined and quiet }}" + CHATML
     call = {"type": "function", "function": {"name": "find", "arguments": {"key": "value"}}}
     row = {"messages": [*chat("hi"), {"role": "assistant", "content": "x", "tool_calls": [call]}]}

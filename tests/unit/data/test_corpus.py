@@ -16,7 +16,7 @@ from titanlite.data.corpus import (
 )
 
 
-def test_stdlib_of_this_python() -> None:
+def test_stdlib_of_this_python():
     corpus = build_corpus(DataSection())
     names = [name for name, _ in corpus]
     assert names == sorted(names)
@@ -32,7 +32,7 @@ def test_stdlib_of_this_python() -> None:
     assert dict(corpus)["os.py"].encode() == Path(stdlib, "os.py").read_bytes()
 
 
-def test_stdlib_leaves_out_packages_and_tests(tmp_path: Path) -> None:
+def test_stdlib_leaves_out_packages_and_tests(tmp_path):
     kept = {"b.py": b"b = 1\r\n", "a/z.py": b"z", "a.py": "\u00e9".encode()}
     left_out = {
         "site-packages/numpy.py": b"x",
@@ -53,9 +53,7 @@ def test_stdlib_leaves_out_packages_and_tests(tmp_path: Path) -> None:
     assert (len(list(corpus)), corpus.num_bytes) == (3, 10)
 
 
-def test_text_folder_is_sorted_by_relative_path_whatever_the_disk_says(
-    text_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_folder_is_sorted_by_relative_path_whatever_the_disk_says(text_folder, monkeypatch):
     expected = build_text_corpus(text_folder)
     names = [name for name, _ in expected]
     assert names == sorted(
@@ -64,7 +62,7 @@ def test_text_folder_is_sorted_by_relative_path_whatever_the_disk_says(
     assert "sub/07.txt" in names
     walk = os.walk
 
-    def shuffled_walk(root: Path) -> list[tuple[str, list[str], list[str]]]:
+    def shuffled_walk(root):
         return [
             (folder, folders, names[::-1]) for folder, folders, names in reversed(list(walk(root)))
         ]
@@ -75,7 +73,7 @@ def test_text_folder_is_sorted_by_relative_path_whatever_the_disk_says(
     assert corpus.digest == expected.digest
 
 
-def test_text_pattern_matches_name_or_relative_path(text_folder: Path) -> None:
+def test_text_pattern_matches_name_or_relative_path(text_folder):
     assert [name for name, _ in build_text_corpus(text_folder, "0[12].txt")] == ["01.txt", "02.txt"]
     assert [name for name, _ in build_text_corpus(text_folder, "sub/*")] == [
         "sub/07.txt",
@@ -83,8 +81,8 @@ def test_text_pattern_matches_name_or_relative_path(text_folder: Path) -> None:
     ]
 
 
-def test_digest_covers_names_and_bytes_and_their_borders(tmp_path: Path) -> None:
-    def digest(files: dict[str, str]) -> str:
+def test_digest_covers_names_and_bytes_and_their_borders(tmp_path):
+    def digest(files):
         folder = tmp_path / sha256(repr(files).encode()).hexdigest()
         folder.mkdir()
         for name, text in files.items():
@@ -103,7 +101,7 @@ def test_digest_covers_names_and_bytes_and_their_borders(tmp_path: Path) -> None
     assert build_text_corpus(tmp_path, "*/a").digest == build_text_corpus(tmp_path, "*/a").digest
 
 
-def test_errors_name_the_path_and_the_setting(tmp_path: Path) -> None:
+def test_errors_name_the_path_and_the_setting(tmp_path):
     empty = tmp_path / "empty.txt"
     empty.touch()
     (tmp_path / "latin.md").write_bytes(b"caf\xe9")
@@ -127,7 +125,7 @@ def test_errors_name_the_path_and_the_setting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_chars", [1, 2, 3, 5, 100])
-def test_split_text_loses_nothing_and_cuts_after_newlines(max_chars: int) -> None:
+def test_split_text_loses_nothing_and_cuts_after_newlines(max_chars):
     text = "ab\ncd\n\nefghijkl\nm"
     pieces = list(split_text(text, max_chars))
     assert "".join(pieces) == text

@@ -1,5 +1,3 @@
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -9,10 +7,8 @@ from titanlite.data import dataset as dataset_module
 from titanlite.data.dataset import IGNORE_INDEX, PackedDataset
 from titanlite.data.tokens import TokenizedCorpus
 
-MakeDataset = Callable[..., PackedDataset]
 
-
-def test_batch_against_a_naive_reference(make_dataset: MakeDataset) -> None:
+def test_batch_against_a_naive_reference(make_dataset):
     dataset = make_dataset()
     all_tokens, eos = dataset.tokenized.tokens.tolist(), dataset.tokenized.eos_token_id
     indices = [3, 0, dataset.num_sequences - 1, *range(20, 60)]
@@ -33,8 +29,8 @@ def test_batch_against_a_naive_reference(make_dataset: MakeDataset) -> None:
 
 
 def test_on_its_way_to_cuda_a_batch_learns_where_documents_begin(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     tokens = np.array([5, 6, 0, 7, 0, 0, 8, 9, 9, 0, 9, 9, 9], dtype=np.uint32)
     batch = PackedDataset(TokenizedCorpus(tokens, 0, 10, 3), seq_len=6).batch([0, 1])
     assert not batch.to("cpu").inputs
@@ -46,14 +42,14 @@ def test_on_its_way_to_cuda_a_batch_learns_where_documents_begin(
 
 
 @pytest.mark.parametrize("indices", [[-1], [200], [], [0, 200]])
-def test_batch_refuses_indices_outside(make_dataset: MakeDataset, indices: list[int]) -> None:
+def test_batch_refuses_indices_outside(make_dataset, indices):
     with pytest.raises(IndexError, match=r"not all in \[0, 200\)"):
         make_dataset(2001).batch(indices)
 
 
 def test_each_epoch_is_another_permutation_of_the_training_sequences(
-    make_dataset: MakeDataset,
-) -> None:
+    make_dataset,
+):
     dataset = make_dataset()
     num_train = dataset.num_train_sequences
     epochs = [dataset.get_train_indices(7, e * num_train, (e + 1) * num_train) for e in range(3)]
@@ -65,7 +61,7 @@ def test_each_epoch_is_another_permutation_of_the_training_sequences(
     assert (np.diff(epochs[0]) != 1).any()
 
 
-def test_train_indices_do_not_depend_on_how_they_are_asked_for(make_dataset: MakeDataset) -> None:
+def test_train_indices_do_not_depend_on_how_they_are_asked_for(make_dataset):
     dataset = make_dataset()
     stop = 3 * dataset.num_train_sequences + 5
     whole = dataset.get_train_indices(3, 0, stop)
@@ -76,12 +72,12 @@ def test_train_indices_do_not_depend_on_how_they_are_asked_for(make_dataset: Mak
     assert dataset.get_train_indices(3, 100, 120).tolist() == whole[100:120].tolist()
 
 
-def test_order_is_pinned(make_dataset: MakeDataset) -> None:
+def test_order_is_pinned(make_dataset):
     """A run resumed with another version must see the same data; these numbers may never change."""
     assert make_dataset().get_train_indices(42, 0, 8).tolist() == [167, 53, 8, 173, 26, 14, 48, 119]
 
 
-def test_validation_sequences_are_never_trained_on(make_dataset: MakeDataset) -> None:
+def test_validation_sequences_are_never_trained_on(make_dataset):
     dataset = make_dataset()
     train = set(dataset.get_train_indices(0, 0, 5 * dataset.num_train_sequences).tolist())
     validation = dataset.get_validation_indices(0, dataset.num_validation_sequences).tolist()
@@ -95,9 +91,7 @@ def test_validation_sequences_are_never_trained_on(make_dataset: MakeDataset) ->
     ("num_sequences", "num_validation"),
     [(2, 1), (10, 1), (200, 20), (640, 64), (6400, 64), (6401, 65), (20000, 200)],
 )
-def test_number_of_held_out_sequences(
-    make_dataset: MakeDataset, num_sequences: int, num_validation: int
-) -> None:
+def test_number_of_held_out_sequences(make_dataset, num_sequences, num_validation):
     dataset = make_dataset(num_sequences + 1, seq_len=1)
     assert (dataset.num_sequences, dataset.num_validation_sequences) == (
         num_sequences,
@@ -106,7 +100,7 @@ def test_number_of_held_out_sequences(
     assert dataset.num_train_sequences == num_sequences - num_validation
 
 
-def test_no_label_is_both_trained_and_validated() -> None:
+def test_no_label_is_both_trained_and_validated():
     tokens = np.arange(1, 2002, dtype=np.uint16)  # all different, and no end of text
     dataset = PackedDataset(TokenizedCorpus(tokens, 0, 2002, 1), seq_len=10)
     train = dataset.batch(range(dataset.num_train_sequences)).labels.flatten().tolist()

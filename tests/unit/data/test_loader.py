@@ -1,34 +1,26 @@
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from titanlite.data.dataset import Batch, PackedDataset
 from titanlite.data.loader import TrainLoader
 from titanlite.ops import IGNORE_INDEX
 
-MakeDataset = Callable[..., PackedDataset]
 # (dp_degree, local_batch_size), G = 12
 MESHES = [(1, 1), (1, 3), (1, 12), (2, 1), (2, 6), (3, 2), (4, 3), (12, 1)]
 
 
-def _make_loader(
-    dataset: PackedDataset, dp_degree: int, local_batch_size: int, dp_rank: int = 0, **kwargs: int
-) -> TrainLoader:
+def _make_loader(dataset, dp_degree, local_batch_size, dp_rank=0, **kwargs):
     settings = {"seed": 5, "global_batch_size": 12} | kwargs
     return TrainLoader(
         dataset, local_batch_size=local_batch_size, dp_rank=dp_rank, dp_degree=dp_degree, **settings
     )
 
 
-def _rows(batches: list[Batch]) -> list[tuple[int, ...]]:
+def _rows(batches):
     return [tuple(row) for batch in batches for row in batch.tokens.tolist()]
 
 
 @pytest.mark.parametrize(("dp_degree", "local_batch_size"), MESHES)
-def test_any_mesh_sees_the_same_global_batch(
-    make_dataset: MakeDataset, dp_degree: int, local_batch_size: int
-) -> None:
+def test_any_mesh_sees_the_same_global_batch(make_dataset, dp_degree, local_batch_size):
     for step in [0, 14, 15]:  # 180 training sequences: step 14 ends the first epoch
         dataset = make_dataset()
         indices = dataset.get_train_indices(5, step * 12, step * 12 + 12)
@@ -44,7 +36,7 @@ def test_any_mesh_sees_the_same_global_batch(
         assert sorted(seen) == sorted(expected)
 
 
-def test_ranks_take_contiguous_slices_of_each_micro_batch(make_dataset: MakeDataset) -> None:
+def test_ranks_take_contiguous_slices_of_each_micro_batch(make_dataset):
     dataset = make_dataset()
     rows = _rows([dataset.batch(dataset.get_train_indices(5, 0, 12))])
     first, second = _make_loader(dataset, 2, 3, dp_rank=1).micro_batches(0)
@@ -52,7 +44,7 @@ def test_ranks_take_contiguous_slices_of_each_micro_batch(make_dataset: MakeData
     assert _rows([second]) == rows[9:12]
 
 
-def test_batches_are_a_pure_function_of_seed_and_step(make_dataset: MakeDataset) -> None:
+def test_batches_are_a_pure_function_of_seed_and_step(make_dataset):
     dataset = make_dataset()
     loader = _make_loader(dataset, 1, 4)
     expected = _rows(loader.micro_batches(3))
@@ -66,8 +58,8 @@ def test_batches_are_a_pure_function_of_seed_and_step(make_dataset: MakeDataset)
 
 @pytest.mark.parametrize(("dp_degree", "local_batch_size"), MESHES)
 def test_validation_takes_every_held_out_row_once_on_any_mesh(
-    make_dataset: MakeDataset, dp_degree: int, local_batch_size: int
-) -> None:
+    make_dataset, dp_degree, local_batch_size
+):
     for num_steps in [0, 1, 4, 10]:
         # 500 sequences, 50 held out: 4 batches of 12, and 2 more
         dataset = make_dataset(num_tokens=5001)
@@ -99,7 +91,7 @@ def test_validation_takes_every_held_out_row_once_on_any_mesh(
         )
 
 
-def test_samples_are_skipped_once(make_dataset: MakeDataset) -> None:
+def test_samples_are_skipped_once(make_dataset):
     loader = _make_loader(make_dataset(), 1, 4)
     loader.start_from(10, 120, 160)
     assert [loader.samples_before(step) for step in (10, 11)] == [160, 172]

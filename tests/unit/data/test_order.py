@@ -9,7 +9,7 @@ from titanlite.data.dataset import ShuffledOrder, permute_places
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 1000, 4097, 65_537])
-def test_every_sequence_has_one_place(size: int) -> None:
+def test_every_sequence_has_one_place(size):
     for seed, epoch in ((0, 0), (-1, 3), (42, 1)):
         found = permute_places(seed, epoch, size, np.arange(size))
         assert np.array_equal(np.sort(found), np.arange(size))
@@ -21,7 +21,7 @@ def test_every_sequence_has_one_place(size: int) -> None:
     )
 
 
-def test_the_keyed_order_is_pinned() -> None:
+def test_the_keyed_order_is_pinned():
     """A run resumed with another version must see the same data; these numbers may never change."""
     assert permute_places(42, 0, 244_000_000, np.arange(5)).tolist() == [
         32589046,
@@ -32,7 +32,7 @@ def test_the_keyed_order_is_pinned() -> None:
     ]
 
 
-def test_it_is_as_even_as_chance() -> None:
+def test_it_is_as_even_as_chance():
     """Pairs (place, sequence) in 16 x 16 cells, over epochs: chi-square with 15 * 15 degrees of
     freedom, 5 sigma.
     """
@@ -48,7 +48,7 @@ def test_it_is_as_even_as_chance() -> None:
     assert len(np.unique(steps)) > 500, "neighbours do not stay neighbours"
 
 
-def test_many_sequences_take_no_memory() -> None:
+def test_many_sequences_take_no_memory():
     order = ShuffledOrder(244_000_000)
     tracemalloc.start()
     found = order.get_indices(3, 243_999_990, 244_000_010)  # over the end of an epoch

@@ -3,7 +3,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,21 +34,21 @@ TEXT = "def foo(x):  return x , 'e\u0301' \u00e9\r\n\t12345 \U0001f600 <|endofte
 
 
 @pytest.fixture(scope="module")
-def bpe(text_folder: Path) -> Tokenizer:
+def bpe(text_folder):
     return train_bpe(build_text_corpus(text_folder), 320)
 
 
 @pytest.fixture
-def built(data: DataSection) -> PreTrainedTokenizerFast:
+def built(data):
     return build_tokenizer(data, build_corpus(data))
 
 
-def _get_cache_file(data: DataSection) -> Path:
+def _get_cache_file(data):
     (file,) = Path(data.cache_folder, "tokenizers").glob("*.json")
     return file
 
 
-def test_ids_of_special_token_and_bytes(bpe: Tokenizer) -> None:
+def test_ids_of_special_token_and_bytes(bpe):
     assert bpe.token_to_id(END_OF_TEXT) == 0
     assert bpe.get_vocab_size() == 320
     assert {len(bpe.id_to_token(i)) for i in range(1, 257)} == {1}
@@ -58,18 +57,18 @@ def test_ids_of_special_token_and_bytes(bpe: Tokenizer) -> None:
 
 @settings(max_examples=300)
 @given(st.text())
-def test_round_trip_loses_nothing(bpe: Tokenizer, text: str) -> None:
+def test_round_trip_loses_nothing(bpe, text):
     assert bpe.decode(bpe.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_training_does_not_depend_on_document_order(text_folder: Path, bpe: Tokenizer) -> None:
+def test_training_does_not_depend_on_document_order(text_folder, bpe):
     files = list(build_text_corpus(text_folder).files)
     for seed in range(3):
         random.Random(seed).shuffle(files)
         assert train_bpe(Corpus(tuple(files)), 320).to_str() == bpe.to_str()
 
 
-def test_a_separator_is_not_trained_on(text_folder: Path, tmp_path: Path, bpe: Tokenizer) -> None:
+def test_a_separator_is_not_trained_on(text_folder, tmp_path, bpe):
     file = tmp_path / "all.txt"
     texts = [text for _, text in build_text_corpus(text_folder)]
     file.write_text(f"{END_OF_TEXT}\n".join(texts))
@@ -95,9 +94,7 @@ for number, variable in enumerate(("RAYON_NUM_THREADS=1", "TOKENIZERS_PARALLELIS
 """  # noqa: E501
 
 
-def test_training_does_not_depend_on_threads(
-    text_folder: Path, tmp_path: Path, bpe: Tokenizer
-) -> None:
+def test_training_does_not_depend_on_threads(text_folder, tmp_path, bpe):
     environment = {
         key: value for key, value in os.environ.items() if key != "TOKENIZERS_PARALLELISM"
     }
@@ -115,9 +112,7 @@ def test_training_does_not_depend_on_threads(
     assert result.stderr == b""
 
 
-def test_first_use_trains_and_the_next_one_loads(
-    data: DataSection, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_use_trains_and_the_next_one_loads(data, caplog, monkeypatch):
     caplog.set_level("INFO", logger="titanlite")
     corpus = build_corpus(data)
     first = build_tokenizer(data, corpus)
@@ -139,9 +134,7 @@ def test_first_use_trains_and_the_next_one_loads(
 @pytest.mark.parametrize(
     "damage", [lambda content: content[: len(content) // 2], lambda _: b"", lambda _: b"\xff\xfe"]
 )
-def test_damaged_cache_is_rebuilt(
-    data: DataSection, built: PreTrainedTokenizerFast, damage: Callable[[bytes], bytes]
-) -> None:
+def test_damaged_cache_is_rebuilt(data, built, damage):
     file = _get_cache_file(data)
     content = file.read_bytes()
     file.write_bytes(damage(content))
@@ -152,9 +145,7 @@ def test_damaged_cache_is_rebuilt(
 @pytest.mark.parametrize(
     "model_type", [*families(), "gemma3_text", "gpt_neox", "mistral", "phi", "qwen3_5_text"]
 )
-def test_a_bpe_is_trained_in_the_form_that_the_model_s_class_reads(
-    data: DataSection, tmp_path: Path, model_type: str
-) -> None:
+def test_a_bpe_is_trained_in_the_form_that_the_model_s_class_reads(data, tmp_path, model_type):
     """Qwen2's class, for one, takes vocabulary and merges from tokenizer.json, and its own
     splitting and NFC.
     """
@@ -169,9 +160,7 @@ def test_a_bpe_is_trained_in_the_form_that_the_model_s_class_reads(
     ) == splits_digits
 
 
-def test_a_bpe_of_another_form_is_found_and_read_as_it_was_trained(
-    built: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bpe_of_another_form_is_found_and_read_as_it_was_trained(built, tmp_path, caplog):
     """A folder of Qwen2 whose tokenizer.json has GPT-2's splitting: ours of earlier versions."""
     save_tokenizer(built, tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
@@ -181,9 +170,7 @@ def test_a_bpe_of_another_form_is_found_and_read_as_it_was_trained(
     assert f"data: {tmp_path}: transformers' AutoTokenizer builds Qwen2Tokenizer" in caplog.text
 
 
-def test_load_folder_file_and_folder_without_config(
-    built: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_load_folder_file_and_folder_without_config(built, tmp_path):
     built.save_pretrained(tmp_path)
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -194,7 +181,7 @@ def test_load_folder_file_and_folder_without_config(
         assert loaded.eos_token_id == 0
 
 
-def test_code_in_the_folder_is_never_run(built: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_code_in_the_folder_is_never_run(built, tmp_path):
     built.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
@@ -207,7 +194,7 @@ def test_code_in_the_folder_is_never_run(built: PreTrainedTokenizerFast, tmp_pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_ids_with_holes_are_counted_to_the_last_one(bpe: Tokenizer) -> None:
+def test_ids_with_holes_are_counted_to_the_last_one(bpe):
     vocab = {"a": 0, "b": 7, "<eos>": 40}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(vocab, unk_token="a")), eos_token="<eos>"

@@ -2,39 +2,34 @@ import copy
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
 import titanlite
-from titanlite.config.data import DataSection
 from titanlite.data import build_corpus
 from titanlite.data import tokens as tokens_module
 from titanlite.data.tokenizer import END_OF_TEXT, build_tokenizer
-from titanlite.data.tokens import TokenizedCorpus, build_tokens
+from titanlite.data.tokens import build_tokens
 
 
 @pytest.fixture
-def tokenizer(data: DataSection) -> PreTrainedTokenizerFast:
+def tokenizer(data):
     return build_tokenizer(data, build_corpus(data))
 
 
-def _build(data: DataSection, tokenizer: PreTrainedTokenizerFast) -> TokenizedCorpus:
+def _build(data, tokenizer):
     return build_tokens(data, build_corpus(data), tokenizer)
 
 
-def _get_file(data: DataSection) -> Path:
+def _get_file(data):
     (file,) = Path(data.cache_folder, "tokens").glob("*.bin")
     return file
 
 
-def test_every_document_is_followed_by_end_of_text(
-    data: DataSection, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_every_document_is_followed_by_end_of_text(data, tokenizer):
     expected = []
     for _, text in build_corpus(data):
         expected += [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
@@ -48,11 +43,11 @@ def test_every_document_is_followed_by_end_of_text(
 
 @pytest.mark.parametrize("begin", ["<|begin|>", END_OF_TEXT])
 def test_every_document_begins_with_what_the_tokenizer_puts_before_a_text(
-    begin: str,
-    data: DataSection,
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    begin,
+    data,
+    tokenizer,
+    monkeypatch,
+):
     """Llama's begin-of-text token; where it is the end-of-text token too, the document before has
     left it.
     """
@@ -68,15 +63,13 @@ def test_every_document_begins_with_what_the_tokenizer_puts_before_a_text(
     if begin == END_OF_TEXT:
         assert found == plain
         return
-    expected: list[int] = [tokenizer.bos_token_id]
+    expected = [tokenizer.bos_token_id]
     for token in plain:
         expected += [token, tokenizer.bos_token_id] if token == tokenizer.eos_token_id else [token]
     assert found == expected[:-1]
 
 
-def test_text_that_spells_a_special_token_is_text(
-    data: DataSection, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_text_that_spells_a_special_token_is_text(data, tokenizer, tmp_path):
     data.path = str(tmp_path / "a.txt")
     text = f"one{END_OF_TEXT}two"
     Path(data.path).write_text(text)
@@ -106,14 +99,14 @@ END = END_OF_TEXT
     ],
 )
 def test_separators_in_a_file(
-    data: DataSection,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    text: str,
-    separator: str,
-    documents: list[str],
-    spelled: int,
-) -> None:
+    data,
+    tokenizer,
+    tmp_path,
+    text,
+    separator,
+    documents,
+    spelled,
+):
     data.path, data.document_separator = str(tmp_path / "a.txt"), separator
     Path(data.path).write_bytes(text.encode())
     tokenized = _build(data, tokenizer)
@@ -126,9 +119,7 @@ def test_separators_in_a_file(
     assert ("split at" in tokenized.describe()) == bool(tokenized.separators)
 
 
-def test_the_end_token_of_the_tokenizer_separates_and_is_read(
-    data: DataSection, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_the_end_token_of_the_tokenizer_separates_and_is_read(data, tokenizer, tmp_path):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
     data.path = str(tmp_path / "a.txt")
@@ -139,9 +130,7 @@ def test_the_end_token_of_the_tokenizer_separates_and_is_read(
     assert np.count_nonzero(tokenized.tokens == tokenizer.bos_token_id) == 2
 
 
-def test_large_vocabulary_gives_uint32(
-    data: DataSection, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_large_vocabulary_gives_uint32(data, tokenizer):
     small = _build(data, tokenizer).tokens.tolist()
     tokenizer.add_tokens([f"<extra-{i}>" for i in range(2**16 - 300)])
     assert _build(data, tokenizer).tokens.dtype == np.uint16  # exactly 65536 still fit
@@ -151,9 +140,7 @@ def test_large_vocabulary_gives_uint32(
     assert tokenized.tokens.tolist() == small
 
 
-def test_long_documents_and_small_batches_give_the_same_text(
-    data: DataSection, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_documents_and_small_batches_give_the_same_text(data, tokenizer, monkeypatch):
     whole = _build(data, tokenizer)
     monkeypatch.setattr(tokens_module, "_PIECE_CHARS", 50)
     monkeypatch.setattr(tokens_module, "_BATCH_CHARS", 120)
@@ -164,9 +151,7 @@ def test_long_documents_and_small_batches_give_the_same_text(
     assert tokenizer.decode(pieces.tokens.tolist()) == tokenizer.decode(whole.tokens.tolist())
 
 
-def test_key_follows_text_and_tokenizer(
-    data: DataSection, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_key_follows_text_and_tokenizer(data, tokenizer, tmp_path):
     data.path = str(tmp_path / "a.txt")
     Path(data.path).write_text("aa bb")
     first = _build(data, tokenizer).tokens.tolist()
@@ -181,19 +166,19 @@ def test_key_follows_text_and_tokenizer(
     assert len(list(Path(data.cache_folder, "tokens").glob("*.bin"))) == 4
 
 
-def _truncate(file: Path) -> None:
+def _truncate(file):
     file.write_bytes(file.read_bytes()[:-2])
 
 
-def _zero_end_with_ones(file: Path) -> None:
+def _zero_end_with_ones(file):
     file.write_bytes(file.read_bytes()[:-2] + b"\x01\x00")
 
 
-def _remove_header(file: Path) -> None:
+def _remove_header(file):
     file.with_suffix(".json").unlink()
 
 
-def _change_header(file: Path) -> None:
+def _change_header(file):
     header = json.loads(file.with_suffix(".json").read_text())
     file.with_suffix(".json").write_text(
         json.dumps(header | {"num_tokens": header["num_tokens"] + 1})
@@ -206,9 +191,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_damaged_cache_is_rebuilt(
-    data: DataSection, tokenizer: PreTrainedTokenizerFast, damage: Callable[[Path], None]
-) -> None:
+def test_damaged_cache_is_rebuilt(data, tokenizer, damage):
     expected = _build(data, tokenizer).tokens.tolist()
     file = _get_file(data)
     content, header = file.read_bytes(), file.with_suffix(".json").read_bytes()
@@ -246,7 +229,7 @@ print(build_tokens(data, corpus, build_tokenizer(data, corpus)).tokens.tolist())
 """  # noqa: E501
 
 
-def test_concurrent_processes_build_once(text_folder: Path, tmp_path: Path) -> None:
+def test_concurrent_processes_build_once(text_folder, tmp_path):
     commands = [
         [sys.executable, "-c", BUILDER_SCRIPT, str(tmp_path), str(text_folder), me] for me in "ab"
     ]

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,14 +28,14 @@ EH_PROJ = {f"{LAYER}eh_proj.weight": torch.randn(8, 16, generator=torch.Generato
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     """A GLM-4.5 without a layer for prediction."""
     folder, model = tmp_path_factory.mktemp("glm"), build_decoder(GLM)
     save_alone(model, folder / "model")
     return folder / "model"
 
 
-def save_alone(model: Any, folder: Path) -> None:
+def save_alone(model, folder):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         save_hf_model(model, materialize(model, "cpu", seed=4), None, folder, torch.float32)
@@ -46,9 +43,7 @@ def save_alone(model: Any, folder: Path) -> None:
         dist.destroy_process_group()
 
 
-def with_more(
-    saved: Path, folder: Path, more: Mapping[str, torch.Tensor], **config: Any
-) -> dict[str, torch.Tensor]:
+def with_more(saved, folder, more, **config):
     """Copy the model to `folder` with `more` tensors and settings in config.json; return its own
     tensors.
     """
@@ -63,7 +58,7 @@ def with_more(
     return tensors
 
 
-def carried_in(folder: Path, config: Any = GLM) -> tuple[Any, Any]:
+def carried_in(folder, config=GLM):
     """Plan and passengers of a native model in `folder`."""
     model = build_decoder(config)
     source = weights_of(folder, model, exact=True)
@@ -91,7 +86,7 @@ def carried_in(folder: Path, config: Any = GLM) -> tuple[Any, Any]:
         ("model.layers.2.rotary_emb.inv_freq", False),  # from the configuration
     ],
 )
-def test_which_tensors_may_be_carried(key: str, is_one: bool) -> None:
+def test_which_tensors_may_be_carried(key, is_one):
     used = {
         "model.layers.1.mlp.up_proj.weight",
         "model.embed_tokens.weight",
@@ -101,7 +96,7 @@ def test_which_tensors_may_be_carried(key: str, is_one: bool) -> None:
     assert (key in find_passengers(keys, used, ["^passed.over"])) == is_one
 
 
-def test_what_is_neither_computed_nor_a_passenger_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_what_is_neither_computed_nor_a_passenger_is_refused(saved, tmp_path):
     with_more(saved, tmp_path / "base", EH_PROJ | {"model.layers.0.mlp.up.weight": torch.ones(2)})
     with pytest.raises(PlanError) as error:
         carried_in(tmp_path / "base")
@@ -114,7 +109,7 @@ def test_what_is_neither_computed_nor_a_passenger_is_refused(saved: Path, tmp_pa
     )
 
 
-def test_of_a_tied_model_the_copy_of_the_head_follows_the_embedding(tmp_path: Path) -> None:
+def test_of_a_tied_model_the_copy_of_the_head_follows_the_embedding(tmp_path):
     config = dataclasses.replace(QWEN3, tie_word_embeddings=True)
     save_alone(build_decoder(config), tmp_path / "model")
     embedding = load_file(tmp_path / "model/model.safetensors")["model.embed_tokens.weight"]
@@ -135,7 +130,7 @@ def test_of_a_tied_model_the_copy_of_the_head_follows_the_embedding(tmp_path: Pa
     )
 
 
-def test_fp8_is_dequantized_as_the_trained_weights_are(saved: Path, tmp_path: Path) -> None:
+def test_fp8_is_dequantized_as_the_trained_weights_are(saved, tmp_path):
     key, block = f"{LAYER}mlp.down_proj.weight", [4, 3]
     codes = torch.randn(10, 8).to(torch.float8_e4m3fn)
     scale = torch.rand(3, 3)
@@ -159,7 +154,7 @@ def test_fp8_is_dequantized_as_the_trained_weights_are(saved: Path, tmp_path: Pa
         carried_in(tmp_path / "bad")
 
 
-def test_mxfp4_is_carried_byte_for_byte(saved: Path, tmp_path: Path) -> None:
+def test_mxfp4_is_carried_byte_for_byte(saved, tmp_path):
     packed = {
         "mtp.w_blocks": torch.randint(256, (3, 2, 16)).byte(),
         "mtp.w_scales": torch.randint(256, (3, 2)).byte(),
@@ -170,9 +165,7 @@ def test_mxfp4_is_carried_byte_for_byte(saved: Path, tmp_path: Path) -> None:
     assert all(torch.equal(got[key], tensor) for key, tensor in packed.items())
 
 
-def test_they_are_never_in_memory(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_never_in_memory(saved, tmp_path, monkeypatch):
     """Of one tensor of 96 MiB the largest buffer has 1 MiB, also when the shards are copied for the
     background.
     """
@@ -182,7 +175,7 @@ def test_they_are_never_in_memory(
     sizes = list[int]()
     read = passengers.read_bytes
 
-    def counting(files: Mapping[Path, int], file: Path, view: memoryview, offset: int) -> None:
+    def counting(files, file, view, offset):
         sizes.append(len(view))
         read(files, file, view, offset)
 
@@ -195,11 +188,9 @@ def test_they_are_never_in_memory(
     assert torch.equal(load_file(tmp_path / "model.safetensors")["mtp.large"], large)
 
 
-def test_the_text_part_of_a_larger_model_stays_a_part_of_it(tmp_path: Path) -> None:
+def test_the_text_part_of_a_larger_model_stays_a_part_of_it(tmp_path):
     """Vision tower and config.json survive, so that the whole can be loaded again."""
-    text: dict[str, Any] = dict.fromkeys(
-        ("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 8
-    )
+    text = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 8)
     text |= dict.fromkeys(("num_attention_heads", "linear_num_value_heads"), 4)
     text |= dict.fromkeys(("num_hidden_layers", "num_key_value_heads", "linear_num_key_heads"), 2)
     text |= {

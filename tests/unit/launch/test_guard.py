@@ -58,7 +58,7 @@ def start(tmp_path):
     script.write_text(RANK)
     started = []
 
-    def run(rank: int, what: str, code: int = 0, timeout_s: float = 1, grace_s: float = 0) -> int:
+    def run(rank, what, code=0, timeout_s=1, grace_s=0):
         environment = {
             **os.environ,
             NOTICE_FOLDER: str(tmp_path / "notices"),
@@ -79,7 +79,7 @@ def start(tmp_path):
         process.communicate()
 
 
-def watch(guard: Guard, pids: dict[int, int], timeout_s: float = 20) -> Failure:
+def watch(guard, pids, timeout_s=20):
     guard.began()
     end = time.monotonic() + timeout_s
     while guard.failure is None:
@@ -89,7 +89,7 @@ def watch(guard: Guard, pids: dict[int, int], timeout_s: float = 20) -> Failure:
     return guard.failure
 
 
-def is_gone(pid: int) -> bool:
+def is_gone(pid):
     end = time.monotonic() + 5
     while time.monotonic() < end:
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
@@ -133,7 +133,7 @@ def test_a_rank_that_fails_after_the_look_and_before_torchs_is_started_again(tmp
     assert agent._guard.failure.code == 128 + 9, "the first is the cause"
 
 
-def read_restart_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Restart:
+def read_restart_in(folder, monkeypatch):
     monkeypatch.setenv(NOTICE_FOLDER, str(folder))
     restart = read_restart()
     assert restart is not None

@@ -84,7 +84,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch):
     ):
         process_group.init_distributed(60)
 
-    def init() -> None:
+    def init():
         raise RuntimeError(
             "The NVIDIA driver on your system is too old (found version 11040).\nPlease update"
         )

@@ -49,7 +49,7 @@ def launcher():
     """`launcher(seconds)` -> a launcher whose rank has told its pid."""
     started = []
 
-    def start(seconds: float) -> subprocess.Popen[str]:
+    def start(seconds):
         command = [sys.executable, "-c", LAUNCHER, str(seconds)]
         started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
         return started[-1]
@@ -60,7 +60,7 @@ def launcher():
         process.communicate()
 
 
-def wait_until_gone(pid: int, timeout_s: float) -> None:
+def wait_until_gone(pid, timeout_s):
     end = time.monotonic() + timeout_s
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < end, f"process {pid} is left"

@@ -79,7 +79,7 @@ def _clean_environment(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
 
 
-def options(**changed) -> argparse.Namespace:
+def options(**changed):
     values = {
         "standalone": False,
         "nnodes": "2",
@@ -90,7 +90,7 @@ def options(**changed) -> argparse.Namespace:
     return argparse.Namespace(**values | {"master_addr": "node0", "master_port": 29500} | changed)
 
 
-def listener() -> socket.socket:
+def listener():
     server = socket.socket()
     server.bind(("127.0.0.1", 0))
     server.listen()
@@ -131,7 +131,7 @@ def test_one_machine_meets_without_a_port_and_each_start_of_its_ranks_in_a_new_f
     assert handler.num_nodes_waiting() == 0 and not handler.is_closed() and handler.shutdown()
 
 
-def is_listening(port: int) -> bool:
+def is_listening(port):
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 

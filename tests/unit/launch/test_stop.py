@@ -67,9 +67,7 @@ def test_first_request_stops_and_the_next_ones_abort(tmp_path):
     assert not request_stop(folder)
 
 
-def start_rank(
-    kind: str = "free", linger_s: float = 0, folder: Path | None = None
-) -> subprocess.Popen[str]:
+def start_rank(kind="free", linger_s=0, folder=None):
     env = {key: value for key, value in os.environ.items() if key != NOTICE_FOLDER}
     if folder is not None:
         env[NOTICE_FOLDER] = str(folder)
@@ -84,7 +82,7 @@ def start_rank(
     return process
 
 
-def end_of(process: subprocess.Popen[str]) -> tuple[str, int]:
+def end_of(process):
     """What it said after "ready", and its exit code."""
     try:
         said, _ = process.communicate(timeout=20)

@@ -1,6 +1,5 @@
 """What a user reads when torch cannot compile a layer."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,16 +11,16 @@ from titanlite.features.diagnose.process import explain_refusal, use_flash_atten
 from titanlite.models.families import families
 
 
-def graph_break(x: torch.Tensor) -> torch.Tensor:
+def graph_break(x):
     print("a side effect")
     return x
 
 
-def mistake(x: torch.Tensor) -> torch.Tensor:
+def mistake(x):
     return x @ torch.ones(3, 3)
 
 
-def raised_by(function: Callable[[torch.Tensor], torch.Tensor]) -> Exception:
+def raised_by(function):
     torch.compiler.reset()
     with pytest.raises(Exception) as found:
         torch.compile(function, fullgraph=True)(torch.ones(2, 2))
@@ -62,9 +61,9 @@ CUDA = torch.device("cuda")
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def hopper(monkeypatch):
     """A GPU with FlashAttention 3; what torch was told."""
-    told: list[str] = []
+    told = []
     attention = torch.nn.attention
     monkeypatch.setattr(process, "find_spec", lambda name: name)
     monkeypatch.setattr(process, "_try_attention", lambda *_: told.append("tried"))

@@ -1,6 +1,5 @@
 """Errors and snapshots when memory runs out; the parts of torch that need a GPU are faked."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from titanlite.features.diagnose.process import start_memory_history
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> JobConfig:
+def job(tmp_path):
     job = JobConfig()
     job.job.dump_folder = str(tmp_path / "run")
     job.training.local_batch_size = 4
@@ -23,11 +22,11 @@ def job(tmp_path: Path) -> JobConfig:
 
 
 @pytest.fixture
-def cuda(monkeypatch) -> list[tuple]:
+def cuda(monkeypatch):
     """A GPU whose calls are noted."""
-    calls: list[tuple] = []
+    calls = []
 
-    def dump(path: str) -> None:
+    def dump(path):
         calls.append(("dump", path))
         Path(path).write_bytes(b"snapshot")
 
@@ -44,7 +43,7 @@ def cuda(monkeypatch) -> list[tuple]:
 
 
 @contextmanager
-def explain_out_of_memory(job: JobConfig) -> Iterator[None]:
+def explain_out_of_memory(job):
     """As a rank does with what ends it."""
     try:
         yield
@@ -55,17 +54,17 @@ def explain_out_of_memory(job: JobConfig) -> Iterator[None]:
 
 
 @contextmanager
-def explain(job: JobConfig, match: str) -> Iterator[pytest.ExceptionInfo]:
+def explain(job, match):
     """Inside, memory runs out, with such an error as the result."""
     with pytest.raises(TrainingError, match=match) as raised, explain_out_of_memory(job):
         yield raised
 
 
-def run_out(error: BaseException) -> None:
+def run_out(error):
     raise error
 
 
-def test_snapshot_and_message_of_a_gpu_out_of_memory(job: JobConfig, cuda, monkeypatch):
+def test_snapshot_and_message_of_a_gpu_out_of_memory(job, cuda, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     job.profiling.enable_memory_snapshot = True
     start_memory_history(job, torch.device("cuda", 3))
@@ -94,7 +93,7 @@ def test_snapshot_and_message_of_a_gpu_out_of_memory(job: JobConfig, cuda, monke
     assert raised.value.__cause__ is error
 
 
-def test_host_memory_is_named_with_the_line_that_asked_for_it(job: JobConfig):
+def test_host_memory_is_named_with_the_line_that_asked_for_it(job):
     from titanlite.ops import swiglu
 
     huge = torch.empty(1, device="meta").expand(2**40, 2**20)
@@ -107,11 +106,11 @@ def test_host_memory_is_named_with_the_line_that_asked_for_it(job: JobConfig):
 class _Greedy:
     """Asks for all memory as soon as anybody looks at it."""
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name):
         raise MemoryError
 
 
-def test_other_errors_pass(job: JobConfig):
+def test_other_errors_pass(job):
     errors = (
         RuntimeError("CUDA error: an illegal memory access"),
         ValueError("x"),

@@ -7,10 +7,8 @@ import resource
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,13 +34,13 @@ TINY = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def each_trace_once() -> Iterator[None]:
+def each_trace_once():
     """Tests ask for the same plans again and again. Traces depend on nothing but these
     arguments.
     """
-    found: dict[str, Any] = {}
+    found = {}
 
-    def trace_once(*args: Any, **options: Any) -> Any:
+    def trace_once(*args, **options):
         key = repr((args, options))
         if key not in found:
             found[key] = trace_step(*args, **options)
@@ -85,7 +83,7 @@ STAGES = (
 )
 
 
-def plan_of(capsys, *arguments: str) -> tuple[int, str]:
+def plan_of(capsys, *arguments):
     code = main(["plan", *TINY, *STAGES, "--no-proposals", *arguments])
     return code, capsys.readouterr().out
 
@@ -151,7 +149,7 @@ def test_a_sweep(capsys):
     assert f"{rates[0]:,.0f} tokens/s per GPU expected" in capsys.readouterr().out
 
 
-def add_to_cache(cache: Path, family: str, flavor: str) -> None:
+def add_to_cache(cache, family, flavor):
     """The config.json of Qwen3 of this size, as the hub's library lays it out in its cache."""
     source, commit = families()[family], "0" * 40
     root = cache / f"models--Qwen--Qwen3-{flavor}"

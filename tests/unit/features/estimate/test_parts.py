@@ -13,7 +13,7 @@ from titanlite.config.parallelism import Degrees
 from titanlite.features.estimate import estimate, tracker
 from titanlite.features.estimate.estimate import get_hardware, step_time
 from titanlite.features.estimate.operators import Call, Work
-from titanlite.features.estimate.trace import StepTrace, trace_step
+from titanlite.features.estimate.trace import trace_step
 from titanlite.features.estimate.tracker import Kind
 from titanlite.models.families import families
 from titanlite.preflight import check
@@ -23,7 +23,7 @@ PARALLELISM, MODE = "--parallelism.", "--activation_checkpoint.mode="
 MODES = ("none", "selective", "full")
 
 
-def trace(world_size: int, *overrides: str) -> StepTrace:
+def trace(world_size, *overrides):
     sizes = [
         "--model.flavor=debug",
         "--model.overrides.vocab_size=310",
@@ -46,12 +46,12 @@ def trace(world_size: int, *overrides: str) -> StepTrace:
     return trace_step(checked.job, checked.model_config, checked.degrees)
 
 
-def experts_over(ranks: int) -> str:
+def experts_over(ranks):
     return f"{PARALLELISM}expert_parallel_degree={ranks}"
 
 
-def by_part(found: StepTrace) -> dict[str, Work]:
-    parts: dict[str, Work] = {}
+def by_part(found):
+    parts = {}
     for kind, work in found.step_work():
         name = kind.part or f"{kind.call.rate} over {kind.group}"
         parts[name] = parts.get(name, Work()) + work
@@ -108,7 +108,7 @@ def test_products_and_collectives_are_those_of_the_layers(mode):
     assert parts[tracker.FSDP].nbytes > 0 and parts[tracker.ELEMENTWISE].nbytes > 0
 
 
-def waits(found: StepTrace, dense_layers: int = 0) -> tuple[int, int]:
+def waits(found, dense_layers=0):
     """Return how often the host waits in a step, and how often it may: once in each forward of an
     MoE layer.
     """
@@ -152,7 +152,7 @@ def test_collectives_of_fsdp_are_exposed_where_they_take_longer_than_the_kernels
     millisecond = int(h100.rate("memory") * 1e-3)
     gathered = int(8 / 7 * h100.intra_node_bytes_s * estimate.LINKS * 1e-3)
 
-    def kind(phase: str, group: str, call: str, part: str = "") -> Kind:
+    def kind(phase, group, call, part=""):
         return Kind(0, phase, part, group, Call(call))
 
     work = {

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +10,9 @@ import pytest
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.features.estimate.estimate import get_memory, stages_to_trace
-from titanlite.features.estimate.trace import Moment, StepTrace, trace_step
+from titanlite.features.estimate.trace import trace_step
 from titanlite.features.estimate.tracker import ACTIVATIONS, GRADIENTS
-from titanlite.preflight import Checked, check
+from titanlite.preflight import check
 
 CONFIG = Path(__file__).parents[4] / "configs" / "qwen3_moe.toml"
 CP, TP, EP, REPLICATE = (
@@ -31,8 +30,8 @@ OPEN = ("--training.local_batch_size=1", "--training.global_batch_size=4")
 
 
 @pytest.fixture
-def checked() -> Callable[..., Checked]:
-    def build(world_size: int, num_layers: int, *overrides: str) -> Checked:
+def checked():
+    def build(world_size, num_layers, *overrides):
         sizes = [
             "--model.overrides.vocab_size=310",
             f"--model.overrides.num_layers={num_layers}",
@@ -50,17 +49,17 @@ def checked() -> Callable[..., Checked]:
     return build
 
 
-def traced(checked: Checked, *, every_layer: bool = False, rank: int = 0) -> StepTrace:
+def traced(checked, *, every_layer=False, rank=0):
     return trace_step(
         checked.job, checked.model_config, checked.degrees, every_layer=every_layer, rank=rank
     )
 
 
-def collectives(trace: StepTrace) -> Counter[tuple[str, str, bool]]:
+def collectives(trace):
     """Calls in the whole step, by kind, axis, and whether they are made once per step, not per
     micro-batch.
     """
-    counts: Counter[tuple[str, str, bool]] = Counter()
+    counts = Counter()
     for kind, work in trace.step_work():
         if kind.group:
             counts[kind.call.rate, kind.group, kind.micro_batch < 0] += work.launches
@@ -198,7 +197,7 @@ def test_what_is_done_once_per_step_is_counted_once(checked, replicas):
     """
     batch = ("--training.local_batch_size=1", REPLICATE + str(replicas))
 
-    def counts(*overrides: str) -> dict[tuple[str, str], int]:
+    def counts(*overrides):
         trace = traced(checked(4, 2, *batch, *overrides))
         assert trace.micro_batches == (3 if "=12" in overrides[0] else 1)
         return {
@@ -224,7 +223,7 @@ def test_the_first_micro_batch_holds_no_more_than_the_second(checked):
     """In the first, DTensor works out layouts in tensors of global size, which a rank never has."""
     peaks = traced(checked(8, 4, TP + "2", EP + "4", "--training.global_batch_size=16")).peaks
 
-    def without_gradients(moment: Moment) -> int:
+    def without_gradients(moment):
         return sum(peaks[moment].values()) - peaks[moment][GRADIENTS]
 
     first = [moment for moment in peaks if moment.micro_batch == 0]
@@ -243,7 +242,7 @@ def test_layers_named_by_number_are_all_traced(checked):
     assert trace.model_flops_per_token < every.model_flops_per_token
 
 
-def most_activations(trace: StepTrace) -> int:
+def most_activations(trace):
     """Before the loss, which keeps the gradient of the head's weight for backward."""
     return max(
         peak[ACTIVATIONS] for moment, peak in trace.peaks.items() if moment.phase == "forward"

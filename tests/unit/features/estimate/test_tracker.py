@@ -14,12 +14,12 @@ from titanlite.ops.moe_experts import moe_experts
 KIB = 1024
 
 
-def total(recorder: StepRecorder, segment: Segment) -> int:
+def total(recorder, segment):
     return sum(recorder.peaks[segment].values())
 
 
-def by_phase(recorder: StepRecorder) -> dict[str, Work]:
-    found: dict[str, Work] = {}
+def by_phase(recorder):
+    found = {}
     for kind, work in recorder.work.items():
         found[kind.phase] = found.get(kind.phase, Work()) + work
     return found

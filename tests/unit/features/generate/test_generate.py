@@ -35,7 +35,7 @@ def test_eos_tokens_of_tokenizer_and_model(tmp_path, generation, config, expecte
     assert get_eos_token_ids(SimpleNamespace(eos_token_id=None)) == []
 
 
-def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+def make_tokenizer(template):
     tokenizer = Tokenizer(
         models.WordLevel({"<unk>": 0, "an": 1, "answer": 2, "!": 3}, unk_token="<unk>")
     )
@@ -59,7 +59,7 @@ def tiny_model():
     """Always says the token after the last one, of 5."""
 
     class Counting(torch.nn.Module):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        def forward(self, tokens):
             return torch.nn.functional.one_hot((tokens + 1) % 5, 5).float()
 
     return Counting()

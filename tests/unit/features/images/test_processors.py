@@ -8,7 +8,6 @@ torch alone.
 import json
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ Made = tuple[Any, Any]
 
 
 @cache
-def find_torchvision() -> bool:
+def find_torchvision():
     try:
         import torchvision  # noqa: F401  # pyright: ignore[reportMissingImports]
     except (ImportError, RuntimeError):  # the latter where it does not go with torch
@@ -43,13 +42,13 @@ def find_torchvision() -> bool:
     return True
 
 
-def tokenizer_of(*tokens: str, **named: str) -> Any:
+def tokenizer_of(*tokens, **named):
     return word_tokenizer(
         ["<user>", "<assistant>", *tokens], **({"extra_special_tokens": named} if named else {})
     )
 
 
-def clip_vision(**changes: Any) -> dict[str, Any]:
+def clip_vision(**changes):
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -59,14 +58,14 @@ def clip_vision(**changes: Any) -> dict[str, Any]:
     return {**sizes, "image_size": 8, "patch_size": 4, **changes}
 
 
-def image_processor(name: str, **options: Any) -> Any:
+def image_processor(name, **options):
     """Pillow's where torchvision does not import, as transformers chooses."""
     import transformers as hf
 
     return getattr(hf, f"{name}ImageProcessor" + ("" if find_torchvision() else "Pil"))(**options)
 
 
-def qwen(version: str) -> Made:
+def qwen(version):
     import transformers as hf
 
     tokens = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
@@ -107,7 +106,7 @@ def qwen(version: str) -> Made:
     return kind(text_config=text, vision_config=vision, **ids), processor
 
 
-def gemma3() -> Made:
+def gemma3():
     import transformers as hf
 
     named = {
@@ -134,7 +133,7 @@ def gemma3() -> Made:
     return config, processor
 
 
-def clip_and_llama(config: Any, tokenizer: Any, **options: Any) -> Any:
+def clip_and_llama(config, tokenizer, **options):
     return config(
         text_config={"model_type": "llama", **TEXT_SIZES, "vocab_size": len(tokenizer)},
         vision_config={"model_type": "clip_vision_model", **clip_vision(), "projection_dim": 32},
@@ -143,7 +142,7 @@ def clip_and_llama(config: Any, tokenizer: Any, **options: Any) -> Any:
     )
 
 
-def llava_next() -> Made:
+def llava_next():
     import transformers as hf
 
     tokenizer = tokenizer_of("<image>")
@@ -173,17 +172,17 @@ FAMILIES: dict[str, Callable[[], Made]] = {
 }
 
 
-def write_rows(folder: Path) -> tuple[Path, list[list[Image.Image]]]:
+def write_rows(folder):
     """Two chats, of one image and of two turns with one each; no two are of one size."""
     images = [Image.effect_noise(size, 90).convert("RGB") for size in ((10, 12), (20, 9), (16, 16))]
     for i, image in enumerate(images):
         image.save(folder / f"{i}.png")
 
-    def ask(i: int) -> dict[str, Any]:
+    def ask(i):
         content = [{"type": "image", "image": f"{i}.png"}, {"type": "text", "text": "what is this"}]
         return {"role": "user", "content": content}
 
-    def answer(text: str) -> dict[str, Any]:
+    def answer(text):
         return {"role": "assistant", "content": text}
 
     rows = [[ask(0), answer("red")], [ask(1), answer("w1 blue"), ask(2), answer("w2")]]
@@ -194,7 +193,7 @@ def write_rows(folder: Path) -> tuple[Path, list[list[Image.Image]]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.filterwarnings("ignore")  # of processors and towers; the comparison is the test
-def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_loss_and_gradients_are_those_of_transformers(tmp_path, name):
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     if name in ("qwen2_5_vl", "qwen3_vl") and not find_torchvision():

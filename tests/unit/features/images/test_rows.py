@@ -8,9 +8,6 @@ import struct
 import subprocess
 import warnings
 import zlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,20 +21,20 @@ from titanlite.features.images import ImageDataset, load_image, load_processor, 
 
 
 @pytest.fixture(scope="module")
-def processor(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def processor(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processor")
     save_tiny_processor(folder)
     return load_processor(str(folder))
 
 
-def chat(image: str, answer: str = "red", **changes: Any) -> dict[str, Any]:
+def chat(image, answer="red", **changes):
     content = [{"type": "image", "image": image}, {"type": "text", "text": "what is this"}]
     return {
         "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     } | changes
 
 
-def write(folder: Path, *rows: Any) -> Path:
+def write(folder, *rows):
     for color in ("red", "blue"):
         Image.new("RGB", (10, 12), color).save(folder / f"{color}.png")
     (folder / "broken.png").write_bytes((folder / "red.png").read_bytes()[:40])
@@ -49,7 +46,7 @@ def write(folder: Path, *rows: Any) -> Path:
     return path
 
 
-def test_loss_is_on_answers_and_inputs_follow_the_rows(processor: Any, tmp_path: Path) -> None:
+def test_loss_is_on_answers_and_inputs_follow_the_rows(processor, tmp_path):
     rows = read_image_rows(write(tmp_path, chat("red.png"), b"", chat("blue.png", "blue w1")))
     dataset = ImageDataset(rows, processor, 20)
     batch = dataset.batch([1, 0])
@@ -87,9 +84,7 @@ ASK = "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
         (HEADS + " " + ASK, "<user>"),  # what the next message begins with
     ],
 )
-def test_answers_end_as_those_of_text_do(
-    processor: Any, tmp_path: Path, template: str, end: str
-) -> None:
+def test_answers_end_as_those_of_text_do(processor, tmp_path, template, end):
     changed = copy.copy(processor)
     changed.chat_template = template
     more = [
@@ -145,14 +140,12 @@ def test_answers_end_as_those_of_text_do(
         ),
     ],
 )
-def test_a_bad_row_is_named(processor: Any, tmp_path: Path, bad: Any, message: str) -> None:
+def test_a_bad_row_is_named(processor, tmp_path, bad, message):
     with pytest.raises(DataError, match=message):
         ImageDataset(read_image_rows(write(tmp_path, chat("red.png"), bad)), processor, 20)
 
 
-def test_rows_that_fill_a_batch_keep_their_images_and_no_label(
-    processor: Any, tmp_path: Path
-) -> None:
+def test_rows_that_fill_a_batch_keep_their_images_and_no_label(processor, tmp_path):
     dataset = ImageDataset(read_image_rows(write(tmp_path, *[chat("red.png")] * 3)), processor, 20)
     batch = dataset.batch([0, 1])
     padded = batch.with_rows(1)
@@ -163,21 +156,19 @@ def test_rows_that_fill_a_batch_keep_their_images_and_no_label(
     )
 
 
-def save(folder: Path, name: str, **options: Any) -> Callable[[Image.Image], Path]:
-    def write_one(image: Image.Image) -> Path:
+def save(folder, name, **options):
+    def write_one(image):
         image.save(folder / name, **options)
         return folder / name
 
     return write_one
 
 
-def pixels_of(path: Path) -> Any:
+def pixels_of(path):
     return np.asarray(load_image("row", path))
 
 
-def test_what_is_no_picture_is_not_given_to_programs_that_could_show_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_picture_is_not_given_to_programs_that_could_show_it(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
     postscript = (
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n9 9 moveto "
@@ -196,10 +187,10 @@ def test_what_is_no_picture_is_not_given_to_programs_that_could_show_it(
             load_image("row", tmp_path / name)
 
 
-def write_huge_png(path: Path, side: int) -> None:
+def write_huge_png(path, side):
     """Some kilobytes that say they are `side` x `side` pixels."""
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
+    def chunk(kind, data):
         return (
             struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         )
@@ -212,7 +203,7 @@ def write_huge_png(path: Path, side: int) -> None:
 
 
 @pytest.mark.parametrize("side", [8193, 13000, 60000])
-def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, side: int) -> None:
+def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path, side):
     write_huge_png(tmp_path / "x.png", side)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(
@@ -222,7 +213,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, sid
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000, "KiB"
 
 
-def test_color_spaces_and_animations_give_one_rgb_picture(tmp_path: Path) -> None:
+def test_color_spaces_and_animations_give_one_rgb_picture(tmp_path):
     red, blue = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")
     pictures = [save(tmp_path, "cmyk.jpg", quality=100)(red.convert("CMYK"))]
     for name in ("a.gif", "a.png", "a.webp", "a.tiff"):
@@ -233,7 +224,7 @@ def test_color_spaces_and_animations_give_one_rgb_picture(tmp_path: Path) -> Non
         assert np.abs(pixels_of(path).astype(int) - [255, 0, 0]).max() <= 2, path.name
 
 
-def test_a_photograph_stands_upright_as_at_inference(tmp_path: Path) -> None:
+def test_a_photograph_stands_upright_as_at_inference(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turn it by 90 degrees
     photograph = Image.new("RGB", (16, 8), "red")
@@ -242,7 +233,7 @@ def test_a_photograph_stands_upright_as_at_inference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["bmp", "gif", "jpg", "png", "tiff", "webp"])
-def test_damaged_pictures_are_the_errors_of_their_rows(tmp_path: Path, ending: str) -> None:
+def test_damaged_pictures_are_the_errors_of_their_rows(tmp_path, ending):
     """Cut off anywhere, and with any bytes changed, a picture decodes or is named."""
     noise = np.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=np.uint8)
     whole = save(tmp_path, f"x.{ending}")(Image.fromarray(noise)).read_bytes()

@@ -2,10 +2,6 @@
 same.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,8 +20,7 @@ from titanlite.features.lora.peft_format import (
 )
 from titanlite.features.tools.export import export_merged
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize import Plan, materialize
+from titanlite.materialize import materialize
 from titanlite.models.families.config_json import transformers_config
 from titanlite.models.interface import is_adapter
 
@@ -34,9 +29,7 @@ BOUND = 1e-5
 RANK = 3
 
 
-def load(
-    folder: Path, section: LoRASection, hf: dict[str, Any], *sources: Any
-) -> tuple[TransformersModel, Plan]:
+def load(folder, section, hf, *sources):
     """The model in `folder` with adapters that are not zero, unless they are read from
     `sources`.
     """
@@ -69,9 +62,7 @@ CASES = [
 )
 # peft asks for it
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_peft_computes_the_same_from_what_was_saved(
-    tmp_path: Path, run_ranks: Callable[..., list[Any]], name: str, targets: str, rslora: bool
-) -> None:
+def test_peft_computes_the_same_from_what_was_saved(tmp_path, run_ranks, name, targets, rslora):
     from peft import PeftModel
 
     reference = save_tiny(name, tmp_path / "base")
@@ -90,7 +81,7 @@ def test_peft_computes_the_same_from_what_was_saved(
     model.eval()
 
     # no backward here: with a CUDA build, ranks forked after one cannot run another
-    def save() -> None:
+    def save():
         rest = render(lambda path: write_adapter_config(path, model, section, "base"))
         commit_folder(folder, adapter_files(plan), rest)
 
@@ -145,7 +136,7 @@ def test_peft_computes_the_same_from_what_was_saved(
         ),
     ],
 )
-def test_targets_that_name_nothing(tmp_path: Path, name: str, targets: str, words: str) -> None:
+def test_targets_that_name_nothing(tmp_path, name, targets, words):
     model = build_transformers(
         transformers_config(save_tiny(name, tmp_path).config.to_dict(), "test")
     )

@@ -5,7 +5,6 @@ own logits.
 import json
 import shutil
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +59,7 @@ PLAIN: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     sizes = {
         "vocab_size": 61,
@@ -77,7 +76,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make(base: Path, folder: Path, **values: Any) -> torch.Tensor:
+def make(base, folder, **values):
     """Adapters that peft made and "trained", and the logits that it computes with them once they
     are loaded again.
     """
@@ -100,7 +99,7 @@ def make(base: Path, folder: Path, **values: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("settings", PLAIN)
-def test_plain(base: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_plain(base, tmp_path, settings):
     expected = make(base, tmp_path / "adapter", **settings)
     arguments = [
         str(tmp_path / "adapter"),
@@ -135,7 +134,7 @@ def test_plain(base: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapter")
     make(base, folder)
     return folder
@@ -160,9 +159,7 @@ def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("r", 8, "shapes (4, 32) and (32, 4) (lora_B) do not fit rank 8"),
     ],
 )
-def test_what_is_not_plain_is_refused(
-    base: Path, adapter: Path, tmp_path: Path, capsys: Any, field: str, value: Any, problem: str
-) -> None:
+def test_what_is_not_plain_is_refused(base, adapter, tmp_path, capsys, field, value, problem):
     shutil.copytree(adapter, tmp_path / "adapter")
     path = tmp_path / "adapter/adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
@@ -187,9 +184,7 @@ def test_what_is_not_plain_is_refused(
         ("embed_tokens", False, "embed_tokens.lora_embedding_A: is no LoRA adapter"),
     ],
 )
-def test_adapters_of_embedding_and_head(
-    base: Path, tmp_path: Path, capsys: Any, target: str, tied: bool, problem: str
-) -> None:
+def test_adapters_of_embedding_and_head(base, tmp_path, capsys, target, tied, problem):
     """peft saves the weights of both with them, and a head that is tied has no weight of its own to
     add to.
     """

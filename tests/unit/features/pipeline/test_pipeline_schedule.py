@@ -16,23 +16,21 @@ class Stage:
     taken.
     """
 
-    def __init__(
-        self, stages: list["Stage"], degrees: Degrees, num_micro_batches: int, ahead: int
-    ) -> None:
+    def __init__(self, stages, degrees, num_micro_batches, ahead):
         self.stages, self.number, self.degrees = stages, len(stages), degrees
         self.turns = [*order_turns(num_micro_batches, ahead)]
         self.place = self.open = self.most_open = 0
-        self.received: dict[str, int] = {"forward": 0, "backward": 0}
-        self.sent: dict[str, deque[int]] = {"forward": deque(), "backward": deque()}
+        self.received = {"forward": 0, "backward": 0}
+        self.sent = {"forward": deque(), "backward": deque()}
         self.num_sent = {"forward": 0, "backward": 0}
         stages.append(self)
 
-    def ends(self, phase: str) -> tuple[bool, bool]:
+    def ends(self, phase):
         """Whether a turn begins, and whether it ends, with a message."""
         is_first, is_last = self.number == 0, self.number == self.degrees.pp - 1
         return (not is_first, not is_last) if phase == "forward" else (not is_last, not is_first)
 
-    def can_run(self) -> bool:
+    def can_run(self):
         if self.place == len(self.turns):
             return False
         phase, _ = self.turns[self.place]
@@ -44,7 +42,7 @@ class Stage:
         kept = self.sent[phase]
         return not (sends and len(kept) >= MOST_SENT and kept[0] >= target.received[phase])
 
-    def run(self) -> tuple[str, int]:
+    def run(self):
         phase, _ = turn = self.turns[self.place]
         receives, sends = self.ends(phase)
         self.received[phase] += receives
@@ -68,10 +66,10 @@ def test_no_stage_waits_for_ever_and_none_waits_more_than_it_must(pp, num):
     apart by their order alone: what is received must be that of the same micro-batch.
     """
     degrees = Degrees(pp=pp)
-    stages: list[Stage] = []
+    stages = []
     for _ in range(pp):
         Stage(stages, degrees, num, degrees.turns_ahead(len(stages)))
-    messages: dict[tuple[int, str], deque[int]] = {}  # to a stage -> micro-batches
+    messages = {}  # to a stage -> micro-batches
     ticks = 0
     while running := [stage for stage in stages if stage.can_run()]:
         ticks += 1

@@ -2,7 +2,6 @@
 
 import shutil
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +14,11 @@ SIZE = 10_000_000_000
 
 
 @pytest.fixture
-def check(monkeypatch, tmp_path: Path):
+def check(monkeypatch, tmp_path):
     """`check(free, step, **settings of the checkpoint)` -> what was logged, by level."""
 
-    def run(free: int, step: int = 0, **settings) -> list[str]:
-        said: list[str] = []
+    def run(free, step=0, **settings):
+        said = []
         for level in ("info", "warning"):
             monkeypatch.setattr(
                 run_files.logger,
@@ -27,7 +26,7 @@ def check(monkeypatch, tmp_path: Path):
                 lambda text, *values, level=level: said.append(f"{level} {text % values}"),
             )
 
-        def disk_usage(path: Path) -> Usage:
+        def disk_usage(path):
             assert path == tmp_path, "the folder of the checkpoints is not there yet"
             return Usage(100 * SIZE, 0, free)
 

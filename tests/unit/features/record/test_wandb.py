@@ -6,8 +6,6 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -42,15 +40,15 @@ class StandIn:
         errors: what to raise, by name of the call.
     """
 
-    def __init__(self) -> None:
-        self.calls: list[tuple] = []
-        self.errors: dict[str, BaseException] = {}
+    def __init__(self):
+        self.calls = []
+        self.errors = {}
         self.config = SimpleNamespace(
             update=lambda values, allow_val_change: self.note("config", values)
         )
         self.url, self.dir = "https://wandb.example/run", "/x/files"
 
-    def note(self, name: str, *values) -> None:
+    def note(self, name, *values):
         self.calls.append((name, *values))
         if name in self.errors:
             raise self.errors[name]
@@ -58,28 +56,28 @@ class StandIn:
     def Settings(self, **settings):  # noqa: N802 - wandb's name
         return settings
 
-    def setup(self, settings) -> None:
+    def setup(self, settings):
         self.applied = settings
 
     def init(self, config, **given):
         self.note("init", self.applied | given, config)
         return self
 
-    def define_metric(self, name: str, step_metric: str) -> None:
+    def define_metric(self, name, step_metric):
         self.note("define_metric", name, step_metric)
 
-    def log(self, point) -> None:
+    def log(self, point):
         self.note("log", point)
 
-    def finish(self, exit_code: int) -> None:
+    def finish(self, exit_code):
         self.note("finish", exit_code)
 
-    def of(self, kind: str) -> list:
+    def of(self, kind):
         return [call[1:] for call in self.calls if call[0] == kind]
 
 
 @pytest.fixture
-def job() -> JobConfig:
+def job():
     job = JobConfig()
     job.metrics.enable_wandb = True
     job.metrics.enable_tensorboard = False
@@ -87,13 +85,13 @@ def job() -> JobConfig:
 
 
 @pytest.fixture(autouse=True)
-def no_variables(monkeypatch) -> None:
+def no_variables(monkeypatch):
     for name in OPTIONS:
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
 
 
 @pytest.fixture
-def wandb(monkeypatch) -> Iterator[StandIn]:
+def wandb(monkeypatch):
     standin = StandIn()
     monkeypatch.setitem(sys.modules, "wandb", standin)
     yield standin
@@ -101,7 +99,7 @@ def wandb(monkeypatch) -> Iterator[StandIn]:
 
 
 @pytest.fixture
-def console() -> Iterator[io.StringIO]:
+def console():
     """Collects the package's log lines."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
@@ -113,19 +111,19 @@ def console() -> Iterator[io.StringIO]:
     logger.removeHandler(handler)
 
 
-def build(job: JobConfig, folder: Path, **options) -> MetricsLogger:
+def build(job, folder, **options):
     folder.mkdir(parents=True, exist_ok=True)
     options |= {"flops_per_token": 1000, "num_ranks": 1, "device": torch.device("cpu")}
     return MetricsLogger(job, folder, sink=open_wandb(job, folder), **options)
 
 
-def log(metrics: MetricsLogger, step: int, loss: float = 2.5, **options) -> None:
+def log(metrics, step, loss=2.5, **options):
     metrics.log_step(
         StepPoint(step, loss, 0.91, 1e-3, tokens=8000, seconds=4.0, phases={}, **options)
     )
 
 
-def test_points_have_the_names_and_steps_of_metrics_jsonl(job, tmp_path: Path, wandb, console):
+def test_points_have_the_names_and_steps_of_metrics_jsonl(job, tmp_path, wandb, console):
     folder = tmp_path / "runs" / "first"
     moe = MoEState(torch.tensor([[10, 10], [0, 20]]), torch.zeros(2, 2))
     with build(job, folder, moe_layers=[1, 3]) as metrics:
@@ -150,7 +148,7 @@ def test_points_have_the_names_and_steps_of_metrics_jsonl(job, tmp_path: Path, w
     assert "W&B: https://wandb.example/run" in console.getvalue()
 
 
-def test_a_folder_is_a_run_with_its_name(job: JobConfig, tmp_path: Path, wandb):
+def test_a_folder_is_a_run_with_its_name(job, tmp_path, wandb):
     job.job.description = "lr 1e-3 and/or 2e-3"
     for folder in ("first", "first", "second"):
         with build(job, tmp_path / "runs" / folder):
@@ -177,7 +175,7 @@ def test_a_folder_is_a_run_with_its_name(job: JobConfig, tmp_path: Path, wandb):
     assert second["id"] != first["id"]
 
 
-def test_the_configuration_is_whole_and_has_no_local_paths(job: JobConfig, tmp_path: Path, wandb):
+def test_the_configuration_is_whole_and_has_no_local_paths(job, tmp_path, wandb):
     job.job.dump_folder = str(tmp_path / "run")
     job.data.path = "/home/me/secret/chats.jsonl"
     job.model.hf_assets_path = (
@@ -206,7 +204,7 @@ def test_the_configuration_is_whole_and_has_no_local_paths(job: JobConfig, tmp_p
     ],
 )
 def test_the_first_error_is_one_warning_and_its_end(
-    job, tmp_path: Path, wandb, console, call, error, text
+    job, tmp_path, wandb, console, call, error, text
 ):
     wandb.errors[call] = error
     with build(job, tmp_path / "run") as metrics:
@@ -221,7 +219,7 @@ def test_the_first_error_is_one_warning_and_its_end(
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_with_the_package_offline(job: JobConfig, tmp_path: Path, monkeypatch):
+def test_with_the_package_offline(job, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     with build(job, tmp_path / "run") as metrics:

@@ -13,21 +13,18 @@ from unit.data import templates
 from unit.data.templates import CHATML, GEMMA, LLAMA3, MISTRAL, OPEN_THOUGHT, THINKING
 
 from titanlite.features.sft.chat import ANSWER, TRAINED
-from titanlite.features.sft.encode import Document, ExampleEncoder
-from titanlite.features.sft.forms import Form
+from titanlite.features.sft.encode import ExampleEncoder
 from titanlite.features.sft.readers import RowError
 
-MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 
-
-def say(*texts: str, system: str = "") -> dict[str, Any]:
+def say(*texts, system=""):
     """A row of messages, user and assistant in turns."""
     roles = ["user", "assistant"] * len(texts)
     messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     return {"messages": [*([{"role": "system", "content": system}] if system else []), *messages]}
 
 
-def mark(tokenizer: PreTrainedTokenizerFast, document: Document, bit: int = TRAINED) -> str:
+def mark(tokenizer, document, bit=TRAINED):
     """The text of a document, with what has `bit` in double brackets."""
     text, start = "", 0
     ids, flags = document.ids.tolist(), (document.flags & bit).tolist()
@@ -40,21 +37,19 @@ def mark(tokenizer: PreTrainedTokenizerFast, document: Document, bit: int = TRAI
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerFast,
-    row: dict[str, Any],
-    form: Form = "messages",
+    tokenizer,
+    row,
+    form="messages",
     *,
-    train_all: bool = False,
-) -> list[tuple[Document, ...]]:
+    train_all=False,
+):
     (found,) = ExampleEncoder(tokenizer, form, train_all=train_all).encode([row])
     if isinstance(found, RowError):
         raise found
     return found
 
 
-def marked(
-    tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], form: Form = "messages", **kwargs: Any
-) -> list[str]:
+def marked(tokenizer, row, form="messages", **kwargs):
     return [
         mark(tokenizer, document)
         for example in encode(tokenizer, row, form, **kwargs)
@@ -62,7 +57,7 @@ def marked(
     ]
 
 
-def answer(text: str, **more: object) -> dict[str, Any]:
+def answer(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
@@ -86,7 +81,7 @@ SIDES: dict[str, Callable[[str], Any]] = {
 }
 
 
-def test_train_on_all(make_tokenizer: MakeTokenizer) -> None:
+def test_train_on_all(make_tokenizer):
     for template in (CHATML, THINKING):
         tokenizer = make_tokenizer(template)
         row = say("one", "two", "three", "four")
@@ -108,7 +103,7 @@ def test_train_on_all(make_tokenizer: MakeTokenizer) -> None:
     )
 
 
-def test_tools_and_calls_reach_the_template(make_tokenizer: MakeTokenizer) -> None:
+def test_tools_and_calls_reach_the_template(make_tokenizer):
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     row = {
         "messages": [
@@ -134,7 +129,7 @@ def test_tools_and_calls_reach_the_template(make_tokenizer: MakeTokenizer) -> No
     )
 
 
-def test_prompt_and_completion(make_tokenizer: MakeTokenizer) -> None:
+def test_prompt_and_completion(make_tokenizer):
     tokenizer = make_tokenizer(None)
     row = {"prompt": "2 + 2 =", "completion": " 4"}
     assert marked(tokenizer, row, "prompt_completion") == ["2 + 2 =[[ 4<|endoftext|>]]"]
@@ -145,7 +140,7 @@ def test_prompt_and_completion(make_tokenizer: MakeTokenizer) -> None:
     assert marked(tokenizer, row, "prompt_completion") == ["2 + 2 =[[ 4<|endoftext|>]]"]
 
 
-def test_beginning_of_text_is_added_once(make_tokenizer: MakeTokenizer) -> None:
+def test_beginning_of_text_is_added_once(make_tokenizer):
     tokenizer = make_tokenizer(CHATML)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
@@ -160,7 +155,7 @@ def test_beginning_of_text_is_added_once(make_tokenizer: MakeTokenizer) -> None:
     assert marked(tokenizer, say("one", "two"))[0].count("<s>") == 0  # the template writes none
 
 
-def test_tokenizer_that_puts_a_space_before_every_text(make_tokenizer: MakeTokenizer) -> None:
+def test_tokenizer_that_puts_a_space_before_every_text(make_tokenizer):
     """The answer's own first token, not one with a second space."""
     tokenizer = make_tokenizer(CHATML)
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -198,7 +193,7 @@ def test_tokenizer_that_puts_a_space_before_every_text(make_tokenizer: MakeToken
         ("chat", "text"),
     ],
 )
-def test_preference_pairs(make_tokenizer: MakeTokenizer, prompt: str | None, side: str) -> None:
+def test_preference_pairs(make_tokenizer, prompt, side):
     prompts = {"chat": say("q")["messages"], "text": "q"}
     row = {"chosen": SIDES[side]("good"), "rejected": SIDES[side]("bad")}
     row |= {"prompt": prompts[prompt]} if prompt else {}
@@ -238,7 +233,7 @@ REWRITTEN = {side: say("a", side, "c", "d")["messages"] for side in ("chosen", "
     ],
 )
 def test_a_row_that_does_not_go_with_the_template_is_refused(
-    make_tokenizer: MakeTokenizer, template: str, form: Form, row: dict[str, Any], problem: str
-) -> None:
+    make_tokenizer, template, form, row, problem
+):
     with pytest.raises(RowError, match=problem):
         encode(make_tokenizer(template), row, form)

@@ -18,7 +18,6 @@ from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig
 from titanlite.features.generate.evaluate import (
-    EvaluationPrompt,
     evaluation_prompts,
     read_evaluation_prompts,
 )
@@ -32,17 +31,17 @@ from titanlite.ops import IGNORE_INDEX
 MakeJob = Callable[..., JobConfig]
 
 
-def make_rows(count: int = 60, seed: int = 0) -> list[dict[str, Any]]:
+def make_rows(count=60, seed=0):
     rng = random.Random(seed)
     words = ["what", "is", "the", "answer", "to", "a"]
 
-    def text() -> str:
+    def text():
         return " ".join(rng.choice(words) for _ in range(rng.randint(1, 6)))
 
     return [{"prompt": f"{i} {text()}", "completion": text()} for i in range(count)]
 
 
-def make_chats(count: int = 20) -> list[dict[str, Any]]:
+def make_chats(count=20):
     roles = ["user", "assistant"] * 2
     return [
         {"messages": [{"role": r, "content": f"{r} {i} {k}"} for k, r in enumerate(roles)]}
@@ -50,20 +49,20 @@ def make_chats(count: int = 20) -> list[dict[str, Any]]:
     ]
 
 
-def make_pairs(count: int = 20) -> list[dict[str, Any]]:
+def make_pairs(count=20):
     return [
         {"prompt": f"{i}:", "chosen": " good" * (i % 5 + 1), "rejected": " bad"}
         for i in range(count)
     ]
 
 
-def build(job: JobConfig) -> ExampleDataset:
+def build(job):
     dataset = build_data(job, 0, 1)[1].dataset
     assert isinstance(dataset, ExampleDataset)
     return dataset
 
 
-def documents_of(dataset: ExampleDataset, indices: range) -> list[tuple[list[int], list[int]]]:
+def documents_of(dataset, indices):
     """(tokens, labels) of every document in these sequences, and the checks that hold for all
     batches.
     """
@@ -86,7 +85,7 @@ def documents_of(dataset: ExampleDataset, indices: range) -> list[tuple[list[int
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_every_example_is_in_one_sequence_with_its_labels(make_job: MakeJob, packing: bool) -> None:
+def test_every_example_is_in_one_sequence_with_its_labels(make_job, packing):
     dataset = build(make_job(make_rows(), seq_len=64, packing=packing))
     expected = []
     for part in (dataset.train, dataset.held_out):
@@ -111,7 +110,7 @@ def test_every_example_is_in_one_sequence_with_its_labels(make_job: MakeJob, pac
     assert labels.dtype == torch.int64 and labels.is_contiguous()
 
 
-def test_pairs_share_a_row_chosen_first(make_job: MakeJob) -> None:
+def test_pairs_share_a_row_chosen_first(make_job):
     dataset = build(make_job(make_pairs(), seq_len=64))
     tokenizer = build_data(make_job(make_pairs(), seq_len=64), 0, 1)[0]
     documents = documents_of(dataset, range(dataset.num_sequences))
@@ -126,7 +125,7 @@ def test_pairs_share_a_row_chosen_first(make_job: MakeJob) -> None:
     assert (dataset.batch(range(dataset.num_sequences)).document_ids.max(1).values % 2 == 1).all()
 
 
-def test_held_out_rows_are_not_trained_on(make_job: MakeJob) -> None:
+def test_held_out_rows_are_not_trained_on(make_job):
     dataset = build(make_job(make_rows(100), seq_len=64))
     assert len(dataset.held_out.selected) == 10
     assert not set(dataset.train.selected) & set(dataset.held_out.selected)
@@ -136,7 +135,7 @@ def test_held_out_rows_are_not_trained_on(make_job: MakeJob) -> None:
     assert again.held_out.selected.tolist() == dataset.held_out.selected.tolist()
 
 
-def test_answers_of_one_conversation_stay_together(make_job: MakeJob) -> None:
+def test_answers_of_one_conversation_stay_together(make_job):
     dataset = build(make_job(make_chats(), THINKING, seq_len=128))
     assert len(dataset.train.selected) == 36 and len(dataset.held_out.selected) == 4
     train, held_out = (
@@ -145,7 +144,7 @@ def test_answers_of_one_conversation_stay_together(make_job: MakeJob) -> None:
     assert not train & held_out
 
 
-def test_validation_path(make_job: MakeJob, tmp_path: Path) -> None:
+def test_validation_path(make_job, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text('{"prompt": "x", "completion": "y"}\n{"prompt": "x"}\n')
     job = make_job(make_rows(), validation_path=str(other))
@@ -157,7 +156,7 @@ def test_validation_path(make_job: MakeJob, tmp_path: Path) -> None:
     assert dataset.held_out.examples.describe_place(0) == f"{other}, row 1"
 
 
-def test_too_long(make_job: MakeJob, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_long(make_job, caplog):
     rows = [
         *make_rows(20),
         {"prompt": "a", "completion": "b" * 50},
@@ -185,7 +184,7 @@ def test_too_long(make_job: MakeJob, caplog: pytest.LogCaptureFixture) -> None:
         assert int((labels != IGNORE_INDEX).sum()) == dataset.train.num_trained
 
 
-def make_texts(count: int = 40) -> list[dict[str, Any]]:
+def make_texts(count=40):
     """Documents of very different lengths, no two alike."""
     rng = random.Random(0)
     return [
@@ -211,15 +210,13 @@ REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("rows", "settings", "message"), REFUSED)
-def test_data_that_cannot_be_used_names_the_setting(
-    make_job: MakeJob, rows: list[dict[str, Any]], settings: dict[str, Any], message: str
-) -> None:
+def test_data_that_cannot_be_used_names_the_setting(make_job, rows, settings, message):
     with pytest.raises(DataError, match=message):
         build(make_job(rows, **settings))
 
 
 @pytest.mark.parametrize("seq_len", [2, 16, 31])
-def test_split_documents_predict_each_of_their_tokens_once(make_job: MakeJob, seq_len: int) -> None:
+def test_split_documents_predict_each_of_their_tokens_once(make_job, seq_len):
     job = make_job(make_texts(), seq_len=seq_len, too_long="split")
     dataset = build(job)
     (source,) = dataset.sources
@@ -251,7 +248,7 @@ def test_split_documents_predict_each_of_their_tokens_once(make_job: MakeJob, se
         assert dataset.packing_efficiency > 0.8
 
 
-def test_cut_pairs_keep_both_sides(make_job: MakeJob) -> None:
+def test_cut_pairs_keep_both_sides(make_job):
     long, short = "g" * 60, "b"
     rows = [
         {"prompt": "p", "chosen": long, "rejected": short},
@@ -262,7 +259,7 @@ def test_cut_pairs_keep_both_sides(make_job: MakeJob) -> None:
     assert sorted(lengths) == [[11, 10], [18, 3]] or sorted(lengths) == [[10, 11], [18, 3]]
 
 
-def test_share_that_is_held_out(make_job: MakeJob) -> None:
+def test_share_that_is_held_out(make_job):
     fingerprints = set()
     for share, held_out in ((None, 6), (0.0, 0), (0.25, 15), (0.001, 1), (0.999, 59)):
         dataset = build(make_job(make_rows(60), seq_len=64, validation_share=share))
@@ -279,7 +276,7 @@ def test_share_that_is_held_out(make_job: MakeJob) -> None:
     assert alone.batch([0]).labels.shape == (1, 64) and alone.num_sequences == 1
 
 
-def test_second_build_maps_the_files_of_the_first(make_job: MakeJob) -> None:
+def test_second_build_maps_the_files_of_the_first(make_job):
     rows = [*make_rows(), {"prompt": "only", "text": "a"}]
     job = make_job(rows, bad_rows="skip")
     first = build(job).train.examples
@@ -304,7 +301,7 @@ def test_second_build_maps_the_files_of_the_first(make_job: MakeJob) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".tokens", ".flags", ".npz"])
-def test_damaged_cache_is_rebuilt(make_job: MakeJob, suffix: str) -> None:
+def test_damaged_cache_is_rebuilt(make_job, suffix):
     job = make_job(make_rows())
     first = build(job).train.examples
     (file,) = Path(job.data.cache_folder, "examples").glob(f"*{suffix}")
@@ -317,7 +314,7 @@ def test_damaged_cache_is_rebuilt(make_job: MakeJob, suffix: str) -> None:
         assert build(job).train.examples.tokens.tolist() == expected
 
 
-def test_order_is_pinned(make_job: MakeJob) -> None:
+def test_order_is_pinned(make_job):
     """A run resumed with another version must see the same data; these numbers may never change."""
     dataset = build(make_job(make_rows(200), seq_len=48))
     assert (dataset.num_train_sequences, dataset.get_train_indices(42, 0, 6).tolist()) == (
@@ -326,7 +323,7 @@ def test_order_is_pinned(make_job: MakeJob) -> None:
     )
 
 
-def test_evaluation_prompts(make_job: MakeJob) -> None:
+def test_evaluation_prompts(make_job):
     """The prompt of inference and the answer of each held-out row; all rows of another file, of any
     form.
     """
@@ -343,7 +340,7 @@ def test_evaluation_prompts(make_job: MakeJob) -> None:
         assert prompt_ids == expected and reference == messages[3]["content"]
     path = Path(job.data.path).with_name("questions.jsonl")
 
-    def read(rows: list[dict[str, Any]]) -> list[EvaluationPrompt]:
+    def read(rows):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return read_evaluation_prompts(job.data, str(path), "test", tokenizer)
 
@@ -359,7 +356,7 @@ def test_evaluation_prompts(make_job: MakeJob) -> None:
             read(rows)
 
 
-def test_digest_is_of_the_bytes(tmp_path: Path) -> None:
+def test_digest_is_of_the_bytes(tmp_path):
     for name, text in (("a.jsonl", "ab"), ("b.jsonl", "c"), ("c.jsonl", "a"), ("d.jsonl", "bc")):
         (tmp_path / name).write_text(text)
     files = {
@@ -368,7 +365,7 @@ def test_digest_is_of_the_bytes(tmp_path: Path) -> None:
     assert len({LocalRows(pair).get_digest(tmp_path / "cache") for pair in files.values()}) == 3
 
 
-def test_other_code_makes_other_tokens(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_code_makes_other_tokens(make_job, monkeypatch):
     """No version has to be raised by hand; what a run is told from others by stays."""
     job = make_job([{"prompt": "a", "completion": "b"}] * 4)
     found = []

@@ -1,7 +1,6 @@
 """Forms of rows, and columns under other names: `data.text_field`, `data.fields`."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,13 @@ from files import read_table
 import titanlite
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
-from titanlite.config.schema import JobConfig
 from titanlite.features.sft.forms import Chat, count_unread, detect_form, parse_row
 
 ROWS = read_table("rows")
-MakeJob = Callable[..., JobConfig]
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
 
-def test_a_column_that_is_named_goes_before_what_else_a_row_has(make_job: MakeJob) -> None:
+def test_a_column_that_is_named_goes_before_what_else_a_row_has(make_job):
     job = make_job([CHAT | {"content": "a"}] * 4, seq_len=48, text_field="content")
     assert build_data(job, 0, 1)[1].dataset.form == "text"
     job.data.fields, job.data.text_field = '{"tools": "content"}', "text"
@@ -42,7 +39,7 @@ def test_columns_have_the_names_that_they_are_given(make_job, case, streaming):
     assert batch.tokens.equal(expected.tokens) and batch.labels.equal(expected.labels)
 
 
-def test_the_example_rows_of_the_documents_are_read() -> None:
+def test_the_example_rows_of_the_documents_are_read():
     page = Path(titanlite.__file__).parents[1] / "docs/fine_tuning.md"
     block = page.read_text().split("```json\n")[1].split("```")[0]
     rows = [json.loads(line) for line in block.splitlines()]
@@ -68,7 +65,7 @@ def test_a_question_and_its_answer_are_a_chat(case):
     assert chat == Chat([{"role": "system", "content": "s"}, question, ANSWER], 1)
 
 
-def test_other_forms_go_before_questions() -> None:
+def test_other_forms_go_before_questions():
     assert detect_form({"question": "a", "answer": "b", **CHAT}) == "messages"
     assert (
         parse_row({"question": "a", "answer": "c", **CHAT}, "messages")[0]
@@ -82,7 +79,7 @@ def test_other_forms_go_before_questions() -> None:
     assert detect_form({"instruction": "a", "input": "b"}) is None
 
 
-def test_the_system_message_of_a_pair_is_in_its_prompt() -> None:
+def test_the_system_message_of_a_pair_is_in_its_prompt():
     chosen, _ = parse_row(
         {"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"}, "preference"
     )

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from titanlite.features.sft.dataset import pack_best_fit
 
 
-def pack_one_by_one(lengths: list[int], capacity: int) -> list[int]:
+def pack_one_by_one(lengths, capacity):
     """The room left in each bin after best-fit decreasing, straight from its definition; sorted."""
-    rooms: list[int] = []
+    rooms = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(rooms) if room >= length]
         if fitting:
@@ -19,7 +19,7 @@ def pack_one_by_one(lengths: list[int], capacity: int) -> list[int]:
 
 
 @given(st.lists(st.integers(1, 24), max_size=80))
-def test_every_item_is_in_exactly_one_bin_as_best_fit_says(lengths: list[int]) -> None:
+def test_every_item_is_in_exactly_one_bin_as_best_fit_says(lengths):
     bins = pack_best_fit(np.array(lengths, dtype=np.int64), 24)
     assert sorted(item for items in bins for item in items.tolist()) == list(range(len(lengths)))
     rooms = [24 - sum(lengths[item] for item in items.tolist()) for items in bins]
@@ -29,7 +29,7 @@ def test_every_item_is_in_exactly_one_bin_as_best_fit_says(lengths: list[int]) -
     assert [items.tolist() for items in again] == [items.tolist() for items in bins]
 
 
-def test_hundred_thousand_items_are_packed_densely() -> None:
+def test_hundred_thousand_items_are_packed_densely():
     """0.3 s on a quiet core; the quadratic way would take minutes."""
     lengths = np.random.default_rng(0).integers(1, 2049, 100_000)
     bins = pack_best_fit(lengths, 2048)
@@ -37,6 +37,6 @@ def test_hundred_thousand_items_are_packed_densely() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[0], [11], [5, -1]])
-def test_lengths_that_do_not_fit(lengths: list[int]) -> None:
+def test_lengths_that_do_not_fit(lengths):
     with pytest.raises(ValueError, match="do not fit a capacity of 10"):
         pack_best_fit(np.array(lengths), 10)

@@ -6,8 +6,6 @@ import json
 import lzma
 import random
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -19,7 +17,7 @@ from pyarrow.parquet import write_table
 from titanlite.base.errors import DataError
 from titanlite.config.data import DataSection
 from titanlite.features.sft.readers import RowError, drop_none, read_rows
-from titanlite.features.sft.rows import Row, Rows, open_rows
+from titanlite.features.sft.rows import open_rows
 
 _MARK = b"\xef\xbb\xbf"
 LINES = [
@@ -35,17 +33,17 @@ LINES = [
 ]
 
 
-def open_path(path: Path, **settings: Any) -> Rows:
+def open_path(path, **settings):
     return open_rows(DataSection(path=str(path), **settings))
 
 
-def _compare(row: Row) -> tuple[Any, ...]:
+def _compare(row):
     content = row.content
     error = (content.reason, str(content)) if isinstance(content, RowError) else None
     return row.file, row.number, error or content
 
 
-def _assert_starts_anywhere(rows: Rows) -> list[Row]:
+def _assert_starts_anywhere(rows):
     found = list(rows.iterate_from())
     expected = [_compare(row) for row in found]
     for i, row in enumerate(found, 1):
@@ -53,7 +51,7 @@ def _assert_starts_anywhere(rows: Rows) -> list[Row]:
     return found
 
 
-def _call(**arguments: object) -> dict[str, Any]:
+def _call(**arguments):
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
 
@@ -73,18 +71,18 @@ KEPT = {
 
 
 @pytest.mark.parametrize("kind", KEPT)
-def test_lines_of_json_are_kept_as_they_are(tmp_path: Path, kind: str) -> None:
+def test_lines_of_json_are_kept_as_they_are(tmp_path, kind):
     """Types and keys of one row say nothing about those of another."""
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in KEPT[kind]))
     assert [row for _, row in read_rows(file)] == KEPT[kind]
 
 
-def _write_parquet(file: Path, texts: list[str | None], group: int) -> None:
+def _write_parquet(file, texts, group):
     write_table(pa.table({"text": pa.array(texts, pa.string())}), file, row_group_size=group)
 
 
-def test_rows_of_a_mixed_folder_from_any_row_on(tmp_path: Path) -> None:
+def test_rows_of_a_mixed_folder_from_any_row_on(tmp_path):
     folder = tmp_path / "rows [1]*"
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(
@@ -102,9 +100,7 @@ def test_rows_of_a_mixed_folder_from_any_row_on(tmp_path: Path) -> None:
 
 
 @given(lines=st.lists(st.sampled_from(LINES), max_size=12), ends=st.booleans())
-def test_lines_from_any_row_on(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], ends: bool
-) -> None:
+def test_lines_from_any_row_on(tmp_path_factory, lines, ends):
     folder = tmp_path_factory.mktemp("rows")
     (folder / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n" * ends)
     found = _assert_starts_anywhere(open_path(folder / "a.jsonl"))
@@ -114,7 +110,7 @@ def test_lines_from_any_row_on(
     ]
 
 
-def test_parquet_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
+def test_parquet_is_read_as_datasets_reads_it(tmp_path):
     """What a column means is not in its storage alone: `datasets` writes objects of mixed types as
     JSON text.
     """
@@ -135,7 +131,7 @@ def test_parquet_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
         assert [row for _, row in read_rows(file)] == [drop_none(row) for row in expected]
 
 
-def test_csv_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_csv_is_text(tmp_path, monkeypatch):
     """Nothing is cached: a file that is written again has other rows, and no cache is needed."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", "/proc/nowhere")
     file = tmp_path / "a.csv"
@@ -151,7 +147,7 @@ def test_csv_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rest[0][1] == {"a": "008", "b": "1.50"}
 
 
-def _compress_zstd(content: bytes) -> bytes:
+def _compress_zstd(content):
     file = pa.BufferOutputStream()
     with pa.CompressedOutputStream(file, "zstd") as stream:
         stream.write(content)
@@ -167,7 +163,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
-def test_compressed_lines_are_the_same_rows(tmp_path: Path, ending: str) -> None:
+def test_compressed_lines_are_the_same_rows(tmp_path, ending):
     """Also of files that were made by appending one to another, as parallel compressors do."""
     contents = {
         "a.jsonl": _MARK + b'\n{"a": 1}\n \n{\n[2]\n',
@@ -188,7 +184,7 @@ def test_compressed_lines_are_the_same_rows(tmp_path: Path, ending: str) -> None
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
-def test_a_damaged_compressed_file_is_named(tmp_path: Path, ending: str) -> None:
+def test_a_damaged_compressed_file_is_named(tmp_path, ending):
     """It is no bad row that could be skipped, for nobody knows what is missing."""
     noise = random.Random(0)
     lines = [json.dumps({"a": noise.randbytes(500).hex()}).encode() + b"\n" for _ in range(400)]
@@ -212,7 +208,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+def test_a_damaged_file_is_named(tmp_path, name):
     content, problem = BAD_FILES[name]
     file = tmp_path / name
     file.write_bytes(content)

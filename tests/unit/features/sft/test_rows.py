@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -14,7 +13,7 @@ from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
-from titanlite.features.sft.rows import Rows, open_rows
+from titanlite.features.sft.rows import open_rows
 
 MakeJob = Callable[..., JobConfig]
 GOOD = {"prompt": "a", "completion": "b"}
@@ -30,9 +29,7 @@ BAD_BYTES = [
 
 
 @pytest.mark.parametrize("case", [*ROWS["bad"], *BAD_BYTES], ids=lambda case: case["says"])
-def test_bad_line_is_named_or_skipped(
-    make_job: MakeJob, case: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_line_is_named_or_skipped(make_job, case, caplog):
     text, problem = case["row"], case["says"]
     good = json.dumps(GOOD).encode() + b"\n"
     job = make_job("", seq_len=16)
@@ -58,7 +55,7 @@ def test_bad_chat_is_named(make_job, case):
         build_data(make_job([CHAT, content, CHAT]), 0, 1)
 
 
-def test_all_bad_rows_of_a_batch_are_named_at_once(make_job: MakeJob) -> None:
+def test_all_bad_rows_of_a_batch_are_named_at_once(make_job):
     with pytest.raises(DataError) as caught:
         build_data(make_job([GOOD, {"prompt": "a"}, GOOD, {"completion": "b"}]), 0, 1)
     lines = str(caught.value).splitlines()
@@ -69,7 +66,7 @@ def test_all_bad_rows_of_a_batch_are_named_at_once(make_job: MakeJob) -> None:
     )
 
 
-def test_without_tokenizer_or_template(make_job: MakeJob, tmp_path: Path) -> None:
+def test_without_tokenizer_or_template(make_job, tmp_path):
     job = make_job([CHAT, CHAT], template=None)
     with pytest.raises(
         DataError, match=r"tokenizer has no chat template\. Set data\.chat_template"
@@ -89,15 +86,15 @@ def test_without_tokenizer_or_template(make_job: MakeJob, tmp_path: Path) -> Non
         build_data(job, 0, 1)
 
 
-def open_path(path: str | Path, **settings: Any) -> Rows:
+def open_path(path, **settings):
     return open_rows(DataSection(path=str(path), **settings))
 
 
-def read(rows: Rows) -> list[Any]:
+def read(rows):
     return [(row.file, row.number, row.content) for row in rows.iterate_from()]
 
 
-def test_saved_rows(tmp_path: Path) -> None:
+def test_saved_rows(tmp_path):
     """Keys that only some messages have are absent again, not None."""
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "name": "c"}]
     rows = [{"messages": messages}]
@@ -111,7 +108,7 @@ def test_saved_rows(tmp_path: Path) -> None:
         assert read(found) == [(0, 1, rows[0])]
 
 
-def test_folder(tmp_path: Path) -> None:
+def test_folder(tmp_path):
     (tmp_path / "sub").mkdir()
     for name in ("b.jsonl", "sub/a.csv", "readme.txt"):
         (tmp_path / name).write_text(
@@ -126,14 +123,14 @@ def test_folder(tmp_path: Path) -> None:
     assert rows.get_digest(cache) != some.get_digest(cache)
 
 
-def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+def test_hub_id(tmp_path, monkeypatch):
+    asked = {}
     Dataset.from_list([{"prompt": "a", "completion": "b"}, {"prompt": "c"}]).save_to_disk(
         str(tmp_path / "saved")
     )
     saved = Dataset.load_from_disk(str(tmp_path / "saved"))
 
-    def load(*args: str, streaming: bool, **kwargs: object) -> object:
+    def load(*args, streaming, **kwargs):
         asked.update(kwargs, args=args)
         return saved.to_iterable_dataset() if streaming else saved
 
@@ -154,7 +151,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert asked["revision"] == "abc" and stream.identity == ("owner/name (train), abc",)
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise ValueError('Unknown split "test".')
 
     monkeypatch.setattr("datasets.load_dataset", fail)

@@ -3,26 +3,22 @@ special tokens at their ends.
 """
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from files import read_table
 
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
-from titanlite.config.schema import JobConfig
 from titanlite.features.sft.forms import WEIGHTS, Plain, detect_form, parse_row
 from titanlite.features.sft.readers import RowError
 
 ROWS = read_table("rows")
-MakeJob = Callable[..., JobConfig]
 USER = {"role": "user", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b"}
 CHAT = {"messages": [USER, ANSWER]}
 
 
-def parse(row: dict[str, Any]) -> Any:
+def parse(row):
     form = detect_form(row)
     assert form is not None
     return parse_row(row, form)
@@ -40,13 +36,13 @@ def test_what_changes_nothing_is_accepted():
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_flags_of_messages_are_weights(name: str) -> None:
+def test_flags_of_messages_are_weights(name):
     (chat,) = parse({"messages": [USER, ANSWER | {name: 0}, USER, ANSWER | {name: 1}]})
     assert chat.untrained == {1}
     assert chat.messages == [USER, ANSWER, USER, ANSWER]
 
 
-def test_flags_of_pairs_are_weights() -> None:
+def test_flags_of_pairs_are_weights():
     turns = [USER, ANSWER | {"loss": False}, USER]
     sides = {
         name: [*turns, ANSWER | {"loss": False}, USER, ANSWER | {"content": name}]
@@ -58,7 +54,7 @@ def test_flags_of_pairs_are_weights() -> None:
     assert chosen.untrained == rejected.untrained == {3}
 
 
-def test_older_calls_of_functions_are_tool_calls() -> None:
+def test_older_calls_of_functions_are_tool_calls():
     call = {"name": "f", "arguments": '{"x": 1}'}
     function = {"name": "f", "parameters": {}}
     messages = [
@@ -86,15 +82,13 @@ def test_lists_of_messages_may_be_json_text(indent):
         assert parse(as_text) == parse(row), case
 
 
-def test_other_json_is_text_to_learn() -> None:
+def test_other_json_is_text_to_learn():
     (found,) = parse({"prompt": "a", "completion": '[ {"x": 1}]'})
     assert found == Plain("a", '[ {"x": 1}]')
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_what_is_not_read_is_one_line_with_counts(
-    make_job: MakeJob, caplog: pytest.LogCaptureFixture, streaming: bool
-) -> None:
+def test_what_is_not_read_is_one_line_with_counts(make_job, caplog, streaming):
     caplog.set_level("INFO", logger="titanlite")
     row = {"messages": [USER | {"id": 7}, ANSWER | {"score": 1}], "source": "web", "empty": ""}
     job = make_job([row] * 8, seq_len=48, streaming=streaming)
@@ -104,7 +98,7 @@ def test_what_is_not_read_is_one_line_with_counts(
     assert "not read: source (8), messages[].id (8), messages[].score (8)" in caplog.text
 
 
-def test_refused_columns_are_one_line_for_all_rows(make_job: MakeJob) -> None:
+def test_refused_columns_are_one_line_for_all_rows(make_job):
     with pytest.raises(DataError, match=r"rows\.jsonl, (line|row) 1 and 7 more: field 'kto_tag'"):
         build_data(make_job([CHAT | {"kto_tag": True}] * 8), 0, 1)
 
@@ -113,7 +107,7 @@ def test_refused_columns_are_one_line_for_all_rows(make_job: MakeJob) -> None:
 @pytest.mark.parametrize(
     "text", ["what is<|endoftext|>", "what is<|endoftext|>\n", "<s>what is<|endoftext|>"]
 )
-def test_a_text_may_spell_its_begin_and_end(make_job: MakeJob, text: str, streaming: bool) -> None:
+def test_a_text_may_spell_its_begin_and_end(make_job, text, streaming):
     shared = {"seq_len": 48, "streaming": streaming, "format": "text"}
     tokenizer, loader = build_data(make_job([{"text": text}] * 8, **shared), 0, 1)
     batch = loader.micro_batches(0)[0]
@@ -123,9 +117,7 @@ def test_a_text_may_spell_its_begin_and_end(make_job: MakeJob, text: str, stream
     assert batch.document_ids[0, len(document)] == 1
 
 
-def test_special_tokens_inside_a_text_are_counted(
-    make_job: MakeJob, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_special_tokens_inside_a_text_are_counted(make_job, caplog):
     rows = [{"text": f"what{token} is<|endoftext|>"} for token in ("", "<s>", "<|endoftext|>")]
     build_data(make_job(rows * 4, None, seq_len=48), 0, 1)
     assert "8 texts that spell special tokens: they are trained as letters" in caplog.text

@@ -4,8 +4,6 @@ what is shown.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ import torch
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.data import SourceSection
-from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import PackedDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokens import TokenizedCorpus
@@ -22,35 +19,34 @@ from titanlite.features.generate.evaluate import evaluation_prompts
 from titanlite.features.streams.mixture import PERIOD, MixtureDataset, get_source_seed
 from titanlite.features.tools.preview_data import get_shown_documents
 
-MakeJob = Callable[..., JobConfig]
 SEQ_LEN = 10
 PINNED_BY_WEIGHT = [3025, 3001, 1023, 3011, 3007, 1072, 3003, 3002, 3019, 1001, 3017, 3022]
 PINNED_BY_SIZE = [1011, 2058, 1049, 1059, 2159, 2028, 2012, 1078, 2043, 2015, 2175, 2080]
 
 
-def make_part(num_sequences: int, first_id: int) -> PackedDataset:
+def make_part(num_sequences, first_id):
     """Sequence i has only the token first_id + i; a tenth of them is held out."""
     tokens = np.repeat(np.arange(first_id, first_id + num_sequences), SEQ_LEN)
     corpus = TokenizedCorpus(np.append(tokens, 1).astype(np.uint16), 0, first_id + num_sequences, 1)
     return PackedDataset(corpus, SEQ_LEN, 0.1)
 
 
-def make_mixture(weights: Sequence[float] | None = None) -> MixtureDataset:
+def make_mixture(weights=None):
     """90, 180 and 27 training sequences, with the tokens 1000, 2000, 3000 and more."""
     parts = {"c": make_part(30, 3000), "a": make_part(100, 1000), "b": make_part(200, 2000)}
     return MixtureDataset(parts, weights and dict(zip("abc", weights, strict=True)))
 
 
-def ids(dataset: MixtureDataset, start: int, stop: int, seed: int = 5) -> list[int]:
+def ids(dataset, start, stop, seed=5):
     """The token of each sample."""
     return dataset.batch(dataset.get_train_indices(seed, start, stop)).tokens[:, 0].tolist()
 
 
-def kinds(samples: list[int]) -> list[int]:
+def kinds(samples):
     return [token // 1000 for token in samples]
 
 
-def test_shares_hold_in_every_period() -> None:
+def test_shares_hold_in_every_period():
     dataset = make_mixture([1, 2, 5])
     assert [source.share for source in dataset.sources] == [1 / 8, 2 / 8, 5 / 8]
     for period in (0, 3):
@@ -66,7 +62,7 @@ def test_shares_hold_in_every_period() -> None:
     )
 
 
-def test_each_source_goes_through_its_own_epochs() -> None:
+def test_each_source_goes_through_its_own_epochs():
     """Whatever the others do: the samples of a source are those that it would give alone, in that
     order.
     """
@@ -86,7 +82,7 @@ def test_each_source_goes_through_its_own_epochs() -> None:
             assert len(set(own[epoch * size : (epoch + 1) * size])) == size
 
 
-def test_without_weights_an_epoch_has_every_sequence_once() -> None:
+def test_without_weights_an_epoch_has_every_sequence_once():
     dataset = make_mixture()
     total = 90 + 180 + 27
     assert dataset.num_train_sequences == total
@@ -97,7 +93,7 @@ def test_without_weights_an_epoch_has_every_sequence_once() -> None:
 
 
 @pytest.mark.parametrize("weights", [None, [3.0, 2.0, 1.0]])
-def test_a_sample_does_not_depend_on_what_was_asked_before(weights: list[float] | None) -> None:
+def test_a_sample_does_not_depend_on_what_was_asked_before(weights):
     whole = ids(make_mixture(weights), 0, 40_000)
     dataset = make_mixture(weights)
     for start, stop in (
@@ -112,13 +108,13 @@ def test_a_sample_does_not_depend_on_what_was_asked_before(weights: list[float] 
     assert ids(dataset, 0, 100, seed=6) != whole[:100]
 
 
-def test_the_order_is_pinned() -> None:
+def test_the_order_is_pinned():
     """A run must find the same samples with later versions."""
     assert ids(make_mixture([1, 2, 5]), 100, 112) == PINNED_BY_WEIGHT
     assert ids(make_mixture(), 100, 112) == PINNED_BY_SIZE
 
 
-def test_a_long_epoch_is_shuffled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_epoch_is_shuffled_in_pieces(monkeypatch):
     monkeypatch.setattr("titanlite.features.streams.mixture.PERIOD", 16)
     dataset = make_mixture()
     total = 297
@@ -137,7 +133,7 @@ def test_a_long_epoch_is_shuffled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
         assert dataset.get_taken(5, stop) == {"a": own[1], "b": own[2], "c": own[3]}
 
 
-def test_a_batch_keeps_the_order_of_its_indices() -> None:
+def test_a_batch_keeps_the_order_of_its_indices():
     dataset = make_mixture([1, 1, 1])
     indices = dataset.get_train_indices(0, 0, 30)
     batch = dataset.batch(indices)
@@ -155,12 +151,12 @@ def test_a_batch_keeps_the_order_of_its_indices() -> None:
 # --- through the loader
 
 
-def make_loader(dataset: MixtureDataset, dp_rank: int = 0, dp_degree: int = 1) -> TrainLoader:
+def make_loader(dataset, dp_rank=0, dp_degree=1):
     sizes = {"global_batch_size": 4, "local_batch_size": 4 // dp_degree}
     return TrainLoader(dataset, seed=5, dp_rank=dp_rank, dp_degree=dp_degree, **sizes)
 
 
-def test_validation_takes_each_source_by_itself() -> None:
+def test_validation_takes_each_source_by_itself():
     dataset = make_mixture([1, 2, 5])
     for num_ranks in (1, 2, 4):
         sets = [
@@ -169,7 +165,7 @@ def test_validation_takes_each_source_by_itself() -> None:
         # 10, 12 and 3 sequences: what a sequence counts makes up for it.
         weights = [pytest.approx([1, (2 / 12) / (1 / 10), (5 / 3) / (1 / 10)])] * num_ranks
         assert [[weight for _, weight, _ in of_rank] for of_rank in sets] == weights
-        seen: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+        seen = {"a": [], "b": [], "c": []}
         for of_rank in sets:
             for name, _, batches in of_rank:
                 for batch in batches:
@@ -182,8 +178,8 @@ def test_validation_takes_each_source_by_itself() -> None:
 
 @pytest.mark.parametrize("weights", [None, [1, 2, 5]])
 def test_a_run_that_goes_on_with_another_mixture_goes_on_in_every_source(
-    weights: list[float] | None,
-) -> None:
+    weights,
+):
     """No sequence comes again before its source has given all others, and none is left out."""
     before = make_loader(make_mixture([3, 2, 1]))
     seen = [ids(before.dataset, 4 * step, 4 * step + 4) for step in range(25)]
@@ -208,7 +204,7 @@ def test_a_run_that_goes_on_with_another_mixture_goes_on_in_every_source(
     assert ids(again.dataset, 160, 240) == tokens[160:240]
 
 
-def test_a_source_that_is_new_begins_with_its_first_sequence() -> None:
+def test_a_source_that_is_new_begins_with_its_first_sequence():
     dataset = make_mixture([1, 1, 1])
     dataset.go_on(5, 600, {"a": 123, "gone": 45})
     assert dataset.get_taken(5, 600) == {"a": 123, "b": 0, "c": 0}
@@ -225,12 +221,12 @@ def test_a_source_that_is_new_begins_with_its_first_sequence() -> None:
 
 
 @pytest.fixture
-def make_sources(make_job: MakeJob, tmp_path: Path) -> MakeJob:
+def make_sources(make_job, tmp_path):
     """`make_sources(sources, **settings)`: 40 rows "a N" and 80 rows "b N" in files of their
     own.
     """
 
-    def make(weights: tuple[float, float] | None = (3, 1), **settings: object) -> JobConfig:
+    def make(weights=(3, 1), **settings):
         job = make_job([], **{"seq_len": 64, "packing": False, **settings})
         job.data.path = ""
         for number, (name, count) in enumerate((("a", 40), ("b", 80))):
@@ -244,13 +240,13 @@ def make_sources(make_job: MakeJob, tmp_path: Path) -> MakeJob:
     return make
 
 
-def get_rows(loader: TrainLoader, start: int, stop: int) -> list[str]:
+def get_rows(loader, start, stop):
     """Source and row of each sample."""
     indices = loader.dataset.get_train_indices(loader.seed, start, stop).tolist()
     return [get_shown_documents(loader.dataset, index)[0].place for index in indices]
 
 
-def test_examples(make_sources: MakeJob, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_examples(make_sources, tmp_path, caplog):
     caplog.set_level("INFO", logger="titanlite")
     tokenizer, loader = build_data(make_sources(), 0, 1)
     places = get_rows(loader, 0, 400)
@@ -272,7 +268,7 @@ def test_examples(make_sources: MakeJob, tmp_path: Path, caplog: pytest.LogCaptu
     )
 
 
-def test_a_mistake_names_the_source(make_sources: MakeJob, tmp_path: Path) -> None:
+def test_a_mistake_names_the_source(make_sources, tmp_path):
     job = make_sources()
     (tmp_path / "b.jsonl").write_text('{"prompt": 1}\n')
     with pytest.raises(DataError, match=r"^data\.sources\.b: .*b\.jsonl"):
@@ -287,7 +283,7 @@ def test_a_mistake_names_the_source(make_sources: MakeJob, tmp_path: Path) -> No
         get_rows(build_data(job, 0, 1)[1], 0, 40)
 
 
-def test_the_folder_is_no_part_of_the_order(make_sources: MakeJob, tmp_path: Path) -> None:
+def test_the_folder_is_no_part_of_the_order(make_sources, tmp_path):
     """Machines may have the data in different places."""
     job = make_sources()
     job.data.sources["b"].streaming = True

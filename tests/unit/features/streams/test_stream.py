@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,25 +18,25 @@ from titanlite.features.streams.stream import StreamDataset
 MakeJob = Callable[..., JobConfig]
 
 
-def make_rows(count: int) -> list[dict[str, Any]]:
+def make_rows(count):
     rng = random.Random(0)
     return [{"prompt": f"{i}:", "completion": " what is" * rng.randint(1, 6)} for i in range(count)]
 
 
-def build(job: JobConfig) -> StreamDataset:
+def build(job):
     dataset = build_data(job, 0, 1)[1].dataset
     assert isinstance(dataset, StreamDataset)
     return dataset
 
 
-def take(dataset: StreamDataset, start: int, stop: int) -> list[list[int]]:
+def take(dataset, start, stop):
     return [
         dataset.batch([i]).tokens[0].tolist()
         for i in dataset.get_train_indices(42, start, stop).tolist()
     ]
 
 
-def prompts_in(dataset: StreamDataset, start: int, stop: int) -> list[int]:
+def prompts_in(dataset, start, stop):
     """The numbers that the prompts begin with, in the order of the stream."""
     found = []
     for index in dataset.get_train_indices(42, start, stop).tolist():
@@ -49,9 +48,9 @@ def prompts_in(dataset: StreamDataset, start: int, stop: int) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [50, 48])  # the last block is short, or full
-def test_every_row_once_per_pass_in_another_order(make_job: MakeJob, count: int) -> None:
+def test_every_row_once_per_pass_in_another_order(make_job, count):
     dataset = build(make_job(make_rows(count), seq_len=48, streaming=True, streaming_block_rows=16))
-    passes: list[list[int]] = [[], []]
+    passes = [[], []]
     sample = 0
     for seen in passes:
         while len(seen) < count:
@@ -62,7 +61,7 @@ def test_every_row_once_per_pass_in_another_order(make_job: MakeJob, count: int)
     assert all(number < 16 for number in first[:8])  # the first block comes first
 
 
-def test_any_world_size_and_resume(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_world_size_and_resume(make_job, monkeypatch):
     job = make_job(make_rows(60), seq_len=48, streaming=True, streaming_block_rows=8)
     whole = take(build(job), 0, 40)
     for dp in (1, 2, 4):
@@ -102,7 +101,7 @@ def test_any_world_size_and_resume(make_job: MakeJob, monkeypatch: pytest.Monkey
     assert take(resumed, 30, 31) == whole[30:31] and take(resumed, 0, 3) == whole[:3]
 
 
-def test_what_does_not_fit(make_job: MakeJob, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_fit(make_job, caplog):
     rows = [*make_rows(8), {"prompt": 1}, {"prompt": "a", "completion": "b" * 90}, *make_rows(8)]
     job = make_job(rows, seq_len=48, streaming=True, streaming_block_rows=4)
     dataset = build(job)
@@ -128,7 +127,7 @@ def test_what_does_not_fit(make_job: MakeJob, caplog: pytest.LogCaptureFixture) 
         take(build(job), 0, 1)
 
 
-def test_streamed_documents_are_split_too(make_job: MakeJob) -> None:
+def test_streamed_documents_are_split_too(make_job):
     rows = [{"text": f"{i} {'abc' * 20}"} for i in range(12)]
     pairs = []
     for seq_len in (128, 16):
@@ -148,7 +147,7 @@ def test_streamed_documents_are_split_too(make_job: MakeJob) -> None:
     assert pairs[0] == pairs[1] and len(pairs[0]) > 12 * 16
 
 
-def test_a_bad_row_that_is_read_ahead_ends_the_run_when_it_is_reached(make_job: MakeJob) -> None:
+def test_a_bad_row_that_is_read_ahead_ends_the_run_when_it_is_reached(make_job):
     job = make_job(
         [*make_rows(60), {"prompt": 1}, *make_rows(60)],
         seq_len=48,
@@ -166,7 +165,7 @@ def test_a_bad_row_that_is_read_ahead_ends_the_run_when_it_is_reached(make_job: 
     assert taken == dataset._ends[-1][1] and len(dataset._ends) == 7
 
 
-def test_held_out_rows_come_from_their_own_path(make_job: MakeJob, tmp_path: Path) -> None:
+def test_held_out_rows_come_from_their_own_path(make_job, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text(
         "".join(json.dumps({"prompt": f"{i}:", "completion": "x"}) + "\n" for i in range(900, 904))

@@ -1,8 +1,6 @@
 """`check` is the preflight of a run, and says which mesh the run has."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,14 +12,12 @@ NEW = '[model]\nname = "qwen3_moe"\nflavor = "debug"\n'
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def run(tmp_path, monkeypatch, capsys):
     """Check a configuration; gives what is printed. The preflight alone prints errors only."""
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text(NEW)
 
-    def run_check(*overrides: str, code: int) -> str:
+    def run_check(*overrides, code):
         arguments = ["--world-size=4", "--config=mine.toml", "--training.seq_len=64", *overrides]
         assert check.main(arguments) == code
         said = capsys.readouterr()
@@ -32,7 +28,7 @@ def run(
     return run_check
 
 
-def test_a_configuration_that_passes(run: Callable[..., str]) -> None:
+def test_a_configuration_that_passes(run):
     said = run("--parallelism.tensor_parallel_degree=2", code=0)
     assert said.startswith(
         "OK on 4 ranks: dp_replicate 1 x dp_shard 2 x tp 2, ep 1\nNot looked at: rows"
@@ -49,11 +45,11 @@ FAMILY = replace(LLAMA, name="odd", rules=(), presets={"small": SMALL})
 
 
 def test_a_model_that_cannot_be_saved_is_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    capsys,
+    request,
+):
     request.addfinalizer(families.cache_clear)  # the family below joins them
     monkeypatch.chdir(tmp_path)
     Path("unsavable.py").write_text(UNSAVABLE)
@@ -69,12 +65,12 @@ def test_a_model_that_cannot_be_saved_is_refused(
 
 
 def test_tokenizer_and_embedding_are_compared(
-    make_tokenizer: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    make_tokenizer,
+    tmp_path,
+    monkeypatch,
+    caplog,
+    capsys,
+):
     monkeypatch.chdir(tmp_path)
     make_tokenizer().save_pretrained("tokenizer")
     Path("book.txt").write_text("one two " * 99)

@@ -1,7 +1,6 @@
 """What an export says of the files that it copies."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from titanlite.models.families import any_model_config_from_hf
 
 
 def test_what_an_export_left_that_was_killed_is_removed_by_the_next_to_the_same_folder(
-    tmp_path: Path,
+    tmp_path,
 ):
     """And nothing else: out.b is another folder."""
     save_tiny("llama", tmp_path / "in")
@@ -28,7 +27,7 @@ def test_what_an_export_left_that_was_killed_is_removed_by_the_next_to_the_same_
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out", other.name}
 
 
-def save_mixed(name: str, folder: Path) -> dict[str, torch.Tensor]:
+def save_mixed(name, folder):
     """Save a tiny model in bfloat16 whose routers, or first norms, are float32 with all bits;
     return what is stored.
     """
@@ -47,9 +46,7 @@ MIXED = ["deepseek_v3", "mixtral", "gemma3_text", "qwen3"]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MIXED)
-def test_what_a_folder_of_fewer_bits_has_in_float32_stays_so(
-    tmp_path: Path, name: str, dtype: torch.dtype
-):
+def test_what_a_folder_of_fewer_bits_has_in_float32_stays_so(tmp_path, name, dtype):
     stored = save_mixed(name, tmp_path / "in")
     export_checkpoint(tmp_path / "in", tmp_path / "out", dtype)
     exported = load_file(tmp_path / "out/model.safetensors")
@@ -63,9 +60,7 @@ def test_what_a_folder_of_fewer_bits_has_in_float32_stays_so(
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_a_checkpoint_has_the_dtypes_of_the_folder_and_no_tensor_in_float32_twice(
-    tmp_path: Path, name: str
-):
+def test_a_checkpoint_has_the_dtypes_of_the_folder_and_no_tensor_in_float32_twice(tmp_path, name):
     stored = save_mixed(name, tmp_path)
     config = any_model_config_from_hf(tmp_path, "test")
     model = build_model(config)

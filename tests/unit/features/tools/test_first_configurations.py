@@ -4,7 +4,6 @@ is refused.
 
 import io
 import json
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -69,23 +68,23 @@ MODEL = '[model]\npath = "model"\n'
 SHORT = "[training]\nseq_len = 64\nsteps = 10\n"
 
 
-def data(path: str, *more: str) -> str:
+def data(path, *more):
     return "\n".join([f'{MODEL}[data]\npath = "{path}"', *more, SHORT])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, _chat_tokenizer_json: Any) -> Path:
+def folder(tmp_path_factory, _chat_tokenizer_json):
     """A folder as people have it: a model and data in the usual forms."""
     return tmp_path_factory.mktemp("first")
 
 
 @pytest.fixture
 def run(
-    folder: Path,
-    make_tokenizer: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> Callable[..., tuple[int, str]]:
+    folder,
+    make_tokenizer,
+    monkeypatch,
+    caplog,
+):
     """Check a configuration, given as text; gives the exit code and what was said."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -108,7 +107,7 @@ def run(
             ("instruction,output\n" + "caf\xe9,b\n" * 30).encode("latin-1")
         )
 
-    def run_check(text: str, *overrides: str, world_size: int = 1) -> tuple[int, str]:
+    def run_check(text, *overrides, world_size=1):
         Path("mine.toml").write_text(text)
         said = io.StringIO()
         with redirect_stdout(said), redirect_stderr(said):
@@ -120,7 +119,7 @@ def run(
 
 
 @command
-def begin(argv: list[str]) -> None:
+def begin(argv):
     """Check a configuration and read its data, as a run does before it reads weights; print what it
     would train.
     """
@@ -155,7 +154,7 @@ def begin(argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_it_is_what_was_meant(run: Callable[..., tuple[int, str]], name: str) -> None:
+def test_it_is_what_was_meant(run, name):
     code, said = run(TRAINED[name]["text"])
     assert code == 0, said
     assert [
@@ -177,9 +176,7 @@ def test_it_is_what_was_meant(run: Callable[..., tuple[int, str]], name: str) ->
         ("pairs", 1200, [], 3),
     ],
 )
-def test_the_batch_that_a_run_takes(
-    kind: str, num_rows: int, settings: list[str], batch: int, tmp_path: Path
-) -> None:
+def test_the_batch_that_a_run_takes(kind, num_rows, settings, batch, tmp_path):
     Path("many.jsonl").write_text(
         "".join(json.dumps(ROWS[kind][0]) + "\n" for _ in range(num_rows))
     )
@@ -198,7 +195,7 @@ def test_the_batch_that_a_run_takes(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_with_what_to_do(run: Callable[..., tuple[int, str]], name: str) -> None:
+def test_it_is_refused_with_what_to_do(run, name):
     code, said = run(REFUSED[name]["text"])
     assert code == 2 and said.startswith("titanlite: error: "), said
     assert [part for part in REFUSED[name]["says"] if part not in said] == [], said
@@ -216,8 +213,6 @@ def test_it_is_refused_with_what_to_do(run: Callable[..., tuple[int, str]], name
         ("--parallelism.tensor_parallel_degree=3", "does not divide the world size (4)"),
     ],
 )
-def test_the_command_line(
-    run: Callable[..., tuple[int, str]], override: str, expected: str
-) -> None:
+def test_the_command_line(run, override, expected):
     _, said = run(data("chats.jsonl"), override, world_size=4)
     assert expected in said

@@ -3,7 +3,6 @@ peft computes.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ TEMPLATE = (
 )
 
 
-def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def save_tokenizer(folder):
     vocab = {word: i for i, word in enumerate(["<unk>", "<|im_start|>", "<|im_end|>", *WORDS])}
     raw = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -52,7 +51,7 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_model(folder: Path, experts: bool = False) -> None:
+def save_model(folder, experts=False):
     sizes = {
         "vocab_size": 18,
         "hidden_size": 32,
@@ -69,7 +68,7 @@ def save_model(folder: Path, experts: bool = False) -> None:
     save_tokenizer(folder)
 
 
-def save_adapter(base: Path, folder: Path, **settings: object) -> None:
+def save_adapter(base, folder, **settings):
     from peft import LoraConfig, get_peft_model
 
     targets = {"target_modules": ["q_proj", "o_proj"], "r": 4, "lora_alpha": 16} | settings
@@ -80,7 +79,7 @@ def save_adapter(base: Path, folder: Path, **settings: object) -> None:
     model.save_pretrained(folder)
 
 
-def expect(base: Path, adapter: Path | None, prompt: str) -> str:
+def expect(base, adapter, prompt):
     """What transformers adds to the prompt, greedily, with peft where there are adapters."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -90,7 +89,7 @@ def expect(base: Path, adapter: Path | None, prompt: str) -> str:
     out = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12
     )
-    text: str = tokenizer.decode(out[0, ids.shape[1] :])
+    text = tokenizer.decode(out[0, ids.shape[1] :])
     return text.removesuffix("<|im_end|>").strip()
 
 
@@ -155,7 +154,7 @@ def test_the_base_of_adapters(tmp_path, caplog):
         find_base("generate", adapter, "/no/such")
 
 
-def complete(folder: Path) -> None:
+def complete(folder):
     (folder / "titanlite").mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"12345678")
     files = {"model.safetensors": {"bytes": 8, "adler32": "074001a5"}}

@@ -1,14 +1,11 @@
 """`python -m titanlite data`."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from unit.data.templates import CHATML
 
 from titanlite.__main__ import main
-from titanlite.config.schema import JobConfig
 
 _CONFIG = """
 [model]
@@ -28,12 +25,10 @@ enable = true
 
 
 @pytest.fixture
-def preview(
-    make_job: Callable[..., JobConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+def preview(make_job, tmp_path, capsys):
     """`preview(rows, *arguments)` -> exit code, output, error output."""
 
-    def run(rows: object, *arguments: str, template: str | None = CHATML) -> tuple[int, str, str]:
+    def run(rows, *arguments, template=CHATML):
         data = make_job(rows, template).data
         file = tmp_path / "preview.toml"
         file.write_text(
@@ -45,7 +40,7 @@ def preview(
     return run
 
 
-def chats(count: int) -> list[dict[str, object]]:
+def chats(count):
     return [
         {
             "id": i + 1,
@@ -58,7 +53,7 @@ def chats(count: int) -> list[dict[str, object]]:
     ]
 
 
-def test_report(preview: Callable[..., tuple[int, str, str]]) -> None:
+def test_report(preview):
     rows = [*chats(30), {"messages": []}, {"messages": [{"role": "user", "content": "a\x1b[2J"}]}]
     code, out, err = preview(rows, "--data.bad_rows=skip", "--samples=2", "--world-size=2")
     assert (code, err) == (0, "")
@@ -73,8 +68,8 @@ def test_report(preview: Callable[..., tuple[int, str, str]]) -> None:
     assert "<|im_start|>user\n" in shown and "[[x" in shown and "<|im_end|>]]" in shown
 
 
-def test_a_part_of_the_data_order_is_shown(preview: Callable[..., tuple[int, str, str]]) -> None:
-    def places(*arguments: str) -> list[str]:
+def test_a_part_of_the_data_order_is_shown(preview):
+    def places(*arguments):
         code, out, _ = preview(chats(30), "--data.packing=false", *arguments)
         assert code == 0
         return re.findall(r"^sample \d+: \S+, row (\d+)", out, flags=re.M)
@@ -88,7 +83,7 @@ def test_a_part_of_the_data_order_is_shown(preview: Callable[..., tuple[int, str
     )
 
 
-def test_stream(preview: Callable[..., tuple[int, str, str]]) -> None:
+def test_stream(preview):
     rows = [*chats(9), {"messages": []}]
     code, out, err = preview(
         rows,
@@ -132,8 +127,6 @@ PAIRS = [{"prompt": f"{i}", "chosen": " good", "rejected": " bad"} for i in rang
         ),
     ],
 )
-def test_what_the_run_would_refuse(
-    preview: Callable[..., tuple[int, str, str]], rows, arguments, said
-) -> None:
+def test_what_the_run_would_refuse(preview, rows, arguments, said):
     code, out, err = preview(rows, *arguments)
     assert code == 2 and "sample 1" not in out and said in err

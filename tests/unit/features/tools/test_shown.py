@@ -3,28 +3,22 @@ places they are from.
 """
 
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from titanlite.assemble import build_data
-from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
-from titanlite.data.dataset import IGNORE_INDEX, SequenceDataset
-from titanlite.features.tools.preview_data import ShownDocument, get_shown_documents
-
-MakeJob = Callable[..., JobConfig]
+from titanlite.data.dataset import IGNORE_INDEX
+from titanlite.features.tools.preview_data import get_shown_documents
 
 
-def build(job: JobConfig) -> Any:
+def build(job):
     return build_data(job, 0, 1)[1].dataset
 
 
-def check_against_batch(dataset: SequenceDataset, index: int) -> list[ShownDocument]:
+def check_against_batch(dataset, index):
     """The shown documents, one after the other, are row `index`; what is trained are its labels, in
     order.
     """
@@ -44,11 +38,11 @@ def check_against_batch(dataset: SequenceDataset, index: int) -> list[ShownDocum
     return documents
 
 
-def test_sequences_of_a_corpus(data: DataSection, text_folder: Path) -> None:
+def test_sequences_of_a_corpus(data, text_folder):
     job = JobConfig(data=data)
     job.training.seq_len = 48
     tokenizer, loader = build_data(job, 0, 1)
-    dataset: Any = loader.dataset
+    dataset = loader.dataset
     texts = [path.read_text(encoding="utf-8") for path in sorted(text_folder.rglob("*.txt"))]
     seen = set()
     for index in range(dataset.num_sequences):
@@ -66,7 +60,7 @@ def test_sequences_of_a_corpus(data: DataSection, text_folder: Path) -> None:
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("streaming", [True, False])
-def test_rows(make_job: MakeJob, packing: bool, streaming: bool) -> None:
+def test_rows(make_job, packing, streaming):
     rows = [{"prompt": f"{i}:", "completion": " what is" * (i % 5 + 1)} for i in range(40)]
     settings = {"packing": packing, "streaming": streaming, "streaming_block_rows": 16}
     dataset = build(make_job(rows, seq_len=48, **settings))
@@ -87,7 +81,7 @@ def test_rows(make_job: MakeJob, packing: bool, streaming: bool) -> None:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_pairs_and_pieces(make_job: MakeJob, streaming: bool) -> None:
+def test_pairs_and_pieces(make_job, streaming):
     pairs = [{"prompt": f"{i}:", "chosen": " good", "rejected": " bad"} for i in range(9)]
     dataset = build(make_job(pairs, seq_len=64, streaming=streaming, format="preference"))
     documents = check_against_batch(dataset, 0)
@@ -103,7 +97,7 @@ def test_pairs_and_pieces(make_job: MakeJob, streaming: bool) -> None:
     assert any(re.search(r", row \d$", place) for place in places) or streaming
 
 
-def test_images(tmp_path: Path) -> None:
+def test_images(tmp_path):
     from PIL import Image
     from tiny_transformers import save_tiny_processor
 

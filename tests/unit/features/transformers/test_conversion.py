@@ -6,9 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,12 +21,11 @@ from titanlite.base.errors import PlanError
 from titanlite.checkpoint.hf_model import model_files, weights_of
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.conversion import ConvertingReader, Traced
-from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Read, ReadRequest, Region, materialize
 from titanlite.models.families.config_json import transformers_config
 
 
-def assembled(traced: Traced, sources: dict[str, torch.Tensor]) -> torch.Tensor:
+def assembled(traced, sources):
     """The tensor that a stand-in describes, element by element from its sources."""
     out = torch.full(traced.shape, -1)
     for part in traced.parts:
@@ -57,7 +53,7 @@ def test_stand_ins_are_where_the_elements_are(experts, shape, stack_dim, cat_dim
         for i, name in enumerate(names)
     }
 
-    def convert(value_of: Callable[[str], Any]) -> list[Any]:
+    def convert(value_of):
         stacked = [
             torch.stack([value_of(f"{e}.{part}") for e in range(experts)], dim=stack_dim)
             for part in ("gate", "up")
@@ -77,26 +73,26 @@ def test_stand_ins_are_where_the_elements_are(experts, shape, stack_dim, cat_dim
 
 
 @pytest.fixture(scope="module")
-def mixtral(tmp_path_factory) -> Path:
+def mixtral(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixtral")
     save_tiny("mixtral", folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
+def llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     save_tiny("llama", folder)
     return folder
 
 
-def build(folder: Path) -> TransformersModel:
+def build(folder):
     return build_transformers(
         transformers_config(json.loads((folder / "config.json").read_text()), "test")
     )
 
 
-def edited(folder: Path, out: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+def edited(folder, out, edit):
     """A copy of a checkpoint with other tensors."""
     shutil.copytree(folder, out)
     tensors = load_file(out / "model.safetensors")
@@ -171,12 +167,12 @@ def test_each_rank_reads_its_bytes_only(mixtral, monkeypatch):
     assert sum(sizes) == 4 * shape[1] * shape[2]
 
 
-def transposed(tensors: dict[str, torch.Tensor]) -> None:
+def transposed(tensors):
     for name in [name for name in tensors if name.endswith("down_proj.weight")]:
         tensors[name] = tensors[name].T
 
 
-def fused(tensors: dict[str, torch.Tensor]) -> None:
+def fused(tensors):
     for layer in range(2):
         prefix = f"model.layers.{layer}.self_attn."
         parts = [tensors.pop(f"{prefix}{part}_proj.weight") for part in "qkv"]
@@ -195,7 +191,7 @@ def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kin
     folder = edited(llama, tmp_path / kind, edit)
     expected = load_file(llama / "model.safetensors")
 
-    def rank_main() -> tuple[set[str], list[str]]:
+    def rank_main():
         model = build(folder)
         model.all_conversions = mapping_of(kind)
         for layer in model.decoder_layers():

@@ -4,7 +4,6 @@ logits, and its gaps.
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,15 +11,12 @@ import transformers
 from tiny_transformers import TEXT_MODELS, VOCAB_SIZE
 
 from titanlite.config import JobConfig
-from titanlite.config.model import ModelConfig
 from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.distributed.parallelize import checkpoint_layers
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.experts import use_titanlite_experts
-from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import materialize
 from titanlite.metrics.flops import train_flops_per_token
-from titanlite.models.decoder import Decoder
 from titanlite.models.families import family_of
 from titanlite.models.families.config_json import transformers_config
 from titanlite.optim.expert_bias import ExpertBiasBalancer
@@ -30,32 +26,32 @@ DOCUMENTS = torch.tensor([[0] * 9 + [1] * 7 + [-1] * 4, [0] * 18 + [-1] * 2])
 TRUE = torch.tensor(True)
 
 
-def build(config: Any) -> TransformersModel:
+def build(config):
     """Of a configuration of transformers, with random weights."""
     model = build_transformers(transformers_config(config.to_dict(), "test"))
     materialize(model, "cpu", seed=1)
     return model
 
 
-def loads_of(model: Any) -> torch.Tensor:
+def loads_of(model):
     return torch.stack([counter.tokens_per_expert for counter in model.expert_counters().values()])
 
 
-def draw(vocab_size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(vocab_size, seed=0):
     tokens, labels = torch.randint(
         14, vocab_size, (2, *DOCUMENTS.shape), generator=torch.Generator().manual_seed(seed)
     )
     return tokens, labels.masked_fill(DOCUMENTS < 0, -100)
 
 
-def one_rank(counts: torch.Tensor) -> None:
+def one_rank(counts):
     """The sum over a single rank."""
 
 
-def native_and_other(tiny: Any, family: str, **changes: Any) -> tuple[Decoder, TransformersModel]:
+def native_and_other(tiny, family, **changes):
     """titanlite's decoder and transformers' class with the same values."""
-    config: ModelConfig = tiny.config(family, **changes)
-    ours: Decoder = tiny.ours(config)
+    config = tiny.config(family, **changes)
+    ours = tiny.ours(config)
     other = build_transformers(
         transformers_config(
             {"model_type": config.family, **family_of(config).to_hf(config)}, "test"
@@ -82,9 +78,7 @@ def native_and_other(tiny: Any, family: str, **changes: Any) -> tuple[Decoder, T
         ("dots1", {"num_dense_layers": 2}),
     ],
 )
-def test_counts_are_those_of_the_native_decoder(
-    tiny: Any, family: str, changes: dict[str, Any], mode: Any
-) -> None:
+def test_counts_are_those_of_the_native_decoder(tiny, family, changes, mode):
     """Over two micro-batches, recomputed in backward or not; what is evaluated between counts
     nothing.
     """
@@ -114,14 +108,14 @@ def test_counts_are_those_of_the_native_decoder(
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm", "titanlite"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_counts_are_those_of_the_logits(name: str, implementation: str) -> None:
+def test_counts_are_those_of_the_logits(name, implementation):
     """Whatever computes the experts; without documents nothing is padding."""
     model = build(TEXT_MODELS[name]())
     inner = model.transformers_model
     use_titanlite_experts(
         inner
     ) if implementation == "titanlite" else inner.set_experts_implementation(implementation)
-    logits: list[torch.Tensor] = []
+    logits = []
     for layer in inner.model.layers:
         router = layer.mlp.gate if name == "mixtral" else layer.mlp.router
         router.register_forward_hook(lambda module, args, out: logits.append(out[0].detach()))
@@ -138,7 +132,7 @@ def test_counts_are_those_of_the_logits(name: str, implementation: str) -> None:
         assert expected.sum() < 2 * 2 * DOCUMENTS.numel() or ids is None
 
 
-def llama4() -> Any:
+def llama4():
     return transformers.Llama4TextConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
@@ -167,7 +161,7 @@ def llama4() -> Any:
         ),
     ],
 )
-def test_a_model_that_cannot_be_counted_says_so(config: Any, said: str, caplog: Any) -> None:
+def test_a_model_that_cannot_be_counted_says_so(config, said, caplog):
     model = build_transformers(transformers_config(config().to_dict(), "test"))
     with caplog.at_level(logging.INFO):
         model.configure("sdpa", JobConfig().moe, 1024, torch.device("cpu"))
@@ -188,7 +182,7 @@ def test_a_model_that_cannot_be_counted_says_so(config: Any, said: str, caplog: 
 @pytest.mark.parametrize(
     ("config", "idle"), [(llama4, 3), (TEXT_MODELS["mixtral"], 2), (TEXT_MODELS["glm4_moe"], 2)]
 )
-def test_active_parameters_have_no_idle_experts(config: Any, idle: int) -> None:
+def test_active_parameters_have_no_idle_experts(config, idle):
     model = build_transformers(transformers_config(config().to_dict(), "test"))
     sizes = {name: param.numel() for name, param in model.named_parameters()}
     routed = sum(

@@ -35,7 +35,7 @@ MODELS = {
 }
 
 
-def build(name: str) -> transformers.PreTrainedModel:
+def build(name):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name])
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")

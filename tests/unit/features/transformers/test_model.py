@@ -1,8 +1,6 @@
 """What a model of transformers declares, what it notices about itself, and what is refused."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,17 +14,17 @@ from titanlite.config.model import TransformersConfig
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.initial import Notes, find_sources
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize import Alias, Source, build_plan, materialize
+from titanlite.materialize import Alias, build_plan, materialize
 from titanlite.models.families.config_json import transformers_config
-from titanlite.preflight import Checked, check
+from titanlite.preflight import check
 
 
-def config_of(name: str) -> TransformersConfig:
+def config_of(name):
     return transformers_config(ALL_MODELS[name]().to_dict(), "test")
 
 
 @pytest.mark.parametrize("name", ALL_MODELS)
-def test_every_tensor_has_a_source_without_a_checkpoint(name: str) -> None:
+def test_every_tensor_has_a_source_without_a_checkpoint(name):
     """Recipes are those of transformers: means and deviations of what it draws, tensor by
     tensor.
     """
@@ -50,7 +48,7 @@ def test_every_tensor_has_a_source_without_a_checkpoint(name: str) -> None:
         assert torch.equal(buffer, buffers[key]), key
 
 
-def test_ties_come_from_the_declaration() -> None:
+def test_ties_come_from_the_declaration():
     model = build_transformers(config_of("qwen3"))
     plan = build_plan(model)
     tied = [entry for entry in plan.entries if len(entry.names) > 1]
@@ -59,7 +57,7 @@ def test_ties_come_from_the_declaration() -> None:
     assert model.outer_units() == ([], [])
 
 
-def test_dtypes_are_those_of_from_pretrained(tmp_path: Path) -> None:
+def test_dtypes_are_those_of_from_pretrained(tmp_path):
     """In bfloat16 DeepSeek's correction bias and the rotary tables stay float32; `_from_config`
     casts the bias.
     """
@@ -80,31 +78,29 @@ def test_dtypes_are_those_of_from_pretrained(tmp_path: Path) -> None:
 # --- nothing left to luck
 
 
-def spoil_attribute(model: Any) -> str:
+def spoil_attribute(model):
     model.model.layers[1].self_attn.table = torch.empty(4, device="meta")
     return "model.layers.1.self_attn.table"
 
 
-def spoil_list(model: Any) -> str:
+def spoil_list(model):
     model.model.layers[1].tables = [torch.empty(4, device="meta")]
     return r"model.layers.1.tables\[0\]"
 
 
-def spoil_buffer(model: Any) -> str:
+def spoil_buffer(model):
     model.model.norm.register_buffer("scale", torch.empty(4, device="meta"), persistent=False)
     return "model.norm.scale"
 
 
-def sources_of(inner: Any) -> dict[str, Source]:
+def sources_of(inner):
     return find_sources(inner, Notes(), lambda: (inner, Notes()))
 
 
 @pytest.mark.parametrize(
     ("spoil", "late"), [(spoil_attribute, True), (spoil_list, False), (spoil_buffer, True)]
 )
-def test_a_tensor_that_nobody_fills_makes_the_plan_fail_with_its_name(
-    spoil: Any, late: bool
-) -> None:
+def test_a_tensor_that_nobody_fills_makes_the_plan_fail_with_its_name(spoil, late):
     inner = build_transformers(config_of("llama")).transformers_model
     sources = sources_of(inner) if late else {}
     name = spoil(inner)
@@ -114,12 +110,12 @@ def test_a_tensor_that_nobody_fills_makes_the_plan_fail_with_its_name(
     assert all(param.is_meta for param in model.parameters()), "nothing was allocated"
 
 
-def test_reading_sources_moves_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_sources_moves_no_generator(monkeypatch):
     """Neither that of the CPU nor, by a seed for all devices, those of the GPUs, which dropout
     draws from.
     """
 
-    def seed_all(seed: int) -> None:
+    def seed_all(seed):
         raise AssertionError(f"the GPUs were seeded with {seed}")
 
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seed_all)
@@ -128,12 +124,12 @@ def test_reading_sources_moves_no_generator(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_buffer_that_is_drawn_at_random_has_no_source() -> None:
+def test_a_buffer_that_is_drawn_at_random_has_no_source():
     inner = build_transformers(config_of("llama")).transformers_model
     inner.model.norm.register_buffer("noise", torch.empty(4, device="meta"), persistent=False)
     plain = type(inner)._init_weights
 
-    def draw(self: Any, module: Any) -> None:
+    def draw(self, module):
         plain(self, module)
         if "noise" in module._buffers:
             initialization.normal_(module.noise)
@@ -147,7 +143,7 @@ def test_a_buffer_that_is_drawn_at_random_has_no_source() -> None:
 # --- what a model shows at its first forward
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch():
     tokens, labels = torch.randint(
         14, VOCAB_SIZE, (2, 2, 12), generator=torch.Generator().manual_seed(0)
     )
@@ -155,7 +151,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("cap", "plain"), [(None, True), (2.0, False)])
-def test_the_loss_knows_soft_caps(cap: float | None, plain: bool) -> None:
+def test_the_loss_knows_soft_caps(cap, plain):
     hf = ALL_MODELS["gemma3_text"]().to_dict() | {"final_logit_softcapping": cap}
     model = build_transformers(transformers_config(hf, "test"))
     materialize(model, "cpu")
@@ -176,7 +172,7 @@ def test_the_loss_knows_soft_caps(cap: float | None, plain: bool) -> None:
 # --- choosing and refusing
 
 
-def job(tmp_path: Path, hf: dict[str, Any], *overrides: str, world_size: int = 2) -> Checked:
+def job(tmp_path, hf, *overrides, world_size=2):
     (tmp_path / "config.json").write_text(json.dumps(hf))
     (tmp_path / "job.toml").write_text(
         f'model.hf_assets_path = "{tmp_path}"\ntraining.seq_len = 16\n'
@@ -195,8 +191,8 @@ def job(tmp_path: Path, hf: dict[str, Any], *overrides: str, world_size: int = 2
     ],
 )
 def test_auto_takes_the_native_decoder_where_it_can(
-    tmp_path: Path, name: str, changes: dict[str, Any], implementation: str, native: bool
-) -> None:
+    tmp_path, name, changes, implementation, native
+):
     hf = ALL_MODELS[name]().to_dict() | changes
     config = job(tmp_path, hf, f"--model.implementation={implementation}").model_config
     assert isinstance(config, TransformersConfig) is not native
@@ -277,8 +273,6 @@ def test_auto_takes_the_native_decoder_where_it_can(
         ("mixtral", {}, ["--training.seq_len=128"], r"training\.seq_len \(128\) exceeds"),
     ],
 )
-def test_what_cannot_be_done_is_said(
-    tmp_path: Path, name: str, changes: dict[str, Any], overrides: list[str], message: str
-) -> None:
+def test_what_cannot_be_done_is_said(tmp_path, name, changes, overrides, message):
     with pytest.raises(ConfigError, match=message):
         job(tmp_path, ALL_MODELS[name]().to_dict() | changes, *overrides)

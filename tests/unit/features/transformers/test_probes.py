@@ -40,7 +40,7 @@ _MINIMAX: dict[str, Any] = (
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 9 + [2] * 6])
 
 
-def build(config: Any) -> TransformersModel:
+def build(config):
     """A model in evaluation mode whose documents would show in each other, if they saw each
     other.
     """
@@ -52,13 +52,13 @@ def build(config: Any) -> TransformersModel:
     return model
 
 
-def tokens_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
+def tokens_and_labels():
     tokens, labels = torch.randint(3, 60, (2, 1, 20), generator=torch.Generator().manual_seed(0))
     return tokens, labels
 
 
 @torch.no_grad()
-def alone(model: TransformersModel, tokens: torch.Tensor, *lengths: int) -> torch.Tensor:
+def alone(model, tokens, *lengths):
     """Logits of the class's own forward of each document, without positions."""
     parts = tokens.split(list(lengths), dim=1)
     return torch.cat(
@@ -67,7 +67,7 @@ def alone(model: TransformersModel, tokens: torch.Tensor, *lengths: int) -> torc
 
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra"])
-def test_a_class_that_sees_later_tokens_is_refused(name: str) -> None:
+def test_a_class_that_sees_later_tokens_is_refused(name):
     model = build(getattr(transformers, f"{name}Config")(**_ENCODER))
     message = f"{model.config.architecture} of transformers is not causal: .* Use another one"
     tokens, labels = tokens_and_labels()
@@ -80,7 +80,7 @@ def test_a_class_that_sees_later_tokens_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "config", [transformers.MambaConfig(**_MAMBA), transformers.MiniMaxConfig(**_MINIMAX)]
 )
-def test_a_class_that_mixes_documents_takes_rows_of_one(config: Any) -> None:
+def test_a_class_that_mixes_documents_takes_rows_of_one(config):
     model = build(config)
     tokens, labels = tokens_and_labels()
     one = torch.tensor([[0] * 14 + [-1] * 6])
@@ -98,11 +98,11 @@ def test_a_class_that_mixes_documents_takes_rows_of_one(config: Any) -> None:
             model(tokens, labels, document_ids_BS=documents)
 
 
-def test_what_a_forward_raises_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_forward_raises_is_the_reason(monkeypatch):
     model = build(ALL_MODELS["llama"]())
     plain = model.transformers_model.forward
 
-    def forward(*args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(*args, position_ids=None, **kwargs):
         if position_ids is not None:
             raise IndexError("index 12 is out of bounds")
         return plain(*args, **kwargs)
@@ -117,7 +117,7 @@ def test_what_a_forward_raises_is_the_reason(monkeypatch: pytest.MonkeyPatch) ->
     assert len(generate(model, [[5, 6, 7], [8]], max_new_tokens=3, device=CPU)) == 2
 
 
-def test_rows_are_refused_before_the_first_step() -> None:
+def test_rows_are_refused_before_the_first_step():
     mixes, packs = build(transformers.MambaConfig(**_MAMBA)), build(ALL_MODELS["llama"]())
     job = JobConfig(data=DataSection(dataset="text"))
     assert check_documents_per_row(job, packs, CPU) == []
@@ -132,12 +132,12 @@ def test_rows_are_refused_before_the_first_step() -> None:
     assert 'training.objective = "dpo" puts both sides of a pair into one' in problem
 
 
-def test_logits_that_are_masked_in_place_are_not_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_masked_in_place_are_not_the_heads(monkeypatch):
     """As Chameleon does with image tokens: loss and gradients are those of the masked logits."""
     model = build(ALL_MODELS["llama"]())
     forward = model.transformers_model.forward
 
-    def masked(*args: Any, **options: Any) -> Any:
+    def masked(*args, **options):
         found = forward(*args, **options)
         found.logits[:, :, 5:9] = -1e4
         return found
@@ -151,7 +151,7 @@ def test_logits_that_are_masked_in_place_are_not_the_heads(monkeypatch: pytest.M
     )
 
 
-def test_embeddings_that_share_their_weight_are_no_layer() -> None:
+def test_embeddings_that_share_their_weight_are_no_layer():
     """BERT's must not be split, and the head has their weight: with FSDP the two would part."""
     model = build(transformers.BertConfig(**_ENCODER, is_decoder=True))
     assert {type(layer).__name__ for layer in model.decoder_layers()} == {"BertLayer"}

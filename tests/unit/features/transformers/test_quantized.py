@@ -1,9 +1,6 @@
 """FP8 and MXFP4 folders are read as transformers dequantizes them, each region by its own bytes."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,30 +11,29 @@ from tiny_transformers import ALL_MODELS, mapping_of, save_tiny
 from titanlite.base.errors import ConfigError, PlanError, VerifyError
 from titanlite.checkpoint.hf_model import weights_of
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize import Plan, ReadRequest, Region, materialize
+from titanlite.materialize import ReadRequest, Region, materialize
 from titanlite.models.families.config_json import transformers_config
 
 BLOCK = (8, 16)
 
 
-def build(folder: Path, dtype: torch.dtype = torch.bfloat16) -> TransformersModel:
+def build(folder, dtype=torch.bfloat16):
     hf = json.loads((folder / "config.json").read_text())
     return build_transformers(transformers_config(hf, "config.json"), dtype)
 
 
-def load(folder: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[TransformersModel, Plan, Any]:
+def load(folder, dtype=torch.bfloat16):
     model = build(folder, dtype)
     source = weights_of(folder, model)
     return model, materialize(model, "cpu", [source]), source
 
 
-def save(name: str, folder: Path) -> Path:
+def save(name, folder):
     save_tiny(name, folder)
     return folder
 
 
-def assert_as_transformers(folder: Path, dtype: torch.dtype, config: Any) -> None:
+def assert_as_transformers(folder, dtype, config):
     model, plan, _ = load(folder, dtype)
     theirs = type(model.transformers_model).from_pretrained(
         folder, dtype=dtype, quantization_config=config
@@ -57,9 +53,7 @@ def assert_as_transformers(folder: Path, dtype: torch.dtype, config: Any) -> Non
         ("qwen2_5_vl", BLOCK),
     ],
 )
-def test_fp8_is_read_as_transformers_dequantizes_it(
-    tmp_path: Path, name: str, block: tuple[int, int] | None
-) -> None:
+def test_fp8_is_read_as_transformers_dequantizes_it(tmp_path, name, block):
     from transformers import FineGrainedFP8Config
 
     folder = save(name, tmp_path / name)
@@ -69,7 +63,7 @@ def test_fp8_is_read_as_transformers_dequantizes_it(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path, dtype):
     from transformers import Mxfp4Config
 
     folder = save("gpt_oss", tmp_path / "gpt_oss")
@@ -87,11 +81,11 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path, dtype: tor
     ],
 )
 def test_other_forms_of_factors(
-    tmp_path: Path,
-    block: tuple[int, int],
-    suffix: str,
-    edit: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
+    tmp_path,
+    block,
+    suffix,
+    edit,
+):
     """Also experts that are fused in the file, and factors of activations, which nothing here
     needs.
     """
@@ -112,20 +106,20 @@ def test_other_forms_of_factors(
             assert torch.equal(read(source.reader, name, region), expected[name][region.slices])
 
 
-def read(reader: Any, name: str, region: Region) -> torch.Tensor:
+def read(reader, name, region):
     shard = torch.full(region.lengths, float("nan"))
     reader.read([ReadRequest(name, region, shard)])
     return shard
 
 
-def fused(tensors: dict[str, torch.Tensor]) -> None:
+def fused(tensors):
     for prefix in ("model.layers.0.self_attn.", "model.layers.1.self_attn."):
         for suffix in (".weight", ".weight_scale_inv"):
             parts = [tensors.pop(f"{prefix}{part}_proj{suffix}") for part in "qkv"]
             tensors[f"{prefix}qkv{suffix}"] = torch.cat(parts)
 
 
-def transposed(tensors: dict[str, torch.Tensor]) -> None:
+def transposed(tensors):
     for key in [key for key in tensors if "down_proj.weight" in key]:
         tensors[key] = tensors[key].T.contiguous()
 
@@ -134,9 +128,7 @@ def transposed(tensors: dict[str, torch.Tensor]) -> None:
     ("kind", "edit", "block"),
     [("fused", fused, BLOCK), ("fused", fused, (1, 32)), ("transposed", transposed, (16, 16))],
 )
-def test_fp8_is_cut_and_converted(
-    tmp_path: Path, kind: str, edit: Any, block: tuple[int, int]
-) -> None:
+def test_fp8_is_cut_and_converted(tmp_path, kind, edit, block):
     folder = save("llama", tmp_path / "llama")
     expected = write_fp8(folder, block)
     stored = load_file(folder / "model.safetensors")
@@ -149,7 +141,7 @@ def test_fp8_is_cut_and_converted(
         assert torch.equal(value, expected[key].bfloat16()), key
 
 
-def test_a_region_of_mxfp4_takes_its_own_rows(tmp_path: Path) -> None:
+def test_a_region_of_mxfp4_takes_its_own_rows(tmp_path):
     folder = save("gpt_oss", tmp_path / "gpt_oss")
     expected = write_mxfp4(folder)
     model = build(folder)
@@ -169,15 +161,15 @@ def test_a_region_of_mxfp4_takes_its_own_rows(tmp_path: Path) -> None:
         assert torch.equal(read(source.reader, name, region), expected[name][region.slices]), region
 
 
-def change_scale(tensors: dict[str, torch.Tensor]) -> None:
+def change_scale(tensors):
     tensors["model.layers.0.mlp.experts.down_proj_scales"][1, 2, 0] = 255
 
 
-def drop_scales(tensors: dict[str, torch.Tensor]) -> None:
+def drop_scales(tensors):
     del tensors["model.layers.0.mlp.experts.down_proj_scales"]
 
 
-def cut_scales(tensors: dict[str, torch.Tensor]) -> None:
+def cut_scales(tensors):
     key = "model.layers.0.mlp.experts.down_proj_scales"
     tensors[key] = tensors[key][:, :-1].contiguous()
 
@@ -190,7 +182,7 @@ def cut_scales(tensors: dict[str, torch.Tensor]) -> None:
         (cut_scales, r"down_proj_scales torch.uint8 \(4, 63, 2\) are not \(4, 64, 64\) in MXFP4"),
     ],
 )
-def test_damaged_mxfp4_is_refused(tmp_path: Path, edit: Any, message: str) -> None:
+def test_damaged_mxfp4_is_refused(tmp_path, edit, message):
     folder = save("gpt_oss", tmp_path / "gpt_oss")
     write_mxfp4(folder)
     stored = load_file(folder / "model.safetensors")
@@ -219,7 +211,7 @@ def test_damaged_mxfp4_is_refused(tmp_path: Path, edit: Any, message: str) -> No
         ),
     ],
 )
-def test_other_formats_are_named_and_refused(quantization: dict[str, Any], named: str) -> None:
+def test_other_formats_are_named_and_refused(quantization, named):
     hf = json.loads(ALL_MODELS["qwen2_5_vl"]().to_json_string())
     for table in (
         {"quantization_config": quantization},

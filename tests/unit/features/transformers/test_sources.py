@@ -3,7 +3,6 @@ transformers write them.
 """
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +15,13 @@ from titanlite.base.errors import VerifyError
 from titanlite.features.transformers import build
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.initial import UnitDraw
-from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Init, Normal, Region, Uniform, materialize
 from titanlite.models.families.config_json import transformers_config
 
 SHAPE = (24, 16)
 
 
-def empty(*shape: int) -> nn.Parameter:
+def empty(*shape):
     return nn.Parameter(torch.empty(shape or SHAPE))
 
 
@@ -31,7 +29,7 @@ class OddConfig(PreTrainedConfig):
     model_type = "odd"
 
 
-def tied_config() -> OddConfig:
+def tied_config():
     config = OddConfig()
     config.tie_word_embeddings = True
     return config
@@ -40,7 +38,7 @@ def tied_config() -> OddConfig:
 class Odd(nn.Module):
     """Parameters by what writes them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.computed, self.on_meta, self.drawn, self.chained = (
             empty(16),
@@ -71,17 +69,17 @@ class OddModel(PreTrainedModel):
     base_model_prefix = "model"
     _tied_weights_keys = {"head.weight": "embedding.weight"}  # noqa: RUF012 - of transformers
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config):
         super().__init__(config)
         self.embedding = nn.Embedding(24, 16, padding_idx=2)
         self.odd = Odd()
         self.head = nn.Linear(16, 24, bias=False)
         self.post_init()
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids):
         return self.head(self.embedding(input_ids))
 
-    def _init_weights(self, module: Any) -> None:
+    def _init_weights(self, module):
         init = initialization
         if module is self.head:
             # after the embedding, whose own init stays when they are tied
@@ -117,12 +115,12 @@ class OddModel(PreTrainedModel):
 
 
 @pytest.fixture
-def odd(monkeypatch: pytest.MonkeyPatch) -> TransformersModel:
+def odd(monkeypatch):
     monkeypatch.setattr(build, "load_config_and_class", lambda *args: (tied_config(), OddModel))
     return build_transformers(transformers_config(ALL_MODELS["llama"]().to_dict(), "test"))
 
 
-def test_what_a_class_writes_is_what_it_gets(odd: TransformersModel) -> None:
+def test_what_a_class_writes_is_what_it_gets(odd):
     """Values that do not depend on chance are equal; of the others mean, deviation and mean size
     are.
     """
@@ -147,7 +145,7 @@ def test_what_a_class_writes_is_what_it_gets(odd: TransformersModel) -> None:
     assert not found["embedding.weight"][2].any() and not found["odd.data_row"][-1].any()
 
 
-def test_sources_are_recipes_where_one_plain_call_draws_all(odd: TransformersModel) -> None:
+def test_sources_are_recipes_where_one_plain_call_draws_all(odd):
     sources = odd.declare_sources()
     assert sources["odd.flax"] == Init(Normal(std=0.25))
     assert sources["odd.legacy"] == Init(Uniform(low=0.0, high=1.0))
@@ -164,7 +162,7 @@ def test_sources_are_recipes_where_one_plain_call_draws_all(odd: TransformersMod
         assert isinstance(source, Init) and isinstance(source.recipe, UnitDraw), name
 
 
-def test_a_checkpoint_fills_what_constructors_put_elsewhere(odd: TransformersModel) -> None:
+def test_a_checkpoint_fills_what_constructors_put_elsewhere(odd):
     """`torch.normal(size=...)` and `torch.FloatTensor` ignore the device context: DiffLlama and
     XLNet.
     """
@@ -175,7 +173,7 @@ def test_a_checkpoint_fills_what_constructors_put_elsewhere(odd: TransformersMod
         assert torch.equal(tensor, stored[name]), name
 
 
-def draw(odd: TransformersModel, name: str, region: Region, seed: int) -> torch.Tensor:
+def draw(odd, name, region, seed):
     source = odd.declare_sources()[name]
     assert isinstance(source, Init)
     local = torch.empty(region.lengths)
@@ -184,9 +182,7 @@ def draw(odd: TransformersModel, name: str, region: Region, seed: int) -> torch.
 
 
 @pytest.mark.parametrize("name", ["odd.drawn", "odd.legacy_values", "odd.linear.weight"])
-def test_a_unit_is_drawn_with_the_same_bits_for_every_part(
-    odd: TransformersModel, name: str
-) -> None:
+def test_a_unit_is_drawn_with_the_same_bits_for_every_part(odd, name):
     """The seed decides, not the run's generator, the order, nor who holds what."""
     everything = Region((0, 0), SHAPE)
     before = torch.get_rng_state()
@@ -200,12 +196,12 @@ def test_a_unit_is_drawn_with_the_same_bits_for_every_part(
         assert torch.equal(draw(odd, name, Region((5, 2), (7, 9)), 1), whole[5:12, 2:11])
 
 
-def test_layers_are_drawn_one_at_a_time() -> None:
+def test_layers_are_drawn_one_at_a_time():
     """Of two layers of Mamba each has numbers of its own, and only a unit's tensors are real."""
     config = MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
     model = build_transformers(transformers_config(config.to_dict(), "test"))
     names = [f"backbone.layers.{i}.mixer.conv1d.weight" for i in range(2)]
-    recipes: list[Any] = [model.declare_sources()[name].recipe for name in names]  # type: ignore[union-attr]
+    recipes = [model.declare_sources()[name].recipe for name in names]  # type: ignore[union-attr]
     assert [recipe.unit for recipe in recipes] == ["backbone.layers.0", "backbone.layers.1"]
     shape = model.state_shapes[names[0]]
     first, second = (recipe.units.take(recipe.unit, recipe.tensor, seed=1) for recipe in recipes)
@@ -222,19 +218,17 @@ def test_layers_are_drawn_one_at_a_time() -> None:
         lambda param: initialization.copy_(param, param + 1),
     ],
 )
-def test_what_is_not_written_completely_is_found(
-    odd: TransformersModel, monkeypatch: pytest.MonkeyPatch, write: Any
-) -> None:
+def test_what_is_not_written_completely_is_found(odd, monkeypatch, write):
     plain = OddModel._init_weights
 
-    def initialize(self: Any, module: Any) -> None:
+    def initialize(self, module):
         plain(self, module)
         if isinstance(module, Odd):
             write(module.extra)
 
     make = Odd.__init__
 
-    def init(self: Any) -> None:
+    def init(self):
         make(self)
         self.extra = empty()
 
@@ -244,13 +238,11 @@ def test_what_is_not_written_completely_is_found(
         materialize(build_transformers(odd.config), "cpu")
 
 
-def test_a_class_may_ask_for_values_that_its_constructor_drew(
-    odd: TransformersModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_may_ask_for_values_that_its_constructor_drew(odd, monkeypatch):
     """On meta there are none, so the parameters of such a module have no recipe."""
     plain = OddModel._init_weights
 
-    def initialize(self: Any, module: Any) -> None:
+    def initialize(self, module):
         plain(self, module)
         if type(module) is nn.Linear and module is not self.head:
             initialization.normal_(module.weight, std=100 * module.weight.std().item())
