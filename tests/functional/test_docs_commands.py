@@ -21,6 +21,8 @@ DOCUMENTS = [
     for path in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     if read_blocks(path)
 ]
+# It compares whole runs for minutes; the tool that it shows has tests of its own.
+WEEKLY = ("debugging.md",)
 RANKS = "2"  # the documents speak of 4
 
 
@@ -69,7 +71,11 @@ def run_block(block, tree, server, *, fresh=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(path, marks=[pytest.mark.full] * (path.name in WEEKLY)) for path in DOCUMENTS],
+    ids=lambda path: path.name,
+)
 def test_marked_commands_run_and_show_what_the_document_says(document, tree, server):
     for number, block in enumerate(read_blocks(document)):
         output = run_block(block, tree, server, fresh=(document.name, number) == ("README.md", 0))

@@ -146,10 +146,12 @@ def write_sources(folder, kind, sizes):
 @pytest.mark.parametrize(
     ("kind", "sizes", "batch", "held_out"),
     [
-        ("text", {"large": 250, "one": 1}, 72, False),
+        pytest.param("text", {"large": 250, "one": 1}, 72, False, marks=pytest.mark.full),
         ("text", {"large": 90, "small": 5, "medium": 40}, 40, True),
         ("examples", {"one": 1, "large": 300}, 88, False),
-        ("examples", {"large": 300, "small": 3, "medium": 40}, 88, True),
+        pytest.param(
+            "examples", {"large": 300, "small": 3, "medium": 40}, 88, True, marks=pytest.mark.full
+        ),
     ],
 )
 def test_sources_without_weights_train_each_sequence_once_an_epoch(

@@ -31,6 +31,7 @@ import sweep_transformers
 # Where the top-level flag wins, where either does, where the class's default is True, and models
 # without text_config.
 TYPES = ("qwen2_5_vl", "gemma3", "mistral3", "qwen3_vl_moe", "kimi_k25", "qwen3", "gemma3_text")
+WEEKLY = ("qwen3_vl_moe", "kimi_k25")  # composite, as the first three
 FLAGS = (True, False, None)
 
 
@@ -75,7 +76,10 @@ def outer(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] * (name in WEEKLY)) for name in TYPES],
+)
 def test_ties_and_values_are_those_of_from_pretrained(cases, tmp_path, name):
     """For each flag at the top and in text_config; only a head that is nowhere is refused, which
     transformers draws.

@@ -71,6 +71,7 @@ def test_families_train_on_two_ranks(run_ranks, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_sample_of_all_classes(monkeypatch, capsys):
     """Neither a traceback nor a difference in 30 classes, others with each version."""
     monkeypatch.setattr(sys, "argv", [sweep_transformers.__file__, "--sample", "30"])
