@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
@@ -25,9 +24,6 @@ def build(job):
     all pairs.
     """
     trainer = assemble(job)
-    for module in trainer.model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # the reference's forward left some layers gathered
     with torch.no_grad():
         for name, param in trainer.model.named_parameters():
             if "_proj" in name and not is_elsewhere(param):

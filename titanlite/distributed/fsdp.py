@@ -7,7 +7,8 @@ one rank, FSDP has what it casts. Gradients are summed, never averaged: the loss
 global number of valid tokens, so that dense and expert gradients scale alike.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -168,6 +169,27 @@ def prepare_backward(
         root.set_requires_gradient_sync(is_last)
     elif dims.degrees.dp_replicate > 1:
         root.set_requires_all_reduce(is_last)
+
+
+@contextmanager
+def forward_only(model: nn.Module, *, reshard: bool = True) -> Iterator[None]:
+    """Run forwards in evaluation mode and without gradients in the body. Every forward that no
+    backward follows runs here.
+
+    FSDP2 reshards the last layer and the root only after a backward. Left gathered, they would hide
+    a later change of the weights from the next forward. `reshard` is False where the caller's own
+    forward or backward uses the gathered weights, and no weight changes before it.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+        for module in model.modules() if reshard else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:

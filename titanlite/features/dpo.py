@@ -20,8 +20,8 @@ from titanlite.base.errors import TrainingError
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import Batch
+from titanlite.distributed.fsdp import forward_only
 from titanlite.features.lora.layers import adapters_disabled
-from titanlite.features.transformers.probes import evaluation
 from titanlite.models.interface import Model
 from titanlite.objective import ObjectiveSums
 
@@ -179,17 +179,9 @@ class AdaptersOff:
         """Log p(document), (B, N) float64. Collective: runs the sharded model; every rank must
         call.
         """
-        with adapters_disabled(model):
-            return reference_log_probs(model, batch)
-
-
-@torch.no_grad()
-def reference_log_probs(model: Model, batch: Batch) -> torch.Tensor:
-    """Log p(document) (B, N) float64 of `model` as it is, in evaluation mode: routers count
-    nothing.
-    """
-    with evaluation(model):
-        return document_log_probs(model, batch)[0]
+        # The forward of the trained model follows, on the same weights.
+        with adapters_disabled(model), forward_only(model, reshard=False):
+            return document_log_probs(model, batch)[0]
 
 
 class CachedReference:
@@ -237,7 +229,8 @@ class CachedReference:
             if not int(missing):
                 continue
             model = get_model() if model is None else model
-            log_probs_BN = reference_log_probs(model, batch.to(device)).cpu().numpy()
+            with forward_only(model):
+                log_probs_BN = document_log_probs(model, batch.to(device))[0].cpu().numpy()
             for row, pair, key in keys:
                 chosen, rejected = log_probs_BN[row, 2 * pair : 2 * pair + 2].tolist()
                 self._pairs[key] = (chosen, rejected)

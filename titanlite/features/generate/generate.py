@@ -37,9 +37,9 @@ from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_json
 from titanlite.data.dataset import TrainDataset
 from titanlite.distributed import ParallelDims
+from titanlite.distributed.fsdp import forward_only
 from titanlite.features.streams.mixture import get_stop_token_ids
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.features.transformers.probes import evaluation
 from titanlite.models.interface import Model
 from titanlite.ops.attention import AttentionMask, attention
 
@@ -79,7 +79,6 @@ class Continuation:
     ended: bool  # by the model; otherwise at the limit of new tokens
 
 
-@torch.no_grad()
 def generate(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
@@ -134,7 +133,7 @@ def generate(
     mine = order[dp_rank::dp]
     num_batches = -(-len(order) // (dp * batch_size))  # that of the rank with the most prompts
     found: dict[int, Continuation] = {}
-    with evaluation(model), torch.compiler.set_stance("force_eager"):
+    with forward_only(model), torch.compiler.set_stance("force_eager"):
         cached = isinstance(model, Model) and model.can_cache(device)
         if not cached:
             logger.info(

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger, warn_once
 from titanlite.config.model import TransformersConfig
 from titanlite.config.schema import MoESection
+from titanlite.distributed.fsdp import forward_only
 from titanlite.features.transformers import packing, probes
 from titanlite.features.transformers.experts import (
     DISPATCH,
@@ -265,7 +265,6 @@ class TransformersModel(Model):
         """
         return [False, True] if self._takes_more else [False]
 
-    @torch.no_grad()
     def find_facts(self, device: torch.device) -> probes.Facts:
         """Ask the probes, once. Collectives: those of a few forwards; every rank must call.
 
@@ -275,12 +274,8 @@ class TransformersModel(Model):
             tokens = probes.plain_tokens(self._transformers_model.config, probes.PROBE_TOKENS)
             tokens_1S = torch.tensor([tokens], device=device)
             # through `self`: FSDP gathers parameters outside of layers there
-            with probes.evaluation(self):
+            with forward_only(self):
                 self(tokens_1S, None, None, torch.zeros_like(tokens_1S))
-            for module in self.modules():
-                if isinstance(module, FSDPModule):
-                    # the root stays gathered after a forward; optimizers are built on shards
-                    module.reshard()
         assert self._facts is not None
         probes.check_facts(self._facts, self)
         return self._facts

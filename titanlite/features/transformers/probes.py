@@ -11,8 +11,8 @@ import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.base.text import describe_error
 from titanlite.config.schema import JobConfig
+from titanlite.distributed.fsdp import forward_only
 from titanlite.features.transformers.packing import restarting_positions
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ class Facts:
 
 
 @torch.inference_mode(False)  # where tensors have no versions
-@torch.no_grad()
 def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
     """Probe how `model` computes, in evaluation mode.
 
@@ -87,7 +87,7 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
         returned.append((output, getattr(output, "_version", None)))
 
     with (
-        evaluation(model),
+        forward_only(model, reshard=False),  # inside a forward of the whole model
         nullcontext() if model.head is None else model.head.register_forward_hook(note),
     ):
         alone = run(alone_2S)
@@ -233,17 +233,6 @@ def plain_tokens(config: Any, count: int) -> list[int]:
     plain = sorted({*range(size)} - special) or [0]
     # others, if there are so many
     return [plain[(2 * i + 1) * len(plain) // (2 * count)] for i in range(count)]
-
-
-@contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode while the context is open."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 # --- without a forward
