@@ -66,6 +66,8 @@ class TrainStep:
         self.optimizer = optimizer
         self.objective = objective
         self.step = run.first_step
+        if run.start is not None and hasattr(optimizer, "train"):
+            optimizer.train()  # see `evaluation_weights`
         self.schedule = Schedule(job, model, optimizer)
         degrees = run.dims.degrees
         stage_size = degrees.stage_size if degrees.pp > 1 else None

@@ -1,7 +1,8 @@
 """The training loop. `assemble.py` builds the parts of the trainer; one step is `train_step.py`."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from titanlite.checkpoint.description import describe_versions
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader
+from titanlite.distributed.fsdp import forward_only
 from titanlite.launch.protocol import beat, is_stop_requested
 from titanlite.materialize import Plan
 from titanlite.metrics import profiling
@@ -26,7 +28,7 @@ from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.point import EvaluationResult, Results, Window
 from titanlite.metrics.run_folder import get_identity
 from titanlite.models.interface import Model
-from titanlite.optim.optimizer import Diagnosis, describe_unreached
+from titanlite.optim.optimizer import Diagnosis, describe_unreached, evaluation_weights
 from titanlite.run import Run
 from titanlite.train_step import TrainStep
 
@@ -166,7 +168,12 @@ class Trainer:
             record_event("unreached", text, self.step)
             self.watch.record_trained(trained)
 
-    @torch.no_grad()
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Run forwards of the weights to evaluate in the body, without gradients."""
+        with evaluation_weights(self.parts.stepper.optimizer), forward_only(self.model):
+            yield
+
     def validate(self) -> tuple[float, dict[str, float]]:
         """Return the mean held-out loss, with sources weighted by their shares, and the loss of
         each source.
@@ -174,31 +181,32 @@ class Trainer:
         Raises DataError: on all ranks; a source has nothing to predict. Collective: every rank must
         call.
         """
-        self.model.eval()
         run = self.parts.run
         stepper = self.parts.stepper
         objective = stepper.objective
         losses: dict[str, float] = {}
         loss_of_all, units_of_all = torch.zeros(2, dtype=torch.float64, device=run.device)
-        for source, weight, batches in self.parts.loader.validation_sets(run.job.validation.steps):
-            loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
-            units = torch.zeros((), dtype=torch.int64, device=run.device)
-            for batch in (batch.to(run.device) for batch in batches):
-                losses_of_batch = objective(self.model, batch)
-                beat("validation")
-                loss_sum += stepper.local_sums(losses_of_batch)[0]
-                units += objective.count(batch)
-            loss_sum = stepper.sum_over_data(loss_sum, in_stages=True)
-            units = stepper.sum_over_data(units)
-            if not units.item():
-                raise DataError(
-                    f"validation: the held-out sequences{f' of {source}' if source else ''} have "
-                    "no label. Hold out other data, or set validation.enable = false."
-                )
-            losses[source] = (loss_sum / units).item()
-            loss_of_all += weight * loss_sum
-            units_of_all += weight * units
-        self.model.train()
+        with self.evaluating():
+            for source, weight, batches in self.parts.loader.validation_sets(
+                run.job.validation.steps
+            ):
+                loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
+                units = torch.zeros((), dtype=torch.int64, device=run.device)
+                for batch in (batch.to(run.device) for batch in batches):
+                    losses_of_batch = objective(self.model, batch)
+                    beat("validation")
+                    loss_sum += stepper.local_sums(losses_of_batch)[0]
+                    units += objective.count(batch)
+                loss_sum = stepper.sum_over_data(loss_sum, in_stages=True)
+                units = stepper.sum_over_data(units)
+                if not units.item():
+                    raise DataError(
+                        f"validation: the held-out sequences{f' of {source}' if source else ''} "
+                        "have no label. Hold out other data, or set validation.enable = false."
+                    )
+                losses[source] = (loss_sum / units).item()
+                loss_of_all += weight * loss_sum
+                units_of_all += weight * units
         return (loss_of_all / units_of_all).item(), losses
 
     def assess(self, *, last: bool) -> bool:
@@ -220,7 +228,8 @@ class Trainer:
         if evaluator is not None and evaluator.is_due(self.step, last or results.out_of_patience):
             self.check_finite()
             beat("evaluation")
-            result = evaluator.run(self.model)
+            with self.evaluating():
+                result = evaluator.run(self.model)
             values = {
                 f"eval/{result.name}": result.score,
                 "eval/ended": result.ended,
@@ -288,7 +297,9 @@ class Trainer:
             identity=get_identity(job),
         )
         card = partial(self.closing.render_card, progress=progress, results=parts.results)
-        parts.checkpointer.save(self.model, parts.plan, parts.stepper.optimizer, progress, card)
+        optimizer = parts.stepper.optimizer
+        with evaluation_weights(optimizer):
+            parts.checkpointer.save(self.model, parts.plan, optimizer, progress, card)
 
     def finish(self) -> None:
         """Save, say how the run ended, and upload. Collective: every rank must call."""

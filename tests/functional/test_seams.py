@@ -5,18 +5,20 @@ after a backward, and weights that change around a forward that has no backward.
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from traced_layers import TORCH_COMPILE_WARNINGS
 
 import titanlite.train_step
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
+from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.optim.optimizer import Diagnosis
 from titanlite.optim.schedule import Schedule
 
@@ -103,6 +105,67 @@ def test_the_diagnosis_of_a_step_sees_the_values_of_that_step(
     (seen,) = run_ranks(1, rank_main)
     assert [coeff for coeff, *_ in seen] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.005])
     assert seen[-1] == seen[1] != seen[2]
+
+
+# --- weights that change around a forward without a backward
+
+
+def scale(params: Iterable[torch.nn.Parameter], factor: float) -> None:
+    with torch.no_grad():
+        for param in params:
+            if not is_elsewhere(param):
+                param.mul_(factor)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "precision"),
+    [
+        (Degrees(dp_shard=2), "float32"),
+        (Degrees(dp_shard=2, tp=2), "float32"),
+        (Degrees(dp_shard=2, ep=2), "bfloat16"),  # the experts' copies are not FSDP's
+        (Degrees(pp=2), "float32"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("once_per_step", ["false", "true"])
+def test_weights_that_change_after_a_validation_are_used_and_kept(
+    run_ranks: Callable[..., Any],
+    checked: Callable[..., Any],
+    degrees: Degrees,
+    precision: str,
+    once_per_step: str,
+):
+    """FSDP leaves the last layer and the root gathered after a forward, and an optimizer changes
+    the shards.
+    """
+    job = checked(
+        degrees,
+        "--validation.enable=true",
+        "--validation.steps=1",
+        f"--training.mixed_precision_param={precision}",
+        f"--parallelism.fsdp_once_per_step={once_per_step}",
+    )
+
+    def rank_main() -> tuple[list[float], bool]:
+        trainer = assemble(job)
+        params = list(trainer.model.parameters())
+        losses = [trainer.validate()[0]]
+        before = [local_of(param).clone() for param in params if not is_elsewhere(param)]
+        scale(params, 2.0)
+        losses.append(trainer.validate()[0])
+        for module in trainer.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        losses.append(trainer.validate()[0])
+        scale(params, 0.5)
+        losses.append(trainer.validate()[0])
+        after = [local_of(param) for param in params if not is_elsewhere(param)]
+        return losses, all(map(torch.equal, before, after))
+
+    for (first, second, again, last), is_kept in run_ranks(degrees.world_size, rank_main):
+        assert first == last != pytest.approx(second, rel=1e-3)
+        assert second == again
+        assert is_kept
 
 
 class TestCompile:

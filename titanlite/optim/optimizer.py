@@ -4,7 +4,8 @@ takes.
 
 import re
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -115,6 +116,24 @@ def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> No
         optimizer.step()
     elif bool(finite):
         optimizer.step()
+
+
+@contextmanager
+def evaluation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let the model have the weights to validate, evaluate and save while the context is open.
+
+    An optimizer whose result is not the weights that it steps, but their average, has methods
+    `eval` and `train` that exchange the two in place, as Schedule-Free optimizers have
+    (arXiv:2405.15682). A resumed run calls `train` once.
+    """
+    has_own = hasattr(optimizer, "eval")
+    if has_own:
+        optimizer.eval()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if has_own:
+            optimizer.train()  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
