@@ -13,7 +13,7 @@ READS_ENVIRONMENT = ("base/", "launch/")
 # compares all of it.
 KNOWS_JOB = (
     *("config/", "preflight.py", "features/", "data/", "metrics/"),
-    *("assemble.py", "run.py", "distributed/parallelize.py"),
+    *("assemble.py", "run.py", "distributed/parallelize.py", "optim/schedule.py"),
 )
 # Native and transformers' models are told apart where they are described, built, balanced, sharded
 # and written.

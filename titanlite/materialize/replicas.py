@@ -16,9 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.materialize.layout import is_elsewhere, local_of
 
-# Tensors below this are packed into one broadcast of at most as many bytes.
-_BUCKET_BYTES = 4 << 20
-
 
 @dataclass(frozen=True)
 class Share:
@@ -82,28 +79,19 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 
 @torch.no_grad()
 def broadcast(shares: Iterable[Share]) -> None:
-    """Give every replica what the one in charge holds. Local tensors of up to 4 MiB travel
-    together.
+    """Give every replica what the one in charge holds.
 
     Collectives: broadcasts over the mesh axes of the replicas; every rank must call with the same
     shares.
     """
-    by_hops: dict[Hashable, list[torch.Tensor]] = {}
     for share in shares:
-        if share.hops:
-            by_hops.setdefault(share.hops, []).append(local_of(share.tensor))
-    for hops, held in by_hops.items():
-        packed = [local.contiguous() for local in held]
-        flat = [local.view(-1).view(torch.uint8) for local in packed if local.numel()]
+        local = local_of(share.tensor)
+        if not share.hops or not local.numel():
+            continue
+        sent = local.contiguous()
         # The first hop reaches the ranks that differ from the one in charge in its axis only. All
         # others get from it what a later hop replaces.
-        for group, source in hops if flat else ():
-            dist._broadcast_coalesced(group or _default_group(), flat, _BUCKET_BYTES, source)
-        for local, sent in zip(held, packed, strict=True):
-            if sent is not local:
-                local.copy_(sent)
-
-
-def _default_group() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
+        for group, source in share.hops:
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=source)
+        if sent is not local:
+            local.copy_(sent)
