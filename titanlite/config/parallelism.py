@@ -332,11 +332,6 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
             "layers multiply with plain weights",
         ),
         (
-            moe.expert_bias_update_rate,
-            f"moe.expert_bias_update_rate = {moe.expert_bias_update_rate}",
-            "routers have no such bias",
-        ),
-        (
             moe.aux_loss_coeff,
             f"moe.aux_loss_coeff = {moe.aux_loss_coeff}",
             "routers have no such loss",

@@ -263,7 +263,7 @@ class MoESection:
     expert_bias_update_rate: float | None = setting(
         None,
         "Step of the balancing bias (arXiv:2408.15664). Unset: 1e-3 where a native architecture "
-        "has one, else 0.",
+        "has one, else 0. A class of transformers that has one is balanced where this is set.",
     )
     aux_loss_coeff: float | None = setting(
         None,

@@ -25,10 +25,10 @@ class ExpertBiasBalancer:
     """Counts routed tokens per layer and expert over a step, and moves every router's `expert_bias`
     once per step.
 
-    A model of transformers has no such bias; its tokens are counted all the same, if its experts
-    can be. A step adds `update_rate` to a bias, or takes it away. `sum_over_ranks` sums a tensor on
-    the model's device, in place. With pipeline stages, of `stage_size` ranks each, the model has
-    the counters of this stage's layers.
+    A class of transformers may have no such bias; its tokens are counted all the same, if its
+    experts can be. A step adds `update_rate` to a bias, or takes it away. `sum_over_ranks` sums a
+    tensor on the model's device, in place. With pipeline stages, of `stage_size` ranks each, the
+    model has the counters of this stage's layers.
     """
 
     def __init__(
@@ -44,7 +44,9 @@ class ExpertBiasBalancer:
         start = numbers.index(next(iter(counters))) if counters else 0
         self._here = slice(start, start + len(counters))
         self._counters = list(counters.values())
-        self._routers = [moe.gate for moe in model.moe_layers().values()]
+        balanced = model.moe_layers()
+        self._routers = [moe.gate for moe in balanced.values()]
+        self._rows = [numbers.index(number) for number in balanced]  # of the routers, in `counts`
         self._update_rate, self._sum_over_ranks, self._stage_size = (
             update_rate,
             sum_over_ranks,
@@ -103,9 +105,9 @@ class ExpertBiasBalancer:
             delta = (delta - delta.mean(dim=1, keepdim=True)) * (
                 self._update_rate * finite.to(delta.device)
             )
-            for router, router_delta in zip(self._routers, delta[self._here], strict=True):
+            for router, router_delta in zip(self._routers, delta[self._rows], strict=True):
                 if router.weight.requires_grad:
-                    router.expert_bias += router_delta
+                    router.expert_bias.add_(router_delta)
         return counts
 
     def bias_range(self) -> torch.Tensor | None:
@@ -119,7 +121,7 @@ class ExpertBiasBalancer:
         ranges = torch.zeros(2, self._num_layers, device=self.counts.device)
         if self._routers:
             biases = torch.stack([router.expert_bias for router in self._routers])
-            ranges[:, self._here] = torch.stack(biases.aminmax(dim=1))
+            ranges[:, self._rows] = torch.stack(biases.aminmax(dim=1))
         if self._stage_size is not None:
             self._sum_over_ranks(ranges)
             ranges /= self._stage_size
@@ -134,7 +136,9 @@ def get_bias_update_rate(section: MoESection, model: Model) -> float:
         return 0.0
     if section.expert_bias_update_rate is not None:
         return section.expert_bias_update_rate
-    return BIAS_UPDATE_RATE if family_of(model.config).expert_bias_key is not None else 0.0
+    is_native = isinstance(model.config, ModelConfig)
+    has_bias = is_native and family_of(model.config).expert_bias_key is not None
+    return BIAS_UPDATE_RATE if has_bias else 0.0
 
 
 def complete_balancing(
@@ -172,7 +176,12 @@ def advise_balancing(section: MoESection, implementation: str, model: Model) -> 
     section.
     """
     routers = [moe.gate for moe in model.moe_layers().values()]
+    rate = get_bias_update_rate(section, model)
+    if rate and any(router.weight.requires_grad for router in routers):
+        return f"Raise moe.expert_bias_update_rate, which is {rate:g}."
     if isinstance(model.config, TransformersConfig):
+        if routers:
+            return f"Nothing balances them: set moe.expert_bias_update_rate = {BIAS_UPDATE_RATE:g}."
         own = (
             f"transformers' {model.config.architecture} routes by itself, and no setting balances "
             "it"
@@ -183,10 +192,6 @@ def advise_balancing(section: MoESection, implementation: str, model: Model) -> 
                 f"{AUX_LOSS_COEFF:g}."
             )
         return f"{own}: a native family (model.name) has moe.aux_loss_coeff."
-    if (rate := get_bias_update_rate(section, model)) and any(
-        router.weight.requires_grad for router in routers
-    ):
-        return f"Raise moe.expert_bias_update_rate, which is {rate:g}."
     if section.aux_loss_coeff:
         return f"Raise moe.aux_loss_coeff, which is {section.aux_loss_coeff:g}."
     return f"Nothing balances them: set moe.aux_loss_coeff = {AUX_LOSS_COEFF:g}."

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from titanlite.config import JobConfig, ModelConfig
+from titanlite.features.transformers.build import build_transformers
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
@@ -118,12 +119,21 @@ def test_a_class_of_transformers_has_no_setting(asked):
     job.model.implementation = "transformers" if asked else "auto"
     config = families()["qwen3_moe"].presets["debug"]
     hf = {"model_type": "qwen3_moe", **family_of(config).to_hf(config)}
-    model, _, _ = build()
-    model.config = transformers_config(hf, "test")
+    model = build_transformers(transformers_config(hf, "test"))
     assert complete_balancing(job.moe, model.config, has_weights=False) == job.moe
     advice = advise(job, model)
     assert advice.startswith("transformers' Qwen3MoeForCausalLM routes by itself")
     assert ('model.implementation = "native"' in advice) == asked and "moe.aux_loss_coeff" in advice
+
+
+def test_a_class_with_a_bias_is_told_to_set_it():
+    config = families()["dots1"].presets["debug"]
+    hf = {"model_type": "dots1", **family_of(config).to_hf(config)}
+    model = build_transformers(transformers_config(hf, "test"))
+    job = JobConfig()
+    assert advise(job, model) == ("Nothing balances them: set moe.expert_bias_update_rate = 0.001.")
+    job.moe.expert_bias_update_rate = 0.1
+    assert advise(job, model) == "Raise moe.expert_bias_update_rate, which is 0.1."
 
 
 def test_busy_experts_become_harder_to_choose():

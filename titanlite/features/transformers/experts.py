@@ -12,7 +12,8 @@ Shapes: B batch, S sequence, T tokens, k experts per token, E experts.
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +87,7 @@ class _HeldExperts:
         each token's rows.
         """
         module, dtype = self._module, x.dtype
-        if _is_plain_swiglu(module) and not _adapted(module):
+        if is_plain_swiglu(module) and not _adapted(module):
             gate_up, down = local_tensor(module.gate_up_proj), local_tensor(module.down_proj)
             if module.is_transposed:
                 gate_up, down = gate_up.mT, down.mT
@@ -108,7 +109,8 @@ class _HeldExperts:
         return unpermute_sum(x.to(dtype), token, rows)
 
 
-def _is_plain_swiglu(module: Any) -> bool:
+def is_plain_swiglu(module: Any) -> bool:
+    """Return True if one operator of titanlite computes these experts."""
     from transformers.activations import SiLUActivation
     from transformers.integrations import moe
 
@@ -150,6 +152,45 @@ def _linear(
     # In float32: the gradient is a sum over an expert's rows, which CUDA adds up in this dtype.
     bias = local_tensor(getattr(module, name + "_bias")).float()
     return y + bias.index_select(0, ids).to(y.dtype)
+
+
+@dataclass(frozen=True)
+class TransformersRouter:
+    """A router of transformers that chooses experts by score plus bias; it holds the bias."""
+
+    module: nn.Module
+    name: str  # of the bias
+
+    @property
+    def expert_bias(self) -> torch.Tensor:
+        """(E,) float32"""
+        return getattr(self.module, self.name)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The first parameter of the router, which is frozen where the router is."""
+        return next(self.module.parameters())
+
+
+class TransformersMoE(NamedTuple):
+    """What balancing asks of a layer with experts."""
+
+    gate: TransformersRouter
+
+
+_BIASES = ("e_score_correction_bias", "expert_bias")  # buffers of transformers' classes
+
+
+def find_router(model: nn.Module, path: str, experts: nn.Module) -> TransformersRouter | None:
+    """Return the router of the `experts` at `path` of `model`, if it has a bias that only chooses
+    experts. It is the module around the experts, or next to them.
+    """
+    size = (getattr(experts, "num_experts", 0),)
+    for module in model.get_submodule(path.rpartition(".")[0]).modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in _BIASES and buffer.shape == size:
+                return TransformersRouter(module, name)
+    return None
 
 
 class TransformersExpertCounter(nn.Module):

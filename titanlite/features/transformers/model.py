@@ -23,8 +23,11 @@ from titanlite.features.transformers import packing, probes
 from titanlite.features.transformers.experts import (
     DISPATCH,
     TransformersExpertCounter,
+    TransformersMoE,
     build_counters,
     find_experts,
+    find_router,
+    is_plain_swiglu,
     use_titanlite_experts,
 )
 from titanlite.materialize.sources import Source
@@ -101,6 +104,7 @@ class TransformersModel(Model):
         self.expert_modules = find_experts(model)
         self._counters = build_counters(self.expert_modules)
         self.counters = nn.ModuleList(self._counters.values())
+        self._routers = [find_router(model, *item) for item in self.expert_modules.items()]
         self.state_shapes = {
             name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
         }
@@ -334,6 +338,13 @@ class TransformersModel(Model):
     def moe_layer_numbers(self) -> list[int]:
         return list(self._counters)
 
+    def moe_layers(self) -> dict[int, TransformersMoE]:
+        """Return the layers whose router has a bias that balances, by number; none where rows are
+        not counted.
+        """
+        pairs = zip(self._counters, self._routers, strict=False)
+        return {number: TransformersMoE(router) for number, router in pairs if router is not None}
+
     def experts_in(self, layer: nn.Module) -> list[nn.Module]:
         inside = set(layer.modules())
         return [module for module in self.expert_modules.values() if module in inside]
@@ -392,11 +403,22 @@ class TransformersModel(Model):
                 else "experts are not called by transformers' interface"
             )
             load = "is logged" if self.counters else f"cannot be counted: {why}"
+            balanced = (
+                "its own bias balances" if moe.expert_bias_update_rate else "no balancing is added"
+            )
             logger.info(
-                "moe: transformers' %s routes by itself: no balancing is added; its expert load %s",
+                "moe: transformers' %s routes by itself: %s; its expert load %s",
                 name,
+                balanced,
                 load,
             )
+        if moe.expert_bias_update_rate and not self.moe_layers():
+            raise ConfigError(
+                f"moe.expert_bias_update_rate = {moe.expert_bias_update_rate} moves the bias of "
+                f"routers, but those of transformers' {name} have no such buffer. Leave it out."
+            )
+        if device.type == "cuda" and all(map(is_plain_swiglu, self.expert_modules.values())):
+            self._use_titanlite_experts()
 
     def split_experts(self) -> list[nn.Module]:
         problems = [
@@ -419,7 +441,11 @@ class TransformersModel(Model):
     def set_dispatch(self, dispatch: Callable[..., Any]) -> None:
         for experts in self.expert_modules.values():
             setattr(experts, DISPATCH, dispatch)
-        use_titanlite_experts(self._transformers_model)
+        self._use_titanlite_experts()
+
+    def _use_titanlite_experts(self) -> None:
+        if self.expert_modules:
+            use_titanlite_experts(self._transformers_model)
 
     def draws_random(self) -> bool:
         return True  # unknown: the class decides

@@ -10,8 +10,9 @@ import torch
 import transformers
 from tiny_transformers import TEXT_MODELS, VOCAB_SIZE
 
+from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
-from titanlite.config.schema import ActivationCheckpointSection
+from titanlite.config.schema import ActivationCheckpointSection, MoESection
 from titanlite.distributed.parallelize import checkpoint_layers
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.experts import use_titanlite_experts
@@ -104,6 +105,42 @@ def test_counts_are_those_of_the_native_decoder(tiny, family, changes, mode):
         native.expert_counters()
     )
     assert torch.equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_dense_layers": 2}])
+def test_the_bias_of_a_class_moves_as_the_native_one_does(tiny, changes):
+    """Over two steps, the second of which uses the bias that the first has set."""
+    found = []
+    for model in native_and_other(tiny, "dots1", **changes):
+        balancer = ExpertBiasBalancer(model, 0.1, one_rank)
+        for seed in (0, 1):
+            tokens, labels = draw(model.config.vocab_size, seed)
+            model(tokens, labels, None, DOCUMENTS)
+            balancer.accumulate()
+            balancer.step(TRUE)
+        found.append([moe.gate.expert_bias for moe in model.moe_layers().values()])
+    native, other = map(torch.stack, found)
+    assert native.any() and torch.equal(native, other)
+
+
+def configure(name, device_type, **moe):
+    model = build(TEXT_MODELS[name]())
+    model.configure("sdpa", MoESection(**moe), 64, torch.device(device_type))
+    return model
+
+
+def test_a_class_without_a_bias_buffer_is_not_balanced():
+    with pytest.raises(ConfigError, match=r"MixtralForCausalLM have no such buffer\. Leave it out"):
+        configure("mixtral", "cpu", expert_bias_update_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "device_type", "ours"),
+    [("mixtral", "cuda", True), ("mixtral", "cpu", False), ("gpt_oss", "cuda", False)],
+)
+def test_plain_experts_of_a_class_are_computed_by_ours_on_cuda(name, device_type, ours):
+    config = configure(name, device_type).transformers_model.config
+    assert (config._experts_implementation == "titanlite") == ours
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm", "titanlite"])
