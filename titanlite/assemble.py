@@ -66,10 +66,10 @@ from titanlite.features.record.publish import (
 from titanlite.features.record.run_files import (
     check_space,
     log_held,
-    record_trained,
     save_environment,
     say_end,
 )
+from titanlite.features.record.unreached import report_unreached
 from titanlite.features.sft.build import build_sft
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.streams.mixture import build_mixture
@@ -139,7 +139,7 @@ def assemble(checked: Checked) -> Trainer:
             diagnose=partial(
                 diagnose, model, whole_layers=run.job.compile.enable, stage=run.dims.stage
             ),
-            record_trained=partial(record_trained, run.folder),
+            report_unreached=partial(report_unreached, run.folder),
         ),
         closing=Closing(
             render_card=partial(
@@ -481,6 +481,7 @@ def build_results(run: Run) -> Results:
 def build_metrics(run: Run, model: Model, loader: TrainLoader) -> MetricsLogger:
     """Build the metrics logger; rank 0 writes, also to W&B if that is on."""
     job = run.job
+    measure, reads_backwards = build_metric(job.metrics)
     return MetricsLogger(
         job,
         run.folder,
@@ -491,7 +492,8 @@ def build_metrics(run: Run, model: Model, loader: TrainLoader) -> MetricsLogger:
         moe_layers=model.moe_layer_numbers(),
         if_idle=advise_balancing(job.moe, job.model.implementation, model),
         sink=open_wandb(job, run.folder),
-        measure=build_metric(job.metrics),
+        measure=measure,
+        reads_backwards=reads_backwards,
         steps_per_epoch=(loader.dataset.num_train_sequences or 0) / loader.global_batch_size,
     )
 

@@ -1,10 +1,6 @@
-"""One optimizer step on any mesh: forward, backward, reduction, clipping, update, and the point
-that is logged.
-"""
+"""One optimizer step on any mesh: forward, backward, reduction, clipping and update."""
 
-import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -13,22 +9,19 @@ import torch.distributed as dist
 from titanlite.base.timers import StepTimer
 from titanlite.data.dataset import Batch
 from titanlite.distributed.fsdp import prepare_backward
-from titanlite.distributed.grads import clip_grad_norms, find_unreached, reduce_replicated_grads
+from titanlite.distributed.grads import (
+    clip_grad_norms,
+    find_unreached,
+    measure_grads,
+    reduce_replicated_grads,
+)
 from titanlite.launch.protocol import beat
 from titanlite.metrics.flops import group_parameters
-from titanlite.metrics.point import (
-    MoEState,
-    StepPoint,
-    StepResult,
-    Window,
-    find_largest,
-    gather_ranks,
-)
+from titanlite.metrics.point import StepResult
 from titanlite.models.interface import Model
 from titanlite.objective import Objective, ObjectiveSums
-from titanlite.optim import FiniteGuard
 from titanlite.optim.expert_bias import ExpertBiasBalancer, get_bias_update_rate
-from titanlite.optim.optimizer import step_if_finite
+from titanlite.optim.optimizer import FiniteGuard, step_if_finite
 from titanlite.optim.schedule import Schedule
 from titanlite.run import Run
 
@@ -79,6 +72,8 @@ class TrainStep:
         )
         self.finite_guard = FiniteGuard(run.device, max_nonfinite)
         self.timer = StepTimer(run.device)
+        # the next steps measure the gradients after each backward: `StepResult.backwards`
+        self.measures_backwards = False
         # trained parameters without a gradient; known after the first step
         self.unreached: list[str] | None = None
 
@@ -95,9 +90,14 @@ class TrainStep:
         self.timer.start("other")
         objective = self.objective
         count = len(micro_batches)
-        units, num_tokens = self.count_units(micro_batches)
+        units_of, tokens_of = self.count_units(micro_batches)
+        units = units_of.sum()
+        num_tokens = tokens_of.sum()
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
-        once_per_step = self.job.parallelism.fsdp_once_per_step
+        norm_device = torch.device("cpu") if self.job.training.enable_cpu_offload else self.device
+        squares = None
+        if self.measures_backwards:
+            squares = torch.zeros(count, dtype=torch.float64, device=norm_device)
         losses_in_flight: dict[int, ObjectiveSums] = {}
         for phase, number in order_turns(count, self.dims.degrees.turns_ahead(self.dims.stage)):
             self.enter(phase, number)
@@ -107,22 +107,27 @@ class TrainStep:
                 sums += self.local_sums(losses)
                 continue
             if count > 1 and number in (0, count - 1):  # between steps, each backward is a last one
-                is_last = number == count - 1
+                is_last = number == count - 1 or squares is not None
                 prepare_backward(
-                    self.model, self.dims, is_last=is_last, once_per_step=once_per_step
+                    self.model,
+                    self.dims,
+                    is_last=is_last,
+                    once_per_step=self.job.parallelism.fsdp_once_per_step,
                 )
             self.scaled_loss(losses_in_flight.pop(number), units, num_tokens).backward()
+            if squares is not None:
+                squares[number] = measure_grads(self.grad_groups, self.dims, norm_device)
 
+        if squares is not None:
+            dist.all_reduce(squares)
         self.enter("optimizer")
         sums = self.sum_over_data(sums, in_stages=True)
         # once: what has no part in the loss of one step has none in others
         if self.unreached is None:
             self.unreached = find_unreached(self.model, self.device)
         reduce_replicated_grads(self.model.parameters(), self.dims)
-        norm_device = torch.device("cpu") if self.job.training.enable_cpu_offload else self.device
-        max_norm = self.job.training.max_norm
         grad_norm, group_norms = clip_grad_norms(
-            self.grad_groups, max_norm, self.dims.stage_group, norm_device
+            self.grad_groups, self.job.training.max_norm, self.dims.stage_group, norm_device
         )
         self.step += 1
         finite = grad_norm.to(self.device).isfinite() & sums[:2].isfinite().all()  # both are global
@@ -142,6 +147,8 @@ class TrainStep:
             unpadded_tokens=num_tokens,
             tokens_per_expert=tokens_per_expert,
             metrics=means[2:],
+            units=units_of,
+            squares=squares,
         )
 
     def begin(self, step: int) -> None:
@@ -161,14 +168,14 @@ class TrainStep:
         beat(phase, self.step + 1)
 
     def count_units(self, micro_batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count the units, and the tokens without padding, of the global batch. Collective: every
-        rank must call.
+        """Count the units, and the tokens without padding, of each micro-batch on all ranks
+        together, int64 (micro-batches,). Collective: every rank must call.
         """
         counts = [
             torch.stack([self.objective.count(batch), batch.count_tokens()])
             for batch in micro_batches
         ]
-        units, num_tokens = self.sum_over_data(torch.stack(counts).sum(dim=0)).unbind()
+        units, num_tokens = self.sum_over_data(torch.stack(counts, dim=1)).unbind()
         return units, num_tokens
 
     def scaled_loss(
@@ -205,57 +212,3 @@ class TrainStep:
         degrees = self.dims.degrees
         copies = degrees.ranks_per_sequence * (1 if in_stages else degrees.pp)
         return value // copies if value.dtype == torch.int64 else value / copies
-
-    def build_point(self, window: Window, losses: Sequence[float]) -> StepPoint:
-        """Build the point of a log step from the measurements of all ranks since the last one.
-        `losses` are of the steps in `window`. Collective: every rank must call. Synchronizes.
-        """
-        result = window.results[-1]
-        self.timer.start(None)
-        seconds = time.perf_counter() - window.start
-        phases = self.timer.read()
-        norms = window.read("grad_norm")
-        tokens = sum(step.tokens for step in window.results)
-        group_norms = dict(zip(self.grad_groups, result.group_norms.tolist(), strict=True))
-        applied = [loss for loss in losses if math.isfinite(loss)]
-        moe = None
-        if result.tokens_per_expert is not None:
-            counts = [
-                step.tokens_per_expert
-                for step in window.results
-                if step.tokens_per_expert is not None
-            ]
-            moe = MoEState(
-                result.tokens_per_expert,
-                self.balancer.bias_range(),
-                torch.stack(counts).sum(dim=0),
-                self.model.config.top_k,
-            )
-        return StepPoint(
-            self.step,
-            loss=sum(applied) / len(applied) if applied else math.nan,
-            grad_norm=norms[-1],
-            lr=self.schedule.learning_rate(self.step - 1),
-            tokens=tokens,
-            num_padding=tokens - int(sum(window.read("unpadded_tokens"))),
-            seconds=seconds,
-            slowest_s=self.timer.read_slowest(),
-            largest={
-                "loss/train_max": find_largest(losses, self.step),
-                "grad_norm_max": find_largest(norms, self.step),
-            },
-            phases=phases,
-            ranks=gather_ranks(phases, self.device),
-            group_norms=group_norms if len(group_norms) > 1 else {},
-            moe=moe,
-            extra=self._extra_metrics(result),
-        )
-
-    def _extra_metrics(self, result: StepResult) -> dict[str, float]:
-        """Return the metrics of this run in addition to the loss, for the log. Synchronizes."""
-        found = dict(zip(self.objective.metric_names, result.metrics.tolist(), strict=True))
-        if self.job.training.on_nonfinite == "skip":
-            found["nonfinite_steps"] = float(self.finite_guard.total)
-        if self.job.moe.aux_loss_coeff or self.job.moe.z_loss_coeff:
-            found["loss/aux"] = result.aux_loss.item()
-        return found

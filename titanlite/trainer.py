@@ -1,8 +1,7 @@
 """The training loop. `assemble.py` builds the parts of the trainer; one step is `train_step.py`."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,10 +24,10 @@ from titanlite.launch.protocol import beat, is_stop_requested
 from titanlite.materialize import Plan
 from titanlite.metrics import profiling
 from titanlite.metrics.logger import MetricsLogger
-from titanlite.metrics.point import EvaluationResult, Results, Window
+from titanlite.metrics.point import EvaluationResult, Results, Window, build_point
 from titanlite.metrics.run_folder import get_identity
 from titanlite.models.interface import Model
-from titanlite.optim.optimizer import Diagnosis, describe_unreached, evaluation_weights
+from titanlite.optim.optimizer import Diagnosis, evaluation_weights
 from titanlite.run import Run
 from titanlite.train_step import TrainStep
 
@@ -38,10 +37,6 @@ class Evaluator(Protocol):
 
     def is_due(self, step: int, last: bool) -> bool: ...
     def run(self, model: Model) -> EvaluationResult: ...
-
-
-def _search_nothing(*_: object) -> Diagnosis:
-    return Diagnosis("Its origin was not searched.", repeats=True)
 
 
 @dataclass(frozen=True)
@@ -62,14 +57,15 @@ class Watch:
 
     Attributes:
         diagnose: called with (micro-batches, scaled loss of one). Collective.
-        record_trained: corrects the number of trained parameters, on rank 0.
+        report_unreached: called with (model, names, step) after the first step, if it gave trained
+            parameters no gradient.
     """
 
     evaluator: Evaluator | None = None
-    diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor]], Diagnosis] = (
-        _search_nothing
+    diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor]], Diagnosis] = lambda *_: (
+        Diagnosis("Its origin was not searched.", repeats=True)
     )
-    record_trained: Callable[[int], None] = lambda *_: None
+    report_unreached: Callable[[Model, Sequence[str], int], None] = lambda *_: None
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,6 @@ class Trainer:
         checkpoint.
         """
         job = self.parts.run.job
-        device = self.parts.run.device
         stepper = self.parts.stepper
         checkpointer = self.parts.checkpointer
         with (
@@ -131,23 +126,23 @@ class Trainer:
             ):
                 stepper.enter("data")
                 micro_batches = [
-                    batch.to(device) for batch in self.parts.loader.micro_batches(self.step)
+                    batch.to(self.parts.run.device)
+                    for batch in self.parts.loader.micro_batches(self.step)
                 ]
                 is_first = stepper.unreached is None
+                last = self.step + 1 == job.training.steps
+                is_logged = (self.step + 1) % job.metrics.log_freq == 0 or self.step == 0 or last
+                stepper.measures_backwards = is_logged and self.metrics.reads_backwards
                 window.results.append(stepper.train_step(micro_batches))
                 if is_first and stepper.unreached:
-                    self.report_unreached(stepper.unreached)
+                    self.watch.report_unreached(self.model, stepper.unreached, self.step)
                 stepper.timer.start("other")
                 end_step(self.step)
                 self.metrics.advance(self.step)
 
-                last = self.step == job.training.steps
-                if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:
+                if is_logged:
                     self.check_finite()  # synchronization point: the device has finished this step
-                    losses = window.read("loss")
-                    self.loss = losses[-1]
-                    point = stepper.build_point(window, losses)
-                    self.metrics.log_step(point)
+                    self.log_step(window)
                     window = Window()
                 stepper.timer.start(None)
                 pause = time.perf_counter()
@@ -158,21 +153,25 @@ class Trainer:
                 window.start += time.perf_counter() - pause  # pauses do not count as training time
         self.finish()
 
-    def report_unreached(self, names: Sequence[str]) -> None:
-        """Warn of the parameters `names`, which have no gradient, and do not count them as trained
-        any more.
-        """
-        if dist.get_rank() == 0:
-            text, trained = describe_unreached(self.model, names)
-            logger.warning("%s", text)
-            record_event("unreached", text, self.step)
-            self.watch.record_trained(trained)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Run forwards of the weights to evaluate in the body, without gradients."""
-        with evaluation_weights(self.parts.stepper.optimizer), forward_only(self.model):
-            yield
+    def log_step(self, window: Window) -> None:
+        """Log the steps of `window`. Collective: every rank must call."""
+        run = self.parts.run
+        stepper = self.parts.stepper
+        self.loss = window.results[-1].loss.item()
+        point = build_point(
+            run.job,
+            window,
+            stepper.timer,
+            self.step,
+            lr=stepper.schedule.learning_rate(self.step - 1),
+            device=run.device,
+            groups=list(stepper.grad_groups),
+            metric_names=stepper.objective.metric_names,
+            bias_range=stepper.balancer.bias_range(),
+            top_k=self.model.config.top_k,
+            nonfinite_steps=stepper.finite_guard.total,
+        )
+        self.metrics.log_step(point)
 
     def validate(self) -> tuple[float, dict[str, float]]:
         """Return the mean held-out loss, with sources weighted by their shares, and the loss of
@@ -186,7 +185,7 @@ class Trainer:
         objective = stepper.objective
         losses: dict[str, float] = {}
         loss_of_all, units_of_all = torch.zeros(2, dtype=torch.float64, device=run.device)
-        with self.evaluating():
+        with evaluation_weights(stepper.optimizer), forward_only(self.model):
             for source, weight, batches in self.parts.loader.validation_sets(
                 run.job.validation.steps
             ):
@@ -228,7 +227,7 @@ class Trainer:
         if evaluator is not None and evaluator.is_due(self.step, last or results.out_of_patience):
             self.check_finite()
             beat("evaluation")
-            with self.evaluating():
+            with evaluation_weights(self.parts.stepper.optimizer):
                 result = evaluator.run(self.model)
             values = {
                 f"eval/{result.name}": result.score,
@@ -257,11 +256,13 @@ class Trainer:
         beat("diagnosing")
         step = found.first if found.fatal else found.first_new
         batches = [batch.to(self.parts.run.device) for batch in loader.micro_batches(step - 1)]
-        units = stepper.count_units(batches)
+        units, num_tokens = (counts.sum() for counts in stepper.count_units(batches))
         stepper.begin(step - 1)
         diagnosis = self.watch.diagnose(
             batches,
-            lambda batch: stepper.scaled_loss(stepper.objective(stepper.model, batch), *units),
+            lambda batch: stepper.scaled_loss(
+                stepper.objective(stepper.model, batch), units, num_tokens
+            ),
         )
         if not found.fatal:
             if dist.get_rank() == 0:
@@ -273,8 +274,9 @@ class Trainer:
         if self.step > 0 and self.parts.run.job.checkpoint.enable:
             self.save()
             checkpointer.wait()
-            is_saved = checkpointer.has_saved(self.step)
-            saved = f", saved in {checkpointer.folder}" if is_saved else ", not saved"
+            saved = ", not saved"
+            if checkpointer.has_saved(self.step):
+                saved = f", saved in {checkpointer.folder}"
         raise diagnosis.to_error(found, saved, loader.samples_before(self.step))
 
     def save(self) -> None:
@@ -303,8 +305,7 @@ class Trainer:
 
     def finish(self) -> None:
         """Save, say how the run ended, and upload. Collective: every rank must call."""
-        is_untouched = self.stopping and self.step == 0
-        if not is_untouched:
+        if self.step > 0 or not self.stopping:  # otherwise nothing was trained
             self.save()
             self.parts.checkpointer.finish()
         beat("finishing")

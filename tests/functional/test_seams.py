@@ -21,6 +21,7 @@ from titanlite.config.parallelism import Degrees
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.optim.optimizer import Diagnosis
 from titanlite.optim.schedule import Schedule
+from titanlite.preflight import Checked
 
 Z_LOSS = ["--moe.z_loss_coeff=0.01", "--moe.aux_loss_coeff=0", "--training.global_batch_size=4"]
 SLOW = ["--optimizer.lr=1e-6", "--lr_scheduler.warmup_steps=0", "--lr_scheduler.min_lr_factor=1"]
@@ -105,6 +106,83 @@ def test_the_diagnosis_of_a_step_sees_the_values_of_that_step(
     (seen,) = run_ranks(1, rank_main)
     assert [coeff for coeff, *_ in seen] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.005])
     assert seen[-1] == seen[1] != seen[2]
+
+
+# --- squares of gradients after each backward
+
+
+def measure(job: Checked) -> tuple[list[int], list[float], float]:
+    trainer = assemble(job)
+    stepper = trainer.parts.stepper
+    stepper.measures_backwards = True
+    result = stepper.train_step(trainer.parts.loader.micro_batches(0))
+    assert result.squares is not None
+    return result.units.tolist(), result.squares.tolist(), result.grad_norm.item()
+
+
+@pytest.fixture(scope="module")
+def on_one_rank() -> list[Any]:
+    """What one rank measures, once it has."""
+    return []
+
+
+@pytest.mark.parametrize("once_per_step", ["false", "true"])
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        Degrees(dp_shard=2),
+        Degrees(tp=2),
+        Degrees(dp_replicate=2, dp_shard=2),
+        Degrees(dp_shard=2, ep=2),
+        Degrees(dp_replicate=2, tp=2, ep=2),
+        Degrees(dp_shard=2, pp=2),
+    ],
+    ids=str,
+)
+def test_squares_after_each_backward_are_those_of_one_rank(
+    run_warm: Callable[..., Any],
+    checked: Callable[..., Any],
+    on_one_rank: list[Any],
+    degrees: Degrees,
+    once_per_step: str,
+):
+    """Of 4 micro-batches of 4 sequences each on all ranks together."""
+    rows = "--training.global_batch_size=16"
+
+    def run(degrees: Degrees) -> tuple[list[int], list[float], float]:
+        size = f"--training.local_batch_size={4 // degrees.dp}"
+        once = f"--parallelism.fsdp_once_per_step={once_per_step}"
+        results = run_warm(degrees.world_size, measure, checked(degrees, rows, size, once))
+        assert len(set(map(str, results))) == 1
+        return results[0]
+
+    if not on_one_rank:
+        on_one_rank.append(run(Degrees()))
+    units, squares, norm = run(degrees)
+    ((expected_units, expected, expected_norm),) = on_one_rank
+    assert units == expected_units and len(units) == 4
+    # Float32 sums in another order; see test_parity_ladder.py.
+    assert squares == pytest.approx(expected, rel=2e-5)
+    assert math.sqrt(squares[-1]) == pytest.approx(norm, rel=1e-6)
+    assert norm == pytest.approx(expected_norm, rel=1e-5)
+
+
+def test_measured_gradients_are_trained_as_others(
+    run_warm: Callable[..., Any], checked: Callable[..., Any]
+):
+    """What is summed over tp for the measurement is put back."""
+    degrees = Degrees(dp_shard=2, tp=2)
+    job = checked(degrees, "--training.global_batch_size=8")
+    measured, plain = (run_warm(4, train_measured, job, each) for each in (True, False))
+    assert measured == plain
+
+
+def train_measured(job: Checked, measures: bool) -> list[float]:
+    trainer = assemble(job)
+    stepper = trainer.parts.stepper
+    stepper.measures_backwards = measures
+    steps = [stepper.train_step(trainer.parts.loader.micro_batches(step)) for step in range(3)]
+    return [step.grad_norm.item() for step in steps]
 
 
 # --- weights that change around a forward without a backward

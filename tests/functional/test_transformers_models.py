@@ -276,7 +276,7 @@ def test_training_equals_a_plain_loop_over_single_documents(run_ranks, cases, ro
                 torch.distributed.all_reduce(total)
                 losses.append(total.item())
                 reduce_replicated_grads(model.parameters(), dims)
-                norm = clip_grad_norms({"": model.parameters()}, 0.0)[0].item()
+                norm = clip_grad_norms({"": list(model.parameters())}, 0.0)[0].item()
                 gradients = {
                     clean_name(key): whole(param.grad)
                     for key, param in model.named_parameters()

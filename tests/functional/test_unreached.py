@@ -19,7 +19,7 @@ from tests.functional.conftest import train_steps, train_to_the_end
 from titanlite.assemble import assemble
 from titanlite.config import load_config
 from titanlite.distributed.grads import find_unreached
-from titanlite.optim.optimizer import describe_unreached
+from titanlite.features.record.unreached import describe_unreached
 from titanlite.preflight import check
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))

@@ -9,8 +9,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "titanlite"
 READS_ENVIRONMENT = ("base/", "launch/")
 # The configuration as a whole: where it is made and checked; the facts of a run, the build order
-# and the order of sharding; features and datasets, whose builders get it; and what saves or
-# compares all of it.
+# and the order of sharding; values of any section that follow the step; features and datasets,
+# whose builders get it; and what saves or compares all of it.
 KNOWS_JOB = (
     *("config/", "preflight.py", "features/", "data/", "metrics/"),
     *("assemble.py", "run.py", "distributed/parallelize.py", "optim/schedule.py"),

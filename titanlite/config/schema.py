@@ -371,7 +371,9 @@ class CompileSection:
 class MetricsSection:
     log_freq: int = setting(10, "Steps between log lines and metric points.", ge=1)
     function: str = setting(
-        "", "Function of a point; gives more values to log (docs/extending.md).", calls=("point",)
+        "",
+        "Function of a point; gives more values to log (docs/extending.md).",
+        calls=("point", "point, backwards"),
     )
     enable_tensorboard: bool = setting(
         True, "Write TensorBoard events to job.dump_folder/save_tb_folder."

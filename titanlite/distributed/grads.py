@@ -4,7 +4,7 @@ tensor parallelism, global norm and clipping.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -60,11 +60,8 @@ def reduce_replicated_grads(params: Iterable[torch.nn.Parameter], dims: Parallel
     if dims.degrees.tp == 1:
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for param in params:
-        if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
-            names = param.device_mesh.mesh_dim_names or ()
-            if "tp" in names and isinstance(param.placements[names.index("tp")], Replicate):
-                by_dtype.setdefault(param.grad.dtype, []).append(local_of(param.grad))
+    for grad in _replicated_grads(params):
+        by_dtype.setdefault(grad.dtype, []).append(grad)
     for grads in by_dtype.values():
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat, group=dims.tp_mesh.get_group())
@@ -72,9 +69,39 @@ def reduce_replicated_grads(params: Iterable[torch.nn.Parameter], dims: Parallel
             grad.copy_(part.view_as(grad))
 
 
+def _replicated_grads(params: Iterable[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
+    """Yield this rank's shards of the gradients of tp-replicated parameters."""
+    for param in params:
+        if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
+            names = param.device_mesh.mesh_dim_names or ()
+            if "tp" in names and isinstance(param.placements[names.index("tp")], Replicate):
+                yield local_of(param.grad)
+
+
+@torch.no_grad()
+def measure_grads(
+    groups: Mapping[str, Sequence[torch.nn.Parameter]], dims: ParallelDims, device: torch.device
+) -> torch.Tensor:
+    """Return this rank's summand of the square of the 2-norm of the gradients, a float64 scalar,
+    after any backward of a step; the gradients stay as they are.
+
+    FSDP must have reduced them in that backward: `prepare_backward` with `is_last`. `device` is the
+    gradients'.
+
+    Collectives: those of `reduce_replicated_grads`; every rank must call.
+    """
+    params = [param for group in groups.values() for param in group]
+    summands = [(grad, grad.clone()) for grad in _replicated_grads(params)]
+    reduce_replicated_grads(params, dims)
+    squares = sum_squares(groups, dims.stage_group, device).sum()
+    for grad, summand in summands:
+        grad.copy_(summand)  # later backwards add to it
+    return squares
+
+
 @torch.no_grad()
 def clip_grad_norms(
-    groups: Mapping[str, Iterable[torch.nn.Parameter]],
+    groups: Mapping[str, Sequence[torch.nn.Parameter]],
     max_norm: float,
     sharing: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
@@ -82,16 +109,38 @@ def clip_grad_norms(
     """Clip the gradients of all groups together; return their total 2-norm before, and that of each
     group (groups,), float32.
 
-    Parameters may live on several meshes, where `torch.nn.utils.clip_grad_norm_` raises: every rank
-    sums the squares of its local shards, each divided by the number of ranks that hold the same
-    shard. A norm that is not finite leaves the gradients as they are; the caller must not step.
-
-    A `max_norm` of 0 only computes the norms. `sharing` are the ranks that share this rank's
-    parameters: those of its pipeline stage, or all. A stage without gradients has its norms on
-    `device`.
+    Parameters may live on several meshes, where `torch.nn.utils.clip_grad_norm_` raises. A norm
+    that is not finite leaves the gradients as they are; the caller must not step. A `max_norm` of 0
+    only computes the norms. `sharing` and `device` are as in `sum_squares`.
 
     Collectives: one all-reduce over the default process group; every rank must call, with the same
     groups.
+    """
+    grads = [
+        local_of(param.grad)
+        for params in groups.values()
+        for param in params
+        if param.grad is not None
+    ]
+    squares = sum_squares(groups, sharing, device)
+    dist.all_reduce(squares)
+    norm = squares.sum().sqrt().to(torch.float32)
+    if max_norm > 0 and grads:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, torch.where(norm.isfinite(), factor, 1.0))
+    return norm, squares.sqrt().to(torch.float32)
+
+
+def sum_squares(
+    groups: Mapping[str, Sequence[torch.nn.Parameter]],
+    sharing: dist.ProcessGroup | None,
+    device: torch.device | None,
+) -> torch.Tensor:
+    """Sum the squares of this rank's shards of the gradients of each group, (groups,) float64; each
+    shard is divided by the number of ranks that hold it, so that the sum over all ranks is right.
+
+    `sharing` are the ranks that share this rank's parameters: those of its pipeline stage, or all
+    (None). `device` is the gradients'.
     """
     num_sharing = dist.get_world_size(sharing)
     # By replicas and group: kernels over many gradients at once, however many groups there are.
@@ -104,14 +153,9 @@ def clip_grad_norms(
             if layout not in replicas_of:
                 replicas_of[layout] = num_replicas(grad, num_sharing)
             found[replicas_of[layout]].append((index, local_of(grad)))
-    grads = [grad for entries in found.values() for _, grad in entries]
-    if not grads and sharing is None:
-        return torch.zeros(()), torch.zeros(len(groups))
     # Squares are summed in float64 on every device: the sum of a large model's squares outgrows
     # float32's 24 bits.
-    squares = torch.zeros(
-        len(groups), dtype=torch.float64, device=grads[0].device if grads else device
-    )
+    squares = torch.zeros(len(groups), dtype=torch.float64, device=device)
     for replicas, entries in found.items():
         local = [grad for _, grad in entries]
         # bfloat16 would round the norms to 8 bits
@@ -120,9 +164,4 @@ def clip_grad_norms(
         # A group's squares are contiguous, so no order depends on atomics.
         sizes = [[index for index, _ in entries].count(group) for group in range(len(groups))]
         squares += torch.stack([part.sum() for part in norms.square().split(sizes)]) / replicas
-    dist.all_reduce(squares)
-    norm = squares.sum().sqrt().to(torch.float32)
-    if max_norm > 0 and grads:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, torch.where(norm.isfinite(), factor, 1.0))
-    return norm, squares.sqrt().to(torch.float32)
+    return squares

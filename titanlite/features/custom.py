@@ -236,24 +236,27 @@ class BatchObjective(NextToken):
         return ObjectiveSums(loss, found.aux, torch.stack(values) if values else loss.new_zeros(0))
 
 
-def build_metric(section: MetricsSection) -> Callable[[StepPoint], Mapping[str, float]]:
-    """Return the function of `metrics.function`, whose values are logged as metric/NAME; nothing
-    without one.
+def build_metric(
+    section: MetricsSection,
+) -> tuple[Callable[[StepPoint], Mapping[str, float]], bool]:
+    """Return the function of `metrics.function`, whose values are logged as metric/NAME, and
+    whether it takes the gradients after each backward; a function without values if none is set.
 
     Raises:
         TrainingError: when called: it raises something, or returns something else than a dictionary
             of numbers.
     """
     if not section.function:
-        return lambda point: {}
-    function, where = (
-        load_extension("metrics.function", section.function, ["point"]),
-        f"'{section.function}'",
-    )
+        return lambda point: {}, False
+    key = "metrics.function"
+    calls = list(get_settings()[key].calls or [])
+    function = load_extension(key, section.function, calls)
+    reads_backwards = get_call(function, calls) != calls[0]
+    where = f"'{section.function}'"
 
     def measure(point: StepPoint) -> Mapping[str, float]:
         try:
-            found = function(point)
+            found = function(point, point.backwards) if reads_backwards else function(point)
         except Exception as error:
             raise TrainingError(
                 f"metrics.function {where} raised {describe_error(error)}. Correct it, or leave it "
@@ -267,7 +270,7 @@ def build_metric(section: MetricsSection) -> Callable[[StepPoint], Mapping[str, 
             )
         return {f"metric/{name}": float(value) for name, value in found.items()}
 
-    return measure
+    return measure, reads_backwards
 
 
 _SIZES = (3, 4, 5, 6)  # of the stand-ins: all differ, so that a state's shape tells its dims

@@ -101,9 +101,11 @@ class MetricsLogger:
         sink: Callable[[int, Mapping[str, float]], None] | None = None,
         # gives more values of a point
         measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},
+        reads_backwards: bool = False,  # `measure` reads `StepPoint.backwards`
         steps_per_epoch: float = 0.0,  # for the progress bar; 0 where that is not known
     ) -> None:
         self._measure = measure
+        self.reads_backwards = reads_backwards
         self._num_steps = job.training.steps
         self._flops_per_token = flops_per_token
         self._num_ranks = num_ranks

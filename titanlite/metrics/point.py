@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.base.log import logger
+from titanlite.base.timers import StepTimer
+from titanlite.config import JobConfig
 from titanlite.config.schema import ValidationSection
 
 # Always written, so that a plot has no gaps.
@@ -38,6 +40,10 @@ class StepResult:
     # (layers, E) int64; None: there are no experts, or none are counted
     tokens_per_expert: torch.Tensor | None
     metrics: torch.Tensor  # means of the objective's metrics, float32 (len(metric_names),)
+    units: torch.Tensor  # of each micro-batch on all ranks together, int64 (micro-batches,)
+    # square of the 2-norm of the gradients after each backward, which adds to those before it,
+    # float64 (micro-batches,); None: not measured
+    squares: torch.Tensor | None
 
 
 @dataclass
@@ -108,6 +114,16 @@ def describe_moe(state: MoEState) -> dict[str, list[float]]:
     return {name: value.tolist() for name, value in values.items()}
 
 
+class Backward(NamedTuple):
+    """The gradients after one backward of a step, of all ranks together and before clipping.
+
+    They are sums over the units so far, divided by the units of the whole step.
+    """
+
+    units: int  # tokens with a label (or pairs) up to this backward
+    square: float  # of the 2-norm
+
+
 @dataclass(frozen=True)
 class StepPoint:
     """One point of training; "since" is since the point before."""
@@ -130,6 +146,8 @@ class StepPoint:
     # 2-norm of the gradients by group of parameters
     group_norms: Mapping[str, float] = field(default_factory=dict)
     moe: MoEState | None = None  # None for dense models
+    # of this step, for a `metrics.function` that takes them
+    backwards: Sequence[Backward] = ()
     # under the names that TensorBoard shall show
     extra: Mapping[str, float] = field(default_factory=dict)
 
@@ -223,6 +241,79 @@ def describe_ranks(
         "ranks/data_s": [round(value / steps, 6) for value in ranks["data_s"]],
         "ranks/memory_gib": [round(value, 4) for value in ranks[memory]],
     }
+
+
+def build_point(
+    job: JobConfig,
+    window: Window,
+    timer: StepTimer,
+    step: int,
+    *,
+    lr: float,
+    device: torch.device,
+    groups: Sequence[str],
+    metric_names: Sequence[str],
+    bias_range: Tensor | None,
+    top_k: int,
+    nonfinite_steps: int,
+) -> StepPoint:
+    """Build the point of `step`, a log step, from the measurements of all ranks since the last one.
+
+    Args:
+        lr: learning rate of this step.
+        groups: names of the groups of parameters in `StepResult.group_norms`.
+        metric_names: names of the values in `StepResult.metrics`.
+        bias_range: see `MoEState`.
+        top_k: experts per token.
+        nonfinite_steps: number of such steps so far.
+
+    Collective: every rank must call. Synchronizes.
+    """
+    result = window.results[-1]
+    timer.start(None)
+    seconds = time.perf_counter() - window.start
+    phases = timer.read()
+    losses = window.read("loss")
+    norms = window.read("grad_norm")
+    tokens = sum(each.tokens for each in window.results)
+    group_norms = dict(zip(groups, result.group_norms.tolist(), strict=True))
+    applied = [loss for loss in losses if math.isfinite(loss)]
+    moe = None
+    if result.tokens_per_expert is not None:
+        counts = [
+            each.tokens_per_expert for each in window.results if each.tokens_per_expert is not None
+        ]
+        since = torch.stack(counts).sum(dim=0)
+        moe = MoEState(result.tokens_per_expert, bias_range, since, top_k)
+    backwards: list[Backward] = []
+    if result.squares is not None:
+        units = result.units.cumsum(dim=0).tolist()
+        backwards = list(map(Backward, units, result.squares.tolist()))
+    extra = dict(zip(metric_names, result.metrics.tolist(), strict=True))
+    if job.training.on_nonfinite == "skip":
+        extra["nonfinite_steps"] = float(nonfinite_steps)
+    if job.moe.aux_loss_coeff or job.moe.z_loss_coeff:
+        extra["loss/aux"] = result.aux_loss.item()
+    return StepPoint(
+        step,
+        loss=sum(applied) / len(applied) if applied else math.nan,
+        grad_norm=norms[-1],
+        lr=lr,
+        tokens=tokens,
+        num_padding=tokens - int(sum(window.read("unpadded_tokens"))),
+        seconds=seconds,
+        slowest_s=timer.read_slowest(),
+        largest={
+            "loss/train_max": find_largest(losses, step),
+            "grad_norm_max": find_largest(norms, step),
+        },
+        phases=phases,
+        ranks=gather_ranks(phases, device),
+        group_norms=group_norms if len(group_norms) > 1 else {},
+        moe=moe,
+        backwards=backwards,
+        extra=extra,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,1 @@
 """Optimizer, the values that follow the step, and the expert balancer."""
-
-from titanlite.optim.optimizer import FiniteGuard, NonFiniteSteps

@@ -2,9 +2,8 @@
 takes.
 """
 
-import re
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,13 +14,12 @@ from torch import nn
 
 from titanlite.base.errors import ConfigError, TrainingError, TransientError, raise_problems
 from titanlite.base.log import logger
-from titanlite.base.text import format_count, parse_multipliers, split_patterns
+from titanlite.base.text import parse_multipliers, split_patterns
 from titanlite.config.schema import OptimizerSection
 from titanlite.materialize.layout import local_of, num_values
 from titanlite.materialize.plan import clean_name
 
 _LEAST_BFLOAT16_LR = 1e-3
-_MOST_PATTERNS = 8  # that a warning lists
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -89,19 +87,16 @@ def group_parameters(
             "optimizer.lr = %g most never will. Set training.dtype = 'float32'.",
             section.lr,
         )
-    in_apart, rest = (
-        [
+    found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for (is_apart, decays, multiplier), params in groups.items():
+        found[is_apart].append(
             {
                 "params": params,
-                "weight_decay": section.weight_decay if decay else 0.0,
+                "weight_decay": section.weight_decay if decays else 0.0,
                 "lr": section.lr * multiplier,
             }
-            for (where, decay, multiplier), params in groups.items()
-            if where == which
-        ]
-        for which in (True, False)
-    )
-    return in_apart, rest
+        )
+    return found[True], found[False]
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
@@ -126,14 +121,11 @@ def evaluation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     `eval` and `train` that exchange the two in place, as Schedule-Free optimizers have
     (arXiv:2405.15682). A resumed run calls `train` once.
     """
-    has_own = hasattr(optimizer, "eval")
-    if has_own:
+    if hasattr(optimizer, "eval"):
         optimizer.eval()  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        if has_own:
-            optimizer.train()  # type: ignore[attr-defined]
+    yield
+    if hasattr(optimizer, "train"):
+        optimizer.train()  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -178,8 +170,10 @@ class Diagnosis:
 
     def describe_skipped(self, found: NonFiniteSteps) -> str:
         """Return the warning of steps that were skipped (`training.on_nonfinite` = "skip")."""
-        skipped = f"the loss or gradient of step {found.first_new} is not finite; it was skipped"
-        return f"{skipped} ({found.total} so far). {self.text}"
+        return (
+            f"the loss or gradient of step {found.first_new} is not finite; it was skipped "
+            f"({found.total} so far). {self.text}"
+        )
 
 
 class FiniteGuard:
@@ -215,14 +209,12 @@ class FiniteGuard:
 
     def look(self) -> NonFiniteSteps | None:
         """Return the non-finite steps since the last look, or None. Synchronizes."""
-        seen, self._seen = self._seen, []
-        flags = torch.stack([finite for _, finite in seen]).tolist() if seen else []
         new = list[int]()
-        for (step, _), is_finite in zip(seen, flags, strict=True):
-            if len(self._run) >= self._limit:  # nothing was applied any more
-                break
-            self._run = [] if is_finite else [*self._run, step]
-            new += self._run[-1:]
+        for step, finite in self._seen:
+            if len(self._run) < self._limit:  # otherwise nothing was applied any more
+                self._run = [] if finite.item() else [*self._run, step]
+                new += self._run[-1:]
+        self._seen = []
         if not new:
             return None
         self.total += len(new)
@@ -281,41 +273,6 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     """
     params = list(model.parameters())
     return sum(map(num_values, params)), sum(num_values(p) for p in params if p.requires_grad)
-
-
-def describe_unreached(model: nn.Module, names: Sequence[str]) -> tuple[str, int]:
-    """Return the warning of trained parameters that the first step gave no gradient, by patterns of
-    their names, and how many values are trained without them.
-    """
-    params = {
-        clean_name(name): param for name, param in model.named_parameters() if param.requires_grad
-    }
-    reached = params.keys() - set(names)
-    pattern_of = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
-    too_wide = {
-        p for p in set(pattern_of.values()) if any(fnmatchcase(name, p) for name in reached)
-    }
-    groups: defaultdict[str, list[str]] = defaultdict(list)
-    for name, pattern in pattern_of.items():
-        groups[name if pattern in too_wide else pattern].append(name)
-    listed, num_lost = list[str](), 0
-    for pattern, group in groups.items():
-        size = sum(num_values(params[name]) for name in group)
-        num_lost += size
-        listed.append(f"{pattern} ({format_count(len(group), 'tensor')}, {size:,} elements)")
-    if len(listed) > _MOST_PATTERNS:
-        listed[_MOST_PATTERNS:] = [
-            f"and {format_count(len(listed) - _MOST_PATTERNS, 'other name')}"
-        ]
-    total, trained = count_parameters(model)
-    trained -= num_lost
-    text = (
-        f"training: {format_count(len(names), 'tensor')} ({num_lost:,} elements) had no gradient "
-        f"in the first step: {', '.join(listed)}. They had no part in its loss and are as before, "
-        f"so {trained / 1e6:,.3f} M of {total / 1e6:,.3f} M parameters are trained. To keep them "
-        "out of the optimizer, name them in optimizer.freeze."
-    )
-    return text, trained
 
 
 def _matched(model: nn.Module, pattern: str) -> list[torch.nn.Parameter]:

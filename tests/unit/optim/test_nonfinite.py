@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titanlite.optim import FiniteGuard, NonFiniteSteps
+from titanlite.optim.optimizer import FiniteGuard, NonFiniteSteps
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,66 @@
+"""The warning of trained parameters that have no gradient."""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from titanlite.base.events import record_event
+from titanlite.base.log import logger
+from titanlite.base.text import format_count
+from titanlite.features.record.run_files import record_trained
+from titanlite.materialize.layout import num_values
+from titanlite.materialize.plan import clean_name
+from titanlite.optim.optimizer import count_parameters
+
+_MOST_PATTERNS = 8  # that a warning lists
+
+
+def report_unreached(folder: Path, model: nn.Module, names: Sequence[str], step: int) -> None:
+    """Warn on rank 0 of the trained parameters `names`, which `step` gave no gradient, and do not
+    count them as trained in the run's `folder` any more.
+    """
+    if dist.get_rank() == 0:
+        text, trained = describe_unreached(model, names)
+        logger.warning("%s", text)
+        record_event("unreached", text, step)
+        record_trained(folder, trained)
+
+
+def describe_unreached(model: nn.Module, names: Sequence[str]) -> tuple[str, int]:
+    """Return the warning of trained parameters that the first step gave no gradient, by patterns of
+    their names, and how many values are trained without them.
+    """
+    params = {
+        clean_name(name): param for name, param in model.named_parameters() if param.requires_grad
+    }
+    reached = params.keys() - set(names)
+    pattern_of = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
+    too_wide = {
+        p for p in set(pattern_of.values()) if any(fnmatchcase(name, p) for name in reached)
+    }
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name, pattern in pattern_of.items():
+        groups[name if pattern in too_wide else pattern].append(name)
+    listed, num_lost = list[str](), 0
+    for pattern, group in groups.items():
+        size = sum(num_values(params[name]) for name in group)
+        num_lost += size
+        listed.append(f"{pattern} ({format_count(len(group), 'tensor')}, {size:,} elements)")
+    if len(listed) > _MOST_PATTERNS:
+        listed[_MOST_PATTERNS:] = [
+            f"and {format_count(len(listed) - _MOST_PATTERNS, 'other name')}"
+        ]
+    total, trained = count_parameters(model)
+    trained -= num_lost
+    text = (
+        f"training: {format_count(len(names), 'tensor')} ({num_lost:,} elements) had no gradient "
+        f"in the first step: {', '.join(listed)}. They had no part in its loss and are as before, "
+        f"so {trained / 1e6:,.3f} M of {total / 1e6:,.3f} M parameters are trained. To keep them "
+        "out of the optimizer, name them in optimizer.freeze."
+    )
+    return text, trained
