@@ -21,7 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import titanlite
-from titanlite.assemble import build_data
+from tests.functional.conftest import train_to_the_end
+from titanlite.assemble import assemble, build_data
 from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_headers
@@ -156,6 +157,96 @@ def test_its_state_is_saved_and_metrics_are_logged(config_file, tmp_path, run_ra
             titanlite.train(config_file, training={"step": 6})
 
     run_ranks(1, rank_main)
+
+
+def average_by_hand(job):
+    """Train 4 steps with the built-in AdamW; return the validation losses of the average after the
+    second and the last step, and the last average.
+    """
+    trainer = assemble(job)
+    average = {}
+    losses = []
+    for step in range(4):
+        trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(step))
+        weights = {name: param.detach() for name, param in trainer.model.named_parameters()}
+        for name, weight in weights.items():
+            average.setdefault(name, weight.clone()).lerp_(weight, 1 - 0.9)
+        if step in (1, 3):
+            kept = {name: weight.clone() for name, weight in weights.items()}
+            for name, weight in weights.items():
+                weight.copy_(average[name])
+            losses.append(trainer.validate()[0])
+            for name, weight in weights.items():
+                weight.copy_(kept[name])
+    return losses, average
+
+
+def train_parts(jobs):
+    """Train each job to its end, in one folder; return the validation losses of the last."""
+    for job in jobs:
+        assemble(job).train()
+    if torch.distributed.get_rank() > 0:
+        return []
+    lines = (jobs[-1].job.job.dump_folder / Path("metrics.jsonl")).read_text().splitlines()
+    points = {line["step"]: line for line in map(json.loads, lines) if "loss/validation" in line}
+    return [points[step]["loss/validation"] for step in (2, 4)]
+
+
+@pytest.mark.parametrize("mesh", ["FSDP2", "TP2xEP2"])
+def test_an_average_is_validated_saved_and_resumed(checked, run_warm, tmp_path, mesh):
+    """It is the average of the weights of one rank, whose training goes on from the weights
+    themselves.
+    """
+    settings = [
+        "--validation.enable=true",
+        "--validation.freq=2",
+        "--validation.steps=2",
+        "--lr_scheduler.warmup_steps=0",
+        "--lr_scheduler.min_lr_factor=1",
+        "--checkpoint.export_dtype=float32",
+    ]
+    plain = checked(Degrees(), FOUR, *settings)
+    ((expected, average),) = run_warm(1, average_by_hand, plain)
+    ema = "--optimizer.name=my_averages:averaged_adamw"
+    folder = f"--job.dump_folder={tmp_path / 'average'}"
+    parts = [
+        checked(MESHES[mesh], FOUR, *settings, ema, folder, f"--training.steps={steps}")
+        for steps in (2, 4)
+    ]
+    losses, *_ = run_warm(MESHES[mesh].world_size, train_parts, parts)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    saved = tmp_path / "average/checkpoint/step-4"
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    found = dict(model.named_parameters())
+    assert found.keys() == average.keys()
+    for name, value in average.items():
+        torch.testing.assert_close(found[name].detach(), value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_metric_of_gradients_is_the_same_on_all_meshes(checked, run_warm, tmp_path):
+    found = {}
+    for mesh in ("1", "FSDP2", "TP2xEP2"):
+        degrees = MESHES[mesh]
+        job = checked(
+            degrees,
+            f"--training.local_batch_size={4 // degrees.dp}",
+            "--training.steps=3",
+            "--metrics.log_freq=2",
+            "--metrics.function=my_metrics:noise_scale",
+            f"--job.dump_folder={tmp_path / mesh}",
+            "--checkpoint.enable=false",
+        )
+        run_warm(degrees.world_size, train_to_the_end, job)
+        lines = map(json.loads, (tmp_path / mesh / "metrics.jsonl").read_text().splitlines())
+        found[mesh] = [
+            [line[f"metric/{name}"] for name in ("gradient", "noise", "noise_scale")]
+            for line in lines
+        ]
+    for mesh, points in found.items():
+        assert len(points) == 3, "steps 1, 2 and 3 are logged"
+        for point, expected in zip(points, found["1"], strict=True):
+            assert point == pytest.approx(expected, rel=1e-3), mesh
+            assert point[1] > 0
 
 
 def test_a_converter_makes_the_rows_that_it_says(examples, tmp_path, config_file, modules):

@@ -5,10 +5,7 @@ after a backward, and weights that change around a forward that has no backward.
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,29 +18,28 @@ from titanlite.config.parallelism import Degrees
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.optim.optimizer import Diagnosis
 from titanlite.optim.schedule import Schedule
-from titanlite.preflight import Checked
 
 Z_LOSS = ["--moe.z_loss_coeff=0.01", "--moe.aux_loss_coeff=0", "--training.global_batch_size=4"]
 SLOW = ["--optimizer.lr=1e-6", "--lr_scheduler.warmup_steps=0", "--lr_scheduler.min_lr_factor=1"]
 WARMUP_STEPS = 4
 
 
-def warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def warm_up(monkeypatch):
     """Let the coefficient of the z-loss rise: all that its warm-up takes besides its setting."""
 
-    def z_loss_coeff(self: Schedule, step: int) -> float:
+    def z_loss_coeff(self, step):
         return self.job.moe.z_loss_coeff * min(1.0, (step + 1) / WARMUP_STEPS)
 
     monkeypatch.setattr(Schedule, "z_loss_coeff", z_loss_coeff)
 
 
 def test_a_resumed_run_goes_on_in_the_warm_up_of_the_z_loss(
-    run_ranks: Callable[..., Any],
-    checked: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run_ranks,
+    checked,
+    tmp_path,
+    monkeypatch,
 ):
-    def rank_main(name: str, *steps: int) -> list[float]:
+    def rank_main(name, *steps):
         for count in steps:
             folder = f"--job.dump_folder={tmp_path / name}"
             job = checked(Degrees(), *Z_LOSS, *SLOW, folder, f"--training.steps={count}")
@@ -62,9 +58,7 @@ def test_a_resumed_run_goes_on_in_the_warm_up_of_the_z_loss(
     assert parts == whole
 
 
-def test_the_diagnosis_of_a_step_sees_the_values_of_that_step(
-    run_ranks: Callable[..., Any], checked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_diagnosis_of_a_step_sees_the_values_of_that_step(run_ranks, checked, monkeypatch):
     """Step 2 of 4 is not finite, which is found after step 4. It is computed again with the z-loss,
     the learning rate and the random numbers of step 2.
     """
@@ -79,22 +73,22 @@ def test_the_diagnosis_of_a_step_sees_the_values_of_that_step(
     )
     real = titanlite.train_step.clip_grad_norms
 
-    def rank_main() -> list[Any]:
+    def rank_main():
         trainer = assemble(job)
         stepper = trainer.parts.stepper
         gate = next(iter(trainer.model.moe_layers().values())).gate
-        seen: list[Any] = []
+        seen = []
 
-        def look() -> None:
+        def look():
             rates = [group["lr"] for group in stepper.optimizer.param_groups]
             seen.append((gate.z_loss_coeff, rates, torch.rand(1).item()))
 
-        def clip(groups: Any, *rest: Any) -> Any:
+        def clip(groups, *rest):
             look()
             norm, of_groups = real(groups, *rest)
             return (norm * math.nan if len(seen) == 2 else norm), of_groups
 
-        def diagnose(batches: Any, scaled_loss: Any) -> Diagnosis:
+        def diagnose(batches, scaled_loss):
             look()
             return Diagnosis("", repeats=True)
 
@@ -111,7 +105,7 @@ def test_the_diagnosis_of_a_step_sees_the_values_of_that_step(
 # --- squares of gradients after each backward
 
 
-def measure(job: Checked) -> tuple[list[int], list[float], float]:
+def measure(job):
     trainer = assemble(job)
     stepper = trainer.parts.stepper
     stepper.measures_backwards = True
@@ -121,7 +115,7 @@ def measure(job: Checked) -> tuple[list[int], list[float], float]:
 
 
 @pytest.fixture(scope="module")
-def on_one_rank() -> list[Any]:
+def on_one_rank():
     """What one rank measures, once it has."""
     return []
 
@@ -140,16 +134,16 @@ def on_one_rank() -> list[Any]:
     ids=str,
 )
 def test_squares_after_each_backward_are_those_of_one_rank(
-    run_warm: Callable[..., Any],
-    checked: Callable[..., Any],
-    on_one_rank: list[Any],
-    degrees: Degrees,
-    once_per_step: str,
+    run_warm,
+    checked,
+    on_one_rank,
+    degrees,
+    once_per_step,
 ):
     """Of 4 micro-batches of 4 sequences each on all ranks together."""
     rows = "--training.global_batch_size=16"
 
-    def run(degrees: Degrees) -> tuple[list[int], list[float], float]:
+    def run(degrees):
         size = f"--training.local_batch_size={4 // degrees.dp}"
         once = f"--parallelism.fsdp_once_per_step={once_per_step}"
         results = run_warm(degrees.world_size, measure, checked(degrees, rows, size, once))
@@ -167,9 +161,7 @@ def test_squares_after_each_backward_are_those_of_one_rank(
     assert norm == pytest.approx(expected_norm, rel=1e-5)
 
 
-def test_measured_gradients_are_trained_as_others(
-    run_warm: Callable[..., Any], checked: Callable[..., Any]
-):
+def test_measured_gradients_are_trained_as_others(run_warm, checked):
     """What is summed over tp for the measurement is put back."""
     degrees = Degrees(dp_shard=2, tp=2)
     job = checked(degrees, "--training.global_batch_size=8")
@@ -177,7 +169,7 @@ def test_measured_gradients_are_trained_as_others(
     assert measured == plain
 
 
-def train_measured(job: Checked, measures: bool) -> list[float]:
+def train_measured(job, measures):
     trainer = assemble(job)
     stepper = trainer.parts.stepper
     stepper.measures_backwards = measures
@@ -188,7 +180,7 @@ def train_measured(job: Checked, measures: bool) -> list[float]:
 # --- weights that change around a forward without a backward
 
 
-def scale(params: Iterable[torch.nn.Parameter], factor: float) -> None:
+def scale(params, factor):
     with torch.no_grad():
         for param in params:
             if not is_elsewhere(param):
@@ -207,11 +199,11 @@ def scale(params: Iterable[torch.nn.Parameter], factor: float) -> None:
 )
 @pytest.mark.parametrize("once_per_step", ["false", "true"])
 def test_weights_that_change_after_a_validation_are_used_and_kept(
-    run_ranks: Callable[..., Any],
-    checked: Callable[..., Any],
-    degrees: Degrees,
-    precision: str,
-    once_per_step: str,
+    run_ranks,
+    checked,
+    degrees,
+    precision,
+    once_per_step,
 ):
     """FSDP leaves the last layer and the root gathered after a forward, and an optimizer changes
     the shards.
@@ -224,7 +216,7 @@ def test_weights_that_change_after_a_validation_are_used_and_kept(
         f"--parallelism.fsdp_once_per_step={once_per_step}",
     )
 
-    def rank_main() -> tuple[list[float], bool]:
+    def rank_main():
         trainer = assemble(job)
         params = list(trainer.model.parameters())
         losses = [trainer.validate()[0]]
@@ -249,9 +241,7 @@ def test_weights_that_change_after_a_validation_are_used_and_kept(
 class TestCompile:
     pytestmark = TORCH_COMPILE_WARNINGS
 
-    def test_a_value_that_changes_in_every_step_takes_one_more_graph(
-        self, traced_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_a_value_that_changes_in_every_step_takes_one_more_graph(self, traced_run, monkeypatch):
         warm_up(monkeypatch)
         _, graphs = traced_run(Degrees(), *Z_LOSS, "--training.local_batch_size=4", steps=4)
         assert graphs.made <= 2
