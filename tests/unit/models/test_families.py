@@ -88,7 +88,11 @@ UNUSUAL: list[dict[str, Any]] = [
 def test_unusual_values_survive_transformers(tmp_path):
     for family in families():
         for changes in UNUSUAL:
-            config = replace(families()[family].presets["debug"], **changes)
+            fixed = families()[family].fixed
+            config = replace(
+                families()[family].presets["debug"],
+                **{key: value for key, value in changes.items() if key not in fixed},
+            )
             AutoConfig.for_model(family, **family_of(config).to_hf(config)).save_pretrained(
                 tmp_path
             )
@@ -333,8 +337,7 @@ def test_files_that_cannot_be_read(tmp_path):
         ("{", "cannot read"),
         (
             "[]",
-            "model_type 'None' has no native decoder; there are deepseek_v3, dots1, glm4_moe, "
-            "glm4_moe_lite, llama, qwen2, ",
+            f"model_type 'None' has no native decoder; there are {', '.join(sorted(families()))}",
         ),
         ('{"model_type": ["qwen3"]}', "has no native decoder"),
     ]:
