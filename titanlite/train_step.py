@@ -90,13 +90,13 @@ class TrainStep:
         self.timer.start("other")
         objective = self.objective
         count = len(micro_batches)
-        units_of, tokens_of = self.count_units(micro_batches)
-        units = units_of.sum()
-        num_tokens = tokens_of.sum()
+        units, num_tokens = self.count_units(micro_batches)
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
         norm_device = torch.device("cpu") if self.job.training.enable_cpu_offload else self.device
-        squares = None
+        units_of = squares = None
         if self.measures_backwards:
+            counts = torch.stack([objective.count(batch) for batch in micro_batches])
+            units_of = self.sum_over_data(counts)
             squares = torch.zeros(count, dtype=torch.float64, device=norm_device)
         losses_in_flight: dict[int, ObjectiveSums] = {}
         for phase, number in order_turns(count, self.dims.degrees.turns_ahead(self.dims.stage)):
@@ -168,14 +168,14 @@ class TrainStep:
         beat(phase, self.step + 1)
 
     def count_units(self, micro_batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count the units, and the tokens without padding, of each micro-batch on all ranks
-        together, int64 (micro-batches,). Collective: every rank must call.
+        """Count the units, and the tokens without padding, of the global batch. Collective: every
+        rank must call.
         """
         counts = [
             torch.stack([self.objective.count(batch), batch.count_tokens()])
             for batch in micro_batches
         ]
-        units, num_tokens = self.sum_over_data(torch.stack(counts, dim=1)).unbind()
+        units, num_tokens = self.sum_over_data(torch.stack(counts).sum(dim=0)).unbind()
         return units, num_tokens
 
     def scaled_loss(

@@ -256,7 +256,7 @@ class Trainer:
         beat("diagnosing")
         step = found.first if found.fatal else found.first_new
         batches = [batch.to(self.parts.run.device) for batch in loader.micro_batches(step - 1)]
-        units, num_tokens = (counts.sum() for counts in stepper.count_units(batches))
+        units, num_tokens = stepper.count_units(batches)
         stepper.begin(step - 1)
         diagnosis = self.watch.diagnose(
             batches,

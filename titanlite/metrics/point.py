@@ -40,10 +40,11 @@ class StepResult:
     # (layers, E) int64; None: there are no experts, or none are counted
     tokens_per_expert: torch.Tensor | None
     metrics: torch.Tensor  # means of the objective's metrics, float32 (len(metric_names),)
-    units: torch.Tensor  # of each micro-batch on all ranks together, int64 (micro-batches,)
-    # square of the 2-norm of the gradients after each backward, which adds to those before it,
-    # float64 (micro-batches,); None: not measured
-    squares: torch.Tensor | None
+    # None unless they are measured: units of each micro-batch on all ranks together, int64
+    # (micro-batches,), and square of the 2-norm of the gradients after its backward, which adds to
+    # those before it, float64 (micro-batches,)
+    units: torch.Tensor | None = None
+    squares: torch.Tensor | None = None
 
 
 @dataclass
@@ -286,7 +287,7 @@ def build_point(
         since = torch.stack(counts).sum(dim=0)
         moe = MoEState(result.tokens_per_expert, bias_range, since, top_k)
     backwards: list[Backward] = []
-    if result.squares is not None:
+    if result.units is not None and result.squares is not None:
         units = result.units.cumsum(dim=0).tolist()
         backwards = list(map(Backward, units, result.squares.tolist()))
     extra = dict(zip(metric_names, result.metrics.tolist(), strict=True))
