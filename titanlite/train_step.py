@@ -60,7 +60,7 @@ class TrainStep:
         self.objective = objective
         self.step = run.first_step
         if run.start is not None and hasattr(optimizer, "train"):
-            optimizer.train()  # see `evaluation_weights`
+            optimizer.train()  # type: ignore[attr-defined]  # see `evaluation_weights`
         self.schedule = Schedule(job, model, optimizer)
         degrees = run.dims.degrees
         stage_size = degrees.stage_size if degrees.pp > 1 else None
